@@ -1,0 +1,1 @@
+"""Attention over paged and exchanged keys and values."""

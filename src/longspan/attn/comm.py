@@ -1,0 +1,195 @@
+"""How exchanges talk: messages of several tensors, a transport between ranks, and a group's view of it.
+
+Both ends of a message know its shapes by arithmetic, so no sizes travel. A trailer repeats tag and size, because gloo
+accepts a receive that is longer than the send, and stale data on a reused tag, without a word.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_TRAILER_BYTES = 16
+_MAX_OUTBOX = 32
+
+Shape = tuple[tuple[int, ...], torch.dtype]
+"""Shape and type of one tensor of a message."""
+
+
+class CommError(RuntimeError):
+    """A message is not the one that was expected, or a peer is gone."""
+
+
+class Message:
+    """One buffer with a view per tensor. `tensors` alias the buffer: fill them before sending, read after receiving."""
+
+    def __init__(self, shapes: Sequence[Shape], device: torch.device) -> None:
+        sizes = [dtype.itemsize * _numel(shape) for shape, dtype in shapes]
+        self.payload_bytes = sum(sizes)
+        trailer_at = -(-self.payload_bytes // 8) * 8
+        self.buffer = torch.empty(trailer_at + _TRAILER_BYTES, dtype=torch.uint8, device=device)
+        self.tensors: list[Tensor] = []
+        offset = 0
+        for (shape, dtype), size in zip(shapes, sizes, strict=True):
+            assert offset % dtype.itemsize == 0, "wider types come first in a message"
+            self.tensors.append(self.buffer[offset : offset + size].view(dtype).view(shape))
+            offset += size
+        self._trailer = self.buffer[trailer_at:].view(torch.int64)
+
+    def seal(self, tag: int) -> None:
+        """Writes the trailer."""
+        self._trailer.copy_(torch.tensor([tag, self.payload_bytes]))
+
+    def verify(self, tag: int) -> None:
+        """Raises CommError when the trailer is not that of message `tag`."""
+        if self.buffer.device.type == "cpu" and self._trailer.tolist() != [tag, self.payload_bytes]:
+            raise CommError(f"expected message {tag} of {self.payload_bytes} bytes, got {self._trailer.tolist()}")
+
+
+class Pending(Protocol):
+    """A transfer under way."""
+
+    def wait(self) -> None:
+        """Returns when the receives are done; raises CommError when a peer is gone."""
+
+
+class Transport(Protocol):
+    """Moves buffers between ranks. Transfers with different tags may overtake each other."""
+
+    def start(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int
+    ) -> Pending:
+        """Starts all sends and receives as one grouped call; never blocks for the peer."""
+
+
+class Group:
+    """The members of an exchange, in ring order, as one of them sees it.
+
+    Attributes:
+        rank: this member's index in the group.
+        size: the number of members.
+        sent: payload bytes sent so far, by exchange name; shared by the groups of a rank.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        members: Sequence[int],
+        rank: int,
+        *,
+        name: str = "",
+        first_tag: int = 0,
+        sent: Counter[str] | None = None,
+    ) -> None:
+        self.rank, self.size = rank, len(members)
+        self.sent = Counter() if sent is None else sent
+        self._transport, self._members, self._name, self._first_tag = transport, tuple(members), name, first_tag
+
+    def start(self, *, sends: Mapping[int, Message], receives: Mapping[int, Message], hop: int) -> Pending:
+        """Sends and receives between members; both ends skip empty messages. `hop` numbers the call in the exchange."""
+        tag = self._first_tag + hop
+        outgoing = {member: message for member, message in sends.items() if message.payload_bytes}
+        incoming = {member: message for member, message in receives.items() if message.payload_bytes}
+        for message in set(outgoing.values()):
+            message.seal(tag)
+        for message in outgoing.values():
+            self.sent[self._name] += message.payload_bytes
+        pending = self._transport.start(
+            [(self._members[member], message.buffer) for member, message in outgoing.items()],
+            [(self._members[member], message.buffer) for member, message in incoming.items()],
+            tag,
+        )
+        return _Verified(pending, list(incoming.values()), tag)
+
+
+class _Verified:
+    """Checks the trailers once the messages are there."""
+
+    def __init__(self, pending: Pending, messages: Sequence[Message], tag: int) -> None:
+        self._pending, self._messages, self._tag = pending, messages, tag
+
+    def wait(self) -> None:
+        self._pending.wait()
+        for message in self._messages:
+            message.verify(self._tag)
+
+
+class TorchTransport:
+    """Point-to-point on a torch.distributed process group.
+
+    gloo matches messages by tag. NCCL has no tags: each call is one grouped launch, and ranks make their calls in the
+    same order. With `staged`, buffers pass through host memory: for ranks on CUDA devices that gloo connects.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None, *, staged: bool = False) -> None:
+        self._group, self._staged = process_group, staged
+        self._nccl = dist.get_backend(process_group) == "nccl"
+        self._outbox: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def start(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int
+    ) -> Pending:
+        """See `Transport`."""
+        if self._nccl:
+            return self._start_grouped(sends, receives)
+        targets = [(peer, buffer.cpu() if self._staged else buffer, buffer) for peer, buffer in receives]
+        with _peer_errors():
+            works = [(_work(dist.irecv(host, peer, self._group, tag)), host, buffer) for peer, host, buffer in targets]
+            for peer, buffer in sends:
+                host = buffer.cpu() if self._staged else buffer
+                self._outbox.append((_work(dist.isend(host, peer, self._group, tag)), host))
+            while len(self._outbox) > _MAX_OUTBOX:
+                self._outbox.popleft()[0].wait()
+        return _Receives(works)
+
+    def flush(self) -> None:
+        """Waits until every send has left; its peers receive it in the same step."""
+        with _peer_errors():
+            while self._outbox:
+                self._outbox.popleft()[0].wait()
+
+    def _start_grouped(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> Pending:
+        ops = [dist.P2POp(dist.isend, buffer, peer, self._group) for peer, buffer in sends]
+        ops += [dist.P2POp(dist.irecv, buffer, peer, self._group) for peer, buffer in receives]
+        with _peer_errors():
+            works = dist.batch_isend_irecv(ops) if ops else []
+        return _Receives([(work, buffer, buffer) for work, (_, buffer) in zip(works, [*sends, *receives], strict=False)])
+
+
+class _Receives:
+    def __init__(self, works: Sequence[tuple[dist.Work, Tensor, Tensor]]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work, host, buffer in self._works:
+            with _peer_errors():
+                work.wait()
+            if host is not buffer:
+                buffer.copy_(host)
+
+
+@contextmanager
+def _peer_errors() -> Iterator[None]:
+    """torch.distributed says RuntimeError when a connection breaks or a transfer times out."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CommError(str(error)) from error
+
+
+def _work(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this rank is a member of the process group"
+    return work
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product

@@ -1,0 +1,205 @@
+"""Attention of one query run over keys at hand, as `(out, lse)`, through PyTorch's own kernels.
+
+Visibility is a band in index space (`core.runs.relate`): query i sees key j iff `i + lower <= j <= i + upper`. Bands are
+cut into rectangles and squares that a fused kernel computes; the ragged edges of sliding windows go through masks of at
+most `_TILE` queries. Shapes: H query heads, K key heads (H a multiple of K), T queries, S keys, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from longspan.attn.merge import merge
+from longspan.attn.spec import AttnSpec
+from longspan.core.runs import Relation
+
+_TILE = 256
+"""Queries per tile where a mask is needed."""
+_EAGER_KEYS = 8192
+"""Keys per tile where no fused kernel applies (softcap): bounds the memory of the scores."""
+_FEW_QUERIES = 16
+"""Up to so many queries, long keys are split into pieces that are computed in parallel and merged."""
+_PIECE = 512
+"""Keys per such piece."""
+
+Partial = tuple[Tensor, Tensor]
+"""`out [H, T, D]` and `lse [H, T]` float32."""
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, relation: Relation, spec: AttnSpec) -> Partial:
+    """Attention of `q [H, T, D]` over `k, v [K, S, D]`.
+
+    Queries that see no key get output 0 and lse -inf.
+    """
+    num_queries, num_keys = q.shape[1], k.shape[1]
+    if relation.kind == "full":
+        return _full(q, k, v, spec)
+    out = torch.zeros_like(q)
+    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
+    if relation.kind == "skip":
+        return out, lse
+    # Rows below `first` see no key yet, rows from `last` on see none any more: both would be undefined in the kernels.
+    first = max(0, -relation.upper)
+    last = min(num_queries, num_keys - relation.lower) if relation.kind == "band" else num_queries
+    rectangle = _diagonal if relation.kind == "diagonal" else _band
+    rows, row_lse = rectangle(q[:, first:last], k, v, relation.lower + first, relation.upper + first, spec)
+    out[:, first:last], lse[:, first:last] = rows, row_lse
+    return out, lse
+
+
+def attend_pieces(q: Tensor, pieces: Iterable[tuple[Tensor, Tensor]], spec: AttnSpec) -> Partial:
+    """Attention of few queries `q [H, T, D]`, all of which see all keys, over pieces read where they lie.
+
+    `pieces` are `(k, v)` of shape `[n, K, S, D]`, n runs of S keys each; every run is a parallel unit of work.
+    """
+    num_heads, num_queries, dim = q.shape
+    outs, lses = [], []
+    folded = _fold(q, spec)
+    for k, v in pieces:
+        out, lse = _fused(folded.expand(len(k), -1, -1, -1), k, v, spec, causal=False)
+        outs.append(out.reshape(len(k), num_heads, num_queries, dim))
+        lses.append(lse.reshape(len(k), num_heads, num_queries))
+    out, lse = merge(torch.cat(outs), torch.cat(lses))
+    return out.to(q.dtype), lse
+
+
+def _full(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec) -> Partial:
+    if q.shape[1] <= _FEW_QUERIES and k.shape[1] >= 2 * _PIECE:
+        return attend_pieces(q, _split(k, v), spec)
+    out, lse = _fused(_fold(q, spec), k[None], v[None], spec, causal=False)
+    return out.reshape(q.shape), lse.reshape(q.shape[:2])
+
+
+def _split(k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    num_heads, num_keys, dim = k.shape
+    even = num_keys // _PIECE * _PIECE
+    shape = (num_heads, even // _PIECE, _PIECE, dim)
+    yield k[:, :even].unflatten(1, shape[1:3]).transpose(0, 1), v[:, :even].unflatten(1, shape[1:3]).transpose(0, 1)
+    if even < num_keys:
+        yield k[None, :, even:], v[None, :, even:]
+
+
+def _diagonal(q: Tensor, k: Tensor, v: Tensor, lower: int, upper: int, spec: AttnSpec) -> Partial:
+    """Causal: keys before `upper` are seen by all, then comes a square with a diagonal, then rows that see all keys."""
+    del lower
+    num_queries, num_keys = q.shape[1], k.shape[1]
+    square = min(num_queries, num_keys - upper)
+    corner = slice(upper, upper + square)
+    out, lse = _fused(q[None, :, :square], k[None, :, corner], v[None, :, corner], spec, causal=True)
+    out, lse = out[0], lse[0]
+    if square < num_queries:
+        rest_out, rest_lse = _full(q[:, square:], k[:, corner], v[:, corner], spec)
+        out, lse = torch.cat([out, rest_out], dim=1), torch.cat([lse, rest_lse], dim=1)
+    if upper > 0:
+        before_out, before_lse = _full(q, k[:, :upper], v[:, :upper], spec)
+        merged, lse = merge(torch.stack([out, before_out]), torch.stack([lse, before_lse]))
+        out = merged.to(q.dtype)
+    return out, lse
+
+
+def _band(q: Tensor, k: Tensor, v: Tensor, lower: int, upper: int, spec: AttnSpec) -> Partial:
+    """Sliding window: tiles of queries over the keys that any of them sees, with a mask for the edges."""
+    num_queries, num_keys = q.shape[1], k.shape[1]
+    outs, lses = [], []
+    for start in range(0, num_queries, _TILE):
+        stop = min(start + _TILE, num_queries)
+        keys = slice(max(0, start + lower), min(num_keys, stop + upper))
+        row = torch.arange(start, stop, device=q.device)[:, None]
+        key = torch.arange(keys.start, keys.stop, device=q.device)[None]
+        visible = (key >= row + lower) & (key <= row + upper)
+        tile = q[None, :, start:stop]
+        out, lse = _fused(tile, k[None, :, keys], v[None, :, keys], spec, causal=False, visible=visible)
+        outs.append(out[0])
+        lses.append(lse[0])
+    return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
+
+
+def _fold(q: Tensor, spec: AttnSpec) -> Tensor:
+    """`[H, T, D]` as `[1, K, H/K * T, D]`: heads that share keys become rows, so that keys are read once."""
+    return q.reshape(1, spec.num_kv_heads, -1, q.shape[-1])
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, causal: bool, visible: Tensor | None = None) -> Partial:
+    """One kernel call on `q [n, heads, T, D]`, `k, v [n, K, S, D]`; T and S above 0, every query sees some key.
+
+    Causal calls are square, so that kernels that align the diagonal differently agree.
+    """
+    assert q.shape[2] > 0 and k.shape[2] > 0, "an empty kernel call kills the process on CPUs"
+    assert not causal or q.shape[2] == k.shape[2], "causal calls are square"
+    if spec.softcap is not None:
+        return _eager(q, k, v, spec, causal=causal, visible=visible)
+    return _KERNELS[q.device.type](q, k, v, spec, causal, visible)
+
+
+def _cpu(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, causal: bool, visible: Tensor | None) -> Partial:
+    mask = None
+    if visible is not None:
+        mask = torch.zeros(visible.shape, dtype=q.dtype).masked_fill_(~visible, -torch.inf)[None, None]
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal, attn_mask=mask, scale=spec.scale
+    )
+    return out, lse
+
+
+def _cuda(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, causal: bool, visible: Tensor | None) -> Partial:
+    if visible is not None:
+        return _eager(q, k, v, spec, causal=False, visible=visible)
+    if q.dtype == torch.float32:  # FlashAttention has half precision only
+        groups = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            q, k, v, None, True, 0.0, causal, scale=spec.scale
+        )
+        return out, lse[:, :, : q.shape[2]]  # padded to a multiple of 32
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=spec.scale)
+    return out, lse
+
+
+_KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor, AttnSpec, bool, Tensor | None], Partial]] = {
+    "cpu": _cpu,
+    "cuda": _cuda,
+}
+
+
+def _eager(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, causal: bool, visible: Tensor | None) -> Partial:
+    """Scores by plain products, tile by tile: for softcap, which no fused kernel has, and masks on CUDA."""
+    num_queries, num_keys = q.shape[2], k.shape[2]
+    rows = []
+    for start in range(0, num_queries, _TILE):
+        stop = min(start + _TILE, num_queries)
+        tiles = []
+        for first in range(0, stop if causal else num_keys, _EAGER_KEYS):
+            last = min(first + _EAGER_KEYS, stop if causal else num_keys)
+            seen = None if visible is None else visible[start:stop, first:last]
+            if causal:
+                seen = torch.ones(stop - start, last - first, dtype=torch.bool, device=q.device).tril(start - first)
+            tiles.append(_scores_and_values(q[:, :, start:stop], k[:, :, first:last], v[:, :, first:last], spec, seen))
+        rows.append(_merge_batch(tiles))
+    out = torch.cat([out for out, _ in rows], dim=2)
+    return out.to(q.dtype), torch.cat([lse for _, lse in rows], dim=2)
+
+
+def _scores_and_values(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, seen: Tensor | None) -> Partial:
+    batch, num_heads, num_queries, dim = q.shape
+    folded = q.reshape(batch, k.shape[1], -1, dim)
+    scores = torch.matmul(folded, k.transpose(-1, -2)).float() * spec.scale
+    if spec.softcap is not None:
+        scores = torch.tanh(scores / spec.softcap) * spec.softcap
+    scores = scores.view(batch, num_heads, num_queries, -1)
+    if seen is not None:
+        scores = scores.masked_fill(~seen, -torch.inf)
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.exp(scores - lse[..., None]).nan_to_num_(nan=0.0).to(v.dtype)
+    out = torch.matmul(weights.view(batch, k.shape[1], -1, k.shape[2]), v)
+    return out.view(batch, num_heads, num_queries, dim), lse
+
+
+def _merge_batch(tiles: list[Partial]) -> Partial:
+    if len(tiles) == 1:
+        return tiles[0]
+    outs, lses = torch.stack([out for out, _ in tiles]), torch.stack([lse for _, lse in tiles])
+    out, lse = merge(outs.flatten(1, 2), lses.flatten(1, 2))
+    return out.view(outs.shape[1:]), lse.view(lses.shape[1:])

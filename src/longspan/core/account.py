@@ -1,0 +1,121 @@
+"""KV blocks of the whole cluster: one pool per tier and instance, and what each request holds of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from longspan.core.blocks import BlockPool, Content, Tier
+from longspan.core.request import Request
+from longspan.core.steps import BlockRef
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefixHit:
+    """KV found for the beginning of a request.
+
+    Attributes:
+        refs: the blocks, in order; all are full but perhaps the last.
+        num_tokens: tokens covered.
+        adopts_last: the last block is only used up to `num_tokens` and will be written on in, so it is taken over.
+    """
+
+    refs: tuple[BlockRef, ...] = ()
+    num_tokens: int = 0
+    adopts_last: bool = False
+
+
+class KvAccount:
+    """Owns every block of the cluster. Policies read it, the engine changes it."""
+
+    def __init__(self, *, num_instances: int, num_blocks: int, block_size: int, prefix_caching: bool = True) -> None:
+        self.block_size = block_size
+        self.prefix_caching = prefix_caching
+        self._pools = {
+            (Tier.DEVICE, instance): BlockPool(num_blocks=num_blocks, block_size=block_size)
+            for instance in range(num_instances)
+        }
+
+    def pool(self, instance: int, tier: Tier = Tier.DEVICE) -> BlockPool:
+        """The pool of one tier of an instance."""
+        return self._pools[tier, instance]
+
+    def match(self, request: Request, group: Sequence[int]) -> PrefixHit:
+        """The longest beginning of the request whose KV lies on members of `group`, one token short of it at most.
+
+        Full blocks are shared. The block after them is taken over when nobody uses it, so that a following turn of a
+        conversation recomputes no token of the turns before.
+        """
+        if not self.prefix_caching:
+            return PrefixHit()
+        limit = request.num_tokens - 1
+        refs: list[BlockRef] = []
+        while (len(refs) + 1) * self.block_size <= limit:
+            ref = self._find(request.parent_key(len(refs) + 1), group)
+            if ref is None:
+                break
+            refs.append(ref)
+        start = len(refs) * self.block_size
+        rest = request.tokens(start, min(limit, start + self.block_size))
+        last, length = self._find_adoptable(request.parent_key(len(refs)), rest, group)
+        if last is None:
+            return PrefixHit(refs=tuple(refs), num_tokens=start)
+        return PrefixHit(refs=(*refs, last), num_tokens=start + length, adopts_last=True)
+
+    def hit_cost(self, hit: PrefixHit) -> Counter[int]:
+        """Free blocks that taking a hit uses up, per instance."""
+        return Counter(r.instance for r in hit.refs if self.pool(r.instance).references(r.block) == 0)
+
+    def reclaimable(self, request: Request) -> Counter[int]:
+        """Blocks per instance that become free when the request is preempted."""
+        return Counter(r.instance for r in request.table if self.pool(r.instance).references(r.block) == 1)
+
+    def take(self, request: Request, hit: PrefixHit) -> None:
+        """The request's table begins with the blocks of a hit found since the last change of this account."""
+        assert not request.table, "a hit begins a table"
+        shared = hit.refs[:-1] if hit.adopts_last else hit.refs
+        for ref in shared:
+            self.pool(ref.instance).share(ref.block)
+        if hit.adopts_last:
+            self.pool(hit.refs[-1].instance).adopt(hit.refs[-1].block)
+        request.table.extend(hit.refs)
+
+    def extend(self, request: Request, holders: Sequence[int]) -> None:
+        """One new block at the end of the request's table per entry of `holders`, on that instance."""
+        for instance in holders:
+            request.table.append(BlockRef(instance, self.pool(instance).allocate()))
+
+    def publish(self, request: Request, start: int) -> None:
+        """Offers the blocks that became full between `start` and the request's `num_computed` tokens."""
+        if self.prefix_caching:
+            for index in range(start // self.block_size, request.num_computed // self.block_size):
+                self._publish(request, index)
+
+    def release(self, request: Request) -> None:
+        """Gives all the request's blocks back, last first; what they hold stays known until they are needed."""
+        if self.prefix_caching and request.num_computed % self.block_size:
+            self._publish(request, request.num_computed // self.block_size)
+        for ref in reversed(request.table):
+            self.pool(ref.instance).release(ref.block)
+        request.table.clear()
+
+    def _publish(self, request: Request, index: int) -> None:
+        stop = min(request.num_computed, (index + 1) * self.block_size)
+        tokens = request.tokens(index * self.block_size, stop)
+        ref = request.table[index]
+        self.pool(ref.instance).publish(ref.block, Content(request.parent_key(index), tokens))
+
+    def _find(self, key: bytes, group: Sequence[int]) -> BlockRef | None:
+        for instance in group:
+            block = self.pool(instance).find(key)
+            if block is not None:
+                return BlockRef(instance, block)
+        return None
+
+    def _find_adoptable(
+        self, parent: bytes, tokens: Sequence[int], group: Sequence[int]
+    ) -> tuple[BlockRef | None, int]:
+        found = [(self.pool(instance).find_adoptable(parent, tokens), instance) for instance in group]
+        (block, length), instance = max(found, key=lambda candidate: candidate[0][1])
+        return (BlockRef(instance, block), length) if length else (None, 0)

@@ -1,0 +1,146 @@
+"""The blocks of one KV pool: reference-counted, kept after use for prefix reuse, evicted least recently used first."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+ROOT = b""
+"""Parent key of a request's first block."""
+
+
+class Tier(StrEnum):
+    """Where KV blocks live. Only `DEVICE` pools are made so far."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+def chain_key(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """Names a full block by its tokens and all before them."""
+    return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a cached block holds: the first `len(tokens)` slots, after the prefix that `parent` names."""
+
+    parent: bytes
+    tokens: tuple[int, ...]
+
+
+class BlockPool:
+    """Accounts for `num_blocks` blocks of `block_size` tokens.
+
+    A block is either in use (referenced), cached (unreferenced, content known) or blank. Cached blocks count as free:
+    they are evicted, least recently used first, when no blank one is left. Blank blocks are handed out lowest number
+    first, so that a request's blocks tend to be adjacent and can be read in place.
+    """
+
+    def __init__(self, *, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._references = [0] * num_blocks
+        self._blank = list(range(num_blocks))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._content: dict[int, Content] = {}
+        self._by_key: dict[bytes, int] = {}
+        self._children: dict[bytes, set[int]] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be allocated now, cached ones included."""
+        return len(self._blank) + len(self._cached)
+
+    def references(self, block: int) -> int:
+        """How many requests hold the block."""
+        return self._references[block]
+
+    def allocate(self) -> int:
+        """A blank block with one reference. The caller has checked `num_free`."""
+        assert self.num_free > 0, "allocation beyond the free blocks"
+        if not self._blank:
+            oldest, _ = self._cached.popitem(last=False)
+            self._forget(oldest)
+            heapq.heappush(self._blank, oldest)
+        block = heapq.heappop(self._blank)
+        self._references[block] = 1
+        return block
+
+    def share(self, block: int) -> None:
+        """One more reference to a block whose content is known."""
+        assert block in self._content, "only blocks with known content are shared"
+        self._cached.pop(block, None)
+        self._references[block] += 1
+
+    def adopt(self, block: int) -> None:
+        """Takes over a cached block to write on in it; its content is no longer offered to others."""
+        assert self._references[block] == 0 and block in self._cached, "only unreferenced cached blocks are adopted"
+        del self._cached[block]
+        self._forget(block)
+        self._references[block] = 1
+
+    def release(self, block: int) -> None:
+        """One reference less."""
+        assert self._references[block] > 0, "a block is released once per reference"
+        self._references[block] -= 1
+        if self._references[block]:
+            return
+        if block in self._content:
+            self._cached[block] = None
+        else:
+            heapq.heappush(self._blank, block)
+
+    def publish(self, block: int, content: Content) -> None:
+        """Offers a block's content for reuse. Of two blocks with the same content the first stays the one offered."""
+        full = len(content.tokens) == self.block_size
+        key = chain_key(content.parent, content.tokens) if full else None
+        if key is not None and key in self._by_key:
+            return
+        self._forget(block)
+        self._content[block] = content
+        self._children.setdefault(content.parent, set()).add(block)
+        if key is not None:
+            self._by_key[key] = block
+
+    def find(self, key: bytes) -> int | None:
+        """The block that holds the full block named `key`, if any."""
+        return self._by_key.get(key)
+
+    def find_adoptable(self, parent: bytes, tokens: Sequence[int]) -> tuple[int, int]:
+        """The unreferenced block after `parent` that shares the longest beginning with `tokens`, and that length.
+
+        Returns (-1, 0) when there is none.
+        """
+        best = (-1, 0)
+        for block in sorted(self._children.get(parent, ())):
+            if self._references[block] == 0:
+                length = _common_prefix(self._content[block].tokens, tokens)
+                best = max(best, (block, length), key=lambda candidate: candidate[1])
+        return best
+
+    def _forget(self, block: int) -> None:
+        content = self._content.pop(block, None)
+        if content is None:
+            return
+        siblings = self._children[content.parent]
+        siblings.discard(block)
+        if not siblings:
+            del self._children[content.parent]
+        if len(content.tokens) == self.block_size:
+            key = chain_key(content.parent, content.tokens)
+            if self._by_key.get(key) == block:
+                del self._by_key[key]
+
+
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    for index, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return index
+    return min(len(a), len(b))

@@ -1,0 +1,109 @@
+"""The seam between deciding and doing: a `Policy` plans shares from a `ClusterView`, an `Executor` runs steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from longspan.core.account import KvAccount, PrefixHit
+from longspan.core.request import Request
+from longspan.core.runs import Deal
+from longspan.core.steps import Completion, Exchange, Step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Bounds of one step.
+
+    Attributes:
+        max_num_batched_tokens: tokens that one instance computes in one step, at most.
+        max_num_seqs: requests that one instance takes part in at once, at most.
+    """
+
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 128
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_batched_tokens", "max_num_seqs"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, but {getattr(self, name)} given")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterView:
+    """What a policy may look at. It must change none of it.
+
+    Attributes:
+        waiting: requests that hold no KV, first come first.
+        running: requests that hold KV, first come first.
+        busy: instances that have a step in flight.
+        now_s: the engine's clock.
+    """
+
+    num_instances: int
+    limits: Limits
+    waiting: Sequence[Request]
+    running: Sequence[Request]
+    busy: frozenset[int]
+    account: KvAccount
+    now_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """One request's share of a step, as a policy wishes it.
+
+    Attributes:
+        runs: of the span `[start, stop)`, per member of `group`.
+        holders: the instances of the new blocks that the span needs, in order of position.
+        hit: for a request that is admitted: the prefix that it starts from.
+    """
+
+    request: Request
+    group: tuple[int, ...]
+    start: int
+    stop: int
+    runs: Deal
+    holders: tuple[int, ...]
+    exchange: Exchange
+    hit: PrefixHit | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What happens next: first the preemptions, then one Forward per batch; batches share no instance."""
+
+    preempted: tuple[Request, ...] = ()
+    batches: tuple[tuple[Share, ...], ...] = ()
+
+
+class Policy(Protocol):
+    """Decides the next steps. Pure: the same view gives the same plan."""
+
+    def plan(self, view: ClusterView) -> Plan:
+        """Shares for instances that are not busy; an empty plan waits for the next event."""
+
+    def capacity_tokens(self, *, num_blocks: int, block_size: int) -> int:
+        """The longest request, in tokens, that is sure to fit when it is alone and every pool has `num_blocks`."""
+
+
+class Clock(Protocol):
+    """Time in seconds from any origin."""
+
+    def now(self) -> float:
+        """Seconds, never going back."""
+
+
+class Executor(Protocol):
+    """Runs steps in the order of their numbers, as far as they share ranks."""
+
+    def submit(self, step: Step) -> None:
+        """Sends a step to its ranks; returns at once."""
+
+    def poll(self, timeout_s: float | None) -> list[Completion]:
+        """Waits for completions: all there are, at least one unless `timeout_s` (None: no limit) passes.
+
+        Raises:
+            WorkerLostError: when a worker died or raised; none of the steps in flight will complete.
+        """

@@ -1,0 +1,103 @@
+"""A request and its counters. The engine owns and changes it; policies only read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from longspan.core.blocks import ROOT, chain_key
+from longspan.core.sampling import SamplingParams
+from longspan.core.steps import BlockRef
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(kw_only=True)
+class RequestMetrics:
+    """When things happened to a request, in seconds of the engine's clock, and what was counted.
+
+    Attributes:
+        ttft_s: from arrival to the first output token; None before it.
+        tbt_s: the times between consecutive output tokens.
+        last_token_s, finished_s: when the latest token came, and when the request ended, on the engine's clock.
+        num_cached_tokens: prompt tokens whose KV was reused when the request was first admitted.
+        num_computed_tokens: tokens run through the model, recomputation after preemption included.
+        kv_tokens_per_instance: KV tokens that each instance held when the prompt was done.
+    """
+
+    arrival_s: float
+    ttft_s: float | None = None
+    tbt_s: list[float] = field(default_factory=list)
+    last_token_s: float | None = None
+    finished_s: float | None = None
+    num_cached_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_preemptions: int = 0
+    kv_tokens_per_instance: list[int] = field(default_factory=list)
+
+
+@dataclass(kw_only=True, eq=False)
+class Request:
+    """Counters instead of phases: `num_computed <= num_scheduled <= num_tokens`.
+
+    Attributes:
+        group: the instances that hold its KV, in ring order; empty while it waits.
+        table: entry b is the block of tokens `[b * block_size, (b + 1) * block_size)`.
+        sent_blocks: how many entries of `table` the ranks of `group` know.
+        rope_length: the length that length-dependent rotary embeddings are pinned to; part of the prefix keys.
+    """
+
+    id: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    block_size: int
+    max_tokens: int
+    metrics: RequestMetrics
+    output: list[int] = field(default_factory=list)
+    logits: list[bytes] = field(default_factory=list)
+    num_computed: int = 0
+    num_scheduled: int = 0
+    group: tuple[int, ...] = ()
+    table: list[BlockRef] = field(default_factory=list)
+    sent_blocks: int = 0
+    rope_length: int = 0
+    finish_reason: FinishReason | None = None
+    _keys: list[bytes] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens known so far."""
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether an emitted step names it."""
+        return self.num_scheduled > self.num_computed
+
+    def tokens(self, start: int, stop: int) -> tuple[int, ...]:
+        """Token ids at positions `[start, stop)`."""
+        num_prompt = len(self.prompt)
+        if stop <= num_prompt:
+            return self.prompt[start:stop]
+        return self.prompt[start:] + tuple(self.output[max(0, start - num_prompt) : stop - num_prompt])
+
+    def parent_key(self, index: int) -> bytes:
+        """Names all tokens before block `index`; every block before it must be full of known tokens."""
+        if index == 0:
+            return ROOT if not self.rope_length else b"rope%d" % self.rope_length
+        while len(self._keys) < index:
+            block = len(self._keys)
+            tokens = self.tokens(block * self.block_size, (block + 1) * self.block_size)
+            assert len(tokens) == self.block_size, "keys are made of full blocks"
+            self._keys.append(chain_key(self.parent_key(block), tokens))
+        return self._keys[index - 1]
+
+    def pin_rope_length(self, length: int) -> None:
+        """Changes the pinned length, and with it every prefix key."""
+        self.rope_length = length
+        self._keys.clear()
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that so many tokens fill."""
+        return -(-num_tokens // self.block_size)

@@ -1,0 +1,137 @@
+"""The algebra of runs: how a span is dealt to the members of a group, and which keys a query run sees.
+
+A run is a set of token positions of one request; positions count from 0 at the start of the prompt. Everything about
+causality and sliding windows is arithmetic on two runs, so that no mask of length squared is ever built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Layout = Literal["zigzag", "contiguous", "single"]
+RelationKind = Literal["skip", "full", "diagonal", "band"]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Token positions `start, start + step, ...` below `stop`.
+
+    Raises:
+        ValueError: when the bounds are negative or reversed, or the step is below 1.
+    """
+
+    start: int
+    stop: int
+    step: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.stop or self.step < 1:
+            raise ValueError(f"not a run of positions: start {self.start}, stop {self.stop}, step {self.step}")
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @property
+    def positions(self) -> range:
+        """The positions as a range."""
+        return range(self.start, self.stop, self.step)
+
+
+Deal = tuple[tuple[Run, ...], ...]
+"""The runs of every member of a group, in ring order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Relation:
+    """Which keys of one run the queries of another see: key `j` is visible to query `i` iff `i+lower <= j <= i+upper`.
+
+    `i` and `j` count inside their runs. `kind` names the cases that kernels treat apart: `skip` (none), `full` (all),
+    `diagonal` (causal only: `lower` is out of reach) and `band` (a sliding window cuts too).
+    """
+
+    kind: RelationKind
+    lower: int
+    upper: int
+
+
+def relate(queries: Run, keys: Run, window: int | None = None) -> Relation:
+    """How the causal mask, with a sliding window of `window` tokens (query - key < window) if given, meets two runs.
+
+    Raises:
+        ValueError: when the runs have different steps; such pairs must be split into runs of one step first.
+    """
+    if len(queries) > 1 and len(keys) > 1 and queries.step != keys.step:
+        raise ValueError(f"runs of steps {queries.step} and {keys.step} have no common diagonal: {queries}, {keys}")
+    step = queries.step if len(queries) > 1 else keys.step
+    distance = queries.start - keys.start
+    num_queries, num_keys = len(queries), len(keys)
+    upper = distance // step
+    lower = -num_queries if window is None else (distance - window) // step + 1
+    return Relation(_kind(num_queries, num_keys, lower, upper), lower, upper)
+
+
+def _kind(num_queries: int, num_keys: int, lower: int, upper: int) -> RelationKind:
+    if num_queries == 0 or num_keys == 0 or upper + num_queries - 1 < 0 or lower > num_keys - 1 or lower > upper:
+        return "skip"
+    sees_last_key = upper >= num_keys - 1
+    sees_first_key = lower + num_queries - 1 <= 0
+    if sees_last_key and sees_first_key:
+        return "full"
+    return "diagonal" if sees_first_key else "band"
+
+
+def coalesce(runs: Iterable[Run]) -> tuple[Run, ...]:
+    """Sorts runs of step 1 and joins those that touch."""
+    joined: list[Run] = []
+    for run in sorted(runs, key=lambda r: r.start):
+        if joined and joined[-1].stop == run.start:
+            joined[-1] = Run(joined[-1].start, run.stop)
+        elif len(run):
+            joined.append(run)
+    return tuple(joined)
+
+
+def deal(layout: Layout, start: int, stop: int, num_members: int, *, align: int = 1, head: int | None = None) -> Deal:
+    """Deals the span `[start, stop)` to `num_members` members.
+
+    Every cut falls on a multiple of `align` (the KV block size), so that each block of tokens lies on one member. A span
+    that starts inside a block begins with the rest of that block, which goes to member `head`, the block's holder.
+
+    Layouts: `zigzag` cuts 2N chunks and gives member i chunks i and 2N-1-i, so that causal work is even (Context
+    Parallelism §3.5.1); `contiguous` cuts N chunks; `single` gives all to member `head` (or 0).
+
+    Raises:
+        ValueError: when there is no member, or the span starts inside a block and no `head` is named.
+    """
+    if num_members < 1:
+        raise ValueError(f"a span is dealt to at least 1 member, but {num_members} given")
+    if layout == "single":
+        return _runs([[(start, stop)] if m == (head or 0) else [] for m in range(num_members)])
+    body = min(stop, -(-start // align) * align)
+    if body > start and head is None:
+        raise ValueError(f"span [{start}, {stop}) starts inside a block of {align} tokens: name the member that holds it")
+    pieces: list[list[tuple[int, int]]] = [[] for _ in range(num_members)]
+    if body > start and head is not None:
+        pieces[head].append((start, body))
+    chunks = _cut(body, stop, 2 * num_members if layout == "zigzag" else num_members, align)
+    for index, chunk in enumerate(chunks):
+        pieces[min(index, len(chunks) - 1 - index) if layout == "zigzag" else index].append(chunk)
+    return _runs(pieces)
+
+
+def _cut(start: int, stop: int, num_chunks: int, align: int) -> list[tuple[int, int]]:
+    """Cuts an aligned span into chunks whose numbers of blocks differ by at most one."""
+    num_blocks = -(-(stop - start) // align)
+    bounds = [min(stop, start + (num_blocks * i // num_chunks) * align) for i in range(num_chunks + 1)]
+    return list(zip(bounds, bounds[1:], strict=False))
+
+
+def _runs(pieces: Sequence[Sequence[tuple[int, int]]]) -> Deal:
+    return tuple(coalesce(Run(a, b) for a, b in member if b > a) for member in pieces)
+
+
+def clip(runs: Iterable[Run], start: int) -> tuple[Run, ...]:
+    """The part of ascending runs of step 1 that lies at `start` or later."""
+    return tuple(Run(max(run.start, start), run.stop) for run in runs if run.stop > start)

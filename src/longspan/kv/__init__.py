@@ -1,0 +1,1 @@
+"""Paged KV pools: the tensors behind the block numbers."""

@@ -1,0 +1,93 @@
+"""A Hugging Face causal language model, unmodified, whose attention is done by whoever calls `Model.forward`."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from longspan.model.bridge import SERVE, Attend
+from longspan.model.files import ModelFiles
+from longspan.model.info import ModelInfo
+from longspan.model.rope import PinnedLongRope, pin_longrope
+from longspan.model.store import DTYPES, map_tensors, read_info
+from longspan.model.support import build_skeleton, check_supported, load_config
+
+__all__ = ["Attend", "Model", "ModelInfo", "check_supported"]
+
+
+class Model:
+    """One process's view of a model. On CPU its parameters are views of the mapped weight file."""
+
+    def __init__(self, module: PreTrainedModel, info: ModelInfo, longrope: PinnedLongRope | None) -> None:
+        self.module = module
+        self.info = info
+        self._longrope = longrope
+
+    @classmethod
+    def load(cls, files: ModelFiles, device: torch.device) -> "Model":
+        """Map the prepared weights (and copy them to `device` unless it is the CPU)."""
+        config = load_config(files.config_dir, files.trust_remote_code)
+        module = build_skeleton(config, files.trust_remote_code, dtype=DTYPES[files.dtype], attn_implementation=SERVE)
+        _fill(module, map_tensors(files.weights), device)
+        info = read_info(files.weights)
+        switch_length = info.rope_switch_length
+        longrope = None if switch_length is None else pin_longrope(module, switch_length)
+        return cls(module, info, longrope)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        keep: Tensor,
+        attend: Attend,
+        rope_lengths: Tensor | None = None,
+    ) -> Tensor:
+        """Run one packed row of tokens and return float32 logits `[n, vocab]` of the tokens indexed by `keep` `[n]`.
+
+        `tokens` and `positions` `[tokens]` (int64) may belong to several requests; `attend` keeps them apart. It
+        is called once per layer, in order, with q, k, v after RoPE; these may be strided views and are its to keep.
+        `rope_lengths` `[tokens]` is each token's request length for RoPE, needed iff `info.rope_switch_length` is set.
+        With n = 0 no logits are computed. At least one token is needed.
+        """
+        assert tokens.shape == positions.shape and tokens.numel() > 0, (tokens.shape, positions.shape)
+        if self._longrope is not None:
+            assert rope_lengths is not None, "a longrope model needs rope_lengths"
+            self._longrope.pin(rope_lengths)
+        output = self.module(
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=keep,
+            attend=attend,
+        )
+        logits: Tensor = output.logits[0]
+        return logits.float()
+
+
+def _fill(model: nn.Module, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    """Replace every meta parameter and buffer by the stored one; tied names get one Parameter."""
+    parameters: dict[int, nn.Parameter] = {}
+    for name, _ in list(model.named_parameters(remove_duplicate=False)):
+        tensor = tensors[name]
+        if id(tensor) not in parameters:
+            parameters[id(tensor)] = nn.Parameter(tensor.to(device), requires_grad=False)
+        _set(model, name, parameters[id(tensor)])
+    for name, _ in list(model.named_buffers(remove_duplicate=False)):
+        # Some modules write to their buffers (longrope does): a private copy, they are small.
+        _set(model, name, tensors[name].to(device, copy=True))
+    _assert_nothing_left(model)
+
+
+def _set(model: nn.Module, name: str, value: Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(path), leaf, value)
+
+
+def _assert_nothing_left(model: nn.Module) -> None:
+    """No module may keep a tensor where `_fill` does not see it."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    named += [(name, value) for name, module in model.named_modules() for value in vars(module).values()]
+    left = [name for name, value in named if isinstance(value, Tensor) and value.is_meta]
+    assert not left, f"tensors of these modules were not loaded: {left}"

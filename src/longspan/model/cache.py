@@ -1,0 +1,49 @@
+"""The cache folder, and building a folder in it exactly once."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from filelock import FileLock
+
+from longspan.model.files import ModelError, one_line
+
+
+def cache_root() -> Path:
+    """The folder for everything longspan keeps between runs: `LONGSPAN_CACHE`, else the user's cache folder."""
+    if chosen := os.environ.get("LONGSPAN_CACHE"):
+        return Path(chosen).expanduser().resolve()
+    user_cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(user_cache).expanduser().resolve() / "longspan"
+
+
+def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
+    """Return `folder`, filled by `build` if it does not exist yet.
+
+    `build` gets an empty folder beside it, which is renamed when complete: other processes see all of it or
+    nothing, and a lock lets one of several that start together do the work. Raises ModelError when the cache cannot
+    be written to.
+    """
+    if folder.is_dir():
+        return folder
+    _make_writable(folder.parent)
+    with FileLock(folder.with_name(folder.name + ".lock")):
+        if not folder.is_dir():
+            unfinished = folder.with_name(folder.name + ".unfinished")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir()
+            build(unfinished)
+            unfinished.rename(folder)
+    return folder
+
+
+def _make_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ModelError(
+            f"the cache folder {folder} cannot be made ({one_line(error)}); set LONGSPAN_CACHE to another folder"
+        ) from error
+    if not os.access(folder, os.W_OK):
+        raise ModelError(f"the cache folder {folder} cannot be written to; set LONGSPAN_CACHE to another folder")

@@ -1,0 +1,82 @@
+"""From what a user calls a model to files that workers can map."""
+
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import HTTPError as TransportError  # type: ignore[attr-defined]  # of its HTTP library
+
+from longspan.model.files import ModelError, ModelFiles, one_line
+from longspan.model.smollm2 import ALIAS, smollm2_folder
+from longspan.model.store import DTYPES, ensure_weights
+from longspan.model.support import check_supported
+
+__all__ = ["ModelError", "ModelFiles", "prepare", "smollm2_folder"]
+
+LOAD_FORMATS = ("auto", "dummy")
+_CONFIG_FILES = ["*.json", "*.py", "*.jinja", "*.txt", "*.model"]
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+
+
+def prepare(
+    model: str, *, dtype: str, load_format: str = "auto", seed: int = 0, trust_remote_code: bool = False
+) -> ModelFiles:
+    """Find or fetch a model, check that it can be served, and put its weights into the store.
+
+    `model` is the alias `smollm2-135m`, a local folder in Hugging Face's format, or a hub id. `load_format`
+    "dummy" draws random weights from `seed` and needs a configuration only. Runs in the parent process, before any
+    worker starts. Raises ModelError for everything that the user can cause.
+    """
+    _check_choice("dtype", dtype, tuple(DTYPES))
+    _check_choice("load format", load_format, LOAD_FORMATS)
+    dummy = load_format == "dummy"
+    folder = _folder(model, with_weights=not dummy)
+    check_supported(folder, trust_remote_code)
+    weights = ensure_weights(
+        folder, dtype=dtype, dummy_seed=seed if dummy else None, trust_remote_code=trust_remote_code
+    )
+    return ModelFiles(
+        name=model,
+        config_dir=folder,
+        weights=weights,
+        tokenizer_dir=folder if any((folder / name).is_file() for name in _TOKENIZER_FILES) else None,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def _check_choice(what: str, given: str, choices: tuple[str, ...]) -> None:
+    if given not in choices:
+        raise ModelError(f"unknown {what} {given!r}; choose one of {', '.join(choices)}")
+
+
+def _folder(model: str, *, with_weights: bool) -> Path:
+    if model == ALIAS:
+        return smollm2_folder()
+    path = Path(model).expanduser()
+    if not model or model.startswith(("/", ".", "~")) or path.exists():
+        return _local(model, path)
+    return _download(model, with_weights=with_weights)
+
+
+def _local(model: str, path: Path) -> Path:
+    if not model or not path.is_dir():
+        raise ModelError(f"model folder {model!r} does not exist; give a folder with a config.json, or a hub id")
+    if not (path / "config.json").is_file():
+        raise ModelError(f"model folder {model!r} has no config.json; give a folder in Hugging Face's format")
+    return path.resolve()
+
+
+def _download(model: str, *, with_weights: bool) -> Path:
+    try:
+        folder = Path(snapshot_download(model, allow_patterns=_CONFIG_FILES))
+        if with_weights:
+            snapshot_download(model, allow_patterns=["*.safetensors"])
+            if not any(folder.glob("*.safetensors")):
+                snapshot_download(model, allow_patterns=["*.bin"])
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, TransportError, OSError) as error:
+        raise ModelError(
+            f"model {model!r} is neither a local folder nor the alias {ALIAS}, and could not be fetched from the "
+            f"Hugging Face hub ({one_line(error)}); check the name or give a folder"
+        ) from error
+    return _local(str(folder), folder)

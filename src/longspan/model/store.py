@@ -1,0 +1,125 @@
+"""Weights live once per host: one module-layout safetensors file per model and dtype, mapped by every worker.
+
+The file holds every parameter and buffer of the model exactly as transformers' `from_pretrained` leaves them
+(converted to the dtype, experts stacked, rotary frequencies computed), under their names in the module tree.
+Tensors that the model ties are stored once. Its metadata holds the ModelInfo.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
+
+from longspan.model.bridge import PROBE, probe_specs
+from longspan.model.cache import build_once, cache_root
+from longspan.model.files import ModelError, one_line
+from longspan.model.info import ModelInfo, gather_info
+from longspan.model.quiet import quiet_transformers
+from longspan.model.support import load_config
+
+FORMAT = 1
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SOURCES = ("*.json", "*.safetensors", "*.bin", "*.py")
+
+log = logging.getLogger(__name__)
+
+
+def ensure_weights(
+    config_dir: Path, *, dtype: str, dummy_seed: int | None = None, trust_remote_code: bool = False
+) -> Path:
+    """Return the weight file of the model in `config_dir`, writing it to the cache at first use.
+
+    With `dummy_seed` the weights are random, drawn as transformers initialises a new model, and the folder needs
+    no weights. Raises ModelError for a checkpoint that does not match its configuration.
+    """
+    key = _key(config_dir, dtype, dummy_seed)
+
+    def build(folder: Path) -> None:
+        log.info("writing the %s weights of %s to the cache, once", dtype, config_dir)
+        with quiet_transformers():
+            model = _load(config_dir, DTYPES[dtype], dummy_seed, trust_remote_code)
+        specs = probe_specs(model, model.config.num_hidden_layers)
+        info = gather_info(type(model).__name__, model.config, config_dir, specs)
+        _write(model, info, folder / "model.safetensors")
+
+    return build_once(cache_root() / "weights" / key, build) / "model.safetensors"
+
+
+def read_info(weights: Path) -> ModelInfo:
+    """Return the facts stored with a weight file; reads its header only."""
+    with safe_open(weights, framework="pt") as file:
+        return ModelInfo.from_json(file.metadata()["info"])
+
+
+def map_tensors(weights: Path) -> dict[str, Tensor]:
+    """Map a weight file: name in the module tree -> CPU tensor.
+
+    The tensors are views of the mapped file, so their pages are shared by all processes of the host for as long as
+    nobody writes to them. Tied names share one tensor object.
+    """
+    with safe_open(weights, framework="pt") as file:
+        tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        aliases: dict[str, str] = json.loads(file.metadata()["aliases"])
+    return tensors | {alias: tensors[name] for alias, name in aliases.items()}
+
+
+def _key(config_dir: Path, dtype: str, dummy_seed: int | None) -> str:
+    patterns = _SOURCES if dummy_seed is None else ("config.json", "generation_config.json", "*.py")
+    sources = sorted({file.resolve() for pattern in patterns for file in config_dir.glob(pattern)})
+    stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in sources]
+    identity = [FORMAT, transformers.__version__, str(config_dir.resolve()), stats, dtype, dummy_seed]
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
+
+
+def _load(config_dir: Path, dtype: torch.dtype, dummy_seed: int | None, trust_remote_code: bool) -> PreTrainedModel:
+    if dummy_seed is not None:
+        return _random_model(config_dir, dtype, dummy_seed, trust_remote_code)
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            config_dir,
+            dtype=dtype,
+            attn_implementation=PROBE,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+    except (OSError, RuntimeError) as error:
+        raise ModelError(f"{config_dir}: its weights cannot be loaded ({one_line(error)})") from error
+    if missing := sorted(report["missing_keys"]):
+        raise ModelError(f"{config_dir}: its files lack {len(missing)} of the model's weights, e.g. {missing[0]}")
+    return model
+
+
+def _random_model(config_dir: Path, dtype: torch.dtype, seed: int, trust_remote_code: bool) -> PreTrainedModel:
+    config = load_config(config_dir, trust_remote_code)
+    with torch.random.fork_rng(devices=[]):
+        set_seed(seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=PROBE, trust_remote_code=trust_remote_code
+        )
+    return model.eval()
+
+
+def _write(model: nn.Module, info: ModelInfo, path: Path) -> None:
+    first_name: dict[int, str] = {}
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    for name, tensor in _named_tensors(model):
+        owner = first_name.setdefault(id(tensor), name)
+        if owner == name:
+            tensors[name] = tensor.detach().contiguous()
+        else:
+            aliases[name] = owner
+    save_file(tensors, path, metadata={"info": info.to_json(), "aliases": json.dumps(aliases)})
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)

@@ -1,0 +1,27 @@
+"""Policies: one file each, chosen by name. A policy decides the next steps from a read-only view of the cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from longspan.core.protocols import Policy
+from longspan.policy.chunked import Chunked
+from longspan.policy.context import Context
+
+_POLICIES: dict[str, Callable[[int, Mapping[str, str]], Policy]] = {
+    "chunked": Chunked.create,
+    "context": Context.create,
+}
+
+
+def make_policy(name: str, *, num_instances: int, options: Mapping[str, str]) -> Policy:
+    """The policy of that name; `auto` is `chunked` on one instance and `context` on several.
+
+    Raises:
+        ValueError: for an unknown name or option, a bad value, or a policy that cannot run on so many instances.
+    """
+    if name == "auto":
+        name = "chunked" if num_instances == 1 else "context"
+    if name not in _POLICIES:
+        raise ValueError(f"unknown policy {name!r}: choose from auto, {', '.join(_POLICIES)}")
+    return _POLICIES[name](num_instances, options)

@@ -1,0 +1,169 @@
+"""Continuous batching with chunked prefill, shared by the policies: who gets tokens and blocks of the next step.
+
+Running requests come first, first come first; when blocks run out, the request that came last gives its KV up. Then
+waiting requests are admitted while their whole prompt fits beside what the running ones still need (as vLLM and
+Sarathi-Serve do, but for several instances at once).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from longspan.core.account import PrefixHit
+from longspan.core.protocols import ClusterView, Share
+from longspan.core.request import Request
+from longspan.core.runs import Run
+from longspan.core.steps import BlockRef
+
+
+@dataclass(kw_only=True)
+class Budget:
+    """What is left to give away in the step being planned, per instance.
+
+    Attributes:
+        reserved: free blocks that running requests will need for the tokens they have; admissions leave them alone.
+        claimed, adopted: cached blocks that admissions of this plan share, and take over.
+    """
+
+    tokens: Counter[int]
+    blocks: Counter[int]
+    seqs: Counter[int]
+    reserved: Counter[int]
+    claimed: set[BlockRef] = field(default_factory=set)
+    adopted: set[BlockRef] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, view: ClusterView, instances: Sequence[int]) -> Budget:
+        """All that `instances` have."""
+        seqs = Counter({i: view.limits.max_num_seqs for i in instances})
+        reserved: Counter[int] = Counter()
+        for request in view.running:
+            seqs.subtract(request.group)
+            missing = request.blocks_for(request.num_tokens) - len(request.table)
+            reserved.update({i: -(-missing // len(request.group)) for i in request.group})
+        return cls(
+            tokens=Counter({i: view.limits.max_num_batched_tokens for i in instances}),
+            blocks=Counter({i: view.account.pool(i).num_free for i in instances}),
+            seqs=seqs,
+            reserved=reserved,
+        )
+
+    def fits(self, blocks: Counter[int]) -> bool:
+        """Whether so many blocks are free."""
+        return all(self.blocks[instance] >= number for instance, number in blocks.items())
+
+    def admits(self, share: Share, cost: Counter[int]) -> bool:
+        """Whether a request can start: its first blocks are free, its prefix is unclaimed, its whole prompt has room."""
+        hit, request = share.hit, share.request
+        assert hit is not None, "an admission names its prefix"
+        if self.adopted.intersection(hit.refs) or (hit.adopts_last and hit.refs[-1] in self.claimed):
+            return False
+        whole = request.blocks_for(request.num_tokens) - len(hit.refs) + cost.total()
+        room = sum(self.blocks[i] - self.reserved[i] for i in share.group)
+        return whole <= room and self.fits(Counter(share.holders) + cost)
+
+    def grow(self, share: Share) -> None:
+        """Gives a running request's share its tokens and blocks."""
+        for instance, runs in zip(share.group, share.runs, strict=True):
+            self.tokens[instance] -= sum(len(run) for run in runs)
+        for instance in share.holders:
+            self.blocks[instance] -= 1
+            self.reserved[instance] = max(0, self.reserved[instance] - 1)
+
+    def admit(self, share: Share, cost: Counter[int]) -> None:
+        """Gives an admitted request's first share its tokens and blocks, and reserves the rest of its prompt."""
+        hit, request = share.hit, share.request
+        assert hit is not None, "an admission names its prefix"
+        missing = request.blocks_for(request.num_tokens) - len(hit.refs)
+        self.reserved.update({i: -(-missing // len(share.group)) for i in share.group})
+        self.grow(share)
+        self.blocks.subtract(cost)
+        self.seqs.subtract(share.group)
+        self.claimed.update(hit.refs)
+        if hit.adopts_last:
+            self.adopted.add(hit.refs[-1])
+
+
+class Placement(Protocol):
+    """How a policy shapes shares; everything else about a batch is common to the policies."""
+
+    def grow(self, request: Request, view: ClusterView, budget: Budget) -> Share | None:
+        """The next share of a running request, or None when its instances have no tokens left to give."""
+
+    def admit(self, request: Request, view: ClusterView, budget: Budget) -> Share | None:
+        """The first share of a waiting request, with its hit, or None when it must wait."""
+
+
+@dataclass(kw_only=True)
+class Batch:
+    """The outcome: shares for the step, and who loses its KV."""
+
+    shares: list[Share] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+
+
+def fill(view: ClusterView, instances: frozenset[int], placement: Placement) -> Batch:
+    """Plans one step of idle `instances`; a request takes part when its whole group is among them."""
+    budget = Budget.of(view, sorted(instances))
+    batch = Batch()
+    queue = [r for r in view.running if instances.issuperset(r.group)]
+    while queue:
+        request = queue.pop(0)
+        share = placement.grow(request, view, budget)
+        while share is not None and not budget.fits(Counter(share.holders)):
+            victim = _victim(request, queue, share, budget)
+            batch.preempted.append(victim)
+            budget.blocks.update(view.account.reclaimable(victim))
+            if victim is request:
+                share = None
+            else:
+                queue.remove(victim)
+                share = placement.grow(request, view, budget)
+        if share is not None:
+            budget.grow(share)
+            batch.shares.append(share)
+    if not batch.preempted:
+        _admit_waiting(view, budget, placement, batch)
+    return batch
+
+
+def _victim(request: Request, later: Sequence[Request], share: Share, budget: Budget) -> Request:
+    """The last come of `later` that holds a block where one is missing, or else `request` itself."""
+    short = {i for i, number in Counter(share.holders).items() if budget.blocks[i] < number}
+    holding = (r for r in reversed(later) if any(ref.instance in short for ref in r.table))
+    return next(holding, request)
+
+
+def _admit_waiting(view: ClusterView, budget: Budget, placement: Placement, batch: Batch) -> None:
+    for request in view.waiting:
+        share = placement.admit(request, view, budget)
+        if share is None or share.hit is None:
+            return
+        cost = view.account.hit_cost(share.hit)
+        if not budget.admits(share, cost):
+            return
+        budget.admit(share, cost)
+        batch.shares.append(share)
+
+
+def single_share(
+    request: Request, instance: int, start: int, budget: Budget, hit: PrefixHit | None = None
+) -> Share | None:
+    """As much of a request's remaining tokens as one instance has tokens left for."""
+    stop = min(request.num_tokens, start + budget.tokens[instance])
+    if stop <= start:
+        return None
+    num_held = len(hit.refs) if hit is not None else len(request.table)
+    return Share(
+        request=request,
+        group=(instance,),
+        start=start,
+        stop=stop,
+        runs=((Run(start, stop),),),
+        holders=(instance,) * (request.blocks_for(stop) - num_held),
+        exchange="local",
+        hit=hit,
+    )

@@ -1,0 +1,141 @@
+"""Context parallelism for long prompts beside continuous batching for short ones (Context Parallelism, arXiv 2411.01783).
+
+A prompt longer than `threshold` tokens is dealt zigzag over all instances, chunk by chunk, and prefilled with ring
+pass-KV; its decode leaves KV where it is, rotates the home of new tokens per block, and moves queries. A shorter one
+stays on the instance where it is expected to finish its prefill first. Instances that share a request step together.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from longspan.core.account import PrefixHit
+from longspan.core.protocols import ClusterView, Plan, Share
+from longspan.core.request import Request
+from longspan.policy.batching import Budget, fill, single_share
+from longspan.policy.dealing import Room, deal_chunk, holders
+from longspan.policy.options import parse_options
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextOptions:
+    """Options of `context`.
+
+    Attributes:
+        threshold: prompts of more tokens than this are dealt over all instances.
+        long_share: the part of a step's token budget that a dealt prompt may take while other requests are there.
+
+    Raises:
+        ValueError: for a value out of range.
+    """
+
+    threshold: int = 1024
+    long_share: float = 0.75
+
+    def __post_init__(self) -> None:
+        if self.threshold < 0:
+            raise ValueError(f"threshold must be at least 0, but {self.threshold} given")
+        if not 0 < self.long_share <= 1:
+            raise ValueError(f"long_share must be above 0 and at most 1, but {self.long_share} given")
+
+
+class Context:
+    """See the module. `grow` and `admit` are its `Placement`."""
+
+    def __init__(self, num_instances: int, options: ContextOptions) -> None:
+        self._everyone = tuple(range(num_instances))
+        self._options = options
+
+    @classmethod
+    def create(cls, num_instances: int, options: Mapping[str, str]) -> Context:
+        """Raises ValueError for an unknown option or a bad value."""
+        return cls(num_instances, parse_options("context", ContextOptions, options))
+
+    def capacity_tokens(self, *, num_blocks: int, block_size: int) -> int:
+        """All pools together: a request that outgrows one instance is dealt over all."""
+        return len(self._everyone) * num_blocks * block_size
+
+    def plan(self, view: ClusterView) -> Plan:
+        """One batch per set of idle instances that share requests."""
+        teams = teams_of((r.group for r in view.running), self._everyone)
+        idle = frozenset(i for team in teams if not view.busy.intersection(team) for i in team)
+        if not idle or (self._gathering(view) and len(idle) < len(self._everyone)):
+            return Plan()
+        batch = fill(view, idle, self)
+        teams = teams_of((share.group for share in batch.shares), self._everyone)
+        batches = (tuple(s for s in batch.shares if team.issuperset(s.group)) for team in teams)
+        return Plan(preempted=tuple(batch.preempted), batches=tuple(b for b in batches if b))
+
+    def _gathering(self, view: ClusterView) -> bool:
+        """Whether a prompt to be dealt waits first in line: idle instances then wait for the busy ones."""
+        return bool(view.waiting) and self._is_dealt(view.waiting[0], view)
+
+    def _is_dealt(self, request: Request, view: ClusterView) -> bool:
+        too_large = request.blocks_for(request.num_tokens) > view.account.pool(0).num_blocks
+        return len(self._everyone) > 1 and (request.num_tokens > self._options.threshold or too_large)
+
+    def admit(self, request: Request, view: ClusterView, budget: Budget) -> Share | None:
+        """Deals a long prompt over everyone; puts a short one where its prefill is expected to end first."""
+        if self._is_dealt(request, view):
+            if any(i not in budget.tokens or budget.seqs[i] <= 0 for i in self._everyone):
+                return None
+            hit = view.account.match(request, self._everyone)
+            return self._dealt_share(request, view, budget, self._everyone, hit)
+        hits = {i: view.account.match(request, (i,)) for i in self._everyone}
+        load = Counter({i: -hits[i].num_tokens for i in self._everyone})
+        for other in view.running:
+            load.update({i: other.num_tokens - other.num_computed for i in other.group})
+        for i in budget.tokens:
+            load[i] += view.limits.max_num_batched_tokens - budget.tokens[i]
+        home = min(self._everyone, key=lambda i: (load[i], i))
+        if home not in budget.tokens or budget.seqs[home] <= 0:
+            return None
+        return single_share(request, home, hits[home].num_tokens, budget, hits[home])
+
+    def grow(self, request: Request, view: ClusterView, budget: Budget) -> Share | None:
+        """The next chunk of a prompt, or the next token of a decode."""
+        if len(request.group) == 1:
+            return single_share(request, request.group[0], request.num_scheduled, budget)
+        return self._dealt_share(request, view, budget, request.group, None)
+
+    def _dealt_share(
+        self, request: Request, view: ClusterView, budget: Budget, group: tuple[int, ...], hit: PrefixHit | None
+    ) -> Share | None:
+        table = list(hit.refs) if hit is not None else request.table
+        start = hit.num_tokens if hit is not None else request.num_scheduled
+        most = self._long_share(view)
+        room = Room(
+            tokens=tuple(min(budget.tokens[i], most) for i in group),
+            blocks=tuple(budget.blocks[i] for i in group),
+            block_size=request.block_size,
+        )
+        dealt = deal_chunk(start, request.num_tokens, [group.index(ref.instance) for ref in table], room)
+        if dealt is None:
+            return None
+        stop = max(run.stop for runs in dealt for run in runs)
+        return Share(
+            request=request,
+            group=group,
+            start=start,
+            stop=stop,
+            runs=dealt,
+            holders=tuple(group[m] for m in holders(dealt, len(table), request.blocks_for(stop), request.block_size)),
+            exchange="ring_q" if request.num_tokens - start == 1 else "ring_kv",
+            hit=hit,
+        )
+
+    def _long_share(self, view: ClusterView) -> int:
+        tokens = view.limits.max_num_batched_tokens
+        alone = len(view.waiting) + len(view.running) <= 1
+        return tokens if alone else max(1, int(tokens * self._options.long_share))
+
+
+def teams_of(groups: Iterable[tuple[int, ...]], everyone: tuple[int, ...]) -> list[frozenset[int]]:
+    """Splits the instances into the smallest sets such that no group reaches across two."""
+    teams = [frozenset({i}) for i in everyone]
+    for group in groups:
+        touched = [team for team in teams if team.intersection(group)]
+        teams = [team for team in teams if team not in touched] + [frozenset().union(*touched)]
+    return sorted(teams, key=min)

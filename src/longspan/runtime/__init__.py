@@ -1,0 +1,1 @@
+"""Real execution: worker processes, one per rank, and the executor that drives them."""

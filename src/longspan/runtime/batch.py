@@ -1,0 +1,126 @@
+"""One rank's view of a Forward: its tokens packed in a row, where their KV goes, and how each part exchanges."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longspan.core.runs import Deal
+from longspan.core.steps import BlockRef, Exchange, Forward, Part, Sample, held_runs
+
+
+class BlockTables:
+    """A rank's copy of the block tables of the requests it takes part in."""
+
+    def __init__(self) -> None:
+        self._tables: dict[int, list[BlockRef]] = {}
+
+    def apply(self, part: Part) -> list[BlockRef]:
+        """Brings a request's table up to date and returns it."""
+        table = self._tables.setdefault(part.request_id, [])
+        assert len(table) >= part.first_block, "the controller has told this rank all earlier blocks"
+        table[part.first_block :] = part.blocks
+        return table
+
+    def forget(self, request_ids: Iterable[int]) -> None:
+        """Drops requests; unknown ones belong to other ranks."""
+        for request_id in request_ids:
+            self._tables.pop(request_id, None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedPart:
+    """One part on this rank.
+
+    Attributes:
+        rows: its place in the packed row.
+        blocks: this rank's blocks of the request, in order.
+    """
+
+    request_id: int
+    rows: slice
+    q_runs: Deal
+    kv_runs: Deal
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Channel:
+    """Parts with the same exchange and group, which are exchanged together; `rank` is this member's index."""
+
+    exchange: Exchange
+    members: tuple[int, ...]
+    rank: int
+    parts: tuple[PackedPart, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """All of a Forward that concerns one rank.
+
+    Attributes:
+        tokens, positions, rope_lengths: `[tokens]` int64, one packed row.
+        blocks, offsets: `[tokens]` int64, the KV slot of every token.
+        channels: in the same order on every rank.
+        keep: `[n]` indices of the tokens whose logits are sampled by `samples`, for `request_ids`.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    rope_lengths: Tensor
+    blocks: Tensor
+    offsets: Tensor
+    channels: tuple[Channel, ...]
+    keep: Tensor
+    samples: tuple[Sample, ...]
+    request_ids: tuple[int, ...]
+
+
+def pack(forward: Forward, tables: BlockTables, *, instance: int, block_size: int, device: torch.device) -> Packed:
+    """Packs the parts in which `instance` is a member."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    rope_lengths: list[int] = []
+    blocks: list[int] = []
+    channels: dict[tuple[Exchange, tuple[int, ...]], list[PackedPart]] = {}
+    sampled: list[tuple[int, Sample, int]] = []
+    for part in forward.parts:
+        if instance not in part.group:
+            continue
+        table = tables.apply(part)
+        member = part.group.index(instance)
+        first = len(tokens)
+        for run in part.runs[member]:
+            tokens.extend(part.tokens[run.start - part.start : run.stop - part.start])
+            positions.extend(run.positions)
+            blocks.extend(table[position // block_size].block for position in run.positions)
+        rope_lengths.extend([part.rope_length] * (len(tokens) - first))
+        packed = PackedPart(
+            request_id=part.request_id,
+            rows=slice(first, len(tokens)),
+            q_runs=part.runs,
+            kv_runs=held_runs(table, part.group, part.stop, block_size),
+            blocks=tuple(ref.block for ref in table if ref.instance == instance),
+        )
+        channels.setdefault((part.exchange, part.group), []).append(packed)
+        if part.sample is not None and part.sample.instance == instance:
+            sampled.append((part.request_id, part.sample, len(tokens) - 1))
+    position = torch.tensor(positions, dtype=torch.int64, device=device)
+    return Packed(
+        tokens=torch.tensor(tokens, dtype=torch.int64, device=device),
+        positions=position,
+        rope_lengths=torch.tensor(rope_lengths, dtype=torch.int64, device=device),
+        blocks=torch.tensor(blocks, dtype=torch.int64, device=device),
+        offsets=position % block_size,
+        channels=tuple(_channel(exchange, group, parts, instance) for (exchange, group), parts in channels.items()),
+        keep=torch.tensor([row for _, _, row in sampled], dtype=torch.int64, device=device),
+        samples=tuple(wish for _, wish, _ in sampled),
+        request_ids=tuple(request_id for request_id, _, _ in sampled),
+    )
+
+
+def _channel(exchange: Exchange, group: tuple[int, ...], parts: Sequence[PackedPart], instance: int) -> Channel:
+    return Channel(exchange=exchange, members=group, rank=group.index(instance), parts=tuple(parts))

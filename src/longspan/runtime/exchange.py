@@ -1,0 +1,88 @@
+"""The attention of one Forward on one rank: writes the new KV, then runs each channel's exchange, layer by layer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from longspan.attn.comm import Group, Transport
+from longspan.attn.local import local
+from longspan.attn.member import MemberPart
+from longspan.attn.ring_kv import ring_kv
+from longspan.attn.ring_q import ring_q
+from longspan.attn.spec import AttnSpec
+from longspan.kv.pool import KvPool
+from longspan.runtime.batch import Channel, Packed
+
+_EXCHANGES = {"ring_kv": ring_kv, "ring_q": ring_q}
+_CHANNELS = 16
+"""Channels of one Forward that get tags of their own."""
+_NUM_TAGS = 2**31
+
+
+class StepAttention:
+    """Callable for the model: `(layer, q, k, v) -> out`, all `[heads, tokens, head_dim]`.
+
+    Tags are unique per (step, layer, channel, hop) among the steps that can be in flight together.
+    """
+
+    def __init__(
+        self,
+        packed: Packed,
+        number: int,
+        *,
+        pool: KvPool,
+        specs: Sequence[AttnSpec],
+        transport: Transport | None,
+        world_size: int,
+        sent: Counter[str],
+    ) -> None:
+        assert len(packed.channels) <= _CHANNELS, "a step has few kinds of groups and exchanges"
+        self._packed, self._pool, self._specs, self._transport, self._sent = packed, pool, specs, transport, sent
+        self._hops = max(2, world_size)
+        per_step = len(specs) * _CHANNELS * self._hops
+        self._first_tag = number % (_NUM_TAGS // per_step) * per_step
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of this rank's packed tokens."""
+        if q.shape[1]:
+            self._pool.write(layer, self._packed.blocks, self._packed.offsets, k, v)
+        out = torch.empty_like(q)
+        for index, channel in enumerate(self._packed.channels):
+            for part, result in zip(channel.parts, self._exchange(layer, index, channel, q), strict=True):
+                out[:, part.rows] = result
+        return out
+
+    def without_tokens(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Takes part in every layer's exchanges when this rank has no token; the model itself cannot run on none."""
+        for layer, spec in enumerate(self._specs):
+            q = torch.empty(spec.num_heads, 0, spec.head_dim, dtype=dtype, device=device)
+            kv = torch.empty(spec.num_kv_heads, 0, spec.head_dim, dtype=dtype, device=device)
+            self(layer, q, kv, kv)
+
+    def _exchange(self, layer: int, index: int, channel: Channel, q: Tensor) -> list[Tensor]:
+        spec = self._specs[layer]
+        parts = [
+            MemberPart(
+                q=q[:, part.rows],
+                q_runs=part.q_runs,
+                kv_runs=part.kv_runs,
+                kv=self._pool.held(layer, part.blocks),
+            )
+            for part in channel.parts
+        ]
+        if channel.exchange == "local":
+            return [local(part, spec) for part in parts]
+        assert self._transport is not None, "a group of several ranks has a transport"
+        group = Group(
+            self._transport,
+            channel.members,
+            channel.rank,
+            name=channel.exchange,
+            first_tag=self._first_tag + (layer * _CHANNELS + index) * self._hops,
+            sent=self._sent,
+        )
+        return _EXCHANGES[channel.exchange](group, parts, spec)

@@ -1,0 +1,255 @@
+"""LocalExecutor: one worker process per rank on this host."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO, NoReturn
+
+import msgspec
+import zmq
+
+from longspan.core.errors import WorkerLostError
+from longspan.core.steps import Completion, Forward, Sampled, Step
+from longspan.runtime.messages import (
+    Command,
+    Done,
+    Exited,
+    Failed,
+    Ready,
+    Report,
+    RunForward,
+    RunFree,
+    Stop,
+    WorkerConfig,
+    command_address,
+    report_address,
+)
+
+_log = logging.getLogger("longspan")
+_START_TIMEOUT_S = 600.0
+_STOP_TIMEOUT_S = 5.0
+_BLAME_TIMEOUT_S = 3.0
+"""How long to wait for the rank that caused it when another one only noticed a lost peer."""
+
+
+class MonotonicClock:
+    """The host's monotonic clock."""
+
+    def now(self) -> float:
+        """Seconds since an arbitrary moment."""
+        return time.monotonic()
+
+
+class LocalExecutor:
+    """Implements `Executor` on spawned processes: instance i is rank i.
+
+    Commands and reports go over zmq sockets in a private folder, tensors over torch.distributed between the workers.
+    Close it, or use it as a context manager; it also closes when it is collected or the interpreter exits.
+    """
+
+    def __init__(self, configs: Sequence[WorkerConfig], *, log_dir: Path) -> None:
+        """Starts one worker per configuration and waits until all are ready.
+
+        The configurations' `run_dir` is made by `make_run_dir` and removed by `close`.
+
+        Raises:
+            WorkerLostError: when a worker does not start.
+        """
+        run_dir = configs[0].run_dir
+        self._log_dir = log_dir
+        self._context = zmq.Context()
+        self._context.sndhwm = self._context.rcvhwm = 0  # queues without bound: the engine bounds the steps in flight
+        self._reports = self._context.socket(zmq.PULL)
+        self._reports.bind(report_address(run_dir))
+        self._decoder = msgspec.msgpack.Decoder(Report)
+        self._commands: list[zmq.Socket[bytes]] = []
+        self._awaited: dict[int, set[int]] = {}
+        self._partial: dict[int, list[Done]] = {}
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._finalizer = weakref.finalize(
+            self, _clean_up, self._processes, self._commands, self._context, Path(run_dir)
+        )
+        log_dir.mkdir(parents=True, exist_ok=True)
+        for config in configs:
+            self._start(config)
+        self._wait_until_ready(len(configs))
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids by rank."""
+        return tuple(process.pid for process in self._processes)
+
+    def submit(self, step: Step) -> None:
+        """Sends a Forward to the ranks that take part, a Free to all."""
+        if isinstance(step, Forward):
+            self._awaited[step.number] = set(step.instances)
+            self._partial[step.number] = []
+            self._send(RunForward(step), step.instances)
+        else:
+            self._send(RunFree(step), range(len(self._commands)))
+
+    def poll(self, timeout_s: float | None) -> list[Completion]:
+        """See `Executor`; a lost worker closes this executor."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            report = self._receive(left_s)
+            if report is None:
+                return []
+            completion = self._take(report)
+            if completion is not None:
+                return [completion]
+
+    def close(self) -> None:
+        """Stops the workers, by force if they do not stop, and removes the run folder. May be called again."""
+        self._finalizer()
+
+    def __enter__(self) -> LocalExecutor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self, config: WorkerConfig) -> None:
+        threads = str(config.num_threads)
+        environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+        log: BinaryIO
+        with (self._log_dir / f"rank{config.rank}.log").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "longspan.runtime.worker"],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=environment,
+            )
+        self._processes.append(process)
+        assert process.stdin is not None, "asked for a pipe"
+        process.stdin.write(msgspec.json.encode(config) + b"\n")
+        process.stdin.flush()
+        socket = self._context.socket(zmq.PUSH)
+        socket.connect(command_address(config.run_dir, config.rank))
+        self._commands.append(socket)
+        watcher = self._context.socket(zmq.PUSH)
+        watcher.connect(report_address(config.run_dir))
+        threading.Thread(target=_watch, args=(process, config.rank, watcher), daemon=True).start()
+
+    def _wait_until_ready(self, num_ranks: int) -> None:
+        ready: set[int] = set()
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while len(ready) < num_ranks:
+            report = self._receive(deadline - time.monotonic())
+            if report is None:
+                missing = min(set(range(num_ranks)) - ready)
+                self._lose(missing, f"not ready after {_START_TIMEOUT_S:.0f} s")
+            elif isinstance(report, Ready):
+                ready.add(report.rank)
+            else:
+                self._take(report)
+
+    def _receive(self, timeout_s: float | None) -> Report | None:
+        timeout_ms = None if timeout_s is None else int(max(0.0, timeout_s) * 1000)
+        return self._decoder.decode(self._reports.recv()) if self._reports.poll(timeout_ms) else None
+
+    def _take(self, report: Report) -> Completion | None:
+        match report:
+            case Done():
+                return self._collect(report)
+            case Failed(rank, reason, peer=True):
+                self._blame(rank, reason)
+            case Failed(rank, reason):
+                self._lose(rank, reason)
+            case Exited(rank, code):
+                self._lose(rank, _describe(code))
+        return None
+
+    def _collect(self, done: Done) -> Completion | None:
+        """The completion of a step once its last rank has reported."""
+        awaited, reports = self._awaited[done.number], self._partial[done.number]
+        awaited.remove(done.rank)
+        reports.append(done)
+        if awaited:
+            return None
+        del self._awaited[done.number], self._partial[done.number]
+        sampled: tuple[Sampled, ...] = tuple(s for report in reports for s in report.sampled)
+        sent: dict[str, int] = {}
+        for report in reports:
+            for exchange, num_bytes in report.bytes_sent.items():
+                sent[exchange] = sent.get(exchange, 0) + num_bytes
+        return Completion(number=done.number, sampled=sampled, bytes_sent=sent)
+
+    def _blame(self, rank: int, reason: str) -> NoReturn:
+        """A rank lost a peer: waits shortly for the word of the one that was lost."""
+        deadline = time.monotonic() + _BLAME_TIMEOUT_S
+        while (report := self._receive(deadline - time.monotonic())) is not None:
+            if isinstance(report, Failed) and not report.peer:
+                self._lose(report.rank, report.reason)
+            if isinstance(report, Exited) and report.rank != rank and report.code != 1:
+                self._lose(report.rank, _describe(report.code))
+        self._lose(rank, reason)
+
+    def _lose(self, rank: int, reason: str) -> NoReturn:
+        for process in self._processes:
+            process.kill()  # the others may hang in a transfer with the one that is lost
+        self.close()
+        raise WorkerLostError(rank, f"{reason} (log: {self._log_dir / f'rank{rank}.log'})")
+
+    def _send(self, command: Command, ranks: Sequence[int]) -> None:
+        data = msgspec.msgpack.encode(command)
+        for rank in ranks:
+            self._commands[rank].send(data)
+
+
+def make_run_dir() -> str:
+    """A private folder for sockets; its path is short enough for them."""
+    return tempfile.mkdtemp(prefix="longspan-")
+
+
+def _watch(process: subprocess.Popen[bytes], rank: int, reports: zmq.Socket[bytes]) -> None:
+    """Reports the end of a worker process. Owns its socket: zmq sockets belong to one thread."""
+    code = process.wait()
+    try:
+        reports.send(msgspec.msgpack.encode(Exited(rank=rank, code=code)))
+    except zmq.ZMQError:
+        return  # the executor is closing; nobody listens any more
+    finally:
+        reports.close(linger=0)
+
+
+def _describe(code: int) -> str:
+    if code < 0:
+        return f"its process was killed by {signal.Signals(-code).name}"
+    return f"its process exited with code {code}"
+
+
+def _clean_up(
+    processes: Sequence[subprocess.Popen[bytes]],
+    commands: Sequence[zmq.Socket[bytes]],
+    context: zmq.Context[zmq.Socket[bytes]],
+    run_dir: Path,
+) -> None:
+    """Ends all workers; nothing is left of them: no process, no socket, no file but the logs."""
+    stop = msgspec.msgpack.encode(Stop())
+    for socket in commands:
+        socket.send(stop)
+    deadline = time.monotonic() + _STOP_TIMEOUT_S
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
+    context.destroy(linger=0)
+    shutil.rmtree(run_dir, ignore_errors=True)

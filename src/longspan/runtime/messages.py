@@ -1,0 +1,90 @@
+"""What the controller and its workers say to each other: msgspec messages, never pickle."""
+
+from __future__ import annotations
+
+import msgspec
+
+from longspan.core.steps import Forward, Free, Sampled
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a worker is told when it starts.
+
+    Attributes:
+        run_dir: private folder of this engine: sockets and the rendezvous file. Gone after shutdown.
+    """
+
+    rank: int
+    world_size: int
+    run_dir: str
+    model_name: str
+    config_dir: str
+    weights: str
+    dtype: str
+    trust_remote_code: bool
+    device: str
+    num_threads: int
+    num_blocks: int
+    block_size: int
+
+
+class RunForward(msgspec.Struct, frozen=True, tag="forward"):
+    """Compute a step."""
+
+    step: Forward
+
+
+class RunFree(msgspec.Struct, frozen=True, tag="free"):
+    """Forget requests."""
+
+    step: Free
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """Finish and exit."""
+
+
+Command = RunForward | RunFree | Stop
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The worker has loaded its model and joined the others."""
+
+    rank: int
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """A rank's share of a Forward is computed."""
+
+    rank: int
+    number: int
+    sampled: tuple[Sampled, ...]
+    bytes_sent: dict[str, int]
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The worker raised and is about to exit; `peer` when it only noticed that another one is gone."""
+
+    rank: int
+    reason: str
+    peer: bool
+
+
+class Exited(msgspec.Struct, frozen=True, tag="exited"):
+    """A worker process ended; negative codes are signals. Said by the controller's own watcher."""
+
+    rank: int
+    code: int
+
+
+Report = Ready | Done | Failed | Exited
+
+
+def command_address(run_dir: str, rank: int) -> str:
+    """Where a worker receives commands."""
+    return f"ipc://{run_dir}/commands-{rank}"
+
+
+def report_address(run_dir: str) -> str:
+    """Where the controller receives reports."""
+    return f"ipc://{run_dir}/reports"

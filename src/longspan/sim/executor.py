@@ -1,0 +1,61 @@
+"""An executor that computes nothing: a step takes as long as its cost says, and its tokens are invented."""
+
+from __future__ import annotations
+
+import heapq
+import zlib
+from collections import Counter
+from dataclasses import dataclass
+
+from longspan.core.steps import Completion, Forward, Part, Sampled, Step
+from longspan.sim.clock import VirtualClock
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearCost:
+    """Seconds of a Forward: `base_s` plus `per_token_s` for every token of its busiest instance."""
+
+    base_s: float = 0.01
+    per_token_s: float = 0.0005
+
+    def seconds(self, forward: Forward) -> float:
+        """Duration from the moment all its instances are free."""
+        tokens: Counter[int] = Counter()
+        for part in forward.parts:
+            for instance, runs in zip(part.group, part.runs, strict=True):
+                tokens[instance] += sum(len(run) for run in runs)
+        return self.base_s + self.per_token_s * max(tokens.values())
+
+
+class SimExecutor:
+    """Implements `Executor` on a virtual clock. Instances work one step at a time, in order of step numbers."""
+
+    def __init__(self, *, clock: VirtualClock, vocab_size: int, cost: LinearCost | None = None) -> None:
+        self._clock, self._vocab_size, self._cost = clock, vocab_size, cost or LinearCost()
+        self._free_at: dict[int, float] = {}
+        self._due: list[tuple[float, int, Forward]] = []
+
+    def submit(self, step: Step) -> None:
+        """Plans a Forward's completion; a Free costs nothing."""
+        if isinstance(step, Forward):
+            start = max(self._clock.now(), *(self._free_at.get(i, 0.0) for i in step.instances))
+            end = start + self._cost.seconds(step)
+            for instance in step.instances:
+                self._free_at[instance] = end
+            heapq.heappush(self._due, (end, step.number, step))
+
+    def poll(self, timeout_s: float | None) -> list[Completion]:
+        """Moves the clock to the next completion, but no further than `timeout_s`."""
+        now = self._clock.now()
+        if not self._due or (timeout_s is not None and self._due[0][0] > now + timeout_s):
+            self._clock.advance_to(now + (timeout_s or 0.0))
+            return []
+        end, _, forward = heapq.heappop(self._due)
+        self._clock.advance_to(end)
+        sampled = tuple(self._invent(part) for part in forward.parts if part.sample is not None)
+        return [Completion(number=forward.number, sampled=sampled, bytes_sent={})]
+
+    def _invent(self, part: Part) -> Sampled:
+        """A token that depends on the request and the position only, so that recomputation gives it again."""
+        name = f"{part.request_id} {part.stop}".encode()
+        return Sampled(request_id=part.request_id, token=zlib.crc32(name) % self._vocab_size)

@@ -1,0 +1,313 @@
+"""The command line: what it prints, where, and with which exit code, with the engine replaced by a scripted one."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Self
+
+import pytest
+
+import longspan
+from longspan import cli
+from longspan.core.errors import WorkerLostError
+from longspan.core.sampling import SamplingParams
+
+WORDS = ["The", " key", " is", " 42", "."]
+METRICS = SimpleNamespace(ttft_s=0.5, tbt_s=[0.1, 0.3, 0.2, 0.2], kv_tokens_per_instance=[5, 4])
+
+
+def _outputs(prompt: str | list[int]) -> Iterator[SimpleNamespace]:
+    prompt_token_ids = prompt if isinstance(prompt, list) else list(range(len(prompt.split())))
+    for count in range(1, len(WORDS) + 1):
+        done = count == len(WORDS)
+        completion = SimpleNamespace(
+            text="".join(WORDS[:count]), token_ids=list(range(count)), finish_reason="stop" if done else None
+        )
+        yield SimpleNamespace(prompt_token_ids=prompt_token_ids, outputs=[completion], finished=done, metrics=METRICS)
+
+
+class FakeLLM:
+    """Remembers its arguments and streams `WORDS`; raises `failure` after the first word if it is set."""
+
+    last: FakeLLM
+    failure: BaseException | None = None
+
+    def __init__(self, model: str, **arguments: Any) -> None:
+        FakeLLM.last = self
+        self.model, self.arguments, self.closed = model, arguments, False
+        self.prompt: str | list[int] | None = None
+        self.params: SamplingParams | None = None
+        self.bytes_exchanged = {"ring_kv": 1000, "ring_q": 24, "total": 1024}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.closed = True
+
+    def stream(self, prompt: str | list[int], params: SamplingParams) -> Iterator[SimpleNamespace]:
+        self.prompt, self.params = prompt, params
+        if not prompt:
+            raise ValueError("the prompt\nis empty")
+        for output in _outputs(prompt):
+            yield output
+            if self.failure is not None:
+                raise self.failure
+
+
+@pytest.fixture(autouse=True)
+def fake_llm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(vars(longspan), "LLM", FakeLLM)
+    monkeypatch.setattr(FakeLLM, "failure", None)
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(arguments)
+    assert isinstance(exit_.value.code, int)
+    return exit_.value.code
+
+
+def test_text_streams_to_stdout_and_nothing_else_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("generate", "--prompt", "what is it") == 0
+    assert capsys.readouterr() == ("The key is 42.\n", "")
+    assert FakeLLM.last.closed
+
+
+def test_json_is_the_last_line_and_has_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("generate", "--token-ids", "7,8,9", "--json") == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {
+        "text": "The key is 42.",
+        "token_ids": [0, 1, 2, 3, 4],
+        "prompt_tokens": 3,
+        "finish_reason": "stop",
+        "ttft_s": 0.5,
+        "tbt_s": [0.1, 0.3, 0.2, 0.2],
+        "bytes_exchanged": {"ring_kv": 1000, "ring_q": 24, "total": 1024},
+        "kv_tokens_per_instance": [5, 4],
+    }
+
+
+def test_without_a_tokenizer_token_ids_are_written(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("generate", "--token-ids", "7,8", "--skip-tokenizer-init") == 0
+    assert capsys.readouterr().out == "0,1,2,3,4\n"
+
+
+def test_defaults_are_the_documented_ones() -> None:
+    assert run("generate", "--prompt", "x") == 0
+    assert FakeLLM.last.model == "smollm2-135m"
+    assert FakeLLM.last.params == SamplingParams(temperature=0.0, max_tokens=128, seed=0)
+    assert FakeLLM.last.arguments == {
+        "parallel": "1",
+        "threads_per_rank": None,
+        "dtype": "float32",
+        "device": "cpu",
+        "policy": "auto",
+        "policy_options": {},
+        "seed": 0,
+        "skip_tokenizer_init": False,
+        "load_format": "auto",
+        "max_model_len": None,
+        "block_size": 256,
+        "max_num_batched_tokens": 2048,
+        "max_num_seqs": 128,
+        "kv_cache_memory_bytes": None,
+        "num_gpu_blocks_override": None,
+        "enable_prefix_caching": True,
+    }
+
+
+def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
+    prompt_file = tmp_path / "prompt.txt"
+    prompt_file.write_text("naïve\nprompt", encoding="utf-8")
+    line = (
+        "generate some/model --max-tokens 9 --min-tokens 2 --temperature 0.5 --top-k 3 --top-p 0.9 --seed 11 "
+        "--stop END --stop STOP --ignore-eos --instances 3 --tp 1 --threads-per-rank 2 --dtype bfloat16 --device cuda "
+        "--load-format dummy --policy context -o threshold=100 -o layout=a=b --max-model-len 4096 --block-size 512 "
+        "--max-num-batched-tokens 1024 --max-num-seqs 4 --kv-cache-memory-bytes 1000000 --num-gpu-blocks-override 7 "
+        "--no-enable-prefix-caching"
+    )
+    assert run(*line.split(), "--prompt-file", str(prompt_file)) == 0
+    llm = FakeLLM.last
+    assert (llm.model, llm.prompt) == ("some/model", "naïve\nprompt")
+    assert llm.params == SamplingParams(
+        temperature=0.5, top_k=3, top_p=0.9, seed=11, stop=("END", "STOP"), min_tokens=2, max_tokens=9, ignore_eos=True
+    )
+    assert llm.arguments == {
+        "parallel": "3",
+        "threads_per_rank": 2,
+        "dtype": "bfloat16",
+        "device": "cuda",
+        "policy": "context",
+        "policy_options": {"threshold": "100", "layout": "a=b"},
+        "seed": 11,
+        "skip_tokenizer_init": False,
+        "load_format": "dummy",
+        "max_model_len": 4096,
+        "block_size": 512,
+        "max_num_batched_tokens": 1024,
+        "max_num_seqs": 4,
+        "kv_cache_memory_bytes": 1000000,
+        "num_gpu_blocks_override": 7,
+        "enable_prefix_caching": False,
+    }
+    assert run("generate", "--prompt", "x", "--parallel", "4") == 0
+    assert FakeLLM.last.arguments["parallel"] == "4"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "exactly one of --prompt, --prompt-file and --token-ids"),
+        (["--prompt", "x", "--token-ids", "1"], "but 2 given"),
+        (["--prompt", ""], "empty"),
+        (["--token-ids", ""], "empty"),
+        (["--token-ids", "1,two"], "'1,two'"),
+        (["--prompt-file", "no/such/file"], "no/such/file"),
+        (["--prompt-file", "."], "cannot be read"),
+        (["--prompt", "x", "--instances", "0"], "instances must be at least 1, but 0 given"),
+        (["--prompt", "x", "--parallel", "two"], "[N][xtpT][ppP]"),
+        (["--prompt", "x", "--parallel", "2xtp2"], "tp(2)"),
+        (["--prompt", "x", "--tp", "2"], "tp(2)"),
+        (["--prompt", "x", "--parallel", "2", "--instances", "2"], "give one of them"),
+        (["--prompt", "x", "-o", "threshold"], "key=value"),
+        (["--prompt", "x", "-o", "a=1", "-o", "a=2"], "twice"),
+        (["--prompt", "x", "--top-p", "7"], "top_p"),
+        (["--prompt", "x", "--max-tokens", "0"], "max_tokens"),
+        (["--prompt", "x", "--max-tokens", "many"], "--max-tokens"),
+        (["--prompt", "x", "--dtype", "int3"], "int3"),
+        (["--prompt", "x", "--no-such-option"], "--no-such-option"),
+        (["--prompt", "x", "a", "b"], "b"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_code_2(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("generate", *arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith("longspan: ")
+    assert words in err
+
+
+def test_a_prompt_file_that_is_not_text_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    assert run("generate", "--prompt-file", str(tmp_path / "binary")) == 2
+    assert "is not UTF-8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "words"),
+    [
+        (WorkerLostError(1, "killed by signal 9"), 1, "rank 1 was lost: killed by signal 9"),
+        (ValueError("prompt has 9000 tokens"), 2, "prompt has 9000 tokens"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_a_failure_while_streaming_shuts_down_and_sets_the_code(
+    failure: BaseException, code: int, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(FakeLLM, "failure", failure)
+    assert run("generate", "--prompt", "x") == code
+    out, err = capsys.readouterr()
+    assert out == "The"
+    assert words in err
+    assert err.count("\n") == (1 if words else 0)
+    assert FakeLLM.last.closed
+
+
+def test_our_own_mistakes_keep_their_stack_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeLLM, "failure", ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["generate", "--prompt", "x"])
+
+
+@pytest.mark.parametrize("arguments", [["--version"], [], ["--help"], ["generate", "-h"]])
+def test_information_goes_to_stdout_with_code_0(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*arguments) == 0
+    out, err = capsys.readouterr()
+    assert ("longspan 0." in out) if arguments == ["--version"] else ("Usage: longspan" in out)
+    assert err == ""
+
+
+# A separate process whose engine streams one word a second and notes on stderr that it was shut down.
+_SLOW = """
+import sys, time
+from types import SimpleNamespace
+import longspan, longspan.cli
+class Slow:
+    bytes_exchanged = {"total": 0}
+    def __init__(self, *_, **__): pass
+    def __enter__(self): return self
+    def __exit__(self, *_): print("engine closed", file=sys.stderr, flush=True)
+    def stream(self, *_):
+        for count in range(1, int(sys.argv.pop()) + 1):
+            time.sleep(0.05 if count < 3 else 1)
+            yield SimpleNamespace(
+                prompt_token_ids=[1], outputs=[SimpleNamespace(text="word " * count, token_ids=[], finish_reason=None)],
+                metrics=SimpleNamespace(ttft_s=0.1, tbt_s=[0.1], kv_tokens_per_instance=[1, 2]))
+longspan.LLM = Slow
+longspan.cli.main(["generate", "--prompt", "x"])
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_shut_the_engine_down(number: signal.Signals, code: int) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", _SLOW, "60"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.read(5) == "word "
+    process.send_signal(number)
+    _, err = process.communicate(timeout=20)
+    assert (process.returncode, err) == (code, "engine closed\n")
+
+
+def test_a_reader_that_leaves_ends_the_run_quietly() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", _SLOW, "60"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.read(5) == "word "
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == "engine closed\n"
+    assert process.wait(timeout=20) == 1
+
+
+def test_the_table_is_shown_on_a_terminal_only_and_stdout_stays_plain() -> None:
+    controller, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", _SLOW, "2"],
+        stdout=subprocess.PIPE,
+        stderr=terminal,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "80"},
+    )
+    out = process.communicate(timeout=20)[0]
+    os.close(terminal)
+    shown = b""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            shown += os.read(controller, 4096)
+        except OSError:  # the other end is closed and all was read
+            break
+    os.close(controller)
+    assert out == b"word word \n"
+    text = re.sub(r"\x1b\[[0-9;]*m", "", shown.decode())
+    for label in ("tokens on instance 0", "time to first token", "median time between tokens", "bytes exchanged"):
+        assert label in text

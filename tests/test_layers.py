@@ -1,0 +1,35 @@
+"""The layers of docs/design.md, as import-linter sees them, and what an import may not load."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from importlinter import cli as importlinter_cli
+
+ROOT = Path(__file__).parents[1]
+HEAVY = {"torch", "transformers", "zmq", "safetensors", "accelerate", "gguf"}
+
+
+def test_import_contracts_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert importlinter_cli.lint_imports(no_cache=True) == 0
+
+
+@pytest.mark.parametrize(
+    "module", ["longspan", "longspan.cli", "longspan.core", "longspan.policy", "longspan.sim", "longspan.core.engine"]
+)
+def test_importing_loads_nothing_heavy(module: str) -> None:
+    code = f"import {module}, sys; print(*sorted({HEAVY!r} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == []
+
+
+def test_exports_are_listed_and_unknown_names_refused() -> None:
+    import longspan
+
+    assert set(longspan.__all__) <= set(dir(longspan))
+    with pytest.raises(AttributeError, match="no attribute 'nope'"):
+        longspan.nope  # noqa: B018

