@@ -246,7 +246,8 @@ def test_information_goes_to_stdout_with_code_0(arguments: list[str], capsys: py
 
 # A separate process whose engine streams one word a second and notes on stderr that it was shut down.
 _SLOW = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits that it is ignored
 from types import SimpleNamespace
 import longspan, longspan.cli
 class Slow:

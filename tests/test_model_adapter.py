@@ -20,6 +20,7 @@ LENGTHS = (5, 100, 40, 70)  # on both sides of the sliding window and of longrop
 
 @pytest.fixture(scope="module", autouse=True)
 def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LONGSPAN_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield

@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,6 +31,11 @@ from longspan.model.cache import build_once, cache_root
 from longspan.model.source import ModelError, prepare, smollm2_folder
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
 
 
 @pytest.fixture
@@ -208,43 +212,46 @@ def test_the_alias_needs_its_package(monkeypatch: pytest.MonkeyPatch, cache: Pat
         prepare("smollm2-135m", dtype="float32")
 
 
-class TestAlias:
-    """SmolLM2-135M-Instruct, from the cache of the machine (built at first use)."""
+# SmolLM2-135M-Instruct, from the cache of the machine (built at first use).
 
-    @pytest.fixture(scope="class")
-    def folder(self) -> Iterator[Path]:
-        pytest.importorskip("gguf")
-        return smollm2_folder()
 
-    def test_configuration(self, folder: Path) -> None:
-        info = Model.load(prepare("smollm2-135m", dtype="float32"), CPU).info
-        assert (info.architecture, info.num_layers, info.vocab_size) == ("LlamaForCausalLM", 30, 49152)
-        assert (info.context_length, info.eos_token_ids, info.rope_switch_length) == (8192, (2,), None)
-        assert {(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.scale) for spec in info.specs} == {
-            (9, 3, 64, 0.125)
-        }
-        config = AutoModelForCausalLM.from_pretrained(folder).config
-        assert (config.rope_parameters["rope_theta"], config.rms_norm_eps, config.tie_word_embeddings) == (1e5, 1e-5, 1)
+@pytest.fixture(scope="module")
+def smollm2() -> Path:
+    pytest.importorskip("gguf")
+    return smollm2_folder()
 
-    def test_logits_equal_the_oracle(self, folder: Path) -> None:
-        tokens = torch.randint(17, 49152, (300,), generator=torch.Generator().manual_seed(0))
-        oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        with torch.no_grad():
-            expected = oracle(input_ids=tokens[None]).logits[0, -1:]
-        logits = last_logits(Model.load(prepare("smollm2-135m", dtype="float32"), CPU), tokens)
-        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-3)
 
-    def test_tokenizer(self, folder: Path) -> None:
-        """Ids of the published tokenizer; digits are split before spaces are merged."""
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        assert (tokenizer.bos_token, tokenizer.eos_token, len(tokenizer)) == ("<|im_start|>", "<|im_end|>", 49152)
-        assert tokenizer.model_max_length == 8192
-        assert tokenizer.convert_ids_to_tokens(tokenizer("a  12 b").input_ids) == ["a", "ĠĠ", "1", "2", "Ġb"]
-        chat = [{"role": "user", "content": "Hi"}]
-        assert tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == (
-            "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-            "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-        )
+def test_the_alias_configuration(smollm2: Path) -> None:
+    info = Model.load(prepare("smollm2-135m", dtype="float32"), CPU).info
+    assert (info.architecture, info.num_layers, info.vocab_size) == ("LlamaForCausalLM", 30, 49152)
+    assert (info.context_length, info.eos_token_ids, info.rope_switch_length) == (8192, (2,), None)
+    assert {(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.scale) for spec in info.specs} == {
+        (9, 3, 64, 0.125)
+    }
+    config = AutoModelForCausalLM.from_pretrained(smollm2).config
+    assert (config.rope_parameters["rope_theta"], config.rms_norm_eps, config.tie_word_embeddings) == (1e5, 1e-5, 1)
+
+
+def test_the_alias_logits_equal_the_oracle(smollm2: Path) -> None:
+    tokens = torch.randint(17, 49152, (100,), generator=torch.Generator().manual_seed(0))
+    oracle = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    with torch.no_grad():
+        expected = oracle(input_ids=tokens[None]).logits[0, -1:]
+    logits = last_logits(Model.load(prepare("smollm2-135m", dtype="float32"), CPU), tokens)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-3)
+
+
+def test_the_alias_tokenizer(smollm2: Path) -> None:
+    """Ids of the published tokenizer; digits are split before spaces are merged."""
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    assert (tokenizer.bos_token, tokenizer.eos_token, len(tokenizer)) == ("<|im_start|>", "<|im_end|>", 49152)
+    assert tokenizer.model_max_length == 8192
+    assert tokenizer.convert_ids_to_tokens(tokenizer("a  12 b").input_ids) == ["a", "ĠĠ", "1", "2", "Ġb"]
+    chat = [{"role": "user", "content": "Hi"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 class _Mapping:

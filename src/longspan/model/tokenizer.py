@@ -50,7 +50,7 @@ class Detokenizer:
         self.stopped_by: str | None = None
         """The stop string that ended the text, if one did."""
         self._stream = _TextStream(tokenizer, prompt_token_ids)
-        self._stop = stop
+        self._stop = tuple(filter(None, stop))
         self._num_unchecked = min_tokens
         self._pending = ""  # decoded, not released
         self._start = 0  # where in _pending a stop string may begin

@@ -1,0 +1,47 @@
+"""Tiny random models of every listed architecture, several prompts packed together, say what Hugging Face says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from oracle import Oracle, assert_exact
+from tiny_models import TINY, make_tiny
+
+from longspan import LLM, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, output_logits=True)
+LENGTHS = (1, 2, 17, 40, 100, 333)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("tiny")
+    return {name: make_tiny(name, root / name) for name in TINY}
+
+
+@pytest.fixture(scope="module")
+def oracles(folders: dict[str, Path]) -> dict[str, Oracle]:
+    return {name: Oracle(folder, use_cache=name != "llama-longrope") for name, folder in folders.items()}
+
+
+@pytest.mark.parametrize("instances", [2, 3])
+@pytest.mark.parametrize("name", list(TINY))
+def test_prompts_packed_together(
+    folders: dict[str, Path], oracles: dict[str, Oracle], name: str, instances: int
+) -> None:
+    rng = np.random.default_rng(instances)
+    prompts = [rng.integers(3, 199, length).tolist() for length in LENGTHS]
+    # Blocks of 16 and chunks of at most 48 tokens per instance: prompts are dealt in several chunks.
+    with LLM(
+        str(folders[name]),
+        instances=instances,
+        skip_tokenizer_init=True,
+        block_size=16,
+        max_num_batched_tokens=48,
+        policy_options={"threshold": "20"},
+    ) as llm:
+        outputs = llm.generate(prompts, GREEDY)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert_exact(output, oracles[name].complete(prompt, 32))
