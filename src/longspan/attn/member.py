@@ -69,7 +69,9 @@ def split_queries(q: Tensor, runs: Sequence[Run]) -> Iterator[tuple[Run, Tensor]
         offset += len(run)
 
 
-def attend_runs(q: Tensor, q_runs: Sequence[Run], k: Tensor, v: Tensor, kv_runs: Sequence[Run], spec: AttnSpec) -> Partial:
+def attend_runs(
+    q: Tensor, q_runs: Sequence[Run], k: Tensor, v: Tensor, kv_runs: Sequence[Run], spec: AttnSpec
+) -> Partial:
     """Attention of queries over keys `[kv_heads, tokens, head_dim]` at hand, both given with their positions."""
     results = [_attend_run(rows, run, k, v, kv_runs, spec) for run, rows in split_queries(q, q_runs)]
     return torch.cat([out for out, _ in results], dim=1), torch.cat([lse for _, lse in results], dim=1)
@@ -78,10 +80,11 @@ def attend_runs(q: Tensor, q_runs: Sequence[Run], k: Tensor, v: Tensor, kv_runs:
 def attend_in_place(q: Tensor, position: int, kv: KvSource, kv_runs: Sequence[Run], spec: AttnSpec) -> Partial:
     """Attention of one query `[heads, 1, head_dim]` over the keys that `kv_runs` hold, without gathering them."""
     below = 0 if spec.window is None else max(0, position - spec.window + 1)
-    held, seen = num_tokens(kv_runs), num_tokens(clip(kv_runs, below))
-    if not seen:
+    held = num_tokens(kv_runs)
+    start, stop = held - num_tokens(clip(kv_runs, below)), held - num_tokens(clip(kv_runs, position + 1))
+    if start == stop:
         return torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
-    return attend_pieces(q, kv.pieces(held - seen, held), spec)
+    return attend_pieces(q, kv.pieces(start, stop), spec)
 
 
 def merge_partials(partials: Sequence[Partial], like: Tensor) -> Tensor:

@@ -24,5 +24,5 @@ def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     if len(outs) == 1:
         return outs[0].float(), lses[0]
     lse = torch.logsumexp(lses, dim=0)
-    weights = torch.exp(lses - lse).nan_to_num_(nan=0.0)
-    return torch.einsum("nht,nhtd->htd", weights, outs.float()), lse
+    weights = torch.exp(lses - lse.masked_fill(lse == -torch.inf, 0.0))
+    return (outs * weights[..., None]).sum(dim=0), lse

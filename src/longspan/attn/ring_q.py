@@ -30,7 +30,7 @@ def ring_q(group: Group, parts: Sequence[MemberPart], spec: AttnSpec) -> list[Te
     answered = {m: _outputs(group.rank, m, parts, spec) for m in others}
     group.start(sends=answers, receives=answered, hop=1).wait()
     for member in others:
-        visited = _visited(group.rank, member, parts)
+        visited = _visited(group.rank, member, parts, spec)
         lses, outs = answered[member].tensors[: len(visited)], answered[member].tensors[len(visited) :]
         for index, out, lse in zip(visited, outs, lses, strict=True):
             partials[index].append((out, lse))
@@ -40,13 +40,13 @@ def ring_q(group: Group, parts: Sequence[MemberPart], spec: AttnSpec) -> list[Te
     ]
 
 
-def _visited(asker: int, holder: int, parts: Sequence[MemberPart]) -> list[int]:
-    """Parts of which `asker` has queries and `holder` has keys."""
-    return [index for index, part in enumerate(parts) if part.q_runs[asker] and part.kv_runs[holder]]
+def _visited(asker: int, holder: int, parts: Sequence[MemberPart], spec: AttnSpec) -> list[int]:
+    """Parts of which `asker` has queries and `holder` has keys that are still in sight."""
+    return [index for index, part in enumerate(parts) if part.q_runs[asker] and part.needed(holder, spec.window)]
 
 
 def _queries(asker: int, holder: int, parts: Sequence[MemberPart], spec: AttnSpec, *, fill: bool = True) -> Message:
-    visited = _visited(asker, holder, parts)
+    visited = _visited(asker, holder, parts, spec)
     shapes: list[Shape] = [
         ((spec.num_heads, num_tokens(parts[index].q_runs[asker]), spec.head_dim), parts[index].q.dtype)
         for index in visited
@@ -60,7 +60,7 @@ def _queries(asker: int, holder: int, parts: Sequence[MemberPart], spec: AttnSpe
 
 def _outputs(asker: int, holder: int, parts: Sequence[MemberPart], spec: AttnSpec) -> Message:
     """Room for the log-sum-exps, then the outputs, that `holder` returns to `asker`."""
-    visited = _visited(asker, holder, parts)
+    visited = _visited(asker, holder, parts, spec)
     counts = [num_tokens(parts[index].q_runs[asker]) for index in visited]
     lses: list[Shape] = [((spec.num_heads, count), torch.float32) for count in counts]
     outs: list[Shape] = [((spec.num_heads, count, spec.head_dim), parts[0].q.dtype) for count in counts]
@@ -69,7 +69,7 @@ def _outputs(asker: int, holder: int, parts: Sequence[MemberPart], spec: AttnSpe
 
 def _answers(me: int, asker: int, parts: Sequence[MemberPart], asked: Message, spec: AttnSpec) -> Message:
     message = _outputs(asker, me, parts, spec)
-    visited = _visited(asker, me, parts)
+    visited = _visited(asker, me, parts, spec)
     lses, outs = message.tensors[: len(visited)], message.tensors[len(visited) :]
     for index, q, lse, out in zip(visited, asked.tensors, lses, outs, strict=True):
         found_out, found_lse = _meet(me, parts[index], q, asker, spec)

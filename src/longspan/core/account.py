@@ -44,7 +44,7 @@ class KvAccount:
     def match(self, request: Request, group: Sequence[int]) -> PrefixHit:
         """The longest beginning of the request whose KV lies on members of `group`, one token short of it at most.
 
-        Full blocks are shared. The block after them is taken over when nobody uses it, so that a following turn of a
+        Full blocks are shared. The tail after them is taken over when nobody uses it, so that a following turn of a
         conversation recomputes no token of the turns before.
         """
         if not self.prefix_caching:

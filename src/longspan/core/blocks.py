@@ -51,7 +51,7 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._content: dict[int, Content] = {}
         self._by_key: dict[bytes, int] = {}
-        self._children: dict[bytes, set[int]] = {}
+        self._tails: dict[bytes, set[int]] = {}
 
     @property
     def num_free(self) -> int:
@@ -105,23 +105,26 @@ class BlockPool:
             return
         self._forget(block)
         self._content[block] = content
-        self._children.setdefault(content.parent, set()).add(block)
         if key is not None:
             self._by_key[key] = block
+        else:
+            self._tails.setdefault(content.parent, set()).add(block)
 
     def find(self, key: bytes) -> int | None:
         """The block that holds the full block named `key`, if any."""
         return self._by_key.get(key)
 
     def find_adoptable(self, parent: bytes, tokens: Sequence[int]) -> tuple[int, int]:
-        """The unreferenced block after `parent` that shares the longest beginning with `tokens`, and that length.
+        """The unreferenced tail after `parent` that shares the longest beginning with `tokens`, and that length.
 
-        Returns (-1, 0) when there is none.
+        A tail is a block that is not full. One that would lose more tokens than it gives is left to the conversation
+        that it belongs to: nearly all prompts begin alike. Returns (-1, 0) when there is none.
         """
         best = (-1, 0)
-        for block in sorted(self._children.get(parent, ())):
-            if self._references[block] == 0:
-                length = _common_prefix(self._content[block].tokens, tokens)
+        for block in sorted(self._tails.get(parent, ())):
+            known = self._content[block].tokens
+            length = _common_prefix(known, tokens)
+            if self._references[block] == 0 and 2 * length >= len(known):
                 best = max(best, (block, length), key=lambda candidate: candidate[1])
         return best
 
@@ -129,14 +132,13 @@ class BlockPool:
         content = self._content.pop(block, None)
         if content is None:
             return
-        siblings = self._children[content.parent]
+        if len(content.tokens) == self.block_size:
+            del self._by_key[chain_key(content.parent, content.tokens)]
+            return
+        siblings = self._tails[content.parent]
         siblings.discard(block)
         if not siblings:
-            del self._children[content.parent]
-        if len(content.tokens) == self.block_size:
-            key = chain_key(content.parent, content.tokens)
-            if self._by_key.get(key) == block:
-                del self._by_key[key]
+            del self._tails[content.parent]
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

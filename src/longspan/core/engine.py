@@ -110,20 +110,27 @@ class Engine:
         return [request for done in self._executor.poll(timeout_s) for request in self._complete(done)]
 
     def _emit(self) -> None:
-        plan = self._policy.plan(self._view())
-        for request in plan.preempted:
-            request.metrics.num_preemptions += 1
-            self._retract(request)
-        shares = [share for batch in plan.batches for share in batch]
+        batches = self._plan()
+        shares = [share for batch in batches for share in batch]
         for share in shares:
             if share.hit is not None:
                 self._admit(share)
         for share in shares:
             self.account.extend(share.request, share.holders)
-        for batch in plan.batches:
+        for batch in batches:
             forward = Forward(number=self._number(), parts=tuple(self._part(share) for share in batch))
             self._in_flight[forward.number] = forward
             self._executor.submit(forward)
+
+    def _plan(self) -> tuple[tuple[Share, ...], ...]:
+        """The policy's batches, after its preemptions; a plan that only preempts is followed by another at once."""
+        while True:
+            plan = self._policy.plan(self._view())
+            for request in plan.preempted:
+                request.metrics.num_preemptions += 1
+                self._retract(request)
+            if plan.batches or not plan.preempted:
+                return plan.batches
 
     def _view(self) -> ClusterView:
         live = [r for r in self._requests.values() if r.finish_reason is None]
@@ -143,7 +150,7 @@ class Engine:
         self.account.take(request, hit)
         request.group = share.group
         request.num_computed = request.num_scheduled = hit.num_tokens
-        if not request.metrics.num_preemptions:
+        if not request.metrics.num_computed_tokens:
             request.metrics.num_cached_tokens = min(hit.num_tokens, len(request.prompt))
 
     def _part(self, share: Share) -> Part:

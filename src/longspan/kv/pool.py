@@ -39,7 +39,7 @@ def bytes_per_block(specs: Sequence[AttnSpec], block_size: int, dtype: torch.dty
 
 @dataclass(frozen=True, kw_only=True)
 class HeldKv:
-    """Implements `attn.member.KvSource` on a pool: held token t lies in slot `t % block_size` of `blocks[t // block_size]`."""
+    """The `attn.member.KvSource` of a pool: held token t lies in slot `t % block_size` of `blocks[t // block_size]`."""
 
     keys: Tensor
     values: Tensor

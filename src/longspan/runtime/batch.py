@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,8 +49,14 @@ class PackedPart:
 
 @dataclass(frozen=True, kw_only=True)
 class Channel:
-    """Parts with the same exchange and group, which are exchanged together; `rank` is this member's index."""
+    """Parts with the same exchange and group, which are exchanged together.
 
+    Attributes:
+        number: among the exchanging channels of the whole Forward, so that all members know it by the same number.
+        rank: this member's index in the group.
+    """
+
+    number: int
     exchange: Exchange
     members: tuple[int, ...]
     rank: int
@@ -115,12 +121,25 @@ def pack(forward: Forward, tables: BlockTables, *, instance: int, block_size: in
         rope_lengths=torch.tensor(rope_lengths, dtype=torch.int64, device=device),
         blocks=torch.tensor(blocks, dtype=torch.int64, device=device),
         offsets=position % block_size,
-        channels=tuple(_channel(exchange, group, parts, instance) for (exchange, group), parts in channels.items()),
+        channels=_channels(forward, channels, instance),
         keep=torch.tensor([row for _, _, row in sampled], dtype=torch.int64, device=device),
         samples=tuple(wish for _, wish, _ in sampled),
         request_ids=tuple(request_id for request_id, _, _ in sampled),
     )
 
 
-def _channel(exchange: Exchange, group: tuple[int, ...], parts: Sequence[PackedPart], instance: int) -> Channel:
-    return Channel(exchange=exchange, members=group, rank=group.index(instance), parts=tuple(parts))
+def _channels(
+    forward: Forward, kinds: Mapping[tuple[Exchange, tuple[int, ...]], Sequence[PackedPart]], instance: int
+) -> tuple[Channel, ...]:
+    exchanging = dict.fromkeys((part.exchange, part.group) for part in forward.parts if len(part.group) > 1)
+    numbers = {kind: number for number, kind in enumerate(exchanging)}
+    return tuple(
+        Channel(
+            number=numbers.get((exchange, group), 0),
+            exchange=exchange,
+            members=group,
+            rank=group.index(instance),
+            parts=tuple(parts),
+        )
+        for (exchange, group), parts in kinds.items()
+    )

@@ -19,7 +19,7 @@ from longspan.runtime.batch import Channel, Packed
 
 _EXCHANGES = {"ring_kv": ring_kv, "ring_q": ring_q}
 _CHANNELS = 16
-"""Channels of one Forward that get tags of their own."""
+"""Channels of one Forward, over all ranks, that get tags of their own."""
 _NUM_TAGS = 2**31
 
 
@@ -40,7 +40,7 @@ class StepAttention:
         world_size: int,
         sent: Counter[str],
     ) -> None:
-        assert len(packed.channels) <= _CHANNELS, "a step has few kinds of groups and exchanges"
+        assert all(c.number < _CHANNELS for c in packed.channels), "a step has few kinds of groups and exchanges"
         self._packed, self._pool, self._specs, self._transport, self._sent = packed, pool, specs, transport, sent
         self._hops = max(2, world_size)
         per_step = len(specs) * _CHANNELS * self._hops
@@ -51,8 +51,8 @@ class StepAttention:
         if q.shape[1]:
             self._pool.write(layer, self._packed.blocks, self._packed.offsets, k, v)
         out = torch.empty_like(q)
-        for index, channel in enumerate(self._packed.channels):
-            for part, result in zip(channel.parts, self._exchange(layer, index, channel, q), strict=True):
+        for channel in self._packed.channels:
+            for part, result in zip(channel.parts, self._exchange(layer, channel, q), strict=True):
                 out[:, part.rows] = result
         return out
 
@@ -63,7 +63,7 @@ class StepAttention:
             kv = torch.empty(spec.num_kv_heads, 0, spec.head_dim, dtype=dtype, device=device)
             self(layer, q, kv, kv)
 
-    def _exchange(self, layer: int, index: int, channel: Channel, q: Tensor) -> list[Tensor]:
+    def _exchange(self, layer: int, channel: Channel, q: Tensor) -> list[Tensor]:
         spec = self._specs[layer]
         parts = [
             MemberPart(
@@ -82,7 +82,7 @@ class StepAttention:
             channel.members,
             channel.rank,
             name=channel.exchange,
-            first_tag=self._first_tag + (layer * _CHANNELS + index) * self._hops,
+            first_tag=self._first_tag + (layer * _CHANNELS + channel.number) * self._hops,
             sent=self._sent,
         )
         return _EXCHANGES[channel.exchange](group, parts, spec)

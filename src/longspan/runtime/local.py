@@ -38,7 +38,7 @@ from longspan.runtime.messages import (
 
 _log = logging.getLogger("longspan")
 _START_TIMEOUT_S = 600.0
-_STOP_TIMEOUT_S = 5.0
+_STOP_TIMEOUT_S = 3.0
 _BLAME_TIMEOUT_S = 3.0
 """How long to wait for the rank that caused it when another one only noticed a lost peer."""
 

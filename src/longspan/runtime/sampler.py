@@ -44,7 +44,9 @@ def _draw(logits: Tensor, samples: Sequence[Sample]) -> list[int]:
     vocab = logits.shape[-1]
     top_k = torch.tensor([wish.top_k if wish.top_k > 0 else vocab for wish in samples], device=device)
     top_p = torch.tensor([wish.top_p for wish in samples], device=device, dtype=torch.float64)
-    ranked, order = (logits.double() / temperature[:, None]).sort(dim=-1, descending=True, stable=True)
+    logits = logits.double()
+    below_best = logits - logits.amax(dim=-1, keepdim=True)  # so that no temperature, however small, makes it infinite
+    ranked, order = (below_best / temperature[:, None]).sort(dim=-1, descending=True, stable=True)
     ranked.masked_fill_(torch.arange(vocab, device=device) >= top_k[:, None], -torch.inf)
     probabilities = ranked.softmax(dim=-1)
     before = probabilities.cumsum(dim=-1) - probabilities

@@ -7,7 +7,7 @@ import zlib
 from collections import Counter
 from dataclasses import dataclass
 
-from longspan.core.steps import Completion, Forward, Part, Sampled, Step
+from longspan.core.steps import Completion, Forward, Part, Sample, Sampled, Step
 from longspan.sim.clock import VirtualClock
 
 
@@ -50,12 +50,18 @@ class SimExecutor:
         if not self._due or (timeout_s is not None and self._due[0][0] > now + timeout_s):
             self._clock.advance_to(now + (timeout_s or 0.0))
             return []
-        end, _, forward = heapq.heappop(self._due)
+        end = self._due[0][0]
         self._clock.advance_to(end)
-        sampled = tuple(self._invent(part) for part in forward.parts if part.sample is not None)
-        return [Completion(number=forward.number, sampled=sampled, bytes_sent={})]
+        done = []
+        while self._due and self._due[0][0] == end:
+            _, _, forward = heapq.heappop(self._due)
+            sampled = tuple(self._invent(part, part.sample) for part in forward.parts if part.sample is not None)
+            done.append(Completion(number=forward.number, sampled=sampled, bytes_sent={}))
+        return done
 
-    def _invent(self, part: Part) -> Sampled:
+    def _invent(self, part: Part, sample: Sample) -> Sampled:
         """A token that depends on the request and the position only, so that recomputation gives it again."""
-        name = f"{part.request_id} {part.stop}".encode()
-        return Sampled(request_id=part.request_id, token=zlib.crc32(name) % self._vocab_size)
+        token = zlib.crc32(f"{part.request_id} {sample.position}".encode()) % self._vocab_size
+        while token in sample.banned:
+            token = (token + 1) % self._vocab_size
+        return Sampled(request_id=part.request_id, token=token)

@@ -1,0 +1,275 @@
+"""An engine over a simulated cluster, and an executor that checks every step it is given against a model of the KV slots."""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from longspan.core.engine import Engine, EngineConfig
+from longspan.core.protocols import Limits
+from longspan.core.request import Request
+from longspan.core.runs import Run
+from longspan.core.sampling import SamplingParams
+from longspan.core.steps import BlockRef, Completion, Forward, Free, Part, Step
+from longspan.policy import make_policy
+from longspan.runtime.batch import BlockTables
+from longspan.sim.clock import VirtualClock
+from longspan.sim.executor import SimExecutor
+
+VOCAB = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A cluster; what is left out is plenty."""
+
+    num_instances: int = 1
+    num_blocks: int = 256
+    block_size: int = 16
+    policy: str = "auto"
+    options: Mapping[str, str] = field(default_factory=dict)
+    max_model_len: int | None = None
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 128
+    eos_token_ids: tuple[int, ...] = ()
+    rope_switch_length: int | None = None
+    prefix_caching: bool = True
+
+
+class Cluster:
+    """An engine whose every step is checked. Tokens are invented by the `SimExecutor`."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.clock = VirtualClock()
+        policy = make_policy(setup.policy, num_instances=setup.num_instances, options=setup.options)
+        capacity = policy.capacity_tokens(num_blocks=setup.num_blocks, block_size=setup.block_size)
+        self.executor = CheckedExecutor(SimExecutor(clock=self.clock, vocab_size=VOCAB), setup)
+        self.engine = Engine(
+            policy=policy,
+            executor=self.executor,
+            clock=self.clock,
+            config=EngineConfig(
+                num_instances=setup.num_instances,
+                num_blocks=setup.num_blocks,
+                block_size=setup.block_size,
+                max_model_len=setup.max_model_len or capacity,
+                eos_token_ids=setup.eos_token_ids,
+                rope_switch_length=setup.rope_switch_length,
+                limits=Limits(
+                    max_num_batched_tokens=setup.max_num_batched_tokens, max_num_seqs=setup.max_num_seqs
+                ),
+                prefix_caching=setup.prefix_caching,
+            ),
+        )
+
+    @property
+    def forwards(self) -> list[Forward]:
+        """Emitted so far."""
+        return [step for step in self.executor.steps if isinstance(step, Forward)]
+
+    @property
+    def requests(self) -> list[Request]:
+        """All that were ever added."""
+        return list(self.executor.requests.values())
+
+    def add(self, prompt: Sequence[int], params: SamplingParams | None = None, **wishes: int | bool) -> Request:
+        """Queues a request; `wishes` are sampling parameters."""
+        request = self.engine.add(tuple(prompt), params or SamplingParams(**wishes))  # type: ignore[arg-type]
+        self.executor.requests[request.id] = request
+        return request
+
+    def step(self, timeout_s: float | None = None) -> list[Request]:
+        """One turn of the engine's loop."""
+        return self.engine.step(timeout_s)
+
+    def run(self, max_steps: int = 20_000) -> None:
+        """Until all requests are finished."""
+        for _ in range(max_steps):
+            if not self.engine.has_unfinished:
+                self.assert_at_rest()
+                return
+            self.step()
+        raise AssertionError(f"not finished after {max_steps} steps")
+
+    def parts_of(self, request: Request) -> list[Part]:
+        """A request's share of every step, in order."""
+        return [part for forward in self.forwards for part in forward.parts if part.request_id == request.id]
+
+    def assert_at_rest(self) -> None:
+        """Nothing runs and every block is free."""
+        assert not self.executor.in_flight
+        assert not self.executor.live
+        for instance in range(self.setup.num_instances):
+            pool = self.engine.account.pool(instance)
+            assert pool.num_free == pool.num_blocks == self.setup.num_blocks
+            assert not any(pool.references(block) for block in range(pool.num_blocks))
+
+    def expected_output(self, request: Request) -> list[int]:
+        """What the request must put out if nobody aborts it, whatever the other requests do."""
+        params, eos = request.params, self.setup.eos_token_ids
+        room = self.engine.config.max_model_len - len(request.prompt)
+        output: list[int] = []
+        while len(output) < min(params.max_tokens or room, room):
+            token = zlib.crc32(f"{request.id} {len(request.prompt) + len(output)}".encode()) % VOCAB
+            while len(output) < params.min_tokens and token in eos:
+                token = (token + 1) % VOCAB
+            output.append(token)
+            if token in eos and not params.ignore_eos:
+                break
+        return output
+
+
+class CheckedExecutor:
+    """Passes steps on to a `SimExecutor` after checking every law that ranks rely on.
+
+    It keeps what each KV slot holds - a name of all tokens up to there, and of the rotary length - as ranks would.
+    """
+
+    def __init__(self, inner: SimExecutor, setup: Setup) -> None:
+        self._inner, self._setup = inner, setup
+        self.steps: list[Step] = []
+        self.requests: dict[int, Request] = {}
+        self.in_flight: dict[int, Forward] = {}
+        self.live: dict[int, _Live] = {}
+        self._tables = [BlockTables() for _ in range(setup.num_instances)]
+        self._slots: dict[BlockRef, list[int]] = defaultdict(lambda: [0] * setup.block_size)
+        self._owners: dict[BlockRef, set[int]] = defaultdict(set)
+
+    def submit(self, step: Step) -> None:
+        """Checks a step and passes it on."""
+        assert not self.steps or step.number > self.steps[-1].number, "steps are numbered in order"
+        self.steps.append(step)
+        if isinstance(step, Free):
+            self._free(step)
+        else:
+            self._forward(step)
+        self._inner.submit(step)
+
+    def poll(self, timeout_s: float | None) -> list[Completion]:
+        """The simulation's completions."""
+        completions = self._inner.poll(timeout_s)
+        for completion in completions:
+            del self.in_flight[completion.number]
+        return completions
+
+    def _free(self, step: Free) -> None:
+        for request_id in step.request_ids:
+            named = {part.request_id for forward in self.in_flight.values() for part in forward.parts}
+            assert request_id not in named, "freed while a step in flight names it"
+            for ref in self.live.pop(request_id).table:
+                self._owners[ref].remove(request_id)
+        for tables in self._tables:
+            tables.forget(step.request_ids)
+
+    def _forward(self, forward: Forward) -> None:
+        busy = {instance for other in self.in_flight.values() for instance in other.instances}
+        assert busy.isdisjoint(forward.instances), "steps in flight share no instance"
+        assert forward.parts
+        assert len({part.request_id for part in forward.parts}) == len(forward.parts)
+        for part in forward.parts:
+            self._begin(part)
+        for part in forward.parts:
+            self._check_span(part)
+            self._check_blocks(part)
+        for part in forward.parts:
+            self._write(part)
+        self._check_limits(forward)
+        self.in_flight[forward.number] = forward
+
+    def _begin(self, part: Part) -> None:
+        """Tables first: a block may be named by two requests only if neither writes it."""
+        tables = [self._tables[instance].apply(part) for instance in part.group]
+        assert all(table == tables[0] for table in tables)
+        live = self.live.setdefault(part.request_id, _Live(group=part.group, next_start=part.start))
+        assert live.group == part.group, "a group stays together until the request is freed"
+        for ref in live.table[part.first_block :]:
+            self._owners[ref].remove(part.request_id)
+        live.table = list(tables[0])
+        for ref in part.blocks:
+            self._owners[ref].add(part.request_id)
+        assert len(set(live.table)) == len(live.table)
+
+    def _check_span(self, part: Part) -> None:
+        request, live = self.requests[part.request_id], self.live[part.request_id]
+        assert part.start == live.next_start, "spans follow each other without a gap"
+        assert part.start < part.stop <= request.num_tokens
+        live.next_start = part.stop
+        assert part.tokens == request.tokens(part.start, part.stop)
+        assert part.rope_length == request.rope_length
+        positions = [position for runs in part.runs for run in runs for position in run.positions]
+        assert sorted(positions) == list(range(part.start, part.stop)), "every token is computed exactly once"
+        for runs in part.runs:
+            assert all(len(run) and run.step == 1 for run in runs)
+            assert all(a.stop < b.start for a, b in zip(runs, runs[1:], strict=False)), "runs ascend and are joined"
+        assert len(part.group) == len(part.runs) == len(set(part.group))
+        assert all(0 <= ref.block < self._setup.num_blocks for ref in part.blocks)
+        assert (part.exchange == "local") == (len(part.group) == 1)
+        assert part.exchange != "ring_q" or part.stop == part.start + 1
+        assert (part.sample is not None) == (part.stop == request.num_tokens)
+        if part.sample is not None:
+            assert part.sample.position == part.stop
+            assert part.sample.instance == live.table[(part.stop - 1) // self._setup.block_size].instance
+
+    def _check_blocks(self, part: Part) -> None:
+        size, table = self._setup.block_size, self.live[part.request_id].table
+        assert len(table) == -(-part.stop // size), "blocks for all tokens and no more"
+        assert {ref.instance for ref in table} <= set(part.group)
+        for instance, runs in zip(part.group, part.runs, strict=True):
+            for run in runs:
+                assert all(table[position // size].instance == instance for position in run.positions)
+        for index, ref in enumerate(table):
+            if (index + 1) * size > part.start:
+                assert self._owners[ref] == {part.request_id}, "a block that is written belongs to one request"
+        self._check_slots(part.request_id, part.start)
+
+    def _check_slots(self, request_id: int, stop: int) -> None:
+        """The first `stop` tokens' KV lie where the table says."""
+        size, names = self._setup.block_size, self._names(request_id)
+        for index, ref in enumerate(self.live[request_id].table):
+            held = names[index * size : min(stop, (index + 1) * size)]
+            assert self._slots[ref][: len(held)] == held, f"block {index} of request {request_id} holds other tokens"
+
+    def _write(self, part: Part) -> None:
+        size, names, table = self._setup.block_size, self._names(part.request_id), self.live[part.request_id].table
+        for position in range(part.start, part.stop):
+            self._slots[table[position // size]][position % size] = names[position]
+
+    def _names(self, request_id: int) -> list[int]:
+        """Names every position of a request by all tokens up to it."""
+        request, live = self.requests[request_id], self.live[request_id]
+        if live.rope_length != request.rope_length:
+            live.names, live.rope_length = [], request.rope_length
+        for position in range(len(live.names), request.num_tokens):
+            before = live.names[-1] if live.names else request.rope_length
+            live.names.append(hash((before, position, *request.tokens(position, position + 1))))
+        return live.names
+
+    def _check_limits(self, forward: Forward) -> None:
+        tokens: Counter[int] = Counter()
+        for part in forward.parts:
+            tokens.update({i: sum(map(len, runs)) for i, runs in zip(part.group, part.runs, strict=True)})
+        assert max(tokens.values()) <= self._setup.max_num_batched_tokens
+        seats = Counter(instance for live in self.live.values() for instance in live.group)
+        assert max(seats.values()) <= self._setup.max_num_seqs
+
+
+@dataclass(kw_only=True)
+class _Live:
+    group: tuple[int, ...]
+    next_start: int
+    table: list[BlockRef] = field(default_factory=list)
+    names: list[int] = field(default_factory=list)
+    rope_length: int = -1
+
+
+def tokens_per_member(part: Part) -> list[int]:
+    """Tokens that each member computes."""
+    return [sum(map(len, runs)) for runs in part.runs]
+
+
+def whole_run(part: Part) -> Run:
+    """The span of a part."""
+    return Run(part.start, part.stop)

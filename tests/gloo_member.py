@@ -1,0 +1,95 @@
+"""One rank of `test_faults.test_gloo_processes`: `gloo_member.py STORE NUM_RANKS RANK`.
+
+Exchanges over real gloo connections with random delays, compares with one device, meets a message that is too short,
+and at last goes on exchanging until rank 1 has killed itself; the others end well if that is a CommError in time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from test_exchanges import Request, spec_of
+from transports import FaultyTransport
+
+from longspan.attn.comm import CommError, Group, Message, TorchTransport
+from longspan.attn.ring_kv import ring_kv
+from longspan.attn.ring_q import ring_q
+from longspan.core.runs import deal
+
+SPEC = spec_of(window=70)
+
+
+def main() -> None:
+    store, num_ranks, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks)
+    gloo = TorchTransport()
+    faulty = FaultyTransport(gloo, seed=rank, max_delay_s=0.02)
+    tags = itertools.count(0, 10)
+    for round_number in range(6):
+        for members in {tuple(range(num_ranks)), (1, 0)}:
+            check(faulty, members, rank, round_number, next(tags))
+    faulty.flush()
+    gloo.flush()
+    meet_short_message(gloo, rank, next(tags))
+    until_killed(gloo, num_ranks, rank, tags)
+
+
+def check(transport: FaultyTransport, members: tuple[int, ...], rank: int, seed: int, tag: int) -> None:
+    """A chunk by ring_kv, then one token by ring_q, in a group that need not be all ranks."""
+    if rank not in members:
+        return
+    me, draw = members.index(rank), random.Random(seed)
+    start, stop = draw.randrange(100), draw.randrange(100, 300)
+    cached, chunk = deal("zigzag", 0, start, len(members)), deal("zigzag", start, stop, len(members))
+    token = deal("single", stop, stop + 1, len(members), head=seed % len(members))
+    for function, queries, held in ((ring_kv, chunk, (cached, chunk)), (ring_q, token, (cached, chunk, token))):
+        runs = tuple(tuple(run for one in held for run in one[m]) for m in range(len(members)))
+        request = Request(q_runs=queries, kv_runs=runs, seed=seed)
+        group = Group(transport, members, me, first_tag=tag + 5 * (function is ring_q))
+        out = function(group, [request.part(me, SPEC)], SPEC)[0]
+        torch.testing.assert_close(out.double(), request.wanted(me, SPEC), atol=1e-5, rtol=0)
+
+
+def meet_short_message(transport: TorchTransport, rank: int, tag: int) -> None:
+    """For gloo a message passes for a longer one without a word; for the trailer it does not."""
+    message = Message([((3 if rank else 2,), torch.float32)], torch.device("cpu"))
+    if rank == 0:
+        Group(transport, (0, 1), 0, first_tag=tag).start(sends={1: message}, receives={}, hop=0)
+        transport.flush()
+    elif rank == 1:
+        try:
+            Group(transport, (0, 1), 1, first_tag=tag).start(sends={}, receives={0: message}, hop=0).wait()
+        except CommError:
+            return
+        raise AssertionError("a short message passed for a long one")
+
+
+def until_killed(transport: TorchTransport, num_ranks: int, rank: int, tags: itertools.count[int]) -> None:
+    spans = deal("zigzag", 0, 200, num_ranks)
+    request = Request(q_runs=spans, kv_runs=spans, seed=0)
+    part = request.part(rank, SPEC)
+    killed = random.Random(5).randrange(3, 9)
+    begin = time.monotonic()
+    try:
+        for number in range(1000):
+            if rank == 1 and number == killed:
+                os.kill(os.getpid(), signal.SIGKILL)
+            ring_kv(Group(transport, range(num_ranks), rank, first_tag=next(tags)), [part], SPEC)
+    except CommError as error:
+        took_s = time.monotonic() - begin
+        print(f"CommError after {took_s:.2f} s: {error}", flush=True)
+        os._exit(0 if took_s < 5 else 3)  # at once, as a worker does: the others learn of it by this
+    raise AssertionError("nobody noticed")
+
+
+if __name__ == "__main__":
+    main()

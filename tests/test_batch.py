@@ -1,0 +1,145 @@
+"""Packing a Forward for each rank, against a plain reading of its parts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cluster import Cluster, Setup
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from longspan.core.runs import Run
+from longspan.core.steps import BlockRef, Forward, Free, Part
+from longspan.runtime.batch import BlockTables, Packed, pack
+
+CPU = torch.device("cpu")
+
+
+@given(
+    st.integers(1, 3),
+    st.sampled_from([1, 4, 16]),
+    st.integers(4, 90),
+    st.lists(st.tuples(st.integers(1, 150), st.integers(1, 12)), min_size=1, max_size=6),
+)
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+def test_ranks_see_what_the_parts_say(
+    num_instances: int, size: int, tokens: int, requests: list[tuple[int, int]]
+) -> None:
+    """All steps of a random run, packed for every rank."""
+    cluster = Cluster(
+        Setup(
+            num_instances=num_instances,
+            block_size=size,
+            num_blocks=200 // size,
+            options={"threshold": "40"} if num_instances > 1 else {},
+            max_num_batched_tokens=tokens,
+            rope_switch_length=100,
+        )
+    )
+    for number, (length, max_tokens) in enumerate(requests):
+        cluster.add([(number + position) % 64 for position in range(length)], max_tokens=max_tokens)
+    cluster.run()
+    ranks = [BlockTables() for _ in range(num_instances)]
+    tables: dict[int, list[BlockRef]] = {}
+    for step in cluster.executor.steps:
+        if isinstance(step, Free):
+            for rank in ranks:
+                rank.forget(step.request_ids)
+            for request_id in step.request_ids:
+                tables.pop(request_id, None)
+            continue
+        for part in step.parts:
+            tables[part.request_id] = [*tables.get(part.request_id, [])[: part.first_block], *part.blocks]
+        for instance in step.instances:
+            packed = pack(step, ranks[instance], instance=instance, block_size=size, device=CPU)
+            check(packed, step, instance, tables, size)
+
+
+def check(packed: Packed, forward: Forward, instance: int, tables: dict[int, list[BlockRef]], size: int) -> None:
+    mine = [part for part in forward.parts if instance in part.group]
+    rows = [(part, position) for part in mine for run in runs_of(part, instance) for position in run.positions]
+    assert packed.tokens.tolist() == [part.tokens[position - part.start] for part, position in rows]
+    assert packed.positions.tolist() == [position for _, position in rows]
+    assert packed.rope_lengths.tolist() == [part.rope_length for part, _ in rows]
+    slots = [(tables[part.request_id][position // size], position % size) for part, position in rows]
+    assert all(ref.instance == instance for ref, _ in slots)
+    assert list(zip(packed.blocks.tolist(), packed.offsets.tolist(), strict=True)) == [
+        (ref.block, offset) for ref, offset in slots
+    ]
+    for tensor in (packed.tokens, packed.positions, packed.rope_lengths, packed.blocks, packed.offsets, packed.keep):
+        assert tensor.dtype == torch.int64
+    assert sum(len(channel.parts) for channel in packed.channels) == len(mine)
+    for channel in packed.channels:
+        assert channel.members[channel.rank] == instance
+        for seen in channel.parts:
+            (part,) = (part for part in mine if part.request_id == seen.request_id)
+            assert (channel.exchange, channel.members) == (part.exchange, part.group)
+            assert [rows[i] for i in range(len(rows))[seen.rows]] == [row for row in rows if row[0] is part]
+            assert seen.q_runs == part.runs
+            table = tables[part.request_id]
+            for member, runs in zip(part.group, seen.kv_runs, strict=True):
+                held = [p for p in range(part.stop) if table[p // size].instance == member]
+                assert [p for run in runs for p in run.positions] == held
+            assert seen.blocks == tuple(ref.block for ref in table if ref.instance == instance)
+    sampled = [part for part in mine if part.sample is not None and part.sample.instance == instance]
+    assert packed.request_ids == tuple(part.request_id for part in sampled)
+    assert packed.samples == tuple(part.sample for part in sampled)
+    assert [rows[row] for row in packed.keep.tolist()] == [(part, part.stop - 1) for part in sampled]
+
+
+def runs_of(part: Part, instance: int) -> tuple[Run, ...]:
+    return part.runs[part.group.index(instance)]
+
+
+def part_of(request_id: int, group: tuple[int, ...], *, first_block: int = 0, instance: int | None = None) -> Part:
+    holder = group[0] if instance is None else instance
+    return Part(
+        request_id=request_id,
+        start=4 * first_block,
+        stop=4 * first_block + 4,
+        tokens=(1, 2, 3, 4),
+        group=group,
+        runs=tuple((Run(4 * first_block, 4 * first_block + 4),) if i == holder else () for i in group),
+        exchange="local" if len(group) == 1 else "ring_kv",
+        first_block=first_block,
+        blocks=(BlockRef(holder, 9 + first_block),),
+        sample=None,
+    )
+
+
+def packed_for(forward: Forward, instance: int) -> Packed:
+    return pack(forward, BlockTables(), instance=instance, block_size=4, device=CPU)
+
+
+def test_members_without_tokens_still_take_part() -> None:
+    packed = packed_for(Forward(number=1, parts=(part_of(0, (0, 1)),)), 1)
+    assert len(packed.tokens) == 0 == packed.blocks.numel()
+    ((seen,),) = [channel.parts for channel in packed.channels]
+    assert seen.kv_runs == ((Run(0, 4),), ())
+    assert seen.blocks == ()
+
+
+def test_members_know_a_channel_by_the_same_number_and_parts_in_the_same_order() -> None:
+    """Whatever else a rank has to do: local parts, and channels with other groups, may come first."""
+    groups = [(0,), (2, 0), (0, 1, 2), (1,), (1, 2), (0, 1, 2), (2, 0)]
+    forward = Forward(number=1, parts=tuple(part_of(number, group) for number, group in enumerate(groups)))
+    known: dict[tuple[int, ...], set[tuple[int, tuple[int, ...]]]] = {}
+    for instance in range(3):
+        packed = packed_for(forward, instance)
+        for channel in packed.channels:
+            if channel.exchange != "local":
+                ids = tuple(part.request_id for part in channel.parts)
+                known.setdefault(channel.members, set()).add((channel.number, ids))
+    assert all(len(seen) == 1 for seen in known.values())
+    assert len({number for ((number, _),) in known.values()}) == len(known) == 3
+
+
+def test_tables_follow_the_controller() -> None:
+    tables = BlockTables()
+    first, second = part_of(5, (0,)), part_of(5, (0,), first_block=1)
+    assert tables.apply(first) == [BlockRef(0, 9)]
+    assert tables.apply(second) == [BlockRef(0, 9), BlockRef(0, 10)]
+    tables.forget([5, 6])
+    with pytest.raises(AssertionError, match="all earlier blocks"):
+        tables.apply(second)
+    assert tables.apply(first) == [BlockRef(0, 9)]

@@ -1,0 +1,308 @@
+"""Block accounting: blocks in = blocks out, and a prefix key never leads to other tokens."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import hypothesis.stateful as sf
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from longspan.core.account import KvAccount
+from longspan.core.blocks import ROOT, BlockPool, Content, chain_key
+from longspan.core.request import Request, RequestMetrics
+from longspan.core.sampling import SamplingParams
+from longspan.core.steps import BlockRef
+
+SIZE = 3
+
+
+def new_request(prompt: tuple[int, ...], *, rope_length: int = 0, number: int = 0, size: int = SIZE) -> Request:
+    request = Request(
+        id=number,
+        prompt=prompt,
+        params=SamplingParams(),
+        seed=0,
+        block_size=size,
+        max_tokens=100,
+        metrics=RequestMetrics(arrival_s=0.0),
+    )
+    request.pin_rope_length(rope_length)
+    return request
+
+
+class Accounting(sf.RuleBasedStateMachine):
+    """Requests come, compute, grow and go. A model keeps what each slot of each block holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_blocks, self.instances = 5, (0, 1)
+        self.account = KvAccount(num_instances=2, num_blocks=self.num_blocks, block_size=SIZE)
+        self.live: list[Request] = []
+        self.slots: dict[tuple[BlockRef, int], tuple[int, tuple[int, ...]]] = {}
+        self.num_requests = 0
+
+    @sf.rule(
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=4 * SIZE).map(tuple),
+        rope_length=st.sampled_from([0, 8, 9]),
+        group=st.sampled_from([(0,), (1,), (0, 1)]),
+    )
+    def admit(self, prompt: tuple[int, ...], rope_length: int, group: tuple[int, ...]) -> None:
+        self.num_requests += 1
+        request = new_request(prompt, rope_length=rope_length, number=self.num_requests)
+        hit = self.account.match(request, group)
+        assert 0 <= hit.num_tokens < request.num_tokens
+        assert len(hit.refs) == request.blocks_for(hit.num_tokens)
+        assert {ref.instance for ref in hit.refs} <= set(group)
+        assert hit.adopts_last == bool(hit.num_tokens % SIZE)
+        if hit.adopts_last:
+            assert self.pool_of(hit.refs[-1]).references(hit.refs[-1].block) == 0, "a block in use is never adopted"
+        free = {i: self.account.pool(i).num_free for i in group}
+        cost = self.account.hit_cost(hit)
+        self.account.take(request, hit)
+        assert {i: free[i] - cost[i] for i in group} == {i: self.account.pool(i).num_free for i in group}
+        request.group, request.num_computed = group, hit.num_tokens
+        self.live.append(request)
+        self.check_kv(request)
+
+    @sf.precondition(lambda self: self.live)
+    @sf.rule(data=st.data())
+    def compute(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.live))
+        if request.num_computed == request.num_tokens:
+            request.output.append(data.draw(st.integers(0, 1)))
+        start = request.num_computed
+        stop = data.draw(st.integers(start + 1, request.num_tokens))
+        holders = data.draw(
+            st.lists(st.sampled_from(request.group), min_size=len(request.table), max_size=len(request.table) + 4)
+        )[len(request.table) :]
+        holders = (holders + [request.group[0]] * 4)[: request.blocks_for(stop) - len(request.table)]
+        if any(self.account.pool(i).num_free < number for i, number in Counter(holders).items()):
+            return
+        held = {ref for other in self.live for ref in other.table}
+        self.account.extend(request, holders)
+        assert held.isdisjoint(request.table[len(request.table) - len(holders) :]), "a block in use is never evicted"
+        for position in range(start, stop):
+            ref = request.table[position // SIZE]
+            assert sum(ref in other.table for other in self.live) == 1, "a block that is written is not shared"
+            self.slots[ref, position % SIZE] = self.name(request, position)
+        request.num_computed = stop
+        self.account.publish(request, start)
+
+    @sf.precondition(lambda self: self.live)
+    @sf.rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        request = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
+        free = Counter({i: self.account.pool(i).num_free for i in self.instances})
+        gain = self.account.reclaimable(request)
+        self.account.release(request)
+        assert request.table == []
+        assert free + gain == Counter({i: self.account.pool(i).num_free for i in self.instances})
+
+    @sf.invariant()
+    def blocks_in_are_blocks_out(self) -> None:
+        held = Counter(ref for request in self.live for ref in request.table)
+        for instance in self.instances:
+            pool = self.account.pool(instance)
+            for block in range(self.num_blocks):
+                assert pool.references(block) == held[BlockRef(instance, block)]
+            in_use = sum(ref.instance == instance for ref in held)
+            assert pool.num_free + in_use == self.num_blocks
+
+    @sf.invariant()
+    def everybody_keeps_its_kv(self) -> None:
+        for request in self.live:
+            self.check_kv(request)
+
+    def teardown(self) -> None:
+        for request in self.live:
+            self.account.release(request)
+        for instance in self.instances:
+            pool = self.account.pool(instance)
+            assert pool.num_free == self.num_blocks
+            assert sorted(pool.allocate() for _ in range(self.num_blocks)) == list(range(self.num_blocks))
+
+    def check_kv(self, request: Request) -> None:
+        for position in range(request.num_computed):
+            slot = (request.table[position // SIZE], position % SIZE)
+            assert self.slots[slot] == self.name(request, position), "the slot holds KV of other tokens"
+
+    def name(self, request: Request, position: int) -> tuple[int, tuple[int, ...]]:
+        return request.rope_length, request.tokens(0, position + 1)
+
+    def pool_of(self, ref: BlockRef) -> BlockPool:
+        return self.account.pool(ref.instance)
+
+
+TestAccounting = Accounting.TestCase
+TestAccounting.settings = settings(
+    max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+def full(*tokens: int, parent: bytes = ROOT) -> Content:
+    assert len(tokens) == SIZE
+    return Content(parent, tokens)
+
+
+def new_pool(num_blocks: int = 4) -> BlockPool:
+    return BlockPool(num_blocks=num_blocks, block_size=SIZE)
+
+
+def test_blank_blocks_go_lowest_first() -> None:
+    pool = new_pool()
+    assert [pool.allocate() for _ in range(4)] == [0, 1, 2, 3]
+    for block in (2, 0, 3):
+        pool.release(block)
+    assert [pool.allocate() for _ in range(3)] == [0, 2, 3]
+    with pytest.raises(AssertionError, match="beyond the free blocks"):
+        pool.allocate()
+
+
+@given(st.permutations(range(6)), st.integers(0, 6), st.lists(st.integers(0, 5), max_size=8))
+def test_eviction_is_least_recently_used_first(order: list[int], num_blank: int, used: list[int]) -> None:
+    pool = new_pool(6)
+    keys = {}
+    for block in [pool.allocate() for _ in range(6)]:
+        if block >= num_blank:
+            pool.publish(block, full(block, 0, 0))
+            keys[block] = chain_key(ROOT, (block, 0, 0))
+    for block in order:
+        pool.release(block)
+    recency = [block for block in order if block >= num_blank]
+    for block in used:
+        if block in keys:
+            pool.share(block)
+            pool.release(block)
+            recency.remove(block)
+            recency.append(block)
+    for expected in [*range(num_blank), *recency]:
+        known = {block for block, key in keys.items() if pool.find(key) == block}
+        assert pool.allocate() == expected
+        assert {block for block, key in keys.items() if pool.find(key) == block} == known - {expected}
+
+
+def test_a_shared_block_is_freed_by_its_last_holder() -> None:
+    pool = new_pool(1)
+    block = pool.allocate()
+    pool.publish(block, full(1, 2, 3))
+    pool.share(block)
+    pool.release(block)
+    assert (pool.references(block), pool.num_free) == (1, 0)
+    pool.release(block)
+    assert pool.num_free == 1
+    assert pool.find(chain_key(ROOT, (1, 2, 3))) == block
+    with pytest.raises(AssertionError, match="once per reference"):
+        pool.release(block)
+
+
+def test_of_two_equal_blocks_the_first_is_offered() -> None:
+    pool = new_pool()
+    first, second = pool.allocate(), pool.allocate()
+    pool.publish(first, full(1, 2, 3))
+    pool.publish(second, full(1, 2, 3))
+    assert pool.find(chain_key(ROOT, (1, 2, 3))) == first
+    pool.release(second)
+    pool.release(first)
+    assert pool.allocate() == second, "the copy is blank, not cached"
+
+
+def test_blocks_in_use_are_neither_adopted_nor_evicted() -> None:
+    pool = new_pool(2)
+    block = pool.allocate()
+    pool.publish(block, Content(ROOT, (1, 2)))
+    assert pool.find_adoptable(ROOT, (1, 2, 3)) == (-1, 0)
+    with pytest.raises(AssertionError, match="unreferenced"):
+        pool.adopt(block)
+    assert pool.allocate() != block
+    with pytest.raises(AssertionError, match="beyond"):
+        pool.allocate()
+    pool.release(block)
+    assert pool.find_adoptable(ROOT, (1, 2, 3)) == (block, 2)
+    pool.adopt(block)
+    assert pool.find_adoptable(ROOT, (1, 2, 3)) == (-1, 0), "who takes a block over owns it alone"
+
+
+def test_a_tail_is_adopted_only_when_it_gives_more_than_it_loses() -> None:
+    pool = BlockPool(num_blocks=4, block_size=8)
+    tails = [(1, 2, 3, 4, 5, 6), (1, 2, 9), (1, 7)]
+    blocks = [pool.allocate() for _ in tails]
+    for block, tokens in zip(blocks, tails, strict=True):
+        pool.publish(block, Content(ROOT, tokens))
+        pool.release(block)
+    assert pool.find_adoptable(ROOT, (1, 2, 3, 8)) == (blocks[0], 3)
+    assert pool.find_adoptable(ROOT, (1, 2, 8, 8)) == (blocks[1], 2)
+    assert pool.find_adoptable(ROOT, (1, 8)) == (blocks[2], 1)
+    assert pool.find_adoptable(ROOT, (8,)) == (-1, 0)
+    assert pool.find_adoptable(b"other", (1, 2, 3)) == (-1, 0)
+    assert pool.find_adoptable(ROOT, ()) == (-1, 0)
+
+
+def turn(account: KvAccount, prompt: tuple[int, ...], num_output: int, group: tuple[int, ...] = (0,)) -> Request:
+    """Runs a request from admission to release; its answer is always 7s."""
+    request = new_request(prompt, size=account.block_size)
+    hit = account.match(request, group)
+    account.take(request, hit)
+    request.metrics.num_cached_tokens = request.num_computed = hit.num_tokens
+    for _ in range(num_output):
+        missing = request.blocks_for(request.num_tokens) - len(request.table)
+        account.extend(request, [group[len(request.table) % len(group)]] * missing)
+        start, request.num_computed = request.num_computed, request.num_tokens
+        account.publish(request, start)
+        request.output.append(7)
+    account.release(request)
+    return request
+
+
+@given(st.integers(1, 30), st.integers(1, 9), st.integers(0, 9), st.sampled_from([1, 2, 3, 8, 16]))
+def test_a_second_turn_computes_new_tokens_only(length: int, answer: int, new: int, size: int) -> None:
+    account = KvAccount(num_instances=2, num_blocks=64, block_size=size)
+    first = turn(account, tuple(range(100, 100 + length)), answer, group=(0, 1))
+    second = turn(account, first.tokens(0, first.num_tokens) + (8,) * new, 3, group=(1, 0))
+    assert second.metrics.num_cached_tokens == first.num_tokens - 1
+    third = turn(account, second.tokens(0, second.num_tokens) + (9,), 1, group=(0, 1))
+    assert third.metrics.num_cached_tokens == second.num_tokens - 1
+
+
+def test_a_stranger_that_begins_alike_does_not_take_a_conversation_away() -> None:
+    account = KvAccount(num_instances=1, num_blocks=64, block_size=16)
+    first = turn(account, (1, *range(100, 140)), 4)
+    turn(account, (1, *range(200, 240)), 4)
+    again = turn(account, (*first.tokens(0, first.num_tokens), 5), 1)
+    assert again.metrics.num_cached_tokens == first.num_tokens - 1
+
+
+def test_a_conversation_is_evicted_from_its_end() -> None:
+    """What is left of it can still be used; without its first block nothing could."""
+    account = KvAccount(num_instances=1, num_blocks=6, block_size=4)
+    first = turn(account, tuple(range(16)), 1)
+    turn(account, tuple(range(100, 112)), 1)
+    again = turn(account, first.prompt, 1)
+    assert again.metrics.num_cached_tokens == 12
+    turn(account, tuple(range(200, 220)), 1)
+    assert turn(account, first.prompt, 1).metrics.num_cached_tokens == 4
+
+
+def test_without_prefix_caching_nothing_is_found() -> None:
+    account = KvAccount(num_instances=1, num_blocks=64, block_size=4, prefix_caching=False)
+    for _ in range(2):
+        assert turn(account, tuple(range(20)), 4).metrics.num_cached_tokens == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1), st.integers(0, 1)), max_size=3), st.integers(0, 2))
+def test_keys_name_all_tokens_and_the_rotary_length(blocks: list[tuple[int, int, int]], rope: int) -> None:
+    tokens = tuple(token for block in blocks for token in block)
+    key = new_request((*tokens, 5), rope_length=rope).parent_key(len(blocks))
+    assert key == new_request((*tokens, 6, 7), rope_length=rope).parent_key(len(blocks)), "later tokens do not matter"
+    assert key != new_request((*tokens, 5), rope_length=rope + 1).parent_key(len(blocks))
+    for index in range(len(tokens)):
+        changed = (*tokens[:index], tokens[index] + 1, *tokens[index + 1 :], 5)
+        assert key != new_request(changed, rope_length=rope).parent_key(len(blocks))
+
+
+def test_a_new_rotary_length_renames_keys_already_made() -> None:
+    request = new_request(tuple(range(7)), rope_length=8)
+    before = request.parent_key(2)
+    request.pin_rope_length(9)
+    assert request.parent_key(2) == new_request(tuple(range(7)), rope_length=9).parent_key(2) != before

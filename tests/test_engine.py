@@ -1,0 +1,489 @@
+"""The engine loop over a simulated cluster; every step is checked by `cluster.CheckedExecutor`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from statistics import median
+
+import pytest
+from cluster import VOCAB, Cluster, Setup
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from longspan.core.protocols import Limits
+from longspan.core.request import Request
+from longspan.core.steps import Forward, Free
+
+RANDOM_RUNS = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A request of a random workload. It is added and aborted at turns of the engine's loop, and may repeat another's
+    tokens: those of the prompt and answer of `after`, as far as they are known.
+    """
+
+    turn: int
+    family: int
+    num_shared: int
+    num_own: int
+    max_tokens: int | None
+    min_tokens: int
+    ignore_eos: bool
+    after: int | None
+    abort_turn: int | None
+
+
+@st.composite
+def setups(draw: st.DrawFn) -> Setup:
+    num_instances = draw(st.integers(1, 4))
+    policy = draw(st.sampled_from(["chunked", "context"])) if num_instances == 1 else "context"
+    options = {"threshold": str(draw(st.integers(0, 60))), "long_share": str(draw(st.sampled_from([0.1, 0.5, 0.75, 1])))}
+    num_blocks, block_size = draw(st.integers(2, 12)), draw(st.sampled_from([1, 2, 4, 16]))
+    most = min(150, num_instances * num_blocks * block_size)
+    return Setup(
+        num_instances=num_instances,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        policy=policy,
+        options=options if policy == "context" else {},
+        max_model_len=draw(st.integers(2, most)) if draw(st.booleans()) else most,
+        max_num_batched_tokens=draw(st.integers(1, 80)),
+        max_num_seqs=draw(st.integers(1, 6)),
+        eos_token_ids=tuple(range(draw(st.sampled_from([0, 0, 1, 6])))),
+        rope_switch_length=draw(st.none() | st.integers(1, most)),
+        prefix_caching=draw(st.booleans()),
+    )
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> Job:
+    max_tokens = draw(st.none() | st.integers(1, 30))
+    turn = draw(st.integers(0, 30))
+    return Job(
+        turn=turn,
+        family=draw(st.integers(0, 1)),
+        num_shared=draw(st.integers(0, 80)),
+        num_own=draw(st.integers(0, 60)),
+        max_tokens=max_tokens,
+        min_tokens=draw(st.integers(0, 5)) if (max_tokens or 5) >= 5 else 0,
+        ignore_eos=draw(st.booleans()),
+        after=draw(st.none() | st.integers(0, 5)),
+        abort_turn=draw(st.none() | st.integers(turn, turn + 30)),
+    )
+
+
+def play(setup: Setup, work: list[Job], timeouts: random.Random | None = None) -> Cluster:
+    """Runs a workload to its end. With `timeouts`, some polls end before anything is done."""
+    cluster = Cluster(setup)
+    due = sorted(work, key=lambda job: job.turn)
+    aborts: dict[int, list[Request]] = {}
+    for turn in range(20_000):
+        while due and due[0].turn <= turn:
+            job = due.pop(0)
+            request = add(cluster, job)
+            if job.abort_turn is not None:
+                aborts.setdefault(job.abort_turn, []).append(request)
+        for request in aborts.pop(turn, []):
+            cluster.engine.finish(request, "abort")
+        if not (due or cluster.engine.has_unfinished):
+            break
+        cluster.step(0.0 if timeouts is not None and timeouts.random() < 0.3 else None)
+    else:
+        raise AssertionError("the workload does not end")
+    cluster.assert_at_rest()
+    return cluster
+
+
+def add(cluster: Cluster, job: Job) -> Request:
+    prompt = [job.family * 7 + position % 5 for position in range(job.num_shared)]
+    if job.after is not None and job.after < len(cluster.requests):
+        before = cluster.requests[job.after]
+        prompt = [*before.prompt, *before.output]
+    prompt += [(len(cluster.requests) * 11 + position) % VOCAB for position in range(job.num_own)]
+    prompt = (prompt or [1])[: cluster.engine.config.max_model_len - 1]
+    wishes = {} if job.max_tokens is None else {"max_tokens": job.max_tokens}
+    return cluster.add(prompt, min_tokens=job.min_tokens, ignore_eos=job.ignore_eos, **wishes)
+
+
+@RANDOM_RUNS
+@given(setups(), st.lists(jobs(), min_size=1, max_size=10), st.randoms(use_true_random=False))
+def test_any_workload_finishes_lawfully(setup: Setup, work: list[Job], timeouts: random.Random) -> None:
+    cluster = play(setup, work, timeouts)
+    for request in cluster.requests:
+        expected = cluster.expected_output(request)
+        if request.finish_reason == "abort":
+            assert request.output == expected[: len(request.output)]
+        else:
+            assert request.output == expected
+            stopped = expected[-1] in setup.eos_token_ids and not request.params.ignore_eos
+            assert request.finish_reason == ("stop" if stopped else "length")
+            assert len(request.metrics.tbt_s) == len(request.output) - 1
+            metrics = request.metrics
+            if metrics.num_preemptions == 0 and setup.rope_switch_length is None:
+                assert metrics.num_cached_tokens + metrics.num_computed_tokens == request.num_tokens - 1
+
+
+@settings(RANDOM_RUNS, max_examples=25)
+@given(setups(), st.lists(jobs(), min_size=1, max_size=6))
+def test_the_same_input_gives_the_same_steps(setup: Setup, work: list[Job]) -> None:
+    assert play(setup, work).executor.steps == play(setup, work).executor.steps
+
+
+@pytest.mark.parametrize("num_instances", [1, 2, 3])
+def test_preemption_changes_no_token(num_instances: int) -> None:
+    """Little room: requests that grow at the same time must give way to each other."""
+    cluster = Cluster(
+        Setup(num_instances=num_instances, num_blocks=6, block_size=8, options={"threshold": "30"} if num_instances > 1 else {})
+    )
+    requests = [cluster.add([number] * (8 + number % 3), max_tokens=24 + number) for number in range(6 * num_instances)]
+    requests += [cluster.add(range(35), max_tokens=6)] if num_instances > 1 else []
+    cluster.run()
+    assert sum(request.metrics.num_preemptions for request in requests) > 0
+    assert all(request.output == cluster.expected_output(request) for request in requests)
+    first = requests[0].metrics
+    assert (first.num_preemptions, first.num_computed_tokens) == (0, 8 + 24 - 1), "who came first gives way to nobody"
+
+
+def test_without_need_nothing_is_preempted_or_recomputed() -> None:
+    cluster = Cluster(Setup(num_instances=2, options={"threshold": "64"}, max_num_batched_tokens=64))
+    requests = [cluster.add([number] * (10 + 17 * number), max_tokens=20) for number in range(12)]
+    cluster.run()
+    for request in requests:
+        assert request.metrics.num_preemptions == 0
+        assert request.metrics.num_computed_tokens == request.num_tokens - 1
+
+
+def test_a_request_that_outgrows_its_instance_is_dealt_over_all() -> None:
+    """It holds all blocks of one instance when it gives them up, alone on the cluster."""
+    cluster = Cluster(Setup(num_instances=2, num_blocks=4))
+    request = cluster.add(range(40), max_tokens=80)
+    cluster.run()
+    assert request.output == cluster.expected_output(request)
+    assert [part.group for part in cluster.parts_of(request)][:: 79] == [(0,), (0, 1)]
+
+
+def test_a_prefix_that_fills_one_instance_leaves_room_on_the_others() -> None:
+    cluster = Cluster(Setup(num_instances=2, num_blocks=4, options={"threshold": "70"}))
+    cluster.add(range(64), max_tokens=1)
+    cluster.run()
+    request = cluster.add(range(84), max_tokens=2)
+    cluster.run()
+    assert request.metrics.num_cached_tokens == 64
+    assert request.metrics.kv_tokens_per_instance == [64, 20]
+
+
+# ---------------------------------------------------------------- endings
+
+
+def test_endings() -> None:
+    """End-of-sequence tokens end a request at `min_tokens` or later unless ignored; so do both limits of length."""
+    eos = tuple(range(VOCAB // 2))
+    cluster = Cluster(Setup(eos_token_ids=eos, max_model_len=40))
+    by_eos = [cluster.add([number], max_tokens=30) for number in range(20)]
+    late = [cluster.add([number], max_tokens=30, min_tokens=10) for number in range(20)]
+    ignoring = [cluster.add([number], max_tokens=30, ignore_eos=True) for number in range(5)]
+    by_context = cluster.add(range(35), max_tokens=30, ignore_eos=True)
+    cluster.run()
+    for request in by_eos:
+        assert request.finish_reason == "stop"
+        assert [token in eos for token in request.output] == [False] * (len(request.output) - 1) + [True]
+    for request in late:
+        assert len(request.output) > 10
+        assert [token in eos for token in request.output] == [False] * (len(request.output) - 1) + [True]
+    assert all((len(r.output), r.finish_reason) == (30, "length") for r in ignoring)
+    assert (by_context.num_tokens, by_context.finish_reason) == (40, "length")
+    banned = {part.sample.banned for part in cluster.parts_of(late[0])[:10] if part.sample is not None}
+    assert banned == {eos}
+    assert all(part.sample is None or part.sample.banned == () for part in cluster.parts_of(late[0])[10:])
+
+
+def test_no_limit_of_tokens_means_up_to_the_context() -> None:
+    from longspan.core.sampling import SamplingParams
+
+    cluster = Cluster(Setup(max_model_len=50))
+    request = cluster.add(range(20), SamplingParams(max_tokens=None))
+    cluster.run()
+    assert request.num_tokens == 50
+
+
+@pytest.mark.parametrize(("length", "message"), [(0, "the prompt is empty"), (50, "has 50 tokens.*at most 50")])
+def test_prompts_that_cannot_be_served_are_refused(length: int, message: str) -> None:
+    cluster = Cluster(Setup(max_model_len=50))
+    with pytest.raises(ValueError, match=message):
+        cluster.engine.add(tuple(range(length)), cluster.add([1]).params)
+
+
+@pytest.mark.parametrize("name", ["max_num_batched_tokens", "max_num_seqs"])
+def test_limits_below_one_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, but 0 given"):
+        Limits(**{name: 0})
+
+
+def in_flight(cluster: Cluster, request: Request) -> bool:
+    return any(part.request_id == request.id for f in cluster.executor.in_flight.values() for part in f.parts)
+
+
+def test_an_abort_in_flight_frees_blocks_when_the_step_is_done() -> None:
+    cluster = Cluster(Setup(max_num_batched_tokens=32))
+    request = cluster.add(range(100), max_tokens=5)
+    cluster.step(0.0)
+    pool = cluster.engine.account.pool(0)
+    held = pool.num_blocks - pool.num_free
+    assert in_flight(cluster, request) and held == 2
+    cluster.engine.finish(request, "abort")
+    assert pool.num_blocks - pool.num_free == held, "a step in flight names its blocks"
+    assert cluster.engine.has_unfinished
+    assert cluster.step() == []
+    cluster.assert_at_rest()
+    assert not cluster.engine.has_unfinished
+    assert request.finish_reason == "abort"
+    assert isinstance(cluster.executor.steps[-1], Free)
+    after = cluster.add(range(100), max_tokens=1)
+    cluster.run()
+    assert after.metrics.num_cached_tokens == 32, "what was computed can be used again"
+
+
+def test_an_abort_while_waiting_or_between_steps_is_at_once() -> None:
+    cluster = Cluster(Setup(max_num_seqs=1))
+    running, waiting = cluster.add(range(20), max_tokens=5), cluster.add(range(20), max_tokens=5)
+    cluster.step()
+    for request in (waiting, running):
+        cluster.engine.finish(request, "abort")
+    cluster.engine.finish(running, "stop")
+    assert not cluster.engine.has_unfinished
+    cluster.assert_at_rest()
+    assert (running.finish_reason, len(running.output)) == ("abort", 1), "the first reason stays"
+    assert [type(step) for step in cluster.executor.steps] == [Forward, Free]
+
+
+def test_a_token_sampled_for_an_aborted_request_is_dropped() -> None:
+    cluster = Cluster(Setup())
+    gone, stays = cluster.add([1], max_tokens=5), cluster.add([2], max_tokens=5)
+    cluster.step(0.0)
+    cluster.engine.finish(gone, "abort")
+    assert cluster.step() == [stays]
+    assert gone.output == []
+    cluster.run()
+
+
+# ---------------------------------------------------------------- what is computed once, and what again
+
+
+@pytest.mark.parametrize("num_instances", [1, 2, 3])
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_a_second_turn_computes_new_tokens_only(num_instances: int, block_size: int) -> None:
+    options = {"threshold": "50"} if num_instances > 1 else {}
+    cluster = Cluster(Setup(num_instances=num_instances, block_size=block_size, options=options))
+    first = cluster.add(range(60), max_tokens=9)
+    cluster.run()
+    second = cluster.add([*first.prompt, *first.output, 1, 2, 3], max_tokens=5)
+    stranger = cluster.add([*range(13), 40, 41, 42], max_tokens=5)
+    cluster.run()
+    third = cluster.add([*second.prompt, *second.output], max_tokens=5)
+    cluster.run()
+    assert second.metrics.num_cached_tokens == 60 + 9 - 1
+    assert second.metrics.num_computed_tokens == 1 + 3 + 5 - 1
+    assert third.metrics.num_cached_tokens == second.num_tokens - 1
+    assert stranger.metrics.num_cached_tokens <= 13
+
+
+def test_requests_of_one_prefix_share_its_blocks() -> None:
+    cluster = Cluster(Setup())
+    cluster.add(range(160), max_tokens=1)
+    cluster.run()
+    requests = [cluster.add([*range(160), 40 + number], max_tokens=3) for number in range(8)]
+    cluster.step()
+    pool = cluster.engine.account.pool(0)
+    assert pool.num_blocks - pool.num_free == 10 + 8
+    cluster.run()
+    assert all(request.metrics.num_cached_tokens == 160 for request in requests)
+
+
+@pytest.mark.parametrize("num_instances", [1, 2])
+def test_crossing_the_rotary_switch_recomputes_once(num_instances: int) -> None:
+    options = {"threshold": "30"} if num_instances > 1 else {}
+    cluster = Cluster(Setup(num_instances=num_instances, rope_switch_length=60, options=options))
+    below, crossing = cluster.add(range(50), max_tokens=10), cluster.add(range(1, 51), max_tokens=30)
+    above = cluster.add(range(2, 82), max_tokens=5)
+    cluster.run()
+    assert below.metrics.num_computed_tokens == 59
+    assert above.metrics.num_computed_tokens == 84
+    assert crossing.metrics.num_computed_tokens == 60 + 61 + 18, "60 below the switch; at 61 tokens all again; 18 more"
+    lengths = [part.rope_length for part in cluster.parts_of(crossing)]
+    assert lengths == sorted(lengths) and set(lengths) == {60, 61}
+    assert all(part.stop <= 60 for part in cluster.parts_of(crossing) if part.rope_length == 60)
+    assert crossing.output == cluster.expected_output(crossing)
+    assert [r.metrics.num_preemptions for r in cluster.requests] == [0, 0, 0]
+
+
+def test_cached_tokens_are_those_of_the_first_admission() -> None:
+    cluster = Cluster(Setup(rope_switch_length=60))
+    cluster.add(range(50), max_tokens=1)
+    cluster.run()
+    request = cluster.add(range(50), max_tokens=20)
+    cluster.run()
+    assert request.metrics.num_cached_tokens == 49
+    assert request.metrics.num_computed_tokens == 60 - 49 + 61 + 8
+
+
+# ---------------------------------------------------------------- long and short side by side
+
+
+def test_short_requests_stay_on_one_instance_and_long_ones_are_dealt() -> None:
+    cluster = Cluster(Setup(num_instances=3, options={"threshold": "100"}))
+    short = [cluster.add([number] * 100, max_tokens=3) for number in range(9)]
+    long = [cluster.add([number] * 101, max_tokens=3) for number in range(2)]
+    cluster.run()
+    homes = [{part.group for part in cluster.parts_of(request)} for request in short]
+    assert all(len(groups) == 1 for groups in homes)
+    assert sorted(group for groups in homes for group in groups) == sorted([(0,), (1,), (2,)] * 3), "spread evenly"
+    assert all({part.group for part in cluster.parts_of(request)} == {(0, 1, 2)} for request in long)
+    assert {part.exchange for request in long for part in cluster.parts_of(request)} == {"ring_kv", "ring_q"}
+
+
+def test_instances_without_common_requests_step_on_their_own() -> None:
+    """The shorter steps of one instance do not wait for the longer ones of the other."""
+    cluster = Cluster(Setup(num_instances=2))
+    cluster.add([1] * 900, max_tokens=1)
+    other = cluster.add([2] * 10, max_tokens=20)
+    cluster.run()
+    assert all(len(forward.instances) == 1 for forward in cluster.forwards)
+    prefill, *decodes = cluster.parts_of(other)
+    assert prefill.group == (1,)
+    assert median(other.metrics.tbt_s) < 0.02
+    assert other.metrics.ttft_s is not None and other.metrics.ttft_s < 0.02 < 0.4
+    assert len(decodes) == 19
+
+
+def long_and_short(max_num_batched_tokens: int) -> Iterator[tuple[Cluster, Request, list[Request]]]:
+    for late in (False, True):
+        setup = Setup(
+            num_instances=2,
+            options={"threshold": "100"},
+            num_blocks=400,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
+        cluster = Cluster(setup)
+        if late:
+            long = cluster.add([1] * 5000, max_tokens=5)
+            cluster.step()
+            short = [cluster.add([2 + number] * 40, max_tokens=8) for number in range(4)]
+        else:
+            short = [cluster.add([2 + number] * 40, max_tokens=8) for number in range(4)]
+            cluster.step()
+            long = cluster.add([1] * 5000, max_tokens=5)
+        yield cluster, long, short
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [64, 100, 256])
+def test_short_requests_pass_a_long_prefill(max_num_batched_tokens: int) -> None:
+    for cluster, long, short in long_and_short(max_num_batched_tokens):
+        cluster.run()
+        assert long.metrics.finished_s is not None and long.metrics.ttft_s is not None
+        first_token_s = long.metrics.arrival_s + long.metrics.ttft_s
+        assert all(r.metrics.finished_s is not None and r.metrics.finished_s < first_token_s for r in short)
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [64, 100, 256])
+def test_a_long_prefill_moves_on_beside_a_stream_of_short_requests(max_num_batched_tokens: int) -> None:
+    """Short requests keep coming; every step with the long one's group still moves it on."""
+    for cluster, long, _ in long_and_short(max_num_batched_tokens):
+        turns = 0
+        while long.metrics.ttft_s is None:
+            cluster.add([turns % VOCAB] * 30, max_tokens=4)
+            cluster.step()
+            turns += 1
+            assert turns < 3 * 5000 / max_num_batched_tokens + 20, "the long prompt starves"
+        cluster.run()
+
+
+def test_a_long_prompt_waits_for_idle_instances_no_longer_than_one_step() -> None:
+    cluster = Cluster(Setup(num_instances=2, options={"threshold": "100"}))
+    for number in range(4):
+        cluster.add([number] * 50, max_tokens=100)
+    for _ in range(7):
+        cluster.step()
+    long = cluster.add(range(101), max_tokens=2)
+    for _ in range(3):
+        cluster.step()
+    assert cluster.parts_of(long)
+    cluster.run()
+
+
+# ---------------------------------------------------------------- where KV lies
+
+
+def held_per_instance(cluster: Cluster, request: Request) -> list[int]:
+    counts = [0] * cluster.setup.num_instances
+    size = cluster.setup.block_size
+    for index, ref in enumerate(request.table):
+        counts[ref.instance] += max(0, min(size, request.num_computed - index * size))
+    return counts
+
+
+@pytest.mark.parametrize("num_instances", [2, 3, 4])
+def test_the_home_of_a_long_decode_rotates(num_instances: int) -> None:
+    cluster = Cluster(Setup(num_instances=num_instances, options={"threshold": "50"}))
+    request = cluster.add(range(100), max_tokens=2001)
+    spreads = []
+    while len(request.output) < 2000:
+        cluster.step()
+        held = held_per_instance(cluster, request)
+        spreads.append(max(held) - min(held))
+    assert sum(held) == 100 + 1999
+    assert spreads[0] <= 2 * 16, "the prompt's own deal"
+    assert max(spreads[16 * num_instances :]) <= 16, "one block at most from the first round on"
+    decodes = [part for part in cluster.parts_of(request) if part.start >= 100]
+    assert {part.exchange for part in decodes} == {"ring_q"}
+    assert len({part.sample.instance for part in decodes if part.sample is not None}) == num_instances
+    cluster.run()
+
+
+@settings(RANDOM_RUNS, max_examples=60)
+@given(st.integers(2, 4), st.integers(101, 1500), st.integers(16, 400), st.sampled_from([1, 4, 16]), st.booleans())
+def test_a_dealt_prompt_lies_evenly(num_instances: int, length: int, tokens: int, size: int, alone: bool) -> None:
+    """Over all chunks together, whatever their lengths: KV differs by two blocks at most."""
+    cluster = Cluster(
+        Setup(
+            num_instances=num_instances,
+            num_blocks=4096 // size,
+            block_size=size,
+            options={"threshold": "100"},
+            max_num_batched_tokens=tokens,
+        )
+    )
+    request = cluster.add(position % VOCAB for position in range(length))
+    if not alone:
+        cluster.add([1] * 20, max_tokens=30)
+    cluster.run()
+    held = request.metrics.kv_tokens_per_instance
+    assert sum(held) == length
+    assert max(held) - min(held) <= 2 * size
+
+
+def test_chunks_of_a_dealt_prompt_are_even_work() -> None:
+    cluster = Cluster(Setup(num_instances=4, max_num_batched_tokens=128, options={"threshold": "100"}))
+    request = cluster.add([1] * 2048)
+    cluster.run()
+    chunks = [part for part in cluster.parts_of(request) if part.start < 2048]
+    assert len(chunks) == 4
+    for part in chunks:
+        work = [sum(p + 1 for run in runs for p in run.positions) for runs in part.runs]
+        assert max(work) == min(work)
+    assert request.metrics.kv_tokens_per_instance == [512] * 4
+
+
+def test_a_record_of_the_seed_goes_with_every_sample() -> None:
+    cluster = Cluster(Setup(num_blocks=12, block_size=4))
+    named = cluster.add([1] * 9, max_tokens=20, seed=17)
+    drawn = [cluster.add([2] * 9, max_tokens=20) for _ in range(3)]
+    cluster.run()
+    again = Cluster(replace(cluster.setup, num_blocks=200))
+    again.add([1], max_tokens=1)
+    seeds = [{part.sample.seed for part in cluster.parts_of(r) if part.sample is not None} for r in (named, *drawn)]
+    assert seeds[0] == {17}
+    assert all(len(own) == 1 for own in seeds) and len(set().union(*seeds)) == 4
+    assert sum(request.metrics.num_preemptions for request in cluster.requests) > 0

@@ -1,0 +1,307 @@
+"""Every exchange gives every member what one device would compute, and sends just the bytes that arithmetic says.
+
+Members are threads with mailboxes; each holds its keys in a KV pool with scattered blocks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from attention import random_qkv, reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transports import FaultyTransport, Wires, run_members
+
+from longspan.attn.comm import Group, Transport
+from longspan.attn.local import local
+from longspan.attn.member import MemberPart
+from longspan.attn.ring_kv import ring_kv
+from longspan.attn.ring_q import ring_q
+from longspan.attn.spec import AttnSpec
+from longspan.core.runs import Deal, Run, coalesce, deal
+from longspan.core.steps import BlockRef, Forward, Free, Part
+from longspan.kv.pool import HeldKv, KvPool
+from longspan.runtime.batch import BlockTables, pack
+from longspan.runtime.exchange import StepAttention
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+LAW = settings(derandomize=True, deadline=None, max_examples=60)
+BLOCK = 8
+CPU = torch.device("cpu")
+Exchange = Callable[[Group, Sequence[MemberPart], AttnSpec], list[Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A span of a request: who computes its queries, and who holds which keys of everything up to its end."""
+
+    q_runs: Deal
+    kv_runs: Deal
+    seed: int
+
+    @property
+    def num_tokens(self) -> int:
+        return max(run.stop for runs in self.kv_runs for run in runs)
+
+    def tensors(self, spec: AttnSpec) -> list[Tensor]:
+        return random_qkv(spec, self.num_tokens, self.num_tokens, torch.float32, self.seed)
+
+    def part(self, member: int, spec: AttnSpec) -> MemberPart:
+        q, k, v = self.tensors(spec)
+        return MemberPart(
+            q=q[:, positions(self.q_runs[member])],
+            q_runs=self.q_runs,
+            kv_runs=self.kv_runs,
+            kv=scattered(k[:, positions(self.kv_runs[member])], v[:, positions(self.kv_runs[member])], spec, self.seed),
+        )
+
+    def wanted(self, member: int, spec: AttnSpec) -> Tensor:
+        q, k, v = self.tensors(spec)
+        rows = positions(self.q_runs[member])
+        return reference(q[:, rows], rows, k, v, range(self.num_tokens), spec)[0]
+
+
+def positions(runs: Sequence[Run]) -> list[int]:
+    return [position for run in runs for position in run.positions]
+
+
+def scattered(k: Tensor, v: Tensor, spec: AttnSpec, seed: int) -> HeldKv:
+    """Keys and values in random blocks of a pool; what was never written there is not a number."""
+    num_blocks = -(-k.shape[1] // BLOCK)
+    pool = KvPool([spec], num_blocks=num_blocks + 3, block_size=BLOCK, dtype=k.dtype, device=CPU)
+    held = pool.held(0, random.Random(seed).sample(range(num_blocks + 3), num_blocks))
+    held.keys.fill_(torch.nan)
+    held.values.fill_(torch.nan)
+    token = torch.arange(k.shape[1])
+    pool.write(0, torch.tensor(held.blocks, dtype=torch.int64)[token // BLOCK], token % BLOCK, k, v)
+    return held
+
+
+@st.composite
+def deals(draw: st.DrawFn, start: int, stop: int, num_members: int) -> Deal:
+    """Zigzag, all to one member, or cut anywhere and dealt anyhow."""
+    layout = draw(st.sampled_from(("zigzag", "single", "random", "random")))
+    if layout == "zigzag":
+        return deal("zigzag", start, stop, num_members)
+    if layout == "single":
+        return deal("single", start, stop, num_members, head=draw(st.integers(0, num_members - 1)))
+    bounds = sorted({start, stop, *draw(st.lists(st.integers(start, stop), max_size=6))})
+    runs: list[list[Run]] = [[] for _ in range(num_members)]
+    for a, b in itertools.pairwise(bounds):
+        runs[draw(st.integers(0, num_members - 1))].append(Run(a, b))
+    return tuple(coalesce(member_runs) for member_runs in runs)
+
+
+@st.composite
+def requests(draw: st.DrawFn, num_members: int) -> Request:
+    start = draw(st.one_of(st.just(0), st.integers(0, 120)))
+    stop = start + draw(st.one_of(st.just(1), st.integers(1, 90)))
+    q_runs, cached = draw(deals(start, stop, num_members)), draw(deals(0, start, num_members))
+    new = draw(st.one_of(st.just(q_runs), deals(start, stop, num_members)))
+    kv_runs = tuple(coalesce([*old, *more]) for old, more in zip(cached, new, strict=True))
+    return Request(q_runs=q_runs, kv_runs=kv_runs, seed=draw(st.integers(0, 99)))
+
+
+def spec_of(window: int | None = None, softcap: float | None = None) -> AttnSpec:
+    return AttnSpec(num_heads=6, num_kv_heads=2, head_dim=16, scale=0.25, window=window, softcap=softcap)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[int, list[Request], AttnSpec]:
+    num_members = draw(st.integers(1, 5))
+    window, softcap = draw(st.one_of(st.none(), st.integers(1, 130))), draw(st.sampled_from((None, None, 5.0)))
+    return num_members, draw(st.lists(requests(num_members), min_size=1, max_size=4)), spec_of(window, softcap)
+
+
+def exchange(
+    function: Exchange,
+    num_members: int,
+    batch: Sequence[Request],
+    spec: AttnSpec,
+    faults: Callable[[int, Transport], FaultyTransport] | None = None,
+) -> tuple[list[list[Tensor]], int, int]:
+    """Every member's outputs, the payload bytes sent by all, and the number of messages that nobody received."""
+    sent: Counter[str] = Counter()
+    wires = Wires()
+
+    def member(rank: int, transport: Transport) -> list[Tensor]:
+        group = Group(transport, range(num_members), rank, name="x", first_tag=7, sent=sent)
+        return function(group, [request.part(rank, spec) for request in batch], spec)
+
+    outputs = run_members(num_members, member, wires=wires, faults=faults)
+    for output in outputs:
+        if isinstance(output, Exception):
+            raise output
+    return outputs, sent["x"], wires.left()
+
+
+def assert_attention(outputs: list[list[Tensor]], batch: Sequence[Request], spec: AttnSpec) -> None:
+    for member, member_outputs in enumerate(outputs):
+        for output, request in zip(member_outputs, batch, strict=True):
+            torch.testing.assert_close(output.double(), request.wanted(member, spec), atol=1e-5, rtol=0)
+
+
+def still_seen(request: Request, member: int, spec: AttnSpec) -> int:
+    """How many of the member's keys the first query of the span, and so any, may still see."""
+    first = min(position for runs in request.q_runs for position in positions(runs))
+    return sum(spec.window is None or first - p < spec.window for p in positions(request.kv_runs[member]))
+
+
+@LAW
+@given(cases())
+def test_ring_kv(case: tuple[int, list[Request], AttnSpec]) -> None:
+    num_members, batch, spec = case
+    outputs, sent, left = exchange(ring_kv, num_members, batch, spec)
+    assert_attention(outputs, batch, spec)
+    tokens = sum(still_seen(request, member, spec) for request in batch for member in range(num_members))
+    assert sent == tokens * spec.num_kv_heads * spec.head_dim * 2 * 4 * (num_members - 1)
+    assert left == 0
+
+
+@LAW
+@given(cases())
+def test_ring_q(case: tuple[int, list[Request], AttnSpec]) -> None:
+    num_members, batch, spec = case
+    outputs, sent, left = exchange(ring_q, num_members, batch, spec)
+    assert_attention(outputs, batch, spec)
+    visits = sum(
+        len(positions(request.q_runs[asker]))
+        for request in batch
+        for asker, holder in itertools.permutations(range(num_members), 2)
+        if still_seen(request, holder, spec)
+    )
+    assert sent == visits * spec.num_heads * (2 * spec.head_dim + 1) * 4
+    assert left == 0
+
+
+@LAW
+@given(requests(1), st.one_of(st.none(), st.integers(1, 130)), st.sampled_from((None, 5.0)))
+def test_local(request: Request, window: int | None, softcap: float | None) -> None:
+    spec = spec_of(window, softcap)
+    torch.testing.assert_close(local(request.part(0, spec), spec).double(), request.wanted(0, spec), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("function", [ring_kv, ring_q])
+def test_no_message_without_payload(function: Exchange) -> None:
+    """One member has all keys and queries: the others have nothing to send, and nothing to wait for."""
+
+    class Counting(FaultyTransport):
+        def start(self, sends, receives, tag):
+            started.extend([*sends, *receives])
+            return super().start(sends, receives, tag)
+
+    started: list[object] = []
+    everything = (Run(0, 20),)
+    alone = Request(q_runs=((), everything, ()), kv_runs=((), everything, ()), seed=0)
+    outputs, sent, _ = exchange(function, 3, [alone], spec_of(), lambda _, transport: Counting(transport))
+    assert_attention(outputs, [alone], spec_of())
+    assert (sent == 0 and not started) == (function is ring_q)  # around the ring, keys visit those without queries too
+
+
+@dataclass
+class Chat:
+    """A request of the steps below: its group, and a span per step."""
+
+    group: tuple[int, ...]
+    stops: tuple[int, ...]
+    seed: int
+
+
+def steps_of(chats: Sequence[Chat], draw: random.Random) -> list[Forward | Free]:
+    """Three Forwards that mix parts of all kinds: first chunk, second chunk, one more token."""
+    owned: list[list[BlockRef]] = [[] for _ in chats]
+    blocks = [draw.sample(range(64), 64) for _ in range(3)]
+    forwards = []
+    for number in range(3):
+        parts = []
+        for index, chat in enumerate(chats):
+            start, stop = (0, *chat.stops)[number : number + 2]
+            first, table = len(owned[index]), owned[index]
+            head = chat.group.index(table[-1].instance) if start % BLOCK else draw.randrange(len(chat.group))
+            layout = "single" if stop - start == 1 or len(chat.group) == 1 else "zigzag"
+            dealt = deal(layout, start, stop, len(chat.group), align=BLOCK, head=head)
+            for block in range(first, -(-stop // BLOCK)):
+                member = next(m for m, runs in enumerate(dealt) if block * BLOCK in positions(runs))
+                table.append(BlockRef(chat.group[member], blocks[chat.group[member]].pop()))
+            kind = "local" if len(chat.group) == 1 else "ring_q" if stop - start == 1 else "ring_kv"
+            parts.append(
+                Part(
+                    request_id=index,
+                    start=start,
+                    stop=stop,
+                    tokens=tuple(range(start, stop)),
+                    group=chat.group,
+                    runs=dealt,
+                    exchange=kind,
+                    first_block=first,
+                    blocks=tuple(table[first:]),
+                    sample=None,
+                )
+            )
+        draw.shuffle(parts)
+        forwards.append(Forward(number=number, parts=tuple(parts)))
+    return forwards
+
+
+@settings(LAW, max_examples=25)
+@given(
+    st.lists(
+        st.builds(
+            lambda group, first, second, seed: Chat(group, (first, first + second, first + second + 1), seed),
+            st.sampled_from([g for n in (1, 2, 3) for g in itertools.permutations(range(3), n)]),
+            st.integers(1, 60),
+            st.integers(1, 40),
+            st.integers(0, 99),
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    st.randoms(use_true_random=False),
+)
+def test_steps_of_mixed_groups(chats: list[Chat], draw: random.Random) -> None:
+    """Forwards whose parts differ in group and exchange, through the pools of three ranks, in two layers."""
+    specs = [spec_of(), spec_of(window=20)]
+    tensors = [
+        [random_qkv(spec, chat.stops[-1], chat.stops[-1], torch.float32, chat.seed + layer) for chat in chats]
+        for layer, spec in enumerate(specs)
+    ]
+    forwards = steps_of(chats, draw)
+    found: dict[tuple[int, int, int], Tensor] = {}
+
+    def rank(instance: int, transport: Transport) -> None:
+        pool = KvPool(specs, num_blocks=64, block_size=BLOCK, dtype=torch.float32, device=CPU)
+        tables = BlockTables()
+        for forward in forwards:
+            packed = pack(forward, tables, instance=instance, block_size=BLOCK, device=CPU)
+            attention = StepAttention(
+                packed, forward.number, pool=pool, specs=specs, transport=transport, world_size=3, sent=Counter()
+            )
+            if not len(packed.tokens):
+                attention.without_tokens(torch.float32, CPU)
+                continue
+            owners = [
+                (part.request_id, position)
+                for part in forward.parts
+                if instance in part.group
+                for position in positions(part.runs[part.group.index(instance)])
+            ]
+            for layer in range(len(specs)):
+                rows = [[tensors[layer][i][x][:, p] for i, p in owners] for x in range(3)]
+                out = attention(layer, *(torch.stack(row, dim=1) for row in rows))
+                found.update({(layer, *owner): out[:, row] for row, owner in enumerate(owners)})
+
+    for result in run_members(3, rank, wires=Wires(timeout_s=5)):
+        if isinstance(result, Exception):
+            raise result
+    for layer, index in itertools.product(range(len(specs)), range(len(chats))):
+        q, k, v = tensors[layer][index]
+        every = range(chats[index].stops[-1])
+        out = torch.stack([found[layer, index, position] for position in every], dim=1)
+        torch.testing.assert_close(out.double(), reference(q, every, k, v, every, specs[layer])[0], atol=1e-5, rtol=0)

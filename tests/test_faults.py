@@ -1,0 +1,172 @@
+"""Exchanges when messages are late, overtake each other, get lost, lie, or when a member dies."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from attention import random_qkv
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_exchanges import Exchange, Request, cases, exchange, spec_of
+from torch import Tensor
+from transports import DiedError, FaultyTransport, MemoryTransport, Wires, run_members
+
+from longspan.attn.comm import CommError, Group, Message, Transport
+from longspan.attn.ring_kv import ring_kv
+from longspan.attn.ring_q import ring_q
+from longspan.attn.spec import AttnSpec
+from longspan.core.runs import Run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+EXCHANGES = pytest.mark.parametrize("function", [ring_kv, ring_q])
+
+
+@EXCHANGES
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(case=cases(), seed=st.integers(0, 999))
+def test_delays_and_reorderings_change_no_bit(
+    function: Exchange, case: tuple[int, list[Request], AttnSpec], seed: int
+) -> None:
+    num_members, batch, spec = case
+    calm = exchange(function, num_members, batch, spec)
+    stormy = exchange(
+        function,
+        num_members,
+        batch,
+        spec,
+        lambda rank, inner: FaultyTransport(inner, seed=seed + rank, max_delay_s=0.01),
+    )
+    assert stormy[1:] == calm[1:]
+    for found, wanted in zip(stormy[0], calm[0], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def dealt_evenly(num_members: int) -> Request:
+    runs = tuple((Run(10 * m, 10 * m + 10),) for m in range(num_members))
+    return Request(q_runs=runs, kv_runs=runs, seed=1)
+
+
+def three_layers(function: Exchange, num_members: int, wires: Wires, **faults_of_rank_1: object) -> list[object]:
+    """What members return or raise when rank 1 fails; none can finish if it does so before the last layer."""
+    request, spec = dealt_evenly(num_members), spec_of()
+
+    def member(rank: int, transport: Transport) -> list[Tensor]:
+        layers = [Group(transport, range(num_members), rank, first_tag=10 * layer) for layer in range(3)]
+        return [function(group, [request.part(rank, spec)], spec)[0] for group in layers]
+
+    def faults(rank: int, inner: Transport) -> FaultyTransport:
+        return FaultyTransport(inner, seed=rank, max_delay_s=0.005, **(faults_of_rank_1 if rank == 1 else {}))
+
+    return list(run_members(num_members, member, wires=wires, faults=faults, limit_s=10))
+
+
+@EXCHANGES
+@pytest.mark.parametrize("num_members", [2, 3, 5])
+@pytest.mark.parametrize("die_at", [0, 1, 2, 3])
+def test_death_reaches_every_member(function: Exchange, num_members: int, die_at: int) -> None:
+    starts_of_two_layers = 2 * (num_members - 1 if function is ring_kv else 2)
+    begin = time.monotonic()
+    results = three_layers(function, num_members, Wires(timeout_s=60), die_at=min(die_at, starts_of_two_layers - 1))
+    assert time.monotonic() - begin < 5
+    assert isinstance(results.pop(1), DiedError)
+    assert all(isinstance(result, CommError) for result in results), results
+
+
+@EXCHANGES
+def test_lost_message_is_a_comm_error_for_all(function: Exchange) -> None:
+    results = three_layers(function, 3, Wires(timeout_s=0.5), drop_at=0)
+    assert all(isinstance(result, CommError) for result in results), results
+    assert any("waited" in str(result) for result in results)
+
+
+def sealed(num_floats: int, tag: int) -> Message:
+    message = Message([((num_floats,), torch.float32)], torch.device("cpu"))
+    message.tensors[0].fill_(1.0)
+    message.seal(tag)
+    return message
+
+
+@pytest.mark.parametrize(
+    ("num_floats", "tag"), [(8, 6), (8, 2**31 + 7), (7, 7), (2, 7)], ids=["stale", "foreign", "shorter", "short"]
+)
+def test_wrong_message_is_recognised(num_floats: int, tag: int) -> None:
+    """Under the tag 7 arrives a message of another tag, or of another size than the 8 floats that are due."""
+    wires = Wires()
+    MemoryTransport(wires, 0).start([(1, sealed(num_floats, tag).buffer)], [], 7)
+    due = sealed(8, 1)  # a buffer that had a valid message before
+    group = Group(MemoryTransport(wires, 1), range(2), 1, first_tag=5)
+    with pytest.raises(CommError, match="expected message 7 of 32 bytes"):
+        group.start(sends={}, receives={0: due}, hop=2).wait()
+
+
+def test_message_layout() -> None:
+    """Tensors of any sizes and types share one buffer, and the trailer lies beyond them."""
+    message = Message([((3, 5), torch.float32), ((0, 4), torch.float32), ((7,), torch.bfloat16)], torch.device("cpu"))
+    assert message.payload_bytes == 60 + 0 + 14
+    for value, tensor in enumerate(message.tensors):
+        tensor.fill_(value)
+    message.seal(3)
+    message.verify(3)
+    assert [tensor.float().unique().tolist() for tensor in message.tensors] == [[0.0], [], [2.0]]
+    with pytest.raises(CommError):
+        message.verify(4)
+
+
+def test_a_sender_that_reuses_a_buffer_is_found_out() -> None:
+    """The mailboxes copy on receipt, so the tests above would see a message that changes under way."""
+    wires, message, due = Wires(), sealed(8, 0), sealed(8, 0)
+    MemoryTransport(wires, 0).start([(1, message.buffer)], [], 0)
+    message.tensors[0].fill_(2.0)
+    Group(MemoryTransport(wires, 1), range(2), 1, sent=Counter()).start(sends={}, receives={0: due}, hop=0).wait()
+    assert due.tensors[0].tolist() == [2.0] * 8
+
+
+def test_keys_are_not_written_while_they_travel() -> None:
+    """The pool may be written again as soon as an exchange returns: late messages still carry what they should."""
+    request, spec = dealt_evenly(3), spec_of()
+
+    def member(rank: int, transport: Transport) -> Tensor:
+        part = request.part(rank, spec)
+        out = ring_kv(Group(transport, range(3), rank), [part], spec)[0]
+        part.kv.keys.fill_(torch.nan)
+        return out
+
+    def faults(rank: int, inner: Transport) -> FaultyTransport:
+        return FaultyTransport(inner, seed=rank, max_delay_s=0.05)
+
+    for rank, out in enumerate(run_members(3, member, faults=faults)):
+        assert isinstance(out, Tensor)
+        torch.testing.assert_close(out.double(), request.wanted(rank, spec), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_gloo_processes(num_ranks: int, tmp_path: Path) -> None:
+    """Real processes under random delays equal one device; when rank 1 is killed, the others get CommError in time."""
+    script = Path(__file__).with_name("gloo_member.py")
+    command = [sys.executable, str(script), str(tmp_path / "store"), str(num_ranks)]
+    processes = [
+        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for rank in range(num_ranks)
+    ]
+    try:
+        reports = [process.communicate(timeout=60)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert processes[1].returncode == -9, reports[1]
+    for rank, (process, report) in enumerate(zip(processes, reports, strict=True)):
+        if rank != 1:
+            assert process.returncode == 0, report
+            assert "CommError" in report, report
+
+
+def test_random_inputs_are_the_same_everywhere() -> None:
+    """Members draw whole requests and cut their shares out."""
+    first, second = (random_qkv(spec_of(), 5, 5, torch.float32, 3) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -1,0 +1,185 @@
+"""The kernel and the merge against the definition of attention, for random runs."""
+
+from __future__ import annotations
+
+import itertools
+from random import Random
+
+import pytest
+import torch
+from attention import random_qkv, reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from longspan.attn import kernel
+from longspan.attn.kernel import attend, attend_pieces
+from longspan.attn.merge import merge
+from longspan.attn.spec import AttnSpec
+from longspan.core.runs import Run, relate
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+LAW = settings(derandomize=True, deadline=None, max_examples=150)
+SHORT = settings(LAW, max_examples=40)
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+
+
+@st.composite
+def specs(draw: st.DrawFn, *, head_dims: tuple[int, ...] = (16, 32, 40, 64)) -> AttnSpec:
+    num_kv_heads, head_dim = draw(st.sampled_from((1, 2, 3))), draw(st.sampled_from(head_dims))
+    return AttnSpec(
+        num_heads=num_kv_heads * draw(st.sampled_from((1, 2, 3))),
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        scale=draw(st.sampled_from((head_dim**-0.5, 0.05))),
+        window=draw(st.one_of(st.none(), st.integers(1, 80))),
+        softcap=draw(st.sampled_from((None, None, 2.0, 30.0))),
+    )
+
+
+@st.composite
+def runs(draw: st.DrawFn, step: int) -> Run:
+    start = draw(st.integers(0, 60))
+    return Run(start, start + step * draw(st.integers(1, 60)), step)
+
+
+def assert_equal(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor], tolerance: float) -> None:
+    out, lse = found
+    assert torch.equal(lse.isinf(), wanted[1].isinf())
+    torch.testing.assert_close(out.double(), wanted[0], atol=tolerance, rtol=0)
+    torch.testing.assert_close(lse.double(), wanted[1], atol=tolerance, rtol=1e-6)
+
+
+@LAW
+@given(specs(), st.data(), st.sampled_from((torch.float32, torch.bfloat16)), st.integers(1, 4), st.integers(0, 9))
+def test_attend_is_attention(spec: AttnSpec, data: st.DataObject, dtype: torch.dtype, step: int, seed: int) -> None:
+    q_run, k_run = data.draw(runs(step)), data.draw(runs(step))
+    q, k, v = random_qkv(spec, len(q_run), len(k_run), dtype, seed)
+    out, lse = attend(q, k, v, relate(q_run, k_run, spec.window), spec)
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    assert_equal((out, lse), reference(q, q_run.positions, k, v, k_run.positions, spec), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("head_dim", [16, 24, 64, 72, 80, 96, 112, 128, 192, 256])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (4, 1)], ids=["mha", "gqa", "mqa"])
+def test_head_dims(head_dim: int, heads: tuple[int, int]) -> None:
+    for window, softcap, dtype in itertools.product((None, 30), (None, 20.0), TOLERANCE):
+        spec = AttnSpec(
+            num_heads=heads[0],
+            num_kv_heads=heads[1],
+            head_dim=head_dim,
+            scale=head_dim**-0.5,
+            window=window,
+            softcap=softcap,
+        )
+        q_run, k_run = Run(50, 90), Run(0, 90)
+        q, k, v = random_qkv(spec, len(q_run), len(k_run), dtype, head_dim)
+        found = attend(q, k, v, relate(q_run, k_run, window), spec)
+        assert_equal(found, reference(q, q_run.positions, k, v, k_run.positions, spec), TOLERANCE[dtype])
+
+
+@SHORT
+@given(specs(), st.integers(1, 700), st.integers(0, 900), st.integers(0, 600), st.integers(0, 9))
+def test_tiles_of_every_size(spec: AttnSpec, num_queries: int, behind: int, ahead: int, seed: int) -> None:
+    """Runs long enough to be cut into several tiles; some keys are seen by all queries, some by none."""
+    q_run, k_run = Run(behind, behind + num_queries), Run(0, behind + num_queries + ahead)
+    q, k, v = random_qkv(spec, len(q_run), len(k_run), torch.float32, seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel, "_EAGER_KEYS", 256)
+        found = attend(q, k, v, relate(q_run, k_run, spec.window), spec)
+    assert_equal(found, reference(q, q_run.positions, k, v, k_run.positions, spec), 1e-5)
+
+
+@SHORT
+@given(specs(), st.integers(1, 16), st.integers(1024, 2600), st.integers(0, 9))
+def test_few_queries_split_long_keys(spec: AttnSpec, num_queries: int, num_keys: int, seed: int) -> None:
+    q_run, k_run = Run(num_keys, num_keys + num_queries), Run(0, num_keys)
+    q, k, v = random_qkv(spec, num_queries, num_keys, torch.float32, seed)
+    found = attend(q, k, v, relate(q_run, k_run, spec.window), spec)
+    assert_equal(found, reference(q, q_run.positions, k, v, k_run.positions, spec), 1e-5)
+
+
+@SHORT
+@given(specs(), st.integers(1, 16), st.lists(st.tuples(st.integers(1, 3), st.integers(1, 40)), min_size=1, max_size=5))
+def test_pieces_are_one_set_of_keys(spec: AttnSpec, num_queries: int, shapes: list[tuple[int, int]]) -> None:
+    num_keys = sum(n * tokens for n, tokens in shapes)
+    q, k, v = random_qkv(spec, num_queries, num_keys, torch.float32, num_keys)
+    bounds = list(itertools.accumulate((n * tokens for n, tokens in shapes), initial=0))
+    pieces = [
+        tuple(x[:, start:stop].unflatten(1, shape).transpose(0, 1) for x in (k, v))
+        for (start, stop), shape in zip(itertools.pairwise(bounds), shapes, strict=True)
+    ]
+    everything = AttnSpec(**(vars(spec) | {"window": None}))
+    wanted = reference(q, [num_keys] * num_queries, k, v, range(num_keys), everything)
+    assert_equal(attend_pieces(q, pieces, spec), wanted, 1e-5)
+
+
+def test_relation_counts_pairs() -> None:
+    """`relate` agrees with positions for every pair of small runs, and names each case rightly."""
+    small = [Run(a, a + step * length, step) for step in (1, 3) for a in (0, 2, 5) for length in (0, 1, 2, 4)]
+    for queries, keys, window in itertools.product(small, small, (None, 1, 2, 4, 9)):
+        if len(queries) > 1 and len(keys) > 1 and queries.step != keys.step:
+            with pytest.raises(ValueError, match="no common diagonal"):
+                relate(queries, keys, window)
+            continue
+        relation = relate(queries, keys, window)
+        pairs = list(itertools.product(enumerate(queries.positions), enumerate(keys.positions)))
+        seen = [0 <= a - b < (window or 99) for (_, a), (_, b) in pairs]
+        assert [i + relation.lower <= j <= i + relation.upper for (i, _), (j, _) in pairs] == seen
+        assert (relation.kind == "skip") == (not any(seen))
+        assert (relation.kind == "full") == (bool(seen) and all(seen))
+
+
+@st.composite
+def partials(draw: st.DrawFn, num: int) -> tuple[Tensor, Tensor]:
+    """Partial results of 2 heads, 3 queries, of which some see nothing."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+    outs, lses = torch.randn(num, 2, 3, 4, generator=generator), 5 * torch.randn(num, 2, 3, generator=generator)
+    nothing = torch.rand(num, 2, 3, generator=generator) < draw(st.sampled_from((0.0, 0.4, 1.0)))
+    return outs.masked_fill(nothing[..., None], 0), lses.masked_fill(nothing, -torch.inf)
+
+
+@SHORT
+@given(st.data(), st.integers(2, 6), st.randoms(use_true_random=False))
+def test_merge_is_commutative_and_associative(data: st.DataObject, num: int, random: Random) -> None:
+    outs, lses = data.draw(partials(num))
+    whole = merge(outs, lses)
+    order = list(range(num))
+    random.shuffle(order)
+    assert_equal(merge(outs[order], lses[order]), (whole[0].double(), whole[1].double()), 1e-5)
+    cut = random.randrange(1, num)
+    halves = [merge(outs[part], lses[part]) for part in (slice(cut), slice(cut, num))]
+    nested = merge(torch.stack([out for out, _ in halves]), torch.stack([lse for _, lse in halves]))
+    assert_equal(nested, (whole[0].double(), whole[1].double()), 1e-5)
+
+
+def test_merge_keeps_what_saw_nothing_and_does_not_hide_nan() -> None:
+    out, lse = merge(torch.zeros(2, 1, 1, 4), torch.full((2, 1, 1), -torch.inf))
+    assert not out.any() and lse.isneginf().all()
+    out, lse = merge(torch.ones(2, 1, 1, 4), torch.tensor([-torch.inf, 1.0]).view(2, 1, 1))
+    assert torch.equal(out, torch.ones(1, 1, 4)) and lse.item() == 1.0
+    out, lse = merge(torch.full((2, 1, 1, 4), torch.nan), torch.full((2, 1, 1), torch.nan))
+    assert out.isnan().all() and lse.isnan().all()
+
+
+@pytest.mark.parametrize("softcap", [None, 20.0])
+def test_nan_is_not_hidden(softcap: float | None) -> None:
+    spec = AttnSpec(num_heads=2, num_kv_heads=1, head_dim=16, scale=0.25, window=None, softcap=softcap)
+    q, k, v = random_qkv(spec, 4, 4, torch.float32, 0)
+    k[:, 2] = torch.nan
+    out, _ = attend(q, k, v, relate(Run(0, 4), Run(0, 4)), spec)
+    assert not out[:, :2].isnan().any() and out[:, 2:].isnan().all()
+
+
+@SHORT
+@given(specs(), st.integers(1, 12), st.lists(st.integers(1, 30), min_size=2, max_size=5))
+def test_merge_is_attention_over_the_union(spec: AttnSpec, num_queries: int, sizes: list[int]) -> None:
+    num_keys = sum(sizes)
+    q_run = Run(num_keys - 1, num_keys - 1 + num_queries)
+    q, k, v = random_qkv(spec, num_queries, num_keys, torch.float32, num_keys)
+    parts = [
+        attend(q, k[:, start:stop], v[:, start:stop], relate(q_run, Run(start, stop), spec.window), spec)
+        for start, stop in itertools.pairwise(itertools.accumulate(sizes, initial=0))
+    ]
+    merged = merge(torch.stack([out for out, _ in parts]), torch.stack([lse for _, lse in parts]))
+    assert_equal(merged, reference(q, q_run.positions, k, v, range(num_keys), spec), 1e-5)

@@ -1,0 +1,82 @@
+"""A worker that dies ends its requests quickly and by name; nothing is left behind, however the engine ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from longspan import LLM, SamplingParams
+from longspan.core.errors import WorkerLostError
+
+LONG = SamplingParams(temperature=0, max_tokens=4)
+
+
+def _left_behind(pids: tuple[int, ...]) -> tuple[list[int], set[str], set[str]]:
+    """Worker processes still there, and all run folders and shared-memory segments."""
+    alive = [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+    folders = {path.name for path in Path(tempfile.gettempdir()).glob("longspan-*")}
+    return alive, folders, {path.name for path in Path("/dev/shm").iterdir()}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_kill_in_mid_prefill_names_the_rank(rank: int) -> None:
+    _, folders, segments = _left_behind(())
+    llm = LLM(instances=2)
+    pids = llm.worker_pids
+    killed_at = []
+
+    def kill() -> None:
+        killed_at.append(time.monotonic())
+        os.kill(pids[rank], signal.SIGKILL)
+
+    timer = threading.Timer(1.0, kill)
+    timer.start()
+    with pytest.raises(WorkerLostError, match=f"rank {rank} .*SIGKILL"):
+        llm.generate([list(range(10, 8000))], LONG)
+    assert killed_at, "the prompt was done before the worker was killed"
+    assert time.monotonic() - killed_at[0] < 10
+    with pytest.raises(WorkerLostError, match="make a new one"):
+        llm.generate([[1, 2, 3]], LONG)
+    llm.shutdown()
+    assert _left_behind(pids) == ([], folders, segments)
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_workers_follow_their_controller(end: signal.Signals) -> None:
+    _, folders, segments = _left_behind(())
+    program = (
+        "from longspan import LLM, SamplingParams\n"
+        "llm = LLM(instances=2)\n"
+        "print(*llm.worker_pids, flush=True)\n"
+        "llm.generate([list(range(10, 8000))], SamplingParams(temperature=0, max_tokens=500))\n"
+    )
+    controller = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert controller.stdout is not None
+    pids = tuple(int(pid) for pid in controller.stdout.readline().split())
+    assert len(pids) == 2
+    time.sleep(0.5)
+    controller.send_signal(end)
+    assert controller.wait(timeout=20) != 0
+    controller.stdout.close()
+    deadline = time.monotonic() + 10
+    while _left_behind(pids) != ([], folders, segments):
+        assert time.monotonic() < deadline, _left_behind(pids)
+        time.sleep(0.1)
+
+
+def test_a_worker_that_raises_is_named_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM()
+    # A block number beyond the pool: only a bug in the controller could send it, and the worker must not survive it.
+    monkeypatch.setattr(llm._engine.account.pool(0), "allocate", lambda: 10**6)
+    with pytest.raises(WorkerLostError, match="rank 0 .*IndexError"):
+        llm.generate([[1, 2, 3]], LONG)
+    llm.shutdown()

@@ -1,0 +1,53 @@
+"""Parallel specs: one spelling, read and refused alike everywhere."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longspan.core.parallel import ParallelSpec
+
+
+@given(st.integers(1, 10_000))
+def test_instances_round_trip(instances: int) -> None:
+    spec = ParallelSpec.parse(str(instances))
+    assert spec == ParallelSpec(instances=instances)
+    assert spec.num_ranks == instances
+    assert ParallelSpec.parse(str(spec)) == spec
+
+
+@pytest.mark.parametrize("text", ["1", " 3 ", "1xtp1", "2xtp1pp1", "tp1", "pp1"])
+def test_degrees_of_one_may_be_spelled_out(text: str) -> None:
+    spec = ParallelSpec.parse(text)
+    assert (spec.tp, spec.pp) == (1, 1)
+    assert str(spec) == str(spec.instances)
+
+
+@pytest.mark.parametrize("text", ["", " ", "x", "4x", "xtp2", "tp", "-1", "1.5", "two", "pp1tp1", "tp1xpp1", "2 xtp1"])
+def test_other_spellings_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="not of the form"):
+        ParallelSpec.parse(text)
+
+
+@pytest.mark.parametrize(("text", "name"), [("0", "instances"), ("tp0", "tp"), ("2xpp0", "pp")])
+def test_degrees_below_one_are_refused_by_name(text: str, name: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{name} must be at least 1, but 0 given"):
+        ParallelSpec.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [("2xtp2pp3", r"tp\(2\) \* pp\(3\) = 6 ranks .*--parallel 12"), ("tp2", "--parallel 2 ")]
+)
+def test_splits_are_refused_with_every_degree(text: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        ParallelSpec.parse(text)
+
+
+@given(st.text(alphabet="0123456789xtp ", max_size=8))
+def test_every_text_is_read_or_refused(text: str) -> None:
+    try:
+        spec = ParallelSpec.parse(text)
+    except ValueError:
+        return
+    assert spec.num_ranks >= 1

@@ -1,0 +1,241 @@
+"""Policies as pure functions: names, options, dealing with unequal room, teams, and the bounds of a plan."""
+
+from __future__ import annotations
+
+import pytest
+from cluster import Cluster, Setup
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longspan.core.runs import Deal
+from longspan.policy import make_policy
+from longspan.policy.chunked import Chunked
+from longspan.policy.context import Context, teams_of
+from longspan.policy.dealing import Room, deal_chunk, holders
+
+
+@pytest.mark.parametrize(("instances", "kind"), [(1, Chunked), (2, Context), (7, Context)])
+def test_auto_is_chunked_on_one_instance_and_context_on_several(instances: int, kind: type) -> None:
+    assert type(make_policy("auto", num_instances=instances, options={})) is kind
+
+
+@pytest.mark.parametrize(
+    ("name", "instances", "options", "message"),
+    [
+        ("fast", 1, {}, "unknown policy 'fast': choose from auto, chunked, context"),
+        ("chunked", 2, {}, "policy chunked runs on 1 instance, but 2 given"),
+        ("chunked", 1, {"threshold": "9"}, "policy chunked has no option 'threshold': it has none"),
+        ("auto", 2, {"treshold": "9"}, "policy context has no option 'treshold': its options are threshold, long_share"),
+        ("context", 2, {"threshold": "many"}, "policy context: option .*int.*threshold"),
+        ("context", 2, {"threshold": "-1"}, "threshold must be at least 0, but -1 given"),
+        ("context", 2, {"threshold": "1.5"}, "policy context: option .*threshold"),
+        ("context", 2, {"long_share": "0"}, "long_share must be above 0 and at most 1, but 0.0 given"),
+        ("context", 2, {"long_share": "1.01"}, "long_share must be above 0 and at most 1, but 1.01 given"),
+        ("context", 2, {"long_share": "nan"}, "long_share must be above 0"),
+    ],
+)
+def test_what_a_policy_refuses(name: str, instances: int, options: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_policy(name, num_instances=instances, options=options)
+
+
+def test_options_are_read_from_text() -> None:
+    cluster = Cluster(Setup(num_instances=2, options={"threshold": "7", "long_share": "0.5"}))
+    short, long = cluster.add(range(7), max_tokens=1), cluster.add(range(8), max_tokens=1)
+    cluster.run()
+    assert [len(cluster.parts_of(request)[0].group) for request in (short, long)] == [1, 2]
+
+
+@given(st.integers(1, 4), st.integers(1, 6), st.sampled_from([1, 4, 16]), st.integers(1, 40), st.integers(1, 5))
+@settings(max_examples=40, deadline=None)
+def test_capacity_is_what_is_sure_to_fit(num_instances: int, num_blocks: int, size: int, tokens: int, first: int) -> None:
+    """A request of that length, alone, finishes whether it comes as a prompt or grows; also behind a cached prefix."""
+    cluster = Cluster(
+        Setup(num_instances=num_instances, num_blocks=num_blocks, block_size=size, max_num_batched_tokens=tokens)
+    )
+    capacity = num_instances * num_blocks * size
+    assert cluster.engine.config.max_model_len == capacity
+    for length in (capacity - 1, min(first, capacity - 1), capacity // 2, capacity - 1):
+        if length > 0:
+            request = cluster.add(range(length), max_tokens=capacity)
+            cluster.run()
+            assert request.num_tokens == capacity
+
+
+# ---------------------------------------------------------------- dealing a chunk
+
+
+@st.composite
+def chunks(draw: st.DrawFn) -> tuple[int, int, list[int], Room]:
+    num_members, size = draw(st.integers(1, 4)), draw(st.sampled_from([1, 4, 16]))
+    start = draw(st.integers(0, 100))
+    owners = draw(
+        st.lists(st.integers(0, num_members - 1), min_size=-(-start // size), max_size=-(-start // size))
+    )
+    room = Room(
+        tokens=tuple(draw(st.lists(st.integers(0, 100), min_size=num_members, max_size=num_members))),
+        blocks=tuple(draw(st.lists(st.integers(0, 30), min_size=num_members, max_size=num_members))),
+        block_size=size,
+    )
+    return start, start + draw(st.integers(1, 300)), owners, room
+
+
+@given(chunks())
+@settings(max_examples=400)
+def test_a_chunk_fits_its_room(case: tuple[int, int, list[int], Room]) -> None:
+    start, stop, owners, room = case
+    size = room.block_size
+    dealt = deal_chunk(start, stop, owners, room)
+    head = owners[start // size] if start % size else None
+    if dealt is None:
+        able = range(len(room.tokens)) if head is None else [head]
+        assert not any(room.tokens[member] for member in able), "only want of tokens makes a request wait"
+        return
+    by_position = {p: member for member, runs in enumerate(dealt) for run in runs for p in run.positions}
+    end = max(by_position) + 1
+    assert sorted(by_position) == list(range(start, end))
+    assert start < end <= stop
+    assert head is None or by_position[start] == head
+    assert all(sum(map(len, runs)) <= tokens for runs, tokens in zip(dealt, room.tokens, strict=True))
+    new = holders(dealt, len(owners), -(-end // size), size)
+    for block, member in enumerate([*owners, *new]):
+        assert {by_position[p] for p in range(block * size, block * size + size) if p in by_position} <= {member}
+    wanted = [new.count(member) for member in range(len(room.blocks))]
+    if any(number > free for number, free in zip(wanted, room.blocks, strict=True)):
+        assert sum(wanted) == 1, "a block that is not free is asked for alone ..."
+        able = [m for m, tokens in enumerate(room.tokens) if tokens > 0]
+        assert not any(room.blocks[m] for m in able), "... and only when none is"
+
+
+@given(st.integers(1, 4), st.integers(1, 5), st.sampled_from([1, 16]), st.integers(0, 3))
+def test_with_equal_room_a_chunk_is_even_and_as_large_as_blocks_allow(
+    num_members: int, num_blocks: int, size: int, num_before: int
+) -> None:
+    """2 * num_blocks blocks' worth of tokens each: so many are dealt, even where the prompt is longer."""
+    start = num_before * 2 * num_members * size
+    owners = [member for _ in range(2 * num_before) for member in range(num_members)]
+    most = 2 * num_blocks * size
+    room = Room(tokens=(most + size // 2,) * num_members, blocks=(99,) * num_members, block_size=size)
+    dealt = deal_chunk(start, start + 10_000, owners, room)
+    assert dealt is not None
+    assert sizes(dealt) == [most] * num_members
+
+
+def test_a_whole_rest_that_fits_is_dealt_at_once() -> None:
+    room = Room(tokens=(50, 50), blocks=(9, 9), block_size=16)
+    dealt = deal_chunk(0, 90, [], room)
+    assert dealt is not None and sum(sizes(dealt)) == 90
+
+
+def test_who_holds_least_gets_the_next_block() -> None:
+    room = Room(tokens=(8, 8, 8), blocks=(9, 9, 9), block_size=4)
+    for owners, expected in (([0, 1, 2], 0), ([0, 0, 1], 2), ([0, 1, 2, 0], 1)):
+        start = 4 * len(owners)
+        dealt = deal_chunk(start, start + 1, owners, room)
+        assert dealt is not None and sizes(dealt).index(1) == expected
+    full = Room(tokens=(8, 8, 8), blocks=(9, 0, 9), block_size=4)
+    dealt = deal_chunk(16, 17, [0, 1, 2, 0], full)
+    assert dealt is not None and sizes(dealt) == [0, 0, 1], "a member without a free block is passed over"
+
+
+def sizes(dealt: Deal) -> list[int]:
+    return [sum(map(len, runs)) for runs in dealt]
+
+
+# ---------------------------------------------------------------- teams
+
+
+@given(st.lists(st.sets(st.integers(0, 5), min_size=1).map(lambda group: tuple(sorted(group))), max_size=6))
+def test_teams_are_the_connected_instances(groups: list[tuple[int, ...]]) -> None:
+    teams = teams_of(groups, tuple(range(6)))
+    assert sorted(i for team in teams for i in team) == list(range(6))
+    reach = {i: {i} for i in range(6)}
+    for _ in range(6):
+        for group in groups:
+            joined = set().union(*(reach[i] for i in group))
+            for i in joined:
+                reach[i] = joined | reach[i]
+    assert {frozenset(reach[i]) for i in range(6)} == set(teams)
+
+
+# ---------------------------------------------------------------- bounds and order of a batch
+
+
+def test_requests_start_first_come_first() -> None:
+    cluster = Cluster(Setup(max_num_seqs=2, max_num_batched_tokens=50))
+    requests = [cluster.add([number] * (60 - 10 * number), max_tokens=3) for number in range(5)]
+    cluster.run()
+    starts = [cluster.forwards.index(next(f for f in cluster.forwards if names(f, r.id))) for r in requests]
+    assert starts == sorted(starts)
+
+
+def names(forward: object, request_id: int) -> bool:
+    return any(part.request_id == request_id for part in forward.parts)  # type: ignore[attr-defined]
+
+
+def test_a_step_uses_its_whole_token_budget() -> None:
+    """Decodes and the pieces of prompts fill steps to the last token while there is work."""
+    cluster = Cluster(Setup(max_num_batched_tokens=48))
+    for number in range(6):
+        cluster.add([number] * 100, max_tokens=2)
+    cluster.run()
+    tokens = [sum(part.stop - part.start for part in forward.parts) for forward in cluster.forwards]
+    assert set(tokens[: 600 // 48]) == {48}
+
+
+def test_a_prompt_starts_only_when_all_of_it_has_room() -> None:
+    cluster = Cluster(Setup(num_blocks=10, block_size=4, max_num_batched_tokens=8))
+    first, second = cluster.add([1] * 24, max_tokens=2), cluster.add([2] * 16, max_tokens=2)
+    third = cluster.add([3] * 4, max_tokens=2)
+    cluster.step()
+    cluster.step()
+    cluster.step()
+    assert first.output and not second.table, "6 blocks held, a seventh needed to go on, but 4 asked for"
+    assert not third.table, "nobody is passed over"
+    cluster.run()
+    assert [request.metrics.num_preemptions for request in cluster.requests] == [0, 0, 0]
+
+
+def test_the_last_come_gives_way() -> None:
+    cluster = Cluster(Setup(num_blocks=6, block_size=4))
+    first, second, third = (cluster.add([number] * 7, max_tokens=10) for number in range(3))
+    cluster.run()
+    assert first.metrics.num_preemptions == 0 < third.metrics.num_preemptions
+    finished = [request.metrics.finished_s for request in (first, second, third)]
+    assert finished == sorted(finished, key=lambda time: time or 0.0)
+
+
+def test_a_dealt_prompt_leaves_others_their_part_of_the_budget() -> None:
+    cluster = Cluster(
+        Setup(num_instances=2, options={"threshold": "100", "long_share": "0.5"}, max_num_batched_tokens=64)
+    )
+    long = cluster.add([1] * 1000, max_tokens=1)
+    cluster.step(0.0)
+    assert sizes(cluster.parts_of(long)[-1].runs) == [64, 64], "alone, it takes all"
+    cluster.step()
+    cluster.add([2] * 50, max_tokens=50)
+    for _ in range(4):
+        cluster.step()
+        assert sizes(cluster.parts_of(long)[-1].runs) == [32, 32]
+    cluster.run()
+
+
+def test_a_short_request_goes_where_its_prefill_ends_first() -> None:
+    cluster = Cluster(Setup(num_instances=3, options={"threshold": "500"}))
+    lengths = [300, 100, 200, 50, 60]
+    requests = [cluster.add([number] * length, max_tokens=2) for number, length in enumerate(lengths)]
+    cluster.step(0.0)
+    assert [request.group for request in requests] == [(0,), (1,), (2,), (1,), (1,)]
+    cluster.run()
+
+
+def test_a_following_turn_goes_where_its_prefix_lies() -> None:
+    cluster = Cluster(Setup(num_instances=3))
+    firsts = [cluster.add([number] * 100, max_tokens=5) for number in range(3)]
+    cluster.run()
+    homes = [cluster.parts_of(request)[0].group for request in firsts]
+    order = (2, 0, 1)
+    seconds = [cluster.add([*firsts[i].prompt, *firsts[i].output, 9], max_tokens=2) for i in order]
+    cluster.run()
+    assert [cluster.parts_of(request)[0].group for request in seconds] == [homes[i] for i in order]
+    assert all(request.metrics.num_cached_tokens == 104 for request in seconds)

@@ -1,0 +1,170 @@
+"""The algebra of runs against brute force over positions."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+
+from longspan.core.runs import Deal, Layout, Run, clip, coalesce, deal, relate
+from longspan.core.steps import BlockRef, held_runs, members_with_queries
+
+STARTS, LENGTHS, STEPS = st.integers(0, 40), st.integers(0, 9), st.integers(1, 5)
+LAYOUTS: list[Layout] = ["zigzag", "contiguous", "single"]
+
+
+def run_of(start: int, length: int, step: int = 1) -> Run:
+    return Run(start, start + length * step, step)
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[Run, Run]:
+    """Two runs that may be related: of one step, or one of them a single token (or none)."""
+    queries = run_of(draw(STARTS), draw(LENGTHS), draw(STEPS))
+    keys = run_of(draw(STARTS), draw(LENGTHS), draw(STEPS))
+    if len(queries) > 1 and len(keys) > 1:
+        keys = run_of(keys.start, len(keys), queries.step)
+    return queries, keys
+
+
+@given(pairs(), st.none() | st.integers(1, 30))
+@example((Run(10, 11), Run(0, 12, 3)), 4)
+@example((Run(9, 21, 4), Run(7, 19, 4)), 1)  # strictly shifted with a window: nothing is visible
+def test_relation_is_the_mask(pair: tuple[Run, Run], window: int | None) -> None:
+    queries, keys = pair
+    mask = [[k <= q and (window is None or q - k < window) for k in keys.positions] for q in queries.positions]
+    relation = relate(queries, keys, window)
+    if relation.kind == "skip":
+        assert not any(map(any, mask))
+        return
+    by_rule = [[i + relation.lower <= j <= i + relation.upper for j in range(len(keys))] for i in range(len(queries))]
+    assert by_rule == mask
+    assert any(map(any, mask)), "nothing visible must be named skip"
+    causal_only = [[j <= i + relation.upper for j in range(len(keys))] for i in range(len(queries))]
+    expected = "full" if all(map(all, mask)) else "diagonal" if mask == causal_only else "band"
+    assert relation.kind == expected
+
+
+def test_runs_of_different_steps_are_refused() -> None:
+    with pytest.raises(ValueError, match="steps 1 and 2"):
+        relate(Run(0, 4), Run(0, 8, 2))
+
+
+@pytest.mark.parametrize(("start", "stop", "step"), [(-1, 2, 1), (3, 2, 1), (0, 2, 0)])
+def test_bad_runs_are_refused(start: int, stop: int, step: int) -> None:
+    with pytest.raises(ValueError, match="not a run"):
+        Run(start, stop, step)
+
+
+@given(STARTS, LENGTHS, STEPS)
+def test_length_counts_positions(start: int, length: int, step: int) -> None:
+    run = run_of(start, length, step)
+    assert len(run) == length == len(list(run.positions))
+
+
+@st.composite
+def deals(draw: st.DrawFn) -> tuple[Layout, int, int, int, int, int]:
+    num_members = draw(st.integers(1, 5))
+    start = draw(st.integers(0, 60))
+    return (
+        draw(st.sampled_from(LAYOUTS)),
+        start,
+        start + draw(st.integers(0, 200)),
+        num_members,
+        draw(st.sampled_from([1, 2, 7, 16])),
+        draw(st.integers(0, num_members - 1)),
+    )
+
+
+@given(deals())
+def test_a_deal_gives_every_position_to_one_member(case: tuple[Layout, int, int, int, int, int]) -> None:
+    layout, start, stop, num_members, align, head = case
+    dealt = deal(layout, start, stop, num_members, align=align, head=head)
+    assert len(dealt) == num_members
+    owner = owners(dealt)
+    assert sorted(owner) == list(range(start, stop))
+    for runs in dealt:
+        assert all(len(run) for run in runs)
+        assert all(a.stop < b.start for a, b in zip(runs, runs[1:], strict=False)), "ascending and joined"
+    for position in range(start + 1, stop):
+        if owner[position] != owner[position - 1]:
+            assert position % align == 0, "cuts fall between blocks"
+    if start % align and start < stop:
+        assert owner[start] == head, "the rest of a block stays with its holder"
+    if layout == "single":
+        assert set(owner.values()) <= {head}
+    assert members_with_queries(dealt) == tuple(sorted(set(owner.values())))
+
+
+def owners(dealt: Deal) -> dict[int, int]:
+    positions = [(p, member) for member, runs in enumerate(dealt) for run in runs for p in run.positions]
+    assert len(positions) == len(dict(positions)), "no position is dealt twice"
+    return dict(positions)
+
+
+@given(st.integers(1, 6), st.integers(1, 20), st.integers(0, 4), st.sampled_from([1, 4, 16]))
+def test_equal_zigzag_pieces_are_equal_causal_work(num_members: int, piece: int, chunks_before: int, align: int) -> None:
+    quantum = 2 * num_members * piece * align
+    start = chunks_before * quantum
+    dealt = deal("zigzag", start, start + quantum, num_members, align=align)
+    work = [sum(p + 1 for run in runs for p in run.positions) for runs in dealt]
+    assert len(set(work)) == 1
+    assert {sum(map(len, runs)) for runs in dealt} == {2 * piece * align}
+
+
+@given(st.integers(1, 6), st.integers(0, 300), st.sampled_from([1, 4, 16]))
+def test_any_zigzag_is_nearly_even(num_members: int, length: int, align: int) -> None:
+    """Pieces differ by a block, so tokens by two blocks, and causal work by two blocks of the longest rows."""
+    dealt = deal("zigzag", 0, length, num_members, align=align)
+    tokens = [sum(map(len, runs)) for runs in dealt]
+    work = [sum(p + 1 for run in runs for p in run.positions) for runs in dealt]
+    assert max(tokens) - min(tokens) <= 2 * align
+    assert max(work) - min(work) <= 2 * align * length
+
+
+def test_zigzag_pairs_first_and_last_chunks() -> None:
+    assert deal("zigzag", 0, 8, 2, align=2) == ((Run(0, 2), Run(6, 8)), (Run(2, 6),))
+
+
+@given(st.integers(1, 5), st.integers(0, 200), st.sampled_from([1, 8]))
+def test_contiguous_is_in_order_and_even(num_members: int, length: int, align: int) -> None:
+    dealt = deal("contiguous", 0, length, num_members, align=align)
+    assert all(len(runs) <= 1 for runs in dealt)
+    assert coalesce(run for runs in dealt for run in runs) == ((Run(0, length),) if length else ())
+    assert [run for runs in dealt for run in runs] == sorted((r for runs in dealt for r in runs), key=lambda r: r.start)
+    blocks = [sum(-(-len(run) // align) for run in runs) for runs in dealt]
+    assert max(blocks) - min(blocks) <= 1
+
+
+def test_deal_refuses_what_it_cannot_place() -> None:
+    with pytest.raises(ValueError, match="at least 1 member, but 0"):
+        deal("zigzag", 0, 8, 0)
+    with pytest.raises(ValueError, match="inside a block of 4"):
+        deal("zigzag", 2, 8, 2, align=4)
+
+
+@given(st.sets(st.integers(0, 60)), st.randoms())
+def test_coalesce_joins_what_touches(positions: set[int], random: object) -> None:
+    runs = [Run(p, p + 1) for p in positions]
+    random.shuffle(runs)  # type: ignore[attr-defined]
+    joined = coalesce([*runs, Run(7, 7)])
+    assert [p for run in joined for p in run.positions] == sorted(positions)
+    assert all(a.stop < b.start for a, b in zip(joined, joined[1:], strict=False))
+
+
+@given(st.sets(st.integers(0, 60)), st.integers(0, 70))
+def test_clip_keeps_what_lies_behind(positions: set[int], start: int) -> None:
+    clipped = clip(coalesce(Run(p, p + 1) for p in positions), start)
+    assert [p for run in clipped for p in run.positions] == sorted(p for p in positions if p >= start)
+    assert all(len(run) for run in clipped)
+
+
+@given(st.lists(st.integers(0, 2), max_size=12), st.integers(1, 5), st.integers(0, 60))
+def test_held_runs_follow_the_table(instances: list[int], block_size: int, num_tokens: int) -> None:
+    assume(num_tokens <= len(instances) * block_size)
+    table = [BlockRef(instance, 7) for instance in instances]
+    held = held_runs(table, (2, 0, 1), num_tokens, block_size)
+    for instance, runs in zip((2, 0, 1), held, strict=True):
+        expected = [p for p in range(num_tokens) if instances[p // block_size] == instance]
+        assert [p for run in runs for p in run.positions] == expected
+        assert runs == coalesce(runs)

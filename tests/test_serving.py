@@ -1,0 +1,216 @@
+"""What the engine promises on real workers: turns, pressure, sharing of weights, twins of steps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from oracle import Expected, Oracle, assert_exact
+from texts import topic_tokens
+from tiny_models import make_tiny
+
+from longspan import LLM, SamplingParams
+from longspan.core.engine import Engine, EngineConfig
+from longspan.core.protocols import Executor, Limits
+from longspan.core.steps import Completion, Forward, Step
+from longspan.model.smollm2 import smollm2_folder
+from longspan.policy import make_policy
+from longspan.sim.clock import VirtualClock
+from longspan.sim.executor import SimExecutor
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Oracle:
+    return Oracle(smollm2_folder())
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("tiny") / "llama")
+
+
+@pytest.mark.parametrize("instances", [1, 2])
+def test_a_second_turn_computes_only_its_new_tokens(oracle: Oracle, instances: int) -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, output_logits=True)
+    first = list(topic_tokens()[:1300])
+    with LLM(instances=instances) as llm:
+        [answer] = llm.generate([first], greedy)
+        second = first + answer.outputs[0].token_ids + list(topic_tokens()[2000:2060])
+        [output] = llm.generate([second], greedy)
+    # The last token of the first answer was never fed to the model, so its KV is new too.
+    assert output.metrics.num_cached_tokens == len(first) + 24 - 1
+    assert output.metrics.num_computed_tokens == len(second) - output.metrics.num_cached_tokens + 24 - 1
+    assert_exact(output, oracle.complete(second, 24))
+
+
+Job = tuple[list[int], SamplingParams]
+
+
+@pytest.fixture(scope="module")
+def jobs() -> list[Job]:
+    """64 requests of 10 to 3,000 tokens."""
+    rng = random.Random(7)
+    prompts = [[rng.randrange(3, 199) for _ in range(rng.randint(10, 3000))] for _ in range(64)]
+    lengths = [rng.randint(8, 160) for _ in prompts]
+    return [
+        (prompt, SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, output_logits=True))
+        for prompt, length in zip(prompts, lengths, strict=True)
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(tiny: Path, jobs: list[Job]) -> list[Expected]:
+    """Each request served on its own, with all the room it likes."""
+    with LLM(str(tiny), skip_tokenizer_init=True) as llm:
+        outputs = [llm.generate([prompt], params)[0].outputs[0] for prompt, params in jobs]
+    return [Expected(token_ids=output.token_ids, logits=output.logits or []) for output in outputs]
+
+
+@pytest.mark.parametrize("instances", [1, 2])
+@pytest.mark.timeout(600)
+def test_many_requests_in_little_memory_equal_their_solo_runs(
+    tiny: Path, jobs: list[Job], alone: list[Expected], instances: int
+) -> None:
+    needed = sum(len(prompt) + (params.max_tokens or 0) for prompt, params in jobs)
+    num_blocks = needed // 4 // 16 // instances
+    with LLM(
+        str(tiny), instances=instances, skip_tokenizer_init=True, block_size=16, num_gpu_blocks_override=num_blocks
+    ) as llm:
+        outputs = llm.generate([prompt for prompt, _ in jobs], [params for _, params in jobs])
+        assert llm.num_free_blocks == (num_blocks,) * instances
+    assert sum(output.metrics.num_preemptions for output in outputs) > 0
+    for output, expected in zip(outputs, alone, strict=True):
+        assert output.outputs[0].finish_reason == "length"
+        assert_exact(output, expected)
+
+
+def test_weights_are_in_memory_once() -> None:
+    pss = {}
+    for instances in (1, 4):
+        with LLM(instances=instances) as llm:
+            llm.generate([list(topic_tokens()[:600])], SamplingParams(temperature=0, max_tokens=2))
+            pss[instances] = sum(_weight_pss(pid) for pid in llm.worker_pids)
+    assert pss[1] > 300 * 2**20  # 135 M parameters in float32, nearly all of which a forward touches
+    assert pss[4] <= 1.2 * pss[1]
+
+
+def _weight_pss(pid: int) -> int:
+    """Proportional bytes of the pages that a process maps from the weight store."""
+    maps = psutil.Process(pid).memory_maps(grouped=True)
+    return sum(entry.pss for entry in maps if entry.path.endswith(".safetensors"))
+
+
+class _Recorder:
+    """An executor that writes down the steps it passes on, without their invented or computed tokens."""
+
+    def __init__(self, inner: Executor) -> None:
+        self._inner = inner
+        self.steps: list[Step] = []
+
+    def submit(self, step: Step) -> None:
+        if isinstance(step, Forward):
+            parts = tuple(replace(part, tokens=()) for part in step.parts)
+            self.steps.append(replace(step, parts=parts))
+        else:
+            self.steps.append(step)
+        self._inner.submit(step)
+
+    def poll(self, timeout_s: float | None) -> list[Completion]:
+        return self._inner.poll(timeout_s)
+
+
+def test_real_and_simulated_execution_take_the_same_steps(tiny: Path) -> None:
+    rng = random.Random(3)
+    jobs = [
+        (
+            tuple(rng.randrange(3, 199) for _ in range(rng.randint(1, 500))),
+            SamplingParams(temperature=0, max_tokens=rng.randint(1, 60), ignore_eos=True),
+        )
+        for _ in range(24)
+    ]
+    limits = Limits(max_num_batched_tokens=256, max_num_seqs=12)
+    with LLM(
+        str(tiny),
+        skip_tokenizer_init=True,
+        policy="chunked",
+        block_size=16,
+        num_gpu_blocks_override=120,
+        max_num_batched_tokens=256,
+        max_num_seqs=12,
+    ) as llm:
+        config = llm._engine.config
+        real = _Recorder(llm._engine._executor)
+        llm._engine._executor = real
+        outputs = llm.generate([prompt for prompt, _ in jobs], [params for _, params in jobs])
+    clock = VirtualClock()
+    simulated = _Recorder(SimExecutor(clock=clock, vocab_size=199))
+    policy = make_policy("chunked", num_instances=1, options={})
+    engine = Engine(policy=policy, executor=simulated, clock=clock, config=config)
+    for prompt, params in jobs:
+        engine.add(prompt, params)
+    while engine.has_unfinished:
+        engine.step()
+    assert config == EngineConfig(
+        num_instances=1, num_blocks=120, block_size=16, max_model_len=1920, eos_token_ids=(2,), limits=limits
+    )
+    assert sum(output.metrics.num_preemptions for output in outputs) > 0
+    assert real.steps == simulated.steps
+
+
+def test_a_sampled_request_is_the_same_alone_and_in_company(tiny: Path) -> None:
+    rng = random.Random(11)
+    prompts = [[rng.randrange(3, 199) for _ in range(rng.randint(5, 200))] for _ in range(6)]
+    params = [SamplingParams(temperature=0.8, top_k=40, top_p=0.95, seed=i, max_tokens=20) for i in range(6)]
+    with LLM(str(tiny), instances=2, skip_tokenizer_init=True, policy_options={"threshold": "50"}, block_size=16) as llm:
+        together = llm.generate(prompts, params)
+        alone = [llm.generate([prompt], p)[0] for prompt, p in zip(prompts, params, strict=True)]
+    assert [o.outputs[0].token_ids for o in together] == [o.outputs[0].token_ids for o in alone]
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Iterator[LLM]:
+    with LLM() as llm:
+        yield llm
+
+
+def test_stop_strings_end_the_text_before_them(smollm2: LLM) -> None:
+    prompt = "Count: 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18"
+    free, stopped = smollm2.generate(
+        [prompt, prompt],
+        [SamplingParams(temperature=0, max_tokens=24), SamplingParams(temperature=0, max_tokens=24, stop=" 22")],
+    )
+    assert " 22" in free.outputs[0].text
+    assert stopped.outputs[0].text == free.outputs[0].text.split(" 22")[0]
+    assert stopped.outputs[0].finish_reason == "stop"
+
+
+def test_a_stream_is_cumulative_and_can_be_left(smollm2: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    [whole] = smollm2.generate(["The capital of France is"], params)
+    seen = list(smollm2.stream("The capital of France is", params))
+    assert [len(output.outputs[0].token_ids) for output in seen] == list(range(1, 13))
+    assert seen[-1].outputs[0].text == whole.outputs[0].text
+    for output in smollm2.stream("The capital of France is", params):
+        if len(output.outputs[0].token_ids) == 3:
+            break
+    assert smollm2.generate(["The capital of France is"], params)[0].outputs[0].text == whole.outputs[0].text
+    assert smollm2.num_free_blocks[0] == smollm2._engine.config.num_blocks
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "empty"),
+        ([], "empty"),
+        ([1] * 8192, "8192 tokens, but .* at most 8192"),
+        ([1, 49152], "49152 is not in the vocabulary"),
+    ],
+)
+def test_a_bad_prompt_is_refused_and_harms_nothing(smollm2: LLM, prompt: str | list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        smollm2.generate(["good", prompt])
+    assert smollm2.generate(["good"], SamplingParams(temperature=0, max_tokens=1))[0].finished

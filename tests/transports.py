@@ -1,0 +1,205 @@
+"""Transports for tests: mailboxes between the threads of one process, and faults for any transport.
+
+`Wires` match messages by (source, destination, tag) in the order they were sent and, like gloo, accept a receive longer
+than its message. A buffer is copied when it is received, not when it is sent: a sender that writes into a message under
+way is found out.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from torch import Tensor
+
+from longspan.attn.comm import CommError, Pending, Transport
+
+Sends = Sequence[tuple[int, Tensor]]
+Result = TypeVar("Result")
+
+
+class DiedError(Exception):
+    """What a member raises whose transport was told to die."""
+
+
+class Wires:
+    """The mailboxes of all ranks. A receive waits until its message is there, its sender is closed, or `timeout_s`."""
+
+    def __init__(self, timeout_s: float = 20.0) -> None:
+        self.timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._boxes: defaultdict[tuple[int, int, int], deque[Tensor]] = defaultdict(deque)
+        self._closed: set[int] = set()
+
+    def post(self, source: int, destination: int, tag: int, buffer: Tensor) -> None:
+        with self._changed:
+            if destination in self._closed:
+                raise CommError(f"rank {destination} is gone")
+            self._boxes[source, destination, tag].append(buffer)
+            self._changed.notify_all()
+
+    def take(self, source: int, destination: int, tag: int) -> Tensor:
+        with self._changed:
+            box = self._boxes[source, destination, tag]
+            if not self._changed.wait_for(lambda: box or source in self._closed, self.timeout_s):
+                raise CommError(f"rank {destination} waited {self.timeout_s} s for message {tag} of rank {source}")
+            if not box:
+                raise CommError(f"rank {source} is gone")
+            return box.popleft()
+
+    def close(self, rank: int) -> None:
+        with self._changed:
+            self._closed.add(rank)
+            self._changed.notify_all()
+
+    def left(self) -> int:
+        """Messages that nobody received."""
+        return sum(len(box) for box in self._boxes.values())
+
+
+class MemoryTransport:
+    """One rank's end of the wires."""
+
+    tagged = True
+
+    def __init__(self, wires: Wires, rank: int) -> None:
+        self._wires, self._rank = wires, rank
+
+    def start(self, sends: Sends, receives: Sends, tag: int) -> Pending:
+        for peer, buffer in sends:
+            self._wires.post(self._rank, peer, tag, buffer)
+        return _Taking(self._wires, self._rank, receives, tag)
+
+    def close(self) -> None:
+        """What the end of a process does: whoever waits for this rank is told."""
+        self._wires.close(self._rank)
+
+
+class _Taking:
+    def __init__(self, wires: Wires, rank: int, receives: Sends, tag: int) -> None:
+        self._wires, self._rank, self._receives, self._tag = wires, rank, receives, tag
+
+    def wait(self) -> None:
+        for peer, buffer in self._receives:
+            message = self._wires.take(peer, self._rank, self._tag)
+            assert len(message) <= len(buffer), "gloo aborts the process here"
+            buffer[: len(message)].copy_(message)
+
+
+class FaultyTransport:
+    """Delays every send by a random time, so that messages overtake each other, drops some, or dies.
+
+    `die` is called instead of the `die_at`-th start (from 0) and is to raise, or to end the process. The send number
+    `drop_at` never arrives. A lane of its own hands the sends to `inner` as they fall due.
+    """
+
+    def __init__(
+        self,
+        inner: Transport,
+        *,
+        seed: int = 0,
+        max_delay_s: float = 0.0,
+        drop_at: int | None = None,
+        die_at: int | None = None,
+        die: Callable[[], None] | None = None,
+    ) -> None:
+        self.tagged = inner.tagged
+        self._inner, self._random, self._max_delay_s = inner, random.Random(seed), max_delay_s
+        self._drop_at, self._die_at, self._die = drop_at, die_at, die or _die
+        self._num_starts = self._num_sends = 0
+        self._due: list[tuple[float, int, int, int, Tensor]] = []
+        self._changed = threading.Condition()
+        self._error: CommError | None = None
+        self._closed = False
+        threading.Thread(target=self._lane, daemon=True).start()
+
+    def start(self, sends: Sends, receives: Sends, tag: int) -> Pending:
+        if self._num_starts == self._die_at:
+            self._die()
+        self._num_starts += 1
+        pending = self._inner.start([], receives, tag)
+        with self._changed:
+            if self._error:
+                raise self._error
+            for peer, buffer in sends:
+                if self._num_sends != self._drop_at:
+                    due = time.monotonic() + self._random.uniform(0, self._max_delay_s)
+                    heapq.heappush(self._due, (due, self._num_sends, peer, tag, buffer))
+                self._num_sends += 1
+            self._changed.notify_all()
+        return pending
+
+    def flush(self) -> None:
+        """Waits until the lane is empty; raises what it met."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._due or self._error)
+            if self._error:
+                raise self._error
+
+    def close(self) -> None:
+        """Ends the lane; what it still holds is lost."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _lane(self) -> None:
+        with self._changed:
+            while not self._closed and self._error is None:
+                wait_s = self._due[0][0] - time.monotonic() if self._due else None
+                if wait_s is None or wait_s > 0:
+                    self._changed.wait(wait_s)
+                    continue
+                _, _, peer, tag, buffer = heapq.heappop(self._due)
+                try:
+                    self._inner.start([(peer, buffer)], [], tag)
+                except CommError as error:
+                    self._error = error
+                self._changed.notify_all()
+
+
+def _die() -> None:
+    raise DiedError
+
+
+def run_members(
+    num_members: int,
+    work: Callable[[int, Transport], Result],
+    *,
+    wires: Wires | None = None,
+    faults: Callable[[int, Transport], FaultyTransport] | None = None,
+    limit_s: float = 30.0,
+) -> list[Result | Exception]:
+    """Runs `work(rank, transport)` on a thread per member; returns what each returned or raised, by rank.
+
+    A member that raises closes its transport, as a worker process does by ending. Fails when one hangs.
+    """
+    wires = wires or Wires()
+    results: list[Result | Exception] = [TimeoutError("the member hangs")] * num_members
+
+    def member(rank: int) -> None:
+        transport = MemoryTransport(wires, rank)
+        faulty = faults(rank, transport) if faults else None
+        try:
+            results[rank] = work(rank, faulty or transport)
+            if faulty:
+                faulty.flush()
+        except Exception as error:  # noqa: BLE001 - the caller looks at it
+            results[rank] = error
+            transport.close()
+        finally:
+            if faulty:
+                faulty.close()
+
+    threads = [threading.Thread(target=member, args=(rank,), daemon=True) for rank in range(num_members)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + limit_s
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    assert not any(thread.is_alive() for thread in threads), f"members hang: {results}"
+    return results
