@@ -58,9 +58,7 @@ class Cluster:
                 max_model_len=setup.max_model_len or capacity,
                 eos_token_ids=setup.eos_token_ids,
                 rope_switch_length=setup.rope_switch_length,
-                limits=Limits(
-                    max_num_batched_tokens=setup.max_num_batched_tokens, max_num_seqs=setup.max_num_seqs
-                ),
+                limits=Limits(max_num_batched_tokens=setup.max_num_batched_tokens, max_num_seqs=setup.max_num_seqs),
                 prefix_caching=setup.prefix_caching,
             ),
         )

@@ -40,7 +40,10 @@ class Job:
 def setups(draw: st.DrawFn) -> Setup:
     num_instances = draw(st.integers(1, 4))
     policy = draw(st.sampled_from(["chunked", "context"])) if num_instances == 1 else "context"
-    options = {"threshold": str(draw(st.integers(0, 60))), "long_share": str(draw(st.sampled_from([0.1, 0.5, 0.75, 1])))}
+    options = {
+        "threshold": str(draw(st.integers(0, 60))),
+        "long_share": str(draw(st.sampled_from([0.1, 0.5, 0.75, 1]))),
+    }
     num_blocks, block_size = draw(st.integers(2, 12)), draw(st.sampled_from([1, 2, 4, 16]))
     most = min(150, num_instances * num_blocks * block_size)
     return Setup(
@@ -136,7 +139,12 @@ def test_the_same_input_gives_the_same_steps(setup: Setup, work: list[Job]) -> N
 def test_preemption_changes_no_token(num_instances: int) -> None:
     """Little room: requests that grow at the same time must give way to each other."""
     cluster = Cluster(
-        Setup(num_instances=num_instances, num_blocks=6, block_size=8, options={"threshold": "30"} if num_instances > 1 else {})
+        Setup(
+            num_instances=num_instances,
+            num_blocks=6,
+            block_size=8,
+            options={"threshold": "30"} if num_instances > 1 else {},
+        )
     )
     requests = [cluster.add([number] * (8 + number % 3), max_tokens=24 + number) for number in range(6 * num_instances)]
     requests += [cluster.add(range(35), max_tokens=6)] if num_instances > 1 else []
@@ -162,7 +170,7 @@ def test_a_request_that_outgrows_its_instance_is_dealt_over_all() -> None:
     request = cluster.add(range(40), max_tokens=80)
     cluster.run()
     assert request.output == cluster.expected_output(request)
-    assert [part.group for part in cluster.parts_of(request)][:: 79] == [(0,), (0, 1)]
+    assert [part.group for part in cluster.parts_of(request)][::79] == [(0,), (0, 1)]
 
 
 def test_a_prefix_that_fills_one_instance_leaves_room_on_the_others() -> None:

@@ -25,7 +25,12 @@ def test_auto_is_chunked_on_one_instance_and_context_on_several(instances: int, 
         ("fast", 1, {}, "unknown policy 'fast': choose from auto, chunked, context"),
         ("chunked", 2, {}, "policy chunked runs on 1 instance, but 2 given"),
         ("chunked", 1, {"threshold": "9"}, "policy chunked has no option 'threshold': it has none"),
-        ("auto", 2, {"treshold": "9"}, "policy context has no option 'treshold': its options are threshold, long_share"),
+        (
+            "auto",
+            2,
+            {"treshold": "9"},
+            "policy context has no option 'treshold': its options are threshold, long_share",
+        ),
         ("context", 2, {"threshold": "many"}, "policy context: option .*int.*threshold"),
         ("context", 2, {"threshold": "-1"}, "threshold must be at least 0, but -1 given"),
         ("context", 2, {"threshold": "1.5"}, "policy context: option .*threshold"),
@@ -48,7 +53,9 @@ def test_options_are_read_from_text() -> None:
 
 @given(st.integers(1, 4), st.integers(1, 6), st.sampled_from([1, 4, 16]), st.integers(1, 40), st.integers(1, 5))
 @settings(max_examples=40, deadline=None)
-def test_capacity_is_what_is_sure_to_fit(num_instances: int, num_blocks: int, size: int, tokens: int, first: int) -> None:
+def test_capacity_is_what_is_sure_to_fit(
+    num_instances: int, num_blocks: int, size: int, tokens: int, first: int
+) -> None:
     """A request of that length, alone, finishes whether it comes as a prompt or grows; also behind a cached prefix."""
     cluster = Cluster(
         Setup(num_instances=num_instances, num_blocks=num_blocks, block_size=size, max_num_batched_tokens=tokens)
@@ -69,9 +76,7 @@ def test_capacity_is_what_is_sure_to_fit(num_instances: int, num_blocks: int, si
 def chunks(draw: st.DrawFn) -> tuple[int, int, list[int], Room]:
     num_members, size = draw(st.integers(1, 4)), draw(st.sampled_from([1, 4, 16]))
     start = draw(st.integers(0, 100))
-    owners = draw(
-        st.lists(st.integers(0, num_members - 1), min_size=-(-start // size), max_size=-(-start // size))
-    )
+    owners = draw(st.lists(st.integers(0, num_members - 1), min_size=-(-start // size), max_size=-(-start // size)))
     room = Room(
         tokens=tuple(draw(st.lists(st.integers(0, 100), min_size=num_members, max_size=num_members))),
         blocks=tuple(draw(st.lists(st.integers(0, 30), min_size=num_members, max_size=num_members))),

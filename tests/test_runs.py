@@ -103,7 +103,9 @@ def owners(dealt: Deal) -> dict[int, int]:
 
 
 @given(st.integers(1, 6), st.integers(1, 20), st.integers(0, 4), st.sampled_from([1, 4, 16]))
-def test_equal_zigzag_pieces_are_equal_causal_work(num_members: int, piece: int, chunks_before: int, align: int) -> None:
+def test_equal_zigzag_pieces_are_equal_causal_work(
+    num_members: int, piece: int, chunks_before: int, align: int
+) -> None:
     quantum = 2 * num_members * piece * align
     start = chunks_before * quantum
     dealt = deal("zigzag", start, start + quantum, num_members, align=align)

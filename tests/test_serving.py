@@ -165,7 +165,9 @@ def test_a_sampled_request_is_the_same_alone_and_in_company(tiny: Path) -> None:
     rng = random.Random(11)
     prompts = [[rng.randrange(3, 199) for _ in range(rng.randint(5, 200))] for _ in range(6)]
     params = [SamplingParams(temperature=0.8, top_k=40, top_p=0.95, seed=i, max_tokens=20) for i in range(6)]
-    with LLM(str(tiny), instances=2, skip_tokenizer_init=True, policy_options={"threshold": "50"}, block_size=16) as llm:
+    with LLM(
+        str(tiny), instances=2, skip_tokenizer_init=True, policy_options={"threshold": "50"}, block_size=16
+    ) as llm:
         together = llm.generate(prompts, params)
         alone = [llm.generate([prompt], p)[0] for prompt, p in zip(prompts, params, strict=True)]
     assert [o.outputs[0].token_ids for o in together] == [o.outputs[0].token_ids for o in alone]

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import numpy as np
 import torch
@@ -86,7 +86,9 @@ class LLM:
         spec = ParallelSpec.parse(parallel) if parallel else ParallelSpec(instances=instances, tp=tp, pp=pp)
         threads = _threads_per_rank(threads_per_rank, spec.num_ranks)
         _check_device(device)
-        _at_least_one(block_size=block_size, max_model_len=max_model_len, num_gpu_blocks_override=num_gpu_blocks_override)
+        _at_least_one(
+            block_size=block_size, max_model_len=max_model_len, num_gpu_blocks_override=num_gpu_blocks_override
+        )
         limits = Limits(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
         chosen = make_policy(policy, num_instances=spec.instances, options=policy_options or {})
         files = prepare(model, dtype=dtype, load_format=load_format, seed=seed, trust_remote_code=trust_remote_code)
@@ -131,15 +133,17 @@ class LLM:
             raise ValueError("prompts must be a list of texts or of token-id lists: put a single prompt into a list")
         params = _one_each(sampling_params or SamplingParams(), len(prompts))
         jobs = [self._job(prompt) for prompt in prompts]
-        tracked = [_Tracked(self, prompt, ids, p) for (prompt, ids), p in zip(jobs, params, strict=True)]
+        tracked = [self._track(prompt, ids, p) for (prompt, ids), p in zip(jobs, params, strict=True)]
         for _ in self._drive(tracked):
             pass
         return [one.output() for one in tracked]
 
-    def stream(self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(
+        self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
         """Completes one prompt and yields its cumulative output whenever a token has come; see `generate`."""
         text, ids = self._job(prompt)
-        tracked = _Tracked(self, text, ids, sampling_params or SamplingParams())
+        tracked = self._track(text, ids, sampling_params or SamplingParams())
         for _ in self._drive([tracked]):
             yield tracked.output()
 
@@ -168,7 +172,7 @@ class LLM:
         """Stops the workers; nothing of them is left. May be called again."""
         self._executor.close()
 
-    def __enter__(self) -> LLM:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -181,7 +185,9 @@ class LLM:
             text, ids = None, tuple(prompt)
         wrong = next((i for i in ids if not (isinstance(i, int) and 0 <= i < self.info.vocab_size)), None)
         if wrong is not None:
-            raise ValueError(f"token id {wrong!r} is not in the vocabulary: ids go from 0 to {self.info.vocab_size - 1}")
+            raise ValueError(
+                f"token id {wrong!r} is not in the vocabulary: ids go from 0 to {self.info.vocab_size - 1}"
+            )
         self._engine.check(len(ids))
         return text, ids
 
@@ -210,12 +216,13 @@ class LLM:
             raise ValueError("there is no tokenizer (skip_tokenizer_init): give prompts as lists of token ids")
         return self._tokenizer
 
-    def _detokenizer(self, ids: Sequence[int], params: SamplingParams) -> Detokenizer | None:
-        if self._tokenizer is None:
-            if params.stop_strings:
-                raise ValueError("stop strings need a tokenizer, but there is none (skip_tokenizer_init)")
-            return None
-        return Detokenizer(self._tokenizer, ids, params.stop_strings, min_tokens=params.min_tokens)
+    def _track(self, prompt: str | None, ids: tuple[int, ...], params: SamplingParams) -> _Tracked:
+        if self._tokenizer is None and params.stop_strings:
+            raise ValueError("stop strings need a tokenizer, but there is none (skip_tokenizer_init)")
+        detokenizer = None
+        if self._tokenizer is not None:
+            detokenizer = Detokenizer(self._tokenizer, ids, params.stop_strings, min_tokens=params.min_tokens)
+        return _Tracked(prompt, ids, params, detokenizer)
 
 
 class _Tracked:
@@ -223,9 +230,10 @@ class _Tracked:
 
     request: Request
 
-    def __init__(self, llm: LLM, prompt: str | None, ids: tuple[int, ...], params: SamplingParams) -> None:
-        self._prompt, self._ids, self._params = prompt, ids, params
-        self._detokenizer = llm._detokenizer(ids, params)
+    def __init__(
+        self, prompt: str | None, ids: tuple[int, ...], params: SamplingParams, detokenizer: Detokenizer | None
+    ) -> None:
+        self._prompt, self._ids, self._params, self._detokenizer = prompt, ids, params, detokenizer
         self._num_taken = 0
 
     def start(self, engine: Engine) -> None:
@@ -285,7 +293,7 @@ def _check_device(device: str) -> None:
 def _require_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
     if files.tokenizer_dir is None:
         raise ValueError(
-            f"model {files.name!r} comes without tokenizer files: add them, or set skip_tokenizer_init and use token ids"
+            f"model {files.name!r} comes without tokenizer files: add them, or skip_tokenizer_init and use token ids"
         )
     return load_tokenizer(files)
 
@@ -309,7 +317,7 @@ def _max_model_len(context_length: int, capacity: int, wanted: int | None) -> in
     if wanted is not None and wanted > capacity:
         raise ValueError(f"max_model_len {wanted} does not fit: the KV pools hold {capacity} tokens; allow more memory")
     if capacity < context_length and wanted is None:
-        _log.warning("the KV pools hold %d tokens: longer requests are refused (model context %d)", capacity, context_length)
+        _log.warning("the KV pools hold %d tokens, less than the model's context of %d", capacity, context_length)
     return wanted or min(context_length, capacity)
 
 

@@ -50,7 +50,7 @@ class Engine:
         self._in_flight: dict[int, Forward] = {}
         self._next_step = 0
         self._next_request = 0
-        self._seeds = random.Random(config.seed)  # noqa: S311 - sampling, not secrets
+        self._seeds = random.Random(config.seed)
 
     def check(self, num_prompt_tokens: int) -> None:
         """Whether a prompt of this length can be served.

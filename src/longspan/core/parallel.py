@@ -26,7 +26,7 @@ class ParallelSpec:
                 raise ValueError(f"{name} must be at least 1, but {degree} given")
         if self.tp > 1 or self.pp > 1:
             raise ValueError(
-                f"tp({self.tp}) * pp({self.pp}) = {self.tp * self.pp} ranks per instance, but only 1 is supported so far: "
+                f"tp({self.tp}) * pp({self.pp}) = {self.tp * self.pp} ranks per instance, but only 1 works so far: "
                 f"use --parallel {self.instances * self.tp * self.pp} to spread prompts over that many instances"
             )
 

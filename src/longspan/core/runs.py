@@ -6,6 +6,7 @@ causality and sliding windows is arithmetic on two runs, so that no mask of leng
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -96,8 +97,8 @@ def coalesce(runs: Iterable[Run]) -> tuple[Run, ...]:
 def deal(layout: Layout, start: int, stop: int, num_members: int, *, align: int = 1, head: int | None = None) -> Deal:
     """Deals the span `[start, stop)` to `num_members` members.
 
-    Every cut falls on a multiple of `align` (the KV block size), so that each block of tokens lies on one member. A span
-    that starts inside a block begins with the rest of that block, which goes to member `head`, the block's holder.
+    Every cut falls on a multiple of `align` (the KV block size), so that each block of tokens lies on one member. A
+    span that starts inside a block begins with the rest of that block, which goes to member `head`, the block's holder.
 
     Layouts: `zigzag` cuts 2N chunks and gives member i chunks i and 2N-1-i, so that causal work is even (Context
     Parallelism §3.5.1); `contiguous` cuts N chunks; `single` gives all to member `head` (or 0).
@@ -111,7 +112,7 @@ def deal(layout: Layout, start: int, stop: int, num_members: int, *, align: int 
         return _runs([[(start, stop)] if m == (head or 0) else [] for m in range(num_members)])
     body = min(stop, -(-start // align) * align)
     if body > start and head is None:
-        raise ValueError(f"span [{start}, {stop}) starts inside a block of {align} tokens: name the member that holds it")
+        raise ValueError(f"span [{start}, {stop}) starts inside a block of {align} tokens: name its holder")
     pieces: list[list[tuple[int, int]]] = [[] for _ in range(num_members)]
     if body > start and head is not None:
         pieces[head].append((start, body))
@@ -125,7 +126,7 @@ def _cut(start: int, stop: int, num_chunks: int, align: int) -> list[tuple[int, 
     """Cuts an aligned span into chunks whose numbers of blocks differ by at most one."""
     num_blocks = -(-(stop - start) // align)
     bounds = [min(stop, start + (num_blocks * i // num_chunks) * align) for i in range(num_chunks + 1)]
-    return list(zip(bounds, bounds[1:], strict=False))
+    return list(itertools.pairwise(bounds))
 
 
 def _runs(pieces: Sequence[Sequence[tuple[int, int]]]) -> Deal:

@@ -47,7 +47,10 @@ class SamplingParams:
                 f"seed must be at least 0 and below 2**63, but {self.seed} given",
             ),
             (all(stop), "a stop string must not be empty"),
-            (self.max_tokens is None or self.max_tokens >= 1, f"max_tokens must be at least 1, but {self.max_tokens} given"),
+            (
+                self.max_tokens is None or self.max_tokens >= 1,
+                f"max_tokens must be at least 1, but {self.max_tokens} given",
+            ),
             (self.min_tokens >= 0, f"min_tokens must be at least 0, but {self.min_tokens} given"),
             (
                 self.max_tokens is None or self.min_tokens <= self.max_tokens,

@@ -38,14 +38,14 @@ class Budget:
     @classmethod
     def of(cls, view: ClusterView, instances: Sequence[int]) -> Budget:
         """All that `instances` have."""
-        seqs = Counter({i: view.limits.max_num_seqs for i in instances})
+        seqs = Counter(dict.fromkeys(instances, view.limits.max_num_seqs))
         reserved: Counter[int] = Counter()
         for request in view.running:
             seqs.subtract(request.group)
             missing = request.blocks_for(request.num_tokens) - len(request.table)
             reserved.update({i: -(-missing // len(request.group)) for i in request.group})
         return cls(
-            tokens=Counter({i: view.limits.max_num_batched_tokens for i in instances}),
+            tokens=Counter(dict.fromkeys(instances, view.limits.max_num_batched_tokens)),
             blocks=Counter({i: view.account.pool(i).num_free for i in instances}),
             seqs=seqs,
             reserved=reserved,
@@ -56,7 +56,7 @@ class Budget:
         return all(self.blocks[instance] >= number for instance, number in blocks.items())
 
     def admits(self, share: Share, cost: Counter[int]) -> bool:
-        """Whether a request can start: its first blocks are free, its prefix is unclaimed, its whole prompt has room."""
+        """Whether a request can start: its first blocks are free, its prefix unclaimed, its whole prompt has room."""
         hit, request = share.hit, share.request
         assert hit is not None, "an admission names its prefix"
         if self.adopted.intersection(hit.refs) or (hit.adopts_last and hit.refs[-1] in self.claimed):

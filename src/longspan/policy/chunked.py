@@ -23,7 +23,9 @@ class Chunked:
     def create(cls, num_instances: int, options: Mapping[str, str]) -> Chunked:
         """Raises ValueError on several instances, or for an option."""
         if num_instances != 1:
-            raise ValueError(f"policy chunked runs on 1 instance, but {num_instances} given: use --policy context or auto")
+            raise ValueError(
+                f"policy chunked runs on 1 instance, but {num_instances} given: use --policy context or auto"
+            )
         parse_options("chunked", ChunkedOptions, options)
         return cls()
 

@@ -1,4 +1,4 @@
-"""Context parallelism for long prompts beside continuous batching for short ones (Context Parallelism, arXiv 2411.01783).
+"""Context parallelism for long prompts beside continuous batching for short ones (arXiv 2411.01783).
 
 A prompt longer than `threshold` tokens is dealt zigzag over all instances, chunk by chunk, and prefilled with ring
 pass-KV; its decode leaves KV where it is, rotates the home of new tokens per block, and moves queries. A shorter one
@@ -86,7 +86,7 @@ class Context:
         hits = {i: view.account.match(request, (i,)) for i in self._everyone}
         load = Counter({i: -hits[i].num_tokens for i in self._everyone})
         for other in view.running:
-            load.update({i: other.num_tokens - other.num_computed for i in other.group})
+            load.update(dict.fromkeys(other.group, other.num_tokens - other.num_computed))
         for i in budget.tokens:
             load[i] += view.limits.max_num_batched_tokens - budget.tokens[i]
         home = min(self._everyone, key=lambda i: (load[i], i))

@@ -47,12 +47,7 @@ def deal_chunk(start: int, stop: int, owners: Sequence[int], room: Room) -> Deal
 
 def holders(dealt: Deal, first: int, last: int, block_size: int) -> tuple[int, ...]:
     """The member that begins, and so holds, each block `first <= b < last`."""
-    begins = {
-        block: member
-        for member, runs in enumerate(dealt)
-        for run in runs
-        for block in _begun(run, block_size)
-    }
+    begins = {block: member for member, runs in enumerate(dealt) for run in runs for block in _begun(run, block_size)}
     return tuple(begins[block] for block in range(first, last))
 
 

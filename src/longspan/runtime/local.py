@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import BinaryIO, NoReturn, Self
 
 import msgspec
 import zmq
@@ -115,7 +115,7 @@ class LocalExecutor:
         """Stops the workers, by force if they do not stop, and removes the run folder. May be called again."""
         self._finalizer()
 
-    def __enter__(self) -> LocalExecutor:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

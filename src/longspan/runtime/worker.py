@@ -124,11 +124,9 @@ def main() -> None:
     reports.connect(report_address(config.run_dir))
     try:
         _serve(config, commands, reports)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, the controller must hear of it and the process end
         _log.exception("the worker fails")
-        failed = Failed(
-            rank=config.rank, reason=f"{type(error).__name__}: {error}", peer=isinstance(error, CommError)
-        )
+        failed = Failed(rank=config.rank, reason=f"{type(error).__name__}: {error}", peer=isinstance(error, CommError))
         _send(reports, failed)
         context.destroy(linger=1000)
         os._exit(1)  # at once, so that the peers' transfers fail instead of waiting for a time-out
@@ -181,10 +179,9 @@ def _join(config: WorkerConfig) -> TorchTransport:
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     nccl = config.device == "cuda" and torch.cuda.device_count() >= config.world_size
-    store = dist.FileStore(f"{config.run_dir}/rendezvous", config.world_size)
-    dist.init_process_group(
-        "nccl" if nccl else "gloo", store=store, rank=config.rank, world_size=config.world_size
-    )
+    path = f"{config.run_dir}/rendezvous"
+    store = dist.FileStore(path, config.world_size)  # type: ignore[attr-defined]  # public, but not in its __all__
+    dist.init_process_group("nccl" if nccl else "gloo", store=store, rank=config.rank, world_size=config.world_size)
     dist.barrier()
     return TorchTransport(staged=config.device == "cuda" and not nccl)
 
