@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self, TypeVar
@@ -33,6 +34,7 @@ from longspan.runtime.messages import WorkerConfig
 
 _log = logging.getLogger("longspan")
 ChoiceT = TypeVar("ChoiceT")
+_NUM_LOGS_KEPT = 20
 
 
 class LLM:
@@ -346,7 +348,13 @@ def _start_workers(
 
 
 def _log_dir(run_dir: str) -> Path:
-    return cache_root() / "logs" / Path(run_dir).name
+    """A folder for the logs of this engine's workers; of older ones only the latest are kept."""
+    logs = cache_root() / "logs"
+    if logs.is_dir():
+        by_age = sorted(logs.iterdir(), key=lambda folder: folder.stat().st_mtime, reverse=True)
+        for folder in by_age[_NUM_LOGS_KEPT:]:
+            shutil.rmtree(folder, ignore_errors=True)
+    return logs / Path(run_dir).name
 
 
 def _one_each(value: ChoiceT | Sequence[ChoiceT], number: int) -> list[ChoiceT]:
