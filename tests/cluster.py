@@ -1,4 +1,4 @@
-"""An engine over a simulated cluster, and an executor that checks every step it is given against a model of the KV slots."""
+"""An engine over a simulated cluster, whose executor checks every step against a model of the KV slots."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from longspan.core.engine import Engine, EngineConfig
 from longspan.core.protocols import Limits
 from longspan.core.request import Request
-from longspan.core.runs import Run
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import BlockRef, Completion, Forward, Free, Part, Step
 from longspan.policy import make_policy
@@ -98,6 +98,7 @@ class Cluster:
 
     def assert_at_rest(self) -> None:
         """Nothing runs and every block is free."""
+        assert not self.engine.has_unfinished
         assert not self.executor.in_flight
         assert not self.executor.live
         for instance in range(self.setup.num_instances):
@@ -201,7 +202,7 @@ class CheckedExecutor:
         assert sorted(positions) == list(range(part.start, part.stop)), "every token is computed exactly once"
         for runs in part.runs:
             assert all(len(run) and run.step == 1 for run in runs)
-            assert all(a.stop < b.start for a, b in zip(runs, runs[1:], strict=False)), "runs ascend and are joined"
+            assert all(a.stop < b.start for a, b in pairwise(runs)), "runs ascend and are joined"
         assert len(part.group) == len(part.runs) == len(set(part.group))
         assert all(0 <= ref.block < self._setup.num_blocks for ref in part.blocks)
         assert (part.exchange == "local") == (len(part.group) == 1)
@@ -261,13 +262,3 @@ class _Live:
     table: list[BlockRef] = field(default_factory=list)
     names: list[int] = field(default_factory=list)
     rope_length: int = -1
-
-
-def tokens_per_member(part: Part) -> list[int]:
-    """Tokens that each member computes."""
-    return [sum(map(len, runs)) for runs in part.runs]
-
-
-def whole_run(part: Part) -> Run:
-    """The span of a part."""
-    return Run(part.start, part.stop)

@@ -59,7 +59,7 @@ class Accounting(sf.RuleBasedStateMachine):
         if hit.adopts_last:
             assert self.pool_of(hit.refs[-1]).references(hit.refs[-1].block) == 0, "a block in use is never adopted"
         free = {i: self.account.pool(i).num_free for i in group}
-        cost = self.account.hit_cost(hit)
+        cost = self.account.hit_cost(hit, frozenset())
         self.account.take(request, hit)
         assert {i: free[i] - cost[i] for i in group} == {i: self.account.pool(i).num_free for i in group}
         request.group, request.num_computed = group, hit.num_tokens
@@ -221,7 +221,8 @@ def test_blocks_in_use_are_neither_adopted_nor_evicted() -> None:
     pool.release(block)
     assert pool.find_adoptable(ROOT, (1, 2, 3)) == (block, 2)
     pool.adopt(block)
-    assert pool.find_adoptable(ROOT, (1, 2, 3)) == (-1, 0), "who takes a block over owns it alone"
+    pool.release(block)
+    assert pool.find_adoptable(ROOT, (1, 2, 3)) == (-1, 0), "what was taken over is no longer known"
 
 
 def test_a_tail_is_adopted_only_when_it_gives_more_than_it_loses() -> None:
@@ -261,7 +262,7 @@ def test_a_second_turn_computes_new_tokens_only(length: int, answer: int, new: i
     first = turn(account, tuple(range(100, 100 + length)), answer, group=(0, 1))
     second = turn(account, first.tokens(0, first.num_tokens) + (8,) * new, 3, group=(1, 0))
     assert second.metrics.num_cached_tokens == first.num_tokens - 1
-    third = turn(account, second.tokens(0, second.num_tokens) + (9,), 1, group=(0, 1))
+    third = turn(account, (*second.tokens(0, second.num_tokens), 9), 1, group=(0, 1))
     assert third.metrics.num_cached_tokens == second.num_tokens - 1
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from longspan.core.protocols import Limits
 from longspan.core.request import Request
+from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Forward, Free
 
 RANDOM_RUNS = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
@@ -107,8 +108,8 @@ def add(cluster: Cluster, job: Job) -> Request:
         prompt = [*before.prompt, *before.output]
     prompt += [(len(cluster.requests) * 11 + position) % VOCAB for position in range(job.num_own)]
     prompt = (prompt or [1])[: cluster.engine.config.max_model_len - 1]
-    wishes = {} if job.max_tokens is None else {"max_tokens": job.max_tokens}
-    return cluster.add(prompt, min_tokens=job.min_tokens, ignore_eos=job.ignore_eos, **wishes)
+    params = SamplingParams(min_tokens=job.min_tokens, max_tokens=job.max_tokens, ignore_eos=job.ignore_eos)
+    return cluster.add(prompt, params)
 
 
 @RANDOM_RUNS
@@ -209,8 +210,6 @@ def test_endings() -> None:
 
 
 def test_no_limit_of_tokens_means_up_to_the_context() -> None:
-    from longspan.core.sampling import SamplingParams
-
     cluster = Cluster(Setup(max_model_len=50))
     request = cluster.add(range(20), SamplingParams(max_tokens=None))
     cluster.run()
@@ -246,7 +245,6 @@ def test_an_abort_in_flight_frees_blocks_when_the_step_is_done() -> None:
     assert cluster.engine.has_unfinished
     assert cluster.step() == []
     cluster.assert_at_rest()
-    assert not cluster.engine.has_unfinished
     assert request.finish_reason == "abort"
     assert isinstance(cluster.executor.steps[-1], Free)
     after = cluster.add(range(100), max_tokens=1)
@@ -261,7 +259,6 @@ def test_an_abort_while_waiting_or_between_steps_is_at_once() -> None:
     for request in (waiting, running):
         cluster.engine.finish(request, "abort")
     cluster.engine.finish(running, "stop")
-    assert not cluster.engine.has_unfinished
     cluster.assert_at_rest()
     assert (running.finish_reason, len(running.output)) == ("abort", 1), "the first reason stays"
     assert [type(step) for step in cluster.executor.steps] == [Forward, Free]
@@ -298,8 +295,17 @@ def test_a_second_turn_computes_new_tokens_only(num_instances: int, block_size: 
     assert stranger.metrics.num_cached_tokens <= 13
 
 
-def test_requests_of_one_prefix_share_its_blocks() -> None:
+def test_two_that_continue_one_conversation_share_all_but_its_tail() -> None:
     cluster = Cluster(Setup())
+    first = cluster.add(range(40), max_tokens=3)
+    cluster.run()
+    seconds = [cluster.add([*first.prompt, *first.output, number], max_tokens=3) for number in range(2)]
+    cluster.run()
+    assert [request.metrics.num_cached_tokens for request in seconds] == [42, 32]
+
+
+def test_requests_of_one_prefix_share_its_blocks() -> None:
+    cluster = Cluster(Setup(num_blocks=18))
     cluster.add(range(160), max_tokens=1)
     cluster.run()
     requests = [cluster.add([*range(160), 40 + number], max_tokens=3) for number in range(8)]
@@ -362,7 +368,7 @@ def test_instances_without_common_requests_step_on_their_own() -> None:
     prefill, *decodes = cluster.parts_of(other)
     assert prefill.group == (1,)
     assert median(other.metrics.tbt_s) < 0.02
-    assert other.metrics.ttft_s is not None and other.metrics.ttft_s < 0.02 < 0.4
+    assert other.metrics.ttft_s is not None and other.metrics.ttft_s < 0.02
     assert len(decodes) == 19
 
 
@@ -410,10 +416,11 @@ def test_a_long_prefill_moves_on_beside_a_stream_of_short_requests(max_num_batch
 
 def test_a_long_prompt_waits_for_idle_instances_no_longer_than_one_step() -> None:
     cluster = Cluster(Setup(num_instances=2, options={"threshold": "100"}))
-    for number in range(4):
+    for number in range(3):
         cluster.add([number] * 50, max_tokens=100)
     for _ in range(7):
         cluster.step()
+    assert cluster.executor.in_flight, "the instances are out of step"
     long = cluster.add(range(101), max_tokens=2)
     for _ in range(3):
         cluster.step()
@@ -463,7 +470,7 @@ def test_a_dealt_prompt_lies_evenly(num_instances: int, length: int, tokens: int
             max_num_batched_tokens=tokens,
         )
     )
-    request = cluster.add(position % VOCAB for position in range(length))
+    request = cluster.add([position % VOCAB for position in range(length)])
     if not alone:
         cluster.add([1] * 20, max_tokens=30)
     cluster.run()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from itertools import pairwise
+
 import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
@@ -85,7 +88,7 @@ def test_a_deal_gives_every_position_to_one_member(case: tuple[Layout, int, int,
     assert sorted(owner) == list(range(start, stop))
     for runs in dealt:
         assert all(len(run) for run in runs)
-        assert all(a.stop < b.start for a, b in zip(runs, runs[1:], strict=False)), "ascending and joined"
+        assert all(a.stop < b.start for a, b in pairwise(runs)), "ascending and joined"
     for position in range(start + 1, stop):
         if owner[position] != owner[position - 1]:
             assert position % align == 0, "cuts fall between blocks"
@@ -146,12 +149,12 @@ def test_deal_refuses_what_it_cannot_place() -> None:
 
 
 @given(st.sets(st.integers(0, 60)), st.randoms())
-def test_coalesce_joins_what_touches(positions: set[int], random: object) -> None:
+def test_coalesce_joins_what_touches(positions: set[int], shuffle: random.Random) -> None:
     runs = [Run(p, p + 1) for p in positions]
-    random.shuffle(runs)  # type: ignore[attr-defined]
+    shuffle.shuffle(runs)
     joined = coalesce([*runs, Run(7, 7)])
     assert [p for run in joined for p in run.positions] == sorted(positions)
-    assert all(a.stop < b.start for a, b in zip(joined, joined[1:], strict=False))
+    assert all(a.stop < b.start for a, b in pairwise(joined))
 
 
 @given(st.sets(st.integers(0, 60)), st.integers(0, 70))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Sequence
 
@@ -90,13 +91,13 @@ def test_equals_plain_inversion(seed: int, asked: list[Sample]) -> None:
 
 @given(st.integers(0, 10**6), st.lists(wishes, min_size=1, max_size=6), st.randoms(use_true_random=False))
 @settings(deadline=None)
-def test_a_row_does_not_depend_on_the_batch(seed: int, asked: list[Sample], shuffle: object) -> None:
+def test_a_row_does_not_depend_on_the_batch(seed: int, asked: list[Sample], shuffle: random.Random) -> None:
     logits = logits_of(seed, len(asked), vocab=700)
     before = logits.clone()
     together = sample(logits, asked)
     assert torch.equal(logits, before), "the reported logits are left alone"
     order = list(range(len(asked)))
-    shuffle.shuffle(order)  # type: ignore[attr-defined]
+    shuffle.shuffle(order)
     assert sample(logits[order], [asked[row] for row in order]) == [together[row] for row in order]
     assert [sample(logits[row : row + 1], [asked[row]])[0] for row in range(len(asked))] == together
 

@@ -66,9 +66,7 @@ def test_an_instance_does_one_step_at_a_time_and_instances_work_side_by_side() -
     sim.submit(forward(3, 0))  # 2 .. 4
     sim.submit(Free(number=4, request_ids=(1,)))
     sim.submit(forward(5, 0, 1))  # 4 .. 6
-    done = []
-    for _ in range(3):
-        done.append(([c.number for c in sim.poll(None)], clock.now()))
+    done = [([c.number for c in sim.poll(None)], clock.now()) for _ in range(3)]
     assert done == [([1], 2.0), ([2, 3], 4.0), ([5], 6.0)]
     assert sim.poll(None) == []
 
@@ -115,7 +113,7 @@ def test_times_of_a_request_add_up() -> None:
     request = cluster.add(range(64), max_tokens=4)
     cluster.run()
     metrics = request.metrics
-    assert metrics.ttft_s == pytest.approx(2 * LinearCost().seconds(cluster.forwards[0]))
+    assert metrics.ttft_s is not None and metrics.ttft_s == pytest.approx(2 * LinearCost().seconds(cluster.forwards[0]))
     assert len(metrics.tbt_s) == 3
     assert metrics.last_token_s == metrics.finished_s == cluster.clock.now()
     assert metrics.ttft_s + sum(metrics.tbt_s) == pytest.approx(cluster.clock.now())

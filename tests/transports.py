@@ -149,7 +149,7 @@ class FaultyTransport:
 
     def _lane(self) -> None:
         with self._changed:
-            while not self._closed and self._error is None:
+            while not self._closed:  # a peer's death does not stop what is meant for the others
                 wait_s = self._due[0][0] - time.monotonic() if self._due else None
                 if wait_s is None or wait_s > 0:
                     self._changed.wait(wait_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from longspan.core.blocks import BlockPool, Content, Tier
@@ -63,9 +64,10 @@ class KvAccount:
             return PrefixHit(refs=tuple(refs), num_tokens=start)
         return PrefixHit(refs=(*refs, last), num_tokens=start + length, adopts_last=True)
 
-    def hit_cost(self, hit: PrefixHit) -> Counter[int]:
-        """Free blocks that taking a hit uses up, per instance."""
-        return Counter(r.instance for r in hit.refs if self.pool(r.instance).references(r.block) == 0)
+    def hit_cost(self, hit: PrefixHit, claimed: AbstractSet[BlockRef]) -> Counter[int]:
+        """Free blocks that taking a hit uses up, per instance; `claimed` ones will have been taken before."""
+        cached = (r for r in hit.refs if self.pool(r.instance).references(r.block) == 0)
+        return Counter(r.instance for r in cached if r not in claimed)
 
     def reclaimable(self, request: Request) -> Counter[int]:
         """Blocks per instance that become free when the request is preempted."""

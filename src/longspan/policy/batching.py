@@ -25,7 +25,7 @@ class Budget:
 
     Attributes:
         reserved: free blocks that running requests will need for the tokens they have; admissions leave them alone.
-        claimed, adopted: cached blocks that admissions of this plan share, and take over.
+        claimed, adopted: blocks that admissions of this plan begin with, and those of them that are taken over.
     """
 
     tokens: Counter[int]
@@ -56,10 +56,10 @@ class Budget:
         return all(self.blocks[instance] >= number for instance, number in blocks.items())
 
     def admits(self, share: Share, cost: Counter[int]) -> bool:
-        """Whether a request can start: its first blocks are free, its prefix unclaimed, its whole prompt has room."""
+        """Whether a request can start: its first blocks are free, its tail not taken, its whole prompt has room."""
         hit, request = share.hit, share.request
         assert hit is not None, "an admission names its prefix"
-        if self.adopted.intersection(hit.refs) or (hit.adopts_last and hit.refs[-1] in self.claimed):
+        if self.adopted.intersection(hit.refs):
             return False
         whole = request.blocks_for(request.num_tokens) - len(hit.refs) + cost.total()
         room = sum(self.blocks[i] - self.reserved[i] for i in share.group)
@@ -142,7 +142,7 @@ def _admit_waiting(view: ClusterView, budget: Budget, placement: Placement, batc
         share = placement.admit(request, view, budget)
         if share is None or share.hit is None:
             return
-        cost = view.account.hit_cost(share.hit)
+        cost = view.account.hit_cost(share.hit, budget.claimed)
         if not budget.admits(share, cost):
             return
         budget.admit(share, cost)

@@ -106,7 +106,7 @@ class Context:
         table = list(hit.refs) if hit is not None else request.table
         start = hit.num_tokens if hit is not None else request.num_scheduled
         most = self._long_share(view)
-        cost = view.account.hit_cost(hit) if hit is not None else Counter[int]()
+        cost = view.account.hit_cost(hit, budget.claimed) if hit is not None else Counter[int]()
         room = Room(
             tokens=tuple(min(budget.tokens[i], most) for i in group),
             blocks=tuple(budget.blocks[i] - cost[i] for i in group),
