@@ -50,6 +50,7 @@ class Engine:
         self._in_flight: dict[int, Forward] = {}
         self._next_step = 0
         self._next_request = 0
+        self._num_admissions = 0
         self._seeds = random.Random(config.seed)
 
     def check(self, num_prompt_tokens: int) -> None:
@@ -138,7 +139,7 @@ class Engine:
             num_instances=self.config.num_instances,
             limits=self.config.limits,
             waiting=[r for r in live if not r.group],
-            running=[r for r in live if r.group],
+            running=sorted((r for r in live if r.group), key=lambda r: r.admission),
             busy=frozenset(i for forward in self._in_flight.values() for i in forward.instances),
             account=self.account,
             now_s=self._clock.now(),
@@ -149,6 +150,8 @@ class Engine:
         assert hit is not None and hit.num_tokens == share.start, "an admitted request starts behind its prefix"
         self.account.take(request, hit)
         request.group = share.group
+        self._num_admissions += 1
+        request.admission = self._num_admissions
         request.num_computed = request.num_scheduled = hit.num_tokens
         if not request.metrics.num_computed_tokens:
             request.metrics.num_cached_tokens = min(hit.num_tokens, len(request.prompt))

@@ -36,7 +36,7 @@ class ClusterView:
 
     Attributes:
         waiting: requests that hold no KV, first come first.
-        running: requests that hold KV, first come first.
+        running: requests that hold KV, first admitted first.
         busy: instances that have a step in flight.
         now_s: the engine's clock.
     """

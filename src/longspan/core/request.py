@@ -41,6 +41,7 @@ class Request:
     """Counters instead of phases: `num_computed <= num_scheduled <= num_tokens`.
 
     Attributes:
+        admission: counts admissions; a request that was preempted stands behind those that were not.
         group: the instances that hold its KV, in ring order; empty while it waits.
         table: entry b is the block of tokens `[b * block_size, (b + 1) * block_size)`.
         sent_blocks: how many entries of `table` the ranks of `group` know.
@@ -58,6 +59,7 @@ class Request:
     logits: list[bytes] = field(default_factory=list)
     num_computed: int = 0
     num_scheduled: int = 0
+    admission: int = 0
     group: tuple[int, ...] = ()
     table: list[BlockRef] = field(default_factory=list)
     sent_blocks: int = 0

@@ -1,6 +1,6 @@
 """Continuous batching with chunked prefill, shared by the policies: who gets tokens and blocks of the next step.
 
-Running requests come first, first come first; when blocks run out, the request that came last gives its KV up. Then
+Running requests come first, in the order of admission; when blocks run out, the last admitted gives its KV up. Then
 waiting requests are admitted while their whole prompt fits beside what the running ones still need (as vLLM and
 Sarathi-Serve do, but for several instances at once).
 """
@@ -24,6 +24,8 @@ class Budget:
     """What is left to give away in the step being planned, per instance.
 
     Attributes:
+        tokens: of the idle instances only; all else is known of every instance.
+        load: tokens that running and admitted requests still have to compute there.
         reserved: free blocks that running requests will need for the tokens they have; admissions leave them alone.
         claimed, adopted: blocks that admissions of this plan begin with, and those of them that are taken over.
     """
@@ -31,25 +33,26 @@ class Budget:
     tokens: Counter[int]
     blocks: Counter[int]
     seqs: Counter[int]
+    load: Counter[int]
     reserved: Counter[int]
     claimed: set[BlockRef] = field(default_factory=set)
     adopted: set[BlockRef] = field(default_factory=set)
 
     @classmethod
-    def of(cls, view: ClusterView, instances: Sequence[int]) -> Budget:
-        """All that `instances` have."""
-        seqs = Counter(dict.fromkeys(instances, view.limits.max_num_seqs))
-        reserved: Counter[int] = Counter()
-        for request in view.running:
-            seqs.subtract(request.group)
-            missing = request.blocks_for(request.num_tokens) - len(request.table)
-            reserved.update({i: -(-missing // len(request.group)) for i in request.group})
-        return cls(
-            tokens=Counter(dict.fromkeys(instances, view.limits.max_num_batched_tokens)),
-            blocks=Counter({i: view.account.pool(i).num_free for i in instances}),
-            seqs=seqs,
-            reserved=reserved,
+    def of(cls, view: ClusterView, idle: Sequence[int]) -> Budget:
+        """All there is when only the `idle` instances may compute."""
+        everyone = range(view.num_instances)
+        budget = cls(
+            tokens=Counter(dict.fromkeys(idle, view.limits.max_num_batched_tokens)),
+            blocks=Counter({i: view.account.pool(i).num_free for i in everyone}),
+            seqs=Counter(dict.fromkeys(everyone, view.limits.max_num_seqs)),
+            load=Counter(),
+            reserved=Counter(),
         )
+        for request in view.running:
+            missing = request.blocks_for(request.num_tokens) - len(request.table)
+            budget._seat(request.group, request.num_tokens - request.num_computed, missing)
+        return budget
 
     def fits(self, blocks: Counter[int]) -> bool:
         """Whether so many blocks are free."""
@@ -78,13 +81,18 @@ class Budget:
         hit, request = share.hit, share.request
         assert hit is not None, "an admission names its prefix"
         missing = request.blocks_for(request.num_tokens) - len(hit.refs)
-        self.reserved.update({i: -(-missing // len(share.group)) for i in share.group})
+        self._seat(share.group, request.num_tokens - share.start, missing)
         self.grow(share)
         self.blocks.subtract(cost)
-        self.seqs.subtract(share.group)
         self.claimed.update(hit.refs)
         if hit.adopts_last:
             self.adopted.add(hit.refs[-1])
+
+    def _seat(self, group: Sequence[int], num_tokens: int, num_blocks: int) -> None:
+        """A request takes a seat on every member, which share the tokens and blocks it still needs."""
+        self.seqs.subtract(group)
+        self.load.update(dict.fromkeys(group, -(-num_tokens // len(group))))
+        self.reserved.update(dict.fromkeys(group, -(-num_blocks // len(group))))
 
 
 class Placement(Protocol):
@@ -131,7 +139,7 @@ def fill(view: ClusterView, instances: frozenset[int], placement: Placement) -> 
 
 
 def _victim(request: Request, later: Sequence[Request], share: Share, budget: Budget) -> Request:
-    """The last come of `later` that holds a block where one is missing, or else `request` itself."""
+    """The last of `later` that holds a block where one is missing, or else `request` itself."""
     short = {i for i, number in Counter(share.holders).items() if budget.blocks[i] < number}
     holding = (r for r in reversed(later) if any(ref.instance in short for ref in r.table))
     return next(holding, request)

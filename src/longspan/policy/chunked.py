@@ -17,7 +17,7 @@ class ChunkedOptions:
 
 
 class Chunked:
-    """Decodes first, then as much of the prompts as the token budget of the step allows."""
+    """Running requests in the order of admission, then waiting ones, as long as the tokens of the step last."""
 
     @classmethod
     def create(cls, num_instances: int, options: Mapping[str, str]) -> Chunked:

@@ -84,13 +84,9 @@ class Context:
             hit = view.account.match(request, self._everyone)
             return self._dealt_share(request, view, budget, self._everyone, hit)
         hits = {i: view.account.match(request, (i,)) for i in self._everyone}
-        load = Counter({i: -hits[i].num_tokens for i in self._everyone})
-        for other in view.running:
-            load.update(dict.fromkeys(other.group, other.num_tokens - other.num_computed))
-        for i in budget.tokens:
-            load[i] += view.limits.max_num_batched_tokens - budget.tokens[i]
-        home = min(self._everyone, key=lambda i: (load[i], i))
-        if home not in budget.tokens or budget.seqs[home] <= 0:
+        able = [i for i in self._everyone if budget.seqs[i] > 0 and _has_room(request, i, hits[i], budget)]
+        home = min(able, key=lambda i: (budget.load[i] - hits[i].num_tokens, i), default=None)
+        if home is None or home not in budget.tokens:
             return None
         return single_share(request, home, hits[home].num_tokens, budget, hits[home])
 
@@ -131,6 +127,12 @@ class Context:
         tokens = view.limits.max_num_batched_tokens
         alone = len(view.waiting) + len(view.running) <= 1
         return tokens if alone else max(1, int(tokens * self._options.long_share))
+
+
+def _has_room(request: Request, instance: int, hit: PrefixHit, budget: Budget) -> bool:
+    """Whether the prompt is likely to fit beside what is promised; `Budget.admits` has the last word."""
+    missing = request.blocks_for(request.num_tokens) - len(hit.refs)
+    return missing <= budget.blocks[instance] - budget.reserved[instance]
 
 
 def teams_of(groups: Iterable[tuple[int, ...]], everyone: tuple[int, ...]) -> list[frozenset[int]]:

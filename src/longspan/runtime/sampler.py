@@ -55,6 +55,6 @@ def _draw(logits: Tensor, samples: Sequence[Sample]) -> list[int]:
     quantile = torch.tensor([uniform(wish.seed, wish.position) for wish in samples], device=device, dtype=torch.float64)
     threshold = (quantile * cumulative[:, -1])[:, None]
     chosen = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=vocab - 1)
-    chosen = torch.minimum(chosen, (probabilities > 0).sum(dim=-1, keepdim=True) - 1)
+    chosen = torch.minimum(chosen, (probabilities > 0).sum(dim=-1, keepdim=True) - 1).clamp_(min=0)
     tokens: list[int] = order.gather(-1, chosen)[:, 0].tolist()
     return tokens
