@@ -54,7 +54,9 @@ def test_kill_in_mid_prefill_names_the_rank(rank: int) -> None:
 def test_workers_follow_their_controller(end: signal.Signals) -> None:
     _, folders, segments = _left_behind(())
     program = (
+        "import signal\n"
         "from longspan import LLM, SamplingParams\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell in the background has it ignored
         "llm = LLM(instances=2)\n"
         "print(*llm.worker_pids, flush=True)\n"
         "llm.generate([list(range(10, 8000))], SamplingParams(temperature=0, max_tokens=500))\n"

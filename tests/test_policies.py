@@ -98,7 +98,8 @@ def test_a_chunk_fits_its_room(case: tuple[int, int, list[int], Room]) -> None:
     dealt = deal_chunk(start, stop, owners, room)
     head = owners[start // size] if start % size else None
     if dealt is None:
-        able = range(len(room.tokens)) if head is None else [head]
+        with_block = [member for member, number in enumerate(room.blocks) if number] or range(len(room.tokens))
+        able = with_block if head is None else [head]
         assert not any(room.tokens[member] for member in able), "only want of tokens makes a request wait"
         return
     by_position = {p: member for member, runs in enumerate(dealt) for run in runs for p in run.positions}
@@ -290,3 +291,15 @@ def test_a_following_turn_goes_where_its_prefix_lies() -> None:
     cluster.run()
     assert [cluster.parts_of(request)[0].group for request in seconds] == [homes[i] for i in order]
     assert all(request.metrics.num_cached_tokens == 104 for request in seconds)
+
+
+def test_short_requests_pass_the_long_ones_that_wait_for_a_long_one() -> None:
+    options = {"threshold": "100"}
+    cluster = Cluster(Setup(num_instances=2, num_blocks=200, options=options, max_num_batched_tokens=64))
+    first, second = (cluster.add([number] * 1000, max_tokens=2) for number in (1, 2))
+    short = cluster.add([3] * 20, max_tokens=2)
+    cluster.run()
+    assert short.metrics.finished_s is not None
+    assert first.metrics.ttft_s is not None
+    assert second.metrics.ttft_s is not None
+    assert short.metrics.finished_s < first.metrics.ttft_s < second.metrics.ttft_s

@@ -53,9 +53,9 @@ Job = tuple[list[int], SamplingParams]
 @pytest.fixture(scope="module")
 def jobs() -> list[Job]:
     """64 requests of 10 to 3,000 tokens."""
-    rng = random.Random(7)
+    rng = random.Random(3)
     prompts = [[rng.randrange(3, 199) for _ in range(rng.randint(10, 3000))] for _ in range(64)]
-    lengths = [rng.randint(8, 160) for _ in prompts]
+    lengths = [rng.choice([8, 12, 16, 150]) for _ in prompts]  # the long ones run out of blocks
     return [
         (prompt, SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, output_logits=True))
         for prompt, length in zip(prompts, lengths, strict=True)

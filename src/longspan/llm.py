@@ -249,7 +249,6 @@ class _Tracked:
             return
         self._detokenizer.add(new, finished=self.request.finish_reason is not None)
         if self._detokenizer.stopped_by is not None:
-            self.request.finish_reason = self.request.finish_reason and "stop"
             engine.finish(self.request, "stop")
 
     def output(self) -> RequestOutput:

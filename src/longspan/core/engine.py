@@ -34,9 +34,18 @@ class EngineConfig:
 
 
 class Engine:
-    """Owns the requests and the KV account. One thread drives it through `step`."""
+    """Owns the requests and the KV account. One thread drives it through `step`.
+
+    Raises:
+        ValueError: when `max_model_len` is more than the policy can place.
+    """
 
     def __init__(self, *, policy: Policy, executor: Executor, clock: Clock, config: EngineConfig) -> None:
+        capacity = policy.capacity_tokens(num_blocks=config.num_blocks, block_size=config.block_size)
+        if config.max_model_len > capacity:
+            raise ValueError(
+                f"max_model_len {config.max_model_len} exceeds the {capacity} tokens that the KV pools hold"
+            )
         self.config = config
         self.account = KvAccount(
             num_instances=config.num_instances,
@@ -95,10 +104,14 @@ class Engine:
         return bool(self._requests)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
-        """Ends a request from outside (a stop string, a client gone); its blocks are freed when no step names it."""
+        """Ends a request from outside (a stop string, a client gone); its blocks are freed when no step names it.
+
+        One that has ended keeps its reason, except that a stop string found in the last token counts before its length.
+        """
         if request.finish_reason is None:
-            request.finish_reason = reason
             request.metrics.finished_s = self._clock.now()
+        if request.finish_reason is None or (request.finish_reason, reason) == ("length", "stop"):
+            request.finish_reason = reason
         if not request.in_flight and request.id in self._requests:
             self._drop(request)
 

@@ -3,13 +3,14 @@
 A prompt longer than `threshold` tokens is dealt zigzag over all instances, chunk by chunk, and prefilled with ring
 pass-KV; its decode leaves KV where it is, rotates the home of new tokens per block, and moves queries. A shorter one
 stays on the instance where it is expected to finish its prefill first. Instances that share a request step together.
+Dealt prompts are prefilled one after the other; short ones may start meanwhile.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from longspan.core.account import PrefixHit
 from longspan.core.protocols import ClusterView, Plan, Share
@@ -63,14 +64,26 @@ class Context:
         idle = frozenset(i for team in teams if not view.busy.intersection(team) for i in team)
         if not idle or (self._gathering(view) and len(idle) < len(self._everyone)):
             return Plan()
-        batch = fill(view, idle, self)
+        batch = fill(replace(view, waiting=self._in_turn(view)), idle, self)
         teams = teams_of((share.group for share in batch.shares), self._everyone)
         batches = (tuple(s for s in batch.shares if team.issuperset(s.group)) for team in teams)
         return Plan(preempted=tuple(batch.preempted), batches=tuple(b for b in batches if b))
 
     def _gathering(self, view: ClusterView) -> bool:
         """Whether a prompt to be dealt waits first in line: idle instances then wait for the busy ones."""
-        return bool(view.waiting) and self._is_dealt(view.waiting[0], view)
+        waiting = self._in_turn(view)
+        return bool(waiting) and self._is_dealt(waiting[0], view)
+
+    def _in_turn(self, view: ClusterView) -> list[Request]:
+        """Who may be admitted: dealt prompts one after the other, each as fast as it goes; short ones pass those."""
+        prefilling = any(len(r.group) > 1 and r.num_tokens - r.num_computed > 1 for r in view.running)
+        in_turn = []
+        for request in view.waiting:
+            dealt = self._is_dealt(request, view)
+            if not (dealt and prefilling):
+                in_turn.append(request)
+            prefilling = prefilling or dealt
+        return in_turn
 
     def _is_dealt(self, request: Request, view: ClusterView) -> bool:
         too_large = request.blocks_for(request.num_tokens) > view.account.pool(0).num_blocks

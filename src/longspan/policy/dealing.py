@@ -61,7 +61,9 @@ def _deal_in_order(start: int, end: int, order: Sequence[int], block_size: int, 
 def _deal_one_block(start: int, stop: int, head: int | None, order: Sequence[int], room: Room) -> Deal | None:
     if head is None:
         able = [m for m in order if room.tokens[m] > 0]
-        head = next((m for m in able if room.blocks[m] > 0), next(iter(able), None))
+        if any(number > 0 for number in room.blocks):  # whoever has a block but no token left has them in a later step
+            able = [m for m in able if room.blocks[m] > 0]
+        head = next(iter(able), None)
     if head is None or room.tokens[head] <= 0:
         return None
     end = min(stop, start + room.tokens[head], (start // room.block_size + 1) * room.block_size)
