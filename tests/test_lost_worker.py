@@ -82,3 +82,22 @@ def test_a_worker_that_raises_is_named_with_its_reason(monkeypatch: pytest.Monke
     with pytest.raises(WorkerLostError, match=r"rank 0 .*IndexError"):
         llm.generate([[1, 2, 3]], LONG)
     llm.shutdown()
+
+
+def test_a_loss_is_reported_while_another_request_waits_for_its_turn() -> None:
+    """A request may hold KV without being in flight; ending it must not hide what happened."""
+    prompts = [list(range(10, 2900)), [5, 6, 7, 8], list(range(10, 3500))]
+    llm = LLM(instances=2, policy_options={"threshold": "3000"}, max_num_seqs=1)
+    timer = threading.Timer(1.0, os.kill, (llm.worker_pids[0], signal.SIGKILL))
+    timer.start()
+    with pytest.raises(WorkerLostError, match=r"rank 0 .*SIGKILL"):
+        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
+    llm.shutdown()
+
+
+def test_after_shutdown_there_is_a_clear_error() -> None:
+    llm = LLM()
+    llm.shutdown()
+    llm.shutdown()
+    with pytest.raises(RuntimeError, match="was shut down"):
+        llm.generate([[1, 2, 3]], LONG)

@@ -203,6 +203,17 @@ def test_a_stream_is_cumulative_and_can_be_left(smollm2: LLM) -> None:
     assert smollm2.num_free_blocks[0] == smollm2._engine.config.num_blocks
 
 
+def test_streams_can_be_read_in_turns_with_other_calls(smollm2: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    prompts = ["The capital of France is", "Once upon a time"]
+    whole = [output.outputs[0].text for output in smollm2.generate(prompts, params)]
+    first, second = (smollm2.stream(prompt, params) for prompt in prompts)
+    next(first)
+    next(second)
+    assert smollm2.generate(prompts[:1], params)[0].outputs[0].text == whole[0]
+    assert [list(stream)[-1].outputs[0].text for stream in (first, second)] == whole
+
+
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [

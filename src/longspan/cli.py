@@ -304,7 +304,9 @@ def stats_table(metrics: RequestMetrics, bytes_exchanged: Mapping[str, int]) -> 
 # ---- exit codes -----------------------------------------------------------------------------------------------------
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs the command line and exits; never shows a stack trace for what a user can cause."""
-    signal.signal(signal.SIGTERM, _on_sigterm)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _on_signal)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background starts us with it ignored
     try:
         returned = app(args=arguments, prog_name="longspan", standalone_mode=False)
     except typer.TyperException as error:
@@ -323,7 +325,7 @@ def _fail(message: str, *, code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _on_sigterm(*_: object) -> NoReturn:
+def _on_signal(number: int, _: object) -> NoReturn:
     """Unwinds the stack, so that the workers are shut down on the way, and does it once."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sys.exit(143)
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit(128 + number)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -85,7 +87,7 @@ class LLM:
         enable_prefix_caching: bool = True,
         trust_remote_code: bool = False,
     ) -> None:
-        spec = ParallelSpec.parse(parallel) if parallel else ParallelSpec(instances=instances, tp=tp, pp=pp)
+        spec = _parallel_spec(parallel, instances, tp, pp)
         threads = _threads_per_rank(threads_per_rank, spec.num_ranks)
         _check_device(device)
         _at_least_one(
@@ -118,7 +120,9 @@ class LLM:
                 seed=seed,
             ),
         )
+        self._tracked: dict[int, _Tracked] = {}
         self._lost: WorkerLostError | None = None
+        self._closed = False
 
     def generate(
         self,
@@ -133,7 +137,7 @@ class LLM:
         """
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
             raise ValueError("prompts must be a list of texts or of token-id lists: put a single prompt into a list")
-        params = _one_each(sampling_params or SamplingParams(), len(prompts))
+        params = _one_each(SamplingParams() if sampling_params is None else sampling_params, len(prompts))
         jobs = [self._job(prompt) for prompt in prompts]
         tracked = [self._track(prompt, ids, p) for (prompt, ids), p in zip(jobs, params, strict=True)]
         for _ in self._drive(tracked):
@@ -146,7 +150,12 @@ class LLM:
         """Completes one prompt and yields its cumulative output whenever a token has come; see `generate`."""
         text, ids = self._job(prompt)
         tracked = self._track(text, ids, sampling_params or SamplingParams())
+        seen = 0
         for _ in self._drive([tracked]):
+            if tracked.num_taken > seen:
+                seen = tracked.num_taken
+                yield tracked.output()
+        if tracked.num_taken > seen:  # another call has driven the engine meanwhile
             yield tracked.output()
 
     def tokenize(self, text: str) -> list[int]:
@@ -172,6 +181,7 @@ class LLM:
 
     def shutdown(self) -> None:
         """Stops the workers; nothing of them is left. May be called again."""
+        self._closed = True
         self._executor.close()
 
     def __enter__(self) -> Self:
@@ -184,8 +194,8 @@ class LLM:
         if isinstance(prompt, str):
             text, ids = prompt, tuple(self.tokenize(prompt)) if prompt else ()
         else:
-            text, ids = None, tuple(prompt)
-        wrong = next((i for i in ids if not (isinstance(i, int) and 0 <= i < self.info.vocab_size)), None)
+            text, ids = None, _token_ids(prompt)
+        wrong = next((i for i in ids if not 0 <= i < self.info.vocab_size), None)
         if wrong is not None:
             raise ValueError(
                 f"token id {wrong!r} is not in the vocabulary: ids go from 0 to {self.info.vocab_size - 1}"
@@ -195,23 +205,32 @@ class LLM:
 
     def _drive(self, tracked: Sequence[_Tracked]) -> Iterator[None]:
         """Runs the engine until all of these are finished; what is left when the caller stops early is aborted."""
-        if self._lost is not None:
-            raise WorkerLostError(self._lost.rank, f"{self._lost.reason}; this engine is down, make a new one")
+        self._check_up()
         for one in tracked:
             one.start(self._engine)
-        by_id = {one.request.id: one for one in tracked}
+            self._tracked[one.request.id] = one
         try:
             while any(one.request.finish_reason is None for one in tracked):
+                self._check_up()
                 for request in self._engine.step():
-                    if request.id in by_id:
-                        by_id[request.id].take_new_tokens(self._engine)
+                    if request.id in self._tracked:  # of any call: streams may be read in turns
+                        self._tracked[request.id].take_new_tokens(self._engine)
                 yield
         except WorkerLostError as error:
             self._lost = error
             raise
         finally:
-            for one in tracked:  # whoever leaves early does not wait: a step in flight completes during later calls
-                self._engine.finish(one.request, "abort")
+            for one in tracked:
+                del self._tracked[one.request.id]
+                if self._lost is None and not self._closed:
+                    # Whoever leaves early does not wait: a step in flight completes during later calls.
+                    self._engine.finish(one.request, "abort")
+
+    def _check_up(self) -> None:
+        if self._lost is not None:
+            raise WorkerLostError(self._lost.rank, f"{self._lost.reason}; this engine is down, make a new one")
+        if self._closed:
+            raise RuntimeError("this engine was shut down: make a new LLM")
 
     def _need_tokenizer(self) -> PreTrainedTokenizerBase:
         if self._tokenizer is None:
@@ -236,15 +255,15 @@ class _Tracked:
         self, prompt: str | None, ids: tuple[int, ...], params: SamplingParams, detokenizer: Detokenizer | None
     ) -> None:
         self._prompt, self._ids, self._params, self._detokenizer = prompt, ids, params, detokenizer
-        self._num_taken = 0
+        self.num_taken = 0
 
     def start(self, engine: Engine) -> None:
         self.request = engine.add(self._ids, self._params)
 
     def take_new_tokens(self, engine: Engine) -> None:
         """Turns new tokens into text and ends the request at a stop string."""
-        new = self.request.output[self._num_taken :]
-        self._num_taken += len(new)
+        new = self.request.output[self.num_taken :]
+        self.num_taken += len(new)
         if self._detokenizer is None:
             return
         self._detokenizer.add(new, finished=self.request.finish_reason is not None)
@@ -269,6 +288,22 @@ class _Tracked:
             finished=request.finish_reason is not None,
             metrics=request.metrics,
         )
+
+
+def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
+    """Token ids of any integer type."""
+    try:
+        return tuple(operator.index(token) for token in prompt)
+    except TypeError:
+        raise ValueError(f"a prompt is a text or a list of token ids, but {prompt!r:.60} given") from None
+
+
+def _parallel_spec(parallel: str | None, instances: int, tp: int, pp: int) -> ParallelSpec:
+    if parallel is None:
+        return ParallelSpec(instances=instances, tp=tp, pp=pp)
+    if (instances, tp, pp) != (1, 1, 1):
+        raise ValueError(f"parallel {parallel!r} says the same thing as instances, tp and pp: give one of them")
+    return ParallelSpec.parse(parallel)
 
 
 def _threads_per_rank(threads: int | None, num_ranks: int) -> int:
@@ -318,7 +353,7 @@ def _max_model_len(context_length: int, capacity: int, wanted: int | None) -> in
     if wanted is not None and wanted > capacity:
         raise ValueError(f"max_model_len {wanted} does not fit: the KV pools hold {capacity} tokens; allow more memory")
     if capacity < context_length and wanted is None:
-        _log.warning("the KV pools hold %d tokens, less than the model's context of %d", capacity, context_length)
+        _log.info("the KV pools hold %d tokens, less than the model's context of %d", capacity, context_length)
     return wanted or min(context_length, capacity)
 
 
@@ -350,8 +385,11 @@ def _log_dir(run_dir: str) -> Path:
     """A folder for the logs of this engine's workers; of older ones only the latest are kept."""
     logs = cache_root() / "logs"
     if logs.is_dir():
-        by_age = sorted(logs.iterdir(), key=lambda folder: folder.stat().st_mtime, reverse=True)
-        for folder in by_age[_NUM_LOGS_KEPT:]:
+        times = {}
+        for folder in logs.iterdir():
+            with suppress(FileNotFoundError):  # another engine may be doing the same
+                times[folder] = folder.stat().st_mtime
+        for folder in sorted(times, key=lambda folder: times[folder], reverse=True)[_NUM_LOGS_KEPT:]:
             shutil.rmtree(folder, ignore_errors=True)
     return logs / Path(run_dir).name
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import get_args
 
 from longspan.core.account import KvAccount
 from longspan.core.protocols import Clock, ClusterView, Executor, Limits, Policy, Share
 from longspan.core.request import FinishReason, Request, RequestMetrics
 from longspan.core.sampling import SamplingParams
-from longspan.core.steps import Completion, Forward, Free, Part, Sample, Sampled
+from longspan.core.steps import Completion, Exchange, Forward, Free, Part, Sample, Sampled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,7 @@ class Engine:
             block_size=config.block_size,
             prefix_caching=config.prefix_caching,
         )
-        self.bytes_sent: dict[str, int] = {}
+        self.bytes_sent: dict[str, int] = {exchange: 0 for exchange in get_args(Exchange) if exchange != "local"}
         self._policy, self._executor, self._clock = policy, executor, clock
         self._requests: dict[int, Request] = {}
         self._in_flight: dict[int, Forward] = {}
@@ -73,7 +74,8 @@ class Engine:
         if num_prompt_tokens >= self.config.max_model_len:
             raise ValueError(
                 f"the prompt has {num_prompt_tokens} tokens, but prompt and output together can have at most "
-                f"{self.config.max_model_len}: shorten the prompt"
+                f"{self.config.max_model_len} here (the model's context, or less where KV memory is short): "
+                "shorten the prompt"
             )
 
     def add(self, prompt: tuple[int, ...], params: SamplingParams) -> Request:

@@ -39,6 +39,7 @@ from longspan.runtime.messages import (
 _log = logging.getLogger("longspan")
 _START_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 3.0
+_MAX_PARENT = 70
 _BLAME_TIMEOUT_S = 3.0
 """How long to wait for the rank that caused it when another one only noticed a lost peer."""
 
@@ -70,9 +71,6 @@ class LocalExecutor:
         self._log_dir = log_dir
         self._context = zmq.Context()
         self._context.sndhwm = self._context.rcvhwm = 0  # queues without bound: the engine bounds the steps in flight
-        self._reports = self._context.socket(zmq.PULL)
-        self._reports.bind(report_address(run_dir))
-        self._decoder = msgspec.msgpack.Decoder(Report)
         self._commands: list[zmq.Socket[bytes]] = []
         self._awaited: dict[int, set[int]] = {}
         self._partial: dict[int, list[Done]] = {}
@@ -80,6 +78,9 @@ class LocalExecutor:
         self._finalizer = weakref.finalize(
             self, _clean_up, self._processes, self._commands, self._context, Path(run_dir)
         )
+        self._reports = self._context.socket(zmq.PULL)
+        self._reports.bind(report_address(run_dir))
+        self._decoder = msgspec.msgpack.Decoder(Report)
         log_dir.mkdir(parents=True, exist_ok=True)
         for config in configs:
             self._start(config)
@@ -132,6 +133,7 @@ class LocalExecutor:
                 stdout=log,
                 stderr=log,
                 env=environment,
+                start_new_session=True,  # signals to the terminal's group are the controller's to handle
             )
         self._processes.append(process)
         assert process.stdin is not None, "asked for a pipe"
@@ -211,8 +213,9 @@ class LocalExecutor:
 
 
 def make_run_dir() -> str:
-    """A private folder for sockets; its path is short enough for them."""
-    return tempfile.mkdtemp(prefix="longspan-")
+    """A private folder for sockets, whose paths may have some 100 characters: not below a long TMPDIR."""
+    parent = tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix="longspan-", dir=parent if len(parent) < _MAX_PARENT else "/tmp")  # noqa: S108 - private
 
 
 def _watch(process: subprocess.Popen[bytes], rank: int, reports: zmq.Socket[bytes]) -> None:

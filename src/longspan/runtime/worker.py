@@ -25,6 +25,7 @@ from longspan.core.steps import Forward, Sampled
 from longspan.kv.pool import KvPool
 from longspan.model.adapter import Model
 from longspan.model.files import ModelFiles
+from longspan.model.store import DTYPES
 from longspan.runtime.batch import BlockTables, pack
 from longspan.runtime.exchange import StepAttention
 from longspan.runtime.messages import (
@@ -43,7 +44,6 @@ from longspan.runtime.messages import (
 from longspan.runtime.sampler import sample
 
 _log = logging.getLogger("longspan.worker")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Worker:
