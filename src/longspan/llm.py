@@ -5,10 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Self, TypeVar
 
 import numpy as np
@@ -22,7 +19,6 @@ from longspan.core.protocols import Limits
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
 from longspan.kv.pool import bytes_per_block
-from longspan.model.cache import cache_root
 from longspan.model.files import ModelFiles
 from longspan.model.info import ModelInfo
 from longspan.model.source import prepare
@@ -31,12 +27,11 @@ from longspan.model.tokenizer import Detokenizer, load_tokenizer
 from longspan.outputs import CompletionOutput, RequestOutput
 from longspan.policy import make_policy
 from longspan.runtime.capacity import default_kv_bytes
-from longspan.runtime.local import LocalExecutor, MonotonicClock, make_run_dir
-from longspan.runtime.messages import WorkerConfig
+from longspan.runtime.launch import start_workers
+from longspan.runtime.local import MonotonicClock
 
 _log = logging.getLogger("longspan")
 ChoiceT = TypeVar("ChoiceT")
-_NUM_LOGS_KEPT = 20
 
 
 class LLM:
@@ -103,7 +98,7 @@ class LLM:
         )
         capacity = chosen.capacity_tokens(num_blocks=num_blocks, block_size=block_size)
         self.max_model_len = _max_model_len(self.info.context_length, capacity, max_model_len)
-        self._executor = _start_workers(files, spec, device, threads, num_blocks, block_size)
+        self._executor = start_workers(files, spec, device, threads, num_blocks, block_size)
         self._engine = Engine(
             policy=chosen,
             executor=self._executor,
@@ -355,43 +350,6 @@ def _max_model_len(context_length: int, capacity: int, wanted: int | None) -> in
     if capacity < context_length and wanted is None:
         _log.info("the KV pools hold %d tokens, less than the model's context of %d", capacity, context_length)
     return wanted or min(context_length, capacity)
-
-
-def _start_workers(
-    files: ModelFiles, spec: ParallelSpec, device: str, threads: int, num_blocks: int, block_size: int
-) -> LocalExecutor:
-    run_dir = make_run_dir()
-    configs = [
-        WorkerConfig(
-            rank=rank,
-            world_size=spec.num_ranks,
-            run_dir=run_dir,
-            model_name=files.name,
-            config_dir=str(files.config_dir),
-            weights=str(files.weights),
-            dtype=files.dtype,
-            trust_remote_code=files.trust_remote_code,
-            device=device,
-            num_threads=threads,
-            num_blocks=num_blocks,
-            block_size=block_size,
-        )
-        for rank in range(spec.num_ranks)
-    ]
-    return LocalExecutor(configs, log_dir=_log_dir(run_dir))
-
-
-def _log_dir(run_dir: str) -> Path:
-    """A folder for the logs of this engine's workers; of older ones only the latest are kept."""
-    logs = cache_root() / "logs"
-    if logs.is_dir():
-        times = {}
-        for folder in logs.iterdir():
-            with suppress(FileNotFoundError):  # another engine may be doing the same
-                times[folder] = folder.stat().st_mtime
-        for folder in sorted(times, key=lambda folder: times[folder], reverse=True)[_NUM_LOGS_KEPT:]:
-            shutil.rmtree(folder, ignore_errors=True)
-    return logs / Path(run_dir).name
 
 
 def _one_each(value: ChoiceT | Sequence[ChoiceT], number: int) -> list[ChoiceT]:

@@ -1,0 +1,57 @@
+"""Starts the workers of an engine on this host."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from longspan.core.parallel import ParallelSpec
+from longspan.model.cache import cache_root
+from longspan.model.files import ModelFiles
+from longspan.runtime.local import LocalExecutor, make_run_dir
+from longspan.runtime.messages import WorkerConfig
+
+_NUM_LOGS_KEPT = 20
+
+
+def start_workers(
+    files: ModelFiles, spec: ParallelSpec, device: str, threads: int, num_blocks: int, block_size: int
+) -> LocalExecutor:
+    """One worker per rank of `spec`, ready for steps.
+
+    Raises:
+        WorkerLostError: when a worker does not start.
+    """
+    run_dir = make_run_dir()
+    configs = [
+        WorkerConfig(
+            rank=rank,
+            world_size=spec.num_ranks,
+            run_dir=run_dir,
+            model_name=files.name,
+            config_dir=str(files.config_dir),
+            weights=str(files.weights),
+            dtype=files.dtype,
+            trust_remote_code=files.trust_remote_code,
+            device=device,
+            num_threads=threads,
+            num_blocks=num_blocks,
+            block_size=block_size,
+        )
+        for rank in range(spec.num_ranks)
+    ]
+    return LocalExecutor(configs, log_dir=_log_dir(run_dir))
+
+
+def _log_dir(run_dir: str) -> Path:
+    """A folder for the logs of this engine's workers; of older ones only the latest are kept."""
+    logs = cache_root() / "logs"
+    if logs.is_dir():
+        times = {}
+        for folder in logs.iterdir():
+            with suppress(FileNotFoundError):  # another engine may be doing the same
+                times[folder] = folder.stat().st_mtime
+        for folder in sorted(times, key=lambda folder: times[folder], reverse=True)[_NUM_LOGS_KEPT:]:
+            shutil.rmtree(folder, ignore_errors=True)
+    return logs / Path(run_dir).name
