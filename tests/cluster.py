@@ -8,13 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import torch
+
 from longspan.core.engine import Engine, EngineConfig
 from longspan.core.protocols import Limits
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
-from longspan.core.steps import BlockRef, Completion, Forward, Free, Part, Step
+from longspan.core.steps import UNKNOWN, BlockRef, Completion, Forward, Free, Part, Step
 from longspan.policy import make_policy
-from longspan.runtime.batch import BlockTables
+from longspan.runtime.requests import RankRequests
 from longspan.sim.clock import VirtualClock
 from longspan.sim.executor import SimExecutor
 
@@ -36,6 +38,21 @@ class Setup:
     eos_token_ids: tuple[int, ...] = ()
     rope_switch_length: int | None = None
     prefix_caching: bool = True
+    max_steps_in_flight: int = 2
+
+
+def rank_requests() -> RankRequests:
+    """What a rank without a device remembers."""
+    return RankRequests(vocab_size=VOCAB, device=torch.device("cpu"))
+
+
+def invented_token(request: Request, position: int, eos: tuple[int, ...]) -> int:
+    """What `SimExecutor` samples."""
+    token = zlib.crc32(f"{request.id} {position}".encode()) % VOCAB
+    banned = (*eos, *request.params.stop_ids)
+    while position - len(request.prompt) < request.params.min_tokens and token in banned:
+        token = (token + 1) % VOCAB
+    return token
 
 
 class Cluster:
@@ -60,6 +77,7 @@ class Cluster:
                 rope_switch_length=setup.rope_switch_length,
                 limits=Limits(max_num_batched_tokens=setup.max_num_batched_tokens, max_num_seqs=setup.max_num_seqs),
                 prefix_caching=setup.prefix_caching,
+                max_steps_in_flight=setup.max_steps_in_flight,
             ),
         )
 
@@ -76,6 +94,12 @@ class Cluster:
     def add(self, prompt: Sequence[int], params: SamplingParams | None = None, **wishes: int | bool) -> Request:
         """Queues a request; `wishes` are sampling parameters."""
         request = self.engine.add(tuple(prompt), params or SamplingParams(**wishes))  # type: ignore[arg-type]
+        self.executor.requests[request.id] = request
+        return request
+
+    def follow(self, leader: Request, choice: int) -> Request:
+        """Queues another choice of a request."""
+        request = self.engine.add(leader.prompt, leader.params, choice=choice, leader=leader)
         self.executor.requests[request.id] = request
         return request
 
@@ -112,11 +136,9 @@ class Cluster:
         room = self.engine.config.max_model_len - len(request.prompt)
         output: list[int] = []
         while len(output) < min(params.max_tokens or room, room):
-            token = zlib.crc32(f"{request.id} {len(request.prompt) + len(output)}".encode()) % VOCAB
-            while len(output) < params.min_tokens and token in eos:
-                token = (token + 1) % VOCAB
+            token = invented_token(request, len(request.prompt) + len(output), eos)
             output.append(token)
-            if token in eos and not params.ignore_eos:
+            if (token in eos and not params.ignore_eos) or token in params.stop_ids:
                 break
         return output
 
@@ -133,7 +155,7 @@ class CheckedExecutor:
         self.requests: dict[int, Request] = {}
         self.in_flight: dict[int, Forward] = {}
         self.live: dict[int, _Live] = {}
-        self._tables = [BlockTables() for _ in range(setup.num_instances)]
+        self._ranks = [rank_requests() for _ in range(setup.num_instances)]
         self._slots: dict[BlockRef, list[int]] = defaultdict(lambda: [0] * setup.block_size)
         self._owners: dict[BlockRef, set[int]] = defaultdict(set)
 
@@ -160,12 +182,13 @@ class CheckedExecutor:
             assert request_id not in named, "freed while a step in flight names it"
             for ref in self.live.pop(request_id).table:
                 self._owners[ref].remove(request_id)
-        for tables in self._tables:
-            tables.forget(step.request_ids)
+        for rank in self._ranks:
+            rank.forget(step.request_ids)
 
     def _forward(self, forward: Forward) -> None:
-        busy = {instance for other in self.in_flight.values() for instance in other.instances}
-        assert busy.isdisjoint(forward.instances), "steps in flight share no instance"
+        busy = Counter(instance for other in self.in_flight.values() for instance in other.instances)
+        most = self._setup.max_steps_in_flight - 1
+        assert all(busy[i] <= most for i in forward.instances), "few steps are in flight on an instance"
         assert forward.parts
         assert len({part.request_id for part in forward.parts}) == len(forward.parts)
         for part in forward.parts:
@@ -180,7 +203,7 @@ class CheckedExecutor:
 
     def _begin(self, part: Part) -> None:
         """Tables first: a block may be named by two requests only if neither writes it."""
-        tables = [self._tables[instance].apply(part) for instance in part.group]
+        tables = [self._ranks[instance].apply(part).table for instance in part.group]
         assert all(table == tables[0] for table in tables)
         live = self.live.setdefault(part.request_id, _Live(group=part.group, next_start=part.start))
         assert live.group == part.group, "a group stays together until the request is freed"
@@ -207,7 +230,12 @@ class CheckedExecutor:
         assert all(0 <= ref.block < self._setup.num_blocks for ref in part.blocks)
         assert (part.exchange == "local") == (len(part.group) == 1)
         assert part.exchange != "ring_q" or part.stop == part.start + 1
-        assert (part.sample is not None) == (part.stop == request.num_tokens)
+        assert (part.sample is not None) == (part.stop >= request.num_known)
+        assert UNKNOWN not in part.tokens[:-1], "at most the last token is yet to be sampled"
+        assert (part.unknown_on is not None) == (part.tokens[-1] == UNKNOWN)
+        if part.unknown_on is not None:
+            assert part.unknown_on == live.sampled_on, "who sampled a token passes it on"
+        live.sampled_on = None if part.sample is None else part.sample.instance
         if part.sample is not None:
             assert part.sample.position == part.stop
             assert part.sample.instance == live.table[(part.stop - 1) // self._setup.block_size].instance
@@ -243,7 +271,10 @@ class CheckedExecutor:
             live.names, live.rope_length = [], request.rope_length
         for position in range(len(live.names), request.num_tokens):
             before = live.names[-1] if live.names else request.rope_length
-            live.names.append(hash((before, position, *request.tokens(position, position + 1))))
+            [token] = request.tokens(position, position + 1)
+            if token == UNKNOWN:
+                token = invented_token(request, position, self._setup.eos_token_ids)
+            live.names.append(hash((before, position, token)))
         return live.names
 
     def _check_limits(self, forward: Forward) -> None:
@@ -251,7 +282,8 @@ class CheckedExecutor:
         for part in forward.parts:
             tokens.update({i: sum(map(len, runs)) for i, runs in zip(part.group, part.runs, strict=True)})
         assert max(tokens.values()) <= self._setup.max_num_batched_tokens
-        seats = Counter(instance for live in self.live.values() for instance in live.group)
+        running = [live for number, live in self.live.items() if self.requests[number].finish_reason is None]
+        seats = Counter(instance for live in running for instance in live.group)
         assert max(seats.values()) <= self._setup.max_num_seqs
 
 
@@ -259,6 +291,7 @@ class CheckedExecutor:
 class _Live:
     group: tuple[int, ...]
     next_start: int
+    sampled_on: int | None = None
     table: list[BlockRef] = field(default_factory=list)
     names: list[int] = field(default_factory=list)
     rope_length: int = -1

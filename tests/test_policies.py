@@ -252,6 +252,7 @@ def view_of(account: KvAccount, requests: list[Request]) -> ClusterView:
         waiting=[],
         running=requests,
         busy=frozenset(),
+        full=frozenset(),
         account=account,
         now_s=0.0,
     )

@@ -8,14 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan.core.runs import Run
-from longspan.core.steps import BlockRef, Forward, Free, Part, Sample
+from longspan.core.steps import BlockRef, Forward, Free, Part, Sample, Sampling
 from longspan.sim.clock import VirtualClock
 from longspan.sim.executor import LinearCost, SimExecutor
 
 COST = LinearCost(base_s=1.0, per_token_s=0.5)
 
 
-def forward(number: int, *instances: int, num_tokens: int = 2, sample: Sample | None = None) -> Forward:
+def forward(
+    number: int,
+    *instances: int,
+    num_tokens: int = 2,
+    sample: Sample | None = None,
+    banned: tuple[int, ...] = (),
+) -> Forward:
     runs = ((Run(0, num_tokens),),) + ((),) * (len(instances) - 1)
     part = Part(
         request_id=number,
@@ -28,12 +34,13 @@ def forward(number: int, *instances: int, num_tokens: int = 2, sample: Sample | 
         first_block=0,
         blocks=(BlockRef(instances[0], 0),),
         sample=sample,
+        sampling=Sampling(seed=0, banned=banned),
     )
     return Forward(number=number, parts=(part,))
 
 
-def wish(position: int, banned: tuple[int, ...] = ()) -> Sample:
-    return Sample(instance=0, position=position, temperature=0.0, top_k=-1, top_p=1.0, seed=0, banned=banned)
+def wish(position: int, *, below_minimum: bool = False) -> Sample:
+    return Sample(instance=0, position=position, below_minimum=below_minimum)
 
 
 def executor(vocab_size: int = 10) -> tuple[SimExecutor, VirtualClock]:
@@ -93,7 +100,8 @@ def test_invented_tokens_depend_on_request_and_position_only(request: int, posit
     tokens = []
     for num_tokens in (1, 5):
         sim, _ = executor()
-        sim.submit(forward(request, 0, num_tokens=num_tokens, sample=wish(position, tuple(banned))))
+        asked = wish(position, below_minimum=bool(banned))
+        sim.submit(forward(request, 0, num_tokens=num_tokens, sample=asked, banned=tuple(banned)))
         ((sampled,),) = [c.sampled for c in sim.poll(None)]
         assert sampled.request_id == request
         tokens.append(sampled.token)

@@ -51,6 +51,8 @@ class LLM:
         kv_cache_memory_bytes, num_gpu_blocks_override: KV memory, or number of blocks, per instance (the latter on any
             device).
         enable_prefix_caching: reuse the KV of earlier requests that begin alike.
+        async_scheduling: plan and send the next step while the present one runs.
+        record_times: measure where workers spend their time, see `worker_times`; costs a little.
 
     Raises:
         ValueError: for a wrong argument, an unknown or unsupported model, or too little memory.
@@ -80,6 +82,8 @@ class LLM:
         kv_cache_memory_bytes: int | None = None,
         num_gpu_blocks_override: int | None = None,
         enable_prefix_caching: bool = True,
+        async_scheduling: bool = True,
+        record_times: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
         spec = _parallel_spec(parallel, instances, tp, pp)
@@ -98,7 +102,7 @@ class LLM:
         )
         capacity = chosen.capacity_tokens(num_blocks=num_blocks, block_size=block_size)
         self.max_model_len = _max_model_len(self.info.context_length, capacity, max_model_len)
-        self._executor = start_workers(files, spec, device, threads, num_blocks, block_size)
+        self._executor = start_workers(files, spec, device, threads, num_blocks, block_size, record_times=record_times)
         self._engine = Engine(
             policy=chosen,
             executor=self._executor,
@@ -112,6 +116,7 @@ class LLM:
                 rope_switch_length=self.info.rope_switch_length,
                 limits=limits,
                 prefix_caching=enable_prefix_caching,
+                max_steps_in_flight=2 if async_scheduling else 1,
                 seed=seed,
             ),
         )
@@ -168,9 +173,18 @@ class LLM:
         """Process ids of the workers, by rank."""
         return self._executor.pids
 
+    def worker_times(self) -> list[dict[str, float]]:
+        """By rank, seconds in attention, linear layers, everything else, and waiting for messages and the controller.
+
+        They count from the start to the latest step; empty without `record_times`.
+        """
+        return [dict(times) for times in self._executor.worker_times]
+
     @property
     def num_free_blocks(self) -> tuple[int, ...]:
-        """Free KV blocks per instance, cached ones included."""
+        """Free KV blocks per instance, cached ones included; waits for steps that only finished requests are in."""
+        while not self._tracked and self._engine.has_unfinished:
+            self._engine.step()
         account = self._engine.account
         return tuple(account.pool(i).num_free for i in range(self._engine.config.num_instances))
 

@@ -48,8 +48,8 @@ class KvAccount:
         Full blocks are shared. The tail after them is taken over when nobody uses it, so that a following turn of a
         conversation recomputes no token of the turns before.
         """
-        if not self.prefix_caching:
-            return PrefixHit()
+        if not self.prefix_caching or request.scores_prompt:
+            return PrefixHit()  # logprobs of a prompt need all of it computed
         limit = request.num_tokens - 1
         refs: list[BlockRef] = []
         while (len(refs) + 1) * self.block_size <= limit:
@@ -91,19 +91,19 @@ class KvAccount:
     def publish(self, request: Request, start: int) -> None:
         """Offers the blocks that became full between `start` and the request's `num_computed` tokens."""
         if self.prefix_caching:
-            for index in range(start // self.block_size, request.num_computed // self.block_size):
+            for index in range(start // self.block_size, _num_namable(request) // self.block_size):
                 self._publish(request, index)
 
     def release(self, request: Request) -> None:
         """Gives all the request's blocks back, last first; what they hold stays known until they are needed."""
-        if self.prefix_caching and request.num_computed % self.block_size:
-            self._publish(request, request.num_computed // self.block_size)
+        if self.prefix_caching and _num_namable(request) % self.block_size:
+            self._publish(request, _num_namable(request) // self.block_size)
         for ref in reversed(request.table):
             self.pool(ref.instance).release(ref.block)
         request.table.clear()
 
     def _publish(self, request: Request, index: int) -> None:
-        stop = min(request.num_computed, (index + 1) * self.block_size)
+        stop = min(_num_namable(request), (index + 1) * self.block_size)
         tokens = request.tokens(index * self.block_size, stop)
         ref = request.table[index]
         self.pool(ref.instance).publish(ref.block, Content(request.parent_key(index), tokens))
@@ -121,3 +121,8 @@ class KvAccount:
         found = [(self.pool(instance).find_adoptable(parent, tokens), instance) for instance in group]
         (block, length), instance = max(found, key=lambda candidate: candidate[0][1])
         return (BlockRef(instance, block), length) if length else (None, 0)
+
+
+def _num_namable(request: Request) -> int:
+    """Tokens whose KV is computed and whose ids are known: of an aborted request the last sampled ones are not."""
+    return min(request.num_computed, request.num_known)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
@@ -10,7 +12,7 @@ from longspan.core.account import KvAccount
 from longspan.core.protocols import Clock, ClusterView, Executor, Limits, Policy, Share
 from longspan.core.request import FinishReason, Request, RequestMetrics
 from longspan.core.sampling import SamplingParams
-from longspan.core.steps import Completion, Exchange, Forward, Free, Part, Sample, Sampled
+from longspan.core.steps import UNKNOWN, Completion, Exchange, Forward, Free, Part, Sample, Sampled, Scored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +23,11 @@ class EngineConfig:
         num_blocks: KV blocks per instance.
         max_model_len: the longest request, prompt and output together, in tokens.
         rope_switch_length: requests longer than this use other rotary factors; None for most models.
+        max_steps_in_flight: steps that an instance may have been sent and not completed. With 2 it never waits for the
+            controller: the next step is there before the present one ends.
+
+    Raises:
+        ValueError: for a value out of range.
     """
 
     num_instances: int
@@ -31,7 +38,13 @@ class EngineConfig:
     rope_switch_length: int | None = None
     limits: Limits = field(default_factory=Limits)
     prefix_caching: bool = True
+    max_steps_in_flight: int = 2
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_steps_in_flight not in (1, 2):
+            # With 3, a token could be needed (by penalties, as a prefix key) that two steps ago was not known yet.
+            raise ValueError(f"max_steps_in_flight must be 1 or 2, but {self.max_steps_in_flight} given")
 
 
 class Engine:
@@ -78,27 +91,37 @@ class Engine:
                 "shorten the prompt"
             )
 
-    def add(self, prompt: tuple[int, ...], params: SamplingParams) -> Request:
-        """Queues a request.
+    def add(
+        self, prompt: tuple[int, ...], params: SamplingParams, *, choice: int = 0, leader: Request | None = None
+    ) -> Request:
+        """Queues a request. For `params.n` outputs, add the first and then the others with it as their `leader`.
 
         Raises:
             ValueError: see `check`.
         """
         self.check(len(prompt))
+        assert (leader is None) == (choice == 0), "the first choice leads the others"
         room = self.config.max_model_len - len(prompt)
         request = Request(
             id=self._next_request,
             prompt=prompt,
             params=params,
-            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            seed=self._seed(params) if leader is None else leader.seed,
+            choice=choice,
+            leader=leader,
             block_size=self.config.block_size,
             max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
             metrics=RequestMetrics(arrival_s=self._clock.now()),
         )
+        if request.scores_prompt:
+            request.prompt_logprobs = [None] * len(prompt)
         self._next_request += 1
-        request.pin_rope_length(self._rope_length(request))
+        request.pin_rope_length(self._rope_length(len(prompt)))
         self._requests[request.id] = request
         return request
+
+    def _seed(self, params: SamplingParams) -> int:
+        return self._seeds.getrandbits(63) if params.seed is None else params.seed
 
     @property
     def has_unfinished(self) -> bool:
@@ -126,7 +149,11 @@ class Engine:
         return [request for done in self._executor.poll(timeout_s) for request in self._complete(done)]
 
     def _emit(self) -> None:
-        batches = self._plan()
+        """Steps until no instance can be given one."""
+        while batches := self._plan():
+            self._emit_batches(batches)
+
+    def _emit_batches(self, batches: Sequence[Sequence[Share]]) -> None:
         shares = [share for batch in batches for share in batch]
         for share in shares:
             if share.hit is not None:
@@ -150,12 +177,14 @@ class Engine:
 
     def _view(self) -> ClusterView:
         live = [r for r in self._requests.values() if r.finish_reason is None]
+        in_flight = Counter(i for forward in self._in_flight.values() for i in forward.instances)
         return ClusterView(
             num_instances=self.config.num_instances,
             limits=self.config.limits,
-            waiting=[r for r in live if not r.group],
+            waiting=[r for r in live if not r.group and not r.must_wait],
             running=sorted((r for r in live if r.group), key=lambda r: r.admission),
-            busy=frozenset(i for forward in self._in_flight.values() for i in forward.instances),
+            busy=frozenset(in_flight),
+            full=frozenset(i for i, number in in_flight.items() if number >= self.config.max_steps_in_flight),
             account=self.account,
             now_s=self._clock.now(),
         )
@@ -173,36 +202,56 @@ class Engine:
 
     def _part(self, share: Share) -> Part:
         request = share.request
-        assert share.start == request.num_scheduled == request.num_computed, "spans of a request follow each other"
-        first, request.sent_blocks = request.sent_blocks, len(request.table)
-        request.num_scheduled = share.stop
-        return Part(
+        assert share.start == request.num_scheduled, "spans of a request follow each other"
+        tokens = request.tokens(share.start, share.stop)
+        first_block, request.sent_blocks = request.sent_blocks, len(request.table)
+        first_output, new_output = self._new_output(request)
+        part = Part(
             request_id=request.id,
             start=share.start,
             stop=share.stop,
-            tokens=request.tokens(share.start, share.stop),
+            tokens=tokens,
             group=share.group,
             runs=share.runs,
             exchange=share.exchange,
-            first_block=first,
-            blocks=tuple(request.table[first:]),
+            first_block=first_block,
+            blocks=tuple(request.table[first_block:]),
             sample=self._sample(request) if share.stop == request.num_tokens else None,
+            unknown_on=self._holder(request, share.stop - 2) if tokens[-1] == UNKNOWN else None,
+            sampling=request.sampling(self.config.eos_token_ids) if first_block == 0 else None,
+            first_output=first_output,
+            new_output=new_output,
+            targets=request.prompt[share.start + 1 : share.stop + 1] if request.scores_prompt else (),
             rope_length=request.rope_length,
         )
+        request.num_scheduled = share.stop
+        if part.sample is not None:
+            self._promise(request)
+        return part
+
+    def _promise(self, request: Request) -> None:
+        """The token being sampled can be scheduled, unless it is the last or the first with other rotary factors."""
+        num_tokens = request.num_scheduled + 1
+        goes_on = num_tokens - len(request.prompt) < request.max_tokens
+        if goes_on and self._rope_length(num_tokens) == request.rope_length:
+            request.num_promised = num_tokens
 
     def _sample(self, request: Request) -> Sample:
-        params, position = request.params, request.num_tokens
-        below_minimum = len(request.output) < params.min_tokens
+        position = request.num_tokens
         return Sample(
-            instance=request.table[(position - 1) // self.config.block_size].instance,
+            instance=self._holder(request, position - 1),
             position=position,
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            seed=request.seed,
-            banned=self.config.eos_token_ids if below_minimum else (),
-            output_logits=params.output_logits,
+            below_minimum=position - len(request.prompt) < request.params.min_tokens,
         )
+
+    def _holder(self, request: Request, position: int) -> int:
+        return request.table[position // self.config.block_size].instance
+
+    def _new_output(self, request: Request) -> tuple[int, tuple[int, ...]]:
+        if not request.penalised:
+            return 0, ()
+        first, request.sent_output = request.sent_output, len(request.output)
+        return first, tuple(request.output[first:])
 
     def _complete(self, done: Completion) -> list[Request]:
         forward = self._in_flight.pop(done.number)
@@ -213,23 +262,41 @@ class Engine:
             request.num_computed = part.stop
             request.metrics.num_computed_tokens += part.stop - part.start
             self.account.publish(request, part.start)
-            if request.finish_reason is not None:
+            if request.finish_reason is not None and not request.in_flight:
                 self._drop(request)
-        return [self._append(sampled) for sampled in done.sampled if sampled.request_id in self._requests]
+        for scored in done.scored:
+            self._take_scores(scored)
+        return [self._append(sampled) for sampled in done.sampled if self._is_live(sampled.request_id)]
+
+    def _is_live(self, request_id: int) -> bool:
+        """Whether anybody wants its tokens; what a request samples after its end is thrown away."""
+        request = self._requests.get(request_id)
+        return request is not None and request.finish_reason is None
+
+    def _take_scores(self, scored: Scored) -> None:
+        if self._is_live(scored.request_id):
+            request = self._requests[scored.request_id]
+            for position, logprobs in zip(scored.positions, scored.logprobs, strict=True):
+                request.prompt_logprobs[position] = logprobs
 
     def _append(self, sampled: Sampled) -> Request:
-        request = self._requests[sampled.request_id]
+        request, params = self._requests[sampled.request_id], self._requests[sampled.request_id].params
         request.output.append(sampled.token)
-        if request.params.output_logits:
+        if params.output_logits:
             request.logits.append(sampled.logits)
+        if sampled.logprobs is not None:
+            request.logprobs.append(sampled.logprobs)
         self._record_time(request)
-        if sampled.token in self.config.eos_token_ids and not request.params.ignore_eos:
+        if len(request.output) > params.min_tokens and sampled.token in params.stop_ids:
+            request.stop_reason = sampled.token
+            self.finish(request, "stop")
+        elif sampled.token in self.config.eos_token_ids and not params.ignore_eos:
             self.finish(request, "stop")
         elif len(request.output) >= request.max_tokens:
             self.finish(request, "length")
-        elif self._rope_length(request) != request.rope_length:
+        elif self._rope_length(request.num_known) != request.rope_length:
             self._retract(request)
-            request.pin_rope_length(self._rope_length(request))
+            request.pin_rope_length(self._rope_length(request.num_known))
         return request
 
     def _record_time(self, request: Request) -> None:
@@ -248,11 +315,11 @@ class Engine:
             counts[ref.instance] += max(0, min(size, request.num_computed - index * size))
         return counts
 
-    def _rope_length(self, request: Request) -> int:
+    def _rope_length(self, num_tokens: int) -> int:
         switch = self.config.rope_switch_length
         if switch is None:
             return 0
-        return switch + 1 if request.num_tokens > switch else switch
+        return switch + 1 if num_tokens > switch else switch
 
     def _retract(self, request: Request) -> None:
         """The request gives up its KV and waits again; what it computed is found again by its prefix keys."""
@@ -260,7 +327,8 @@ class Engine:
         self.account.release(request)
         self._executor.submit(Free(number=self._number(), request_ids=(request.id,)))
         request.group = ()
-        request.num_computed = request.num_scheduled = request.sent_blocks = 0
+        request.num_computed = request.num_scheduled = request.num_promised = 0
+        request.sent_blocks = request.sent_output = 0
 
     def _drop(self, request: Request) -> None:
         if request.group:

@@ -38,6 +38,7 @@ class ClusterView:
         waiting: requests that hold no KV, first come first.
         running: requests that hold KV, first admitted first.
         busy: instances that have a step in flight.
+        full: instances that can be given no further step now.
         now_s: the engine's clock.
     """
 
@@ -46,6 +47,7 @@ class ClusterView:
     waiting: Sequence[Request]
     running: Sequence[Request]
     busy: frozenset[int]
+    full: frozenset[int]
     account: KvAccount
     now_s: float
 
@@ -82,7 +84,11 @@ class Policy(Protocol):
     """Decides the next steps. Pure: the same view gives the same plan."""
 
     def plan(self, view: ClusterView) -> Plan:
-        """Shares for instances that are not busy; an empty plan waits for the next event."""
+        """Shares for instances that are not full; an empty plan waits for the next event.
+
+        A step for a busy instance is planned ahead: what steps in flight compute and sample counts as done, though the
+        last token of a request may be unknown. Only requests that no step in flight names can be preempted.
+        """
 
     def capacity_tokens(self, *, num_blocks: int, block_size: int) -> int:
         """The longest request, in tokens, that is sure to fit when it is alone and every pool has `num_blocks`."""
@@ -102,7 +108,7 @@ class Executor(Protocol):
         """Sends a step to its ranks; returns at once."""
 
     def poll(self, timeout_s: float | None) -> list[Completion]:
-        """Waits for completions: all there are, at least one unless `timeout_s` (None: no limit) passes.
+        """Waits for completions: at least one, at most one per request, none when `timeout_s` (None: no limit) passes.
 
         Raises:
             WorkerLostError: when a worker died or raised; none of the steps in flight will complete.

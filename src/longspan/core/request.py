@@ -7,7 +7,7 @@ from typing import Literal
 
 from longspan.core.blocks import ROOT, chain_key
 from longspan.core.sampling import SamplingParams
-from longspan.core.steps import BlockRef
+from longspan.core.steps import UNKNOWN, BlockRef, Sampling, TokenLogprobs
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -41,11 +41,16 @@ class Request:
     """Counters instead of phases: `num_computed <= num_scheduled <= num_tokens`.
 
     Attributes:
+        choice, leader: which of the `n` outputs of a prompt this is; all but the first wait until it has computed the
+            prompt, whose KV they share.
+        num_promised: tokens there will be when all steps in flight are done; they can be scheduled already.
         admission: counts admissions; a request that was preempted stands behind those that were not.
         group: the instances that hold its KV, in ring order; empty while it waits.
         table: entry b is the block of tokens `[b * block_size, (b + 1) * block_size)`.
         sent_blocks: how many entries of `table` the ranks of `group` know.
+        sent_output: how many output tokens they know; counted for requests with penalties only.
         rope_length: the length that length-dependent rotary embeddings are pinned to; part of the prefix keys.
+        stop_reason: the stop token that ended it, if one of `stop_token_ids` did.
     """
 
     id: int
@@ -55,34 +60,85 @@ class Request:
     block_size: int
     max_tokens: int
     metrics: RequestMetrics
+    choice: int = 0
+    leader: Request | None = None
     output: list[int] = field(default_factory=list)
     logits: list[bytes] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     num_computed: int = 0
     num_scheduled: int = 0
+    num_promised: int = 0
     admission: int = 0
     group: tuple[int, ...] = ()
     table: list[BlockRef] = field(default_factory=list)
     sent_blocks: int = 0
+    sent_output: int = 0
     rope_length: int = 0
     finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
     _keys: list[bytes] = field(default_factory=list)
 
     @property
-    def num_tokens(self) -> int:
+    def num_known(self) -> int:
         """Prompt and output tokens known so far."""
         return len(self.prompt) + len(self.output)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that can be scheduled: the known ones and those that steps in flight will sample."""
+        return max(self.num_known, self.num_promised)
 
     @property
     def in_flight(self) -> bool:
         """Whether an emitted step names it."""
         return self.num_scheduled > self.num_computed
 
+    @property
+    def must_wait(self) -> bool:
+        """Whether another request computes its prompt right now."""
+        leader = self.leader
+        return leader is not None and not leader.output and leader.finish_reason is None
+
+    @property
+    def penalised(self) -> bool:
+        """Whether ranks must know its output tokens."""
+        params = self.params
+        return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the logprobs of its prompt are still to be reported."""
+        return self.params.prompt_logprobs is not None and self.leader is None and not self.output
+
     def tokens(self, start: int, stop: int) -> tuple[int, ...]:
-        """Token ids at positions `[start, stop)`."""
+        """Token ids at positions `[start, stop)`, `UNKNOWN` where steps in flight will sample them."""
         num_prompt = len(self.prompt)
         if stop <= num_prompt:
             return self.prompt[start:stop]
-        return self.prompt[start:] + tuple(self.output[max(0, start - num_prompt) : stop - num_prompt])
+        known = self.prompt[start:] + tuple(self.output[max(0, start - num_prompt) : stop - num_prompt])
+        return known + (UNKNOWN,) * (stop - start - len(known))
+
+    def sampling(self, eos_token_ids: tuple[int, ...]) -> Sampling:
+        """What ranks must know to sample its tokens."""
+        params = self.params
+        return Sampling(
+            seed=self.seed,
+            choice=self.choice,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            logit_bias=params.biases,
+            banned=(*eos_token_ids, *params.stop_ids) if params.min_tokens else (),
+            prompt=tuple(sorted(set(self.prompt))) if params.repetition_penalty != 1.0 else (),
+            logprobs=params.logprobs,
+            prompt_logprobs=params.prompt_logprobs,
+            output_logits=params.output_logits,
+        )
 
     def parent_key(self, index: int) -> bytes:
         """Names all tokens before block `index`; every block before it must be full of known tokens."""

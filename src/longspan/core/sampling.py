@@ -2,67 +2,215 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
+
+LogitBias = Mapping[int, float] | Mapping[str, float] | tuple[tuple[int, float], ...]
+"""Token id to bias. JSON has no integer keys, so that ids may come as strings of digits; kept as sorted pairs."""
+
+MAX_BIAS = 100.0
+"""OpenAI's bound, either way. It is ample to force a token or to rule one out."""
+
+_WHOLE = ("n", "top_k", "min_tokens")
+_WHOLE_OR_NONE = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
+_REAL = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the next tokens of a request are chosen and when it ends. Names and defaults are vLLM's.
+    """How the next tokens of a request are chosen and when it ends. Names, defaults and ranges are vLLM's.
+
+    They apply in this order: logit_bias, min_tokens, penalties, temperature, min_p, top_k, top_p. Instances are
+    hashable whatever collections they were given.
 
     Attributes:
+        n: how many outputs are drawn for the prompt, each from random numbers of its own.
         temperature: 0 is greedy; otherwise logits are divided by it.
-        top_k: only the k most likely tokens stay; 0 or -1 keeps all.
-        top_p: only the smallest set of most likely tokens whose probability reaches p stays.
+        top_k: only the k most likely tokens, and those exactly as likely as the last of them, stay; 0 or -1 keeps all.
+        top_p: only the smallest set of most likely tokens whose probability reaches p stays, with those exactly as
+            likely as its last.
+        min_p: tokens less likely than this fraction of the most likely token's probability go.
+        repetition_penalty: positive logits of tokens in the prompt or the output are divided by it, negative ones
+            multiplied; above 1 discourages them.
+        presence_penalty: taken from the logit of every token in the output.
+        frequency_penalty: taken from a token's logit as often as the token is in the output.
+        logit_bias: added to the logits of these token ids.
         seed: of this request's random numbers; None draws one from the engine's seed.
         stop: strings that end the output; they are not part of it.
-        min_tokens: until so many tokens are out, end-of-sequence tokens and stop strings do not end the request;
-            end-of-sequence tokens are not sampled at all.
+        stop_token_ids: tokens that end the output.
+        min_tokens: until so many tokens are out, end-of-sequence tokens, stop tokens and stop strings do not end the
+            request; end-of-sequence and stop tokens are not sampled at all.
         max_tokens: at most so many output tokens; None means up to the model's context.
         ignore_eos: generate on past end-of-sequence tokens.
-        output_logits: return the float32 logits that each output token was chosen from (before temperature).
+        logprobs: report the log-probability of each output token, and of so many of the most likely tokens beside it.
+        prompt_logprobs: the same for the tokens of the prompt.
+        output_logits: return the float32 logits that each output token was chosen from (before all of the above).
 
     Raises:
-        ValueError: for a value out of range.
+        ValueError: for a value out of range or of the wrong type.
     """
 
+    n: int = 1
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: LogitBias | None = None
     seed: int | None = None
-    stop: tuple[str, ...] | list[str] | str = ()
+    stop: Sequence[str] | str | None = ()
+    stop_token_ids: Sequence[int] | None = ()
     min_tokens: int = 0
     max_tokens: int | None = 16
     ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     output_logits: bool = False
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
-        checks = (
-            (0.0 <= self.temperature < float("inf"), f"temperature must be 0 or more, but {self.temperature} given"),
-            (self.top_k >= -1, f"top_k must be -1 or 0 (all) or positive, but {self.top_k} given"),
-            (0.0 < self.top_p <= 1.0, f"top_p must be above 0 and at most 1, but {self.top_p} given"),
-            (
-                self.seed is None or 0 <= self.seed < 2**63,
-                f"seed must be at least 0 and below 2**63, but {self.seed} given",
-            ),
-            (all(stop), "a stop string must not be empty"),
-            (
-                self.max_tokens is None or self.max_tokens >= 1,
-                f"max_tokens must be at least 1, but {self.max_tokens} given",
-            ),
-            (self.min_tokens >= 0, f"min_tokens must be at least 0, but {self.min_tokens} given"),
-            (
-                self.max_tokens is None or self.min_tokens <= self.max_tokens,
-                f"min_tokens({self.min_tokens}) must not exceed max_tokens({self.max_tokens})",
-            ),
-        )
-        for holds, message in checks:
-            if not holds:
-                raise ValueError(message)
+        for name in _WHOLE:
+            self._set(name, _whole(name, getattr(self, name)))
+        for name in _WHOLE_OR_NONE:
+            value = getattr(self, name)
+            self._set(name, None if value is None else _whole(name, value))
+        for name in _REAL:
+            self._set(name, _real(name, getattr(self, name)))
+        self._set("stop", _strings(self.stop))
+        self._set("stop_token_ids", _token_ids(self.stop_token_ids))
+        self._set("logit_bias", None if self.logit_bias is None else _biases(self.logit_bias))
+        for checks in (_distribution_checks, _penalty_checks, _length_checks, _report_checks):
+            for holds, message in checks(self):
+                if not holds:
+                    raise ValueError(message)
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as a tuple, whatever form it was given in."""
         assert isinstance(self.stop, tuple), "normalised in the constructor"
         return self.stop
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """`stop_token_ids` as a tuple, whatever form they were given in."""
+        assert isinstance(self.stop_token_ids, tuple), "normalised in the constructor"
+        return self.stop_token_ids
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` as pairs of token id and bias, by ascending id; empty for None."""
+        assert self.logit_bias is None or isinstance(self.logit_bias, tuple), "normalised in the constructor"
+        return self.logit_bias or ()
+
+    def check_vocab(self, vocab_size: int) -> None:
+        """Hold what names tokens against a model's vocabulary.
+
+        Raises:
+            ValueError: for a token id that is not below `vocab_size`, or more logprobs than there are tokens.
+        """
+        named = {"logit_bias": [token for token, _ in self.biases], "stop_token_ids": self.stop_ids}
+        for name, tokens in named.items():
+            for token in tokens:
+                if token >= vocab_size:
+                    raise ValueError(
+                        f"{name} names token {token}, but this model's token ids are 0 to {vocab_size - 1}: remove it"
+                    )
+        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if count is not None and count > vocab_size:
+                raise ValueError(f"{name} must be at most this model's {vocab_size} tokens, but {count} given")
+
+
+def _distribution_checks(params: SamplingParams) -> Iterator[tuple[bool, str]]:
+    temperature, top_k, top_p, min_p = params.temperature, params.top_k, params.top_p, params.min_p
+    yield 0.0 <= temperature < float("inf"), f"temperature must be 0 or more and finite, but {temperature} given"
+    yield top_k >= -1, f"top_k must be -1 or 0 (all) or positive, but {top_k} given"
+    yield 0.0 < top_p <= 1.0, f"top_p must be above 0 and at most 1, but {top_p} given"
+    yield 0.0 <= min_p <= 1.0, f"min_p must be from 0 to 1, but {min_p} given"
+    seed = params.seed
+    yield seed is None or 0 <= seed < 2**63, f"seed must be at least 0 and below 2**63, but {seed} given"
+    yield params.n >= 1, f"n must be at least 1, but {params.n} given"
+    greedy = f"n must be 1 when using greedy sampling, but {params.n} given: set n=1 or a temperature above 0"
+    yield params.n == 1 or temperature > 0, greedy
+
+
+def _penalty_checks(params: SamplingParams) -> Iterator[tuple[bool, str]]:
+    repetition = params.repetition_penalty
+    yield (
+        0.0 < repetition < float("inf"),
+        f"repetition_penalty must be above 0 and finite, 1 for none, but {repetition} given",
+    )
+    for name in ("presence_penalty", "frequency_penalty"):
+        value = getattr(params, name)
+        yield -2.0 <= value <= 2.0, f"{name} must be from -2 to 2, 0 for none, but {value} given"
+    for token, bias in params.biases:
+        yield (
+            -MAX_BIAS <= bias <= MAX_BIAS,
+            f"logit_bias must be from -{MAX_BIAS:g} to {MAX_BIAS:g}, but {bias} given for token {token}",
+        )
+
+
+def _length_checks(params: SamplingParams) -> Iterator[tuple[bool, str]]:
+    longest, least = params.max_tokens, params.min_tokens
+    yield all(params.stop_strings), "a stop string must not be empty: leave it out"
+    yield longest is None or longest >= 1, f"max_tokens must be at least 1, but {longest} given"
+    yield least >= 0, f"min_tokens must be at least 0, but {least} given"
+    yield longest is None or least <= longest, f"min_tokens({least}) must not exceed max_tokens({longest})"
+
+
+def _report_checks(params: SamplingParams) -> Iterator[tuple[bool, str]]:
+    for name in ("logprobs", "prompt_logprobs"):
+        value = getattr(params, name)
+        yield value is None or value >= 0, f"{name} must be at least 0, or None for no report, but {value} given"
+
+
+def _whole(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ValueError(f"{name} must be a whole number, but {value!r} given")
+    return int(value)
+
+
+def _real(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ValueError(f"{name} must be a number, but {value!r} given")
+    return float(value)
+
+
+def _strings(stop: Sequence[str] | str | None) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    for string in strings:
+        if not isinstance(string, str):
+            raise ValueError(f"stop must be a string or several, but {string!r} given: token ids go to stop_token_ids")
+    return strings
+
+
+def _token_ids(tokens: object) -> tuple[int, ...]:
+    if tokens is None:
+        return ()
+    if isinstance(tokens, str | bytes) or not isinstance(tokens, Iterable):
+        raise ValueError(f"stop_token_ids must be a list of token ids, but {tokens!r} given")
+    return tuple(_token_id("stop_token_ids", token) for token in tokens)
+
+
+def _token_id(name: str, token: object) -> int:
+    number = _whole(f"a token id in {name}", token)
+    if number < 0:
+        raise ValueError(f"a token id in {name} must be at least 0, but {number} given")
+    return number
+
+
+def _biases(bias: object) -> tuple[tuple[int, float], ...]:
+    if not isinstance(bias, Mapping | tuple):
+        raise ValueError(f"logit_bias must map token ids to numbers, but {bias!r} given")
+    biases: dict[int, float] = {}
+    for key, value in bias.items() if isinstance(bias, Mapping) else bias:
+        digits = isinstance(key, str) and key.isascii() and key.isdigit()
+        token = _token_id("logit_bias", int(key) if digits else key)
+        if token in biases:
+            raise ValueError(f"logit_bias names token {token} twice: keep one")
+        biases[token] = _real(f"the logit_bias of token {token}", value)
+    return tuple(sorted(biases.items()))

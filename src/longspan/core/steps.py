@@ -10,6 +10,9 @@ from longspan.core.runs import Deal, Run
 Exchange = Literal["local", "ring_kv", "ring_q"]
 """How Q, K, V travel: `local` not at all, `ring_kv` keys and values, `ring_q` queries and partial outputs."""
 
+UNKNOWN = -1
+"""Stands for a token that is yet to be sampled."""
+
 
 @dataclass(frozen=True, slots=True)
 class BlockRef:
@@ -20,25 +23,72 @@ class BlockRef:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """What stays the same whenever a token of one request is sampled. Ranks are told once and remember it.
+
+    Random numbers are keyed by (seed, choice, position), so that neither batch nor layout can change them.
+
+    Attributes:
+        choice: which of the `n` outputs of a prompt this request is.
+        logit_bias: added to the logits of these token ids.
+        banned: token ids that are not sampled below `min_tokens` (end-of-sequence and stop tokens).
+        prompt: the distinct token ids of the prompt, for the repetition penalty only.
+        logprobs, prompt_logprobs: how many of the most likely tokens are reported beside the one that was chosen, or
+            stands in the prompt; None for no report.
+        output_logits: whether the logits are reported with the token.
+    """
+
+    seed: int
+    choice: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    banned: tuple[int, ...] = ()
+    prompt: tuple[int, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    output_logits: bool = False
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the choice of a token depends on the tokens before it beyond their logits."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """How and where one token is sampled: the random number is keyed by (seed, position), so that neither batch nor
-    layout can change it.
+    """Where and for which position one token is sampled.
 
     Attributes:
         instance: the member that holds the span's last token and samples.
         position: of the token to be sampled.
-        banned: token ids that must not be sampled (end-of-sequence below `min_tokens`).
-        output_logits: whether the logits are reported with the token.
+        below_minimum: whether `Sampling.banned` tokens are out of the question.
     """
 
     instance: int
     position: int
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
-    banned: tuple[int, ...] = ()
-    output_logits: bool = False
+    below_minimum: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenLogprobs:
+    """How likely one token was, by the model's own logits (before penalties, bias and temperature).
+
+    Attributes:
+        logprob: natural logarithm of the token's probability.
+        rank: 1 for the most likely token of all.
+        top_ids, top_logprobs: the most likely tokens, best first, as many as were asked for.
+    """
+
+    logprob: float
+    rank: int
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +102,12 @@ class Part:
         runs: of the span, per member of `group`; ranks never re-deal.
         first_block, blocks: the request's block table is cut to `first_block` entries, then extended by `blocks`; entry
             b holds tokens `[b * block_size, (b + 1) * block_size)`.
+        tokens: the span's token ids. The last is `UNKNOWN` when the step that samples it was still in flight.
+        unknown_on: the instance that samples that unknown token, in a step before this one.
+        sampling: with the first part that these ranks see of a request, None later.
+        first_output, new_output: of a request with penalties, the output tokens that became known since its last part,
+            and which one the first of them is.
+        targets: when prompt logprobs are wanted, the token that follows each of the span's tokens inside the prompt.
         sample: None when the span does not reach the request's last token.
         rope_length: the length that length-dependent rotary embeddings of this request are pinned to.
     """
@@ -66,6 +122,11 @@ class Part:
     first_block: int
     blocks: tuple[BlockRef, ...]
     sample: Sample | None
+    unknown_on: int | None = None
+    sampling: Sampling | None = None
+    first_output: int = 0
+    new_output: tuple[int, ...] = ()
+    targets: tuple[int, ...] = ()
     rope_length: int = 0
 
 
@@ -100,6 +161,16 @@ class Sampled:
     request_id: int
     token: int
     logits: bytes = b""
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scored:
+    """How likely the prompt tokens at `positions` were; a rank reports those that follow tokens it computed."""
+
+    request_id: int
+    positions: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,6 +180,7 @@ class Completion:
     number: int
     sampled: tuple[Sampled, ...]
     bytes_sent: dict[str, int]
+    scored: tuple[Scored, ...] = ()
 
 
 def members_with_queries(runs: Deal) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """A Hugging Face causal language model, unmodified, whose attention is done by whoever calls `Model.forward`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,9 @@ class Model:
         self.module = module
         self.info = info
         self._longrope = longrope
+        self._body = _Body(getattr(module, module.base_model_prefix))
+        setattr(module, module.base_model_prefix, self._body)
+        self._last: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def load(cls, files: ModelFiles, device: torch.device) -> "Model":
@@ -55,6 +59,18 @@ class Model:
         if self._longrope is not None:
             assert rope_lengths is not None, "a longrope model needs rope_lengths"
             self._longrope.pin(rope_lengths)
+        self._body.output = None
+        self._last = tokens, positions
+        return self._call(tokens, positions, keep, attend)
+
+    @torch.no_grad()
+    def logits(self, rows: Sequence[int]) -> Tensor:
+        """Logits `[n, vocab]` (float32) of more tokens of the latest `forward`, by their indices; n is at least 1."""
+        assert self._last is not None, "logits follow a forward"
+        tokens, positions = self._last
+        return self._call(tokens, positions, torch.tensor(rows, device=tokens.device), None)
+
+    def _call(self, tokens: Tensor, positions: Tensor, keep: Tensor, attend: Attend | None) -> Tensor:
         output = self.module(
             input_ids=tokens[None],
             position_ids=positions[None],
@@ -64,6 +80,20 @@ class Model:
         )
         logits: Tensor = output.logits[0]
         return logits.float()
+
+
+class _Body(nn.Module):
+    """Stands for the decoder layers and keeps their output, so that the head can be asked for more of it."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers_of_model = layers
+        self.output: Any = None
+
+    def forward(self, **arguments: object) -> Any:  # noqa: ANN401 - whatever the model's own layers return
+        if self.output is None:
+            self.output = self.layers_of_model(**arguments)
+        return self.output
 
 
 def _fill(model: nn.Module, tensors: Mapping[str, Tensor], device: torch.device) -> None:

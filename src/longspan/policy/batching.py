@@ -24,7 +24,7 @@ class Budget:
     """What is left to give away in the step being planned, per instance.
 
     Attributes:
-        tokens: of the idle instances only; all else is known of every instance.
+        tokens: of the instances that the step is for; all else is known of every instance.
         load: tokens that running and admitted requests still have to compute there.
         reserved: free blocks that running requests will need for the tokens they have; admissions leave them alone.
         claimed, adopted: blocks that admissions of this plan begin with, and those of them that are taken over.
@@ -39,11 +39,11 @@ class Budget:
     adopted: set[BlockRef] = field(default_factory=set)
 
     @classmethod
-    def of(cls, view: ClusterView, idle: Sequence[int]) -> Budget:
-        """All there is when only the `idle` instances may compute."""
+    def of(cls, view: ClusterView, instances: Sequence[int]) -> Budget:
+        """All there is when only these instances compute."""
         everyone = range(view.num_instances)
         budget = cls(
-            tokens=Counter(dict.fromkeys(idle, view.limits.max_num_batched_tokens)),
+            tokens=Counter(dict.fromkeys(instances, view.limits.max_num_batched_tokens)),
             blocks=Counter({i: view.account.pool(i).num_free for i in everyone}),
             seqs=Counter(dict.fromkeys(everyone, view.limits.max_num_seqs)),
             load=Counter(),
@@ -113,16 +113,21 @@ class Batch:
     preempted: list[Request] = field(default_factory=list)
 
 
-def fill(view: ClusterView, instances: frozenset[int], placement: Placement) -> Batch:
-    """Plans one step of idle `instances`; a request takes part when its whole group is among them."""
+def fill(view: ClusterView, instances: frozenset[int], placement: Placement) -> Batch | None:
+    """Plans one step of `instances`; a request takes part when its whole group is among them.
+
+    None when the step cannot be planned ahead: somebody must be preempted whom a step in flight names.
+    """
     budget = Budget.of(view, sorted(instances))
     batch = Batch()
-    queue = [r for r in view.running if instances.issuperset(r.group)]
+    queue = [r for r in view.running if r.num_scheduled < r.num_tokens and instances.issuperset(r.group)]
     while queue:
         request = queue.pop(0)
         share = placement.grow(request, view, budget)
         while share is not None and not budget.fits(Counter(share.holders)):
             victim = _victim(request, queue, share, budget)
+            if victim.in_flight:
+                return None
             batch.preempted.append(victim)
             budget.blocks.update(view.account.reclaimable(victim))
             if victim is request:

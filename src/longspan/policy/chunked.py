@@ -34,10 +34,10 @@ class Chunked:
         return num_blocks * block_size
 
     def plan(self, view: ClusterView) -> Plan:
-        """One batch on instance 0 whenever it is idle."""
-        if view.busy:
+        """One batch on instance 0 whenever it can take a step."""
+        batch = None if view.full else fill(view, frozenset({0}), self)
+        if batch is None:
             return Plan()
-        batch = fill(view, frozenset({0}), self)
         return Plan(preempted=tuple(batch.preempted), batches=(tuple(batch.shares),) if batch.shares else ())
 
     def grow(self, request: Request, view: ClusterView, budget: Budget) -> Share | None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from longspan.core.account import PrefixHit
 from longspan.core.protocols import ClusterView, Plan, Share
 from longspan.core.request import Request
-from longspan.policy.batching import Budget, fill, single_share
+from longspan.policy.batching import Batch, Budget, fill, single_share
 from longspan.policy.dealing import Room, deal_chunk, holders
 from longspan.policy.options import parse_options
 
@@ -59,24 +59,28 @@ class Context:
         return len(self._everyone) * num_blocks * block_size
 
     def plan(self, view: ClusterView) -> Plan:
-        """One batch per set of idle instances that share requests."""
+        """One batch per set of instances that share requests, where all of the set can take a step."""
         teams = teams_of((r.group for r in view.running), self._everyone)
-        idle = frozenset(i for team in teams if not view.busy.intersection(team) for i in team)
-        if not idle or (self._gathering(view) and len(idle) < len(self._everyone)):
-            return Plan()
-        batch = fill(replace(view, waiting=self._in_turn(view)), idle, self)
+        batch = self._fill(view, teams, view.full) or self._fill(view, teams, view.busy) or Batch()
         teams = teams_of((share.group for share in batch.shares), self._everyone)
         batches = (tuple(s for s in batch.shares if team.issuperset(s.group)) for team in teams)
         return Plan(preempted=tuple(batch.preempted), batches=tuple(b for b in batches if b))
 
+    def _fill(self, view: ClusterView, teams: Iterable[frozenset[int]], taken: frozenset[int]) -> Batch | None:
+        """A step of the teams that have no member among the `taken`; None when somebody in flight is in the way."""
+        able = frozenset(i for team in teams if not taken.intersection(team) for i in team)
+        if not able or (self._gathering(view) and len(able) < len(self._everyone)):
+            return Batch()
+        return fill(replace(view, waiting=self._in_turn(view)), able, self)
+
     def _gathering(self, view: ClusterView) -> bool:
-        """Whether a prompt to be dealt waits first in line: idle instances then wait for the busy ones."""
+        """Whether a prompt to be dealt waits first in line: instances that could take a step wait for the others."""
         waiting = self._in_turn(view)
         return bool(waiting) and self._is_dealt(waiting[0], view)
 
     def _in_turn(self, view: ClusterView) -> list[Request]:
         """Who may be admitted: dealt prompts one after the other, each as fast as it goes; short ones pass those."""
-        prefilling = any(len(r.group) > 1 and r.num_tokens - r.num_computed > 1 for r in view.running)
+        prefilling = any(len(r.group) > 1 and r.num_tokens - r.num_scheduled > 1 for r in view.running)
         in_turn = []
         for request in view.waiting:
             dealt = self._is_dealt(request, view)

@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from longspan.core.runs import Deal
-from longspan.core.steps import BlockRef, Exchange, Forward, Part, Sample, held_runs
-
-
-class BlockTables:
-    """A rank's copy of the block tables of the requests it takes part in."""
-
-    def __init__(self) -> None:
-        self._tables: dict[int, list[BlockRef]] = {}
-
-    def apply(self, part: Part) -> list[BlockRef]:
-        """Brings a request's table up to date and returns it."""
-        table = self._tables.setdefault(part.request_id, [])
-        assert len(table) >= part.first_block, "the controller has told this rank all earlier blocks"
-        table[part.first_block :] = part.blocks
-        return table
-
-    def forget(self, request_ids: Iterable[int]) -> None:
-        """Drops requests; unknown ones belong to other ranks."""
-        for request_id in request_ids:
-            self._tables.pop(request_id, None)
+from longspan.core.runs import Deal, Run
+from longspan.core.steps import UNKNOWN, Exchange, Forward, Part, Sample, held_runs
+from longspan.runtime.requests import RankRequests
+from longspan.runtime.unknown import UnknownToken
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +47,16 @@ class Channel:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PromptRows:
+    """Prompt tokens whose logprobs are wanted: packed token `rows[i]` predicts `targets[i]` at `positions[i]`."""
+
+    request_id: int
+    rows: tuple[int, ...]
+    positions: tuple[int, ...]
+    targets: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Packed:
     """All of a Forward that concerns one rank.
 
@@ -72,6 +65,7 @@ class Packed:
         blocks, offsets: `[tokens]` int64, the KV slot of every token.
         channels: in the same order on every rank.
         keep: `[n]` indices of the tokens whose logits are sampled by `samples`, for `request_ids`.
+        unknown: tokens that this rank must find out or pass on before it computes.
     """
 
     tokens: Tensor
@@ -83,23 +77,27 @@ class Packed:
     keep: Tensor
     samples: tuple[Sample, ...]
     request_ids: tuple[int, ...]
+    unknown: tuple[UnknownToken, ...]
+    prompts: tuple[PromptRows, ...]
 
 
-def pack(forward: Forward, tables: BlockTables, *, instance: int, block_size: int, device: torch.device) -> Packed:
-    """Packs the parts in which `instance` is a member."""
+def pack(forward: Forward, requests: RankRequests, *, instance: int, block_size: int, device: torch.device) -> Packed:
+    """Packs the parts in which `instance` is a member, and brings `requests` up to date."""
     tokens: list[int] = []
     positions: list[int] = []
     rope_lengths: list[int] = []
     blocks: list[int] = []
     channels: dict[tuple[Exchange, tuple[int, ...]], list[PackedPart]] = {}
     sampled: list[tuple[int, Sample, int]] = []
+    unknown: list[UnknownToken] = []
+    prompts: list[PromptRows] = []
     for part in forward.parts:
         if instance not in part.group:
             continue
-        table = tables.apply(part)
-        member = part.group.index(instance)
+        table = requests.apply(part).table
+        runs = part.runs[part.group.index(instance)]
         first = len(tokens)
-        for run in part.runs[member]:
+        for run in runs:
             tokens.extend(part.tokens[run.start - part.start : run.stop - part.start])
             positions.extend(run.positions)
             blocks.extend(table[position // block_size].block for position in run.positions)
@@ -114,6 +112,9 @@ def pack(forward: Forward, tables: BlockTables, *, instance: int, block_size: in
         channels.setdefault((part.exchange, part.group), []).append(packed)
         if part.sample is not None and part.sample.instance == instance:
             sampled.append((part.request_id, part.sample, len(tokens) - 1))
+        unknown.extend(_unknown(part, instance, len(tokens) - 1))
+        if part.targets and runs:
+            prompts.append(_prompt_rows(part, runs, first))
     position = torch.tensor(positions, dtype=torch.int64, device=device)
     return Packed(
         tokens=torch.tensor(tokens, dtype=torch.int64, device=device),
@@ -125,6 +126,28 @@ def pack(forward: Forward, tables: BlockTables, *, instance: int, block_size: in
         keep=torch.tensor([row for _, _, row in sampled], dtype=torch.int64, device=device),
         samples=tuple(wish for _, wish, _ in sampled),
         request_ids=tuple(request_id for request_id, _, _ in sampled),
+        unknown=tuple(unknown),
+        prompts=tuple(prompts),
+    )
+
+
+def _unknown(part: Part, instance: int, last_row: int) -> Iterator[UnknownToken]:
+    if part.tokens[-1] == UNKNOWN:
+        assert part.sample is not None and part.unknown_on is not None, "what is unknown is the request's last token"
+        target = part.sample.instance
+        if instance in (target, part.unknown_on):
+            row = last_row if instance == target else -1
+            yield UnknownToken(request_id=part.request_id, source=part.unknown_on, target=target, row=row)
+
+
+def _prompt_rows(part: Part, runs: Sequence[Run], first_row: int) -> PromptRows:
+    """The rows of this member whose next token lies in the prompt, on whichever member that is."""
+    before = [position for run in runs for position in run.positions if position - part.start < len(part.targets)]
+    return PromptRows(
+        request_id=part.request_id,
+        rows=tuple(range(first_row, first_row + len(before))),
+        positions=tuple(position + 1 for position in before),
+        targets=tuple(part.targets[position - part.start] for position in before),
     )
 
 

@@ -16,6 +16,7 @@ from longspan.attn.ring_q import ring_q
 from longspan.attn.spec import AttnSpec
 from longspan.kv.pool import KvPool
 from longspan.runtime.batch import Channel, Packed
+from longspan.runtime.timing import Stopwatch
 
 _EXCHANGES = {"ring_kv": ring_kv, "ring_q": ring_q}
 _CHANNELS = 16
@@ -23,38 +24,60 @@ _CHANNELS = 16
 _NUM_TAGS = 2**31
 
 
-class StepAttention:
-    """Callable for the model: `(layer, q, k, v) -> out`, all `[heads, tokens, head_dim]`.
-
-    Tags are unique per (step, layer, channel, hop) among the steps that can be in flight together.
-    """
+class StepComm:
+    """One step's groups. Tags are unique per (step, layer, channel, hop) among the steps that can be in flight."""
 
     def __init__(
-        self,
-        packed: Packed,
-        number: int,
-        *,
-        pool: KvPool,
-        specs: Sequence[AttnSpec],
-        transport: Transport | None,
-        world_size: int,
-        sent: Counter[str],
+        self, transport: Transport | None, number: int, *, rank: int, world_size: int, num_layers: int
     ) -> None:
-        assert all(c.number < _CHANNELS for c in packed.channels), "a step has few kinds of groups and exchanges"
-        self._packed, self._pool, self._specs, self._transport, self._sent = packed, pool, specs, transport, sent
-        self._hops = max(2, world_size)
-        per_step = len(specs) * _CHANNELS * self._hops
+        self.sent: Counter[str] = Counter()
+        self._transport, self._rank, self._world_size = transport, rank, world_size
+        self._num_layers, self._hops = num_layers, max(2, world_size)
+        per_step = (num_layers + 1) * _CHANNELS * self._hops
         self._first_tag = number % (_NUM_TAGS // per_step) * per_step
+
+    def channel(self, layer: int, channel: Channel) -> Group:
+        """The members of a channel in one layer."""
+        assert self._transport is not None, "a group of several ranks has a transport"
+        return Group(
+            self._transport,
+            channel.members,
+            channel.rank,
+            name=channel.exchange,
+            first_tag=self._tag(layer, channel.number),
+            sent=self.sent,
+        )
+
+    def everyone(self) -> Group | None:
+        """All ranks, for what travels before the first layer; None when there is only one."""
+        if self._transport is None:
+            return None
+        everyone, tag = range(self._world_size), self._tag(self._num_layers, 0)
+        return Group(self._transport, everyone, self._rank, name="tokens", first_tag=tag, sent=self.sent)
+
+    def _tag(self, layer: int, channel: int) -> int:
+        assert channel < _CHANNELS, "a step has few kinds of groups and exchanges"
+        return self._first_tag + (layer * _CHANNELS + channel) * self._hops
+
+
+class StepAttention:
+    """Callable for the model: `(layer, q, k, v) -> out`, all `[heads, tokens, head_dim]`."""
+
+    def __init__(
+        self, packed: Packed, comm: StepComm, *, pool: KvPool, specs: Sequence[AttnSpec], watch: Stopwatch
+    ) -> None:
+        self._packed, self._comm, self._pool, self._specs, self._watch = packed, comm, pool, specs, watch
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of this rank's packed tokens."""
-        if q.shape[1]:
-            self._pool.write(layer, self._packed.blocks, self._packed.offsets, k, v)
-        out = torch.empty_like(q)
-        for channel in self._packed.channels:
-            for part, result in zip(channel.parts, self._exchange(layer, channel, q), strict=True):
-                out[:, part.rows] = result
-        return out
+        with self._watch.during("attention"):
+            if q.shape[1]:
+                self._pool.write(layer, self._packed.blocks, self._packed.offsets, k, v)
+            out = torch.empty_like(q)
+            for channel in self._packed.channels:
+                for part, result in zip(channel.parts, self._exchange(layer, channel, q), strict=True):
+                    out[:, part.rows] = result
+            return out
 
     def without_tokens(self, dtype: torch.dtype, device: torch.device) -> None:
         """Takes part in every layer's exchanges when this rank has no token; the model itself cannot run on none."""
@@ -76,13 +99,4 @@ class StepAttention:
         ]
         if channel.exchange == "local":
             return [local(part, spec) for part in parts]
-        assert self._transport is not None, "a group of several ranks has a transport"
-        group = Group(
-            self._transport,
-            channel.members,
-            channel.rank,
-            name=channel.exchange,
-            first_tag=self._first_tag + (layer * _CHANNELS + channel.number) * self._hops,
-            sent=self._sent,
-        )
-        return _EXCHANGES[channel.exchange](group, parts, spec)
+        return _EXCHANGES[channel.exchange](self._comm.channel(layer, channel), parts, spec)

@@ -16,7 +16,14 @@ _NUM_LOGS_KEPT = 20
 
 
 def start_workers(
-    files: ModelFiles, spec: ParallelSpec, device: str, threads: int, num_blocks: int, block_size: int
+    files: ModelFiles,
+    spec: ParallelSpec,
+    device: str,
+    threads: int,
+    num_blocks: int,
+    block_size: int,
+    *,
+    record_times: bool,
 ) -> LocalExecutor:
     """One worker per rank of `spec`, ready for steps.
 
@@ -38,6 +45,7 @@ def start_workers(
             num_threads=threads,
             num_blocks=num_blocks,
             block_size=block_size,
+            record_times=record_times,
         )
         for rank in range(spec.num_ranks)
     ]

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO, NoReturn, Self
+from typing import NoReturn, Self
 
 import msgspec
 import zmq
 
 from longspan.core.errors import WorkerLostError
-from longspan.core.steps import Completion, Forward, Sampled, Step
+from longspan.core.steps import Completion, Forward, Sampled, Scored, Step
+from longspan.runtime.forkserver import WorkerProcess, start_worker
 from longspan.runtime.messages import (
     Command,
     Done,
@@ -55,6 +53,7 @@ class MonotonicClock:
 class LocalExecutor:
     """Implements `Executor` on spawned processes: instance i is rank i.
 
+    `worker_times` has, by rank, the seconds spent per category up to the latest step, if the workers record them.
     Commands and reports go over zmq sockets in a private folder, tensors over torch.distributed between the workers.
     Close it, or use it as a context manager; it also closes when it is collected or the interpreter exits.
     """
@@ -74,12 +73,13 @@ class LocalExecutor:
         self._commands: list[zmq.Socket[bytes]] = []
         self._awaited: dict[int, set[int]] = {}
         self._partial: dict[int, list[Done]] = {}
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[WorkerProcess] = []
         self._finalizer = weakref.finalize(
             self, _clean_up, self._processes, self._commands, self._context, Path(run_dir)
         )
         self._reports = self._context.socket(zmq.PULL)
         self._reports.bind(report_address(run_dir))
+        self.worker_times: list[dict[str, float]] = [{} for _ in configs]
         self._decoder = msgspec.msgpack.Decoder(Report)
         log_dir.mkdir(parents=True, exist_ok=True)
         for config in configs:
@@ -123,22 +123,8 @@ class LocalExecutor:
         self.close()
 
     def _start(self, config: WorkerConfig) -> None:
-        threads = str(config.num_threads)
-        environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-        log: BinaryIO
-        with (self._log_dir / f"rank{config.rank}.log").open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "longspan.runtime.worker"],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                start_new_session=True,  # signals to the terminal's group are the controller's to handle
-            )
+        process = start_worker(config, self._log_dir / f"rank{config.rank}.log")
         self._processes.append(process)
-        assert process.stdin is not None, "asked for a pipe"
-        process.stdin.write(msgspec.json.encode(config) + b"\n")
-        process.stdin.flush()
         socket = self._context.socket(zmq.PUSH)
         socket.connect(command_address(config.run_dir, config.rank))
         self._commands.append(socket)
@@ -178,17 +164,19 @@ class LocalExecutor:
     def _collect(self, done: Done) -> Completion | None:
         """The completion of a step once its last rank has reported."""
         awaited, reports = self._awaited[done.number], self._partial[done.number]
+        self.worker_times[done.rank] = done.times
         awaited.remove(done.rank)
         reports.append(done)
         if awaited:
             return None
         del self._awaited[done.number], self._partial[done.number]
         sampled: tuple[Sampled, ...] = tuple(s for report in reports for s in report.sampled)
+        scored: tuple[Scored, ...] = tuple(s for report in reports for s in report.scored)
         sent: dict[str, int] = {}
         for report in reports:
             for exchange, num_bytes in report.bytes_sent.items():
                 sent[exchange] = sent.get(exchange, 0) + num_bytes
-        return Completion(number=done.number, sampled=sampled, bytes_sent=sent)
+        return Completion(number=done.number, sampled=sampled, bytes_sent=sent, scored=scored)
 
     def _blame(self, rank: int, reason: str) -> NoReturn:
         """A rank lost a peer: waits shortly for the word of the one that was lost."""
@@ -218,7 +206,7 @@ def make_run_dir() -> str:
     return tempfile.mkdtemp(prefix="longspan-", dir=parent if len(parent) < _MAX_PARENT else "/tmp")  # noqa: S108 - private
 
 
-def _watch(process: subprocess.Popen[bytes], rank: int, reports: zmq.Socket[bytes]) -> None:
+def _watch(process: WorkerProcess, rank: int, reports: zmq.Socket[bytes]) -> None:
     """Reports the end of a worker process. Owns its socket: zmq sockets belong to one thread."""
     code = process.wait()
     try:
@@ -236,7 +224,7 @@ def _describe(code: int) -> str:
 
 
 def _clean_up(
-    processes: Sequence[subprocess.Popen[bytes]],
+    processes: Sequence[WorkerProcess],
     commands: Sequence[zmq.Socket[bytes]],
     context: zmq.Context[zmq.Socket[bytes]],
     run_dir: Path,
@@ -249,10 +237,8 @@ def _clean_up(
     for process in processes:
         try:
             process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
+        except TimeoutError:
             process.kill()
             process.wait()
-        if process.stdin is not None:
-            process.stdin.close()
     context.destroy(linger=0)
     shutil.rmtree(run_dir, ignore_errors=True)

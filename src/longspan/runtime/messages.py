@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from longspan.core.steps import Forward, Free, Sampled
+from longspan.core.steps import Forward, Free, Sampled, Scored
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -12,6 +12,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         run_dir: private folder of this engine: sockets and the rendezvous file. Gone after shutdown.
+        record_times: measure where the time goes, see `runtime.timing`.
     """
 
     rank: int
@@ -26,6 +27,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int
     num_blocks: int
     block_size: int
+    record_times: bool = False
 
 
 class RunForward(msgspec.Struct, frozen=True, tag="forward"):
@@ -54,12 +56,14 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """A rank's share of a Forward is computed."""
+    """A rank's share of a Forward is computed. `times` are seconds per category since the start, if recorded."""
 
     rank: int
     number: int
     sampled: tuple[Sampled, ...]
+    scored: tuple[Scored, ...]
     bytes_sent: dict[str, int]
+    times: dict[str, float] = {}
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

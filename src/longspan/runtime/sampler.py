@@ -1,60 +1,58 @@
-"""Chooses tokens. Random numbers are keyed by (seed, position), so a batch or a layout cannot change them."""
+"""Chooses tokens. A row's token depends on that row alone: on its logits, its request and its position."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from longspan.core.steps import Sample
+from longspan.core.steps import Sampling
+from longspan.runtime.logprobs import token_logprobs
+from longspan.runtime.penalties import Draw, TokenCounts, adjusted
+from longspan.runtime.quantiles import uniform, uniforms
+from longspan.runtime.tiles import in_tiles
+from longspan.runtime.truncation import weights
+
+__all__ = ["Draw", "TokenCounts", "sample", "token_logprobs", "uniform"]
 
 
-def sample(logits: Tensor, samples: Sequence[Sample]) -> list[int]:
-    """One token per row of `logits [n, vocab]` (float32), as each row's `Sample` asks."""
-    logits = _without_banned(logits, samples)
-    tokens: list[int] = logits.argmax(dim=-1).tolist()
-    random = [row for row, wish in enumerate(samples) if wish.temperature > 0]
-    if random:
-        drawn = _draw(logits[random], [samples[row] for row in random])
-        for row, token in zip(random, drawn, strict=True):
-            tokens[row] = token
-    return tokens
+def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+    """One token per row of `logits [rows, vocab]` (float32, left as they are), as each row's `Draw` asks.
+
+    Bias, ban and penalties come first. Temperature 0 then takes the best token, of equals the first; otherwise
+    temperature, min_p, top_k and top_p leave a distribution, and the token at a random quantile of it, in vocabulary
+    order, is taken. Where they leave none (nothing allowed, or logits that are not finite) the best is taken, too.
+    """
+    logits = adjusted(logits, draws)
+    drawn = _drawn(logits, draws)
+    greedy = [row for row in range(len(draws)) if row not in drawn]
+    if greedy:
+        chosen = logits[greedy] if drawn else logits
+        drawn.update(zip(greedy, chosen.argmax(dim=-1).tolist(), strict=True))
+    return [drawn[row] for row in range(len(draws))]
 
 
-def uniform(seed: int, position: int) -> float:
-    """The random number in [0, 1) of one position of a request."""
-    return float(np.random.Generator(np.random.Philox(key=seed, counter=position)).random())
-
-
-def _without_banned(logits: Tensor, samples: Sequence[Sample]) -> Tensor:
-    rows = [row for row, wish in enumerate(samples) for _ in wish.banned]
-    if not rows:
-        return logits
-    logits = logits.clone()
-    logits[rows, [token for wish in samples for token in wish.banned]] = -torch.inf
-    return logits
-
-
-def _draw(logits: Tensor, samples: Sequence[Sample]) -> list[int]:
-    """Temperature, then top-k, then top-p on what is left, then the token at the drawn quantile."""
-    device = logits.device
-    temperature = torch.tensor([wish.temperature for wish in samples], device=device, dtype=torch.float64)
+def _drawn(logits: Tensor, draws: Sequence[Draw]) -> dict[int, int]:
+    """Row to token, of the rows that are not greedy and have a distribution."""
+    random = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
+    random.sort(key=lambda row: _treatment(draws[row].sampling))
+    tokens: dict[int, int] = {}
+    for rows in in_tiles(random, logits):
+        tokens.update(zip(rows, _draw(logits[list(rows)], [draws[row] for row in rows]), strict=True))
     vocab = logits.shape[-1]
-    top_k = torch.tensor([wish.top_k if wish.top_k > 0 else vocab for wish in samples], device=device)
-    top_p = torch.tensor([wish.top_p for wish in samples], device=device, dtype=torch.float64)
-    logits = logits.double()
-    below_best = logits - logits.amax(dim=-1, keepdim=True)  # so that no temperature, however small, makes it infinite
-    ranked, order = (below_best / temperature[:, None]).sort(dim=-1, descending=True, stable=True)
-    ranked.masked_fill_(torch.arange(vocab, device=device) >= top_k[:, None], -torch.inf)
-    probabilities = ranked.softmax(dim=-1)
-    before = probabilities.cumsum(dim=-1) - probabilities
-    probabilities.masked_fill_((before >= top_p[:, None]) & (top_p < 1)[:, None], 0.0)
-    cumulative = probabilities.cumsum(dim=-1)
-    quantile = torch.tensor([uniform(wish.seed, wish.position) for wish in samples], device=device, dtype=torch.float64)
-    threshold = (quantile * cumulative[:, -1])[:, None]
-    chosen = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=vocab - 1)
-    chosen = torch.minimum(chosen, (probabilities > 0).sum(dim=-1, keepdim=True) - 1).clamp_(min=0)
-    tokens: list[int] = order.gather(-1, chosen)[:, 0].tolist()
+    return {row: token for row, token in tokens.items() if token < vocab}
+
+
+def _treatment(sampling: Sampling) -> tuple[bool, bool, bool]:
+    """Rows alike in this are worked on together, so that few are sorted for their neighbours' sake."""
+    return sampling.top_p < 1, sampling.top_k > 0, sampling.min_p > 0
+
+
+def _draw(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+    """Each row's token at its random quantile; the size of the vocabulary where there is no distribution."""
+    reached = weights(logits, [draw.sampling for draw in draws]).cumsum(dim=-1)
+    quantiles = uniforms((draw.sampling.seed, draw.sampling.choice, draw.position) for draw in draws)
+    wanted = reached.new_tensor(quantiles)[:, None] * reached[:, -1:]
+    tokens: list[int] = torch.searchsorted(reached, wanted, right=True)[:, 0].tolist()
     return tokens

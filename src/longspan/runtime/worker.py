@@ -1,7 +1,6 @@
 """One rank: a process that owns a device, a model and a KV pool, and computes the steps it is sent, first in first out.
 
-Started as `python -m longspan.runtime.worker` with its configuration as one line of JSON on standard input. When that
-pipe closes, the controller is gone and the worker exits.
+It is forked from a process that has imported this module, see `runtime.forkserver`, and ends when that one does.
 """
 
 from __future__ import annotations
@@ -12,22 +11,23 @@ import shutil
 import signal
 import sys
 import threading
-from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 import torch
 import torch.distributed as dist
 import zmq
+from torch import Tensor
 
 from longspan.attn.comm import CommError, TorchTransport
-from longspan.core.steps import Forward, Sampled
+from longspan.core.steps import Forward, Sampled, Scored, TokenLogprobs
 from longspan.kv.pool import KvPool
 from longspan.model.adapter import Model
 from longspan.model.files import ModelFiles
 from longspan.model.store import DTYPES
-from longspan.runtime.batch import BlockTables, pack
-from longspan.runtime.exchange import StepAttention
+from longspan.runtime.batch import Packed, PromptRows, pack
+from longspan.runtime.exchange import StepAttention, StepComm
 from longspan.runtime.messages import (
     Command,
     Done,
@@ -41,9 +41,14 @@ from longspan.runtime.messages import (
     command_address,
     report_address,
 )
-from longspan.runtime.sampler import sample
+from longspan.runtime.requests import RankRequest, RankRequests
+from longspan.runtime.sampler import Draw, sample, token_logprobs
+from longspan.runtime.timing import Stopwatch, TimedTransport
+from longspan.runtime.unknown import resolve
 
 _log = logging.getLogger("longspan.worker")
+_LOGITS_TILE = 256
+"""Prompt tokens whose logits are made at a time: the logits of 8K tokens would take more memory than most models."""
 
 
 class Worker:
@@ -69,55 +74,96 @@ class Worker:
             dtype=self._dtype,
             device=self._device,
         )
-        self._tables = BlockTables()
-        self._transport = _join(config) if config.world_size > 1 else None
+        self._requests = RankRequests(vocab_size=self._model.info.vocab_size, device=self._device)
+        self.watch = Stopwatch(enabled=config.record_times, device=self._device)
+        self.watch.watch_linear(self._model.module)
+        transport = _join(config) if config.world_size > 1 else None
+        self._transport = None if transport is None else TimedTransport(transport, self.watch)
 
     def forget(self, request_ids: tuple[int, ...]) -> None:
-        """Drops requests from the block tables."""
-        self._tables.forget(request_ids)
+        """Drops requests."""
+        self._requests.forget(request_ids)
 
     def run(self, forward: Forward) -> Done:
         """Computes this rank's share and samples what it is asked to."""
-        packed = pack(
-            forward,
-            self._tables,
-            instance=self._config.rank,
-            block_size=self._config.block_size,
-            device=self._device,
-        )
-        sent: Counter[str] = Counter()
-        attention = StepAttention(
-            packed,
+        config, info = self._config, self._model.info
+        packed = pack(forward, self._requests, instance=config.rank, block_size=config.block_size, device=self._device)
+        comm = StepComm(
+            self._transport,
             forward.number,
-            pool=self._pool,
-            specs=self._model.info.specs,
-            transport=self._transport,
-            world_size=self._config.world_size,
-            sent=sent,
+            rank=config.rank,
+            world_size=config.world_size,
+            num_layers=info.num_layers,
         )
-        sampled: list[Sampled] = []
+        resolve(packed.unknown, packed.tokens, self._requests, comm.everyone())
+        attention = StepAttention(packed, comm, pool=self._pool, specs=info.specs, watch=self.watch)
+        sampled: tuple[Sampled, ...] = ()
+        scored: tuple[Scored, ...] = ()
         if len(packed.tokens):
             logits = self._model.forward(packed.tokens, packed.positions, packed.keep, attention, packed.rope_lengths)
-            chosen = sample(logits, packed.samples) if packed.samples else []
-            for row, token in enumerate(chosen):
-                wanted = packed.samples[row].output_logits
-                data = logits[row].cpu().numpy().tobytes() if wanted else b""
-                sampled.append(Sampled(request_id=packed.request_ids[row], token=token, logits=data))
+            sampled = tuple(self._sample(packed, logits))
+            scored = tuple(score_prompt(prompt, self._model, self._requests) for prompt in packed.prompts)
         else:
             attention.without_tokens(self._dtype, self._device)
         if self._transport is not None:
             self._transport.flush()
-        return Done(rank=self._config.rank, number=forward.number, sampled=tuple(sampled), bytes_sent=dict(sent))
+        return Done(rank=config.rank, number=forward.number, sampled=sampled, scored=scored, bytes_sent=dict(comm.sent))
+
+    def _sample(self, packed: Packed, logits: Tensor) -> Iterator[Sampled]:
+        """One token per row of `logits [n, vocab]`, reported with what its request wants to know of it."""
+        if not packed.samples:
+            return
+        requests = [self._requests[request_id] for request_id in packed.request_ids]
+        tokens = sample(
+            logits,
+            [
+                Draw(
+                    sampling=request.sampling,
+                    position=wish.position,
+                    below_minimum=wish.below_minimum,
+                    history=request.history,
+                )
+                for request, wish in zip(requests, packed.samples, strict=True)
+            ],
+        )
+        logprobs = _logprobs(logits, tokens, requests)
+        for row, (request, token) in enumerate(zip(requests, tokens, strict=True)):
+            request.last_token = token
+            data = logits[row].cpu().numpy().tobytes() if request.sampling.output_logits else b""
+            yield Sampled(request_id=packed.request_ids[row], token=token, logits=data, logprobs=logprobs.get(row))
 
 
-def main() -> None:
-    """Runs a worker until it is told to stop, its controller goes away, or it fails."""
-    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerConfig)
+def score_prompt(prompt: PromptRows, model: Model, requests: RankRequests) -> Scored:
+    """The logprobs of prompt tokens after `Model.forward`, with the logits of a tile of tokens at a time."""
+    num_top = requests[prompt.request_id].sampling.prompt_logprobs or 0
+    found: list[TokenLogprobs] = []
+    for start in range(0, len(prompt.rows), _LOGITS_TILE):
+        targets = prompt.targets[start : start + _LOGITS_TILE]
+        logits = model.logits(prompt.rows[start : start + _LOGITS_TILE])
+        found += token_logprobs(logits, targets, [num_top] * len(targets))
+    return Scored(request_id=prompt.request_id, positions=prompt.positions, logprobs=tuple(found))
+
+
+def _logprobs(logits: Tensor, tokens: Sequence[int], requests: Sequence[RankRequest]) -> dict[int, TokenLogprobs]:
+    """By row, of the rows that are to report them."""
+    wanted = {row: request.sampling.logprobs for row, request in enumerate(requests)}
+    num_top = {row: number for row, number in wanted.items() if number is not None}
+    if not num_top:
+        return {}
+    found = token_logprobs(logits[list(num_top)], [tokens[row] for row in num_top], list(num_top.values()))
+    return dict(zip(num_top, found, strict=True))
+
+
+def main(config: WorkerConfig, lifeline: int) -> None:
+    """Runs a worker until it is told to stop, its controller goes away, or it fails.
+
+    The pipe `lifeline` (a file descriptor) is closed at its other end when the controller is gone.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the controller decides
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format=f"%(asctime)s rank {config.rank} %(levelname)s %(message)s"
     )
-    threading.Thread(target=_exit_with_controller, args=(config.run_dir,), daemon=True).start()
+    threading.Thread(target=_exit_with_controller, args=(config.run_dir, lifeline), daemon=True).start()
     context = zmq.Context()
     commands, reports = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     commands.bind(command_address(config.run_dir, config.rank))
@@ -142,9 +188,12 @@ def _serve(config: WorkerConfig, commands: zmq.Socket[bytes], reports: zmq.Socke
     _log.info("ready: %s on %s, %d threads", config.model_name, config.device, config.num_threads)
     decoder = msgspec.msgpack.Decoder(Command)
     while True:
-        match decoder.decode(commands.recv()):
+        with worker.watch.during("controller"):
+            command = commands.recv()
+        match decoder.decode(command):
             case RunForward(step):
-                _send(reports, worker.run(step))
+                done = worker.run(step)
+                _send(reports, msgspec.structs.replace(done, times=worker.watch.seconds()))
             case RunFree(step):
                 worker.forget(step.request_ids)
             case Stop():
@@ -155,9 +204,8 @@ def _send(reports: zmq.Socket[bytes], report: Report) -> None:
     reports.send(msgspec.msgpack.encode(report))
 
 
-def _exit_with_controller(run_dir: str) -> None:
-    """Standard input ends when the controller does, however it ends."""
-    sys.stdin.buffer.read()
+def _exit_with_controller(run_dir: str, lifeline: int) -> None:
+    os.read(lifeline, 1)  # nothing is ever written
     _log.warning("the controller is gone")
     shutil.rmtree(run_dir, ignore_errors=True)
     os._exit(1)
@@ -184,7 +232,3 @@ def _join(config: WorkerConfig) -> TorchTransport:
     dist.init_process_group("nccl" if nccl else "gloo", store=store, rank=config.rank, world_size=config.world_size)
     dist.barrier()
     return TorchTransport(staged=config.device == "cuda" and not nccl)
-
-
-if __name__ == "__main__":
-    main()

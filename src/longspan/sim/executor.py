@@ -34,15 +34,21 @@ class SimExecutor:
         self._clock, self._vocab_size, self._cost = clock, vocab_size, cost or LinearCost()
         self._free_at: dict[int, float] = {}
         self._due: list[tuple[float, int, Forward]] = []
+        self._banned: dict[int, tuple[int, ...]] = {}
 
     def submit(self, step: Step) -> None:
         """Plans a Forward's completion; a Free costs nothing."""
         if isinstance(step, Forward):
+            begun = {part.request_id: part.sampling for part in step.parts if part.sampling is not None}
+            self._banned.update((request_id, sampling.banned) for request_id, sampling in begun.items())
             start = max(self._clock.now(), *(self._free_at.get(i, 0.0) for i in step.instances))
             end = start + self._cost.seconds(step)
             for instance in step.instances:
                 self._free_at[instance] = end
             heapq.heappush(self._due, (end, step.number, step))
+        else:
+            for request_id in step.request_ids:
+                self._banned.pop(request_id, None)
 
     def poll(self, timeout_s: float | None) -> list[Completion]:
         """Moves the clock to the next completion, but no further than `timeout_s`."""
@@ -62,6 +68,6 @@ class SimExecutor:
     def _invent(self, part: Part, sample: Sample) -> Sampled:
         """A token that depends on the request and the position only, so that recomputation gives it again."""
         token = zlib.crc32(f"{part.request_id} {sample.position}".encode()) % self._vocab_size
-        while token in sample.banned:
+        while sample.below_minimum and token in self._banned[part.request_id]:
             token = (token + 1) % self._vocab_size
         return Sampled(request_id=part.request_id, token=token)

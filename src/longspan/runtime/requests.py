@@ -1,0 +1,72 @@
+"""What a rank remembers of the requests it takes part in, from the first part it sees until it is told to forget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from longspan.core.steps import BlockRef, Part, Sampling
+from longspan.runtime.sampler import TokenCounts
+
+
+@dataclass(kw_only=True)
+class RankRequest:
+    """One request on one rank.
+
+    Attributes:
+        table: entry b is the block of tokens `[b * block_size, (b + 1) * block_size)`, on whichever instance.
+        history: the tokens that penalties count; None without penalties.
+        num_counted: output tokens that `history` contains.
+        last_token: the token that this rank sampled last; -1 before the first.
+    """
+
+    sampling: Sampling
+    history: TokenCounts | None
+    table: list[BlockRef] = field(default_factory=list)
+    num_counted: int = 0
+    last_token: int = -1
+
+    def apply(self, part: Part) -> None:
+        """Takes in what a part says of blocks and output tokens."""
+        assert len(self.table) == part.first_block, "the controller has told this rank all earlier blocks"
+        self.table.extend(part.blocks)
+        if self.history is not None:
+            new = part.new_output[self.num_counted - part.first_output :]
+            self.history.add(new)
+            self.num_counted += len(new)
+
+    def count(self, token: int) -> None:
+        """Counts an output token that the controller does not know yet."""
+        if self.history is not None:
+            self.history.add((token,))
+            self.num_counted += 1
+
+
+class RankRequests:
+    """All requests of one rank by id."""
+
+    def __init__(self, *, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size, self._device = vocab_size, device
+        self._requests: dict[int, RankRequest] = {}
+
+    def __getitem__(self, request_id: int) -> RankRequest:
+        return self._requests[request_id]
+
+    def apply(self, part: Part) -> RankRequest:
+        """Brings a request up to date and returns it."""
+        if part.sampling is not None:
+            self._requests[part.request_id] = self._begin(part.sampling)
+        request = self._requests[part.request_id]
+        request.apply(part)
+        return request
+
+    def forget(self, request_ids: Iterable[int]) -> None:
+        """Drops requests; unknown ones belong to other ranks."""
+        for request_id in request_ids:
+            self._requests.pop(request_id, None)
+
+    def _begin(self, sampling: Sampling) -> RankRequest:
+        history = TokenCounts(self._vocab_size, sampling.prompt, self._device) if sampling.penalised else None
+        return RankRequest(sampling=sampling, history=history)

@@ -1,0 +1,93 @@
+"""Where a worker's time goes. Categories exclude each other: what is inside another category counts as itself only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from longspan.attn.comm import Pending, TorchTransport
+
+CATEGORIES = ("attention", "linear", "other", "messages", "controller")
+"""Attention without its messages; linear layers; everything else; waiting for messages; waiting for the controller."""
+
+
+class Stopwatch:
+    """Adds up seconds per category. Does nothing unless `enabled`, since looking at the clock costs time too.
+
+    On CUDA devices it waits for the device at every change of category: the shares are right, the total is not.
+    """
+
+    def __init__(self, *, enabled: bool, device: torch.device) -> None:
+        self.enabled = enabled
+        self._synchronize: Callable[[], None] | None = torch.cuda.synchronize if device.type == "cuda" else None
+        self._seconds = dict.fromkeys(CATEGORIES, 0.0)
+        self._current, self._since = "controller", time.perf_counter()
+
+    def switch(self, category: str) -> str:
+        """What follows belongs to `category`; returns the category before."""
+        before = self._current
+        if self.enabled and category != before:
+            if self._synchronize is not None:
+                self._synchronize()
+            now = time.perf_counter()
+            self._seconds[before] += now - self._since
+            self._current, self._since = category, now
+        return before
+
+    @contextmanager
+    def during(self, category: str) -> Iterator[None]:
+        """Counts a block as `category`."""
+        before = self.switch(category)
+        try:
+            yield
+        finally:
+            self.switch(before)
+
+    def seconds(self) -> dict[str, float]:
+        """Since the start, up to the latest change of category; empty unless enabled."""
+        return dict(self._seconds) if self.enabled else {}
+
+    def watch_linear(self, module: nn.Module) -> None:
+        """Counts all linear layers of a model."""
+        if not self.enabled:
+            return
+        for layer in module.modules():
+            if isinstance(layer, nn.Linear):
+                layer.register_forward_pre_hook(self._enter_linear)
+                layer.register_forward_hook(self._leave_linear)
+
+    def _enter_linear(self, *_: object) -> None:
+        self.switch("linear")
+
+    def _leave_linear(self, *_: object) -> None:
+        self.switch("other")
+
+
+class TimedTransport:
+    """A transport whose calls count as waiting for messages."""
+
+    def __init__(self, inner: TorchTransport, watch: Stopwatch) -> None:
+        self._inner, self._watch, self.tagged = inner, watch, inner.tagged
+
+    def start(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int) -> Pending:
+        """See `Transport`."""
+        with self._watch.during("messages"):
+            return _TimedPending(self._inner.start(sends, receives, tag), self._watch)
+
+    def flush(self) -> None:
+        """See `TorchTransport`."""
+        with self._watch.during("messages"):
+            self._inner.flush()
+
+
+class _TimedPending:
+    def __init__(self, inner: Pending, watch: Stopwatch) -> None:
+        self._inner, self._watch = inner, watch
+
+    def wait(self) -> None:
+        with self._watch.during("messages"):
+            self._inner.wait()
