@@ -184,3 +184,12 @@ def test_longrope_switches_where_transformers_generate_does(tmp_path: Path, star
         pack = Pack((start + num_new,))
         pack.tokens = generated.sequences[0, : start + num_new]
         torch.testing.assert_close(pack.forward(model)[-1:], expected, rtol=0, atol=3e-5)
+
+
+def test_the_head_can_be_asked_again(tiny: Path) -> None:
+    """More logits of the latest forward, tile by tile, are those of asking for all at once."""
+    model, pack = load(tiny), Pack((20, 7))
+    everything = pack.forward(model)
+    model.forward(pack.tokens, pack.positions, torch.tensor([26]), pack.attend(model), pack.rope_lengths)
+    tiles = [model.logits(rows) for rows in (range(10), range(10, 26), [26])]
+    torch.testing.assert_close(torch.cat(tiles), everything, rtol=0, atol=3e-5)

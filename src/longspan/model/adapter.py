@@ -1,7 +1,6 @@
 """A Hugging Face causal language model, unmodified, whose attention is done by whoever calls `Model.forward`."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +23,9 @@ class Model:
         self.module = module
         self.info = info
         self._longrope = longrope
-        self._body = _Body(getattr(module, module.base_model_prefix))
-        setattr(module, module.base_model_prefix, self._body)
-        self._last: tuple[Tensor, Tensor] | None = None
+        self._inputs: tuple[Tensor, Tensor]
+        self._output: object
+        getattr(module, module.base_model_prefix).register_forward_hook(self._keep_output)
 
     @classmethod
     def load(cls, files: ModelFiles, device: torch.device) -> "Model":
@@ -59,18 +58,25 @@ class Model:
         if self._longrope is not None:
             assert rope_lengths is not None, "a longrope model needs rope_lengths"
             self._longrope.pin(rope_lengths)
-        self._body.output = None
-        self._last = tokens, positions
-        return self._call(tokens, positions, keep, attend)
+        self._inputs = tokens, positions
+        return self._call(keep, attend)
 
     @torch.no_grad()
     def logits(self, rows: Sequence[int]) -> Tensor:
         """Logits `[n, vocab]` (float32) of more tokens of the latest `forward`, by their indices; n is at least 1."""
-        assert self._last is not None, "logits follow a forward"
-        tokens, positions = self._last
-        return self._call(tokens, positions, torch.tensor(rows, device=tokens.device), None)
+        name = self.module.base_model_prefix
+        layers = getattr(self.module, name)
+        setattr(self.module, name, _Replay(self._output))
+        try:
+            return self._call(torch.tensor(rows, device=self._inputs[0].device), None)
+        finally:
+            setattr(self.module, name, layers)
 
-    def _call(self, tokens: Tensor, positions: Tensor, keep: Tensor, attend: Attend | None) -> Tensor:
+    def _keep_output(self, _layers: nn.Module, _inputs: object, output: object) -> None:
+        self._output = output
+
+    def _call(self, keep: Tensor, attend: Attend | None) -> Tensor:
+        tokens, positions = self._inputs
         output = self.module(
             input_ids=tokens[None],
             position_ids=positions[None],
@@ -82,18 +88,15 @@ class Model:
         return logits.float()
 
 
-class _Body(nn.Module):
-    """Stands for the decoder layers and keeps their output, so that the head can be asked for more of it."""
+class _Replay(nn.Module):
+    """Stands for the decoder layers when the head is asked for more of what they gave last."""
 
-    def __init__(self, layers: nn.Module) -> None:
+    def __init__(self, output: object) -> None:
         super().__init__()
-        self.layers_of_model = layers
-        self.output: Any = None
+        self._output = output
 
-    def forward(self, **arguments: object) -> Any:  # noqa: ANN401 - whatever the model's own layers return
-        if self.output is None:
-            self.output = self.layers_of_model(**arguments)
-        return self.output
+    def forward(self, **_: object) -> object:
+        return self._output
 
 
 def _fill(model: nn.Module, tensors: Mapping[str, Tensor], device: torch.device) -> None:
