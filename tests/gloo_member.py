@@ -15,7 +15,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from test_exchanges import Request, spec_of
+from test_exchanges import Request, outputs, spec_of
 from transports import FaultyTransport
 
 from longspan.attn.comm import CommError, Group, Message, TorchTransport
@@ -55,7 +55,7 @@ def check(transport: FaultyTransport, members: tuple[int, ...], rank: int, seed:
         runs = tuple(tuple(run for one in held for run in one[m]) for m in range(len(members)))
         request = Request(q_runs=queries, kv_runs=runs, seed=seed)
         group = Group(transport, members, me, first_tag=tag + 5 * (function is ring_q))
-        out = function(group, [request.part(me, SPEC)], SPEC)[0]
+        [out] = outputs(function, group, [request], SPEC)
         torch.testing.assert_close(out.double(), request.wanted(me, SPEC), atol=1e-5, rtol=0)
 
 
@@ -76,14 +76,13 @@ def meet_short_message(transport: TorchTransport, rank: int, tag: int) -> None:
 def until_killed(transport: TorchTransport, num_ranks: int, rank: int, tags: itertools.count[int]) -> None:
     spans = deal("zigzag", 0, 200, num_ranks)
     request = Request(q_runs=spans, kv_runs=spans, seed=0)
-    part = request.part(rank, SPEC)
     killed = random.Random(5).randrange(3, 9)
     begin = time.monotonic()
     try:
         for number in range(1000):
             if rank == 1 and number == killed:
                 os.kill(os.getpid(), signal.SIGKILL)
-            ring_kv(Group(transport, range(num_ranks), rank, first_tag=next(tags)), [part], SPEC)
+            outputs(ring_kv, Group(transport, range(num_ranks), rank, first_tag=next(tags)), [request], SPEC)
     except CommError as error:
         took_s = time.monotonic() - begin
         print(f"CommError after {took_s:.2f} s: {error}", flush=True)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from cluster import Cluster, Setup, rank_requests
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from longspan.core.runs import Run
-from longspan.core.steps import BlockRef, Forward, Free, Part, Sampling
+from longspan.core.runs import Deal, Run
+from longspan.core.steps import UNKNOWN, BlockRef, Forward, Free, Part, Sample, Sampling
 from longspan.runtime.batch import Packed, pack
 
 CPU = torch.device("cpu")
@@ -71,9 +73,8 @@ def check(packed: Packed, forward: Forward, instance: int, tables: dict[int, lis
     assert sum(len(channel.parts) for channel in packed.channels) == len(mine)
     for channel in packed.channels:
         assert channel.members[channel.rank] == instance
-        for seen in channel.parts:
-            (part,) = (part for part in mine if part.request_id == seen.request_id)
-            assert (channel.exchange, channel.members) == (part.exchange, part.group)
+        expected = [part for part in mine if (part.exchange, part.group) == (channel.exchange, channel.members)]
+        for seen, part in zip(channel.parts, expected, strict=True):
             assert [rows[i] for i in range(len(rows))[seen.rows]] == [row for row in rows if row[0] is part]
             assert seen.q_runs == part.runs
             table = tables[part.request_id]
@@ -91,15 +92,18 @@ def runs_of(part: Part, instance: int) -> tuple[Run, ...]:
     return part.runs[part.group.index(instance)]
 
 
-def part_of(request_id: int, group: tuple[int, ...], *, first_block: int = 0, instance: int | None = None) -> Part:
+def part_of(
+    request_id: int, group: tuple[int, ...], *, first_block: int = 0, instance: int | None = None, num_tokens: int = 4
+) -> Part:
     holder = group[0] if instance is None else instance
+    start, stop = 4 * first_block, 4 * first_block + num_tokens
     return Part(
         request_id=request_id,
-        start=4 * first_block,
-        stop=4 * first_block + 4,
-        tokens=(1, 2, 3, 4),
+        start=start,
+        stop=stop,
+        tokens=(1, 2, 3, 4)[:num_tokens],
         group=group,
-        runs=tuple((Run(4 * first_block, 4 * first_block + 4),) if i == holder else () for i in group),
+        runs=tuple((Run(start, stop),) if i == holder else () for i in group),
         exchange="local" if len(group) == 1 else "ring_kv",
         first_block=first_block,
         blocks=(BlockRef(holder, 9 + first_block),),
@@ -123,14 +127,15 @@ def test_members_without_tokens_still_take_part() -> None:
 def test_members_know_a_channel_by_the_same_number_and_parts_in_the_same_order() -> None:
     """Whatever else a rank has to do: local parts, and channels with other groups, may come first."""
     groups = [(0,), (2, 0), (0, 1, 2), (1,), (1, 2), (0, 1, 2), (2, 0)]
-    forward = Forward(number=1, parts=tuple(part_of(number, group) for number, group in enumerate(groups)))
-    known: dict[tuple[int, ...], set[tuple[int, tuple[int, ...]]]] = {}
+    parts = (part_of(number, group, num_tokens=1 + number // 4) for number, group in enumerate(groups))
+    forward = Forward(number=1, parts=tuple(parts))
+    known: dict[tuple[int, ...], set[tuple[int, tuple[Deal, ...]]]] = {}
     for instance in range(3):
         packed = packed_for(forward, instance)
         for channel in packed.channels:
             if channel.exchange != "local":
-                ids = tuple(part.request_id for part in channel.parts)
-                known.setdefault(channel.members, set()).add((channel.number, ids))
+                spans = tuple(part.q_runs for part in channel.parts)
+                known.setdefault(channel.members, set()).add((channel.number, spans))
     assert all(len(seen) == 1 for seen in known.values())
     assert len({number for ((number, _),) in known.values()}) == len(known) == 3
 
@@ -144,3 +149,41 @@ def test_tables_follow_the_controller() -> None:
     with pytest.raises(KeyError):
         tables.apply(second)
     assert tables.apply(first).table == [BlockRef(0, 9)]
+
+
+def test_whoever_sampled_a_token_passes_it_to_whoever_computes_it() -> None:
+    """Row numbers only where the token is computed; members that do neither hear nothing of it."""
+    runs = (Run(3, 4),)
+    part = replace(
+        part_of(7, (2, 0, 1)),
+        start=3,
+        stop=4,
+        tokens=(UNKNOWN,),
+        runs=((), runs, ()),
+        blocks=(BlockRef(0, 1),),
+        exchange="ring_q",
+        sample=Sample(instance=0, position=4),
+        unknown_on=2,
+    )
+    forward = Forward(number=1, parts=(part_of(1, (0,)), part))
+    found = {instance: packed_for(forward, instance).unknown for instance in range(3)}
+    assert found[1] == ()
+    assert [(one.source, one.target, one.row) for one in (*found[0], *found[2])] == [(2, 0, 4), (2, 0, -1)]
+
+
+def test_the_target_of_a_prompt_token_may_lie_elsewhere() -> None:
+    """Every member reports the tokens that follow its own, on whichever member those are; none after the prompt."""
+    part = replace(
+        part_of(7, (0, 1)),
+        stop=4,
+        tokens=(10, 11, 12, 13),
+        runs=((Run(0, 1), Run(3, 4)), (Run(1, 3),)),
+        blocks=(BlockRef(0, 1), BlockRef(1, 1), BlockRef(1, 2), BlockRef(0, 2)),
+        targets=(11, 12, 13),
+    )
+    seen = []
+    for instance in range(2):
+        packed = pack(Forward(number=1, parts=(part,)), rank_requests(), instance=instance, block_size=1, device=CPU)
+        (prompt,) = packed.prompts
+        seen += list(zip(prompt.positions, prompt.targets, packed.tokens[list(prompt.rows)].tolist(), strict=True))
+    assert sorted(seen) == [(1, 11, 10), (2, 12, 11), (3, 13, 12)]

@@ -22,13 +22,14 @@ from transports import FaultyTransport, Wires, run_members
 
 from longspan.attn.comm import Group, Transport
 from longspan.attn.local import local
-from longspan.attn.member import MemberPart
+from longspan.attn.member import MemberPart, MemberParts
+from longspan.attn.paged import PagedKv
 from longspan.attn.ring_kv import ring_kv
 from longspan.attn.ring_q import ring_q
 from longspan.attn.spec import AttnSpec
 from longspan.core.runs import Deal, Run, coalesce, deal
 from longspan.core.steps import BlockRef, Forward, Free, Part, Sampling
-from longspan.kv.pool import HeldKv, KvPool
+from longspan.kv.pool import KvPool
 from longspan.runtime.batch import pack
 from longspan.runtime.exchange import StepAttention, StepComm
 from longspan.runtime.timing import Stopwatch
@@ -37,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 LAW = settings(derandomize=True, deadline=None, max_examples=60)
 BLOCK = 8
 CPU = torch.device("cpu")
-Exchange = Callable[[Group, Sequence[MemberPart], AttnSpec], list[Tensor]]
+Exchange = Callable[[Group, MemberParts, Tensor, PagedKv, AttnSpec, Tensor], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,15 +56,6 @@ class Request:
     def tensors(self, spec: AttnSpec) -> list[Tensor]:
         return random_qkv(spec, self.num_tokens, self.num_tokens, torch.float32, self.seed)
 
-    def part(self, member: int, spec: AttnSpec) -> MemberPart:
-        q, k, v = self.tensors(spec)
-        return MemberPart(
-            q=q[:, positions(self.q_runs[member])],
-            q_runs=self.q_runs,
-            kv_runs=self.kv_runs,
-            kv=scattered(k[:, positions(self.kv_runs[member])], v[:, positions(self.kv_runs[member])], spec, self.seed),
-        )
-
     def wanted(self, member: int, spec: AttnSpec) -> Tensor:
         q, k, v = self.tensors(spec)
         rows = positions(self.q_runs[member])
@@ -74,16 +66,38 @@ def positions(runs: Sequence[Run]) -> list[int]:
     return [position for run in runs for position in run.positions]
 
 
-def scattered(k: Tensor, v: Tensor, spec: AttnSpec, seed: int) -> HeldKv:
-    """Keys and values in random blocks of a pool; what was never written there is not a number."""
-    num_blocks = -(-k.shape[1] // BLOCK)
-    pool = KvPool([spec], num_blocks=num_blocks + 3, block_size=BLOCK, dtype=k.dtype, device=CPU)
-    held = pool.held(0, random.Random(seed).sample(range(num_blocks + 3), num_blocks))
-    held.keys.fill_(torch.nan)
-    held.values.fill_(torch.nan)
-    token = torch.arange(k.shape[1])
-    pool.write(0, torch.tensor(held.blocks, dtype=torch.int64)[token // BLOCK], token % BLOCK, k, v)
-    return held
+def member_of(
+    batch: Sequence[Request], member: int, spec: AttnSpec, seed: int = 0
+) -> tuple[MemberParts, Tensor, PagedKv]:
+    """What one member has of some requests: keys in random blocks of a pool, where other slots hold large numbers."""
+    draw = random.Random(seed)
+    num_blocks = [-(-len(positions(request.kv_runs[member])) // BLOCK) for request in batch]
+    pool = KvPool([spec], num_blocks=sum(num_blocks) + 3, block_size=BLOCK, dtype=torch.float32, device=CPU)
+    pool.layer(0).keys.fill_(1e4)
+    pool.layer(0).values.fill_(1e4)
+    free = list(range(sum(num_blocks) + 3))
+    if draw.random() < 0.5:
+        draw.shuffle(free)
+    parts, queries = [], []
+    for request, number in zip(batch, num_blocks, strict=True):
+        q, k, v = request.tensors(spec)
+        held, asked = positions(request.kv_runs[member]), positions(request.q_runs[member])
+        blocks, free = free[:number], free[number:]
+        token = torch.arange(len(held))
+        pool.write(0, torch.tensor(blocks, dtype=torch.int64)[token // BLOCK], token % BLOCK, k[:, held], v[:, held])
+        first = sum(rows.shape[1] for rows in queries)
+        queries.append(q[:, asked])
+        rows = slice(first, first + len(asked))
+        parts.append(MemberPart(rows=rows, q_runs=request.q_runs, kv_runs=request.kv_runs, blocks=blocks))
+    return MemberParts(parts), torch.cat(queries, dim=1), pool.layer(0)
+
+
+def outputs(function: Exchange, group: Group, batch: Sequence[Request], spec: AttnSpec) -> list[Tensor]:
+    """One output per request, of one member."""
+    parts, q, kv = member_of(batch, group.rank, spec, seed=len(batch))
+    out = torch.full_like(q, torch.nan)
+    function(group, parts, q, kv, spec, out)
+    return [out[:, part.rows] for part in parts]
 
 
 @st.composite
@@ -135,13 +149,13 @@ def exchange(
 
     def member(rank: int, transport: Transport) -> list[Tensor]:
         group = Group(transport, range(num_members), rank, name="x", first_tag=7, sent=sent)
-        return function(group, [request.part(rank, spec) for request in batch], spec)
+        return outputs(function, group, batch, spec)
 
-    outputs = run_members(num_members, member, wires=wires, faults=faults)
-    for output in outputs:
+    found = run_members(num_members, member, wires=wires, faults=faults)
+    for output in found:
         if isinstance(output, Exception):
             raise output
-    return outputs, sent["x"], wires.left()
+    return found, sent["x"], wires.left()
 
 
 def assert_attention(outputs: list[list[Tensor]], batch: Sequence[Request], spec: AttnSpec) -> None:
@@ -160,8 +174,8 @@ def still_seen(request: Request, member: int, spec: AttnSpec) -> int:
 @given(cases())
 def test_ring_kv(case: tuple[int, list[Request], AttnSpec]) -> None:
     num_members, batch, spec = case
-    outputs, sent, left = exchange(ring_kv, num_members, batch, spec)
-    assert_attention(outputs, batch, spec)
+    found, sent, left = exchange(ring_kv, num_members, batch, spec)
+    assert_attention(found, batch, spec)
     tokens = sum(still_seen(request, member, spec) for request in batch for member in range(num_members))
     assert sent == tokens * spec.num_kv_heads * spec.head_dim * 2 * 4 * (num_members - 1)
     assert left == 0
@@ -171,8 +185,8 @@ def test_ring_kv(case: tuple[int, list[Request], AttnSpec]) -> None:
 @given(cases())
 def test_ring_q(case: tuple[int, list[Request], AttnSpec]) -> None:
     num_members, batch, spec = case
-    outputs, sent, left = exchange(ring_q, num_members, batch, spec)
-    assert_attention(outputs, batch, spec)
+    found, sent, left = exchange(ring_q, num_members, batch, spec)
+    assert_attention(found, batch, spec)
     visits = sum(
         len(positions(request.q_runs[asker]))
         for request in batch
@@ -184,10 +198,18 @@ def test_ring_q(case: tuple[int, list[Request], AttnSpec]) -> None:
 
 
 @LAW
-@given(requests(1), st.one_of(st.none(), st.integers(1, 130)), st.sampled_from((None, 5.0)))
-def test_local(request: Request, window: int | None, softcap: float | None) -> None:
+@given(
+    st.lists(requests(1), min_size=1, max_size=5),
+    st.one_of(st.none(), st.integers(1, 130)),
+    st.sampled_from((None, 5.0)),
+    st.integers(0, 99),
+)
+def test_local(batch: list[Request], window: int | None, softcap: float | None, seed: int) -> None:
     spec = spec_of(window, softcap)
-    torch.testing.assert_close(local(request.part(0, spec), spec).double(), request.wanted(0, spec), atol=1e-5, rtol=0)
+    parts, q, kv = member_of(batch, 0, spec, seed)
+    out = torch.full_like(q, torch.nan)
+    local(parts, q, kv, spec, out)
+    assert_attention([[out[:, part.rows] for part in parts]], batch, spec)
 
 
 @pytest.mark.parametrize("function", [ring_kv, ring_q])
@@ -202,8 +224,8 @@ def test_no_message_without_payload(function: Exchange) -> None:
     started: list[object] = []
     everything = (Run(0, 20),)
     alone = Request(q_runs=((), everything, ()), kv_runs=((), everything, ()), seed=0)
-    outputs, sent, _ = exchange(function, 3, [alone], spec_of(), lambda _, transport: Counting(transport))
-    assert_attention(outputs, [alone], spec_of())
+    found, sent, _ = exchange(function, 3, [alone], spec_of(), lambda _, transport: Counting(transport))
+    assert_attention(found, [alone], spec_of())
     assert (sent == 0 and not started) == (function is ring_q)  # around the ring, keys visit those without queries too
 
 

@@ -13,7 +13,7 @@ import torch
 from attention import random_qkv
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_exchanges import Exchange, Request, cases, exchange, spec_of
+from test_exchanges import Exchange, Request, cases, exchange, member_of, outputs, spec_of
 from torch import Tensor
 from transports import DiedError, FaultyTransport, MemoryTransport, Wires, run_members
 
@@ -58,7 +58,7 @@ def three_layers(function: Exchange, num_members: int, wires: Wires, **faults_of
 
     def member(rank: int, transport: Transport) -> list[Tensor]:
         layers = [Group(transport, range(num_members), rank, first_tag=10 * layer) for layer in range(3)]
-        return [function(group, [request.part(rank, spec)], spec)[0] for group in layers]
+        return [outputs(function, group, [request], spec)[0] for group in layers]
 
     def faults(rank: int, inner: Transport) -> FaultyTransport:
         return FaultyTransport(inner, seed=rank, max_delay_s=0.005, **(faults_of_rank_1 if rank == 1 else {}))
@@ -132,9 +132,10 @@ def test_keys_are_not_written_while_they_travel() -> None:
     request, spec = dealt_evenly(3), spec_of()
 
     def member(rank: int, transport: Transport) -> Tensor:
-        part = request.part(rank, spec)
-        out = ring_kv(Group(transport, range(3), rank), [part], spec)[0]
-        part.kv.keys.fill_(torch.nan)
+        parts, q, kv = member_of([request], rank, spec)
+        out = torch.empty_like(q)
+        ring_kv(Group(transport, range(3), rank), parts, q, kv, spec, out)
+        kv.keys.fill_(torch.nan)
         return out
 
     def faults(rank: int, inner: Transport) -> FaultyTransport:

@@ -50,6 +50,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, relation: Relation, spec: AttnSpec) 
     return out, lse
 
 
+def attend_batch(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, mask: Tensor | None) -> Partial:
+    """Attention of `q [n, K, T, D]` over `k, v [n, K, S, D]`, n calls in one; every query sees some key.
+
+    `mask` of q's type is added to the scores: 0 or -inf, `[n, 1, 1, S]`. Returns `[n, K, T, D]` and `[n, K, T]`.
+    """
+    return _fused(q, k, v, spec, causal=False, mask=mask)
+
+
 def attend_pieces(q: Tensor, pieces: Iterable[tuple[Tensor, Tensor]], spec: AttnSpec) -> Partial:
     """Attention of few queries `q [H, T, D]`, all of which see all keys, over pieces read where they lie.
 
@@ -109,9 +117,10 @@ def _band(q: Tensor, k: Tensor, v: Tensor, lower: int, upper: int, spec: AttnSpe
         keys = slice(max(0, start + lower), min(num_keys, stop + upper))
         row = torch.arange(start, stop, device=q.device)[:, None]
         key = torch.arange(keys.start, keys.stop, device=q.device)[None]
-        visible = (key >= row + lower) & (key <= row + upper)
+        hidden = (key < row + lower) | (key > row + upper)
+        mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)[None, None]
         tile = q[None, :, start:stop]
-        out, lse = _fused(tile, k[None, :, keys], v[None, :, keys], spec, causal=False, visible=visible)
+        out, lse = _fused(tile, k[None, :, keys], v[None, :, keys], spec, causal=False, mask=mask)
         outs.append(out[0])
         lses.append(lse[0])
     return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
@@ -122,31 +131,29 @@ def _fold(q: Tensor, spec: AttnSpec) -> Tensor:
     return q.reshape(1, spec.num_kv_heads, -1, q.shape[-1])
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, causal: bool, visible: Tensor | None = None) -> Partial:
+def _fused(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, causal: bool, mask: Tensor | None = None) -> Partial:
     """One kernel call on `q [n, heads, T, D]`, `k, v [n, K, S, D]`; T and S above 0, every query sees some key.
 
-    Causal calls are square, so that kernels that align the diagonal differently agree.
+    The mask has four dimensions, of which the first three may be 1, and is added to the scores. Causal
+    calls are square, so that kernels that align the diagonal differently agree.
     """
     assert q.shape[2] > 0 and k.shape[2] > 0, "an empty kernel call kills the process on CPUs"
     assert not causal or q.shape[2] == k.shape[2], "causal calls are square"
     if spec.softcap is not None:
-        return _eager(q, k, v, spec, causal=causal, visible=visible)
-    return _KERNELS[q.device.type](q, k, v, spec, causal, visible)
+        return _eager(q, k, v, spec, causal=causal, mask=mask)
+    return _KERNELS[q.device.type](q, k, v, spec, causal, mask)
 
 
-def _cpu(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, causal: bool, visible: Tensor | None) -> Partial:
-    mask = None
-    if visible is not None:
-        mask = torch.zeros(visible.shape, dtype=q.dtype).masked_fill_(~visible, -torch.inf)[None, None]
+def _cpu(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, causal: bool, mask: Tensor | None) -> Partial:
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(  # noqa: SLF001 - public ones hide the lse
         q, k, v, 0.0, causal, attn_mask=mask, scale=spec.scale
     )
     return out, lse
 
 
-def _cuda(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, causal: bool, visible: Tensor | None) -> Partial:
-    if visible is not None:
-        return _eager(q, k, v, spec, causal=False, visible=visible)
+def _cuda(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, causal: bool, mask: Tensor | None) -> Partial:
+    if mask is not None:
+        return _eager(q, k, v, spec, causal=False, mask=mask)
     if q.dtype == torch.float32:  # FlashAttention has half precision only
         groups = q.shape[1] // k.shape[1]
         if groups > 1:  # and it alone reads fewer KV heads than query heads
@@ -167,7 +174,7 @@ _KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor, AttnSpec, bool, Tensor | N
 }
 
 
-def _eager(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, causal: bool, visible: Tensor | None) -> Partial:
+def _eager(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, causal: bool, mask: Tensor | None) -> Partial:
     """Scores by plain products, tile by tile: for softcap, which no fused kernel has, and masks on CUDA."""
     num_queries, num_keys = q.shape[2], k.shape[2]
     rows = []
@@ -176,16 +183,20 @@ def _eager(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, causal: bool, vis
         tiles = []
         for first in range(0, stop if causal else num_keys, _EAGER_KEYS):
             last = min(first + _EAGER_KEYS, stop if causal else num_keys)
-            seen = None if visible is None else visible[start:stop, first:last]
-            if causal:
-                seen = torch.ones(stop - start, last - first, dtype=torch.bool, device=q.device).tril(start - first)
-            tiles.append(_scores_and_values(q[:, :, start:stop], k[:, :, first:last], v[:, :, first:last], spec, seen))
+            hidden = None
+            if mask is not None:
+                hidden = mask[..., start:stop, first:last] if mask.shape[2] > 1 else mask[..., first:last]
+            elif causal:
+                shape = (1, 1, stop - start, last - first)
+                hidden = torch.full(shape, -torch.inf, device=q.device).triu_(start - first + 1)
+            tile = q[:, :, start:stop]
+            tiles.append(_scores_and_values(tile, k[:, :, first:last], v[:, :, first:last], spec, hidden))
         rows.append(_merge_batch(tiles))
     out = torch.cat([out for out, _ in rows], dim=2)
     return out.to(q.dtype), torch.cat([lse for _, lse in rows], dim=2)
 
 
-def _scores_and_values(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, seen: Tensor | None) -> Partial:
+def _scores_and_values(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, mask: Tensor | None) -> Partial:
     batch, num_heads, num_queries, dim = q.shape
     folded = q.reshape(batch, k.shape[1], -1, dim)
     scores = torch.matmul(folded, k.transpose(-1, -2)).float().view(batch, num_heads, num_queries, -1)
@@ -193,8 +204,8 @@ def _scores_and_values(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, seen: Te
         scores.mul_(spec.scale)
     else:
         scores.mul_(spec.scale / spec.softcap).tanh_().mul_(spec.softcap)
-    if seen is not None:
-        scores.masked_fill_(~seen, -torch.inf)
+    if mask is not None:
+        scores.masked_fill_(mask == -torch.inf, -torch.inf)  # a sum would let hidden keys that are not numbers through
     lse = torch.logsumexp(scores, dim=-1)
     weights = scores.sub_(lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp_().to(v.dtype)
     out = torch.matmul(weights.view(batch, k.shape[1], -1, k.shape[2]), v)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from longspan.attn.member import MemberPart, attend_in_place, attend_runs, gather_needed, num_tokens
+from longspan.attn.member import MemberParts, attend_held, num_tokens
+from longspan.attn.paged import PagedKv, attend_paged
 from longspan.attn.spec import AttnSpec
 
 
-def local(part: MemberPart, spec: AttnSpec) -> Tensor:
-    """Attention of a part whose group is this member alone: `[heads, tokens, head_dim]`.
+def local(parts: MemberParts, q: Tensor, kv: PagedKv, spec: AttnSpec, out: Tensor) -> None:
+    """Attention of parts whose group is this member alone; see `ring_kv` for the arguments.
 
-    A single query reads its keys where they lie; more queries read a contiguous copy, which costs little beside them.
+    Single queries read their keys where they lie, all in one call; more queries of a request read a contiguous copy,
+    which costs little beside them.
     """
-    runs = part.q_runs[0]
-    if num_tokens(runs) == 1:
-        return attend_in_place(part.q, runs[0].start, part.kv, part.kv_runs[0], spec)[0]
-    needed = part.needed(0, spec.window)
-    k = part.q.new_empty(spec.num_kv_heads, num_tokens(needed), spec.head_dim)
-    v = k.new_empty(k.shape)
-    gather_needed(part, 0, spec.window, k, v)
-    return attend_runs(part.q, runs, k, v, needed, spec)[0]
+    single = tuple(index for index, part in enumerate(parts) if num_tokens(part.q_runs[0]) == 1)
+    if single:
+        rows = [parts[index].rows.start for index in single]
+        plan = parts.plan(single, 0, 0, kv, spec.window)
+        out[:, rows] = attend_paged(q[:, rows], kv, plan, spec)[0]
+    for part in parts:
+        if num_tokens(part.q_runs[0]) > 1:
+            out[:, part.rows] = attend_held(part, q[:, part.rows], 0, 0, kv, spec)[0]

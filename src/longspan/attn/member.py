@@ -1,45 +1,35 @@
-"""What one member brings to an exchange: its share of one request, and how its queries meet a set of keys."""
+"""What one member brings to an exchange: its share of each request, and how its queries meet a set of keys."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from longspan.attn.kernel import Partial, attend, attend_pieces
+from longspan.attn.kernel import Partial, attend
 from longspan.attn.merge import merge
+from longspan.attn.paged import PagedKv, PagedPlan, Reads
 from longspan.attn.spec import AttnSpec
 from longspan.core.runs import Deal, Relation, Run, clip, relate
 
 
-class KvSource(Protocol):
-    """Keys and values of one request that one member holds, in one layer; tokens count in order of position."""
-
-    def gather(self, start: int, stop: int, k_out: Tensor, v_out: Tensor) -> None:
-        """Copies held tokens `[start, stop)` into `[kv_heads, stop - start, head_dim]` tensors."""
-
-    def pieces(self, start: int, stop: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Held tokens `[start, stop)` as views `[n, kv_heads, tokens, head_dim]`, read where they lie."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class MemberPart:
-    """One request in one layer, as one member of its group sees it.
+    """One request as one member of its group sees it, in any layer.
 
     Attributes:
-        q: `[heads, tokens, head_dim]`, this member's queries in order of position; tokens may be 0.
+        rows: the place of this member's queries among all its tokens of the step, in order of position.
         q_runs: the positions of every member's queries.
         kv_runs: the positions of the keys that every member holds, this step's included.
-        kv: this member's keys and values.
+        blocks: where this member's keys lie, in order of position; see `PagedKv.gather`.
     """
 
-    q: Tensor
+    rows: slice
     q_runs: Deal
     kv_runs: Deal
-    kv: KvSource
+    blocks: Sequence[int]
 
     def needed(self, member: int, window: int | None) -> tuple[Run, ...]:
         """The runs that `member` holds and that some query of the group may still see."""
@@ -49,16 +39,65 @@ class MemberPart:
         return clip(self.kv_runs[member], first_query - window + 1)
 
 
+class MemberParts(Sequence[MemberPart]):
+    """Parts that are exchanged together, and what is worked out for them once and used in every layer."""
+
+    def __init__(self, parts: Sequence[MemberPart]) -> None:
+        self._parts = tuple(parts)
+        self._plans: dict[tuple[tuple[int, ...], int, int, int | None], PagedPlan] = {}
+        self._visits: dict[tuple[int, int, int | None], tuple[int, ...]] = {}
+
+    def __getitem__(self, index: int) -> MemberPart:  # type: ignore[override]  # nobody slices them
+        return self._parts[index]
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def visits(self, asker: int, holder: int, window: int | None) -> tuple[int, ...]:
+        """Indices of the parts of which `asker` has queries and `holder` has keys that are still in sight."""
+        key = (asker, holder, window)
+        if key not in self._visits:
+            self._visits[key] = tuple(
+                index for index, part in enumerate(self) if part.q_runs[asker] and part.needed(holder, window)
+            )
+        return self._visits[key]
+
+    def plan(self, indices: tuple[int, ...], asker: int, holder: int, kv: PagedKv, window: int | None) -> PagedPlan:
+        """How the single queries of `asker` in these parts read the blocks of `holder`, who is this member."""
+        key = (indices, asker, holder, window)
+        if key not in self._plans:
+            reads = [_reads(self[index], asker, holder, window) for index in indices]
+            self._plans[key] = PagedPlan(reads, kv.block_size, kv.keys.device, kv.keys.dtype)
+        return self._plans[key]
+
+
+def _reads(part: MemberPart, asker: int, holder: int, window: int | None) -> Reads:
+    position = part.q_runs[asker][0].start
+    runs = part.kv_runs[holder]
+    below = 0 if window is None else max(0, position - window + 1)
+    held = num_tokens(runs)
+    start, stop = held - num_tokens(clip(runs, below)), held - num_tokens(clip(runs, position + 1))
+    return Reads(blocks=part.blocks, start=start, stop=stop)
+
+
 def num_tokens(runs: Sequence[Run]) -> int:
     """Tokens in a set of runs."""
     return sum(len(run) for run in runs)
 
 
-def gather_needed(part: MemberPart, member: int, window: int | None, k_out: Tensor, v_out: Tensor) -> None:
+def gather_needed(part: MemberPart, member: int, kv: PagedKv, window: int | None, k_out: Tensor, v_out: Tensor) -> None:
     """Copies this member's needed keys and values out of its pool."""
     held, needed = num_tokens(part.kv_runs[member]), num_tokens(part.needed(member, window))
-    if needed:
-        part.kv.gather(held - needed, held, k_out, v_out)
+    kv.gather(part.blocks, held - needed, held, k_out, v_out)
+
+
+def attend_held(part: MemberPart, q: Tensor, asker: int, holder: int, kv: PagedKv, spec: AttnSpec) -> Partial:
+    """The queries `q` of `asker` over the keys that `holder`, who is this member, copies out of its pool."""
+    needed = part.needed(holder, spec.window)
+    k = q.new_empty(spec.num_kv_heads, num_tokens(needed), spec.head_dim)
+    v = k.new_empty(k.shape)
+    gather_needed(part, holder, kv, spec.window, k, v)
+    return attend_runs(q, part.q_runs[asker], k, v, needed, spec)
 
 
 def split_queries(q: Tensor, runs: Sequence[Run]) -> Iterator[tuple[Run, Tensor]]:
@@ -74,23 +113,17 @@ def attend_runs(
 ) -> Partial:
     """Attention of queries over keys `[kv_heads, tokens, head_dim]` at hand, both given with their positions."""
     results = [_attend_run(rows, run, k, v, kv_runs, spec) for run, rows in split_queries(q, q_runs)]
+    if len(results) == 1:
+        return results[0]
     return torch.cat([out for out, _ in results], dim=1), torch.cat([lse for _, lse in results], dim=1)
 
 
-def attend_in_place(q: Tensor, position: int, kv: KvSource, kv_runs: Sequence[Run], spec: AttnSpec) -> Partial:
-    """Attention of one query `[heads, 1, head_dim]` over the keys that `kv_runs` hold, without gathering them."""
-    below = 0 if spec.window is None else max(0, position - spec.window + 1)
-    held = num_tokens(kv_runs)
-    start, stop = held - num_tokens(clip(kv_runs, below)), held - num_tokens(clip(kv_runs, position + 1))
-    if start == stop:
-        return torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
-    return attend_pieces(q, kv.pieces(start, stop), spec)
-
-
-def merge_partials(partials: Sequence[Partial], like: Tensor) -> Tensor:
-    """The output of all partial results together, in the type of `like`."""
+def merge_partials(partials: Sequence[Partial], dtype: torch.dtype) -> Tensor:
+    """The output of all partial results together."""
+    if len(partials) == 1:
+        return partials[0][0]
     out, _ = merge(torch.stack([out for out, _ in partials]), torch.stack([lse for _, lse in partials]))
-    return out.to(like.dtype)
+    return out.to(dtype)
 
 
 def _attend_run(q: Tensor, q_run: Run, k: Tensor, v: Tensor, kv_runs: Sequence[Run], spec: AttnSpec) -> Partial:

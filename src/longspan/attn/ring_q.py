@@ -12,79 +12,101 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from longspan.attn.comm import Group, Message, Shape
+from longspan.attn.comm import Group, Message
 from longspan.attn.kernel import Partial
-from longspan.attn.member import MemberPart, attend_in_place, attend_runs, gather_needed, merge_partials, num_tokens
+from longspan.attn.member import MemberParts, attend_held, merge_partials, num_tokens
+from longspan.attn.paged import PagedKv, attend_paged
 from longspan.attn.spec import AttnSpec
 
 
-def ring_q(group: Group, parts: Sequence[MemberPart], spec: AttnSpec) -> list[Tensor]:
-    """Attention of several requests at once; see `ring_kv` for arguments and result."""
-    others = [member for member in range(group.size) if member != group.rank]
-    questions = {m: _queries(group.rank, m, parts, spec) for m in others}
-    asked = {m: _queries(m, group.rank, parts, spec, fill=False) for m in others}
+def ring_q(group: Group, parts: MemberParts, q: Tensor, kv: PagedKv, spec: AttnSpec, out: Tensor) -> None:
+    """Attention of several requests at once; see `ring_kv` for the arguments."""
+    me, window = group.rank, spec.window
+    others = [member for member in range(group.size) if member != me]
+    mine = {holder: parts.visits(me, holder, window) for holder in range(group.size)}
+    theirs = {asker: parts.visits(asker, me, window) for asker in others}
+    questions = {holder: _questions(parts, mine[holder], me, q, spec, fill=True) for holder in others}
+    asked = {asker: _questions(parts, theirs[asker], asker, q, spec, fill=False) for asker in others}
     pending = group.start(sends=questions, receives=asked, hop=0)
-    partials = [[_meet(group.rank, part, part.q, group.rank, spec)] if part.q.shape[1] else [] for part in parts]
+    found = _Found(parts, me, q)
+    if mine[me]:
+        found.add(mine[me], _meet(parts, mine[me], q[:, found.rows(mine[me])], kv, spec, asker=me, me=me))
     pending.wait()
-    answers = {m: _answers(group.rank, m, parts, asked[m], spec) for m in others}
-    answered = {m: _outputs(group.rank, m, parts, spec) for m in others}
+    answers = {asker: _room(parts, theirs[asker], asker, q, spec) for asker in others}
+    for asker in others:
+        if theirs[asker]:
+            meeting = _meet(parts, theirs[asker], asked[asker].tensors[0], kv, spec, asker=asker, me=me)
+            for room, tensor in zip(answers[asker].tensors, reversed(meeting), strict=True):
+                room.copy_(tensor)
+    answered = {holder: _room(parts, mine[holder], me, q, spec) for holder in others}
     group.start(sends=answers, receives=answered, hop=1).wait()
-    for member in others:
-        visited = _visited(group.rank, member, parts, spec)
-        lses, outs = answered[member].tensors[: len(visited)], answered[member].tensors[len(visited) :]
-        for index, out, lse in zip(visited, outs, lses, strict=True):
-            partials[index].append((out, lse))
-    return [
-        merge_partials(found, part.q) if found else torch.zeros_like(part.q)
-        for part, found in zip(parts, partials, strict=True)
+    for holder in others:
+        if mine[holder]:
+            lse, partial = answered[holder].tensors
+            found.add(mine[holder], (partial, lse))
+    found.write(out)
+
+
+class _Found:
+    """Partial results of this member's queries, which may lack those that a holder did not meet."""
+
+    def __init__(self, parts: MemberParts, rank: int, q: Tensor) -> None:
+        self._parts, self._q = parts, q
+        self._all = tuple(index for index, part in enumerate(parts) if part.q_runs[rank])
+        self._partials: list[Partial] = []
+
+    def rows(self, indices: Sequence[int]) -> list[int]:
+        """Where the queries of these parts are."""
+        return [row for index in indices for row in _range(self._parts[index].rows)]
+
+    def add(self, indices: tuple[int, ...], partial: Partial) -> None:
+        """Takes in the results of all queries of these parts."""
+        if indices != self._all:
+            place = {row: place for place, row in enumerate(self.rows(self._all))}
+            places = [place[row] for row in self.rows(indices)]
+            shape = (self._q.shape[0], len(place), self._q.shape[2])
+            out, lse = self._q.new_zeros(shape), torch.full(shape[:2], -torch.inf, device=self._q.device)
+            out[:, places], lse[:, places] = partial
+            partial = out, lse
+        self._partials.append(partial)
+
+    def write(self, out: Tensor) -> None:
+        """Merges all results into the queries' rows."""
+        if self._partials:
+            out[:, self.rows(self._all)] = merge_partials(self._partials, out.dtype)
+
+
+def _range(rows: slice) -> range:
+    return range(rows.start, rows.stop)
+
+
+def _meet(
+    parts: MemberParts, indices: tuple[int, ...], q: Tensor, kv: PagedKv, spec: AttnSpec, *, asker: int, me: int
+) -> Partial:
+    """The queries of `asker` in these parts over this member's keys."""
+    counts = [num_tokens(parts[index].q_runs[asker]) for index in indices]
+    if max(counts) == 1:
+        return attend_paged(q, kv, parts.plan(indices, asker, me, kv, spec.window), spec)
+    queries = q.split(counts, dim=1)
+    partials = [
+        attend_held(parts[index], rows, asker, me, kv, spec) for index, rows in zip(indices, queries, strict=True)
     ]
+    return torch.cat([out for out, _ in partials], dim=1), torch.cat([lse for _, lse in partials], dim=1)
 
 
-def _visited(asker: int, holder: int, parts: Sequence[MemberPart], spec: AttnSpec) -> list[int]:
-    """Parts of which `asker` has queries and `holder` has keys that are still in sight."""
-    return [index for index, part in enumerate(parts) if part.q_runs[asker] and part.needed(holder, spec.window)]
-
-
-def _queries(asker: int, holder: int, parts: Sequence[MemberPart], spec: AttnSpec, *, fill: bool = True) -> Message:
-    visited = _visited(asker, holder, parts, spec)
-    shapes: list[Shape] = [
-        ((spec.num_heads, num_tokens(parts[index].q_runs[asker]), spec.head_dim), parts[index].q.dtype)
-        for index in visited
-    ]
-    message = Message(shapes, parts[0].q.device)
-    if fill:
-        for index, tensor in zip(visited, message.tensors, strict=True):
-            tensor.copy_(parts[index].q)
+def _questions(
+    parts: MemberParts, indices: Sequence[int], asker: int, q: Tensor, spec: AttnSpec, *, fill: bool
+) -> Message:
+    """The queries of `asker` in these parts, one after the other."""
+    tokens = sum(num_tokens(parts[index].q_runs[asker]) for index in indices)
+    message = Message([((spec.num_heads, tokens, spec.head_dim), q.dtype)], q.device)
+    if fill and tokens:
+        torch.cat([q[:, parts[index].rows] for index in indices], dim=1, out=message.tensors[0])
     return message
 
 
-def _outputs(asker: int, holder: int, parts: Sequence[MemberPart], spec: AttnSpec) -> Message:
-    """Room for the log-sum-exps, then the outputs, that `holder` returns to `asker`."""
-    visited = _visited(asker, holder, parts, spec)
-    counts = [num_tokens(parts[index].q_runs[asker]) for index in visited]
-    lses: list[Shape] = [((spec.num_heads, count), torch.float32) for count in counts]
-    outs: list[Shape] = [((spec.num_heads, count, spec.head_dim), parts[0].q.dtype) for count in counts]
-    return Message([*lses, *outs], parts[0].q.device)
-
-
-def _answers(me: int, asker: int, parts: Sequence[MemberPart], asked: Message, spec: AttnSpec) -> Message:
-    message = _outputs(asker, me, parts, spec)
-    visited = _visited(asker, me, parts, spec)
-    lses, outs = message.tensors[: len(visited)], message.tensors[len(visited) :]
-    for index, q, lse, out in zip(visited, asked.tensors, lses, outs, strict=True):
-        found_out, found_lse = _meet(me, parts[index], q, asker, spec)
-        out.copy_(found_out)
-        lse.copy_(found_lse)
-    return message
-
-
-def _meet(me: int, part: MemberPart, q: Tensor, asker: int, spec: AttnSpec) -> Partial:
-    """The queries of `asker` over this member's keys."""
-    runs = part.q_runs[asker]
-    if num_tokens(runs) == 1:
-        return attend_in_place(q, runs[0].start, part.kv, part.kv_runs[me], spec)
-    needed = part.needed(me, spec.window)
-    k = q.new_empty(spec.num_kv_heads, num_tokens(needed), spec.head_dim)
-    v = k.new_empty(k.shape)
-    gather_needed(part, me, spec.window, k, v)
-    return attend_runs(q, runs, k, v, needed, spec)
+def _room(parts: MemberParts, indices: Sequence[int], asker: int, q: Tensor, spec: AttnSpec) -> Message:
+    """Room for the log-sum-exps and the outputs of the queries of `asker` in these parts."""
+    tokens = sum(num_tokens(parts[index].q_runs[asker]) for index in indices)
+    shape = (spec.num_heads, tokens)
+    return Message([(shape, torch.float32), ((*shape, spec.head_dim), q.dtype)], q.device)

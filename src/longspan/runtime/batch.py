@@ -8,26 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longspan.core.runs import Deal, Run
+from longspan.attn.member import MemberPart, MemberParts
+from longspan.core.runs import Run
 from longspan.core.steps import UNKNOWN, Exchange, Forward, Part, Sample, held_runs
 from longspan.runtime.requests import RankRequests
 from longspan.runtime.unknown import UnknownToken
-
-
-@dataclass(frozen=True, kw_only=True)
-class PackedPart:
-    """One part on this rank.
-
-    Attributes:
-        rows: its place in the packed row.
-        blocks: this rank's blocks of the request, in order.
-    """
-
-    request_id: int
-    rows: slice
-    q_runs: Deal
-    kv_runs: Deal
-    blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +28,7 @@ class Channel:
     exchange: Exchange
     members: tuple[int, ...]
     rank: int
-    parts: tuple[PackedPart, ...]
+    parts: MemberParts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +72,7 @@ def pack(forward: Forward, requests: RankRequests, *, instance: int, block_size:
     positions: list[int] = []
     rope_lengths: list[int] = []
     blocks: list[int] = []
-    channels: dict[tuple[Exchange, tuple[int, ...]], list[PackedPart]] = {}
+    channels: dict[tuple[Exchange, tuple[int, ...]], list[MemberPart]] = {}
     sampled: list[tuple[int, Sample, int]] = []
     unknown: list[UnknownToken] = []
     prompts: list[PromptRows] = []
@@ -102,8 +87,7 @@ def pack(forward: Forward, requests: RankRequests, *, instance: int, block_size:
             positions.extend(run.positions)
             blocks.extend(table[position // block_size].block for position in run.positions)
         rope_lengths.extend([part.rope_length] * (len(tokens) - first))
-        packed = PackedPart(
-            request_id=part.request_id,
+        packed = MemberPart(
             rows=slice(first, len(tokens)),
             q_runs=part.runs,
             kv_runs=held_runs(table, part.group, part.stop, block_size),
@@ -152,7 +136,7 @@ def _prompt_rows(part: Part, runs: Sequence[Run], first_row: int) -> PromptRows:
 
 
 def _channels(
-    forward: Forward, kinds: Mapping[tuple[Exchange, tuple[int, ...]], Sequence[PackedPart]], instance: int
+    forward: Forward, kinds: Mapping[tuple[Exchange, tuple[int, ...]], Sequence[MemberPart]], instance: int
 ) -> tuple[Channel, ...]:
     exchanging = dict.fromkeys((part.exchange, part.group) for part in forward.parts if len(part.group) > 1)
     numbers = {kind: number for number, kind in enumerate(exchanging)}
@@ -162,7 +146,7 @@ def _channels(
             exchange=exchange,
             members=group,
             rank=group.index(instance),
-            parts=tuple(parts),
+            parts=MemberParts(parts),
         )
         for (exchange, group), parts in kinds.items()
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longspan.attn.comm import Group, Transport
 from longspan.attn.local import local
-from longspan.attn.member import MemberPart
+from longspan.attn.paged import PagedKv
 from longspan.attn.ring_kv import ring_kv
 from longspan.attn.ring_q import ring_q
 from longspan.attn.spec import AttnSpec
@@ -74,9 +74,9 @@ class StepAttention:
             if q.shape[1]:
                 self._pool.write(layer, self._packed.blocks, self._packed.offsets, k, v)
             out = torch.empty_like(q)
+            kv = self._pool.layer(layer)
             for channel in self._packed.channels:
-                for part, result in zip(channel.parts, self._exchange(layer, channel, q), strict=True):
-                    out[:, part.rows] = result
+                self._exchange(layer, channel, q, kv, out)
             return out
 
     def without_tokens(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -86,17 +86,9 @@ class StepAttention:
             kv = torch.empty(spec.num_kv_heads, 0, spec.head_dim, dtype=dtype, device=device)
             self(layer, q, kv, kv)
 
-    def _exchange(self, layer: int, channel: Channel, q: Tensor) -> list[Tensor]:
+    def _exchange(self, layer: int, channel: Channel, q: Tensor, kv: PagedKv, out: Tensor) -> None:
         spec = self._specs[layer]
-        parts = [
-            MemberPart(
-                q=q[:, part.rows],
-                q_runs=part.q_runs,
-                kv_runs=part.kv_runs,
-                kv=self._pool.held(layer, part.blocks),
-            )
-            for part in channel.parts
-        ]
         if channel.exchange == "local":
-            return [local(part, spec) for part in parts]
-        return _EXCHANGES[channel.exchange](self._comm.channel(layer, channel), parts, spec)
+            local(channel.parts, q, kv, spec, out)
+        else:
+            _EXCHANGES[channel.exchange](self._comm.channel(layer, channel), channel.parts, q, kv, spec, out)
