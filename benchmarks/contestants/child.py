@@ -1,0 +1,130 @@
+"""The benchmark's side of the pipe: a contestant's processes: started, asked, paused and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from contestants.roster import Entry
+
+BENCHMARKS = Path(__file__).resolve().parent.parent
+START_LIMIT_S = 600.0
+ANSWER_LIMIT_S = 300.0
+END_LIMIT_S = 30.0
+
+
+class ContestantError(Exception):
+    """A contestant that does not start, dies or does not answer; says why."""
+
+
+class Child:
+    """One contestant. Only the one that is asked runs: all others are stopped (SIGSTOP) and use no CPU time.
+
+    Args:
+        entry: who it is, and by which interpreter and environment it runs.
+        options: what its `start` gets besides the entry's own options.
+    """
+
+    def __init__(self, entry: Entry, options: dict[str, Any]) -> None:
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        self._unread = b""
+        command = [str(entry.python), "-m", f"contestants.{entry.module}"]
+        paths = [str(BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = os.environ | entry.environment | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
+        try:
+            self._process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                start_new_session=True,  # Ctrl-C reaches it through us only
+            )
+        except OSError as error:
+            raise ContestantError(f"{error.strerror}: {entry.python.name} of its environment") from error
+        self._order = options | entry.options
+
+    def start(self) -> dict[str, str]:
+        """Waits until it is ready; returns its versions."""
+        versions: dict[str, str] = self._ask(self._order, START_LIMIT_S)["versions"]
+        return versions
+
+    def run(self, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+        """What `serving` answers to a job."""
+        return self._ask({"prompts": prompts, "new_tokens": new_tokens}, ANSWER_LIMIT_S)
+
+    def pause(self) -> None:
+        """Stops all its processes until it is asked again."""
+        self._signal(signal.SIGSTOP)
+
+    def leave(self) -> None:
+        """Asks it to end by itself."""
+        self._signal(signal.SIGCONT)
+        assert self._process.stdin is not None, "a pipe"
+        self._process.stdin.close()
+
+    def wait(self) -> None:
+        """Gives it some time to end."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_LIMIT_S)
+
+    def kill(self) -> None:
+        """Ends whatever is left of it."""
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+
+    def _ask(self, message: dict[str, Any], limit_s: float) -> dict[str, Any]:
+        self._signal(signal.SIGCONT)
+        assert self._process.stdin is not None, "a pipe"
+        try:
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise ContestantError(self._last_words()) from None
+        answer: dict[str, Any] = json.loads(self._read_line(limit_s))
+        return answer
+
+    def _read_line(self, limit_s: float) -> bytes:
+        assert self._process.stdout is not None, "a pipe"
+        pipe = self._process.stdout.fileno()
+        deadline = time.monotonic() + limit_s
+        while b"\n" not in self._unread:
+            ready, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise ContestantError(f"no answer within {limit_s:.0f} s")
+            chunk = os.read(pipe, 1 << 16)
+            if not chunk:
+                raise ContestantError(self._last_words())
+            self._unread += chunk
+        line, self._unread = self._unread.split(b"\n", 1)
+        return line
+
+    def _last_words(self) -> str:
+        """The first and the last error of its log: the former is often the cause, but may be harmless."""
+        self.wait()
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").splitlines()
+        errors = [line.strip() for line in lines if "Error: " in line]
+        return " ... ".join(dict.fromkeys(errors[:1] + errors[-1:])) or f"exit status {self._process.poll()}"
+
+    def _signal(self, number: int) -> None:
+        """To its group and to all descendants: longspan's workers are in groups of their own."""
+        try:
+            family = psutil.Process(self._process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            family = []
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
