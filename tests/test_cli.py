@@ -10,75 +10,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Self
 
 import pytest
+from fake_llm import FakeLLM, run
 
-import longspan
 from longspan import cli
 from longspan.core.errors import WorkerLostError
 from longspan.core.sampling import SamplingParams
 
-WORDS = ["The", " key", " is", " 42", "."]
-METRICS = SimpleNamespace(ttft_s=0.5, tbt_s=[0.1, 0.3, 0.2, 0.2], kv_tokens_per_instance=[5, 4])
-
-
-def _outputs(prompt: str | list[int]) -> Iterator[SimpleNamespace]:
-    prompt_token_ids = prompt if isinstance(prompt, list) else list(range(len(prompt.split())))
-    for count in range(1, len(WORDS) + 1):
-        done = count == len(WORDS)
-        completion = SimpleNamespace(
-            text="".join(WORDS[:count]), token_ids=list(range(count)), finish_reason="stop" if done else None
-        )
-        yield SimpleNamespace(prompt_token_ids=prompt_token_ids, outputs=[completion], finished=done, metrics=METRICS)
-
-
-class FakeLLM:
-    """Remembers its arguments and streams `WORDS`; raises `failure` after the first word if it is set."""
-
-    last: FakeLLM
-    failure: BaseException | None = None
-
-    def __init__(self, model: str, **arguments: Any) -> None:
-        FakeLLM.last = self
-        self.model, self.arguments, self.closed = model, arguments, False
-        self.prompt: str | list[int] | None = None
-        self.params: SamplingParams | None = None
-        self.bytes_exchanged = {"ring_kv": 1000, "ring_q": 24, "total": 1024}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.closed = True
-
-    def stream(self, prompt: str | list[int], params: SamplingParams) -> Iterator[SimpleNamespace]:
-        self.prompt, self.params = prompt, params
-        if not prompt:
-            raise ValueError("the prompt\nis empty")
-        for output in _outputs(prompt):
-            yield output
-            if self.failure is not None:
-                raise self.failure
-
-
-@pytest.fixture(autouse=True)
-def fake_llm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setitem(vars(longspan), "LLM", FakeLLM)
-    monkeypatch.setattr(FakeLLM, "failure", None)
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
-def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as exit_:
-        cli.main(arguments)
-    assert isinstance(exit_.value.code, int)
-    return exit_.value.code
+pytestmark = pytest.mark.usefixtures("fake_llm")
 
 
 def test_text_streams_to_stdout_and_nothing_else_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,6 +37,7 @@ def test_json_is_the_last_line_and_has_every_field(capsys: pytest.CaptureFixture
         "token_ids": [0, 1, 2, 3, 4],
         "prompt_tokens": 3,
         "finish_reason": "stop",
+        "stop_reason": None,
         "ttft_s": 0.5,
         "tbt_s": [0.1, 0.3, 0.2, 0.2],
         "bytes_exchanged": {"ring_kv": 1000, "ring_q": 24, "total": 1024},
@@ -109,7 +53,7 @@ def test_without_a_tokenizer_token_ids_are_written(capsys: pytest.CaptureFixture
 def test_defaults_are_the_documented_ones() -> None:
     assert run("generate", "--prompt", "x") == 0
     assert FakeLLM.last.model == "smollm2-135m"
-    assert FakeLLM.last.params == SamplingParams(temperature=0.0, max_tokens=128, seed=0)
+    assert FakeLLM.last.asked[0][1] == SamplingParams(temperature=0.0, max_tokens=128, seed=0)
     assert FakeLLM.last.arguments == {
         "parallel": "1",
         "threads_per_rank": None,
@@ -119,6 +63,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "policy_options": {},
         "seed": 0,
         "skip_tokenizer_init": False,
+        "trust_remote_code": False,
         "load_format": "auto",
         "max_model_len": None,
         "block_size": 256,
@@ -135,16 +80,35 @@ def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
     prompt_file.write_text("naïve\nprompt", encoding="utf-8")
     line = (
         "generate some/model --max-tokens 9 --min-tokens 2 --temperature 0.5 --top-k 3 --top-p 0.9 --seed 11 "
-        "--stop END --stop STOP --ignore-eos --instances 3 --tp 1 --threads-per-rank 2 --dtype bfloat16 --device cuda "
+        "--stop END --stop STOP --stop-token-ids 4,5 --ignore-eos --n 2 --min-p 0.1 --repetition-penalty 1.1 "
+        "--presence-penalty 0.2 --frequency-penalty 0.3 --logit-bias 7=-1.5 --logit-bias 8=2 --logprobs 3 "
+        "--prompt-logprobs 1 --json --instances 3 --tp 1 --threads-per-rank 2 --dtype bfloat16 --device cuda "
         "--load-format dummy --policy context -o threshold=100 -o layout=a=b --max-model-len 4096 --block-size 512 "
         "--max-num-batched-tokens 1024 --max-num-seqs 4 --kv-cache-memory-bytes 1000000 --num-gpu-blocks-override 7 "
         "--no-enable-prefix-caching"
     )
     assert run(*line.split(), "--prompt-file", str(prompt_file)) == 0
     llm = FakeLLM.last
-    assert (llm.model, llm.prompt) == ("some/model", "naïve\nprompt")
-    assert llm.params == SamplingParams(
-        temperature=0.5, top_k=3, top_p=0.9, seed=11, stop=("END", "STOP"), min_tokens=2, max_tokens=9, ignore_eos=True
+    [(prompt, params)] = llm.asked
+    assert (llm.model, prompt) == ("some/model", "naïve\nprompt")
+    assert params == SamplingParams(
+        temperature=0.5,
+        top_k=3,
+        top_p=0.9,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        presence_penalty=0.2,
+        frequency_penalty=0.3,
+        logit_bias={7: -1.5, 8: 2.0},
+        seed=11,
+        n=2,
+        logprobs=3,
+        prompt_logprobs=1,
+        stop=("END", "STOP"),
+        stop_token_ids=[4, 5],
+        min_tokens=2,
+        max_tokens=9,
+        ignore_eos=True,
     )
     assert llm.arguments == {
         "parallel": "3",
@@ -155,6 +119,7 @@ def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
         "policy_options": {"threshold": "100", "layout": "a=b"},
         "seed": 11,
         "skip_tokenizer_init": False,
+        "trust_remote_code": False,
         "load_format": "dummy",
         "max_model_len": 4096,
         "block_size": 512,
@@ -171,7 +136,14 @@ def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "exactly one of --prompt, --prompt-file and --token-ids"),
+        (["--prompt", "x", "--logprobs", "1"], "add --json"),
+        (["--prompt", "x", "--output-file", "out"], "--output-file needs --input-file"),
+        (["--prompt", "x", "--input-file", "in"], "its own prompts"),
+        (["--input-file", "no/such/file"], "no/such/file"),
+        (["--prompt", "x", "--stop-token-ids", "1;2"], "'1;2'"),
+        (["--prompt", "x", "--logit-bias", "5"], "--logit-bias 5 is not of the form"),
+        (["--prompt", "x", "--logit-bias", "five=1"], "'five'"),
+        (["--prompt", "x", "--n", "0"], "n must be"),
         (["--prompt", "x", "--token-ids", "1"], "but 2 given"),
         (["--prompt", ""], "empty"),
         (["--token-ids", ""], "empty"),
@@ -202,6 +174,47 @@ def test_a_users_mistake_is_one_line_and_code_2(
     assert err.count("\n") == 1
     assert err.startswith("longspan: ")
     assert words in err
+
+
+def test_without_any_prompt_a_terminal_is_not_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    assert run("generate") == 2
+    assert "exactly one of --prompt, --prompt-file and --token-ids is needed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["--prompt", "-"], ["--prompt-file", "-"]])
+def test_the_prompt_comes_from_stdin(arguments: list[str], type_in: Callable[[str], None]) -> None:
+    type_in("naïve\nprompt\n")
+    assert run("generate", *arguments) == 0
+    assert FakeLLM.last.asked[0][0] == "naïve\nprompt"
+
+
+def test_an_empty_stdin_is_an_empty_prompt(type_in: Callable[[str], None], capsys: pytest.CaptureFixture[str]) -> None:
+    type_in("")
+    assert run("generate") == 2
+    assert capsys.readouterr().err == "longspan: the prompt is empty\n"
+
+
+def test_several_outputs_follow_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("generate", "--prompt", "x", "--n", "2", "--temperature", "1") == 0
+    assert capsys.readouterr().out == "The key is 42.\n\nThe key is 42.\n"
+
+
+def test_json_has_all_outputs_and_logprobs_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    wishes = "--n 2 --temperature 1 --logprobs 1 --prompt-logprobs 1 --json"
+    assert run("generate", "--prompt", "x", *wishes.split()) == 0
+    result = json.loads(capsys.readouterr().out)
+    tokens = [
+        {"token_id": 7, "token": "a", "logprob": -0.5, "rank": 2},
+        {"token_id": 8, "token": "b", "logprob": -0.25, "rank": 1},
+    ]
+    assert result["prompt_logprobs"] == [None, tokens]
+    assert (result["cumulative_logprob"], result["logprobs"]) == (-2.5, [tokens] * 5)
+    assert len(result["outputs"]) == 2
+    for completion in result["outputs"]:
+        assert completion == {name: result[name] for name in completion}
 
 
 def test_a_prompt_file_that_is_not_text_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,7 +249,7 @@ def test_our_own_mistakes_keep_their_stack_trace(monkeypatch: pytest.MonkeyPatch
         cli.main(["generate", "--prompt", "x"])
 
 
-@pytest.mark.parametrize("arguments", [["--version"], [], ["--help"], ["generate", "-h"]])
+@pytest.mark.parametrize("arguments", [["--version"], [], ["--help"], ["generate", "-h"], ["chat", "-h"]])
 def test_information_goes_to_stdout_with_code_0(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*arguments) == 0
     out, err = capsys.readouterr()

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from longspan.model.files import ModelError, ModelFiles
-from longspan.model.tokenizer import Detokenizer, load_tokenizer
+from longspan.model.tokenizer import Detokenizer, load_tokenizer, token_text
 
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 PRINTABLE_FIRST = PRINTABLE + [byte for byte in range(256) if byte not in PRINTABLE]
@@ -149,3 +149,14 @@ def test_load_tokenizer_reads_the_folder(tmp_path: Path) -> None:
     BYTE_LEVEL.save_pretrained(tmp_path)
     files = ModelFiles(name="x", config_dir=tmp_path, weights=tmp_path / "w", tokenizer_dir=tmp_path, dtype="float32")
     assert load_tokenizer(files).decode(spell("é!")) == "é!"
+
+
+def test_a_token_by_itself_keeps_its_space_and_its_name() -> None:
+    words = [("<eos>", "<eos>"), ("Ġab", " ab"), ("abc", "abc")]
+    assert [token_text(BYTE_LEVEL, BYTE_LEVEL.convert_tokens_to_ids(word)) for word, _ in words] == [
+        t for _, t in words
+    ]
+    words = [("</s>", "</s>"), ("▁Hello", " Hello"), ("ly", "ly"), ("▁", " ")]
+    found = [token_text(BYTE_FALLBACK, BYTE_FALLBACK.convert_tokens_to_ids(word)) for word, _ in words]
+    assert found == [text for _, text in words]
+    assert token_text(BYTE_LEVEL, VOCAB + 5) == "", "a model may have more tokens than its tokenizer"

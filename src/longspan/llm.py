@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-import logging
 import operator
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Self, TypeVar
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import Self, TypeVar, Unpack
 
-import numpy as np
-import torch
 from transformers import PreTrainedTokenizerBase
 
+from longspan import arguments, chat_template
+from longspan.chat_template import Message, TemplateOptions
 from longspan.core.engine import Engine, EngineConfig
 from longspan.core.errors import WorkerLostError
-from longspan.core.parallel import ParallelSpec
 from longspan.core.protocols import Limits
-from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
-from longspan.kv.pool import bytes_per_block
-from longspan.model.files import ModelFiles
-from longspan.model.info import ModelInfo
 from longspan.model.source import prepare
-from longspan.model.store import DTYPES, read_info
-from longspan.model.tokenizer import Detokenizer, load_tokenizer
-from longspan.outputs import CompletionOutput, RequestOutput
+from longspan.model.store import read_info
+from longspan.outputs import RequestOutput
 from longspan.policy import make_policy
-from longspan.runtime.capacity import default_kv_bytes
+from longspan.progress import Progress
 from longspan.runtime.launch import start_workers
 from longspan.runtime.local import MonotonicClock
+from longspan.tracking import Choice, Job, Tracked
 
-_log = logging.getLogger("longspan")
 ChoiceT = TypeVar("ChoiceT")
 
 
@@ -86,22 +79,22 @@ class LLM:
         record_times: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
-        spec = _parallel_spec(parallel, instances, tp, pp)
-        threads = _threads_per_rank(threads_per_rank, spec.num_ranks)
-        _check_device(device)
-        _at_least_one(
+        spec = arguments.parallel_spec(parallel, instances, tp, pp)
+        threads = arguments.threads_per_rank(threads_per_rank, spec.num_ranks)
+        arguments.check_device(device)
+        arguments.at_least_one(
             block_size=block_size, max_model_len=max_model_len, num_gpu_blocks_override=num_gpu_blocks_override
         )
         limits = Limits(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
         chosen = make_policy(policy, num_instances=spec.instances, options=policy_options or {})
         files = prepare(model, dtype=dtype, load_format=load_format, seed=seed, trust_remote_code=trust_remote_code)
-        self._tokenizer = None if skip_tokenizer_init else _require_tokenizer(files)
+        self._tokenizer = None if skip_tokenizer_init else arguments.require_tokenizer(files)
         self.info = read_info(files.weights)
-        num_blocks = num_gpu_blocks_override or _num_blocks(
+        num_blocks = num_gpu_blocks_override or arguments.num_blocks(
             self.info, files, device, spec.instances, block_size, kv_cache_memory_bytes
         )
         capacity = chosen.capacity_tokens(num_blocks=num_blocks, block_size=block_size)
-        self.max_model_len = _max_model_len(self.info.context_length, capacity, max_model_len)
+        self.max_model_len = arguments.max_model_len(self.info.context_length, capacity, max_model_len)
         self._executor = start_workers(files, spec, device, threads, num_blocks, block_size, record_times=record_times)
         self._engine = Engine(
             policy=chosen,
@@ -120,7 +113,8 @@ class LLM:
                 seed=seed,
             ),
         )
-        self._tracked: dict[int, _Tracked] = {}
+        self._choices: dict[int, Choice] = {}  # of calls under way, by request id
+        self._abort_asked = False
         self._lost: WorkerLostError | None = None
         self._closed = False
 
@@ -128,39 +122,91 @@ class LLM:
         self,
         prompts: Sequence[str | Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Completes all prompts (texts or lists of token ids) together and returns their outputs in order.
+
+        `use_tqdm` shows a progress bar for more than one prompt, if stderr is a terminal.
 
         Raises:
             ValueError: when a prompt is empty, too long, or not of a known form; nothing is generated then.
             WorkerLostError: when a worker dies or raises.
         """
+        return list(self.generate_each(prompts, sampling_params, use_tqdm=use_tqdm))
+
+    def generate_each(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> Iterator[RequestOutput]:
+        """As `generate`, but each output comes as soon as it and all before it are there."""
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
             raise ValueError("prompts must be a list of texts or of token-id lists: put a single prompt into a list")
         params = _one_each(SamplingParams() if sampling_params is None else sampling_params, len(prompts))
-        jobs = [self._job(prompt) for prompt in prompts]
-        tracked = [self._track(prompt, ids, p) for (prompt, ids), p in zip(jobs, params, strict=True)]
-        for _ in self._drive(tracked):
-            pass
-        return [one.output() for one in tracked]
+        jobs = [self._job(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
+        return self._in_order([Tracked(job, self._tokenizer) for job in jobs], use_tqdm=use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        **template: Unpack[TemplateOptions],
+    ) -> list[RequestOutput]:
+        """Answers a conversation, or each of a list of them, as the model's chat template renders it.
+
+        A message is a mapping with `role` and `content`; see `TemplateOptions` for the other arguments.
+
+        Raises:
+            ValueError: see `generate`; also when there is no template, or it or a message is wrong.
+            WorkerLostError: when a worker dies or raises.
+        """
+        all_messages = chat_template.conversations(messages)
+        params = _one_each(SamplingParams() if sampling_params is None else sampling_params, len(all_messages))
+        jobs = [self._chat_job(one, p, template) for one, p in zip(all_messages, params, strict=True)]
+        return list(self._in_order([Tracked(job, self._tokenizer) for job in jobs], use_tqdm=use_tqdm))
 
     def stream(
         self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
         """Completes one prompt and yields its cumulative output whenever a token has come; see `generate`."""
-        text, ids = self._job(prompt)
-        tracked = self._track(text, ids, sampling_params or SamplingParams())
-        seen = 0
-        for _ in self._drive([tracked]):
-            if tracked.num_taken > seen:
-                seen = tracked.num_taken
-                yield tracked.output()
-        if tracked.num_taken > seen:  # another call has driven the engine meanwhile
-            yield tracked.output()
+        return self._stream(self._job(prompt, sampling_params or SamplingParams()))
 
-    def tokenize(self, text: str) -> list[int]:
-        """Token ids of a text, special tokens as the tokenizer adds them."""
-        ids: list[int] = self._need_tokenizer()(text)["input_ids"]
+    def chat_stream(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        **template: Unpack[TemplateOptions],
+    ) -> Iterator[RequestOutput]:
+        """Answers one conversation and yields the cumulative output whenever a token has come; see `chat`."""
+        return self._stream(self._chat_job(messages, sampling_params or SamplingParams(), template))
+
+    def abort(self) -> None:
+        """Ends all calls under way after the step in flight; they return what there is, finished by `abort`.
+
+        May be called by a signal handler or another thread.
+        """
+        self._abort_asked = True
+
+    def check(self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None) -> None:
+        """Raises the ValueError that `generate` would raise for this prompt, and generates nothing."""
+        self._job(prompt, sampling_params or SamplingParams())
+
+    def render_chat(self, messages: Sequence[Message], **template: Unpack[TemplateOptions]) -> str:
+        """The text that `chat` gives to the model; tokenize it without adding special tokens.
+
+        Raises:
+            ValueError: when there is no template, or it or a message is wrong.
+        """
+        return chat_template.render(self._need_tokenizer(), messages, template)
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, with the special tokens that the tokenizer adds at its ends."""
+        ids: list[int] = self._need_tokenizer()(text, add_special_tokens=add_special_tokens)["input_ids"]
         return ids
 
     @property
@@ -183,8 +229,7 @@ class LLM:
     @property
     def num_free_blocks(self) -> tuple[int, ...]:
         """Free KV blocks per instance, cached ones included; waits for steps that only finished requests are in."""
-        while not self._tracked and self._engine.has_unfinished:
-            self._engine.step()
+        self._settle()
         account = self._engine.account
         return tuple(account.pool(i).num_free for i in range(self._engine.config.num_instances))
 
@@ -199,41 +244,88 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.shutdown()
 
-    def _job(self, prompt: str | Sequence[int]) -> tuple[str | None, tuple[int, ...]]:
-        if isinstance(prompt, str):
-            text, ids = prompt, tuple(self.tokenize(prompt)) if prompt else ()
-        else:
-            text, ids = None, _token_ids(prompt)
-        wrong = next((i for i in ids if not 0 <= i < self.info.vocab_size), None)
-        if wrong is not None:
-            raise ValueError(
-                f"token id {wrong!r} is not in the vocabulary: ids go from 0 to {self.info.vocab_size - 1}"
-            )
-        self._engine.check(len(ids))
-        return text, ids
+    def _chat_job(self, messages: Sequence[Message], params: SamplingParams, template: TemplateOptions) -> Job:
+        text = self.render_chat(messages, **template)
+        return self._checked(text, tuple(self.tokenize(text, add_special_tokens=False)), params)
 
-    def _drive(self, tracked: Sequence[_Tracked]) -> Iterator[None]:
+    def _job(self, prompt: str | Sequence[int], params: SamplingParams) -> Job:
+        if isinstance(prompt, str):
+            return self._checked(prompt, tuple(self.tokenize(prompt)) if prompt else (), params)
+        return self._checked(None, _token_ids(prompt), params)
+
+    def _checked(self, text: str | None, ids: tuple[int, ...], params: SamplingParams) -> Job:
+        vocab_size = self.info.vocab_size
+        wrong = next((i for i in ids if not 0 <= i < vocab_size), None)
+        if wrong is not None:
+            raise ValueError(f"token id {wrong!r} is not in the vocabulary: ids go from 0 to {vocab_size - 1}")
+        if self._tokenizer is None and params.stop_strings:
+            raise ValueError("stop strings need a tokenizer, but there is none (skip_tokenizer_init)")
+        params.check_vocab(vocab_size)
+        self._engine.check(len(ids))
+        return Job(text=text, token_ids=ids, params=params)
+
+    def _in_order(self, tracked: Sequence[Tracked], *, use_tqdm: bool) -> Iterator[RequestOutput]:
+        num_out = 0
+        with Progress(tracked, wanted=use_tqdm) as progress, closing(self._drive(tracked)) as steps:
+            for _ in steps:
+                progress.update()
+                while num_out < len(tracked) and tracked[num_out].finished:
+                    yield tracked[num_out].output()
+                    num_out += 1
+        for one in tracked[num_out:]:  # finished while another call drove the engine
+            yield one.output()
+
+    def _stream(self, job: Job) -> Iterator[RequestOutput]:
+        tracked, seen = Tracked(job, self._tokenizer), 0
+        with closing(self._drive([tracked])) as steps:
+            for _ in steps:
+                if tracked.num_taken > seen or tracked.finished:
+                    seen = tracked.num_taken
+                    yield tracked.output()
+        if tracked.num_taken > seen:  # another call has driven the engine meanwhile
+            yield tracked.output()
+
+    def _drive(self, tracked: Sequence[Tracked]) -> Generator[None, None, None]:
         """Runs the engine until all of these are finished; what is left when the caller stops early is aborted."""
         self._check_up()
-        for one in tracked:
-            one.start(self._engine)
-            self._tracked[one.request.id] = one
+        choices: list[Choice] = []
         try:
-            while any(one.request.finish_reason is None for one in tracked):
+            self._settle()
+            for one in tracked:
+                one.start(self._engine)
+                choices += one.choices
+            self._choices.update((choice.request.id, choice) for choice in choices)
+            while not all(choice.finished for choice in choices):
                 self._check_up()
-                for request in self._engine.step():
-                    if request.id in self._tracked:  # of any call: streams may be read in turns
-                        self._tracked[request.id].take_new_tokens(self._engine)
+                self._step()
                 yield
         except WorkerLostError as error:
             self._lost = error
             raise
         finally:
-            for one in tracked:
-                del self._tracked[one.request.id]
+            for choice in choices:
+                del self._choices[choice.request.id]
                 if self._lost is None and not self._closed:
                     # Whoever leaves early does not wait: a step in flight completes during later calls.
-                    self._engine.finish(one.request, "abort")
+                    self._engine.finish(choice.request, "abort")
+
+    def _settle(self) -> None:
+        """Takes in the steps that only finished requests are in, unless others run: their KV can be reused then."""
+        if not self._choices:
+            self._abort_asked = False
+            while self._engine.has_unfinished:
+                self._engine.step()
+
+    def _step(self) -> None:
+        """One turn of the engine, on behalf of all calls under way: streams may be read in turns."""
+        if self._abort_asked:
+            self._abort_asked = False
+            for choice in self._choices.values():
+                choice.abort(self._engine)
+            return
+        for request in self._engine.step():
+            if request.id in self._choices:
+                self._choices[request.id].take_new_tokens(self._engine)
 
     def _check_up(self) -> None:
         if self._lost is not None:
@@ -246,58 +338,6 @@ class LLM:
             raise ValueError("there is no tokenizer (skip_tokenizer_init): give prompts as lists of token ids")
         return self._tokenizer
 
-    def _track(self, prompt: str | None, ids: tuple[int, ...], params: SamplingParams) -> _Tracked:
-        if self._tokenizer is None and params.stop_strings:
-            raise ValueError("stop strings need a tokenizer, but there is none (skip_tokenizer_init)")
-        detokenizer = None
-        if self._tokenizer is not None:
-            detokenizer = Detokenizer(self._tokenizer, ids, params.stop_strings, min_tokens=params.min_tokens)
-        return _Tracked(prompt, ids, params, detokenizer)
-
-
-class _Tracked:
-    """A request with its text."""
-
-    request: Request
-
-    def __init__(
-        self, prompt: str | None, ids: tuple[int, ...], params: SamplingParams, detokenizer: Detokenizer | None
-    ) -> None:
-        self._prompt, self._ids, self._params, self._detokenizer = prompt, ids, params, detokenizer
-        self.num_taken = 0
-
-    def start(self, engine: Engine) -> None:
-        self.request = engine.add(self._ids, self._params)
-
-    def take_new_tokens(self, engine: Engine) -> None:
-        """Turns new tokens into text and ends the request at a stop string."""
-        new = self.request.output[self.num_taken :]
-        self.num_taken += len(new)
-        if self._detokenizer is None:
-            return
-        self._detokenizer.add(new, finished=self.request.finish_reason is not None)
-        if self._detokenizer.stopped_by is not None:
-            engine.finish(self.request, "stop")
-
-    def output(self) -> RequestOutput:
-        request = self.request
-        logits = [np.frombuffer(data, dtype=np.float32) for data in request.logits]
-        completion = CompletionOutput(
-            index=0,
-            text="" if self._detokenizer is None else self._detokenizer.text,
-            token_ids=list(request.output),
-            finish_reason=request.finish_reason,
-            logits=logits if self._params.output_logits else None,
-        )
-        return RequestOutput(
-            request_id=request.id,
-            prompt=self._prompt,
-            prompt_token_ids=list(request.prompt),
-            outputs=[completion],
-            finished=request.finish_reason is not None,
-            metrics=request.metrics,
-        )
-
 
 def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
     """Token ids of any integer type."""
@@ -305,65 +345,6 @@ def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
         return tuple(operator.index(token) for token in prompt)
     except TypeError:
         raise ValueError(f"a prompt is a text or a list of token ids, but {prompt!r:.60} given") from None
-
-
-def _parallel_spec(parallel: str | None, instances: int, tp: int, pp: int) -> ParallelSpec:
-    if parallel is None:
-        return ParallelSpec(instances=instances, tp=tp, pp=pp)
-    if (instances, tp, pp) != (1, 1, 1):
-        raise ValueError(f"parallel {parallel!r} says the same thing as instances, tp and pp: give one of them")
-    return ParallelSpec.parse(parallel)
-
-
-def _threads_per_rank(threads: int | None, num_ranks: int) -> int:
-    if threads is None:
-        return max(1, len(os.sched_getaffinity(0)) // num_ranks)
-    _at_least_one(threads_per_rank=threads)
-    return threads
-
-
-def _at_least_one(**values: int | None) -> None:
-    for name, value in values.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, but {value} given")
-
-
-def _check_device(device: str) -> None:
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f"unknown device {device!r}: choose cpu or cuda")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda was asked for, but PyTorch finds no CUDA device here: use --device cpu")
-
-
-def _require_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
-    if files.tokenizer_dir is None:
-        raise ValueError(
-            f"model {files.name!r} comes without tokenizer files: add them, or skip_tokenizer_init and use token ids"
-        )
-    return load_tokenizer(files)
-
-
-def _num_blocks(
-    info: ModelInfo, files: ModelFiles, device: str, num_instances: int, block_size: int, kv_bytes: int | None
-) -> int:
-    """Blocks per instance."""
-    if kv_bytes is None:
-        weight_bytes = files.weights.stat().st_size
-        kv_bytes = default_kv_bytes(device=device, num_instances=num_instances, weight_bytes=weight_bytes)
-    per_block = bytes_per_block(info.specs, block_size, DTYPES[files.dtype])
-    if kv_bytes < per_block:
-        raise ValueError(f"{kv_bytes} bytes of KV memory per instance hold no block of {per_block} bytes: allow more")
-    return kv_bytes // per_block
-
-
-def _max_model_len(context_length: int, capacity: int, wanted: int | None) -> int:
-    if wanted is not None and wanted > context_length:
-        raise ValueError(f"max_model_len {wanted} exceeds the model's context of {context_length} tokens")
-    if wanted is not None and wanted > capacity:
-        raise ValueError(f"max_model_len {wanted} does not fit: the KV pools hold {capacity} tokens; allow more memory")
-    if capacity < context_length and wanted is None:
-        _log.info("the KV pools hold %d tokens, less than the model's context of %d", capacity, context_length)
-    return wanted or min(context_length, capacity)
 
 
 def _one_each(value: ChoiceT | Sequence[ChoiceT], number: int) -> list[ChoiceT]:

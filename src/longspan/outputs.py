@@ -1,4 +1,4 @@
-"""What `LLM` returns."""
+"""What `LLM` returns. Names and shapes are vLLM's."""
 
 from __future__ import annotations
 
@@ -11,24 +11,57 @@ from longspan.core.request import FinishReason, RequestMetrics
 
 
 @dataclass(frozen=True, kw_only=True)
+class Logprob:
+    """How likely a token was, by the model's own logits.
+
+    Attributes:
+        logprob: natural logarithm of its probability.
+        rank: 1 for the most likely token of all.
+        decoded_token: its text; None without a tokenizer.
+    """
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+LogprobsOfToken = dict[int, Logprob]
+"""By token id: the token that was chosen (or stands in the prompt) first, then the most likely ones, best first."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CompletionOutput:
     """One output of a request.
 
     Attributes:
-        finish_reason: `stop` (end-of-sequence token or stop string), `length`, `abort`; None while it runs.
+        text: without the stop string or stop token that ended it; `token_ids` has the latter.
+        cumulative_logprob: the sum over its tokens, if logprobs were asked for.
+        logprobs: per output token, if asked for.
+        finish_reason: `stop` (end-of-sequence or stop token, or stop string), `length`, `abort`; None while it runs.
+        stop_reason: the stop string, or the one of `stop_token_ids`, that ended it; None for an end-of-sequence token.
         logits: float32 `[vocab]` per output token, if asked for with `output_logits`.
     """
 
     index: int
     text: str
     token_ids: list[int]
-    finish_reason: FinishReason | None
+    cumulative_logprob: float | None = None
+    logprobs: list[LogprobsOfToken] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
     logits: list[npt.NDArray[np.float32]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOutput:
-    """The state of a request; cumulative when streamed. `prompt` is None when token ids were given."""
+    """The state of a request; cumulative when streamed.
+
+    Attributes:
+        prompt: None when token ids were given.
+        prompt_logprobs: per prompt token, None for the first, if asked for.
+        outputs: `SamplingParams.n` of them.
+        metrics: of the first output, which computed the prompt.
+    """
 
     request_id: int
     prompt: str | None
@@ -36,3 +69,9 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
+    prompt_logprobs: list[LogprobsOfToken | None] | None = None
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens whose KV was there already."""
+        return self.metrics.num_cached_tokens

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 
 import torch
@@ -19,13 +21,8 @@ class KvPool:
     ) -> None:
         self.block_size = block_size
         shapes = [(num_blocks, spec.num_kv_heads, block_size, spec.head_dim) for spec in specs]
-        # Zeros, since a masked slot must hold a finite number; on CPUs their pages take no memory until written.
         self._layers = [
-            PagedKv(
-                keys=torch.zeros(shape, dtype=dtype, device=device),
-                values=torch.zeros(shape, dtype=dtype, device=device),
-            )
-            for shape in shapes
+            PagedKv(keys=_zeros(shape, dtype, device), values=_zeros(shape, dtype, device)) for shape in shapes
         ]
 
     def write(self, layer: int, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
@@ -36,6 +33,13 @@ class KvPool:
     def layer(self, layer: int) -> PagedKv:
         """All blocks of one layer."""
         return self._layers[layer]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, as a masked slot must hold a finite number. CPU pages take neither time nor memory until written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
 
 
 def bytes_per_block(specs: Sequence[AttnSpec], block_size: int, dtype: torch.dtype) -> int:

@@ -7,6 +7,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from longspan.model.files import ModelError, ModelFiles, one_line
 
+# Stands for a space in SentencePiece's vocabularies.
+_WORD_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
+
 # How a decoder writes bytes that are no character (yet).
 _UNDECODED = "\N{REPLACEMENT CHARACTER}"
 _MAX_UNFINISHED = 3  # bytes, so tokens, of an unfinished character
@@ -23,6 +26,14 @@ def load_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(files.tokenizer_dir, trust_remote_code=files.trust_remote_code)
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(f"the tokenizer of {files.name!r} cannot be loaded ({one_line(error)})") from error
+
+
+def token_text(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:
+    """The text of one token seen by itself: special tokens by their name, parts of a character by its replacement."""
+    text: str = tokenizer.decode([token_id], skip_special_tokens=False)
+    # A decoder of SentencePiece drops the space that begins a text.
+    begins_word = str(tokenizer.convert_ids_to_tokens(token_id)).startswith(_WORD_MARK)
+    return f" {text}" if begins_word and not text.startswith(" ") else text
 
 
 class Detokenizer:

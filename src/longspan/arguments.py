@@ -1,0 +1,84 @@
+"""What the arguments of `LLM` mean on this machine: checks, defaults, and how many tokens fit."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from longspan.core.parallel import ParallelSpec
+from longspan.kv.pool import bytes_per_block
+from longspan.model.files import ModelFiles
+from longspan.model.info import ModelInfo
+from longspan.model.store import DTYPES
+from longspan.model.tokenizer import load_tokenizer
+from longspan.runtime.capacity import default_kv_bytes
+
+_log = logging.getLogger("longspan")
+
+
+def parallel_spec(parallel: str | None, instances: int, tp: int, pp: int) -> ParallelSpec:
+    """The degrees, from whichever of their two spellings was used; ValueError when both were."""
+    if parallel is None:
+        return ParallelSpec(instances=instances, tp=tp, pp=pp)
+    if (instances, tp, pp) != (1, 1, 1):
+        raise ValueError(f"parallel {parallel!r} says the same thing as instances, tp and pp: give one of them")
+    return ParallelSpec.parse(parallel)
+
+
+def threads_per_rank(threads: int | None, num_ranks: int) -> int:
+    """CPU threads per rank: as asked for, or an even share of the cores."""
+    if threads is None:
+        return max(1, len(os.sched_getaffinity(0)) // num_ranks)
+    at_least_one(threads_per_rank=threads)
+    return threads
+
+
+def at_least_one(**values: int | None) -> None:
+    """Raises a ValueError that names the first argument below 1; None means not given."""
+    for name, value in values.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, but {value} given")
+
+
+def check_device(device: str) -> None:
+    """Raises ValueError for a kind of device that does not exist, or not here."""
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"unknown device {device!r}: choose cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda was asked for, but PyTorch finds no CUDA device here: use --device cpu")
+
+
+def require_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
+    """The model's tokenizer; ValueError when it has none."""
+    if files.tokenizer_dir is None:
+        raise ValueError(
+            f"model {files.name!r} comes without tokenizer files: add them, or skip_tokenizer_init and use token ids"
+        )
+    return load_tokenizer(files)
+
+
+def num_blocks(
+    info: ModelInfo, files: ModelFiles, device: str, num_instances: int, block_size: int, kv_bytes: int | None
+) -> int:
+    """KV blocks per instance; ValueError when the memory holds none."""
+    if kv_bytes is None:
+        weight_bytes = files.weights.stat().st_size
+        kv_bytes = default_kv_bytes(device=device, num_instances=num_instances, weight_bytes=weight_bytes)
+    per_block = bytes_per_block(info.specs, block_size, DTYPES[files.dtype])
+    if kv_bytes < per_block:
+        raise ValueError(f"{kv_bytes} bytes of KV memory per instance hold no block of {per_block} bytes: allow more")
+    return kv_bytes // per_block
+
+
+def max_model_len(context_length: int, capacity: int, wanted: int | None) -> int:
+    """The longest request in tokens; ValueError when more is wanted than the model or the KV pools can hold."""
+    if wanted is not None and wanted > context_length:
+        raise ValueError(f"max_model_len {wanted} exceeds the model's context of {context_length} tokens")
+    if wanted is not None and wanted > capacity:
+        raise ValueError(f"max_model_len {wanted} does not fit: the KV pools hold {capacity} tokens; allow more memory")
+    if capacity < context_length and wanted is None:
+        _log.info("the KV pools hold %d tokens, less than the model's context of %d", capacity, context_length)
+    return wanted or min(context_length, capacity)

@@ -1,0 +1,71 @@
+"""The command `longspan`: its verbs, and what becomes of errors.
+
+Numbers are checked where they are used (`LLM`, `SamplingParams`, `ParallelSpec`), not here; this file turns what they
+raise into one line and an exit code: 0 done, 1 a worker was lost (or the reader of stdout left), 2 a mistake of the
+user, 130 Ctrl-C, 143 SIGTERM.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Annotated, NoReturn
+
+import typer
+
+import longspan
+from longspan.cli.chat import chat
+from longspan.cli.generate import generate
+from longspan.core.errors import WorkerLostError
+
+app = typer.Typer(
+    name="longspan",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(generate)
+app.command()(chat)
+
+
+@app.callback(invoke_without_command=True)
+def longspan_command(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+) -> None:
+    """Serves one long prompt over several devices, exactly."""
+    if version:
+        typer.echo(f"longspan {longspan.__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Runs the command line and exits; never shows a stack trace for what a user can cause."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _on_signal)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background starts us with it ignored
+    try:
+        returned = app(args=arguments, prog_name="longspan", standalone_mode=False)
+    except typer.TyperException as error:
+        _fail(error.format_message(), code=2)
+    except ValueError as error:
+        _fail(str(error), code=2)
+    except WorkerLostError as error:
+        _fail(str(error), code=1)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(130)
+    sys.exit(returned if isinstance(returned, int) else 0)
+
+
+def _fail(message: str, *, code: int) -> NoReturn:
+    typer.echo(f"longspan: {' '.join(message.split())}", err=True)
+    sys.exit(code)
+
+
+def _on_signal(number: int, _: object) -> NoReturn:
+    """Unwinds the stack, so that the workers are shut down on the way, and does it once."""
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit(128 + number)

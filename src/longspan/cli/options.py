@@ -1,0 +1,175 @@
+"""The options of verbs that run a model: how it is set up, and how tokens are chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+import longspan
+from longspan.core.parallel import ParallelSpec
+from longspan.core.sampling import SamplingParams
+from longspan.runtime.forkserver import start_server
+
+if TYPE_CHECKING:
+    from longspan.llm import LLM
+
+ModelArgument = Annotated[
+    str, typer.Argument(help="An alias (smollm2-135m), a local folder, or a Hugging Face hub id.")
+]
+
+_devices = partial(typer.Option, rich_help_panel="Devices and weights")
+_scheduling = partial(typer.Option, rich_help_panel="Scheduling and memory")
+_sampling = partial(typer.Option, rich_help_panel="Sampling")
+_ending = partial(typer.Option, rich_help_panel="Length and end")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """How a model is set up: the arguments of `LLM` by the same names, except where the command line is shorter."""
+
+    parallel: Annotated[
+        str | None, _devices(metavar="SPEC", help=r"\[N]\[xtpT]\[ppP]: N instances, each of T * P ranks.")
+    ] = None
+    instances: Annotated[int | None, _devices(help="Copies of the model; 1 if not given.")] = None
+    tp: Annotated[int | None, _devices("--tp", help="Tensor-parallel ranks per instance.")] = None
+    pp: Annotated[int | None, _devices("--pp", help="Pipeline stages per instance.")] = None
+    threads_per_rank: Annotated[int | None, _devices(help="CPU threads of each rank; an equal share if not given.")] = (
+        None
+    )
+    device: Annotated[Literal["cpu", "cuda"], _devices()] = "cpu"
+    dtype: Annotated[Literal["float32", "bfloat16"], _devices()] = "float32"
+    load_format: Annotated[Literal["auto", "dummy"], _devices(help="dummy: random weights from the config.")] = "auto"
+    skip_tokenizer_init: Annotated[bool, _devices("--skip-tokenizer-init", help="Token ids in, token ids out.")] = False
+    trust_remote_code: Annotated[
+        bool, _devices("--trust-remote-code", help="Run Python code that comes with the model.")
+    ] = False
+    policy: Annotated[str, _scheduling(help="Who decides the steps: auto, chunked or context.")] = "auto"
+    policy_option: Annotated[
+        list[str] | None, _scheduling("-o", metavar="KEY=VALUE", help="An option of the policy; repeatable.")
+    ] = None
+    max_model_len: Annotated[int | None, _scheduling(help="Longest prompt plus output, in tokens.")] = None
+    block_size: Annotated[int, _scheduling(help="Tokens per KV block.")] = 256
+    max_num_batched_tokens: Annotated[int, _scheduling(help="Most tokens of one step on one instance.")] = 2048
+    max_num_seqs: Annotated[int, _scheduling(help="Most requests that run at once.")] = 128
+    kv_cache_memory_bytes: Annotated[int | None, _scheduling(help="KV memory of each rank.")] = None
+    num_gpu_blocks_override: Annotated[
+        int | None, _scheduling(help="KV blocks of each rank, whatever memory there is.")
+    ] = None
+    enable_prefix_caching: Annotated[
+        bool,
+        _scheduling(
+            "--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse the KV of prompts that begin alike."
+        ),
+    ] = True
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of `LLM`.
+
+        Raises:
+            ValueError: for degrees that are not possible or given twice, or a policy option not of the form key=value.
+        """
+        shorter = ("instances", "tp", "pp", "policy_option")
+        same = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in shorter}
+        options = key_values("-o", self.policy_option or ())
+        return {**same, "parallel": self._parallel_spec(), "policy_options": options}
+
+    def start(self, model: str, *, seed: int) -> LLM:
+        """Starts the model's workers."""
+        arguments = self.arguments()
+        start_server()  # it imports beside us
+        return longspan.LLM(model, seed=seed, **arguments)
+
+    def _parallel_spec(self) -> str:
+        degrees = {"instances": self.instances, "tp": self.tp, "pp": self.pp}
+        given = {name: degree for name, degree in degrees.items() if degree is not None}
+        if self.parallel is None:
+            return str(ParallelSpec(**given))
+        if given:
+            raise ValueError(
+                f"--parallel {self.parallel} and --{next(iter(given))} say the same thing: give one of them"
+            )
+        return str(ParallelSpec.parse(self.parallel))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How tokens are chosen and when an output ends: the fields of `SamplingParams`."""
+
+    temperature: Annotated[float, _sampling(help="0 is greedy.")] = 0.0
+    top_k: Annotated[int, _sampling(help="Keep the k most likely tokens; -1 or 0 keeps all.")] = -1
+    top_p: Annotated[float, _sampling(help="Keep the most likely tokens that reach this probability together.")] = 1.0
+    min_p: Annotated[float, _sampling(help="Least probability, as a share of the most likely token's.")] = 0.0
+    repetition_penalty: Annotated[float, _sampling(help="Above 1: tokens of prompt and output become less likely.")] = (
+        1.0
+    )
+    presence_penalty: Annotated[float, _sampling(help="Subtracted from the logits of tokens in the output.")] = 0.0
+    frequency_penalty: Annotated[float, _sampling(help="As before, for each time that they are in it.")] = 0.0
+    logit_bias: Annotated[
+        list[str] | None, _sampling(metavar="ID=VALUE", help="Added to the logit of a token id; repeatable.")
+    ] = None
+    seed: Annotated[int, _sampling(help="Of all random numbers, those of dummy weights too.")] = 0
+    n: Annotated[int, _sampling("--n", help="Outputs per prompt.")] = 1
+    logprobs: Annotated[
+        int | None, _sampling(help="Report the logprobs of output tokens and so many most likely ones.")
+    ] = None
+    prompt_logprobs: Annotated[int | None, _sampling(help="The same for the tokens of the prompt.")] = None
+    max_tokens: Annotated[
+        int | None, _ending(help="Most output tokens; if there is no default, what the context has left.")
+    ] = 128
+    min_tokens: Annotated[int, _ending(help="The output does not end before so many.")] = 0
+    stop: Annotated[list[str] | None, _ending(help="A string that ends the output; repeatable.")] = None
+    stop_token_ids: Annotated[str | None, _ending(metavar="1,2,3", help="Token ids that end the output.")] = None
+    ignore_eos: Annotated[bool, _ending("--ignore-eos", help="Go on past end-of-sequence tokens.")] = False
+
+    def params(self) -> SamplingParams:
+        """The parameters of a request.
+
+        Raises:
+            ValueError: for a value that cannot be read or is out of range.
+        """
+        read = {
+            "logit_bias": _biases(self.logit_bias) if self.logit_bias else None,
+            "stop": tuple(self.stop or ()),
+            "stop_token_ids": () if self.stop_token_ids is None else id_list("--stop-token-ids", self.stop_token_ids),
+        }
+        return SamplingParams(**{field.name: getattr(self, field.name) for field in fields(self)} | read)
+
+
+def id_list(flag: str, text: str) -> list[int]:
+    """Token ids with commas between.
+
+    Raises:
+        ValueError: when one is no whole number.
+    """
+    try:
+        return [int(part) for part in text.split(",")] if text.strip() else []
+    except ValueError:
+        raise ValueError(f"{flag} must be whole numbers with commas between, but {text!r} given") from None
+
+
+def key_values(flag: str, pairs: Sequence[str]) -> dict[str, str]:
+    """Options of the form key=value as a mapping.
+
+    Raises:
+        ValueError: for one without a key or `=`, or a key given twice.
+    """
+    options: dict[str, str] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not key or not equals:
+            raise ValueError(f"{flag} {pair} is not of the form key=value")
+        if key in options:
+            raise ValueError(f"{flag} {key} is given twice: {options[key]!r} and {value!r}")
+        options[key] = value
+    return options
+
+
+def _biases(pairs: Sequence[str]) -> dict[int, float]:
+    try:
+        return {int(token): float(bias) for token, bias in key_values("--logit-bias", pairs).items()}
+    except ValueError as error:
+        raise ValueError(f"--logit-bias must be a token id, = and a number: {error}") from None

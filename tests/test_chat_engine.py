@@ -1,0 +1,131 @@
+"""Chats, several outputs and logprobs on a real SmolLM2. Needs an engine that knows `n`, logprobs and stop tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+
+from longspan import LLM, SamplingParams
+from longspan.cli.conversation import Conversation
+from longspan.outputs import RequestOutput
+
+GREEDY = SamplingParams(temperature=0, max_tokens=10)
+QUESTIONS = ["Name three colours.", "Name three more.", "Which was the first?", "And the last?"]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM() as llm:
+        yield llm
+
+
+def test_a_turn_computes_only_what_is_new(llm: LLM) -> None:
+    """Whatever ended the answer before: its length, Ctrl-C, or an end-of-sequence token."""
+    conversation = Conversation(llm, system="Answer briefly.")
+    force_end = SamplingParams(temperature=0, max_tokens=10, min_tokens=4, logit_bias={2: 100.0})
+    turns: list[RequestOutput] = []
+    for question, params in zip(QUESTIONS, (GREEDY, GREEDY, force_end, GREEDY), strict=True):
+        answer: RequestOutput | None = None
+        for answer in llm.stream(conversation.prompt(question), params):
+            if len(turns) == 1 and len(answer.outputs[0].token_ids) == 5:
+                llm.abort()
+        assert answer is not None
+        conversation.add(question, answer)
+        turns.append(answer)
+    assert [turn.outputs[0].finish_reason for turn in turns[:3]] == ["length", "abort", "stop"]
+    for before, after in pairwise(turns):
+        # The last token of an answer was never fed to the model, so its keys are new too.
+        known = before.prompt_token_ids + before.outputs[0].token_ids[:-1]
+        assert after.prompt_token_ids[: len(known)] == known
+        assert after.num_cached_tokens >= len(known)
+
+
+def test_a_conversation_reads_as_the_template_renders_it(llm: LLM) -> None:
+    conversation = Conversation(llm)
+    [first] = llm.generate([conversation.prompt(QUESTIONS[0])], GREEDY)
+    conversation.add(QUESTIONS[0], first)
+    messages = [
+        {"role": "user", "content": QUESTIONS[0]},
+        {"role": "assistant", "content": first.outputs[0].text},
+        {"role": "user", "content": QUESTIONS[1]},
+    ]
+    assert llm._need_tokenizer().decode(conversation.prompt(QUESTIONS[1])) == llm.render_chat(messages)
+
+
+def test_chat_is_generate_on_the_rendered_text(llm: LLM) -> None:
+    messages = [{"role": "user", "content": QUESTIONS[0]}]
+    answers = llm.chat([messages, messages], GREEDY)
+    ids = llm.tokenize(llm.render_chat(messages), add_special_tokens=False)
+    [expected] = llm.generate([ids], GREEDY)
+    *_, streamed = llm.chat_stream(messages, GREEDY)
+    for answer in (*answers, streamed):
+        assert answer.prompt == llm.render_chat(messages)
+        assert answer.prompt_token_ids == ids
+        assert answer.outputs[0].text == expected.outputs[0].text
+
+
+def test_n_outputs_are_reproducible_and_differ(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, seed=5, n=3, max_tokens=4, ignore_eos=True)
+    [output] = llm.generate(["Once upon a time"], params)
+    tokens = [tuple(completion.token_ids) for completion in output.outputs]
+    assert [completion.index for completion in output.outputs] == [0, 1, 2]
+    assert len(set(tokens)) == 3
+    *_, streamed = llm.stream("Once upon a time", params)
+    assert [tuple(completion.token_ids) for completion in streamed.outputs] == tokens
+    assert llm.num_free_blocks[0] == llm._engine.config.num_blocks
+
+
+def test_logprobs_are_dictionaries_by_token(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=3, prompt_logprobs=2)
+    [output] = llm.generate(["The capital of France is"], params)
+    [completion] = output.outputs
+    assert completion.logprobs is not None
+    assert output.prompt_logprobs is not None
+    assert len(completion.logprobs) == len(completion.token_ids)
+    for token, found in zip(completion.token_ids, completion.logprobs, strict=True):
+        assert next(iter(found)) == token
+        assert (len(found), found[token].rank) == (3, 1)
+        assert found[token].decoded_token == llm._need_tokenizer().decode([token])
+    chosen = [found[token].logprob for token, found in zip(completion.token_ids, completion.logprobs, strict=True)]
+    assert completion.cumulative_logprob == pytest.approx(math.fsum(chosen))
+    assert output.prompt_logprobs[0] is None
+    for token, scores in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True):
+        assert scores is not None
+        assert next(iter(scores)) == token
+        assert len(scores) in (2, 3)
+
+
+def test_a_stop_token_ends_the_output_and_is_its_reason(llm: LLM) -> None:
+    [free] = llm.generate(["The capital of France is"], GREEDY)
+    third = free.outputs[0].token_ids[2]
+    params = SamplingParams(temperature=0, max_tokens=10, stop_token_ids=[third])
+    [stopped] = llm.generate(["The capital of France is"], params)
+    completion = stopped.outputs[0]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", third)
+    end = free.outputs[0].token_ids.index(third)
+    assert completion.token_ids == free.outputs[0].token_ids[: end + 1]
+    assert completion.text == llm._need_tokenizer().decode(completion.token_ids[:-1])
+
+
+def test_outputs_come_in_order_as_soon_as_their_turn_has_come(llm: LLM) -> None:
+    params = [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in (4, 2, 12)]
+    outputs = llm.generate_each(["a", "b", "c"], params)
+    assert [len(next(outputs).outputs[0].token_ids) for _ in range(2)] == [4, 2]
+    assert llm._choices, "the last one still runs"
+    assert len(next(outputs).outputs[0].token_ids) == 12
+    assert list(outputs) == []
+
+
+def test_an_abort_ends_the_call_and_not_the_next(llm: LLM) -> None:
+    lengths = []
+    for output in llm.stream("Once upon a time", SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)):
+        lengths.append(len(output.outputs[0].token_ids))
+        if lengths[-1] == 3:
+            llm.abort()
+    assert (output.outputs[0].finish_reason, output.finished) == ("abort", True)
+    assert lengths[-1] < 50
+    llm.abort()  # nothing runs, so nothing is ended
+    assert llm.generate(["a"], GREEDY)[0].outputs[0].finish_reason != "abort"

@@ -1,0 +1,87 @@
+"""Conversations to text: as transformers renders them, and refused with the message that is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from longspan.chat_template import conversations, render
+from longspan.model.smollm2 import smollm2_folder
+
+HELLO: dict[str, Any] = {"role": "user", "content": "Hello"}
+TALK: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be kind."},
+    HELLO,
+    {"role": "assistant", "content": "Hi! 😀 "},
+    {"role": "user", "content": "2 + 2?"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(smollm2_folder())
+
+
+@pytest.mark.parametrize("messages", [[HELLO], TALK])
+def test_text_and_tokens_are_those_of_transformers(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]
+) -> None:
+    text = render(tokenizer, messages, {})
+    assert text == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert tokenizer(text, add_special_tokens=False)["input_ids"] == expected
+
+
+def test_options_reach_the_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert render(tokenizer, [HELLO], {"add_generation_prompt": False}).endswith("Hello<|im_end|>\n")
+    template = "{{ messages[0]['content'] }} {{ mood }}"
+    options = {"chat_template": template, "chat_template_kwargs": {"mood": "calm"}}
+    assert render(tokenizer, [HELLO], options) == "Hello calm"  # type: ignore[arg-type]
+    begun = [HELLO, {"role": "assistant", "content": "Well"}]
+    open_end = render(tokenizer, begun, {"add_generation_prompt": False, "continue_final_message": True})
+    assert open_end.endswith("<|im_start|>assistant\nWell")
+
+
+def test_parts_of_a_content_are_joined(tokenizer: PreTrainedTokenizerBase) -> None:
+    parts = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    assert render(tokenizer, [parts], {}) == render(tokenizer, [{"role": "user", "content": "a\nb"}], {})
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([], "no messages"),
+        ([HELLO, {"role": "usr", "content": "x"}], r"messages\[1\] has the role 'usr'"),
+        ([{"content": "x"}], r"messages\[0\] has the role None"),
+        ([{"role": ["user"], "content": "x"}], r"messages\[0\] has the role \['user'\]"),
+        ([{"role": "user"}], r"messages\[0\] must have a text as content, but None given"),
+        ([{"role": "user", "content": 4}], r"messages\[0\] must have a text as content, but 4 given"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], r"messages\[0\] has a part that is not text"),
+        ([HELLO, "text"], r"messages\[1\] must have a role and a content, but 'text' given"),
+    ],
+)
+def test_a_wrong_message_is_named(tokenizer: PreTrainedTokenizerBase, messages: list[Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        render(tokenizer, messages, {})
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('users only') }}", "{{ users only }}"])
+def test_a_template_that_refuses_is_the_users_mistake(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
+    with pytest.raises(ValueError, match=r"template refuses these messages: .*(users only|got 'only')"):
+        render(tokenizer, [HELLO], {"chat_template": template})
+
+
+def test_a_model_without_a_template_says_so() -> None:
+    bare = AutoTokenizer.from_pretrained(smollm2_folder())
+    bare.chat_template = None
+    with pytest.raises(ValueError, match="without a chat template"):
+        render(bare, [HELLO], {})
+    assert render(bare, [HELLO], {"chat_template": "{{ messages | length }}"}) == "1"
+
+
+def test_one_conversation_or_a_list_of_them() -> None:
+    assert conversations(TALK) == [TALK]
+    assert conversations([TALK, [HELLO]]) == [TALK, [HELLO]]
+    assert conversations([]) == []
