@@ -45,6 +45,12 @@ class Oracle:
             self._known[key] = self._generate(key[0], max_tokens)
         return self._known[key]
 
+    @torch.no_grad()
+    def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
+        """Log-probabilities `[len(tokens), vocab]` of the token after each."""
+        logits = self._model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+        return logits.float().log_softmax(dim=-1).numpy()
+
     def _generate(self, prompt: tuple[int, ...], max_tokens: int) -> Expected:
         ids = torch.tensor([prompt])
         found = self._model.generate(

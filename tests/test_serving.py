@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 from oracle import Expected, Oracle, assert_exact
@@ -177,6 +178,16 @@ def test_a_sampled_request_is_the_same_alone_and_in_company(tiny: Path) -> None:
 def smollm2() -> Iterator[LLM]:
     with LLM() as llm:
         yield llm
+
+
+def test_a_single_prompt_needs_no_list(smollm2: LLM) -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=3)
+    ids = smollm2.tokenize("good morning")
+    singles = [smollm2.generate(prompt, greedy) for prompt in ("good morning", ids, np.array(ids))]
+    assert [len(single) for single in singles] == [1, 1, 1]
+    texts = {output.outputs[0].text for output in smollm2.generate(["good morning", ids, np.array(ids)], greedy)}
+    assert texts == {single[0].outputs[0].text for single in singles}
+    assert smollm2.generate([], greedy) == []
 
 
 def test_stop_strings_end_the_text_before_them(smollm2: LLM) -> None:

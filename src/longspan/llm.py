@@ -5,7 +5,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import Self, TypeVar, Unpack
+from numbers import Integral
+from typing import Self, TypeVar, Unpack, cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -25,6 +26,9 @@ from longspan.runtime.local import MonotonicClock
 from longspan.tracking import Choice, Job, Tracked
 
 ChoiceT = TypeVar("ChoiceT")
+
+Prompt = str | Sequence[int]
+"""A text, or its token ids."""
 
 
 class LLM:
@@ -120,12 +124,12 @@ class LLM:
 
     def generate(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Completes all prompts (texts or lists of token ids) together and returns their outputs in order.
+        """Completes one prompt, or a list of them together, and returns their outputs in order.
 
         `use_tqdm` shows a progress bar for more than one prompt, if stderr is a terminal.
 
@@ -137,16 +141,15 @@ class LLM:
 
     def generate_each(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
     ) -> Iterator[RequestOutput]:
         """As `generate`, but each output comes as soon as it and all before it are there."""
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-            raise ValueError("prompts must be a list of texts or of token-id lists: put a single prompt into a list")
-        params = _one_each(SamplingParams() if sampling_params is None else sampling_params, len(prompts))
-        jobs = [self._job(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
+        every = _every(prompts)
+        params = _one_each(SamplingParams() if sampling_params is None else sampling_params, len(every))
+        jobs = [self._job(prompt, p) for prompt, p in zip(every, params, strict=True)]
         return self._in_order([Tracked(job, self._tokenizer) for job in jobs], use_tqdm=use_tqdm)
 
     def chat(
@@ -170,9 +173,7 @@ class LLM:
         jobs = [self._chat_job(one, p, template) for one, p in zip(all_messages, params, strict=True)]
         return list(self._in_order([Tracked(job, self._tokenizer) for job in jobs], use_tqdm=use_tqdm))
 
-    def stream(
-        self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None
-    ) -> Iterator[RequestOutput]:
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Completes one prompt and yields its cumulative output whenever a token has come; see `generate`."""
         return self._stream(self._job(prompt, sampling_params or SamplingParams()))
 
@@ -192,7 +193,7 @@ class LLM:
         """
         self._abort_asked = True
 
-    def check(self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None) -> None:
+    def check(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> None:
         """Raises the ValueError that `generate` would raise for this prompt, and generates nothing."""
         self._job(prompt, sampling_params or SamplingParams())
 
@@ -248,7 +249,7 @@ class LLM:
         text = self.render_chat(messages, **template)
         return self._checked(text, tuple(self.tokenize(text, add_special_tokens=False)), params)
 
-    def _job(self, prompt: str | Sequence[int], params: SamplingParams) -> Job:
+    def _job(self, prompt: Prompt, params: SamplingParams) -> Job:
         if isinstance(prompt, str):
             return self._checked(prompt, tuple(self.tokenize(prompt)) if prompt else (), params)
         return self._checked(None, _token_ids(prompt), params)
@@ -353,3 +354,12 @@ def _one_each(value: ChoiceT | Sequence[ChoiceT], number: int) -> list[ChoiceT]:
     if len(value) != number:
         raise ValueError(f"{number} prompts, but {len(value)} sampling params: give one for all, or one each")
     return list(value)
+
+
+def _every(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """The prompts of a list, or the one there is."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if len(prompts) and isinstance(prompts[0], Integral):
+        return [cast(Sequence[int], prompts)]
+    return list(cast(Sequence[Prompt], prompts))

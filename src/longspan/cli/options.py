@@ -66,6 +66,11 @@ class EngineOptions:
         ),
     ] = True
 
+    async_scheduling: Annotated[
+        bool,
+        _scheduling("--async-scheduling/--no-async-scheduling", help="Plan and send a step while the last one runs."),
+    ] = True
+
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of `LLM`.
 

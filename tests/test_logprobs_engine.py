@@ -1,0 +1,139 @@
+"""Log-probabilities of prompts and outputs that real workers report, against the oracle's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from oracle import Oracle
+from texts import topic_tokens
+from tiny_models import make_tiny
+
+from longspan import LLM, SamplingParams
+from longspan.model.smollm2 import smollm2_folder
+from longspan.outputs import LogprobsOfToken, RequestOutput
+
+TOLERANCE = 1e-3
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Oracle:
+    return Oracle(smollm2_folder())
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("tiny") / "llama")
+
+
+def assert_like(reported: LogprobsOfToken, token: int, num_top: int, expected: npt.NDArray[np.float32]) -> None:
+    """What is reported of `token` agrees with all `expected` log-probabilities `[vocab]`."""
+    assert next(iter(reported)) == token
+    for candidate, found in reported.items():
+        assert abs(found.logprob - expected[candidate]) <= TOLERANCE
+    above = [int((expected > expected[token] + slack).sum()) for slack in (2 * TOLERANCE, -2 * TOLERANCE)]
+    rank = reported[token].rank
+    assert rank is not None and above[0] < rank <= max(above[1], 1)
+    best = sorted((found for found in reported.values() if (found.rank or 0) <= num_top), key=lambda one: -one.logprob)
+    assert [one.rank for one in best] == sorted(one.rank or 0 for one in best)
+    np.testing.assert_allclose(
+        [one.logprob for one in best],
+        np.sort(np.partition(expected, -num_top)[-num_top:])[::-1] if num_top else [],
+        atol=TOLERANCE,
+    )
+
+
+def assert_scored(output: RequestOutput, params: SamplingParams, oracle: Oracle) -> None:
+    """Every token of the prompt and of each output has the oracle's log-probability."""
+    prompt = output.prompt_token_ids
+    for one in output.outputs:
+        expected = oracle.logprobs([*prompt, *one.token_ids])
+        if one.index == 0:
+            assert_prompt_scored(output, params, expected)
+        if params.logprobs is None:
+            assert one.logprobs is None and one.cumulative_logprob is None
+            continue
+        assert one.logprobs is not None
+        assert len(one.logprobs) == len(one.token_ids) == params.max_tokens
+        for position, (token, reported) in enumerate(zip(one.token_ids, one.logprobs, strict=True), len(prompt)):
+            assert_like(reported, token, params.logprobs, expected[position - 1])
+        total = sum(reported[token].logprob for token, reported in zip(one.token_ids, one.logprobs, strict=True))
+        assert one.cumulative_logprob == pytest.approx(total)
+
+
+def assert_prompt_scored(output: RequestOutput, params: SamplingParams, expected: npt.NDArray[np.float32]) -> None:
+    if params.prompt_logprobs is None:
+        assert output.prompt_logprobs is None
+        return
+    prompt, reported = output.prompt_token_ids, output.prompt_logprobs
+    assert reported is not None
+    assert len(reported) == len(prompt) and reported[0] is None
+    for token, scored, reference in zip(prompt[1:], reported[1:], expected, strict=False):
+        assert scored is not None
+        assert_like(scored, token, params.prompt_logprobs, reference)
+
+
+def sampled(*, n: int = 1, logprobs: int | None, prompt_logprobs: int | None, temperature: float = 0) -> SamplingParams:
+    return SamplingParams(
+        n=n,
+        seed=5,
+        temperature=temperature,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        max_tokens=6,
+        ignore_eos=True,
+    )
+
+
+REQUESTS = (
+    (1, sampled(logprobs=3, prompt_logprobs=2)),
+    (2, sampled(logprobs=0, prompt_logprobs=0)),
+    (40, sampled(n=3, logprobs=5, prompt_logprobs=1, temperature=0.9)),
+    (70, sampled(logprobs=2, prompt_logprobs=None)),
+    (200, sampled(logprobs=None, prompt_logprobs=3)),
+    (900, sampled(n=2, logprobs=1, prompt_logprobs=4, temperature=1.3)),
+)
+
+
+# Chunks of 256 tokens per instance: pieces of a dealt prompt end where the next token is another member's.
+@pytest.mark.parametrize("instances", [1, 2, 3])
+def test_equal_the_oracles(oracle: Oracle, instances: int) -> None:
+    options = {"threshold": "60"} if instances > 1 else {}
+    prompts = [list(topic_tokens()[100 : 100 + length]) for length, _ in REQUESTS]
+    params = [params for _, params in REQUESTS]
+    with LLM(instances=instances, block_size=16, max_num_batched_tokens=256, policy_options=options) as llm:
+        together = llm.generate(prompts, params)
+        again = llm.generate(prompts[-1], params[-1])  # all of it is cached by now
+        moved = llm.bytes_exchanged
+    for output, wish in zip([*together, *again], [*params, params[-1]], strict=True):
+        assert_scored(output, wish, oracle)
+    assert (moved["total"] > 0) == (instances > 1)
+
+
+@pytest.mark.parametrize("instances", [1, 2])
+def test_survive_preemption(tiny: Path, instances: int) -> None:
+    rng = random.Random(8)
+    prompts = [[rng.randrange(3, 199) for _ in range(rng.randint(30, 300))] for _ in range(16)]
+    params = [
+        SamplingParams(
+            temperature=0, max_tokens=80, ignore_eos=True, logprobs=2, prompt_logprobs=rng.choice([None, 0, 3])
+        )
+        for _ in prompts
+    ]
+    num_blocks = 80 // instances
+    with LLM(
+        str(tiny), instances=instances, skip_tokenizer_init=True, block_size=16, num_gpu_blocks_override=num_blocks
+    ) as llm:
+        outputs = llm.generate(prompts, params)
+    assert preempted(outputs) > 0
+    oracle = Oracle(tiny)
+    for output, wish in zip(outputs, params, strict=True):
+        assert_scored(output, wish, oracle)
+
+
+def preempted(outputs: Sequence[RequestOutput]) -> int:
+    return sum(output.metrics.num_preemptions for output in outputs)
