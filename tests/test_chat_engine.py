@@ -52,7 +52,7 @@ def test_a_conversation_reads_as_the_template_renders_it(llm: LLM) -> None:
         {"role": "assistant", "content": first.outputs[0].text},
         {"role": "user", "content": QUESTIONS[1]},
     ]
-    assert llm._need_tokenizer().decode(conversation.prompt(QUESTIONS[1])) == llm.render_chat(messages)
+    assert llm.jobs.tokenizer.decode(conversation.prompt(QUESTIONS[1])) == llm.render_chat(messages)
 
 
 def test_chat_is_generate_on_the_rendered_text(llm: LLM) -> None:
@@ -75,7 +75,7 @@ def test_n_outputs_are_reproducible_and_differ(llm: LLM) -> None:
     assert len(set(tokens)) == 3
     *_, streamed = llm.stream("Once upon a time", params)
     assert [tuple(completion.token_ids) for completion in streamed.outputs] == tokens
-    assert llm.num_free_blocks[0] == llm._engine.config.num_blocks
+    assert llm.num_free_blocks[0] == llm.engine.config.num_blocks
 
 
 def test_logprobs_are_dictionaries_by_token(llm: LLM) -> None:
@@ -88,7 +88,7 @@ def test_logprobs_are_dictionaries_by_token(llm: LLM) -> None:
     for token, found in zip(completion.token_ids, completion.logprobs, strict=True):
         assert next(iter(found)) == token
         assert (len(found), found[token].rank) == (3, 1)
-        assert found[token].decoded_token == llm._need_tokenizer().decode([token])
+        assert found[token].decoded_token == llm.jobs.tokenizer.decode([token])
     chosen = [found[token].logprob for token, found in zip(completion.token_ids, completion.logprobs, strict=True)]
     assert completion.cumulative_logprob == pytest.approx(math.fsum(chosen))
     assert output.prompt_logprobs[0] is None
@@ -107,7 +107,7 @@ def test_a_stop_token_ends_the_output_and_is_its_reason(llm: LLM) -> None:
     assert (completion.finish_reason, completion.stop_reason) == ("stop", third)
     end = free.outputs[0].token_ids.index(third)
     assert completion.token_ids == free.outputs[0].token_ids[: end + 1]
-    assert completion.text == llm._need_tokenizer().decode(completion.token_ids[:-1])
+    assert completion.text == llm.jobs.tokenizer.decode(completion.token_ids[:-1])
 
 
 def test_outputs_come_in_order_as_soon_as_their_turn_has_come(llm: LLM) -> None:

@@ -72,6 +72,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "kv_cache_memory_bytes": None,
         "num_gpu_blocks_override": None,
         "enable_prefix_caching": True,
+        "async_scheduling": True,
     }
 
 
@@ -85,7 +86,7 @@ def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
         "--prompt-logprobs 1 --json --instances 3 --tp 1 --threads-per-rank 2 --dtype bfloat16 --device cuda "
         "--load-format dummy --policy context -o threshold=100 -o layout=a=b --max-model-len 4096 --block-size 512 "
         "--max-num-batched-tokens 1024 --max-num-seqs 4 --kv-cache-memory-bytes 1000000 --num-gpu-blocks-override 7 "
-        "--no-enable-prefix-caching"
+        "--no-enable-prefix-caching --no-async-scheduling"
     )
     assert run(*line.split(), "--prompt-file", str(prompt_file)) == 0
     llm = FakeLLM.last
@@ -128,6 +129,7 @@ def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
         "kv_cache_memory_bytes": 1000000,
         "num_gpu_blocks_override": 7,
         "enable_prefix_caching": False,
+        "async_scheduling": False,
     }
     assert run("generate", "--prompt", "x", "--parallel", "4") == 0
     assert FakeLLM.last.arguments["parallel"] == "4"

@@ -143,9 +143,9 @@ def test_real_and_simulated_execution_take_the_same_steps(tiny: Path) -> None:
         max_num_batched_tokens=256,
         max_num_seqs=12,
     ) as llm:
-        config = llm._engine.config
-        real = _Recorder(llm._engine._executor)
-        llm._engine._executor = real
+        config = llm.engine.config
+        real = _Recorder(llm.engine._executor)
+        llm.engine._executor = real
         outputs = llm.generate([prompt for prompt, _ in jobs], [params for _, params in jobs])
     clock = VirtualClock()
     simulated = _Recorder(SimExecutor(clock=clock, vocab_size=199))
@@ -211,7 +211,7 @@ def test_a_stream_is_cumulative_and_can_be_left(smollm2: LLM) -> None:
         if len(output.outputs[0].token_ids) == 3:
             break
     assert smollm2.generate(["The capital of France is"], params)[0].outputs[0].text == whole.outputs[0].text
-    assert smollm2.num_free_blocks[0] == smollm2._engine.config.num_blocks
+    assert smollm2.num_free_blocks[0] == smollm2.engine.config.num_blocks
 
 
 def test_streams_can_be_read_in_turns_with_other_calls(smollm2: LLM) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -11,21 +10,12 @@ from transformers import PreTrainedTokenizerBase
 
 from longspan.core.engine import Engine
 from longspan.core.request import Request
-from longspan.core.sampling import SamplingParams
 from longspan.core.steps import TokenLogprobs
+from longspan.jobs import Job
 from longspan.model.tokenizer import Detokenizer, token_text
 from longspan.outputs import CompletionOutput, Logprob, LogprobsOfToken, RequestOutput
 
 TokenText = Callable[[int], str | None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """A prompt that was checked. `text` is None when token ids were given."""
-
-    text: str | None
-    token_ids: tuple[int, ...]
-    params: SamplingParams
 
 
 class Tracked:
@@ -61,14 +51,15 @@ class Tracked:
             request_id=leader.id,
             prompt=self.job.text,
             prompt_token_ids=list(leader.prompt),
-            prompt_logprobs=self._scores(leader),
+            prompt_logprobs=self.prompt_logprobs(),
             outputs=[choice.output(index) for index, choice in enumerate(self.choices)],
             finished=self.finished,
             metrics=leader.metrics,
         )
 
-    def _scores(self, leader: Request) -> list[LogprobsOfToken | None] | None:
-        """Known, and the same from then on, when the first token is out."""
+    def prompt_logprobs(self) -> list[LogprobsOfToken | None] | None:
+        """Known, and the same from then on, when the first token is out; None before, or if not asked for."""
+        leader = self.choices[0].request
         if self.job.params.prompt_logprobs is not None and self._prompt_logprobs is None and leader.output:
             decoded = _token_text(self._tokenizer)
             self._prompt_logprobs = [
@@ -86,7 +77,7 @@ class Choice:
         self.num_taken = 0
         self._decoded = _token_text(tokenizer)
         self._detokenizer = None if tokenizer is None else _detokenizer(request, tokenizer)
-        self._logprobs: list[LogprobsOfToken] = []
+        self.logprobs: list[LogprobsOfToken] = []
         self._cumulative = 0.0
 
     @property
@@ -94,12 +85,23 @@ class Choice:
         """Whether no more tokens will come."""
         return self.request.finish_reason is not None
 
+    @property
+    def text(self) -> str:
+        """So far, without what may still turn out to belong to a stop string."""
+        return "" if self._detokenizer is None else self._detokenizer.text
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """The stop string or token that ended it."""
+        stopped_by = None if self._detokenizer is None else self._detokenizer.stopped_by
+        return self.request.stop_reason if stopped_by is None else stopped_by
+
     def take_new_tokens(self, engine: Engine) -> None:
         """Turns new tokens into text and ends the request at a stop string."""
         request, start = self.request, self.num_taken
         self.num_taken = len(request.output)
         for token, report in zip(request.output[start:], request.logprobs[start:], strict=False):
-            self._logprobs.append(by_token(token, report, self._decoded))
+            self.logprobs.append(by_token(token, report, self._decoded))
             self._cumulative += report.logprob
         if self._detokenizer is None:
             return
@@ -119,15 +121,14 @@ class Choice:
         """What there is so far."""
         request, params = self.request, self.request.params
         logits = [np.frombuffer(data, dtype=np.float32) for data in request.logits]
-        stopped_by = None if self._detokenizer is None else self._detokenizer.stopped_by
         return CompletionOutput(
             index=index,
-            text="" if self._detokenizer is None else self._detokenizer.text,
+            text=self.text,
             token_ids=list(request.output),
             cumulative_logprob=None if params.logprobs is None else self._cumulative,
-            logprobs=None if params.logprobs is None else list(self._logprobs),
+            logprobs=None if params.logprobs is None else list(self.logprobs),
             finish_reason=request.finish_reason,
-            stop_reason=request.stop_reason if stopped_by is None else stopped_by,
+            stop_reason=self.stop_reason,
             logits=logits if params.output_logits else None,
         )
 

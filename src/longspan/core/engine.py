@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
 from longspan.core.account import KvAccount
 from longspan.core.protocols import Clock, ClusterView, Executor, Limits, Policy, Share
-from longspan.core.request import FinishReason, Request, RequestMetrics
+from longspan.core.request import FinishReason, Request, RequestMetrics, check_length
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import UNKNOWN, Completion, Exchange, Forward, Free, Part, Sample, Sampled, Scored
 
@@ -47,6 +46,23 @@ class EngineConfig:
             raise ValueError(f"max_steps_in_flight must be 1 or 2, but {self.max_steps_in_flight} given")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """How much the engine has to do.
+
+    Attributes:
+        num_waiting, num_waiting_tokens: requests that could run if there were room, and their tokens.
+        used_blocks: KV blocks per instance that requests hold.
+        busy_s: seconds per instance in which it had a step to run, since the engine was made.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_waiting_tokens: int
+    used_blocks: list[int]
+    busy_s: list[float]
+
+
 class Engine:
     """Owns the requests and the KV account. One thread drives it through `step`.
 
@@ -61,35 +77,17 @@ class Engine:
                 f"max_model_len {config.max_model_len} exceeds the {capacity} tokens that the KV pools hold"
             )
         self.config = config
-        self.account = KvAccount(
-            num_instances=config.num_instances,
-            num_blocks=config.num_blocks,
-            block_size=config.block_size,
-            prefix_caching=config.prefix_caching,
-        )
+        self.account = self._new_account()
         self.bytes_sent: dict[str, int] = {exchange: 0 for exchange in get_args(Exchange) if exchange != "local"}
         self._policy, self._executor, self._clock = policy, executor, clock
         self._requests: dict[int, Request] = {}
         self._in_flight: dict[int, Forward] = {}
+        self._num_in_flight = [0] * config.num_instances
+        self._busy_s, self._busy_since_s = [0.0] * config.num_instances, [0.0] * config.num_instances
         self._next_step = 0
         self._next_request = 0
         self._num_admissions = 0
         self._seeds = random.Random(config.seed)
-
-    def check(self, num_prompt_tokens: int) -> None:
-        """Whether a prompt of this length can be served.
-
-        Raises:
-            ValueError: when it is empty or leaves no room for one output token.
-        """
-        if num_prompt_tokens < 1:
-            raise ValueError("the prompt is empty: at least 1 token is needed")
-        if num_prompt_tokens >= self.config.max_model_len:
-            raise ValueError(
-                f"the prompt has {num_prompt_tokens} tokens, but prompt and output together can have at most "
-                f"{self.config.max_model_len} here (the model's context, or less where KV memory is short): "
-                "shorten the prompt"
-            )
 
     def add(
         self, prompt: tuple[int, ...], params: SamplingParams, *, choice: int = 0, leader: Request | None = None
@@ -97,9 +95,9 @@ class Engine:
         """Queues a request. For `params.n` outputs, add the first and then the others with it as their `leader`.
 
         Raises:
-            ValueError: see `check`.
+            ValueError: when the prompt is empty or leaves no room for one output token.
         """
-        self.check(len(prompt))
+        check_length(len(prompt), self.config.max_model_len)
         assert (leader is None) == (choice == 0), "the first choice leads the others"
         room = self.config.max_model_len - len(prompt)
         request = Request(
@@ -120,6 +118,15 @@ class Engine:
         self._requests[request.id] = request
         return request
 
+    def _new_account(self) -> KvAccount:
+        config = self.config
+        return KvAccount(
+            num_instances=config.num_instances,
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            prefix_caching=config.prefix_caching,
+        )
+
     def _seed(self, params: SamplingParams) -> int:
         return self._seeds.getrandbits(63) if params.seed is None else params.seed
 
@@ -127,6 +134,20 @@ class Engine:
     def has_unfinished(self) -> bool:
         """Whether any request still runs, waits, or has a step in flight."""
         return bool(self._requests)
+
+    def load(self) -> Load:
+        """How much there is to do, and how busy the instances have been."""
+        live = [request for request in self._requests.values() if request.finish_reason is None]
+        waiting = [request for request in live if not request.group and not request.must_wait]
+        now, busy = self._clock.now(), zip(self._num_in_flight, self._busy_s, self._busy_since_s, strict=True)
+        pools = [self.account.pool(i) for i in range(self.config.num_instances)]
+        return Load(
+            num_running=sum(bool(request.group) for request in live),
+            num_waiting=len(waiting),
+            num_waiting_tokens=sum(request.num_known for request in waiting),
+            used_blocks=[self.config.num_blocks - pool.num_free for pool in pools],
+            busy_s=[done + (now - since if steps else 0.0) for steps, done, since in busy],
+        )
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """Ends a request from outside (a stop string, a client gone); its blocks are freed when no step names it.
@@ -140,16 +161,28 @@ class Engine:
         if not request.in_flight and request.id in self._requests:
             self._drop(request)
 
+    def restart(self, executor: Executor) -> None:
+        """Goes on with new workers, which remember nothing: every request waits again and computes anew what it had."""
+        self._executor, self.account = executor, self._new_account()
+        for forward in self._in_flight.values():
+            self._end(forward)
+        self._in_flight.clear()
+        for request in list(self._requests.values()):
+            if request.finish_reason is None:
+                request.lose_kv()
+            else:
+                del self._requests[request.id]
+
     def step(self, timeout_s: float | None = None) -> list[Request]:
         """Emits what the policy plans, waits for completions, and returns the requests that got a token."""
-        self._emit()
+        self.emit()
         if not self._in_flight:
             assert not self._requests, "the policy leaves requests waiting on an idle cluster"
             return []
         return [request for done in self._executor.poll(timeout_s) for request in self._complete(done)]
 
-    def _emit(self) -> None:
-        """Steps until no instance can be given one."""
+    def emit(self) -> None:
+        """Emits what the policy plans, until no instance can be given another step; `step` does so first."""
         while batches := self._plan():
             self._emit_batches(batches)
 
@@ -163,6 +196,7 @@ class Engine:
         for batch in batches:
             forward = Forward(number=self._number(), parts=tuple(self._part(share) for share in batch))
             self._in_flight[forward.number] = forward
+            self._begin(forward)
             self._executor.submit(forward)
 
     def _plan(self) -> tuple[tuple[Share, ...], ...]:
@@ -177,14 +211,15 @@ class Engine:
 
     def _view(self) -> ClusterView:
         live = [r for r in self._requests.values() if r.finish_reason is None]
-        in_flight = Counter(i for forward in self._in_flight.values() for i in forward.instances)
         return ClusterView(
             num_instances=self.config.num_instances,
             limits=self.config.limits,
             waiting=[r for r in live if not r.group and not r.must_wait],
             running=sorted((r for r in live if r.group), key=lambda r: r.admission),
-            busy=frozenset(in_flight),
-            full=frozenset(i for i, number in in_flight.items() if number >= self.config.max_steps_in_flight),
+            busy=frozenset(i for i, steps in enumerate(self._num_in_flight) if steps),
+            full=frozenset(
+                i for i, steps in enumerate(self._num_in_flight) if steps >= self.config.max_steps_in_flight
+            ),
             account=self.account,
             now_s=self._clock.now(),
         )
@@ -196,6 +231,8 @@ class Engine:
         request.group = share.group
         self._num_admissions += 1
         request.admission = self._num_admissions
+        if request.metrics.scheduled_s is None:
+            request.metrics.scheduled_s = self._clock.now()
         request.num_computed = request.num_scheduled = hit.num_tokens
         if not request.metrics.num_computed_tokens:
             request.metrics.num_cached_tokens = min(hit.num_tokens, len(request.prompt))
@@ -244,6 +281,18 @@ class Engine:
             below_minimum=position - len(request.prompt) < request.params.min_tokens,
         )
 
+    def _begin(self, forward: Forward) -> None:
+        for i in forward.instances:
+            if not self._num_in_flight[i]:
+                self._busy_since_s[i] = self._clock.now()
+            self._num_in_flight[i] += 1
+
+    def _end(self, forward: Forward) -> None:
+        for i in forward.instances:
+            self._num_in_flight[i] -= 1
+            if not self._num_in_flight[i]:
+                self._busy_s[i] += self._clock.now() - self._busy_since_s[i]
+
     def _holder(self, request: Request, position: int) -> int:
         return request.table[position // self.config.block_size].instance
 
@@ -255,6 +304,7 @@ class Engine:
 
     def _complete(self, done: Completion) -> list[Request]:
         forward = self._in_flight.pop(done.number)
+        self._end(forward)
         for exchange, num_bytes in done.bytes_sent.items():
             self.bytes_sent[exchange] = self.bytes_sent.get(exchange, 0) + num_bytes
         for part in forward.parts:
@@ -326,9 +376,7 @@ class Engine:
         assert not request.in_flight, "a step in flight names the request"
         self.account.release(request)
         self._executor.submit(Free(number=self._number(), request_ids=(request.id,)))
-        request.group = ()
-        request.num_computed = request.num_scheduled = request.num_promised = 0
-        request.sent_blocks = request.sent_output = 0
+        request.lose_kv()
 
     def _drop(self, request: Request) -> None:
         if request.group:

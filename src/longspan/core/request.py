@@ -17,6 +17,7 @@ class RequestMetrics:
     """When things happened to a request, in seconds of the engine's clock, and what was counted.
 
     Attributes:
+        scheduled_s: when it was first admitted, on the engine's clock; None before.
         ttft_s: from arrival to the first output token; None before it.
         tbt_s: the times between consecutive output tokens.
         last_token_s, finished_s: when the latest token came, and when the request ended, on the engine's clock.
@@ -26,6 +27,7 @@ class RequestMetrics:
     """
 
     arrival_s: float
+    scheduled_s: float | None = None
     ttft_s: float | None = None
     tbt_s: list[float] = field(default_factory=list)
     last_token_s: float | None = None
@@ -151,6 +153,13 @@ class Request:
             self._keys.append(chain_key(self.parent_key(block), tokens))
         return self._keys[index - 1]
 
+    def lose_kv(self) -> None:
+        """It waits again, and no rank knows anything of it."""
+        self.group = ()
+        self.table.clear()
+        self.num_computed = self.num_scheduled = self.num_promised = 0
+        self.sent_blocks = self.sent_output = 0
+
     def pin_rope_length(self, length: int) -> None:
         """Changes the pinned length, and with it every prefix key."""
         self.rope_length = length
@@ -159,3 +168,18 @@ class Request:
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that so many tokens fill."""
         return -(-num_tokens // self.block_size)
+
+
+def check_length(num_prompt_tokens: int, max_model_len: int) -> None:
+    """Whether a prompt of this length can be served.
+
+    Raises:
+        ValueError: when it is empty or leaves no room for one output token.
+    """
+    if num_prompt_tokens < 1:
+        raise ValueError("the prompt is empty: at least 1 token is needed")
+    if num_prompt_tokens >= max_model_len:
+        raise ValueError(
+            f"the prompt has {num_prompt_tokens} tokens, but prompt and output together can have at most "
+            f"{max_model_len} here (the model's context, or less where KV memory is short): shorten the prompt"
+        )

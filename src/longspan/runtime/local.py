@@ -53,6 +53,7 @@ class MonotonicClock:
 class LocalExecutor:
     """Implements `Executor` on spawned processes: instance i is rank i.
 
+    `poll` returns early, with nothing, when there is something to read on the socket `interrupt`.
     `worker_times` has, by rank, the seconds spent per category up to the latest step, if the workers record them.
     Commands and reports go over zmq sockets in a private folder, tensors over torch.distributed between the workers.
     Close it, or use it as a context manager; it also closes when it is collected or the interpreter exits.
@@ -79,6 +80,7 @@ class LocalExecutor:
         )
         self._reports = self._context.socket(zmq.PULL)
         self._reports.bind(report_address(run_dir))
+        self.interrupt: zmq.Socket[bytes] | None = None
         self.worker_times: list[dict[str, float]] = [{} for _ in configs]
         self._decoder = msgspec.msgpack.Decoder(Report)
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -105,7 +107,7 @@ class LocalExecutor:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            report = self._receive(left_s)
+            report = self._receive(left_s, interrupt=self.interrupt)
             if report is None:
                 return []
             completion = self._take(report)
@@ -145,9 +147,13 @@ class LocalExecutor:
             else:
                 self._take(report)
 
-    def _receive(self, timeout_s: float | None) -> Report | None:
-        timeout_ms = None if timeout_s is None else int(max(0.0, timeout_s) * 1000)
-        return self._decoder.decode(self._reports.recv()) if self._reports.poll(timeout_ms) else None
+    def _receive(self, timeout_s: float | None, interrupt: zmq.Socket[bytes] | None = None) -> Report | None:
+        poller = zmq.Poller()
+        for socket in (self._reports, interrupt):
+            if socket is not None:
+                poller.register(socket, zmq.POLLIN)
+        ready = dict(poller.poll(None if timeout_s is None else int(max(0.0, timeout_s) * 1000)))
+        return self._decoder.decode(self._reports.recv()) if self._reports in ready else None
 
     def _take(self, report: Report) -> Completion | None:
         match report:

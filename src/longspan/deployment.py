@@ -1,0 +1,148 @@
+"""A model with its workers and its engine: what `LLM` and the server have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Self
+
+from longspan import arguments
+from longspan.core.engine import Engine, EngineConfig
+from longspan.core.protocols import Limits
+from longspan.jobs import JobMaker
+from longspan.model.source import prepare
+from longspan.model.store import read_info
+from longspan.policy import make_policy
+from longspan.runtime.launch import start_workers
+from longspan.runtime.local import LocalExecutor, MonotonicClock
+
+
+class Deployment:
+    """A model served by worker processes; close it with `shutdown`, or use it as a context manager.
+
+    Args:
+        model: the alias `smollm2-135m`, a local folder, or a hub id.
+        instances, tp, pp: copies of the model and their inner split; or all three as `parallel="2xtp2"`.
+        threads_per_rank: CPU threads per worker; by default the cores are shared evenly.
+        policy: `auto`, `chunked` or `context`, with `policy_options`.
+        seed: of the random numbers of requests that bring no seed, and of dummy weights.
+        skip_tokenizer_init: serve token ids only; no tokenizer files are needed.
+        load_format: `auto`, or `dummy` for random weights.
+        max_model_len: the longest request in tokens; by default the model's context.
+        block_size: tokens per KV block.
+        max_num_batched_tokens, max_num_seqs: bounds of one step per instance.
+        kv_cache_memory_bytes, num_gpu_blocks_override: KV memory, or number of blocks, per instance (the latter on any
+            device).
+        enable_prefix_caching: reuse the KV of earlier requests that begin alike.
+        async_scheduling: plan and send the next step while the present one runs.
+        record_times: measure where workers spend their time, see `worker_times`; costs a little.
+
+    Raises:
+        ValueError: for a wrong argument, an unknown or unsupported model, or too little memory.
+        WorkerLostError: when a worker does not start.
+    """
+
+    def __init__(
+        self,
+        model: str = "smollm2-135m",
+        *,
+        instances: int = 1,
+        tp: int = 1,
+        pp: int = 1,
+        parallel: str | None = None,
+        threads_per_rank: int | None = None,
+        dtype: str = "float32",
+        device: str = "cpu",
+        policy: str = "auto",
+        policy_options: Mapping[str, str] | None = None,
+        seed: int = 0,
+        skip_tokenizer_init: bool = False,
+        load_format: str = "auto",
+        max_model_len: int | None = None,
+        block_size: int = 256,
+        max_num_batched_tokens: int = 2048,
+        max_num_seqs: int = 128,
+        kv_cache_memory_bytes: int | None = None,
+        num_gpu_blocks_override: int | None = None,
+        enable_prefix_caching: bool = True,
+        async_scheduling: bool = True,
+        record_times: bool = False,
+        trust_remote_code: bool = False,
+    ) -> None:
+        spec = arguments.parallel_spec(parallel, instances, tp, pp)
+        threads = arguments.threads_per_rank(threads_per_rank, spec.num_ranks)
+        arguments.check_device(device)
+        arguments.at_least_one(
+            block_size=block_size, max_model_len=max_model_len, num_gpu_blocks_override=num_gpu_blocks_override
+        )
+        limits = Limits(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
+        chosen = make_policy(policy, num_instances=spec.instances, options=policy_options or {})
+        self.files = files = prepare(
+            model, dtype=dtype, load_format=load_format, seed=seed, trust_remote_code=trust_remote_code
+        )
+        tokenizer = None if skip_tokenizer_init else arguments.require_tokenizer(files)
+        self.info = read_info(files.weights)
+        num_blocks = num_gpu_blocks_override or arguments.num_blocks(
+            self.info, files, device, spec.instances, block_size, kv_cache_memory_bytes
+        )
+        capacity = chosen.capacity_tokens(num_blocks=num_blocks, block_size=block_size)
+        self.max_model_len = arguments.max_model_len(self.info.context_length, capacity, max_model_len)
+        self.jobs = JobMaker(tokenizer=tokenizer, vocab_size=self.info.vocab_size, max_model_len=self.max_model_len)
+        self._start_workers = partial(
+            start_workers, files, spec, device, threads, num_blocks, block_size, record_times=record_times
+        )
+        self.executor: LocalExecutor = self._start_workers()
+        self.engine = Engine(
+            policy=chosen,
+            executor=self.executor,
+            clock=MonotonicClock(),
+            config=EngineConfig(
+                num_instances=spec.instances,
+                num_blocks=num_blocks,
+                block_size=block_size,
+                max_model_len=self.max_model_len,
+                eos_token_ids=self.info.eos_token_ids,
+                rope_switch_length=self.info.rope_switch_length,
+                limits=limits,
+                prefix_caching=enable_prefix_caching,
+                max_steps_in_flight=2 if async_scheduling else 1,
+                seed=seed,
+            ),
+        )
+
+    @property
+    def bytes_exchanged(self) -> dict[str, int]:
+        """Payload bytes that the ranks have sent so far, per exchange, and in `total`."""
+        return {**self.engine.bytes_sent, "total": sum(self.engine.bytes_sent.values())}
+
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        """Process ids of the workers, by rank."""
+        return self.executor.pids
+
+    def worker_times(self) -> list[dict[str, float]]:
+        """By rank, seconds in attention, linear layers, everything else, and waiting for messages and the controller.
+
+        They count from the start to the latest step; empty without `record_times`.
+        """
+        return [dict(times) for times in self.executor.worker_times]
+
+    def restart(self) -> None:
+        """Starts new workers in place of lost ones; every request goes on where it was.
+
+        Raises:
+            WorkerLostError: when a worker does not start.
+        """
+        self.executor.close()
+        self.executor = self._start_workers()
+        self.engine.restart(self.executor)
+
+    def shutdown(self) -> None:
+        """Stops the workers; nothing of them is left. May be called again."""
+        self.executor.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()

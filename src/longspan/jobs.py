@@ -1,0 +1,100 @@
+"""From what a user gives to a job that can be served: texts and messages to token ids, and every check on the way."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Unpack
+
+from transformers import PreTrainedTokenizerBase
+
+from longspan import chat_template
+from longspan.chat_template import Message, TemplateOptions
+from longspan.core.request import check_length
+from longspan.core.sampling import SamplingParams
+
+Prompt = str | Sequence[int]
+"""A text, or its token ids."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A prompt that was checked. `text` is None when token ids were given."""
+
+    text: str | None
+    token_ids: tuple[int, ...]
+    params: SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobMaker:
+    """Makes jobs for one model; without a tokenizer from token ids only.
+
+    Attributes:
+        max_model_len: the longest request, prompt and output together, in tokens.
+    """
+
+    tokenizer: PreTrainedTokenizerBase | None
+    vocab_size: int
+    max_model_len: int
+
+    def job(self, prompt: Prompt, params: SamplingParams) -> Job:
+        """A prompt's.
+
+        Raises:
+            ValueError: when it is empty, too long, or not of a known form, or the parameters do not fit the model.
+        """
+        if isinstance(prompt, str):
+            return self.checked(prompt, self.tokenize(prompt) if prompt else (), params)
+        return self.checked(None, _token_ids(prompt), params)
+
+    def chat_job(self, messages: Sequence[Message], params: SamplingParams, template: TemplateOptions) -> Job:
+        """A conversation's.
+
+        Raises:
+            ValueError: see `job` and `render_chat`.
+        """
+        text = self.render_chat(messages, **template)
+        return self.checked(text, self.tokenize(text, add_special_tokens=False), params)
+
+    def checked(self, text: str | None, token_ids: Sequence[int], params: SamplingParams) -> Job:
+        """The job of token ids that stand for `text`.
+
+        Raises:
+            ValueError: see `job`.
+        """
+        wrong = next((token for token in token_ids if not 0 <= token < self.vocab_size), None)
+        if wrong is not None:
+            raise ValueError(f"token id {wrong!r} is not in the vocabulary: ids go from 0 to {self.vocab_size - 1}")
+        if self.tokenizer is None and params.stop_strings:
+            raise ValueError("stop strings need a tokenizer, but there is none (skip_tokenizer_init)")
+        params.check_vocab(self.vocab_size)
+        check_length(len(token_ids), self.max_model_len)
+        return Job(text=text, token_ids=tuple(token_ids), params=params)
+
+    def render_chat(self, messages: Sequence[Message], **template: Unpack[TemplateOptions]) -> str:
+        """The text that stands for a conversation; tokenize it without adding special tokens.
+
+        Raises:
+            ValueError: when there is no template, or it or a message is wrong.
+        """
+        return chat_template.render(self._need_tokenizer(), messages, template)
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, with the special tokens that the tokenizer adds at its ends."""
+        ids: list[int] = self._need_tokenizer()(text, add_special_tokens=add_special_tokens)["input_ids"]
+        return ids
+
+    def _need_tokenizer(self) -> PreTrainedTokenizerBase:
+        if self.tokenizer is None:
+            raise ValueError("there is no tokenizer (skip_tokenizer_init): give prompts as lists of token ids")
+        return self.tokenizer
+
+
+def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
+    """Token ids of any integer type."""
+    try:
+        return tuple(operator.index(token) for token in prompt)
+    except TypeError:
+        raise ValueError(f"a prompt is a text or a list of token ids, but {prompt!r:.60} given") from None

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server: an HTTP face, and the engine in a process of its own."""

@@ -1,0 +1,292 @@
+"""The engine process's side: takes requests from the HTTP face, runs the engine, and tells what is new.
+
+When a worker is lost, new ones are started and every request goes on where it was, exactly: what it has said stays
+said, since recomputing gives the same KV and random numbers are keyed by position. A request that was running in two
+losses is taken for their cause and fails.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+import zmq
+
+from longspan.core.errors import WorkerLostError
+from longspan.core.request import Request
+from longspan.deployment import Deployment
+from longspan.jobs import Job
+from longspan.serve.messages import (
+    Accepted,
+    Add,
+    Cancel,
+    Command,
+    Ended,
+    EngineSetup,
+    Failed,
+    QueueFull,
+    Quit,
+    Report,
+    Restarted,
+    Restarting,
+    Stats,
+    Times,
+    Turn,
+)
+from longspan.serve.updates import ChoiceUpdate, Update
+from longspan.tracking import Choice, Tracked
+
+_log = logging.getLogger("longspan")
+_MOST_LOSSES = 2
+"""A request that runs while so many workers are lost, one after the other, is not tried again."""
+_MOST_ATTEMPTS = 3
+"""So many starts of workers may fail, or be followed by no token, one after the other."""
+_PAUSE_S = 1.0
+
+
+@dataclass(kw_only=True, eq=False)
+class _Client:
+    """A request of the HTTP face."""
+
+    id: int
+    tracked: Tracked
+    told: list[_Told]
+    num_losses: int = 0
+    scores_told: bool = False
+
+
+@dataclass(kw_only=True)
+class _Told:
+    """How much of a choice the face knows."""
+
+    num_characters: int = 0
+    num_tokens: int = 0
+    finished: bool = False
+
+
+@dataclass(kw_only=True)
+class _News:
+    """What a turn has to tell."""
+
+    clients: dict[int, _Client] = field(default_factory=dict)
+    ended: list[Ended] = field(default_factory=list)
+
+
+class EngineLoop:
+    """Serves one HTTP face over `socket` until it says `Quit`."""
+
+    def __init__(self, deployment: Deployment, setup: EngineSetup, socket: zmq.Socket[bytes]) -> None:
+        self._deployment, self._setup, self._socket = deployment, setup, socket
+        self._engine = deployment.engine
+        self._clients: dict[int, _Client] = {}
+        self._choices: dict[int, tuple[_Client, int]] = {}  # by request id of the engine
+        self._commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._num_attempts = self._num_restarts = 0
+        self._stats_due_s = 0.0
+        self._quitting = False
+        deployment.executor.interrupt = socket
+
+    def run(self) -> None:
+        """Until told to quit.
+
+        Raises:
+            WorkerLostError: when workers do not come back.
+        """
+        while not self._quitting:
+            try:
+                self._turn()
+            except WorkerLostError as error:
+                self._restart(error)
+
+    def _turn(self) -> None:
+        """Takes commands and a completion, whichever come; waits for one of them when there is nothing else to do."""
+        while self._socket.poll(0) and not self._quitting:
+            self._obey(self._commands.decode(self._socket.recv()))
+        news = _News()
+        if self._engine.has_unfinished:
+            for request in self._engine.step(self._setup.stats_interval_s):
+                self._take(request, news)
+                self._num_attempts = 0
+        else:
+            self._tell(news, at_once=True)
+            self._deployment.executor.poll(None)  # raises when a worker is lost, ends when there is a command
+            return
+        self._tell(news)
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Add(id, job):
+                self._add(id, job)
+            case Cancel(id):
+                if id in self._clients:
+                    self._drop(self._clients[id])
+            case Quit():
+                self._quitting = True
+
+    def _add(self, number: int, job: Job) -> None:
+        if (reason := self._why_full(job)) is not None:
+            self._send(QueueFull(number, reason))
+            return
+        tracked = Tracked(job, self._deployment.jobs.tokenizer)
+        tracked.start(self._engine)
+        client = _Client(id=number, tracked=tracked, told=[_Told() for _ in tracked.choices])
+        self._clients[number] = client
+        for index, choice in enumerate(tracked.choices):
+            self._choices[choice.request.id] = client, index
+        self._send(Accepted(number))
+
+    def _why_full(self, job: Job) -> str | None:
+        """Why the queue has no room for a job; None if it has."""
+        most_requests, most_tokens = self._setup.max_num_queued_reqs, self._setup.max_num_queued_tokens
+
+        def reason() -> str | None:
+            load, num_tokens = self._engine.load(), len(job.token_ids)
+            if most_requests is not None and load.num_waiting >= most_requests:
+                return f"{load.num_waiting} requests are waiting, of at most {most_requests} (--max-num-queued-reqs)"
+            # Whatever its length, a prompt may wait alone.
+            if most_tokens is not None and load.num_waiting and load.num_waiting_tokens + num_tokens > most_tokens:
+                return (
+                    f"prompts of {load.num_waiting_tokens} tokens are waiting: with another {num_tokens} they would be "
+                    f"more than {most_tokens} (--max-num-queued-tokens)"
+                )
+            return None
+
+        if reason() is None:
+            return None
+        self._engine.emit()  # some that were added just now need not wait
+        return reason()
+
+    def _take(self, request: Request, news: _News) -> None:
+        """A request of the engine has got a token."""
+        if request.id not in self._choices:
+            return
+        client, index = self._choices[request.id]
+        client.tracked.choices[index].take_new_tokens(self._engine)
+        news.clients[client.id] = client
+
+    def _tell(self, news: _News, *, at_once: bool = False) -> None:
+        updates = [(client.id, self._update(client, news)) for client in news.clients.values()]
+        for client in news.clients.values():
+            if client.tracked.finished:
+                self._forget(client)
+        now = time.monotonic()
+        due = at_once or now >= self._stats_due_s
+        if due:
+            self._stats_due_s = now + self._setup.stats_interval_s
+        if updates or due:
+            self._send(Turn(updates=updates, ended=news.ended, stats=self._stats() if due else None))
+
+    def _update(self, client: _Client, news: _News) -> Update:
+        tracked, first = client.tracked, not client.scores_told
+        client.scores_told = True
+        changes = [
+            self._choice_update(index, choice, told, news)
+            for index, (choice, told) in enumerate(zip(tracked.choices, client.told, strict=True))
+            if choice.num_taken > told.num_tokens or choice.finished > told.finished
+        ]
+        return Update(
+            choices=changes,
+            prompt_logprobs=tracked.prompt_logprobs() if first else None,
+            num_cached_tokens=tracked.choices[0].request.metrics.num_cached_tokens,
+            finished=tracked.finished,
+        )
+
+    def _choice_update(self, index: int, choice: Choice, told: _Told, news: _News) -> ChoiceUpdate:
+        request, text, done = choice.request, choice.text, told.num_tokens
+        update = ChoiceUpdate(
+            index=index,
+            text=text[told.num_characters :],
+            token_ids=request.output[done:],
+            logprobs=None if request.params.logprobs is None else choice.logprobs[done:],
+            finish_reason=request.finish_reason,
+            stop_reason=choice.stop_reason,
+        )
+        told.num_characters, told.num_tokens = len(text), len(request.output)
+        if choice.finished and not told.finished:
+            told.finished = True
+            news.ended.append(_ended(choice.request))
+        return update
+
+    def _drop(self, client: _Client) -> None:
+        """Ends a request that nobody waits for; blocks that a step in flight names are freed when it completes."""
+        ended = []
+        for choice, told in zip(client.tracked.choices, client.told, strict=True):
+            if not told.finished:
+                self._engine.finish(choice.request, "abort")
+                ended.append(_ended(choice.request))
+        self._forget(client)
+        self._send(Turn(updates=[], ended=ended, stats=None))
+
+    def _forget(self, client: _Client) -> None:
+        del self._clients[client.id]
+        for choice in client.tracked.choices:
+            del self._choices[choice.request.id]
+
+    def _restart(self, error: WorkerLostError) -> None:
+        _log.error("%s; starting new workers", error)
+        self._send(Restarting(str(error)))
+        for client in list(self._clients.values()):
+            if any(choice.request.group for choice in client.tracked.choices):
+                client.num_losses += 1
+                if client.num_losses >= _MOST_LOSSES:
+                    self._drop(client)
+                    self._send(Failed(client.id, f"workers were lost {_MOST_LOSSES} times while this request ran"))
+        self._start_workers(error)
+        self._num_restarts += 1
+        self._send(Restarted())
+
+    def _start_workers(self, error: WorkerLostError) -> None:
+        while True:
+            self._num_attempts += 1
+            if self._num_attempts > _MOST_ATTEMPTS:
+                raise error
+            try:
+                self._deployment.restart()
+            except WorkerLostError as again:
+                error = again
+                _log.exception("workers did not start")
+                time.sleep(_PAUSE_S)
+            else:
+                self._deployment.executor.interrupt = self._socket
+                return
+
+    def _stats(self) -> Stats:
+        load = self._engine.load()
+        return Stats(
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            num_waiting_tokens=load.num_waiting_tokens,
+            num_restarts=self._num_restarts,
+            used_blocks=load.used_blocks,
+            busy_s=load.busy_s,
+            bytes_sent=dict(self._engine.bytes_sent),
+            worker_pids=list(self._deployment.worker_pids),
+        )
+
+    def _send(self, report: Report) -> None:
+        self._socket.send(self._encoder.encode(report))
+
+
+def _ended(request: Request) -> Ended:
+    metrics, reason = request.metrics, request.finish_reason
+    assert reason is not None and metrics.finished_s is not None, "it has ended"
+    arrival, scheduled, ttft = metrics.arrival_s, metrics.scheduled_s, metrics.ttft_s
+    return Ended(
+        reason=reason,
+        num_prompt_tokens=len(request.prompt),
+        num_cached_tokens=metrics.num_cached_tokens,
+        num_output_tokens=len(request.output),
+        num_preemptions=metrics.num_preemptions,
+        is_first_choice=request.choice == 0,
+        times=Times(
+            queue_s=None if scheduled is None else scheduled - arrival,
+            prefill_s=None if scheduled is None or ttft is None else arrival + ttft - scheduled,
+            decode_s=None if ttft is None else metrics.finished_s - arrival - ttft,
+            ttft_s=ttft,
+            e2e_s=metrics.finished_s - arrival,
+            tbt_s=metrics.tbt_s,
+        ),
+    )

@@ -1,0 +1,79 @@
+"""The engine process of a server: `python -m longspan.serve.engine_main FOLDER`, its setup a line of JSON on stdin.
+
+It ends when it is told to, and when its standard input closes: that is, with the HTTP face, however that ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+from contextlib import closing
+
+import msgspec
+import zmq
+
+from longspan.core.errors import WorkerLostError
+from longspan.deployment import Deployment
+from longspan.runtime.forkserver import start_server
+from longspan.serve.engine_loop import EngineLoop
+from longspan.serve.messages import EngineSetup, NotStarted, Started, address
+
+
+def main() -> None:
+    """Runs until told to quit; exit code 1 when it cannot start or workers do not come back."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the face decides when to stop
+    folder = sys.argv[1]
+    setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineSetup)
+    threading.Thread(target=_end_with_face, args=(folder,), daemon=True).start()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("longspan").setLevel(logging.INFO)
+    logging.getLogger().setLevel(logging.WARNING)
+    with zmq.Context() as context, closing(context.socket(zmq.PAIR)) as socket:
+        socket.sndhwm = socket.rcvhwm = 0
+        socket.connect(address(folder))
+        sys.exit(_serve(setup, socket))
+
+
+def _serve(setup: EngineSetup, socket: zmq.Socket[bytes]) -> int:
+    start_server()  # it imports beside us
+    try:
+        deployment = Deployment(setup.model, **setup.arguments)
+    except (ValueError, WorkerLostError) as error:
+        mistake = isinstance(error, ValueError)
+        socket.send(msgspec.msgpack.encode(NotStarted(reason=str(error), is_mistake=mistake)))
+        return 1
+    with deployment:
+        files, config = deployment.files, deployment.engine.config
+        started = Started(
+            model_name=files.name,
+            tokenizer_dir=None if deployment.jobs.tokenizer is None else str(files.tokenizer_dir),
+            trust_remote_code=files.trust_remote_code,
+            vocab_size=deployment.jobs.vocab_size,
+            max_model_len=config.max_model_len,
+            num_instances=config.num_instances,
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            worker_pids=list(deployment.worker_pids),
+        )
+        socket.send(msgspec.msgpack.encode(started))
+        try:
+            EngineLoop(deployment, setup, socket).run()
+        except WorkerLostError:
+            logging.getLogger("longspan").exception("workers do not come back")
+            return 1
+    return 0
+
+
+def _end_with_face(folder: str) -> None:
+    sys.stdin.buffer.read()
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)  # workers end with their controller
+
+
+if __name__ == "__main__":
+    main()

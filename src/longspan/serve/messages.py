@@ -1,0 +1,165 @@
+"""What the server's HTTP face and its engine process say to each other: msgpack over a socket in a private folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from longspan.core.request import FinishReason
+from longspan.jobs import Job
+from longspan.serve.updates import Update
+
+
+class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine process is started with.
+
+    Attributes:
+        arguments: of `Deployment`, by name.
+        max_num_queued_reqs, max_num_queued_tokens: bounds of what waits; None for none.
+        stats_interval_s: how often `Stats` come at most.
+    """
+
+    model: str
+    arguments: dict[str, Any]
+    max_num_queued_reqs: int | None
+    max_num_queued_tokens: int | None
+    stats_interval_s: float = 0.5
+
+
+class Add(msgspec.Struct, frozen=True, tag=True):
+    """A request, under an id that the face has chosen."""
+
+    id: int
+    job: Job
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """Nobody waits for this request any more."""
+
+    id: int
+
+
+class Quit(msgspec.Struct, frozen=True, tag=True):
+    """Stop the workers and end."""
+
+
+Command = Add | Cancel | Quit
+
+
+class Started(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The engine can serve.
+
+    Attributes:
+        tokenizer_dir: None without a tokenizer.
+    """
+
+    model_name: str
+    tokenizer_dir: str | None
+    trust_remote_code: bool
+    vocab_size: int
+    max_model_len: int
+    num_instances: int
+    num_blocks: int
+    block_size: int
+    worker_pids: list[int]
+
+
+class NotStarted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The engine process ends without having served: the user's mistake, or a worker that did not start."""
+
+    reason: str
+    is_mistake: bool
+
+
+class Accepted(msgspec.Struct, frozen=True, tag=True):
+    """The request is queued."""
+
+    id: int
+
+
+class QueueFull(msgspec.Struct, frozen=True, tag=True):
+    """The request was not queued."""
+
+    id: int
+    reason: str
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The request ends with an error that is not its sender's."""
+
+    id: int
+    reason: str
+
+
+class Times(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the time of a finished request went, in seconds; None where it never came so far.
+
+    Attributes:
+        tbt_s: between the tokens of each choice.
+    """
+
+    queue_s: float | None
+    prefill_s: float | None
+    decode_s: float | None
+    ttft_s: float | None
+    e2e_s: float
+    tbt_s: list[float]
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A choice of a request has ended; for metrics."""
+
+    reason: FinishReason
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    num_preemptions: int
+    is_first_choice: bool
+    times: Times
+
+
+class Stats(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine at a moment, and what it has counted since it started.
+
+    Attributes:
+        used_blocks: KV blocks per instance that requests hold.
+        busy_s: seconds per instance in which it had a step to run, since the start.
+        bytes_sent: between ranks by exchange, since the start.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_waiting_tokens: int
+    num_restarts: int
+    used_blocks: list[int]
+    busy_s: list[float]
+    bytes_sent: dict[str, int]
+    worker_pids: list[int]
+
+
+class Turn(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """What one turn of the engine brought."""
+
+    updates: list[tuple[int, Update]]
+    ended: list[Ended]
+    stats: Stats | None
+
+
+class Restarting(msgspec.Struct, frozen=True, tag=True):
+    """Workers were lost; nothing is served until `Restarted`."""
+
+    reason: str
+
+
+class Restarted(msgspec.Struct, frozen=True, tag=True):
+    """There are new workers, and requests go on."""
+
+
+Report = Started | NotStarted | Accepted | QueueFull | Failed | Turn | Restarting | Restarted
+
+
+def address(folder: str) -> str:
+    """Of the socket between the two."""
+    return f"ipc://{Path(folder) / 'engine.sock'}"

@@ -1,0 +1,133 @@
+"""What every request passes before a route sees it: request id, key, size of the body. Plain ASGI, so streams stay streams."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from longspan.serve.errors import error_response
+
+OPEN_PATHS = frozenset({"/live", "/health", "/version"})
+"""The only routes that need no key."""
+
+_log = logging.getLogger("longspan.access")
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class RequestIds:
+    """Gives each request the id of its `x-request-id`, or a new one, tells it in the answer, and logs a line."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        begin_s, status = time.monotonic(), 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            spent_s = time.monotonic() - begin_s
+            _log.info("%s %s %s %.3f s %s", scope["method"], scope["path"], status or "-", spent_s, request_id)
+
+
+class ApiKeys:
+    """Answers 401 unless the bearer token is one of the keys; without keys, everybody may ask."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._digests and not self._may_pass(scope):
+            response = error_response(401, "a valid key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+            response.headers["www-authenticate"] = "Bearer"
+            await response(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _may_pass(self, scope: Scope) -> bool:
+        if scope["path"].removeprefix(scope.get("root_path", "")) in OPEN_PATHS:
+            return True
+        scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
+        given = _digest(token.strip().encode())
+        # All are compared, each in constant time: time tells nothing of how near a guess was, nor to which key.
+        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
+        return scheme.lower() == "bearer" and any(matches)
+
+
+class BodyLimit:
+    """Answers 413 to bodies of more than `max_bytes` without reading on, and 408 to those that take too long to come."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
+        self._app, self._max_bytes, self._timeout_s = app, max_bytes, timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        length = Headers(scope=scope).get("content-length", "0")
+        if length.isdecimal() and int(length) > self._max_bytes:
+            await self._too_large()(scope, receive, send)
+            return
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                body = await self._read(receive)
+        except TimeoutError:
+            answer: Response = error_response(408, f"the body did not come within {self._timeout_s:g} s")
+            await answer(scope, receive, send)
+            return
+        if body is None:
+            await self._too_large()(scope, receive, send)
+            return
+        given = False
+
+        async def receive_whole() -> Message:
+            nonlocal given
+            if given:
+                return await receive()
+            given = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        await self._app(scope, receive_whole, send)
+
+    def _too_large(self) -> Response:
+        return error_response(413, f"the body has more than {self._max_bytes} bytes (--max-body-bytes)")
+
+    async def _read(self, receive: Receive) -> bytes | None:
+        """The whole body; None if it is too large."""
+        chunks, size, more = [], 0, True
+        while more:
+            message = await receive()
+            chunks.append(message.get("body", b""))
+            size += len(chunks[-1])
+            more = message.get("more_body", False)
+            if size > self._max_bytes:
+                return None
+        return b"".join(chunks)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
