@@ -59,6 +59,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "threads_per_rank": None,
         "dtype": "float32",
         "device": "cpu",
+        "attention_backend": "auto",
         "policy": "auto",
         "policy_options": {},
         "seed": 0,
@@ -84,6 +85,7 @@ def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
         "--stop END --stop STOP --stop-token-ids 4,5 --ignore-eos --n 2 --min-p 0.1 --repetition-penalty 1.1 "
         "--presence-penalty 0.2 --frequency-penalty 0.3 --logit-bias 7=-1.5 --logit-bias 8=2 --logprobs 3 "
         "--prompt-logprobs 1 --json --instances 3 --tp 1 --threads-per-rank 2 --dtype bfloat16 --device cuda "
+        "--attention-backend torch "
         "--load-format dummy --policy context -o threshold=100 -o layout=a=b --max-model-len 4096 --block-size 512 "
         "--max-num-batched-tokens 1024 --max-num-seqs 4 --kv-cache-memory-bytes 1000000 --num-gpu-blocks-override 7 "
         "--no-enable-prefix-caching --no-async-scheduling"
@@ -116,6 +118,7 @@ def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
         "threads_per_rank": 2,
         "dtype": "bfloat16",
         "device": "cuda",
+        "attention_backend": "torch",
         "policy": "context",
         "policy_options": {"threshold": "100", "layout": "a=b"},
         "seed": 11,

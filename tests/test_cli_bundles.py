@@ -25,7 +25,7 @@ class Size:
     label: str | None = None
 
 
-@bundled
+@bundled()
 def paint(color: str, *, size: Size = Size(width=7)) -> None:
     typer.echo(f"{color} {size.width} {size.label}")
 
@@ -41,7 +41,7 @@ def test_fields_become_options_and_come_back_as_one_object() -> None:
 def test_two_options_of_one_name_are_our_mistake() -> None:
     with pytest.raises(ValueError, match="duplicate parameter name: 'width'"):
 
-        @bundled
+        @bundled()
         def _(width: int, *, size: Size = Size()) -> None: ...
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from longspan.attn import native
 from longspan.core.parallel import ParallelSpec
 from longspan.kv.pool import bytes_per_block
+from longspan.model.cache import cache_root
 from longspan.model.files import ModelFiles
 from longspan.model.info import ModelInfo
 from longspan.model.store import DTYPES
@@ -49,6 +52,24 @@ def check_device(device: str) -> None:
         raise ValueError(f"unknown device {device!r}: choose cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device cuda was asked for, but PyTorch finds no CUDA device here: use --device cpu")
+
+
+def attention_kernel(backend: str, device: str, dtype: str) -> Path | None:
+    """The compiled kernel of our own, if it is to be used; ValueError when it is asked for and cannot be had."""
+    if backend not in ("auto", "native", "torch"):
+        raise ValueError(f"unknown attention_backend {backend!r}: choose auto, native or torch")
+    fits = (device, dtype) == ("cpu", "bfloat16")
+    if backend == "native" and not fits:
+        raise ValueError(f"attention_backend native is for bfloat16 on cpu, not for {dtype} on {device}: choose auto")
+    if backend == "torch" or not fits:
+        return None
+    try:
+        return native.build(cache_root() / "native")
+    except native.UnavailableError as error:
+        if backend == "native":
+            raise ValueError(f"attention_backend native is not possible here: {error}; choose auto") from error
+        _log.info("attention by PyTorch's kernels, since %s", error)
+        return None
 
 
 def require_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:

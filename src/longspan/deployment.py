@@ -24,6 +24,8 @@ class Deployment:
         model: the alias `smollm2-135m`, a local folder, or a hub id.
         instances, tp, pp: copies of the model and their inner split; or all three as `parallel="2xtp2"`.
         threads_per_rank: CPU threads per worker; by default the cores are shared evenly.
+        attention_backend: `native` is a kernel of our own, compiled on first use, for bfloat16 on CPUs with
+            AVX512_BF16; `torch` is PyTorch's; `auto` takes the former where it can be had.
         policy: `auto`, `chunked` or `context`, with `policy_options`.
         seed: of the random numbers of requests that bring no seed, and of dummy weights.
         skip_tokenizer_init: serve token ids only; no tokenizer files are needed.
@@ -53,6 +55,7 @@ class Deployment:
         threads_per_rank: int | None = None,
         dtype: str = "float32",
         device: str = "cpu",
+        attention_backend: str = "auto",
         policy: str = "auto",
         policy_options: Mapping[str, str] | None = None,
         seed: int = 0,
@@ -72,6 +75,7 @@ class Deployment:
         spec = arguments.parallel_spec(parallel, instances, tp, pp)
         threads = arguments.threads_per_rank(threads_per_rank, spec.num_ranks)
         arguments.check_device(device)
+        kernel = arguments.attention_kernel(attention_backend, device, dtype)
         arguments.at_least_one(
             block_size=block_size, max_model_len=max_model_len, num_gpu_blocks_override=num_gpu_blocks_override
         )
@@ -89,7 +93,10 @@ class Deployment:
         self.max_model_len = arguments.max_model_len(self.info.context_length, capacity, max_model_len)
         self.jobs = JobMaker(tokenizer=tokenizer, vocab_size=self.info.vocab_size, max_model_len=self.max_model_len)
         self._start_workers = partial(
-            start_workers, files, spec, device, threads, num_blocks, block_size, record_times=record_times
+            start_workers,
+            *(files, spec, device, threads, num_blocks, block_size),
+            attention_kernel=kernel,
+            record_times=record_times,
         )
         self.executor: LocalExecutor = self._start_workers()
         self.engine = Engine(

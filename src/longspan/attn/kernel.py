@@ -1,4 +1,4 @@
-"""Attention of one query run over keys at hand, as `(out, lse)`, through PyTorch's own kernels.
+"""Attention of one query run over keys at hand, as `(out, lse)`, through PyTorch's own kernels or `attn.native`.
 
 Visibility is a band in index space (`core.runs.relate`): query i sees key j iff `i + lower <= j <= i + upper`. Bands
 are cut into rectangles and squares that a fused kernel computes; the ragged edges of sliding windows go through masks
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
+from longspan.attn import native
 from longspan.attn.merge import merge
 from longspan.attn.spec import AttnSpec
 from longspan.core.runs import Relation
@@ -35,6 +36,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, relation: Relation, spec: AttnSpec) 
     Queries that see no key get output 0 and lse -inf.
     """
     num_queries, num_keys = q.shape[1], k.shape[1]
+    if native.applies(q, spec):
+        return native.attend(q, k, v, spec, **_bounds(relation, num_queries, num_keys))
     if relation.kind == "full":
         return _full(q, k, v, spec)
     out = torch.zeros_like(q)
@@ -48,6 +51,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, relation: Relation, spec: AttnSpec) 
     rows, row_lse = rectangle(q[:, first:last], k, v, relation.lower + first, relation.upper + first, spec)
     out[:, first:last], lse[:, first:last] = rows, row_lse
     return out, lse
+
+
+def _bounds(relation: Relation, num_queries: int, num_keys: int) -> dict[str, int]:
+    """`lower` and `upper` where they matter."""
+    match relation.kind:
+        case "full":
+            return {}
+        case "skip":
+            return {"lower": num_keys, "upper": -num_queries}
+        case "diagonal":
+            return {"upper": relation.upper}
+        case "band":
+            return {"lower": relation.lower, "upper": relation.upper}
 
 
 def attend_batch(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, mask: Tensor | None) -> Partial:

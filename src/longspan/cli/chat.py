@@ -35,7 +35,7 @@ _HELP = """\
 Ctrl-C stops an answer."""
 
 
-@bundled
+@bundled()
 def chat(
     model: ModelArgument = "smollm2-135m",
     *,

@@ -20,7 +20,7 @@ _ENGINE = EngineOptions()
 _SAMPLING = SamplingOptions()
 
 
-@bundled
+@bundled()
 def generate(
     model: ModelArgument = "smollm2-135m",
     *,

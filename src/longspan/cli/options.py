@@ -42,6 +42,10 @@ class EngineOptions:
     )
     device: Annotated[Literal["cpu", "cuda"], _devices()] = "cpu"
     dtype: Annotated[Literal["float32", "bfloat16"], _devices()] = "float32"
+    attention_backend: Annotated[
+        Literal["auto", "native", "torch"],
+        _devices(help="native: our own kernel, for bfloat16 on CPUs with AVX512_BF16."),
+    ] = "auto"
     load_format: Annotated[Literal["auto", "dummy"], _devices(help="dummy: random weights from the config.")] = "auto"
     skip_tokenizer_init: Annotated[bool, _devices("--skip-tokenizer-init", help="Token ids in, token ids out.")] = False
     trust_remote_code: Annotated[

@@ -23,6 +23,7 @@ def start_workers(
     num_blocks: int,
     block_size: int,
     *,
+    attention_kernel: Path | None,
     record_times: bool,
 ) -> LocalExecutor:
     """One worker per rank of `spec`, ready for steps.
@@ -45,6 +46,7 @@ def start_workers(
             num_threads=threads,
             num_blocks=num_blocks,
             block_size=block_size,
+            attention_kernel=None if attention_kernel is None else str(attention_kernel),
             record_times=record_times,
         )
         for rank in range(spec.num_ranks)

@@ -12,6 +12,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         run_dir: private folder of this engine: sockets and the rendezvous file. Gone after shutdown.
+        attention_kernel: the compiled `attn.native`; None to compute with PyTorch's kernels.
         record_times: measure where the time goes, see `runtime.timing`.
     """
 
@@ -27,6 +28,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int
     num_blocks: int
     block_size: int
+    attention_kernel: str | None = None
     record_times: bool = False
 
 

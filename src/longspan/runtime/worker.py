@@ -20,6 +20,7 @@ import torch.distributed as dist
 import zmq
 from torch import Tensor
 
+from longspan.attn import native
 from longspan.attn.comm import CommError, TorchTransport
 from longspan.core.steps import Forward, Sampled, Scored, TokenLogprobs
 from longspan.kv.pool import KvPool
@@ -183,6 +184,8 @@ def main(config: WorkerConfig, lifeline: int) -> None:
 
 def _serve(config: WorkerConfig, commands: zmq.Socket[bytes], reports: zmq.Socket[bytes]) -> None:
     torch.set_num_threads(config.num_threads)
+    if config.attention_kernel is not None:
+        native.load(Path(config.attention_kernel))
     worker = Worker(config)
     _send(reports, Ready(rank=config.rank))
     _log.info("ready: %s on %s, %d threads", config.model_name, config.device, config.num_threads)

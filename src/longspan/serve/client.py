@@ -54,7 +54,7 @@ class EngineLostError(Exception):
 
 
 class Answer:
-    """What comes for the jobs of one HTTP request: iterate over the updates, and close it to cancel what has not come."""
+    """What comes for the jobs of one HTTP request: iterate over the updates; close it to cancel what has not come."""
 
     def __init__(self, jobs: Sequence[Job], cancel: Callable[[Answer], None]) -> None:
         self.jobs = jobs

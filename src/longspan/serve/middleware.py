@@ -1,4 +1,7 @@
-"""What every request passes before a route sees it: request id, key, size of the body. Plain ASGI, so streams stay streams."""
+"""What every request passes before a route sees it: request id, key, size of the body.
+
+Plain ASGI, so that streams stay streams.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,7 @@ class RequestIds:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -61,6 +65,7 @@ class ApiKeys:
         self._digests = [_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
         if scope["type"] == "http" and self._digests and not self._may_pass(scope):
             response = error_response(401, "a valid key is needed: Authorization: Bearer KEY", code="invalid_api_key")
             response.headers["www-authenticate"] = "Bearer"
@@ -79,12 +84,13 @@ class ApiKeys:
 
 
 class BodyLimit:
-    """Answers 413 to bodies of more than `max_bytes` without reading on, and 408 to those that take too long to come."""
+    """Answers 413 to bodies of more than `max_bytes` without reading on, and 408 to those that are too slow."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
         self._app, self._max_bytes, self._timeout_s = app, max_bytes, timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

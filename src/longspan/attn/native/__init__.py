@@ -1,0 +1,199 @@
+"""Kernels of our own for bfloat16 on CPUs with AVX512_BF16, where PyTorch's are three times slower.
+
+They are compiled on first use by the machine's C++ compiler. Without one, or on another processor, PyTorch's kernels do
+the same work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from longspan.attn.spec import AttnSpec
+
+_SOURCES = ("flash.cpp", "paged.cpp")
+_HEADERS = ("simd.h",)
+_FLAGS = (
+    *("-O3", "-std=c++17", "-fPIC", "-fopenmp"),
+    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma"),
+)
+_FAR = 1 << 40
+_MAX_DIM = 256
+_FEWEST_QUERIES = 17
+"""With fewer, packing the keys would cost more than the products gain."""
+
+
+Numbers = npt.NDArray[np.int64]
+
+
+class UnavailableError(Exception):
+    """The kernel cannot be had on this machine; the message says why."""
+
+
+class _Flash(ctypes.Structure):
+    """`Problem` of flash.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "lse")),
+        *((name, ctypes.c_long) for name in ("heads", "kv_heads", "queries", "keys", "dim")),
+        *((name, ctypes.c_long) for name in ("q_head", "q_row", "k_head", "k_row", "v_head", "v_row")),
+        ("scale", ctypes.c_float),
+        ("lower", ctypes.c_long),
+        ("upper", ctypes.c_long),
+    )
+
+
+class _Paged(ctypes.Structure):
+    """`Problem` of paged.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "keys", "values", "out", "lse")),
+        *((name, ctypes.c_void_p) for name in ("first_item", "blocks", "low", "high")),
+        *((name, ctypes.c_long) for name in ("queries", "heads", "kv_heads", "dim", "block_size", "q_head", "q_row")),
+        ("scale", ctypes.c_float),
+    )
+
+
+class PagedItems(NamedTuple):
+    """What single queries read: query t the slots `[low, high)` of `blocks`, of items `[first[t], first[t + 1])`."""
+
+    first: Numbers
+    blocks: Numbers
+    low: Numbers
+    high: Numbers
+
+
+_library: ctypes.CDLL | None = None
+
+
+def build(folder: Path) -> Path:
+    """The compiled kernel in `folder`, where it stays for the next time.
+
+    Raises:
+        UnavailableError: when the processor or the compiler is missing what is needed.
+    """
+    if "avx512_bf16" not in _processor_flags():
+        raise UnavailableError("the processor has no AVX512_BF16")
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise UnavailableError("there is no C++ compiler (g++ or clang++)")
+    texts = [Path(__file__).with_name(name).read_bytes() for name in (*_SOURCES, *_HEADERS)]
+    key = hashlib.sha256(repr((texts, _FLAGS, compiler, torch.__version__)).encode()).hexdigest()[:16]
+    library = folder / f"attention-{key}.so"
+    if not library.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        _compile(compiler, library)
+    return library
+
+
+def load(library: Path) -> None:
+    """Uses the kernel in this process from now on."""
+    global _library  # noqa: PLW0603 - a library is loaded once per process
+    _library = ctypes.CDLL(str(library))
+
+
+def applies(q: Tensor, spec: AttnSpec) -> bool:
+    """Whether `attend` can and should be used for queries `[H, T, D]`."""
+    return (
+        _library is not None
+        and q.device.type == "cpu"
+        and q.dtype == torch.bfloat16
+        and spec.softcap is None
+        and q.shape[1] >= _FEWEST_QUERIES
+        and q.shape[2] % 2 == 0
+        and q.shape[2] <= _MAX_DIM
+    )
+
+
+def applies_paged(q: Tensor, spec: AttnSpec) -> bool:
+    """Whether `attend_paged` can be used for queries `[H, T, D]`."""
+    return (
+        _library is not None
+        and q.device.type == "cpu"
+        and q.dtype == torch.bfloat16
+        and spec.softcap is None
+        and q.shape[2] % 32 == 0
+        and q.shape[2] <= _MAX_DIM
+    )
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, lower: int = -_FAR, upper: int = _FAR
+) -> tuple[Tensor, Tensor]:
+    """Attention of `q [H, T, D]` over `k, v [K, S, D]`; query i sees key j iff `i + lower <= j <= i + upper`.
+
+    Returns `out [H, T, D]` and `lse [H, T]` float32; queries that see no key get output 0 and lse -inf.
+    """
+    assert _library is not None, "loaded"
+    q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, v))
+    out = torch.empty(q.shape, dtype=q.dtype)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32)
+    problem = _Flash(
+        *(tensor.data_ptr() for tensor in (q, k, v, out, lse)),
+        *(q.shape[0], k.shape[0], q.shape[1], k.shape[1], q.shape[2]),
+        *(stride for tensor in (q, k, v) for stride in tensor.stride()[:2]),
+        spec.scale,
+        max(lower, -_FAR),
+        min(upper, _FAR),
+    )
+    if _library.longspan_attend_bf16(ctypes.byref(problem), torch.get_num_threads()):
+        raise MemoryError("no memory for packed keys and values")
+    return out, lse
+
+
+def attend_paged(q: Tensor, keys: Tensor, values: Tensor, items: PagedItems, spec: AttnSpec) -> tuple[Tensor, Tensor]:
+    """Attention of single queries `q [H, T, D]` over `keys, values [blocks, K, block_size, D]`, which must be dense.
+
+    Returns `out [H, T, D]` and `lse [H, T]` float32; queries without items get output 0 and lse -inf.
+    """
+    assert _library is not None, "loaded"
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    out = torch.empty(q.shape, dtype=q.dtype)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32)
+    problem = _Paged(
+        *(tensor.data_ptr() for tensor in (q, keys, values, out, lse)),
+        *(numbers.ctypes.data for numbers in items),
+        *(q.shape[1], q.shape[0], keys.shape[1], q.shape[2], keys.shape[2], q.stride(0), q.stride(1)),
+        spec.scale,
+    )
+    if _library.longspan_attend_paged_bf16(ctypes.byref(problem), torch.get_num_threads()):
+        raise MemoryError("no memory for partial outputs")
+    return out, lse
+
+
+def _compile(compiler: str, library: Path) -> None:
+    """Compiles beside `library` and moves it there when it is whole."""
+    # PyTorch's own OpenMP, so that there is one pool of threads: two would spin against each other.
+    openmp = [str(path) for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))]
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        whole = Path(folder) / library.name
+        parts = {Path(__file__).with_name(name): Path(folder) / f"{name}.o" for name in _SOURCES}
+        steps: list[tuple[str, ...]] = [
+            (compiler, *_FLAGS, "-c", str(source), "-o", str(part)) for source, part in parts.items()
+        ]
+        steps.append((compiler, "-shared", *map(str, parts.values()), *(openmp or ["-lgomp"]), "-o", str(whole)))
+        for step in steps:
+            done = subprocess.run(step, capture_output=True, text=True, check=False)
+            if done.returncode:
+                words = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
+                raise UnavailableError(f"{compiler} failed: {words}")
+        whole.replace(library)
+
+
+def _processor_flags() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return set()
+    return set(next((line for line in lines if line.startswith("flags")), "").split())

@@ -1,0 +1,223 @@
+// Attention of query runs over keys at hand in bfloat16, for CPUs with AVX-512 and its bfloat16 products.
+//
+// FlashAttention (arXiv 2205.14135) in blocks of kRows queries and kKeys keys: scores and sums are float32, and only the
+// weights of the second product are rounded to bfloat16, as in PyTorch's kernel. Keys and values are packed once per call
+// such that both products run the same micro-kernel: C[6][64] += A[6][k] B[k][64], where A's numbers are taken in
+// pairs, broadcast, and B holds the same pair of 16 columns in one register.
+
+#include <cstdlib>
+#include <memory>
+
+#include "simd.h"
+
+namespace {
+
+using namespace longspan;
+
+constexpr long kRows = 48;      // queries per block
+constexpr long kKeys = 256;     // keys per block
+constexpr long kColumns = 64;   // columns that the micro-kernel computes
+constexpr long kStrip = 6;      // rows that it computes
+constexpr long kMaxDim = 256;   // largest head dimension
+
+struct Problem {
+    const uint16_t *q, *k, *v;
+    uint16_t* out;
+    float* lse;
+    long heads, kv_heads, queries, keys, dim;
+    long q_head, q_row, k_head, k_row, v_head, v_row;  // strides in numbers; the last dimension is dense
+    float scale;
+    long lower, upper;  // query i sees key j if i + lower <= j <= i + upper
+};
+
+struct Free {
+    void operator()(void* memory) const { std::free(memory); }
+};
+using Pairs = std::unique_ptr<uint32_t, Free>;
+
+Pairs allocate(long number) {
+    const size_t bytes = (static_cast<size_t>(number) * sizeof(uint32_t) + 63) / 64 * 64;
+    return Pairs(static_cast<uint32_t*>(std::aligned_alloc(64, bytes)));
+}
+
+long round_up(long number, long multiple) { return (number + multiple - 1) / multiple * multiple; }
+
+uint32_t pair(uint16_t low, uint16_t high) { return static_cast<uint32_t>(high) << 16 | low; }
+
+// C[R][64] (+)= A[R][2 * steps] B[2 * steps][64], A and B in pairs.
+template <int R>
+void strip(const uint32_t* a, long lda, const uint32_t* b, long ldb, long steps, float* c, long ldc, bool add) {
+    __m512 sum[R][4];
+    for (int r = 0; r < R; ++r)
+        for (int j = 0; j < 4; ++j) sum[r][j] = add ? _mm512_loadu_ps(c + r * ldc + 16 * j) : _mm512_setzero_ps();
+    for (long p = 0; p < steps; ++p) {
+        __m512bh columns[4];
+        for (int j = 0; j < 4; ++j) columns[j] = (__m512bh)_mm512_loadu_si512(b + p * ldb + 16 * j);
+        for (int r = 0; r < R; ++r) {
+            const __m512bh row = (__m512bh)_mm512_set1_epi32(static_cast<int>(a[r * lda + p]));
+            for (int j = 0; j < 4; ++j) sum[r][j] = _mm512_dpbf16_ps(sum[r][j], row, columns[j]);
+        }
+    }
+    for (int r = 0; r < R; ++r)
+        for (int j = 0; j < 4; ++j) _mm512_storeu_ps(c + r * ldc + 16 * j, sum[r][j]);
+}
+
+void strips(long rows, const uint32_t* a, long lda, const uint32_t* b, long ldb, long steps, float* c, long ldc,
+            bool add) {
+    for (; rows >= kStrip; rows -= kStrip, a += kStrip * lda, c += kStrip * ldc)
+        strip<kStrip>(a, lda, b, ldb, steps, c, ldc, add);
+    switch (rows) {
+        case 5: return strip<5>(a, lda, b, ldb, steps, c, ldc, add);
+        case 4: return strip<4>(a, lda, b, ldb, steps, c, ldc, add);
+        case 3: return strip<3>(a, lda, b, ldb, steps, c, ldc, add);
+        case 2: return strip<2>(a, lda, b, ldb, steps, c, ldc, add);
+        case 1: return strip<1>(a, lda, b, ldb, steps, c, ldc, add);
+        default: return;
+    }
+}
+
+struct Row {
+    float best = -kInfinity;  // of the scores so far, times scale and log2(e)
+    float sum = 0.0f;         // of their weights
+};
+
+// Weights of the visible scores [first, last) of a row, in bfloat16, zeros for the others of [from, to); what was summed
+// before counts `returned` times as much from now on.
+float weigh(const float* scores, uint16_t* weights, long from, long to, long first, long last, float factor, Row& row) {
+    __m512 most = _mm512_set1_ps(-kInfinity);
+    for (long j = first / 16 * 16; j < last; j += 16)
+        most = _mm512_mask_max_ps(most, lanes(j, first, last), most, _mm512_loadu_ps(scores + j));
+    const float best = std::max(row.best, _mm512_reduce_max_ps(most) * factor);
+    const __m512 shift = _mm512_set1_ps(best), times = _mm512_set1_ps(factor);
+    __m512 sum = _mm512_setzero_ps();
+    for (long j = from; j < to; j += 16) {
+        const __m512 power = exp2(_mm512_fmsub_ps(_mm512_loadu_ps(scores + j), times, shift));
+        const __m512 weight = _mm512_maskz_mov_ps(lanes(j, first, last), power);
+        sum = _mm512_add_ps(sum, weight);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(weights + j), (__m256i)_mm512_cvtneps_pbh(weight));
+    }
+    const float decay = row.sum > 0.0f ? std::exp2(row.best - best) : 0.0f;
+    row.best = best;
+    row.sum = row.sum * decay + _mm512_reduce_add_ps(sum);
+    return decay;
+}
+
+void scale_row(float* row, long width, float factor) {
+    const __m512 times = _mm512_set1_ps(factor);
+    for (long d = 0; d < width; d += 16) _mm512_storeu_ps(row + d, _mm512_mul_ps(_mm512_loadu_ps(row + d), times));
+}
+
+struct Packed {
+    Pairs keys;    // [kv_heads][keys / 64][dim / 2][64]: of each key, numbers d and d + 1
+    Pairs values;  // [kv_heads][keys / 2][width]: of each dimension, tokens n and n + 1
+    long padded;   // keys, rounded up to 64; the additional ones are zeros
+    long width;    // dim, rounded up to 64
+};
+
+void pack(const Problem& p, Packed& packed, long block) {
+    const long per_head = packed.padded / kColumns, head = block / per_head, first = block % per_head * kColumns;
+    const uint16_t *k = p.k + head * p.k_head, *v = p.v + head * p.v_head;
+    uint32_t* keys = packed.keys.get() + (head * packed.padded + first) * (p.dim / 2);
+    for (long d = 0; d < p.dim / 2; ++d)
+        for (long n = 0; n < kColumns; ++n) {
+            const uint16_t* key = k + (first + n) * p.k_row + 2 * d;
+            keys[d * kColumns + n] = first + n < p.keys ? pair(key[0], key[1]) : 0;
+        }
+    for (long n = first; n < first + kColumns; n += 2) {
+        uint32_t* values = packed.values.get() + (head * packed.padded + n) / 2 * packed.width;
+        for (long d = 0; d < packed.width; ++d) {
+            const bool inside = d < p.dim;
+            const uint16_t low = inside && n < p.keys ? v[n * p.v_row + d] : 0;
+            const uint16_t high = inside && n + 1 < p.keys ? v[(n + 1) * p.v_row + d] : 0;
+            values[d] = pair(low, high);
+        }
+    }
+}
+
+struct Scratch {
+    alignas(64) float scores[kRows * kKeys];
+    alignas(64) uint16_t weights[kRows * kKeys];
+    alignas(64) float out[kRows * kMaxDim];
+    alignas(64) uint32_t queries[kRows * kMaxDim / 2];
+    Row rows[kRows];
+};
+
+// One block of keys [start, start + kKeys) for queries [query, query + rows).
+void attend_block(const Problem& p, const Packed& packed, long group, long query, long rows, long start, Scratch& s) {
+    const long stop = std::min(start + kKeys, p.keys);
+    // Columns that any of the rows sees, counted from `start` and in whole strips.
+    const long from = std::max(0L, query + p.lower - start) / kColumns * kColumns;
+    const long to = round_up(std::min(stop, query + rows + p.upper) - start, kColumns);
+    if (from >= to) return;
+    const uint32_t* keys = packed.keys.get() + (group * packed.padded + start) * (p.dim / 2);
+    for (long column = from; column < to; column += kColumns)
+        strips(rows, s.queries, p.dim / 2, keys + column * (p.dim / 2), kColumns, p.dim / 2, s.scores + column, kKeys,
+               false);
+    for (long r = 0; r < rows; ++r) {
+        const long first = std::max(0L, query + r + p.lower - start);
+        const long last = std::min(stop, query + r + p.upper + 1) - start;
+        uint16_t* weights = s.weights + r * kKeys;
+        if (first >= last) {
+            std::fill(weights + from, weights + to, uint16_t{0});
+            continue;
+        }
+        const float decay = weigh(s.scores + r * kKeys, weights, from, to, first, last, p.scale * kLog2E, s.rows[r]);
+        if (decay != 1.0f) scale_row(s.out + r * packed.width, packed.width, decay);
+    }
+    const uint32_t* values = packed.values.get() + (group * packed.padded + start + from) / 2 * packed.width;
+    const auto* weights = reinterpret_cast<const uint32_t*>(s.weights + from);
+    for (long column = 0; column < packed.width; column += kColumns)
+        strips(rows, weights, kKeys / 2, values + column, packed.width, (to - from) / 2, s.out + column, packed.width,
+               true);
+}
+
+void finish(const Problem& p, const Packed& packed, long head, long query, long rows, const Scratch& s) {
+    for (long r = 0; r < rows; ++r) {
+        const Row& row = s.rows[r];
+        const __m512 share = _mm512_set1_ps(row.sum > 0.0f ? 1.0f / row.sum : 0.0f);
+        uint16_t* out = p.out + (head * p.queries + query + r) * p.dim;
+        for (long d = 0; d < p.dim; d += 16) {
+            const __m512 values = _mm512_mul_ps(_mm512_loadu_ps(s.out + r * packed.width + d), share);
+            _mm256_mask_storeu_epi16(out + d, lanes(d, 0, p.dim), (__m256i)_mm512_cvtneps_pbh(values));
+        }
+        const float sum = row.best + std::log2(row.sum);
+        p.lse[head * p.queries + query + r] = row.sum > 0.0f ? sum / kLog2E : -kInfinity;
+    }
+}
+
+void attend_rows(const Problem& p, const Packed& packed, long head, long query, Scratch& s) {
+    const long rows = std::min(kRows, p.queries - query), group = head / (p.heads / p.kv_heads);
+    for (long r = 0; r < rows; ++r) {
+        s.rows[r] = Row();
+        const uint16_t* row = p.q + head * p.q_head + (query + r) * p.q_row;
+        for (long d = 0; d < p.dim / 2; ++d) s.queries[r * (p.dim / 2) + d] = pair(row[2 * d], row[2 * d + 1]);
+    }
+    std::fill(s.out, s.out + rows * packed.width, 0.0f);
+    const long first = std::max(0L, query + p.lower) / kKeys * kKeys, last = std::min(p.keys, query + rows + p.upper);
+    for (long start = first; start < last; start += kKeys) attend_block(p, packed, group, query, rows, start, s);
+    finish(p, packed, head, query, rows, s);
+}
+
+}  // namespace
+
+// Returns 0, or 1 when there is no memory.
+extern "C" int longspan_attend_bf16(const Problem* problem, int threads) {
+    const Problem& p = *problem;
+    Packed packed{nullptr, nullptr, round_up(p.keys, kColumns), round_up(p.dim, kColumns)};
+    packed.keys = allocate(p.kv_heads * packed.padded * (p.dim / 2));
+    packed.values = allocate(p.kv_heads * packed.padded / 2 * packed.width);
+    if (!packed.keys || !packed.values) return 1;
+    const long pieces = p.kv_heads * (packed.padded / kColumns);
+    const long blocks = (p.queries + kRows - 1) / kRows;
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(static)
+        for (long block = 0; block < pieces; ++block) pack(p, packed, block);
+        Scratch scratch;
+        // The last rows, which see most keys, first: so the threads end together.
+#pragma omp for schedule(dynamic)
+        for (long item = 0; item < p.heads * blocks; ++item)
+            attend_rows(p, packed, item % p.heads, (blocks - 1 - item / p.heads) * kRows, scratch);
+    }
+    return 0;
+}

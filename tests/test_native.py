@@ -1,0 +1,169 @@
+"""The compiled kernel against the definition of attention, and a whole model with it against float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from attention import random_qkv, reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import Oracle
+from texts import topic_tokens
+
+from longspan import LLM, SamplingParams
+from longspan.attn import native
+from longspan.attn.kernel import attend
+from longspan.attn.paged import PagedKv, PagedPlan, Reads, attend_paged
+from longspan.attn.spec import AttnSpec
+from longspan.core.runs import Run, relate
+from longspan.model.cache import cache_root
+from longspan.model.smollm2 import smollm2_folder
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[None]:
+    """The kernel in this process, if the machine can have it."""
+    try:
+        library = native.build(cache_root() / "native")
+    except native.UnavailableError as error:
+        pytest.skip(str(error))
+    native.load(library)
+    yield
+    native._library = None
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> AttnSpec:
+    num_kv_heads, head_dim = draw(st.sampled_from((1, 2, 3))), draw(st.sampled_from((2, 16, 40, 64, 80, 128, 256)))
+    return AttnSpec(
+        num_heads=num_kv_heads * draw(st.sampled_from((1, 2, 3))),
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        scale=draw(st.sampled_from((head_dim**-0.5, 0.05, 1.0))),
+        window=draw(st.one_of(st.none(), st.integers(1, 400))),
+        softcap=None,
+    )
+
+
+@st.composite
+def runs(draw: st.DrawFn, step: int) -> Run:
+    start = draw(st.integers(0, 300))
+    return Run(start, start + step * draw(st.integers(1, 600)), step)
+
+
+@pytest.mark.usefixtures("kernel")
+@settings(deadline=None, max_examples=150)
+@given(specs(), st.data(), st.integers(1, 3), st.integers(0, 9))
+def test_the_kernel_is_attention(spec: AttnSpec, data: st.DataObject, step: int, seed: int) -> None:
+    q_run, k_run = data.draw(runs(step)), data.draw(runs(step))
+    q, k, v = random_qkv(spec, len(q_run), len(k_run), torch.bfloat16, seed)
+    q = q.transpose(0, 1).contiguous().transpose(0, 1)  # as the model has them: heads inside tokens
+    out, lse = attend(q, k, v, relate(q_run, k_run, spec.window), spec)
+    assert native.applies(q, spec) == (len(q_run) >= native._FEWEST_QUERIES)
+    wanted, wanted_lse = reference(q, q_run.positions, k, v, k_run.positions, spec)
+    assert torch.equal(lse.isinf(), wanted_lse.isinf())
+    torch.testing.assert_close(out.double(), wanted, atol=3e-2, rtol=0)
+    torch.testing.assert_close(lse.double(), wanted_lse, atol=1e-4, rtol=1e-6)
+
+
+@st.composite
+def reads(draw: st.DrawFn, num_blocks: int, block_size: int) -> Reads:
+    blocks = draw(st.lists(st.integers(0, num_blocks - 1), min_size=1, max_size=6, unique=True))
+    start, stop = sorted(draw(st.integers(0, len(blocks) * block_size)) for _ in range(2))
+    return Reads(blocks=blocks, start=start, stop=stop)
+
+
+@pytest.mark.usefixtures("kernel")
+@settings(deadline=None, max_examples=150)
+@given(st.data(), st.sampled_from((32, 64, 96, 256)), st.sampled_from((16, 48, 256, 1100)), st.integers(0, 9))
+def test_the_paged_kernel_is_attention(data: st.DataObject, dim: int, block_size: int, seed: int) -> None:
+    kv_heads = data.draw(st.integers(1, 3))
+    heads = kv_heads * data.draw(st.integers(1, 4))
+    spec = AttnSpec(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, scale=0.1, window=None, softcap=None)
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = torch.randn(2, 9, kv_heads, block_size, dim, generator=generator).bfloat16()
+    wanted = data.draw(st.lists(reads(9, block_size), min_size=1, max_size=5))
+    q = torch.randn(len(wanted), heads, dim, generator=generator).bfloat16().transpose(0, 1)
+    plan = PagedPlan(wanted, block_size, q.device, q.dtype)
+    assert native.applies_paged(q, spec)
+    out, lse = attend_paged(q, PagedKv(keys=keys, values=values), plan, spec)
+    for t, read in enumerate(wanted):
+        seen = slice(read.start, read.stop)
+        k, v = (pool[list(read.blocks)].transpose(0, 1).flatten(1, 2)[:, seen] for pool in (keys, values))
+        expected, expected_lse = reference(q[:, t : t + 1], [10**6], k, v, range(k.shape[1]), spec)
+        torch.testing.assert_close(out[:, t : t + 1].double(), expected, atol=2e-2, rtol=0)
+        torch.testing.assert_close(lse[:, t : t + 1].double(), expected_lse, atol=1e-4, rtol=1e-6)
+
+
+@pytest.mark.usefixtures("kernel")
+def test_large_scores_neither_overflow_nor_vanish() -> None:
+    spec = AttnSpec(num_heads=1, num_kv_heads=1, head_dim=64, scale=1.0, window=None, softcap=None)
+    q, k, v = (20 * tensor for tensor in random_qkv(spec, 40, 700, torch.bfloat16, seed=3))
+    out, lse = native.attend(q, k, v, spec)
+    wanted, wanted_lse = reference(q, range(700, 740), k, v, range(700), spec)
+    assert wanted_lse.max() > 1000
+    torch.testing.assert_close(out.double(), wanted, atol=0.3, rtol=1e-2)
+    torch.testing.assert_close(lse.double(), wanted_lse, atol=1e-2, rtol=1e-6)
+
+
+@pytest.mark.usefixtures("kernel")
+def test_the_number_of_threads_changes_nothing() -> None:
+    spec = AttnSpec(num_heads=4, num_kv_heads=2, head_dim=64, scale=0.125, window=None, softcap=None)
+    q, k, v = random_qkv(spec, 500, 900, torch.bfloat16, seed=1)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(native.attend(q, k, v, spec, upper=400))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("instances", [1, 2])
+def test_a_model_is_as_exact_with_it_as_without(instances: int) -> None:
+    oracle = Oracle(smollm2_folder())
+    prompts = [list(topic_tokens()[start : start + 300]) for start in range(0, 6000, 1000)]
+    expected = [oracle.complete(prompt, 2) for prompt in prompts]
+    whole = [prompt + one.token_ids[:1] for prompt, one in zip(prompts, expected, strict=True)]
+    params = SamplingParams(temperature=0, max_tokens=1, output_logits=True)
+    errors = {}
+    for backend in ("torch", "native"):
+        with LLM(dtype="bfloat16", instances=instances, attention_backend=backend, block_size=16) as llm:
+            outputs = [llm.generate(prompt, params)[0] for prompts_ in (prompts, whole) for prompt in prompts_]
+        found = [output.outputs[0].logits[0] for output in outputs if output.outputs[0].logits]
+        wanted = [one.logits[step] for step in (0, 1) for one in expected]
+        errors[backend] = np.mean([np.sqrt(np.mean((a - b) ** 2)) for a, b in zip(found, wanted, strict=True)])
+    assert errors["native"] <= 1.3 * errors["torch"] < 0.3  # rounding to bfloat16, in one order or another
+
+
+def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_processor_flags", lambda: {"avx2"})
+    with pytest.raises(native.UnavailableError, match="AVX512_BF16"):
+        native.build(tmp_path)
+    with pytest.raises(
+        ValueError, match="attention_backend native is not possible here: the processor has no AVX512_BF16"
+    ):
+        LLM(dtype="bfloat16", attention_backend="native")
+    monkeypatch.setattr(native, "_processor_flags", lambda: {"avx512_bf16"})
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(native.UnavailableError, match="false failed"):
+        native.build(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"attention_backend": "fast"}, "unknown attention_backend 'fast': choose auto, native or torch"),
+        ({"attention_backend": "native"}, "is for bfloat16 on cpu, not for float32 on cpu"),
+    ],
+)
+def test_a_wrong_backend_is_refused(arguments: dict[str, str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        LLM(**arguments)  # type: ignore[arg-type]
