@@ -86,9 +86,12 @@ def test_limits_are_positive_whole_numbers() -> None:
 
 
 def test_an_openapi_document_is_narrowed_without_changing_it() -> None:
-    schema = CompletionRequest.model_json_schema()
+    schema = CompletionRequest.model_json_schema(ref_template="#/components/schemas/{model}")
     before = repr(schema)
     document = {"components": {"schemas": {"CompletionRequest": schema, **schema["$defs"]}}}
-    narrow = RequestLimits(max_n=7).narrowed(document)["components"]["schemas"]["CompletionRequest"]
-    assert narrow["properties"]["n"]["anyOf"][0]["maximum"] == 7
+    schemas = RequestLimits(max_n=7, max_prompts=5).narrowed(document)["components"]["schemas"]
+    assert schemas["CompletionRequest"]["properties"]["n"]["anyOf"][0]["maximum"] == 7
+    assert schemas["Texts"]["maxItems"] == schemas["TokenLists"]["maxItems"] == 5
+    assert "maxItems" not in schemas["TokenIds"]
+    assert "maxPrompts" not in repr(schemas)
     assert repr(schema) == before
