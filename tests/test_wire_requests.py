@@ -141,7 +141,14 @@ def accepts(model: type[BaseModel], body: dict[str, Any]) -> bool:
             for name in type(request).model_fields:
                 LIMITS.check(name, getattr(request, name))
     except ValueError as error:
-        beyond = ("vocabulary", "this model's token ids", "template", "final message", "structured outputs")
+        beyond = (
+            "vocabulary",
+            "has no token for",
+            "this model's token ids",
+            "template",
+            "final message",
+            "structured outputs",
+        )
         return any(words in str(error) for words in beyond)
     return True
 

@@ -68,7 +68,11 @@ def completion_jobs(request: CompletionRequest, served: Served) -> list[Job]:
     special = request.add_special_tokens is not False
     prompts = prompts_of(request)
     names = ["prompt"] if len(prompts) == 1 else [f"prompt[{index}]" for index in range(len(prompts))]
-    return [_job(prompt, params, served.jobs, special, name) for prompt, name in zip(prompts, names, strict=True)]
+    jobs = []
+    for prompt, name in zip(prompts, names, strict=True):
+        with blaming(name, _fields(request)):
+            jobs.append(_job(prompt, params, served.jobs, special))
+    return jobs
 
 
 def chat_job(request: ChatCompletionRequest, served: Served) -> Job:
@@ -85,7 +89,7 @@ def chat_job(request: ChatCompletionRequest, served: Served) -> Job:
         prompt_logprobs=request.prompt_logprobs,
     )
     text, ids = _rendered(request, served.jobs)
-    with blaming("messages", type(request).model_fields):
+    with blaming("messages", _fields(request)):
         return served.jobs.checked(text, ids, params)
 
 
@@ -138,7 +142,7 @@ def structured_outputs(request: GenerationRequest) -> dict[str, Any] | None:
     if request.structured_outputs is None:
         return None
     fields = request.structured_outputs.fields
-    return {name: tuple(value) if name == "choice" else value for name, value in fields.items() if value}
+    return {name: value for name, value in fields.items() if value is not None and value is not False}
 
 
 def _params(
@@ -149,7 +153,7 @@ def _params(
         raise WireError("structured outputs are not supported", "response_format")
     given: dict[str, Any] = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
     least = request.min_tokens or 0
-    with blaming(None, type(request).model_fields):
+    with blaming(None, _fields(request)):
         return SamplingParams(
             **given,
             seed=None if request.seed == -1 else request.seed,
@@ -160,11 +164,21 @@ def _params(
         )
 
 
-def _job(prompt: str | list[int], params: SamplingParams, jobs: JobMaker, special: bool, name: str) -> Job:
-    with blaming(name, CompletionRequest.model_fields.keys() - {"prompt"}):
-        if isinstance(prompt, str):
-            return jobs.checked(prompt, jobs.tokenize(prompt, add_special_tokens=special), params)
+def _job(prompt: str | list[int], params: SamplingParams, jobs: JobMaker, special: bool) -> Job:
+    if not isinstance(prompt, str):
         return jobs.checked(None, prompt, params)
+    ids = jobs.tokenize(prompt, add_special_tokens=special)
+    if not ids:
+        raise ValueError("this model's tokenizer has no token for anything in this text")
+    return jobs.checked(prompt, ids, params)
+
+
+def _fields(request: GenerationRequest) -> dict[str, str]:
+    """What to blame for errors whose message begins with the name of a parameter."""
+    fields = {name: name for name in type(request).model_fields}
+    if request.structured_outputs is None:
+        fields["structured_outputs"] = "response_format"
+    return fields
 
 
 def _rendered(request: ChatCompletionRequest | TokenizeRequest, jobs: JobMaker) -> tuple[str, list[int]]:

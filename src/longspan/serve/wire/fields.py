@@ -136,7 +136,7 @@ class StructuredOutputs(WireModel):
 
     model_config = ConfigDict(json_schema_extra=exactly_one(*_GUIDES))
 
-    json_: str | Schema | None = Field(default=None, alias="json")
+    json_: SomeText | Schema | None = Field(default=None, alias="json")
     """A JSON schema, or its text."""
     regex: SomeText | None = None
     """What the whole output must match."""
