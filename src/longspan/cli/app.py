@@ -17,6 +17,7 @@ import typer
 import longspan
 from longspan.cli.chat import chat
 from longspan.cli.generate import generate
+from longspan.cli.serve import serve
 from longspan.core.errors import WorkerLostError
 
 app = typer.Typer(
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(chat)
+app.command()(serve)
 
 
 @app.callback(invoke_without_command=True)

@@ -6,12 +6,13 @@ And where else than on the command line their values may come from: environment 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import fields, is_dataclass
 from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 import yaml
@@ -60,9 +61,20 @@ def _options(kind: type[Any], defaults: object) -> Iterator[inspect.Parameter]:
         yield inspect.Parameter(
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
-            annotation=hints[field.name],
+            annotation=_annotated(kind, field.name, hints[field.name]),
             default=getattr(defaults, field.name),
         )
+
+
+def _annotated(kind: type[Any], name: str, hint: object) -> object:
+    """A field that is not annotated for Typer is described by the docstring of its class."""
+    if get_origin(hint) is Annotated:
+        return hint
+    doc = inspect.getdoc(kind) or ""
+    found = re.search(rf"^ +(?:\w+, )*{name}(?:, \w+)*: (.+(?:\n      +.+)*)", doc, re.MULTILINE)
+    assert found is not None, f"{kind.__name__} documents {name}"
+    words = " ".join(found[1].split())
+    return Annotated[hint, typer.Option(help=words[0].upper() + words[1:], rich_help_panel=doc.partition("\n")[0])]
 
 
 def _with_variable(parameter: inspect.Parameter) -> object:

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from itertools import product
+from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from longspan.model.files import ModelError, ModelFiles, one_line
+from longspan.model.files import ModelError, one_line
 
 # Stands for a space in SentencePiece's vocabularies.
 _WORD_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -18,14 +19,12 @@ _MAX_UNFINISHED = 3  # bytes, so tokens, of an unfinished character
 _MIN_WINDOW, _FULL_WINDOW, _MAX_WINDOW = 12, 32, 256
 
 
-def load_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a prepared model; ModelError when it comes without tokenizer files."""
-    if files.tokenizer_dir is None:
-        raise ModelError(f"model {files.name!r} has no tokenizer files; pass token ids and skip_tokenizer_init=True")
+def load_tokenizer(name: str, folder: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of the model `name`; ModelError when that fails."""
     try:
-        return AutoTokenizer.from_pretrained(files.tokenizer_dir, trust_remote_code=files.trust_remote_code)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as error:
-        raise ModelError(f"the tokenizer of {files.name!r} cannot be loaded ({one_line(error)})") from error
+        raise ModelError(f"the tokenizer of {name!r} cannot be loaded ({one_line(error)})") from error
 
 
 def token_text(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:

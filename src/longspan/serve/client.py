@@ -106,7 +106,8 @@ class EngineClient:
         state: `serving` when requests are computed; `down` when no engine process could be kept alive.
         started: what the first engine process said of the model.
         stats: the latest.
-        on_ended, on_stats: called with what metrics are made of.
+        on_ended, on_stats, on_tokens: called with what metrics are made of.
+        down: set when the state is.
     """
 
     def __init__(self, setup: EngineSetup) -> None:
@@ -115,6 +116,8 @@ class EngineClient:
         self.stats: Stats | None = None
         self.on_ended: Callable[[Ended], None] = lambda _: None
         self.on_stats: Callable[[Stats], None] = lambda _: None
+        self.on_tokens: Callable[[int], None] = lambda _: None
+        self.down = asyncio.Event()
         self._setup = setup
         self._numbers = itertools.count()
         self._waiting: dict[int, tuple[Answer, int]] = {}
@@ -165,7 +168,7 @@ class EngineClient:
     async def close(self) -> None:
         """Ends the engine process and its workers; all that is unfinished fails."""
         self._closing = True
-        self._fail_all("the server is shutting down")
+        self.fail_all("the server is shutting down")
         self._send(Quit())
         if self._process is not None:
             with contextlib.suppress(TimeoutError):
@@ -202,7 +205,8 @@ class EngineClient:
             if not self._closing:
                 _log.error("%s; starting another engine process", reason)
         self.state = "down"
-        self._fail_all("the engine is down")
+        self.down.set()
+        self.fail_all("the engine is down")
 
     async def _live(self, first: asyncio.Future[Started]) -> str:
         """The life of one engine process; why it ended."""
@@ -275,6 +279,7 @@ class EngineClient:
         if turn.updates:
             self._num_starts = 1
         for number, update in turn.updates:
+            self.on_tokens(sum(len(choice.token_ids) for choice in update.choices))
             if number in self._waiting:
                 answer, index = self._waiting[number]
                 answer.put(index, update)
@@ -286,7 +291,8 @@ class EngineClient:
             self.stats = turn.stats
             self.on_stats(turn.stats)
 
-    def _fail_all(self, reason: str) -> None:
+    def fail_all(self, reason: str) -> None:
+        """Ends all requests with an error."""
         for answer in {answer for answer, _ in self._waiting.values()}:
             self._fail(answer, EngineLostError(reason))
 

@@ -50,7 +50,7 @@ def _serve(setup: EngineSetup, socket: zmq.Socket[bytes]) -> int:
     with deployment:
         files, config = deployment.files, deployment.engine.config
         started = Started(
-            model_name=files.name,
+            name=files.name,
             tokenizer_dir=None if deployment.jobs.tokenizer is None else str(files.tokenizer_dir),
             trust_remote_code=files.trust_remote_code,
             vocab_size=deployment.jobs.vocab_size,

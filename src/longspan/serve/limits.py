@@ -26,7 +26,7 @@ _BOUNDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class RequestLimits:
-    """Each has a flag of its name.
+    """What one request may ask for.
 
     Attributes:
         max_body_bytes: of a request's body.

@@ -52,10 +52,10 @@ class Started(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The engine can serve.
 
     Attributes:
-        tokenizer_dir: None without a tokenizer.
+        name, tokenizer_dir, trust_remote_code: see `ModelFiles`; no folder where only token ids are served.
     """
 
-    model_name: str
+    name: str
     tokenizer_dir: str | None
     trust_remote_code: bool
     vocab_size: int

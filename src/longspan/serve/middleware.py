@@ -27,11 +27,18 @@ _log = logging.getLogger("longspan.access")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
+class Tally:
+    """How many requests are open: from their first byte to the last one of their answers."""
+
+    def __init__(self) -> None:
+        self.num_open = 0
+
+
 class RequestIds:
     """Gives each request the id of its `x-request-id`, or a new one, tells it in the answer, and logs a line."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, tally: Tally) -> None:
+        self._app, self._tally = app, tally
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -50,9 +57,11 @@ class RequestIds:
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
+        self._tally.num_open += 1
         try:
             await self._app(scope, receive, send_with_id)
         finally:
+            self._tally.num_open -= 1
             spent_s = time.monotonic() - begin_s
             _log.info("%s %s %s %.3f s %s", scope["method"], scope["path"], status or "-", spent_s, request_id)
 

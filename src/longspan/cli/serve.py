@@ -1,0 +1,99 @@
+"""The verb `serve`: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from longspan.cli.bundles import bundled, read_config
+from longspan.cli.options import EngineOptions, ModelArgument
+from longspan.serve.limits import RequestLimits
+
+_server = partial(typer.Option, rich_help_panel="Server")
+_limits = partial(typer.Option, rich_help_panel="Limits of a request")
+_LIMITS = RequestLimits()
+_ENGINE = EngineOptions()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """How the server is reached, and what it lets wait."""
+
+    host: Annotated[str, _server(help="Address to listen on; 0.0.0.0 is every interface.")] = "127.0.0.1"
+    port: Annotated[int, _server(help="0 takes a free one.")] = 8000
+    api_key: Annotated[list[str] | None, _server(help="Clients need this key; repeatable, any of them will do.")] = None
+    served_model_name: Annotated[
+        list[str] | None, _server(help="The name clients ask for; repeatable. The model's own if not given.")
+    ] = None
+    root_path: Annotated[str, _server(help="The prefix that a proxy in front takes off.")] = ""
+    max_num_queued_reqs: Annotated[
+        int, _server(min=1, help="Requests that may wait for room; more are answered 503.")
+    ] = 1024
+    max_num_queued_tokens: Annotated[
+        int, _server(min=1, help="Tokens of all requests that wait; one request may wait whatever its length.")
+    ] = 8_000_000
+    request_timeout: Annotated[
+        float | None, _server(min=0.001, help="Seconds that a request may take; x-request-timeout can only shorten it.")
+    ] = None
+    shutdown_timeout: Annotated[
+        float, _server(min=0, help="Seconds that requests under way have after SIGTERM; a second signal ends at once.")
+    ] = 30.0
+    metrics_prefix: Annotated[str, _server(help="Of metric names; vllm: for dashboards made for vLLM.")] = "longspan:"
+    seed: Annotated[int, _server(help="Of requests that bring none, and of dummy weights.")] = 0
+
+
+_SERVER = ServerOptions()
+
+
+@bundled(environment=True)
+def serve(
+    model: ModelArgument = "smollm2-135m",
+    *,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            callback=read_config,
+            is_eager=True,
+            help="A YAML file with flags as keys (max-model-len: 4096); flags and variables count before it.",
+        ),
+    ] = None,
+    server: ServerOptions = _SERVER,
+    engine: EngineOptions = _ENGINE,
+    limits: RequestLimits = _LIMITS,
+) -> int:
+    """Serves a model to clients of OpenAI's API until SIGTERM or Ctrl-C.
+
+    Every flag can also be given as an environment variable: --max-model-len as LONGSPAN_MAX_MODEL_LEN.
+    """
+    from longspan.serve import client, messages, run, settings  # noqa: PLC0415 - other verbs do not wait for FastAPI
+
+    del config  # its callback has read it
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("longspan").setLevel(logging.INFO)
+    setup = messages.EngineSetup(
+        model=model,
+        arguments={**engine.arguments(), "seed": server.seed},
+        max_num_queued_reqs=server.max_num_queued_reqs,
+        max_num_queued_tokens=server.max_num_queued_tokens,
+    )
+    face = settings.ServerSettings(
+        model_names=tuple(server.served_model_name or (model,)),
+        api_keys=tuple(server.api_key or ()),
+        root_path=server.root_path,
+        request_timeout_s=server.request_timeout,
+        shutdown_timeout_s=server.shutdown_timeout,
+        metrics_prefix=server.metrics_prefix,
+        limits=limits,
+    )
+    try:
+        return asyncio.run(run.serve(setup, face, server.host, server.port))
+    except client.EngineLostError as error:
+        typer.echo(f"longspan: {error}", err=True)
+        return 1

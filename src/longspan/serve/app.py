@@ -1,0 +1,89 @@
+"""The HTTP face as an ASGI app."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+import longspan
+from longspan.serve import wire
+from longspan.serve.client import EngineLostError, QueueFullError
+from longspan.serve.errors import error_response
+from longspan.serve.limits import RequestLimits
+from longspan.serve.middleware import ApiKeys, BodyLimit, RequestIds
+from longspan.serve.routes import body_schemas, routes
+from longspan.serve.server import Server
+
+_BODY_TIMEOUT_S = 60.0
+_log = logging.getLogger("longspan")
+
+
+def make_app(server: Server) -> FastAPI:
+    """The app over a running engine."""
+    settings = server.settings
+    app = FastAPI(
+        title="longspan",
+        version=longspan.__version__,
+        root_path=settings.root_path,
+        docs_url=None,
+        redoc_url=None,
+        separate_input_output_schemas=False,
+    )
+    app.include_router(routes(server))
+    _describe(app, settings.limits, secured=bool(settings.api_keys))
+    _handle_errors(app, server)
+    # The last that is added is the first to see a request.
+    app.add_middleware(BodyLimit, max_bytes=settings.limits.max_body_bytes, timeout_s=_BODY_TIMEOUT_S)
+    app.add_middleware(ApiKeys, keys=settings.api_keys)
+    app.add_middleware(RequestIds, tally=server.tally)
+    return app
+
+
+def _describe(app: FastAPI, limits: RequestLimits, *, secured: bool) -> None:
+    """Bodies are read by the routes themselves: their schemas are added to what FastAPI finds."""
+    find = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schema = find()
+            components = schema.setdefault("components", {})
+            components.setdefault("schemas", {}).update(body_schemas())
+            if secured:
+                components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+                schema["security"] = [{"key": []}]
+            app.openapi_schema = limits.narrowed(schema)
+        return app.openapi_schema or {}
+
+    app.openapi = openapi  # type: ignore[method-assign]  # as FastAPI's documentation has it
+
+
+def _handle_errors(app: FastAPI, server: Server) -> None:
+    @app.exception_handler(wire.WireError)
+    async def refused(_: Request, error: wire.WireError) -> Response:
+        return error_response(error.status, error.message, param=error.param)
+
+    @app.exception_handler(QueueFullError)
+    async def full(_: Request, error: QueueFullError) -> Response:
+        return error_response(
+            503, f"the queue is full: {error}", code="queue_full", retry_after_s=server.retry_after_s()
+        )
+
+    @app.exception_handler(EngineLostError)
+    async def lost(_: Request, error: EngineLostError) -> Response:
+        return error_response(503 if server.draining else 500, str(error), retry_after_s=5)
+
+    @app.exception_handler(HTTPException)
+    async def other(_: Request, error: HTTPException) -> Response:
+        response = error_response(error.status_code, str(error.detail))
+        response.headers.update(error.headers or {})
+        return response
+
+    @app.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> Response:
+        request_id = request.state.request_id
+        _log.error("request %s", request_id, exc_info=error)
+        return error_response(500, f"internal error; the server's log has more about request {request_id}")

@@ -1,0 +1,150 @@
+"""What `/metrics` tells, under vLLM's names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import get_args
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from longspan.core.request import FinishReason
+from longspan.serve.messages import Ended, Started, Stats
+
+_TTFT_S = (0.01, 0.02, 0.04, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 320, 640, 1280, 2560)
+_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_TOKENS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
+"""Bounds of the histograms' buckets: those of vLLM, and longer ones for long prompts."""
+
+
+class Metrics:
+    """Counts what the engine tells; `text` is the page.
+
+    Args:
+        prefix: of all names, with its colon: `longspan:`, or `vllm:` for dashboards made for vLLM.
+        model_name: the label of every series.
+    """
+
+    def __init__(self, prefix: str, model_name: str, started: Started) -> None:
+        self._registry = CollectorRegistry()
+        self._label = {"model_name": model_name}
+        self._prefix = prefix
+        counter, histogram = self._counter, self._histogram
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that got their first token.")
+        self._generation_tokens = counter("generation_tokens", "Output tokens.")
+        self._preemptions = counter("num_preemptions", "How often a request gave up its KV to others.")
+        self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self._prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self._success = Counter(
+            f"{prefix}request_success",
+            "Finished requests; n outputs count n times.",
+            ["model_name", "finished_reason"],
+            registry=self._registry,
+        )
+        for reason in get_args(FinishReason):
+            self._success.labels(model_name, reason)
+        self._ttft = histogram("time_to_first_token_seconds", "From arrival to the first token.", buckets=_TTFT_S)
+        self._itl = histogram("inter_token_latency_seconds", "Between consecutive tokens.", buckets=_TOKEN_S)
+        self._e2e = histogram("e2e_request_latency_seconds", "From arrival to the last token.", buckets=_REQUEST_S)
+        self._queue = histogram("request_queue_time_seconds", "From arrival to admission.", buckets=_REQUEST_S)
+        self._prefill = histogram(
+            "request_prefill_time_seconds", "From admission to the first token.", buckets=_REQUEST_S
+        )
+        self._decode = histogram("request_decode_time_seconds", "From the first token to the last.", buckets=_REQUEST_S)
+        self._num_prompt = histogram("request_prompt_tokens", "Length of prompts.", buckets=_TOKENS)
+        self._num_generated = histogram("request_generation_tokens", "Length of outputs.", buckets=_TOKENS)
+        self._latest = _Latest(prefix, model_name, started)
+        self._registry.register(self._latest)
+
+    def _counter(self, name: str, words: str) -> Counter:
+        name = self._prefix + name
+        return Counter(name, words, ["model_name"], registry=self._registry).labels(**self._label)
+
+    def _histogram(self, name: str, words: str, buckets: tuple[float, ...]) -> Histogram:
+        name = self._prefix + name
+        return Histogram(name, words, ["model_name"], registry=self._registry, buckets=buckets).labels(**self._label)
+
+    def take_stats(self, stats: Stats) -> None:
+        """The engine's latest state."""
+        self._latest.stats = stats
+
+    def take_tokens(self, number: int) -> None:
+        """So many output tokens have come."""
+        self._generation_tokens.inc(number)
+
+    def take_ended(self, ended: Ended) -> None:
+        """A choice of a request has ended."""
+        times = ended.times
+        self._success.labels(**self._label, finished_reason=ended.reason).inc()
+        self._preemptions.inc(ended.num_preemptions)
+        self._num_generated.observe(ended.num_output_tokens)
+        self._e2e.observe(times.e2e_s)
+        for gap_s in times.tbt_s:
+            self._itl.observe(gap_s)
+        if times.decode_s is not None:
+            self._decode.observe(times.decode_s)
+        if not ended.is_first_choice:
+            return
+        self._num_prompt.observe(ended.num_prompt_tokens)
+        for histogram, value in (
+            (self._queue, times.queue_s),
+            (self._prefill, times.prefill_s),
+            (self._ttft, times.ttft_s),
+        ):
+            if value is not None:
+                histogram.observe(value)
+        if times.ttft_s is not None:
+            self._prompt_tokens.inc(ended.num_prompt_tokens)
+        if times.queue_s is not None:
+            self._prefix_queries.inc(ended.num_prompt_tokens)
+            self._prefix_hits.inc(ended.num_cached_tokens)
+
+    def text(self) -> bytes:
+        """In Prometheus' exposition format."""
+        return generate_latest(self._registry)
+
+
+class _Latest(Collector):
+    """What the engine process keeps, read when somebody asks."""
+
+    def __init__(self, prefix: str, model_name: str, started: Started) -> None:
+        self._prefix, self._model_name = prefix, model_name
+        self._num_blocks = started.num_blocks
+        self._num_instances = started.num_instances
+        self.stats: Stats | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        """One family after the other."""
+        stats = self.stats
+        if stats is None:
+            return
+        yield self._gauge("num_requests_running", "Requests that hold KV.", stats.num_running)
+        yield self._gauge("num_requests_waiting", "Requests that wait for room.", stats.num_waiting)
+        total = self._num_blocks * self._num_instances
+        yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", sum(stats.used_blocks) / total)
+        yield self._counter("worker_restarts", "How often lost workers were replaced.", "", {"": stats.num_restarts})
+        instances = [str(i) for i in range(self._num_instances)]
+        used = GaugeMetricFamily(
+            f"{self._prefix}instance_kv_blocks_used", "KV blocks in use.", labels=["model_name", "instance"]
+        )
+        for instance, value in zip(instances, stats.used_blocks, strict=True):
+            used.add_metric([self._model_name, instance], value)
+        yield used
+        busy = dict(zip(instances, stats.busy_s, strict=True))
+        words = "Seconds in which an instance had a step to run; its rate is the busy share."
+        yield self._counter("instance_busy_seconds", words, "instance", busy)
+        yield self._counter("exchanged_bytes", "Bytes sent between ranks.", "exchange", stats.bytes_sent)
+
+    def _gauge(self, name: str, words: str, value: float) -> Metric:
+        family = GaugeMetricFamily(self._prefix + name, words, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family
+
+    def _counter(self, name: str, words: str, label: str, values: dict[str, float] | dict[str, int]) -> Metric:
+        labels = ["model_name", label] if label else ["model_name"]
+        family = CounterMetricFamily(self._prefix + name, words, labels=labels)
+        for key, value in values.items():
+            family.add_metric([self._model_name, key] if label else [self._model_name], value)
+        return family

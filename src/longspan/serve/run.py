@@ -1,0 +1,145 @@
+"""Runs a server until a signal: the engine process comes up, then the HTTP face; then it drains, and all goes down."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvicorn
+
+from longspan.jobs import JobMaker
+from longspan.model.tokenizer import load_tokenizer
+from longspan.serve.app import make_app
+from longspan.serve.client import EngineClient
+from longspan.serve.messages import EngineSetup, Started
+from longspan.serve.server import Server
+from longspan.serve.settings import ServerSettings
+
+_log = logging.getLogger("longspan")
+_MAX_HEADER_BYTES = 64 * 1024
+_POLL_S = 0.05
+_BACKLOG = 2048
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class _Http(uvicorn.Server):
+    """Leaves signals to us: while it drains, new requests are still answered, with 503."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Signals:
+    """SIGINT and SIGTERM: the first asks to drain, the second to stop at once."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self.first, self.second = asyncio.Event(), asyncio.Event()
+
+    @contextlib.contextmanager
+    def caught(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self._take, number)
+        try:
+            yield
+        finally:
+            for number in _SIGNALS:
+                loop.remove_signal_handler(number)
+
+    def _take(self, number: int) -> None:
+        self.numbers.append(number)
+        (self.second if self.first.is_set() else self.first).set()
+
+
+async def serve(setup: EngineSetup, settings: ServerSettings, host: str, port: int) -> int:
+    """Serves until SIGINT or SIGTERM; the exit code: 0 if all that was under way has been answered.
+
+    Raises:
+        ValueError: when the setup is wrong, or the address is not free.
+        EngineLostError: when the engine does not start, or cannot be kept alive.
+    """
+    signals = _Signals()
+    listening = _bind(host, port)
+    engine = EngineClient(setup)
+    try:
+        with signals.caught():
+            started = await _first_of(engine.start(), signals.first.wait())
+            if not isinstance(started, Started):
+                return 128 + signals.numbers[0]
+            return await _serve_http(Server(engine, _job_maker(started), settings), listening, signals)
+    finally:
+        listening.close()
+        await engine.close()
+
+
+async def _serve_http(server: Server, listening: socket.socket, signals: _Signals) -> int:
+    config = uvicorn.Config(
+        make_app(server),
+        http="h11",  # it bounds headers
+        h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+    )
+    http = _Http(config)
+    serving = asyncio.create_task(http.serve(sockets=[listening]))
+    host, port = listening.getsockname()[:2]
+    _log.info("serving %s on http://%s:%d", server.settings.model_names[0], host, port)
+    try:
+        await _first_of(signals.first.wait(), server.engine.down.wait())
+        server.draining = True
+        timeout_s = 0.0 if server.engine.down.is_set() else server.settings.shutdown_timeout_s
+        _log.info("stopping; requests under way have %g s", timeout_s)
+        drained = await _drain(server, signals, timeout_s)
+        server.engine.fail_all("the server is shutting down")
+    finally:
+        http.should_exit, http.force_exit = True, True
+        await serving
+    if server.engine.down.is_set():
+        return 1
+    return 0 if drained else 128 + signals.numbers[-1]
+
+
+async def _drain(server: Server, signals: _Signals, timeout_s: float) -> bool:
+    """Waits for requests under way; whether all were answered before the time was up or a second signal came."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            while server.tally.num_open and not signals.second.is_set():
+                await asyncio.sleep(_POLL_S)
+    return not server.tally.num_open
+
+
+async def _first_of(*waits: object) -> object:
+    """The result of whichever is done first; the others are cancelled."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]  # type: ignore[call-overload]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return done.pop().result()
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _job_maker(started: Started) -> JobMaker:
+    folder = started.tokenizer_dir
+    tokenizer = None
+    if folder is not None:
+        tokenizer = load_tokenizer(started.name, Path(folder), trust_remote_code=started.trust_remote_code)
+    return JobMaker(tokenizer=tokenizer, vocab_size=started.vocab_size, max_model_len=started.max_model_len)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A listening socket, so that a port that is taken is noticed before the model is loaded."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"cannot listen on {host}:{port} ({error}): choose another --host or --port") from None

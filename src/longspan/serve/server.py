@@ -1,0 +1,120 @@
+"""What the routes of the HTTP face share."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from longspan.jobs import Job, JobMaker
+from longspan.serve import wire
+from longspan.serve.client import EngineClient
+from longspan.serve.errors import error_response
+from longspan.serve.metrics import Metrics
+from longspan.serve.middleware import Tally
+from longspan.serve.respond import respond
+from longspan.serve.settings import ServerSettings
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+ResultT = TypeVar("ResultT")
+_NUM_THREADS = 4
+
+
+class Server:
+    """What routes share.
+
+    Attributes:
+        draining: whether the server is about to stop and takes nothing new.
+    """
+
+    def __init__(self, engine: EngineClient, jobs: JobMaker, settings: ServerSettings) -> None:
+        assert engine.started is not None, "the engine was started"
+        self.engine, self.jobs, self.settings, self.limits = engine, jobs, settings, settings.limits
+        self.draining = False
+        self.models = self._models()
+        self.tally = Tally()
+        self.metrics = Metrics(settings.metrics_prefix, settings.model_names[0], engine.started)
+        engine.on_ended, engine.on_stats = self.metrics.take_ended, self.metrics.take_stats
+        engine.on_tokens = self.metrics.take_tokens
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="text")
+
+    def retry_after_s(self) -> int:
+        """Whole seconds after which a queue that is full now has probably some room again."""
+        stats = self.engine.stats
+        waiting = 0 if stats is None else stats.num_waiting
+        return min(60, 1 + waiting // 50)
+
+    def _models(self) -> wire.ModelList:
+        created, names = int(time.time()), self.settings.model_names
+        return wire.ModelList(
+            data=[
+                wire.ModelCard(id=name, created=created, root=names[0], max_model_len=self.jobs.max_model_len)
+                for name in names
+            ]
+        )
+
+    async def in_thread(self, function: Callable[..., ResultT], *arguments: Any) -> ResultT:
+        """Runs what takes long (parsing, rendering, tokenising) beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *arguments))
+
+    async def parse(self, request: Request, model: type[ModelT]) -> ModelT:
+        """The body as `model`."""
+        body = await request.body()
+        return await self.in_thread(wire.read_request, model, body, self.limits)
+
+    def check_model(self, name: str | None) -> None:
+        """Raises WireError 404 when a request names another model."""
+        if name is not None and name not in self.settings.model_names:
+            known = ", ".join(self.settings.model_names)
+            raise wire.WireError(f"there is no model {name[:100]!r} here, but {known}", param="model", status=404)
+
+    def check_open(self) -> Response | None:
+        """An answer when nothing new is taken."""
+        if self.draining:
+            return error_response(503, "the server is shutting down", retry_after_s=5)
+        return None
+
+    async def answer(
+        self,
+        request: Request,
+        body: Any,
+        make_jobs: Callable[[], Sequence[Job]],
+        make_assembler: Callable[..., wire.Assembler],
+        prefix: str,
+    ) -> Response:
+        """Serves a request for text."""
+        self.check_model(body.model)
+        jobs = await self.in_thread(make_jobs)
+        if (closed := self.check_open()) is not None:
+            return closed
+        assembler = make_assembler(
+            body,
+            jobs,
+            self.jobs.tokenizer,
+            response_id=f"{prefix}-{request.state.request_id}",
+            model=body.model or self.settings.model_names[0],
+            created=int(time.time()),
+        )
+        return await respond(
+            request, self.engine, jobs, assembler, stream=bool(body.stream), timeout_s=self._timeout_s(request)
+        )
+
+    def _timeout_s(self, request: Request) -> float | None:
+        """The server's limit, or what the client's `x-request-timeout` says if that is shorter."""
+        most, text = self.settings.request_timeout_s, request.headers.get("x-request-timeout")
+        if text is None:
+            return most
+        try:
+            wanted = float(text)
+        except ValueError:
+            wanted = 0.0
+        if not 0 < wanted < float("inf"):
+            raise wire.WireError(f"x-request-timeout must be a number of seconds above 0, but {text[:100]!r} given")
+        return wanted if most is None else min(wanted, most)
