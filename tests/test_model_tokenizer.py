@@ -142,13 +142,13 @@ def test_the_cost_of_a_token_does_not_grow(id_: int) -> None:
 def test_a_model_without_tokenizer_files_is_named(tmp_path: Path) -> None:
     files = ModelFiles(name="bare", config_dir=tmp_path, weights=tmp_path / "w", tokenizer_dir=None, dtype="float32")
     with pytest.raises(ModelError, match="'bare' has no tokenizer files"):
-        load_tokenizer(files.name, files.tokenizer_dir, trust_remote_code=False)
+        load_tokenizer(files)
 
 
 def test_load_tokenizer_reads_the_folder(tmp_path: Path) -> None:
     BYTE_LEVEL.save_pretrained(tmp_path)
     files = ModelFiles(name="x", config_dir=tmp_path, weights=tmp_path / "w", tokenizer_dir=tmp_path, dtype="float32")
-    assert load_tokenizer(files.name, files.tokenizer_dir, trust_remote_code=False).decode(spell("é!")) == "é!"
+    assert load_tokenizer(files).decode(spell("é!")) == "é!"
 
 
 def test_a_token_by_itself_keeps_its_space_and_its_name() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from wire_world import World, read, tokenizer, world
 
-from longspan.core.sampling import SamplingParams
+from longspan.core.sampling import SamplingParams, StructuredOutputsParams
 from longspan.jobs import JobMaker
 from longspan.serve.limits import RequestLimits
 from longspan.serve.wire import (
@@ -80,6 +80,49 @@ def test_echo_scores_the_prompt_as_the_output() -> None:
     assert completion(echo=True, logprobs=3).prompt_logprobs == 3
     assert completion(echo=True, logprobs=0, max_tokens=0).prompt_logprobs == 0
     assert completion(echo=True, logprobs=3, prompt_logprobs=5).prompt_logprobs == 5
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+            {"json": SCHEMA},
+        ),
+        ({"structured_outputs": {"json": SCHEMA, "regex": None, "json_object": False}}, {"json": SCHEMA}),
+        ({"structured_outputs": {"json": "{}"}}, {"json": "{}"}),
+        ({"structured_outputs": {"json": {}}}, {"json": {}}),
+        ({"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, {"choice": ("yes", "no")}),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, {"grammar": 'start: "a"'}),
+        ({"structured_outputs": {"json_object": True}, "response_format": {"type": "text"}}, {"json_object": True}),
+    ],
+)
+def test_the_form_of_outputs(fields: dict[str, Any], expected: dict[str, Any] | None) -> None:
+    for params in (completion(**fields), chat(**fields)):
+        assert params.structured_outputs == (None if expected is None else StructuredOutputsParams(**expected))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": 5}}}},
+            "response_format",
+        ),
+    ],
+)
+def test_a_form_that_cannot_be_used_is_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(WireError, match="cannot be used") as caught:
+        completion(**fields)
+    assert caught.value.param == param
 
 
 def test_prompts_in_every_form() -> None:

@@ -78,7 +78,7 @@ def require_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
         raise ValueError(
             f"model {files.name!r} comes without tokenizer files: add them, or skip_tokenizer_init and use token ids"
         )
-    return load_tokenizer(files.name, files.tokenizer_dir, trust_remote_code=files.trust_remote_code)
+    return load_tokenizer(files)
 
 
 def num_blocks(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from longspan.model.files import ModelError, one_line
+from longspan.model.files import ModelError, ModelFiles, one_line
 
 # Stands for a space in SentencePiece's vocabularies.
 _WORD_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -19,8 +19,15 @@ _MAX_UNFINISHED = 3  # bytes, so tokens, of an unfinished character
 _MIN_WINDOW, _FULL_WINDOW, _MAX_WINDOW = 12, 32, 256
 
 
-def load_tokenizer(name: str, folder: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of the model `name`; ModelError when that fails."""
+def load_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a prepared model; ModelError when it comes without tokenizer files."""
+    if files.tokenizer_dir is None:
+        raise ModelError(f"model {files.name!r} has no tokenizer files; pass token ids and skip_tokenizer_init=True")
+    return tokenizer_in(files.tokenizer_dir, files.name, trust_remote_code=files.trust_remote_code)
+
+
+def tokenizer_in(folder: Path, name: str, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """Load the tokenizer in a folder, that of the model `name`; ModelError when that fails."""
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as error:

@@ -12,6 +12,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         run_dir: private folder of this engine: sockets and the rendezvous file. Gone after shutdown.
+        tokenizer_dir: for structured outputs; None when the model comes without tokenizer files.
         attention_kernel: the compiled `attn.native`; None to compute with PyTorch's kernels.
         record_times: measure where the time goes, see `runtime.timing`.
     """
@@ -22,6 +23,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     model_name: str
     config_dir: str
     weights: str
+    tokenizer_dir: str | None
     dtype: str
     trust_remote_code: bool
     device: str

@@ -85,5 +85,5 @@ def _handle_errors(app: FastAPI, server: Server) -> None:
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
         request_id = request.state.request_id
-        _log.error("request %s", request_id, exc_info=error)
+        _log.error("request %s failed by %s", request_id, type(error).__name__)  # uvicorn logs where
         return error_response(500, f"internal error; the server's log has more about request {request_id}")

@@ -123,6 +123,7 @@ class EngineClient:
         self._waiting: dict[int, tuple[Answer, int]] = {}
         self._process: asyncio.subprocess.Process | None = None
         self._socket: zmq.asyncio.Socket | None = None
+        self._connected = False
         self._keeper: asyncio.Task[None] | None = None
         self._num_starts = 0
         self._closing = False
@@ -157,7 +158,7 @@ class EngineClient:
         for index, job in enumerate(jobs):
             number = next(self._numbers)
             self._waiting[number] = answer, index
-            self._send(Add(number, job))
+            self._send(Add.of(number, job))
         try:
             await answer.accepted
         except BaseException:
@@ -188,8 +189,8 @@ class EngineClient:
         return [number for number, (other, _) in self._waiting.items() if other is answer]
 
     def _send(self, command: Command) -> None:
-        """Into the socket's own queue, which has no bound and does not wait."""
-        if self._socket is not None:
+        """Into the socket's own queue, which has no bound and does not wait. A process that starts is told later."""
+        if self._socket is not None and self._connected:
             zmq.Socket.send(self._socket, msgspec.msgpack.encode(command), zmq.NOBLOCK)
 
     async def _keep(self, first: asyncio.Future[Started]) -> None:
@@ -224,8 +225,7 @@ class EngineClient:
             )
             assert process.stdin is not None, "asked for a pipe"
             process.stdin.write(msgspec.json.encode(self._setup) + b"\n")
-            self._socket = socket
-            self._replay()
+            self._socket, self._connected = socket, False
             listener = asyncio.create_task(self._listen(socket, first))
             code = await process.wait()
             with contextlib.suppress(TimeoutError):  # its last words may be on their way
@@ -245,7 +245,7 @@ class EngineClient:
             if answer.has_updates:
                 self._fail(answer, EngineLostError("the engine process was lost"))
         for number, (answer, index) in self._waiting.items():
-            self._send(Add(number, answer.jobs[index]))
+            self._send(Add.of(number, answer.jobs[index]))
 
     async def _listen(self, socket: zmq.asyncio.Socket, first: asyncio.Future[Started]) -> None:
         while True:
@@ -262,7 +262,8 @@ class EngineClient:
             case Failed(number, reason) if number in self._waiting:
                 self._fail(self._waiting[number][0], EngineLostError(reason))
             case Started():
-                self.started, self.state = report, "serving"
+                self.started, self.state, self._connected = report, "serving", True
+                self._replay()
                 if not first.done():
                     first.set_result(report)
             case NotStarted():

@@ -118,8 +118,8 @@ class EngineLoop:
 
     def _obey(self, command: Command) -> None:
         match command:
-            case Add(id, job):
-                self._add(id, job)
+            case Add():
+                self._add(command.id, command.job())
             case Cancel(id):
                 if id in self._clients:
                     self._drop(self._clients[id])

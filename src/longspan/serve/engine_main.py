@@ -70,7 +70,8 @@ def _serve(setup: EngineSetup, socket: zmq.Socket[bytes]) -> int:
 
 
 def _end_with_face(folder: str) -> None:
-    sys.stdin.buffer.read()
+    while os.read(sys.stdin.fileno(), 1):  # not by its buffer, whose lock would be held when the process ends
+        pass
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)  # workers end with their controller
 

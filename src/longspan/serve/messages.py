@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from longspan.core.request import FinishReason
+from longspan.core.sampling import SamplingParams
 from longspan.jobs import Job
 from longspan.serve.updates import Update
 
@@ -28,11 +30,24 @@ class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
     stats_interval_s: float = 0.5
 
 
-class Add(msgspec.Struct, frozen=True, tag=True):
-    """A request, under an id that the face has chosen."""
+class Add(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A request, under an id that the face has chosen. What it holds of the job is what its attributes say."""
 
     id: int
-    job: Job
+    text: str | None
+    token_ids: tuple[int, ...]
+    grammar: str
+    params: dict[str, Any]
+
+    @staticmethod
+    def of(number: int, job: Job) -> Add:
+        """The message that asks for `job`."""
+        params = msgspec.to_builtins(replace(job.params, logit_bias=dict(job.params.biases), structured_outputs=None))
+        return Add(id=number, text=job.text, token_ids=job.token_ids, grammar=job.grammar, params=params)
+
+    def job(self) -> Job:
+        """What is asked for; its form is told by its grammar."""
+        return Job(text=self.text, token_ids=self.token_ids, params=SamplingParams(**self.params), grammar=self.grammar)
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):

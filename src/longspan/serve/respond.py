@@ -1,4 +1,4 @@
-"""From jobs to an HTTP answer, whole or streamed; whoever leaves is noticed at every point, and their work is cancelled."""
+"""From jobs to an HTTP answer, whole or streamed. Whoever leaves is noticed, and their work is cancelled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from longspan.serve.updates import Update
 from longspan.serve.wire import Assembler
 
 _KEEP_ALIVE_S = 10.0
-"""How long a stream may be silent. Before that much time its status is open: an early failure gets a status of its own."""
+"""How long a stream may be silent. For so long its status is open, too: an early failure has a status of its own."""
 _CLIENT_GONE = 499
 _encoder = msgspec.json.Encoder()
 ResultT = TypeVar("ResultT")
@@ -162,7 +162,8 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._events, self._watch, self._answer = events, watch, answer
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the watch receives
+        """See ASGI."""
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
             while (data := await self._watch.wait(anext(self._events, None))) is not None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import uvicorn
 
 from longspan.jobs import JobMaker
-from longspan.model.tokenizer import load_tokenizer
+from longspan.model.tokenizer import tokenizer_in
 from longspan.serve.app import make_app
 from longspan.serve.client import EngineClient
 from longspan.serve.messages import EngineSetup, Started
@@ -112,7 +112,7 @@ async def _drain(server: Server, signals: _Signals, timeout_s: float) -> bool:
     """Waits for requests under way; whether all were answered before the time was up or a second signal came."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
-            while server.tally.num_open and not signals.second.is_set():
+            while server.tally.num_open and not signals.second.is_set():  # noqa: ASYNC110 - one of the two is a number
                 await asyncio.sleep(_POLL_S)
     return not server.tally.num_open
 
@@ -132,7 +132,7 @@ def _job_maker(started: Started) -> JobMaker:
     folder = started.tokenizer_dir
     tokenizer = None
     if folder is not None:
-        tokenizer = load_tokenizer(started.name, Path(folder), trust_remote_code=started.trust_remote_code)
+        tokenizer = tokenizer_in(Path(folder), started.name, trust_remote_code=started.trust_remote_code)
     return JobMaker(tokenizer=tokenizer, vocab_size=started.vocab_size, max_model_len=started.max_model_len)
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel
@@ -60,7 +60,7 @@ class Server:
             ]
         )
 
-    async def in_thread(self, function: Callable[..., ResultT], *arguments: Any) -> ResultT:
+    async def in_thread(self, function: Callable[..., ResultT], *arguments: object) -> ResultT:
         """Runs what takes long (parsing, rendering, tokenising) beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *arguments))
 
@@ -84,7 +84,7 @@ class Server:
     async def answer(
         self,
         request: Request,
-        body: Any,
+        body: wire.CompletionRequest | wire.ChatCompletionRequest,
         make_jobs: Callable[[], Sequence[Job]],
         make_assembler: Callable[..., wire.Assembler],
         prefix: str,

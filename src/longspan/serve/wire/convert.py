@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from longspan.chat_template import TemplateOptions
-from longspan.core.sampling import SamplingParams
+from longspan.core.sampling import SamplingParams, StructuredOutputsParams
 from longspan.jobs import Job, JobMaker
 from longspan.serve.limits import RequestLimits
 from longspan.serve.wire.errors import WireError, blaming, cut
@@ -132,25 +132,27 @@ def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
     return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
 
-def structured_outputs(request: GenerationRequest) -> dict[str, Any] | None:
-    """What outputs must follow, as the arguments of `StructuredOutputsParams`; None if they are free."""
+def structured_outputs(request: GenerationRequest) -> StructuredOutputsParams | None:
+    """What outputs must follow; None if they are free.
+
+    Raises:
+        ValueError: when that is not of the right form.
+    """
     chosen = request.response_format
     if chosen is not None and chosen.type == "json_object":
-        return {"json_object": True}
+        return StructuredOutputsParams(json_object=True)
     if chosen is not None and chosen.type == "json_schema":
-        return {"json": chosen.json_schema.schema_}
+        return StructuredOutputsParams(json=chosen.json_schema.schema_)
     if request.structured_outputs is None:
         return None
     fields = request.structured_outputs.fields
-    return {name: value for name, value in fields.items() if value is not None and value is not False}
+    return StructuredOutputsParams(**{name: value for name, value in fields.items() if value is not None})
 
 
 def _params(
     request: GenerationRequest, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
 ) -> SamplingParams:
     """Raises WireError for values that do not go together."""
-    if structured_outputs(request) is not None:
-        raise WireError("structured outputs are not supported", "response_format")
     given: dict[str, Any] = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
     least = request.min_tokens or 0
     with blaming(None, _fields(request)):
@@ -161,6 +163,7 @@ def _params(
             max_tokens=max_tokens,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            structured_outputs=structured_outputs(request),
         )
 
 
