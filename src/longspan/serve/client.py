@@ -59,7 +59,7 @@ class Answer:
     def __init__(self, jobs: Sequence[Job], cancel: Callable[[Answer], None]) -> None:
         self.jobs = jobs
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.has_updates = False
+        self.has_updates = self.was_replayed = False
         self._cancel = cancel
         self._updates: asyncio.Queue[tuple[int, Update] | EngineLostError] = asyncio.Queue()
         self._num_unaccepted = self._num_unfinished = len(jobs)
@@ -240,10 +240,11 @@ class EngineClient:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _replay(self) -> None:
-        """A new engine process knows nothing: what has said nothing yet is sent again, the rest fails."""
+        """A new engine process knows nothing: what has said nothing yet is sent again, once; the rest fails."""
         for answer in {answer for answer, _ in self._waiting.values()}:
-            if answer.has_updates:
+            if answer.has_updates or answer.was_replayed:
                 self._fail(answer, EngineLostError("the engine process was lost"))
+            answer.was_replayed = True
         for number, (answer, index) in self._waiting.items():
             self._send(Add.of(number, answer.jobs[index]))
 

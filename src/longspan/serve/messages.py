@@ -42,7 +42,8 @@ class Add(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     @staticmethod
     def of(number: int, job: Job) -> Add:
         """The message that asks for `job`."""
-        params = msgspec.to_builtins(replace(job.params, logit_bias=dict(job.params.biases), structured_outputs=None))
+        params = msgspec.to_builtins(replace(job.params, logit_bias=None, structured_outputs=None))
+        params["logit_bias"] = dict(job.params.biases)
         return Add(id=number, text=job.text, token_ids=job.token_ids, grammar=job.grammar, params=params)
 
     def job(self) -> Job:
