@@ -147,7 +147,7 @@ def accepts(model: type[BaseModel], body: dict[str, Any]) -> bool:
             "this model's token ids",
             "template",
             "final message",
-            "structured outputs",
+            "cannot be used",
         )
         return any(words in str(error) for words in beyond)
     return True
