@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     try:
         returned = app(args=arguments, prog_name="longspan", standalone_mode=False)
     except typer.TyperException as error:
-        _fail(error.format_message(), code=2)
+        _fail(error.format_message() + _given(error), code=2)
     except ValueError as error:
         _fail(str(error), code=2)
     except WorkerLostError as error:
@@ -65,6 +65,14 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def _fail(message: str, *, code: int) -> NoReturn:
     typer.echo(f"longspan: {' '.join(message.split())}", err=True)
     sys.exit(code)
+
+
+def _given(error: typer.TyperException) -> str:
+    """The value that is wrong, where the message does not say it."""
+    from pydantic import ValidationError  # noqa: PLC0415 - nothing was wrong so far
+
+    cause = error.__cause__
+    return f", but {cause.errors()[0]['input']!r:.100} given" if isinstance(cause, ValidationError) else ""
 
 
 def _on_signal(number: int, _: object) -> NoReturn:

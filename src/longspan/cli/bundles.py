@@ -90,22 +90,39 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
     """Takes defaults from a YAML file that maps flags (with - or _) to values; for the callback of an eager option.
 
     Raises:
-        BadParameter: when the file cannot be read, is no mapping, or has a key that is no flag.
+        BadParameter: when the file cannot be read, is no mapping, or has a key that is no flag. Values are not
+            repeated in it, since some are secret.
     """
     if path is None:
         return None
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise typer.BadParameter(f"{path} cannot be read as YAML: {error}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{path} cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        where = f", line {mark.line + 1}" if (mark := getattr(error, "problem_mark", None)) else ""
+        raise typer.BadParameter(f"{path}{where} is not YAML: {getattr(error, 'problem', None)}") from None
     if not isinstance(values, dict):
         raise typer.BadParameter(f"{path} must map flags to values, such as max-model-len: 4096")
-    known = {name.lstrip("-"): option.name for option in context.command.params for name in option.opts}
-    known |= {name.replace("-", "_"): name_of for name, name_of in known.items()}
+    options = {name.lstrip("-"): option for option in context.command.params for name in option.opts}
+    options |= {name.replace("-", "_"): option for name, option in options.items()}
     defaults: dict[str, object] = {}
     for key, value in values.items():
-        if key not in known or known[key] == "config":
+        option = options.get(key)
+        if option is None or option.name == "config":
             raise typer.BadParameter(f"{path} has {key!r}, which is no flag of longspan {context.command.name}")
-        defaults[str(known[key])] = value
+        if value is not None:
+            defaults[option.name] = _texts(f"{path}: {key}", value, repeatable=option.multiple)
     context.default_map = {**(context.default_map or {}), **defaults}
     return path
+
+
+def _texts(where: str, value: object, *, repeatable: bool) -> str | list[str]:
+    """A value of a YAML file as the command line would have it; a mapping stands for texts of the form key=value."""
+    if repeatable and isinstance(value, dict):
+        value = [f"{key}={item}" for key, item in value.items()]
+    items = value if repeatable and isinstance(value, list) else [value]
+    if any(isinstance(item, list | dict) for item in items):
+        raise typer.BadParameter(f"{where} must be {'texts or numbers' if repeatable else 'one text or number'}")
+    texts = [str(item) for item in items]
+    return texts if repeatable else texts[0]

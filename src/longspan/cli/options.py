@@ -43,8 +43,8 @@ class EngineOptions:
     threads_per_rank: Annotated[int | None, _devices(help="CPU threads of each rank; an equal share if not given.")] = (
         None
     )
-    device: Annotated[Literal["cpu", "cuda"], _devices()] = "cpu"
-    dtype: Annotated[Literal["float32", "bfloat16"], _devices()] = "float32"
+    device: Annotated[Literal["cpu", "cuda"], _devices(help="What ranks compute on.")] = "cpu"
+    dtype: Annotated[Literal["float32", "bfloat16"], _devices(help="Of weights and KV.")] = "float32"
     attention_backend: Annotated[
         Literal["auto", "native", "torch"],
         _devices(help="native: our own kernel, for bfloat16 on CPUs with AVX512_BF16."),

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from longspan.cli.bundles import bundled, read_config
 from longspan.cli.options import EngineOptions, ModelArgument
 from longspan.serve.limits import RequestLimits
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
 
 _server = partial(typer.Option, rich_help_panel="Server")
 _limits = partial(typer.Option, rich_help_panel="Limits of a request")
@@ -28,7 +32,10 @@ class ServerOptions:
 
     host: Annotated[str, _server(help="Address to listen on; 0.0.0.0 is every interface.")] = "127.0.0.1"
     port: Annotated[int, _server(help="0 takes a free one.")] = 8000
-    api_key: Annotated[list[str] | None, _server(help="Clients need this key; repeatable, any of them will do.")] = None
+    api_key: Annotated[
+        list[str] | None,
+        _server(help="Clients need this key; repeatable, any of them will do.", show_default=False),
+    ] = field(default=None, repr=False)
     served_model_name: Annotated[
         list[str] | None, _server(help="The name clients ask for; repeatable. The model's own if not given.")
     ] = None
@@ -42,10 +49,20 @@ class ServerOptions:
     request_timeout: Annotated[
         float | None, _server(min=0.001, help="Seconds that a request may take; x-request-timeout can only shorten it.")
     ] = None
+    body_timeout: Annotated[float, _server(min=0.001, help="Seconds that a request's body may take to come.")] = 60.0
+    h11_max_incomplete_event_size: Annotated[
+        int, _server(min=1024, help="Most bytes of a request's line and headers.")
+    ] = 64 * 1024
     shutdown_timeout: Annotated[
         float, _server(min=0, help="Seconds that requests under way have after SIGTERM; a second signal ends at once.")
     ] = 30.0
     metrics_prefix: Annotated[str, _server(help="Of metric names; vllm: for dashboards made for vLLM.")] = "longspan:"
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        _server(
+            metavar="URL", help="Of an OpenTelemetry collector, which gets a span per request; needs longspan\\[otel]."
+        ),
+    ] = None
     seed: Annotated[int, _server(help="Of requests that bring none, and of dummy weights.")] = 0
 
 
@@ -75,6 +92,7 @@ def serve(
     from longspan.serve import client, messages, run, settings  # noqa: PLC0415 - other verbs do not wait for FastAPI
 
     del config  # its callback has read it
+    os.environ.pop("LONGSPAN_API_KEY", None)  # it was read; processes that are started from here on need not know it
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("longspan").setLevel(logging.INFO)
     setup = messages.EngineSetup(
@@ -88,8 +106,11 @@ def serve(
         api_keys=tuple(server.api_key or ()),
         root_path=server.root_path,
         request_timeout_s=server.request_timeout,
+        body_timeout_s=server.body_timeout,
+        max_header_bytes=server.h11_max_incomplete_event_size,
         shutdown_timeout_s=server.shutdown_timeout,
         metrics_prefix=server.metrics_prefix,
+        tracer=None if server.otlp_traces_endpoint is None else _tracer(server.otlp_traces_endpoint),
         limits=limits,
     )
     try:
@@ -97,3 +118,12 @@ def serve(
     except client.EngineLostError as error:
         typer.echo(f"longspan: {error}", err=True)
         return 1
+
+
+def _tracer(endpoint: str) -> Tracer:
+    try:
+        from longspan.serve.tracing import open_tracer  # noqa: PLC0415 - its packages may be missing
+
+        return open_tracer(endpoint)
+    except ImportError as error:
+        raise ValueError(f"--otlp-traces-endpoint needs {error.name}: run pip install 'longspan[otel]'") from error

@@ -14,11 +14,10 @@ from longspan.serve import wire
 from longspan.serve.client import EngineLostError, QueueFullError
 from longspan.serve.errors import error_response
 from longspan.serve.limits import RequestLimits
-from longspan.serve.middleware import ApiKeys, BodyLimit, RequestIds
+from longspan.serve.middleware import ApiKeys, BodyLimit, RequestIds, RootPath
 from longspan.serve.routes import body_schemas, routes
 from longspan.serve.server import Server
 
-_BODY_TIMEOUT_S = 60.0
 _log = logging.getLogger("longspan")
 
 
@@ -28,7 +27,6 @@ def make_app(server: Server) -> FastAPI:
     app = FastAPI(
         title="longspan",
         version=longspan.__version__,
-        root_path=settings.root_path,
         docs_url=None,
         redoc_url=None,
         separate_input_output_schemas=False,
@@ -37,9 +35,14 @@ def make_app(server: Server) -> FastAPI:
     _describe(app, settings.limits, secured=bool(settings.api_keys))
     _handle_errors(app, server)
     # The last that is added is the first to see a request.
-    app.add_middleware(BodyLimit, max_bytes=settings.limits.max_body_bytes, timeout_s=_BODY_TIMEOUT_S)
+    app.add_middleware(BodyLimit, max_bytes=settings.limits.max_body_bytes, timeout_s=settings.body_timeout_s)
+    if settings.tracer is not None:
+        from longspan.serve.tracing import Tracing  # noqa: PLC0415 - it needs the extra `otel`
+
+        app.add_middleware(Tracing, tracer=settings.tracer, model_name=settings.model_names[0])
     app.add_middleware(ApiKeys, keys=settings.api_keys)
     app.add_middleware(RequestIds, tally=server.tally)
+    app.add_middleware(RootPath, root_path=settings.root_path)
     return app
 
 
@@ -86,4 +89,6 @@ def _handle_errors(app: FastAPI, server: Server) -> None:
     async def unexpected(request: Request, error: Exception) -> Response:
         request_id = request.state.request_id
         _log.error("request %s failed by %s", request_id, type(error).__name__)  # uvicorn logs where
-        return error_response(500, f"internal error; the server's log has more about request {request_id}")
+        response = error_response(500, f"internal error; the server's log has more about request {request_id}")
+        response.headers["x-request-id"] = request_id  # this answer is made outside of all middleware
+        return response

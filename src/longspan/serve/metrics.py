@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import get_args
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -17,6 +17,9 @@ _TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.
 _REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _TOKENS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
 """Bounds of the histograms' buckets: those of vLLM, and longer ones for long prompts."""
+
+# When each series began is of no use to anybody, and these would be further series.
+disable_created_metrics()  # type: ignore[no-untyped-call]  # as prometheus_client has it
 
 
 class Metrics:

@@ -1,4 +1,4 @@
-"""What every request passes before a route sees it: request id, key, size of the body.
+"""What every request passes before a route sees it: the proxy's prefix, request id, key, size of the body.
 
 Plain ASGI, so that streams stay streams.
 """
@@ -13,8 +13,10 @@ import re
 import time
 import uuid
 from collections.abc import Sequence
+from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -24,7 +26,14 @@ OPEN_PATHS = frozenset({"/live", "/health", "/version"})
 """The only routes that need no key."""
 
 _log = logging.getLogger("longspan.access")
+_MAX_DIGITS = 20
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+def path_of(scope: Scope) -> str:
+    """A request's path, without the prefix that a proxy in front may have left on it."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 class Tally:
@@ -32,6 +41,18 @@ class Tally:
 
     def __init__(self) -> None:
         self.num_open = 0
+
+
+class RootPath:
+    """Tells the app which prefix a proxy in front takes off, as a server would that knows it."""
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        self._app, self._root_path = app, root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        scope["root_path"] = self._root_path
+        await self._app(scope, receive, send)
 
 
 class RequestIds:
@@ -63,7 +84,8 @@ class RequestIds:
         finally:
             self._tally.num_open -= 1
             spent_s = time.monotonic() - begin_s
-            _log.info("%s %s %s %.3f s %s", scope["method"], scope["path"], status or "-", spent_s, request_id)
+            path = quote(scope["path"])  # so that nobody writes lines of their own into the log
+            _log.info("%s %s %s %.3f s %s", scope["method"], path, status or "-", spent_s, request_id)
 
 
 class ApiKeys:
@@ -83,10 +105,10 @@ class ApiKeys:
         await self._app(scope, receive, send)
 
     def _may_pass(self, scope: Scope) -> bool:
-        if scope["path"].removeprefix(scope.get("root_path", "")) in OPEN_PATHS:
+        if path_of(scope) in OPEN_PATHS:
             return True
         scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
-        given = _digest(token.strip().encode())
+        given = _digest(token.strip().encode("latin-1"))  # the bytes that were sent
         # All are compared, each in constant time: time tells nothing of how near a guess was, nor to which key.
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
         return scheme.lower() == "bearer" and any(matches)
@@ -104,15 +126,18 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         length = Headers(scope=scope).get("content-length", "0")
-        if length.isdecimal() and int(length) > self._max_bytes:
+        if length.isdecimal() and (len(length) > _MAX_DIGITS or int(length) > self._max_bytes):
             await self._too_large()(scope, receive, send)
             return
         try:
             async with asyncio.timeout(self._timeout_s):
                 body = await self._read(receive)
         except TimeoutError:
-            answer: Response = error_response(408, f"the body did not come within {self._timeout_s:g} s")
+            answer = error_response(408, f"the body did not come within {self._timeout_s:g} s (--body-timeout)")
+            answer.headers["connection"] = "close"  # who is slow need not be listened to any longer
             await answer(scope, receive, send)
+            return
+        except ClientDisconnect:  # nobody is left who could be answered
             return
         if body is None:
             await self._too_large()(scope, receive, send)
@@ -132,10 +157,12 @@ class BodyLimit:
         return error_response(413, f"the body has more than {self._max_bytes} bytes (--max-body-bytes)")
 
     async def _read(self, receive: Receive) -> bytes | None:
-        """The whole body; None if it is too large."""
+        """The whole body; None if it is too large. Raises ClientDisconnect when the rest of it cannot come."""
         chunks, size, more = [], 0, True
         while more:
             message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
             chunks.append(message.get("body", b""))
             size += len(chunks[-1])
             more = message.get("more_body", False)

@@ -21,7 +21,6 @@ from longspan.serve.server import Server
 from longspan.serve.settings import ServerSettings
 
 _log = logging.getLogger("longspan")
-_MAX_HEADER_BYTES = 64 * 1024
 _POLL_S = 0.05
 _BACKLOG = 2048
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -83,7 +82,7 @@ async def _serve_http(server: Server, listening: socket.socket, signals: _Signal
     config = uvicorn.Config(
         make_app(server),
         http="h11",  # it bounds headers
-        h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+        h11_max_incomplete_event_size=server.settings.max_header_bytes,
         lifespan="off",
         log_config=None,
         access_log=False,

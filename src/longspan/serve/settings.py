@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from longspan.serve.limits import RequestLimits
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
+
+_METRICS_PREFIX = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
+_ROOT_PATH = re.compile(r"(/[^/?#\s]+)*")
+_KEY = re.compile(r"[^\s\x00-\x1f\x7f]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,14 +25,35 @@ class ServerSettings:
         api_keys: any of them will do; none: everybody may ask.
         root_path: the prefix that a proxy in front takes off.
         request_timeout_s: the longest that a request may take; None for no limit.
+        body_timeout_s: the longest that a request's body may take to come.
+        max_header_bytes: of a request's line and headers together.
         shutdown_timeout_s: how long requests under way may go on after SIGTERM.
         metrics_prefix: of the metrics' names, with its colon.
+        tracer: gets one span per request for text; None for no tracing.
+
+    Raises:
+        ValueError: for a value that cannot work; keys are not repeated in it.
     """
 
     model_names: tuple[str, ...]
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
     root_path: str = ""
     request_timeout_s: float | None = None
+    body_timeout_s: float = 60.0
+    max_header_bytes: int = 64 * 1024
     shutdown_timeout_s: float = 30.0
     metrics_prefix: str = "longspan:"
+    tracer: Tracer | None = None
     limits: RequestLimits = field(default_factory=RequestLimits)
+
+    def __post_init__(self) -> None:
+        if not self.model_names or not all(self.model_names):
+            raise ValueError(f"--served-model-name must not be empty, but {list(self.model_names)} given")
+        if not all(_KEY.fullmatch(key) for key in self.api_keys):
+            raise ValueError("an --api-key is empty or has spaces in it: give one that a header can carry")
+        if not _ROOT_PATH.fullmatch(self.root_path):
+            raise ValueError(f"--root-path must be empty or like /some/prefix, but {self.root_path!r} given")
+        if not _METRICS_PREFIX.fullmatch(self.metrics_prefix):
+            raise ValueError(
+                f"--metrics-prefix must be letters, digits, _ and :, such as vllm:, but {self.metrics_prefix!r} given"
+            )
