@@ -54,11 +54,16 @@ class EngineLostError(Exception):
 
 
 class Answer:
-    """What comes for the jobs of one HTTP request: iterate over the updates; close it to cancel what has not come."""
+    """What comes for the jobs of one HTTP request: iterate over the updates; close it to cancel what has not come.
+
+    Attributes:
+        ended: what is told of each choice when it has ended, before its last update.
+    """
 
     def __init__(self, jobs: Sequence[Job], cancel: Callable[[Answer], None]) -> None:
         self.jobs = jobs
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.ended: list[Ended] = []
         self.has_updates = self.was_replayed = False
         self._cancel = cancel
         self._updates: asyncio.Queue[tuple[int, Update] | EngineLostError] = asyncio.Queue()
@@ -280,6 +285,10 @@ class EngineClient:
     def _take_turn(self, turn: Turn) -> None:
         if turn.updates:
             self._num_starts = 1
+        for ended in turn.ended:
+            self.on_ended(ended)
+            if ended.id in self._waiting:
+                self._waiting[ended.id][0].ended.append(ended)
         for number, update in turn.updates:
             self.on_tokens(sum(len(choice.token_ids) for choice in update.choices))
             if number in self._waiting:
@@ -287,8 +296,6 @@ class EngineClient:
                 answer.put(index, update)
                 if update.finished:
                     del self._waiting[number]
-        for ended in turn.ended:
-            self.on_ended(ended)
         if turn.stats is not None:
             self.stats = turn.stats
             self.on_stats(turn.stats)

@@ -207,7 +207,7 @@ class EngineLoop:
         told.num_characters, told.num_tokens = len(text), len(request.output)
         if choice.finished and not told.finished:
             told.finished = True
-            news.ended.append(_ended(choice.request))
+            news.ended.append(_ended(choice.request, self._choices[request.id][0]))
         return update
 
     def _drop(self, client: _Client) -> None:
@@ -216,7 +216,7 @@ class EngineLoop:
         for choice, told in zip(client.tracked.choices, client.told, strict=True):
             if not told.finished:
                 self._engine.finish(choice.request, "abort")
-                ended.append(_ended(choice.request))
+                ended.append(_ended(choice.request, client))
         self._forget(client)
         self._send(Turn(updates=[], ended=ended, stats=None))
 
@@ -270,11 +270,12 @@ class EngineLoop:
         self._socket.send(self._encoder.encode(report))
 
 
-def _ended(request: Request) -> Ended:
+def _ended(request: Request, client: _Client) -> Ended:
     metrics, reason = request.metrics, request.finish_reason
     assert reason is not None and metrics.finished_s is not None, "it has ended"
     arrival, scheduled, ttft = metrics.arrival_s, metrics.scheduled_s, metrics.ttft_s
     return Ended(
+        id=client.id,
         reason=reason,
         num_prompt_tokens=len(request.prompt),
         num_cached_tokens=metrics.num_cached_tokens,

@@ -125,8 +125,9 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A choice of a request has ended; for metrics."""
+    """A choice of the request `id` has ended; for metrics and traces."""
 
+    id: int
     reason: FinishReason
     num_prompt_tokens: int
     num_cached_tokens: int

@@ -90,6 +90,7 @@ async def respond(
     answer: Answer | None = None
     try:
         answer = await watch.wait(engine.submit(jobs))
+        request.state.answer = answer  # for its span
         if not stream:
             await watch.wait(_collect(answer, assembler))
             watch.close()

@@ -1,0 +1,128 @@
+"""One OpenTelemetry span per request for text, with vLLM's names. Importing this needs the extra `otel`."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.trace import SpanKind, StatusCode, Tracer
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from longspan.serve.client import Answer
+from longspan.serve.messages import Ended
+from longspan.serve.middleware import path_of
+
+_TRACED = frozenset({"/v1/completions", "/v1/chat/completions"})
+_SERVER_ERROR = 500
+_PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
+
+
+def open_tracer(endpoint: str) -> Tracer:
+    """A tracer that sends spans to the OTLP collector at a URL, in batches, the last one when the process exits.
+
+    As with vLLM, `OTEL_EXPORTER_OTLP_TRACES_PROTOCOL` chooses between `grpc`, the default, and `http/protobuf`.
+
+    Raises:
+        ValueError: when the endpoint is no URL, or the protocol is not known.
+    """
+    if not urlsplit(endpoint).netloc:
+        raise ValueError(f"--otlp-traces-endpoint must be a URL such as http://localhost:4317, but {endpoint!r} given")
+    resource = Resource({"service.name": "longspan"}).merge(OTELResourceDetector().detect())
+    provider = TracerProvider(resource=resource)
+    provider.add_span_processor(BatchSpanProcessor(_exporter(endpoint)))
+    return provider.get_tracer("longspan")
+
+
+def _exporter(endpoint: str) -> SpanExporter:
+    protocol = os.environ.get(_PROTOCOL, "grpc")
+    if protocol == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter  # noqa: PLC0415 - large
+
+        return OTLPSpanExporter(endpoint=endpoint, insecure=not endpoint.startswith("https:"))
+    if protocol == "http/protobuf":
+        from opentelemetry.exporter.otlp.proto.http import trace_exporter  # noqa: PLC0415 - one of two
+
+        return trace_exporter.OTLPSpanExporter(endpoint=endpoint)
+    raise ValueError(f"{_PROTOCOL} must be grpc or http/protobuf, but {protocol!r} given")
+
+
+class Tracing:
+    """Makes the span of a request for text when the last byte of its answer has been sent, or cannot be."""
+
+    def __init__(self, app: ASGIApp, tracer: Tracer, model_name: str) -> None:
+        self._app, self._tracer, self._model_name = app, tracer, model_name
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http" or path_of(scope) not in _TRACED:
+            await self._app(scope, receive, send)
+            return
+        begin_ns, status = time.time_ns(), _SERVER_ERROR  # what is raised in here is answered so
+
+        async def send_seen(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_seen)
+        finally:
+            self._make_span(scope, begin_ns, status)
+
+    def _make_span(self, scope: Scope, begin_ns: int, status: int) -> None:
+        """The client's `traceparent`, if there is one, says whose child it is."""
+        answer: Answer | None = scope["state"].get("answer")
+        span = self._tracer.start_span(
+            "llm_request",
+            context=TraceContextTextMapPropagator().extract(dict(Headers(scope=scope))),
+            kind=SpanKind.SERVER,
+            start_time=begin_ns,
+            attributes={
+                "gen_ai.request.id": scope["state"]["request_id"],
+                "gen_ai.response.model": self._model_name,
+                "http.response.status_code": status,
+            },
+        )
+        if answer is not None:
+            span.set_attributes(dict(_of_answer(answer)))
+            span.set_attribute("gen_ai.latency.e2e", (time.time_ns() - begin_ns) / 1e9)
+        if status >= _SERVER_ERROR:
+            span.set_status(StatusCode.ERROR, f"answered {status}")
+        elif answer is not None and len(answer.ended) < sum(job.params.n for job in answer.jobs):
+            span.set_status(StatusCode.ERROR, "the answer is not complete")
+        span.end()
+
+
+def _of_answer(answer: Answer) -> Iterator[tuple[str, float]]:
+    """What was asked for, and what it took, in tokens and seconds; of several outputs the longest times."""
+    params, ended = answer.jobs[0].params, answer.ended
+    yield "gen_ai.request.n", params.n
+    yield "gen_ai.request.temperature", params.temperature
+    yield "gen_ai.request.top_p", params.top_p
+    if params.max_tokens is not None:
+        yield "gen_ai.request.max_tokens", params.max_tokens
+    yield "gen_ai.usage.num_sequences", sum(job.params.n for job in answer.jobs)
+    yield "gen_ai.usage.prompt_tokens", sum(len(job.token_ids) for job in answer.jobs)
+    yield "gen_ai.usage.completion_tokens", sum(one.num_output_tokens for one in ended)
+    if firsts := [one.times.ttft_s for one in ended if one.times.ttft_s is not None]:
+        yield "gen_ai.latency.time_to_first_token", min(firsts)
+    if queued := [one.times.queue_s for one in ended if one.times.queue_s is not None]:
+        yield "gen_ai.latency.time_in_queue", max(queued)
+    if computed := [times for one in ended if (times := _computed_s(one)) is not None]:
+        yield "gen_ai.latency.time_in_model_prefill", max(prefill_s for prefill_s, _ in computed)
+        yield "gen_ai.latency.time_in_model_decode", max(decode_s for _, decode_s in computed)
+        yield "gen_ai.latency.time_in_model_inference", max(map(sum, computed))
+
+
+def _computed_s(ended: Ended) -> tuple[float, float] | None:
+    """Seconds of prefill and decode."""
+    times = ended.times
+    return None if times.prefill_s is None or times.decode_s is None else (times.prefill_s, times.decode_s)
