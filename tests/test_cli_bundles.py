@@ -21,6 +21,13 @@ from longspan.core.sampling import SamplingParams
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
+    """How large it is.
+
+    Attributes:
+        label: what is written
+            on it.
+    """
+
     width: Annotated[int, typer.Option(help="Of the thing.")] = 3
     label: str | None = None
 
@@ -35,7 +42,9 @@ def test_fields_become_options_and_come_back_as_one_object() -> None:
     app.command()(paint)
     assert CliRunner().invoke(app, ["red"]).output == "red 7 None\n"
     assert CliRunner().invoke(app, ["red", "--label", "big", "--width", "1"]).output == "red 1 big\n"
-    assert "Of the thing." in CliRunner().invoke(app, ["--help"]).output
+    shown = CliRunner().invoke(app, ["--help"]).output
+    assert "Of the thing." in shown
+    assert "What is written on it." in shown, "the docstring describes what is not annotated"
 
 
 def test_two_options_of_one_name_are_our_mistake() -> None:
@@ -47,7 +56,8 @@ def test_two_options_of_one_name_are_our_mistake() -> None:
 
 def test_every_sampling_parameter_is_an_option() -> None:
     """Except the logits, which are too many to print."""
-    parameters = {field.name for field in fields(SamplingParams)} - {"output_logits"}
+    forms = {"json_schema", "regex", "choice", "grammar"}
+    parameters = {field.name for field in fields(SamplingParams)} - {"output_logits", "structured_outputs"} | forms
     assert parameters == {field.name for field in fields(SamplingOptions)}
     for verb in (generate, chat):
         assert parameters <= set(inspect.signature(verb).parameters)

@@ -1,0 +1,132 @@
+"""The server's HTTP face over an engine that is invented: what it does with requests, without any process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+from fastapi import FastAPI
+from starlette.routing import BaseRoute
+from starlette.testclient import TestClient
+
+from longspan.jobs import Job, JobMaker
+from longspan.serve.app import make_app
+from longspan.serve.client import Answer, EngineClient
+from longspan.serve.messages import Ended, Started, Stats, Times
+from longspan.serve.server import Server
+from longspan.serve.settings import ServerSettings
+from longspan.serve.updates import ChoiceUpdate, Update
+
+OUTPUT = [5, 6]
+"""What every choice of every answer is."""
+STARTED = Started(
+    name="tiny",
+    tokenizer_dir=None,
+    trust_remote_code=False,
+    vocab_size=100,
+    max_model_len=64,
+    num_instances=2,
+    num_blocks=10,
+    block_size=16,
+    worker_pids=[],
+)
+STATS = Stats(
+    num_running=3,
+    num_waiting=2,
+    num_waiting_tokens=40,
+    num_restarts=1,
+    used_blocks=[5, 2],
+    busy_s=[1.5, 0.5],
+    bytes_sent={"ring_kv": 1000, "ring_q": 24},
+    worker_pids=[],
+)
+TIMES = Times(queue_s=0.5, prefill_s=1.0, decode_s=0.25, ttft_s=1.5, e2e_s=1.75, tbt_s=[0.25])
+
+
+class FakeEngine:
+    """Stands for an `EngineClient`; answers at once, or raises `failure`."""
+
+    def __init__(self) -> None:
+        self.started, self.stats, self.state = STARTED, STATS, "serving"
+        self.on_ended = self.on_stats = self.on_tokens = lambda _: None
+        self.failure: Exception | None = None
+        self.num_told = len(OUTPUT)
+        """Tokens after which an answer fails by `failure`, if there is one."""
+
+    async def submit(self, jobs: Sequence[Job]) -> Answer:
+        if self.failure is not None and not self.num_told:
+            raise self.failure
+        answer = Answer(jobs, lambda _: None)
+        for index, job in enumerate(jobs):
+            answer.accept()
+            self._tell(answer, index, job)
+        if self.failure is not None:
+            answer.fail(cast("Any", self.failure))
+        return answer
+
+    def _tell(self, answer: Answer, index: int, job: Job) -> None:
+        done = self.num_told == len(OUTPUT)
+        for choice in range(job.params.n if done else 0):
+            ended = _ended(job, choice)
+            answer.ended.append(ended)
+            self.on_ended(ended)
+        self.on_tokens(self.num_told * job.params.n)
+        answer.put(index, _update(job, self.num_told, finished=done))
+
+
+def _ended(job: Job, choice: int) -> Ended:
+    return Ended(
+        id=0,
+        reason="length",
+        num_prompt_tokens=len(job.token_ids),
+        num_cached_tokens=1,
+        num_output_tokens=len(OUTPUT),
+        num_preemptions=1,
+        is_first_choice=choice == 0,
+        times=TIMES,
+    )
+
+
+def _update(job: Job, num_tokens: int, *, finished: bool) -> Update:
+    choices = [
+        ChoiceUpdate(
+            index=index,
+            text="",
+            token_ids=OUTPUT[:num_tokens],
+            logprobs=None,
+            finish_reason="length" if finished else None,
+            stop_reason=None,
+        )
+        for index in range(job.params.n)
+    ]
+    return Update(choices=choices, prompt_logprobs=None, num_cached_tokens=1, finished=finished)
+
+
+def make_server(**settings: Any) -> Server:
+    """A server of a model without a tokenizer."""
+    jobs = JobMaker(tokenizer=None, vocab_size=STARTED.vocab_size, max_model_len=STARTED.max_model_len)
+    engine = cast("EngineClient", FakeEngine())
+    return Server(engine, jobs, ServerSettings(**{"model_names": ("tiny",), **settings}))
+
+
+def fake_of(server: Server) -> FakeEngine:
+    """Its engine."""
+    return cast("Any", server.engine)
+
+
+def client_of(server: Server) -> TestClient:
+    """A client that sees what others see, and not the server's exceptions."""
+    return TestClient(make_app(server), raise_server_exceptions=False)
+
+
+def routes_of(app: FastAPI) -> set[tuple[str, str]]:
+    """Method and path of every route."""
+    return {(method, route.path) for route in _flat(app.routes) for method in route.methods}
+
+
+def _flat(routes: Sequence[BaseRoute]) -> Iterator[Any]:
+    for route in routes:
+        if hasattr(route, "path"):
+            yield route
+        else:  # a router that is included
+            yield from _flat(cast("Any", route).original_router.routes)

@@ -1,0 +1,341 @@
+"""`longspan serve`: every flag from the command line, a variable or a file; mistakes; and what becomes of keys."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from fake_llm import run
+
+from longspan.cli.app import app
+from longspan.serve import run as server_run
+from longspan.serve.client import EngineLostError
+
+pytestmark = pytest.mark.usefixtures("fake_llm")  # it puts signal handlers back
+COMMAND: Any = typer.main.get_command(app)
+OPTIONS: dict[str, Any] = {
+    option.name: option for option in COMMAND.commands["serve"].params if option.name != "config"
+}
+VALUES: dict[str, str | list[str]] = {
+    "model": "some/model",
+    "host": "0.0.0.0",
+    "port": "8123",
+    "api_key": ["one", "two"],
+    "served_model_name": ["first", "second"],
+    "root_path": "/api",
+    "max_num_queued_reqs": "7",
+    "max_num_queued_tokens": "7000",
+    "request_timeout": "12.5",
+    "body_timeout": "2.5",
+    "h11_max_incomplete_event_size": "4096",
+    "shutdown_timeout": "1.5",
+    "metrics_prefix": "vllm:",
+    "otlp_traces_endpoint": "http://localhost:4317",
+    "seed": "5",
+    "parallel": "2",
+    "instances": "3",
+    "tp": "1",
+    "pp": "1",
+    "threads_per_rank": "3",
+    "device": "cuda",
+    "dtype": "bfloat16",
+    "attention_backend": "torch",
+    "load_format": "dummy",
+    "skip_tokenizer_init": "true",
+    "trust_remote_code": "true",
+    "policy": "context",
+    "policy_option": ["threshold=2000", "other=1"],
+    "max_model_len": "4096",
+    "block_size": "16",
+    "max_num_batched_tokens": "512",
+    "max_num_seqs": "4",
+    "kv_cache_memory_bytes": "1000000",
+    "num_gpu_blocks_override": "77",
+    "enable_prefix_caching": "false",
+    "async_scheduling": "false",
+    "max_body_bytes": "5000",
+    "max_nesting": "5",
+    "max_prompts": "6",
+    "max_messages": "7",
+    "max_n": "8",
+    "max_logprobs": "9",
+    "max_stop_strings": "10",
+    "max_stop_length": "11",
+    "max_stop_token_ids": "12",
+    "max_logit_bias": "13",
+}
+SAME_AS_DEFAULT = {"tp", "pp"}
+"""Only 1 is possible so far."""
+Started = tuple[Any, Any, str, int]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
+    """What servers are started with: engine setup, settings, host and port."""
+    calls: list[Started] = []
+
+    async def serve(setup: Any, settings: Any, host: str, port: int) -> int:
+        calls.append((setup, settings, host, port))
+        return 0
+
+    monkeypatch.setattr(server_run, "serve", serve)
+    for name in [name for name in os.environ if name.startswith("LONGSPAN_") and name != "LONGSPAN_CACHE"]:
+        monkeypatch.delenv(name)
+    return calls
+
+
+def seen(call: Started) -> tuple[Any, ...]:
+    """What can be compared of it; tracers are as good as one another."""
+    setup, settings, host, port = call
+    fields = {name: value for name, value in vars_of(settings).items() if name != "tracer"}
+    return setup, fields, settings.tracer is not None, host, port
+
+
+def vars_of(settings: Any) -> dict[str, Any]:
+    return {name: getattr(settings, name) for name in settings.__dataclass_fields__}
+
+
+def arguments(name: str, value: str | list[str]) -> list[str]:
+    option = OPTIONS[name]
+    if name == "model":
+        return [str(value)]
+    if value in ("true", "false"):
+        return [option.opts[0] if value == "true" else option.secondary_opts[0]]
+    return [word for one in ([value] if isinstance(value, str) else value) for word in (option.opts[0], one)]
+
+
+def by_variable(monkeypatch: pytest.MonkeyPatch, name: str, value: str | list[str]) -> list[str]:
+    monkeypatch.setenv(f"LONGSPAN_{name.upper()}", value if isinstance(value, str) else " ".join(value))
+    return []
+
+
+def by_file(folder: Path, name: str, value: str | list[str]) -> list[str]:
+    """Numbers and truth values as YAML has them, the key as the flag is."""
+    key = OPTIONS[name].opts[0].lstrip("-")
+    typed = value if isinstance(value, list) or value.endswith(":") else yaml.safe_load(value)
+    (folder / "config.yaml").write_text(yaml.safe_dump({key: typed}))
+    return ["--config", str(folder / "config.yaml")]
+
+
+def test_there_is_a_value_for_every_flag() -> None:
+    assert set(VALUES) == set(OPTIONS)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_flag_a_variable_and_a_file_say_the_same(
+    name: str, started: list[Started], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if name == "otlp_traces_endpoint":
+        monkeypatch.setattr("longspan.cli.serve._tracer", lambda endpoint: endpoint)
+    value = VALUES[name]
+    assert run("serve") == 0
+    assert run("serve", *arguments(name, value)) == 0
+    assert run("serve", *by_file(tmp_path, name, value)) == 0
+    assert run("serve", *by_variable(monkeypatch, name, value)) == 0
+    default, *others = map(seen, started)
+    assert others[0] == others[1] == others[2]
+    assert (others[0] == default) == (name in SAME_AS_DEFAULT)
+
+
+def test_flags_count_before_variables_before_the_file(
+    started: list[Started], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("max_num_seqs: 1\nmax-num-batched-tokens: 10\nblock_size: 32\nenable-prefix-caching: false\n")
+    monkeypatch.setenv("LONGSPAN_CONFIG", str(file))
+    monkeypatch.setenv("LONGSPAN_MAX_NUM_SEQS", "2")
+    monkeypatch.setenv("LONGSPAN_MAX_NUM_BATCHED_TOKENS", "20")
+    assert run("serve", "--max-num-seqs", "3", "--enable-prefix-caching") == 0
+    found = started[0][0].arguments
+    assert (found["max_num_seqs"], found["max_num_batched_tokens"], found["block_size"]) == (3, 20, 32)
+    assert (found["enable_prefix_caching"], found["max_model_len"]) == (True, None)
+
+
+def test_a_file_may_say_a_repeatable_flag_once_or_as_a_mapping(started: list[Started], tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "served-model-name: only\npolicy: context\no: {threshold: 2000}\nparallel: 2\nrequest-timeout: null\n"
+    )
+    assert run("serve", "--config", str(file)) == 0
+    setup, settings, *_ = started[0]
+    assert settings.model_names == ("only",)
+    assert settings.request_timeout_s is None
+    assert setup.arguments["policy_options"] == {"threshold": "2000"}
+    assert setup.arguments["parallel"] == "2"
+
+
+def test_defaults_bind_to_this_machine_and_bound_the_queue(started: list[Started]) -> None:
+    assert run("serve") == 0
+    setup, settings, host, port = started[0]
+    assert (setup.model, settings.model_names, host, port) == ("smollm2-135m", ("smollm2-135m",), "127.0.0.1", 8000)
+    assert setup.max_num_queued_reqs
+    assert setup.max_num_queued_tokens
+    assert not setup.arguments["trust_remote_code"]
+
+
+def failure(capsys: pytest.CaptureFixture[str], *given: str, code: int = 2) -> str:
+    """The one line that a mistake is answered with."""
+    assert run("serve", *given) == code
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n"), err[:10]) == ("", 1, "longspan: "), err
+    return err
+
+
+WRONG = [
+    ("port", "http", "http"),
+    ("max_num_queued_reqs", "0", "0"),
+    ("max_num_queued_tokens", "many", "many"),
+    ("request_timeout", "0", "0"),
+    ("shutdown_timeout", "-1", "-1"),
+    ("h11_max_incomplete_event_size", "10", "10"),
+    ("dtype", "int3", "int3"),
+    ("parallel", "2x", "2x"),
+    ("root_path", "api", "'api'"),
+    ("metrics_prefix", "a-b", "'a-b'"),
+    ("max_n", "0", "0"),
+    ("max_body_bytes", "1.5", "1.5"),
+    ("otlp_traces_endpoint", "localhost", "'localhost'"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "words"), WRONG)
+@pytest.mark.usefixtures("started")
+def test_mistakes_name_the_flag_and_the_value_wherever_they_come_from(
+    name: str,
+    value: str,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flag = OPTIONS[name].opts[0]
+    ways: list[Callable[[], list[str]]] = [
+        lambda: [flag, value],
+        lambda: by_file(tmp_path, name, value),
+        lambda: by_variable(monkeypatch, name, value),
+    ]
+    for way in ways:
+        line = failure(capsys, *way())
+        assert flag.lstrip("-") in line
+        assert words in line
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("max-model-length: 5", "'max-model-length'"),
+        ("config: other.yaml", "'config'"),
+        ("1: 2", "1"),
+        ("- port", "must map"),
+        ("port: [1, 2]", "port"),
+        ("port: {a: 1}", "port"),
+        ("api-key: [[secret]]", "api-key"),
+        ("a: [", "line 2"),
+        ("api-key: secret\n  x: y: z", "line 2"),
+        ("port: true", "True"),
+    ],
+)
+@pytest.mark.usefixtures("started")
+def test_mistakes_in_a_file_name_it_and_repeat_no_secret(
+    text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "c.yaml").write_text(text + "\n")
+    line = failure(capsys, "--config", str(tmp_path / "c.yaml"))
+    assert words in line
+    assert "secret" not in line
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe"])
+@pytest.mark.usefixtures("started")
+def test_a_file_that_cannot_be_read_is_named(
+    content: bytes | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if content is not None:
+        (tmp_path / "c.yaml").write_bytes(content)
+    assert "c.yaml" in failure(capsys, "--config", str(tmp_path / "c.yaml"))
+
+
+@pytest.mark.parametrize("key", ["", "two words", "line\nbreak"])
+@pytest.mark.usefixtures("started")
+def test_a_key_that_no_client_can_send_is_refused_but_not_repeated(
+    key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = failure(capsys, "--api-key", key)
+    assert "--api-key" in line
+    assert not key or key not in line
+
+
+def test_keys_are_in_no_help_and_in_no_other_process(
+    started: list[Started], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    (tmp_path / "c.yaml").write_text("api-key: sk-from-file\nmax-num-seqs: 123456\n")
+    monkeypatch.setenv("LONGSPAN_API_KEY", "sk-from-variable")
+    assert run("serve", "--config", str(tmp_path / "c.yaml"), "--help") == 0
+    shown = capsys.readouterr().out
+    assert "LONGSPAN_API_KEY" in shown
+    assert "sk-" not in shown
+    assert run("serve", "--config", str(tmp_path / "c.yaml")) == 0
+    setup, settings, *_ = started[0]
+    assert settings.api_keys == ("sk-from-variable",)
+    assert "sk-" not in repr(setup) + repr(settings)
+    assert "LONGSPAN_API_KEY" not in os.environ
+
+
+def test_help_shows_every_flag_and_its_variable(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    assert run("serve", "--help") == 0
+    shown = capsys.readouterr().out
+    for name, option in OPTIONS.items():
+        assert f"LONGSPAN_{name.upper()}" in shown
+        assert name == "model" or option.opts[0] in shown
+        assert option.help
+
+
+def test_an_address_that_is_taken_is_named_before_a_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert f"127.0.0.1:{port}" in failure(capsys, "--port", port)
+    assert "127.0.0.1:70000" in failure(capsys, "--port", "70000")
+    assert "192.0.2.1" in failure(capsys, "--host", "192.0.2.1")  # an address of documentation, so not ours
+
+
+def test_an_engine_that_does_not_start_is_no_mistake_of_the_user(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def serve(*_: object) -> int:
+        raise EngineLostError("the engine process ended with code 1")
+
+    monkeypatch.setattr(server_run, "serve", serve)
+    assert "ended with code 1" in failure(capsys, code=1)
+
+
+def test_tracing_without_its_packages_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import sys
+
+    monkeypatch.delitem(sys.modules, "longspan.serve.tracing", raising=False)
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
+    line = failure(capsys, "--otlp-traces-endpoint", "http://localhost:4317")
+    assert "pip install 'longspan[otel]'" in line
+    assert "opentelemetry" in line
+
+
+def test_the_setup_of_the_engine_is_plain_data(started: list[Started]) -> None:
+    """It crosses a pipe as JSON."""
+    import msgspec
+
+    assert run("serve", "--parallel", "2", "-o", "threshold=5", "--policy", "context") == 0
+    setup = started[0][0]
+    assert msgspec.json.decode(msgspec.json.encode(setup), type=type(setup)) == setup
+    assert json.loads(msgspec.json.encode(setup))["model"] == "smollm2-135m"

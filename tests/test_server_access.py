@@ -1,0 +1,314 @@
+"""Who may ask what: keys, request ids, sizes and times of bodies, and what an error tells."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+from typing import Any
+
+import pytest
+from fake_engine import client_of, fake_of, make_server, routes_of
+from openapi_spec_validator import validate
+from starlette.types import Message
+
+from longspan.serve.app import make_app
+from longspan.serve.client import EngineLostError, QueueFullError
+from longspan.serve.limits import RequestLimits
+from longspan.serve.middleware import OPEN_PATHS
+from longspan.serve.settings import ServerSettings
+
+BODY = {"prompt": [1, 2, 3], "max_tokens": 2}
+KEY = {"authorization": "Bearer sesame"}
+
+
+def error_of(response: Any, status: int) -> dict[str, Any]:
+    """The error of an answer, which has the form that OpenAI's clients read."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    return error
+
+
+def test_every_route_needs_the_key_except_three() -> None:
+    server = make_server(api_keys=("sesame",))
+    client, routes = client_of(server), routes_of(make_app(server))
+    assert {"/v1/models", "/v1/completions", "/tokenize", "/metrics", "/openapi.json"} <= {path for _, path in routes}
+    for method, path in routes:
+        status = client.request(method, path).status_code
+        assert (status == 401) == (path not in OPEN_PATHS), (method, path, status)
+        assert client.request(method, path, headers=KEY).status_code != 401
+    assert {"/live", "/health", "/version"} == OPEN_PATHS
+
+
+@pytest.mark.parametrize("path", ["/nothing", "/live/", "/live/x", "/%6cive%00", "/livex", "/LIVE"])
+def test_what_is_no_route_needs_the_key_too(path: str) -> None:
+    client = client_of(make_server(api_keys=("sesame",)))
+    assert client.get(path, follow_redirects=False).status_code == 401
+    assert client.get(path, headers=KEY, follow_redirects=False).status_code != 401
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [
+        ("Bearer one", 200),
+        ("Bearer two", 200),
+        ("bearer two", 200),
+        ("Bearer  two ", 200),
+        ("Bearer three", 401),
+        ("Bearer on", 401),
+        ("Bearer one two", 401),
+        ("Bearer ", 401),
+        ("Bearer", 401),
+        ("Basic one", 401),
+        ("one", 401),
+        ("", 401),
+    ],
+)
+def test_any_of_several_keys_will_do_and_only_as_a_bearer_token(header: str, status: int) -> None:
+    response = client_of(make_server(api_keys=("one", "two"))).get("/v1/models", headers={"authorization": header})
+    assert response.status_code == status
+    if status == 401:
+        error = error_of(response, 401)
+        assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+        assert response.headers["www-authenticate"] == "Bearer"
+        assert "one" not in error["message"]
+
+
+def test_a_key_may_be_any_text_without_spaces() -> None:
+    client = client_of(make_server(api_keys=("schlüssel",)))
+    given = {b"authorization": "Bearer schlüssel".encode()}
+    assert client.get("/v1/models", headers=given).status_code == 200
+    assert client.get("/v1/models", headers=KEY).status_code == 401
+
+
+def test_without_keys_everybody_may_ask() -> None:
+    assert client_of(make_server()).get("/v1/models").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"api_keys": ("good", "")}, "api-key"),
+        ({"api_keys": ("two words",)}, "api-key"),
+        ({"api_keys": ("line\nbreak",)}, "api-key"),
+        ({"root_path": "api"}, "'api'"),
+        ({"root_path": "/api/"}, "'/api/'"),
+        ({"metrics_prefix": "my-metrics:"}, "'my-metrics:'"),
+        ({"metrics_prefix": ""}, "metrics-prefix"),
+        ({"model_names": ("",)}, "served-model-name"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words) as caught:
+        ServerSettings(**{"model_names": ("m",), **settings})
+    assert "two words" not in str(caught.value)
+
+
+def test_keys_are_not_part_of_what_settings_look_like() -> None:
+    assert "sesame" not in repr(ServerSettings(model_names=("m",), api_keys=("sesame",)))
+
+
+def test_a_request_id_comes_back_and_names_the_answer() -> None:
+    client = client_of(make_server())
+    response = client.post("/v1/completions", json=BODY, headers={"x-request-id": "mine-7"})
+    assert (response.headers["x-request-id"], response.json()["id"]) == ("mine-7", "cmpl-mine-7")
+    streamed = client.post("/v1/completions", json=BODY | {"stream": True}, headers={"x-request-id": "mine-8"})
+    assert streamed.headers["x-request-id"] == "mine-8"
+    assert json.loads(streamed.text.partition("data: ")[2].partition("\n")[0])["id"] == "cmpl-mine-8"
+
+
+@pytest.mark.parametrize("given", [None, "", "two words", "x" * 129, "\x7f"])
+def test_a_request_without_a_usable_id_gets_one(given: str | None) -> None:
+    client = client_of(make_server())
+    ids = {
+        client.get(path, headers={} if given is None else {"x-request-id": given}).headers["x-request-id"]
+        for path in ("/live", "/nothing", "/v1/models")
+    }
+    assert len(ids) == 3
+    assert all(re.fullmatch("[0-9a-f]{32}", id_) for id_ in ids)
+
+
+def test_refusals_carry_the_request_id_too() -> None:
+    client = client_of(make_server(api_keys=("sesame",)))
+    assert client.get("/v1/models", headers={"x-request-id": "mine-9"}).headers["x-request-id"] == "mine-9"
+
+
+def test_nobody_writes_lines_of_their_own_into_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="longspan.access"):
+        client_of(make_server(api_keys=("sesame",))).get("/a%0a2026 forged", headers=KEY)
+    assert "\n" not in caplog.records[-1].getMessage()
+    assert "sesame" not in caplog.text
+
+
+def test_unknown_routes_and_methods_are_openai_errors() -> None:
+    client = client_of(make_server())
+    assert error_of(client.get("/v1/nothing"), 404)["type"] == "not_found_error"
+    response = client.get("/v1/completions")
+    assert error_of(response, 405)["type"] == "invalid_request_error"
+    assert response.headers["allow"] == "POST"
+
+
+def test_a_model_that_is_not_served_is_404() -> None:
+    client = client_of(make_server(model_names=("tiny", "alias")))
+    assert client.post("/v1/completions", json=BODY | {"model": "alias"}).json()["model"] == "alias"
+    error = error_of(client.post("/v1/completions", json=BODY | {"model": "other"}), 404)
+    assert error["param"] == "model"
+    assert "'other'" in error["message"]
+    assert [card["id"] for card in client.get("/v1/models").json()["data"]] == ["tiny", "alias"]
+
+
+def test_bodies_above_the_limit_are_413_with_and_without_a_length() -> None:
+    client = client_of(make_server(limits=RequestLimits(max_body_bytes=100)))
+    text = json.dumps(BODY).encode()
+    assert client.post("/v1/completions", content=text.ljust(100)).status_code == 200
+    error = error_of(client.post("/v1/completions", content=text.ljust(101)), 413)
+    assert "--max-body-bytes" in error["message"]
+    told_less = {"content-length": "9" * 5000}
+    assert client.post("/v1/completions", content=text, headers=told_less).status_code == 413
+
+
+def ask(server: Any, messages: list[Message], *, end: str = "wait") -> list[Message]:
+    """What the app sends to a client whose body comes in these messages, after which it waits or leaves."""
+    sent: list[Message] = []
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/completions",
+        "root_path": "",
+        "query_string": b"",
+        "headers": [(b"host", b"test")],
+    }
+
+    async def receive() -> Message:
+        if messages:
+            return messages.pop(0)
+        if end == "leave":
+            return {"type": "http.disconnect"}
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def run() -> None:
+        async with asyncio.timeout(5):
+            await make_app(server)(scope, receive, send)
+
+    asyncio.run(run())
+    return sent
+
+
+def piece(body: bytes, *, more: bool = True) -> Message:
+    return {"type": "http.request", "body": body, "more_body": more}
+
+
+def test_a_body_in_pieces_is_read_no_further_than_the_limit() -> None:
+    server = make_server(limits=RequestLimits(max_body_bytes=100))
+    messages = [piece(b" " * 60) for _ in range(10)]
+    assert ask(server, messages)[0]["status"] == 413
+    assert len(messages) == 8
+
+
+def test_a_slow_body_is_408_and_the_connection_ends() -> None:
+    [start, body] = ask(make_server(body_timeout_s=0.05), [piece(b'{"prompt":')])
+    assert start["status"] == 408
+    assert dict(start["headers"])[b"connection"] == b"close"
+    assert json.loads(body["body"])["error"]["message"] == "the body did not come within 0.05 s (--body-timeout)"
+
+
+def test_half_a_body_of_a_client_that_has_left_is_not_served() -> None:
+    server = make_server()
+    whole = json.dumps(BODY).encode()
+    assert ask(server, [piece(whole, more=True)], end="leave") == []
+    assert ask(server, [piece(whole, more=False)])[0]["status"] == 200
+
+
+@pytest.mark.parametrize("path", ["/live", "/api/live"])
+def test_the_prefix_of_a_proxy_may_have_been_taken_off_or_not(path: str) -> None:
+    server = make_server(root_path="/api", api_keys=("sesame",))
+    client = client_of(server)
+    assert client.get(path).status_code == 200
+    for closed in ("/v1/models", "/api/v1/models"):
+        assert client.get(closed).status_code == 401
+        assert client.get(closed, headers=KEY).status_code == 200
+    assert client.get("/apilive").status_code == 401
+    assert client.get("/openapi.json", headers=KEY).json()["servers"] == [{"url": "/api"}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_tells_nothing_of_the_inside(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+    server = make_server()
+    fake_of(server).failure, fake_of(server).num_told = RuntimeError("secret of /usr/lib/secret.py"), 0
+    response = client_of(server).post("/v1/completions", json=BODY | {"stream": stream}, headers={"x-request-id": "r1"})
+    error = error_of(response, 500)
+    assert (error["type"], response.headers["x-request-id"]) == ("server_error", "r1")
+    assert "r1" in error["message"]
+    assert not re.search(r"secret|Traceback|RuntimeError|\.py|/", response.text)
+    assert any("r1" in record.getMessage() for record in caplog.records if record.levelno == logging.ERROR)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"{", b"[]", b"null", b'{"prompt": [1], "x": ' + b"[" * 100 + b"]" * 100 + b"}", b"\xff", b"", b'"\xed\xa0\x80"'],
+)
+def test_a_body_that_is_no_request_is_400(body: bytes) -> None:
+    response = client_of(make_server()).post("/v1/completions", content=body)
+    assert not re.search(r"Traceback|\.py|site-packages", error_of(response, 400)["message"])
+
+
+def test_a_full_queue_says_when_to_come_again() -> None:
+    server = make_server()
+    fake_of(server).failure, fake_of(server).num_told = QueueFullError("2 requests are waiting"), 0
+    response = client_of(server).post("/v1/completions", json=BODY)
+    assert error_of(response, 503)["code"] == "queue_full"
+    assert int(response.headers["retry-after"]) >= 1
+
+
+def test_a_lost_engine_is_500_before_the_stream_and_an_event_in_it() -> None:
+    server = make_server()
+    fake_of(server).failure, fake_of(server).num_told = EngineLostError("rank 1 is gone"), 0
+    for stream in (False, True):
+        response = client_of(server).post("/v1/completions", json=BODY | {"stream": stream})
+        assert "rank 1" in error_of(response, 500)["message"]
+    fake_of(server).num_told = 1
+    events = client_of(server).post("/v1/completions", json=BODY | {"stream": True, "return_token_ids": True})
+    assert events.status_code == 200
+    first, last = (json.loads(line[6:]) for line in events.text.splitlines() if line.startswith("data: "))
+    assert first["choices"][0]["token_ids"] == [5]
+    assert (last["error"]["code"], last["error"]["type"]) == ("500", "server_error")
+
+
+def test_health_tells_whether_requests_are_served() -> None:
+    server = make_server()
+    client = client_of(server)
+    assert client.get("/health").json() == {"status": "ok"}
+    fake_of(server).state = "restarting"
+    assert "restarting" in error_of(client.get("/health"), 503)["message"]
+    fake_of(server).state = "serving"
+    server.draining = True
+    for response in (client.get("/health"), client.post("/v1/completions", json=BODY)):
+        assert "shutting down" in error_of(response, 503)["message"]
+        assert "retry-after" in response.headers
+    assert client.get("/live").status_code == 200
+
+
+@pytest.mark.parametrize("given", ["soon", "0", "-1", "nan", "inf"])
+def test_a_deadline_must_be_a_time(given: str) -> None:
+    response = client_of(make_server()).post("/v1/completions", json=BODY, headers={"x-request-timeout": given})
+    assert repr(given) in error_of(response, 400)["message"]
+
+
+@pytest.mark.parametrize("settings", [{}, {"api_keys": ("sesame",)}, {"root_path": "/api"}])
+def test_the_openapi_document_is_valid_and_has_every_route(settings: dict[str, Any]) -> None:
+    server = make_server(**settings)
+    document = client_of(server).get("/openapi.json", headers=KEY).json()
+    validate(document)
+    described = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
+    missing = {(method, path) for method, path in routes_of(make_app(server)) if method != "HEAD"} - described
+    assert missing == {("GET", "/openapi.json")}
+    assert ("securitySchemes" in document["components"]) == ("api_keys" in settings)
+    for path, methods in document["paths"].items():
+        assert all(("401" in method["responses"]) == (path not in OPEN_PATHS) for method in methods.values()), path

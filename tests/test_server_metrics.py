@@ -1,0 +1,107 @@
+"""The page for Prometheus: its names are those of vLLM, and its numbers follow what happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from fake_engine import OUTPUT, STATS, client_of, make_server
+from prometheus_client.parser import text_string_to_metric_families
+
+from longspan.serve.server import Server
+
+GAUGES = {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "instance_kv_blocks_used"}
+COUNTERS = {
+    *("prompt_tokens", "generation_tokens", "request_success", "num_preemptions", "prefix_cache_queries"),
+    *("prefix_cache_hits", "instance_busy_seconds", "exchanged_bytes", "worker_restarts"),
+}
+HISTOGRAMS = {
+    *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
+    *("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds"),
+    *("request_prompt_tokens", "request_generation_tokens"),
+}
+Sample = Callable[..., float]
+
+
+def sampler(server: Server, prefix: str = "longspan:") -> Sample:
+    """Looks up a value on the page as it is now."""
+    text = client_of(server).get("/metrics").text
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+    def value(name: str, **labels: str) -> float:
+        wanted = {"model_name": "tiny", **labels}
+        [found] = [sample.value for sample in samples if (sample.name, sample.labels) == (prefix + name, wanted)]
+        return found
+
+    return value
+
+
+@pytest.mark.parametrize("prefix", ["longspan:", "vllm:"])
+def test_every_metric_is_there_under_either_prefix(prefix: str) -> None:
+    server = make_server(metrics_prefix=prefix)
+    server.metrics.take_stats(STATS)
+    response = client_of(server).get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    families = {family.name: family for family in text_string_to_metric_families(response.text)}
+    expected = (
+        dict.fromkeys(GAUGES, "gauge") | dict.fromkeys(COUNTERS, "counter") | dict.fromkeys(HISTOGRAMS, "histogram")
+    )
+    assert {name.removeprefix(prefix): family.type for name, family in families.items()} == expected
+    assert all(name.startswith(prefix) for name in families)
+    assert all(family.documentation for family in families.values())
+    for name in COUNTERS:
+        assert f"\n{prefix}{name}_total{{" in response.text
+
+
+def test_counts_begin_at_zero() -> None:
+    """A dashboard that takes rates needs the series before the first request."""
+    value = sampler(make_server())
+    assert value("prompt_tokens_total") == value("generation_tokens_total") == value("num_preemptions_total") == 0
+    for reason in ("stop", "length", "abort", "error"):
+        assert value("request_success_total", finished_reason=reason) == 0
+
+
+def test_counts_follow_requests() -> None:
+    server = make_server()
+    client = client_of(server)
+    assert client.post("/v1/completions", json={"prompt": [1, 2, 3], "max_tokens": 2}).status_code == 200
+    two = {"prompt": [[1, 2, 3], [4, 5]], "max_tokens": 2, "n": 3, "stream": True}
+    assert client.post("/v1/completions", json=two).status_code == 200
+    assert client.post("/v1/completions", json={"prompt": [1000]}).status_code == 400
+    value, num_prompts, num_choices = sampler(server), 3, 7
+    assert value("request_success_total", finished_reason="length") == num_choices
+    assert value("request_success_total", finished_reason="stop") == 0
+    assert value("prompt_tokens_total") == 3 + 3 + 2
+    assert value("generation_tokens_total") == num_choices * len(OUTPUT)
+    assert value("prefix_cache_queries_total") == 3 + 3 + 2
+    assert value("prefix_cache_hits_total") == num_prompts
+    assert value("num_preemptions_total") == num_choices
+    for name in ("time_to_first_token_seconds", "request_queue_time_seconds", "request_prefill_time_seconds"):
+        assert value(f"{name}_count") == num_prompts
+    for name in ("e2e_request_latency_seconds", "request_decode_time_seconds", "inter_token_latency_seconds"):
+        assert value(f"{name}_count") == num_choices
+    assert value("request_prompt_tokens_sum") == 3 + 3 + 2
+    assert value("request_generation_tokens_sum") == num_choices * len(OUTPUT)
+    assert value("time_to_first_token_seconds_sum") == pytest.approx(1.5 * num_prompts)
+    assert value("time_to_first_token_seconds_bucket", le="2.5") == num_prompts
+    assert value("time_to_first_token_seconds_bucket", le="1.0") == 0
+
+
+def test_gauges_are_the_engines_latest_word() -> None:
+    server = make_server()
+    server.metrics.take_stats(STATS)
+    value = sampler(server)
+    assert (value("num_requests_running"), value("num_requests_waiting")) == (3, 2)
+    assert value("kv_cache_usage_perc") == pytest.approx(7 / 20)
+    assert [value("instance_kv_blocks_used", instance=i) for i in "01"] == [5, 2]
+    assert [value("instance_busy_seconds_total", instance=i) for i in "01"] == [1.5, 0.5]
+    assert value("exchanged_bytes_total", exchange="ring_kv") == 1000
+    assert value("worker_restarts_total") == 1
+
+
+def test_the_models_first_name_labels_everything() -> None:
+    server = make_server(model_names=("first", "also-known-as"))
+    server.metrics.take_stats(STATS)
+    text = client_of(server).get("/metrics").text
+    assert "also-known-as" not in text
+    assert all('model_name="first"' in line for line in text.splitlines() if not line.startswith("#"))
