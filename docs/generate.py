@@ -69,7 +69,8 @@ def _options() -> list[Any]:
 
 def _flag(option: Any) -> Row:  # noqa: ANN401 - an option or an argument
     names = " ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts))
-    metavar = "" if option.metavar is None else f" `{_plain(option.metavar)}`"
+    choices = "|".join(option.type_descriptor.choices or ())
+    metavar = f" `{_plain(option.metavar or choices)}`" if option.metavar or choices else ""
     return names + metavar, f"`{option.envvar.removeprefix('LONGSPAN_')}`", _value(option.default), _plain(option.help)
 
 

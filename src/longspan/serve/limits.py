@@ -29,15 +29,16 @@ class RequestLimits:
     """What one request may ask for.
 
     Attributes:
-        max_body_bytes: of a request's body.
+        max_body_bytes: most bytes of a request's body.
         max_nesting: how deep lists and objects may lie in one another.
-        max_prompts: in one completion request.
-        max_messages: in one conversation.
-        max_n: choices per prompt.
-        max_logprobs: most likely tokens that are reported beside a token.
-        max_stop_strings, max_stop_length: stop strings, and the characters of each.
-        max_stop_token_ids: tokens that end an output.
-        max_logit_bias: tokens with a bias.
+        max_prompts: most prompts of one completion request.
+        max_messages: most messages of one conversation.
+        max_n: most choices per prompt.
+        max_logprobs: how many of the most likely tokens may be reported beside a token.
+        max_stop_strings: most strings that end an output.
+        max_stop_length: most characters of each of them.
+        max_stop_token_ids: most tokens that end an output.
+        max_logit_bias: most tokens with a bias.
 
     Raises:
         ValueError: for a limit that is not a positive whole number.
