@@ -15,6 +15,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import longspan
+from longspan.cli.bench import bench
 from longspan.cli.chat import chat
 from longspan.cli.generate import generate
 from longspan.core.errors import WorkerLostError
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(chat)
+app.add_typer(bench, name="bench")
 
 
 @app.callback(invoke_without_command=True)
