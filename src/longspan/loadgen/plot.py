@@ -16,22 +16,27 @@ if TYPE_CHECKING:
 
 
 def check_plot(path: Path) -> None:
-    """Raises the ValueError that `save_plot` would end in, before a run.
+    """Whether a picture can be made, before a run.
 
     Raises:
-        ValueError: when matplotlib is missing, or there is no such folder.
+        ValueError: when matplotlib is missing, there is no such folder, or pictures of this kind are unknown.
     """
     if find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib, which is not installed: pip install 'longspan[plot]'")
     if not path.parent.is_dir():
         raise ValueError(f"--plot {str(path)!r}: the folder {str(path.parent)!r} is not there")
+    from matplotlib.figure import Figure  # noqa: PLC0415  # an optional extra
+
+    known = Figure().canvas.get_supported_filetypes()
+    if path.suffix.removeprefix(".") not in known:
+        raise ValueError(f"--plot {str(path)!r}: this kind of picture is not supported; one of {', '.join(known)} is")
 
 
 def save_plot(path: Path, run: Run) -> None:
     """Writes four plots: distributions of TTFT and TBT, requests under way, and output tokens per second, over time.
 
     Raises:
-        ValueError: when matplotlib does not know the kind of picture that the name ends in, or cannot write it.
+        ValueError: when it cannot be written.
     """
     from matplotlib.figure import Figure  # noqa: PLC0415  # an optional extra
 

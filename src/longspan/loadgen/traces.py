@@ -43,9 +43,9 @@ def _of_milliseconds(value: float | str) -> float:
 
 
 def _of_date(value: str) -> float:
-    """Azure's dates have 7 digits behind the second; Python reads 6."""
-    whole, _, fraction = value.partition(".")
-    return datetime.fromisoformat(whole).replace(tzinfo=UTC).timestamp() + float(f"0.{fraction or 0}")
+    """A date without a zone is taken for UTC."""
+    date = datetime.fromisoformat(value)
+    return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
 
 
 # The first whose columns are all there counts.
@@ -120,7 +120,7 @@ def _from_zero(asks: list[Ask], speed: float) -> list[Ask]:
 
 def _opened(path: Path) -> IO[str]:
     if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8", newline="")
+        return gzip.open(path, "rt", encoding="utf-8-sig", newline="")
     return path.open(encoding="utf-8-sig", newline="")
 
 
