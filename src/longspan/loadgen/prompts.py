@@ -58,7 +58,8 @@ class PromptMaker:
 
     def token_ids(self, index: int, ask: Ask) -> list[int]:
         """The prompt of request `index`, `[input_len]`."""
-        return [int(one) for one in self._draw(index, ask, self.vocab_size)]
+        ids: list[int] = self._draw(index, ask, self.vocab_size).tolist()
+        return ids
 
     def words(self, index: int, ask: Ask) -> str:
         """As `token_ids`, with a word in the place of each token."""

@@ -124,11 +124,11 @@ def _counts(summary: Summary, slo: Slo) -> Table:
 def _times(summary: Summary) -> Table:
     table = Table(title="Milliseconds, from when a request was due", title_justify="left")
     table.add_column("")
-    for name in ("mean", "median", *(f"p{p}" for p in PERCENTILES)):
-        table.add_column(name, justify="right")
+    for name in ("mean", *(f"p{p}" for p in PERCENTILES)):
+        table.add_column("median (p50)" if name == "p50" else name, justify="right")
     for name, title in _TITLES.items():
         spread = summary.spreads[name]
-        values = () if spread is None else (spread.mean, spread.median, *spread.percentiles)
+        values = () if spread is None else (spread.mean, *spread.percentiles)
         table.add_row(title, *(f"{value:,.1f}" for value in values))
     return table
 
