@@ -1,0 +1,47 @@
+"""OpenAI's and vLLM's JSON, in and out, without any HTTP: bodies to requests to jobs, updates to answers."""
+
+from longspan.serve.wire.answers import Assembler
+from longspan.serve.wire.body import read_request
+from longspan.serve.wire.chat_answer import ChatAssembler
+from longspan.serve.wire.completion_answer import CompletionAssembler
+from longspan.serve.wire.convert import Served, chat_job, completion_jobs, detokenized, tokenized
+from longspan.serve.wire.errors import WireError, wire_error
+from longspan.serve.wire.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from longspan.serve.wire.responses import (
+    ChatCompletionChunk,
+    ChatCompletionResponse,
+    CompletionResponse,
+    DetokenizeResponse,
+    ErrorBody,
+    ModelCard,
+    ModelList,
+    TokenizeResponse,
+    VersionInfo,
+)
+
+__all__ = [
+    "Assembler",
+    "ChatAssembler",
+    "ChatCompletionChunk",
+    "ChatCompletionRequest",
+    "ChatCompletionResponse",
+    "CompletionAssembler",
+    "CompletionRequest",
+    "CompletionResponse",
+    "DetokenizeRequest",
+    "DetokenizeResponse",
+    "ErrorBody",
+    "ModelCard",
+    "ModelList",
+    "Served",
+    "TokenizeRequest",
+    "TokenizeResponse",
+    "VersionInfo",
+    "WireError",
+    "chat_job",
+    "completion_jobs",
+    "detokenized",
+    "read_request",
+    "tokenized",
+    "wire_error",
+]

@@ -1,0 +1,35 @@
+"""Bytes to a request."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
+
+from longspan.serve.limits import RequestLimits
+from longspan.serve.wire.errors import WireError, blaming, cut, wire_error
+
+RequestT = TypeVar("RequestT", bound=BaseModel)
+
+
+def read_request(model: type[RequestT], body: bytes, limits: RequestLimits) -> RequestT:
+    """The request that a body holds.
+
+    Raises:
+        WireError: when it is too large, no JSON, nested too deeply, or not what `model` describes.
+    """
+    if len(body) > limits.max_body_bytes:
+        raise WireError(f"the body has more than {limits.max_body_bytes} bytes (--max-body-bytes)", status=413)
+    try:
+        value = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise WireError(f"the body is not JSON: {cut(str(error), 100)}") from error
+    if not isinstance(value, dict):
+        raise WireError("the body must be a JSON object")
+    with blaming(None):
+        limits.check_nesting(value)
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise wire_error(error.errors(include_url=False), value) from error

@@ -1,0 +1,197 @@
+"""Requests to jobs. This tokenizes, which takes a while for long prompts: call it in a thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from inspect import signature
+from typing import Any, Protocol
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from longspan.chat_template import TemplateOptions
+from longspan.core.sampling import SamplingParams
+from longspan.jobs import Job, JobMaker
+from longspan.serve.limits import RequestLimits
+from longspan.serve.wire.errors import WireError, blaming, cut
+from longspan.serve.wire.messages import for_template
+from longspan.serve.wire.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+)
+
+DEFAULT_MAX_TOKENS = 16
+"""Of completions, as OpenAI's."""
+
+_SAME = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("logit_bias", "stop", "stop_token_ids", "ignore_eos"),
+)
+"""Fields that are parameters of sampling as they are."""
+
+_NOT_VARIABLES = frozenset(
+    {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters, *signature(render_jinja_template).parameters}
+) | {"messages"}
+"""What a template's variables cannot be called, since rendering has a parameter of that name."""
+
+
+class Served(Protocol):
+    """What a server knows of its model."""
+
+    @property
+    def jobs(self) -> JobMaker:
+        """Makes its jobs."""
+
+    @property
+    def limits(self) -> RequestLimits:
+        """What a request may ask for."""
+
+
+def completion_jobs(request: CompletionRequest, served: Served) -> list[Job]:
+    """One job per prompt, in their order.
+
+    Raises:
+        WireError: when the request asks for what this model or server cannot do.
+    """
+    _check_sizes(request, served.limits)
+    most = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    scored = (request.prompt_logprobs, request.logprobs if request.echo else None)
+    params = _params(
+        request,
+        max_tokens=max(1, most),  # the engine's least; `echo` with 0 leaves the token out of the answer
+        logprobs=request.logprobs,
+        prompt_logprobs=max((count for count in scored if count is not None), default=None),
+    )
+    special = request.add_special_tokens is not False
+    prompts = prompts_of(request)
+    names = ["prompt"] if len(prompts) == 1 else [f"prompt[{index}]" for index in range(len(prompts))]
+    return [_job(prompt, params, served.jobs, special, name) for prompt, name in zip(prompts, names, strict=True)]
+
+
+def chat_job(request: ChatCompletionRequest, served: Served) -> Job:
+    """A conversation's.
+
+    Raises:
+        WireError: when the request asks for what this model or server cannot do.
+    """
+    _check_sizes(request, served.limits)
+    params = _params(
+        request,
+        max_tokens=request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        prompt_logprobs=request.prompt_logprobs,
+    )
+    text, ids = _rendered(request, served.jobs)
+    with blaming("messages", type(request).model_fields):
+        return served.jobs.checked(text, ids, params)
+
+
+def tokenized(request: TokenizeRequest, served: Served) -> dict[str, Any]:
+    """The answer to a request for tokens.
+
+    Raises:
+        WireError: when there is no tokenizer, or the conversation is wrong.
+    """
+    _check_sizes(request, served.limits)
+    jobs = served.jobs
+    with blaming("prompt"):
+        if request.messages is None:
+            ids = jobs.tokenize(request.prompt or "", add_special_tokens=request.add_special_tokens is not False)
+        else:
+            _, ids = _rendered(request, jobs)
+    assert jobs.tokenizer is not None, "it has tokenized"
+    names = jobs.tokenizer.convert_ids_to_tokens(ids) if request.return_token_strs else None
+    return {"count": len(ids), "max_model_len": jobs.max_model_len, "tokens": ids, "token_strs": names}
+
+
+def detokenized(request: DetokenizeRequest, served: Served) -> dict[str, Any]:
+    """The answer to a request for text; special tokens have the text that stands for them.
+
+    Raises:
+        WireError: when there is no tokenizer, or a token is not in the vocabulary.
+    """
+    jobs = served.jobs
+    if jobs.tokenizer is None:
+        raise WireError("there is no tokenizer (skip_tokenizer_init)", "tokens")
+    wrong = next((token for token in request.tokens if token >= jobs.vocab_size), None)
+    if wrong is not None:
+        raise WireError(f"token id {wrong} is not in the vocabulary: ids go from 0 to {jobs.vocab_size - 1}", "tokens")
+    return {"prompt": jobs.tokenizer.decode(request.tokens, skip_special_tokens=False)}
+
+
+def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
+    """One or several, in a list."""
+    prompt: Any = request.prompt
+    return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+
+
+def structured_outputs(request: GenerationRequest) -> dict[str, Any] | None:
+    """What outputs must follow, as the arguments of `StructuredOutputsParams`; None if they are free."""
+    chosen = request.response_format
+    if chosen is not None and chosen.type == "json_object":
+        return {"json_object": True}
+    if chosen is not None and chosen.type == "json_schema":
+        return {"json": chosen.json_schema.schema_}
+    if request.structured_outputs is None:
+        return None
+    fields = request.structured_outputs.fields
+    return {name: tuple(value) if name == "choice" else value for name, value in fields.items() if value}
+
+
+def _params(
+    request: GenerationRequest, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
+) -> SamplingParams:
+    """Raises WireError for values that do not go together."""
+    if structured_outputs(request) is not None:
+        raise WireError("structured outputs are not supported", "response_format")
+    given: dict[str, Any] = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
+    least = request.min_tokens or 0
+    with blaming(None, type(request).model_fields):
+        return SamplingParams(
+            **given,
+            seed=None if request.seed == -1 else request.seed,
+            min_tokens=least if max_tokens is None else min(least, max_tokens),
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+
+def _job(prompt: str | list[int], params: SamplingParams, jobs: JobMaker, special: bool, name: str) -> Job:
+    with blaming(name, CompletionRequest.model_fields.keys() - {"prompt"}):
+        if isinstance(prompt, str):
+            return jobs.checked(prompt, jobs.tokenize(prompt, add_special_tokens=special), params)
+        return jobs.checked(None, prompt, params)
+
+
+def _rendered(request: ChatCompletionRequest | TokenizeRequest, jobs: JobMaker) -> tuple[str, list[int]]:
+    """A conversation as text and token ids."""
+    assert request.messages is not None, "the caller has looked"
+    variables = request.chat_template_kwargs or {}
+    if taken := sorted(_NOT_VARIABLES & variables.keys()):
+        raise WireError(f"{cut(taken[0])} is not a variable of templates: leave it out", "chat_template_kwargs")
+    options = TemplateOptions(
+        add_generation_prompt=not request.continue_final_message and request.add_generation_prompt is not False,
+        continue_final_message=bool(request.continue_final_message),
+        chat_template_kwargs=variables,
+    )
+    with blaming("messages"):
+        text = _render([for_template(message) for message in request.messages], options, jobs)
+        return text, jobs.tokenize(text, add_special_tokens=bool(request.add_special_tokens))
+
+
+def _render(messages: Sequence[dict[str, Any]], options: TemplateOptions, jobs: JobMaker) -> str:
+    try:
+        return jobs.render_chat(messages, **options)
+    except (TypeError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
+        # A template is a program, and it is the request that it did not expect.
+        raise ValueError(f"the chat template cannot render these messages: {cut(str(error), 100)}") from error
+
+
+def _check_sizes(request: GenerationRequest | TokenizeRequest, limits: RequestLimits) -> None:
+    for name in type(request).model_fields:
+        with blaming(name):
+            limits.check(name, getattr(request, name))

@@ -1,0 +1,110 @@
+"""Logprobs as OpenAI's two interfaces and vLLM have them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from longspan.model.tokenizer import token_text
+from longspan.outputs import Logprob, LogprobsOfToken
+
+LEAST = -9999.0
+"""Stands for minus infinity, which JSON does not have."""
+
+_UNDECODED = "\N{REPLACEMENT CHARACTER}"
+
+
+class Names:
+    """Texts and bytes of single tokens; without a tokenizer, a token's text is `token_id:` and its id, as in vLLM."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self._tokenizer = tokenizer
+
+    def text(self, token: int, entry: Logprob | None = None) -> str:
+        """A token's; `entry` may know it already."""
+        if entry is not None and entry.decoded_token is not None:
+            return entry.decoded_token
+        return f"token_id:{token}" if self._tokenizer is None else token_text(self._tokenizer, token)
+
+    def bytes(self, token: int, text: str) -> list[int] | None:
+        """What a token stands for, even if it is only a part of a character; None if that cannot be told."""
+        if self._tokenizer is None:
+            return None
+        if _UNDECODED not in text:
+            return list(text.encode())
+        piece = str(self._tokenizer.convert_ids_to_tokens(token))
+        if len(piece) == len("<0x00>") and piece.startswith("<0x"):
+            return [int(piece[3:5], 16)]
+        stand_ins = _stand_ins()
+        return [stand_ins[letter] for letter in piece] if stand_ins.keys() >= set(piece) else None
+
+
+def completion_logprobs(
+    tokens: Sequence[tuple[int, LogprobsOfToken | None]], offsets: Sequence[int], num_top: int, names: Names
+) -> dict[str, list[Any]]:
+    """Four lists of one length; `offsets` is where tokens begin in the text."""
+    texts, logprobs, tops = [], [], []
+    for token, entries in tokens:
+        chosen = None if entries is None else entries[token]
+        texts.append(names.text(token, chosen))
+        logprobs.append(None if chosen is None else _finite(chosen))
+        tops.append(None if entries is None else _best_by_text(token, entries, num_top, names))
+    return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": list(offsets)}
+
+
+def chat_logprobs(token: int, entries: LogprobsOfToken, num_top: int, names: Names) -> dict[str, Any]:
+    """Of one token."""
+    tops = [_chat_entry(other, entry, names) for other, entry in _best(entries, num_top)]
+    return {**_chat_entry(token, entries[token], names), "top_logprobs": tops}
+
+
+def prompt_logprobs(
+    scores: Sequence[LogprobsOfToken | None], num_top: int
+) -> list[dict[str, dict[str, float | int | str | None]] | None]:
+    """Per prompt token, as vLLM has them."""
+    return [None if entries is None else _prompt_entry(entries, num_top) for entries in scores]
+
+
+def _prompt_entry(entries: LogprobsOfToken, num_top: int) -> dict[str, dict[str, float | int | str | None]]:
+    return {
+        str(token): {"logprob": _finite(entry), "rank": entry.rank, "decoded_token": entry.decoded_token}
+        for token, entry in _token_and_best(next(iter(entries)), entries, num_top)
+    }
+
+
+def _best_by_text(token: int, entries: LogprobsOfToken, num_top: int, names: Names) -> dict[str, float]:
+    """The token and the best ones; of tokens with one text, the best counts."""
+    best: dict[str, float] = {}
+    for other, entry in _token_and_best(token, entries, num_top):
+        text, logprob = names.text(other, entry), _finite(entry)
+        best[text] = max(logprob, best.get(text, logprob))
+    return best
+
+
+def _chat_entry(token: int, entry: Logprob, names: Names) -> dict[str, Any]:
+    text = names.text(token, entry)
+    return {"token": text, "logprob": _finite(entry), "bytes": names.bytes(token, text)}
+
+
+def _token_and_best(token: int, entries: LogprobsOfToken, num_top: int) -> Iterable[tuple[int, Logprob]]:
+    return ({token: entries[token]} | dict(_best(entries, num_top))).items()
+
+
+def _best(entries: LogprobsOfToken, num_top: int) -> list[tuple[int, Logprob]]:
+    """The most likely ones, which may be fewer than there are: another part of the answer may have asked for more."""
+    return sorted(entries.items(), key=lambda item: -item[1].logprob)[:num_top]
+
+
+def _finite(entry: Logprob) -> float:
+    return max(entry.logprob, LEAST)
+
+
+@lru_cache(maxsize=1)
+def _stand_ins() -> dict[str, int]:
+    """The letters that byte-level vocabularies write for bytes: printable ones for themselves, others from 256 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    rest = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(rest)}
