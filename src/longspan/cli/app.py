@@ -15,6 +15,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import longspan
+from longspan.cli.batch import batch
 from longspan.cli.bench import bench
 from longspan.cli.chat import chat
 from longspan.cli.generate import generate
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(chat)
+app.command()(batch)
 app.add_typer(bench, name="bench")
 
 
