@@ -76,6 +76,12 @@ def test_a_chat_says_what_chat_says(llm: LLM) -> None:
     assert len(chat.choices[0].logprobs.content or ()) == 5
 
 
+def test_an_answer_has_the_form_that_was_asked_for(llm: LLM) -> None:
+    body = {"prompt": PROMPTS[1], "structured_outputs": {"choice": ["Paris", "Rome"]}}
+    [answer] = answers(llm, (COMPLETIONS, body))
+    assert answer.body["choices"][0]["text"] in ("Paris", "Rome")
+
+
 @pytest.mark.parametrize(
     ("url", "body", "status", "param", "words"),
     [

@@ -7,14 +7,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from longspan.core.sampling import SamplingParams
+    from longspan.core.sampling import SamplingParams, StructuredOutputsParams
     from longspan.llm import LLM
     from longspan.outputs import RequestOutput
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
-_HOMES = {"LLM": "longspan.llm", "RequestOutput": "longspan.outputs", "SamplingParams": "longspan.core.sampling"}
+_HOMES = {
+    "LLM": "longspan.llm",
+    "RequestOutput": "longspan.outputs",
+    "SamplingParams": "longspan.core.sampling",
+    "StructuredOutputsParams": "longspan.core.sampling",
+}
 
 
 def __getattr__(name: str) -> object:

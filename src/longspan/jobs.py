@@ -5,14 +5,18 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Unpack
 
+from llguidance import LLTokenizer
 from transformers import PreTrainedTokenizerBase
 
 from longspan import chat_template
 from longspan.chat_template import Message, TemplateOptions
 from longspan.core.request import check_length
-from longspan.core.sampling import SamplingParams
+from longspan.core.sampling import SamplingParams, StructuredOutputsParams
+from longspan.model.vocabulary import grammar_vocabulary
+from longspan.structured import compile_grammar
 
 Prompt = str | Sequence[int]
 """A text, or its token ids."""
@@ -20,11 +24,17 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A prompt that was checked. `text` is None when token ids were given."""
+    """A prompt that was checked.
+
+    Attributes:
+        text: None when token ids were given.
+        grammar: what the output must follow, see `Sampling`.
+    """
 
     text: str | None
     token_ids: tuple[int, ...]
     params: SamplingParams
+    grammar: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +81,9 @@ class JobMaker:
             raise ValueError("stop strings need a tokenizer, but there is none (skip_tokenizer_init)")
         params.check_vocab(self.vocab_size)
         check_length(len(token_ids), self.max_model_len)
-        return Job(text=text, token_ids=tuple(token_ids), params=params)
+        form = params.structured_outputs
+        grammar = "" if form is None else self._grammar(form)
+        return Job(text=text, token_ids=tuple(token_ids), params=params, grammar=grammar)
 
     def render_chat(self, messages: Sequence[Message], **template: Unpack[TemplateOptions]) -> str:
         """The text that stands for a conversation; tokenize it without adding special tokens.
@@ -85,6 +97,15 @@ class JobMaker:
         """Token ids of a text, with the special tokens that the tokenizer adds at its ends."""
         ids: list[int] = self._need_tokenizer()(text, add_special_tokens=add_special_tokens)["input_ids"]
         return ids
+
+    def _grammar(self, form: StructuredOutputsParams) -> str:
+        if self.tokenizer is None:
+            raise ValueError("structured outputs need a tokenizer, but there is none (skip_tokenizer_init)")
+        return compile_grammar(form, self._vocabulary)
+
+    @cached_property
+    def _vocabulary(self) -> LLTokenizer:
+        return grammar_vocabulary(self._need_tokenizer(), vocab_size=self.vocab_size)
 
     def _need_tokenizer(self) -> PreTrainedTokenizerBase:
         if self.tokenizer is None:

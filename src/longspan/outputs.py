@@ -37,7 +37,8 @@ class CompletionOutput:
         text: without the stop string or stop token that ended it; `token_ids` has the latter.
         cumulative_logprob: the sum over its tokens, if logprobs were asked for.
         logprobs: per output token, if asked for.
-        finish_reason: `stop` (end-of-sequence or stop token, or stop string), `length`, `abort`; None while it runs.
+        finish_reason: `stop` (end-of-sequence or stop token, or stop string), `length`, `abort`,
+            `error` (`stop_reason` says which); None while it runs.
         stop_reason: the stop string, or the one of `stop_token_ids`, that ended it; None for an end-of-sequence token.
         logits: float32 `[vocab]` per output token, if asked for with `output_logits`.
     """

@@ -30,8 +30,11 @@ class Tracked:
     def start(self, engine: Engine) -> None:
         """Adds its requests to the engine; all but the first share the first one's prompt."""
         ids, params = self.job.token_ids, self.job.params
-        leader = engine.add(ids, params)
-        others = [engine.add(ids, params, choice=index, leader=leader) for index in range(1, params.n)]
+        leader = engine.add(ids, params, grammar=self.job.grammar)
+        others = [
+            engine.add(ids, params, choice=index, leader=leader, grammar=self.job.grammar)
+            for index in range(1, params.n)
+        ]
         self.choices = tuple(Choice(request, self._tokenizer) for request in (leader, *others))
 
     @property
@@ -92,7 +95,7 @@ class Choice:
 
     @property
     def stop_reason(self) -> int | str | None:
-        """The stop string or token that ended it."""
+        """The stop string or token that ended it, or what went wrong."""
         stopped_by = None if self._detokenizer is None else self._detokenizer.stopped_by
         return self.request.stop_reason if stopped_by is None else stopped_by
 

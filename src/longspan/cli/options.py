@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 import longspan
 from longspan.core.parallel import ParallelSpec
-from longspan.core.sampling import SamplingParams
+from longspan.core.sampling import SamplingParams, StructuredOutputsParams
 from longspan.runtime.forkserver import start_server
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ _devices = partial(typer.Option, rich_help_panel="Devices and weights")
 _scheduling = partial(typer.Option, rich_help_panel="Scheduling and memory")
 _sampling = partial(typer.Option, rich_help_panel="Sampling")
 _ending = partial(typer.Option, rich_help_panel="Length and end")
+_form = partial(typer.Option, rich_help_panel="Structured outputs: give one")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +106,7 @@ class EngineOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """How tokens are chosen and when an output ends: the fields of `SamplingParams`."""
+    """How tokens are chosen, when an output ends and what form it has: the fields of `SamplingParams`."""
 
     temperature: Annotated[float, _sampling(help="0 is greedy.")] = 0.0
     top_k: Annotated[int, _sampling(help="Keep the k most likely tokens; -1 or 0 keeps all.")] = -1
@@ -130,6 +133,14 @@ class SamplingOptions:
     stop: Annotated[list[str] | None, _ending(help="A string that ends the output; repeatable.")] = None
     stop_token_ids: Annotated[str | None, _ending(metavar="1,2,3", help="Token ids that end the output.")] = None
     ignore_eos: Annotated[bool, _ending("--ignore-eos", help="Go on past end-of-sequence tokens.")] = False
+    json_schema: Annotated[
+        str | None, _form(metavar="FILE_OR_TEXT", help="The output is JSON that this schema describes.")
+    ] = None
+    regex: Annotated[str | None, _form(help="The whole output matches this regular expression.")] = None
+    choice: Annotated[list[str] | None, _form(help="A text that the output may be; repeatable.")] = None
+    grammar: Annotated[
+        str | None, _form(metavar="FILE_OR_TEXT", help="The output follows this grammar, in Lark's notation.")
+    ] = None
 
     def params(self) -> SamplingParams:
         """The parameters of a request.
@@ -141,8 +152,22 @@ class SamplingOptions:
             "logit_bias": _biases(self.logit_bias) if self.logit_bias else None,
             "stop": tuple(self.stop or ()),
             "stop_token_ids": () if self.stop_token_ids is None else id_list("--stop-token-ids", self.stop_token_ids),
+            "structured_outputs": self._form(),
         }
-        return SamplingParams(**{field.name: getattr(self, field.name) for field in fields(self)} | read)
+        forms = ("json_schema", "regex", "choice", "grammar")
+        same = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in forms}
+        return SamplingParams(**same | read)
+
+    def _form(self) -> StructuredOutputsParams | None:
+        schema, regex, choice, grammar = self.json_schema, self.regex, self.choice, self.grammar
+        if schema is None and regex is None and not choice and grammar is None:
+            return None
+        return StructuredOutputsParams(
+            json=None if schema is None else _schema(schema),
+            regex=regex,
+            choice=choice or None,
+            grammar=None if grammar is None else _file_or_text("--grammar", grammar),
+        )
 
 
 def id_list(flag: str, text: str) -> list[int]:
@@ -172,6 +197,27 @@ def key_values(flag: str, pairs: Sequence[str]) -> dict[str, str]:
             raise ValueError(f"{flag} {key} is given twice: {options[key]!r} and {value!r}")
         options[key] = value
     return options
+
+
+def _schema(value: str) -> str:
+    text = _file_or_text("--json-schema", value)
+    if not text.lstrip().startswith("{"):
+        raise ValueError(
+            f"--json-schema {value!r:.60} is neither a schema (an object such as {{...}}) nor a file with one"
+        )
+    return text
+
+
+def _file_or_text(flag: str, value: str) -> str:
+    """The text of the file of this name, if there is one, or else the value itself."""
+    try:
+        return Path(value).read_text(encoding="utf-8") if Path(value).is_file() else value
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{flag}: file {value!r} is not UTF-8: {error}") from None
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:  # so it is a text
+            return value
+        raise ValueError(f"{flag}: file {value!r} cannot be read: {error.strerror}") from None
 
 
 def _biases(pairs: Sequence[str]) -> dict[int, float]:

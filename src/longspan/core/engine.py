@@ -90,9 +90,16 @@ class Engine:
         self._seeds = random.Random(config.seed)
 
     def add(
-        self, prompt: tuple[int, ...], params: SamplingParams, *, choice: int = 0, leader: Request | None = None
+        self,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        *,
+        choice: int = 0,
+        leader: Request | None = None,
+        grammar: str = "",
     ) -> Request:
         """Queues a request. For `params.n` outputs, add the first and then the others with it as their `leader`.
+        `grammar` is what `params.structured_outputs` asks for, see `Sampling`.
 
         Raises:
             ValueError: when the prompt is empty or leaves no room for one output token.
@@ -107,6 +114,7 @@ class Engine:
             seed=self._seed(params) if leader is None else leader.seed,
             choice=choice,
             leader=leader,
+            grammar=grammar,
             block_size=self.config.block_size,
             max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
             metrics=RequestMetrics(arrival_s=self._clock.now()),
@@ -297,7 +305,7 @@ class Engine:
         return request.table[position // self.config.block_size].instance
 
     def _new_output(self, request: Request) -> tuple[int, tuple[int, ...]]:
-        if not request.penalised:
+        if not request.keeps_history:
             return 0, ()
         first, request.sent_output = request.sent_output, len(request.output)
         return first, tuple(request.output[first:])
@@ -331,6 +339,10 @@ class Engine:
 
     def _append(self, sampled: Sampled) -> Request:
         request, params = self._requests[sampled.request_id], self._requests[sampled.request_id].params
+        if sampled.error:
+            request.stop_reason = sampled.error
+            self.finish(request, "error")
+            return request
         request.output.append(sampled.token)
         if params.output_logits:
             request.logits.append(sampled.logits)

@@ -9,7 +9,7 @@ from longspan.core.blocks import ROOT, chain_key
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import UNKNOWN, BlockRef, Sampling, TokenLogprobs
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(kw_only=True)
@@ -50,9 +50,10 @@ class Request:
         group: the instances that hold its KV, in ring order; empty while it waits.
         table: entry b is the block of tokens `[b * block_size, (b + 1) * block_size)`.
         sent_blocks: how many entries of `table` the ranks of `group` know.
-        sent_output: how many output tokens they know; counted for requests with penalties only.
+        sent_output: how many output tokens they know; counted if it `keeps_history` only.
         rope_length: the length that length-dependent rotary embeddings are pinned to; part of the prefix keys.
-        stop_reason: the stop token that ended it, if one of `stop_token_ids` did.
+        grammar: what the output must follow, see `Sampling`.
+        stop_reason: the stop token that ended it, if one of `stop_token_ids` did; what went wrong, for `error`.
     """
 
     id: int
@@ -64,6 +65,7 @@ class Request:
     metrics: RequestMetrics
     choice: int = 0
     leader: Request | None = None
+    grammar: str = ""
     output: list[int] = field(default_factory=list)
     logits: list[bytes] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -78,7 +80,7 @@ class Request:
     sent_output: int = 0
     rope_length: int = 0
     finish_reason: FinishReason | None = None
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
     _keys: list[bytes] = field(default_factory=list)
 
     @property
@@ -103,10 +105,11 @@ class Request:
         return leader is not None and not leader.output and leader.finish_reason is None
 
     @property
-    def penalised(self) -> bool:
-        """Whether ranks must know its output tokens."""
+    def keeps_history(self) -> bool:
+        """Whether ranks must know its output tokens, for penalties or a grammar."""
         params = self.params
-        return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
+        penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        return penalties != (1.0, 0.0, 0.0) or bool(self.grammar)
 
     @property
     def scores_prompt(self) -> bool:
@@ -140,6 +143,7 @@ class Request:
             logprobs=params.logprobs,
             prompt_logprobs=params.prompt_logprobs,
             output_logits=params.output_logits,
+            grammar=self.grammar,
         )
 
     def parent_key(self, index: int) -> bytes:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json as jsonlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Integral, Real
+from typing import Any
 
 LogitBias = Mapping[int, float] | Mapping[str, float] | tuple[tuple[int, float], ...]
 """Token id to bias. JSON has no integer keys, so that ids may come as strings of digits; kept as sorted pairs."""
@@ -18,11 +20,52 @@ _REAL = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalt
 
 
 @dataclass(frozen=True, kw_only=True)
+class StructuredOutputsParams:
+    """What form an output must have: exactly one of these is given. Names are vLLM's. Instances are hashable.
+
+    Attributes:
+        json: a JSON schema, as text (kept as it is) or as a dictionary (kept as text).
+        regex: a regular expression that the whole output matches.
+        choice: the output is one of these texts.
+        grammar: a context-free grammar in Lark's notation.
+        json_object: the output is any JSON object.
+
+    Raises:
+        ValueError: unless exactly one is given, or for one of the wrong type.
+    """
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.json_object, bool):
+            raise ValueError(f"structured_outputs: json_object must be true or false, but {self.json_object!r} given")
+        given = [field.name for field in fields(self) if getattr(self, field.name) not in (None, False)]
+        if len(given) != 1:
+            names = ", ".join(field.name for field in fields(self))
+            found = " and ".join(given) or "none"
+            raise ValueError(f"structured_outputs must have exactly one of {names}, but {found} given")
+        if isinstance(self.json, dict):
+            object.__setattr__(self, "json", _json_text(self.json))
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _choices(self.choice))
+        for name in ("json", "regex", "grammar"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, str) and value):
+                raise ValueError(
+                    f"structured_outputs: {name} must be a text that is not empty, but {value!r:.60} given"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How the next tokens of a request are chosen and when it ends. Names, defaults and ranges are vLLM's.
 
-    They apply in this order: logit_bias, min_tokens, penalties, temperature, min_p, top_k, top_p. Instances are
-    hashable whatever collections they were given.
+    They apply in this order: logit_bias, min_tokens, penalties, structured_outputs, temperature, min_p, top_k, top_p.
+    Instances are hashable whatever collections they were given.
 
     Attributes:
         n: how many outputs are drawn for the prompt, each from random numbers of its own.
@@ -45,6 +88,8 @@ class SamplingParams:
         ignore_eos: generate on past end-of-sequence tokens.
         logprobs: report the log-probability of each output token, and of so many of the most likely tokens beside it.
         prompt_logprobs: the same for the tokens of the prompt.
+        structured_outputs: what form the output must have. It counts before `min_tokens`: an output that can only end
+            ends. With `ignore_eos`, end-of-sequence tokens follow until `max_tokens`.
         output_logits: return the float32 logits that each output token was chosen from (before all of the above).
 
     Raises:
@@ -68,6 +113,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     output_logits: bool = False
 
     def __post_init__(self) -> None:
@@ -166,6 +212,11 @@ def _report_checks(params: SamplingParams) -> Iterator[tuple[bool, str]]:
     for name in ("logprobs", "prompt_logprobs"):
         value = getattr(params, name)
         yield value is None or value >= 0, f"{name} must be at least 0, or None for no report, but {value} given"
+    form = params.structured_outputs
+    yield (
+        isinstance(form, StructuredOutputsParams | None),
+        f"structured_outputs must be StructuredOutputsParams, but {form!r:.60} given",
+    )
 
 
 def _whole(name: str, value: object) -> int:
@@ -214,3 +265,22 @@ def _biases(bias: object) -> tuple[tuple[int, float], ...]:
             raise ValueError(f"logit_bias names token {token} twice: keep one")
         biases[token] = _real(f"the logit_bias of token {token}", value)
     return tuple(sorted(biases.items()))
+
+
+def _json_text(schema: dict[str, Any]) -> str:
+    try:
+        return jsonlib.dumps(schema, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"structured_outputs: the schema in json cannot be written as JSON: {error}") from None
+
+
+def _choices(choices: object) -> tuple[str, ...]:
+    if isinstance(choices, str) or not isinstance(choices, Iterable):
+        raise ValueError(f"structured_outputs: choice must be a list of texts, but {choices!r:.60} given")
+    texts = tuple(choices)
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"structured_outputs: choice must be texts that are not empty, but {text!r:.60} given")
+    if not texts:
+        raise ValueError("structured_outputs: choice must have at least one text, but none given")
+    return texts

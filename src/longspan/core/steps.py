@@ -36,6 +36,7 @@ class Sampling:
         logprobs, prompt_logprobs: how many of the most likely tokens are reported beside the one that was chosen, or
             stands in the prompt; None for no report.
         output_logits: whether the logits are reported with the token.
+        grammar: what the output must follow, in llguidance's serialised form; empty for anything.
     """
 
     seed: int
@@ -53,11 +54,17 @@ class Sampling:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     output_logits: bool = False
+    grammar: str = ""
 
     @property
     def penalised(self) -> bool:
         """Whether the choice of a token depends on the tokens before it beyond their logits."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    @property
+    def guided(self) -> bool:
+        """Whether the output must follow a grammar."""
+        return bool(self.grammar)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,8 +112,8 @@ class Part:
         tokens: the span's token ids. The last is `UNKNOWN` when the step that samples it was still in flight.
         unknown_on: the instance that samples that unknown token, in a step before this one.
         sampling: with the first part that these ranks see of a request, None later.
-        first_output, new_output: of a request with penalties, the output tokens that became known since its last part,
-            and which one the first of them is.
+        first_output, new_output: of a request with penalties or a grammar, the output tokens that became known since
+            its last part, and which one the first of them is.
         targets: when prompt logprobs are wanted, the token that follows each of the span's tokens inside the prompt.
         sample: None when the span does not reach the request's last token.
         rope_length: the length that length-dependent rotary embeddings of this request are pinned to.
@@ -156,12 +163,16 @@ Step = Forward | Free
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampled:
-    """A token that a rank sampled; `logits` are float32 bytes of `[vocab]`, empty unless asked for."""
+    """A token that a rank sampled; `logits` are float32 bytes of `[vocab]`, empty unless asked for.
+
+    `error` says why the request cannot go on, if so; its token means nothing then.
+    """
 
     request_id: int
     token: int
     logits: bytes = b""
     logprobs: TokenLogprobs | None = None
+    error: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

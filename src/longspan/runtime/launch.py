@@ -39,6 +39,7 @@ def start_workers(
             model_name=files.name,
             config_dir=str(files.config_dir),
             weights=str(files.weights),
+            tokenizer_dir=None if files.tokenizer_dir is None else str(files.tokenizer_dir),
             dtype=files.dtype,
             trust_remote_code=files.trust_remote_code,
             device=device,

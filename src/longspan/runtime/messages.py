@@ -12,6 +12,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         run_dir: private folder of this engine: sockets and the rendezvous file. Gone after shutdown.
+        tokenizer_dir: for structured outputs; None when the model comes without tokenizer files.
         record_times: measure where the time goes, see `runtime.timing`.
     """
 
@@ -21,6 +22,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     model_name: str
     config_dir: str
     weights: str
+    tokenizer_dir: str | None
     dtype: str
     trust_remote_code: bool
     device: str

@@ -1,7 +1,7 @@
-"""What a request changes in its logits before anything is chosen: bias, banned tokens, penalties.
+"""What a request changes in its logits before anything is chosen: bias, banned tokens, penalties, grammar.
 
-Only the tokens concerned are touched, over all rows of a batch at once: a batch of logits `[rows, vocab]` is seen flat,
-and token t of row r is number `r * vocab + t`.
+All rows of a batch are worked on at once, and all but grammars touch only the tokens concerned: a batch of logits
+`[rows, vocab]` is seen flat, and token t of row r is number `r * vocab + t`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from longspan.core.steps import Sampling
+from longspan.runtime.guides import forbid
 
 
 class TokenCounts:
@@ -57,28 +58,31 @@ class Draw:
         position: of the token to be sampled; random numbers are keyed by it.
         below_minimum: whether `sampling.banned` tokens are out of the question.
         history: of the row's request; None unless `sampling.penalised`.
+        allowed: of the row's request, bits of the tokens that its grammar allows, see `Guide`; None for all.
     """
 
     sampling: Sampling
     position: int
     below_minimum: bool = False
     history: TokenCounts | None = None
+    allowed: Tensor | None = None
 
     def __post_init__(self) -> None:
         assert self.history is not None or not self.sampling.penalised, "penalties need the request's history"
 
     @property
     def banned(self) -> tuple[int, ...]:
-        """The tokens that must not be chosen here."""
-        return self.sampling.banned if self.below_minimum else ()
+        """The tokens that must not be chosen here; a grammar has taken them into account."""
+        return self.sampling.banned if self.below_minimum and self.allowed is None else ()
 
 
 def adjusted(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """`logits [rows, vocab]` after bias, ban and penalties; the same tensor if no row asks for any, else a copy."""
+    """`logits [rows, vocab]` after bias, ban, penalties and grammar; a copy, unless no row asks for any of them."""
     biased = [(row, draw.sampling.logit_bias) for row, draw in enumerate(draws) if draw.sampling.logit_bias]
     banned = [(row, draw.banned) for row, draw in enumerate(draws) if draw.banned]
     penalised = [(row, draw) for row, draw in enumerate(draws) if draw.sampling.penalised]
-    if not (biased or banned or penalised):
+    guided = [(row, draw.allowed) for row, draw in enumerate(draws) if draw.allowed is not None]
+    if not (biased or banned or penalised or guided):
         return logits
     vocab = logits.shape[-1]
     logits = logits.clone(memory_format=torch.contiguous_format)
@@ -92,6 +96,8 @@ def adjusted(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
         flat.index_fill_(0, torch.tensor(places, device=flat.device), -torch.inf)
     if penalised:
         _penalise(flat, vocab, penalised)
+    if guided:
+        forbid(logits, [row for row, _ in guided], [allowed for _, allowed in guided])
     return logits
 
 

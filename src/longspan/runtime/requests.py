@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from longspan.core.steps import BlockRef, Part, Sampling
-from longspan.runtime.sampler import TokenCounts
+from longspan.core.steps import BlockRef, Part, Sample, Sampling
+from longspan.runtime.guides import Guide, Vocabulary
+from longspan.runtime.sampler import Draw, TokenCounts
 
 
 @dataclass(kw_only=True)
@@ -18,12 +19,14 @@ class RankRequest:
     Attributes:
         table: entry b is the block of tokens `[b * block_size, (b + 1) * block_size)`, on whichever instance.
         history: the tokens that penalties count; None without penalties.
-        num_counted: output tokens that `history` contains.
+        guide: the state of the grammar that the output must follow; None without one.
+        num_counted: output tokens that `history` and `guide` contain.
         last_token: the token that this rank sampled last; -1 before the first.
     """
 
     sampling: Sampling
     history: TokenCounts | None
+    guide: Guide | None
     table: list[BlockRef] = field(default_factory=list)
     num_counted: int = 0
     last_token: int = -1
@@ -32,23 +35,42 @@ class RankRequest:
         """Takes in what a part says of blocks and output tokens."""
         assert len(self.table) == part.first_block, "the controller has told this rank all earlier blocks"
         self.table.extend(part.blocks)
-        if self.history is not None:
-            new = part.new_output[self.num_counted - part.first_output :]
-            self.history.add(new)
-            self.num_counted += len(new)
+        if part.new_output:
+            self._add(part.new_output[self.num_counted - part.first_output :])
 
     def count(self, token: int) -> None:
         """Counts an output token that the controller does not know yet."""
+        self._add((token,))
+
+    def draw(self, sample: Sample) -> Draw:
+        """What its next token is chosen by."""
+        banned = self.sampling.banned if sample.below_minimum else ()
+        return Draw(
+            sampling=self.sampling,
+            position=sample.position,
+            below_minimum=sample.below_minimum,
+            history=self.history,
+            allowed=None if self.guide is None else self.guide.allowed(banned),
+        )
+
+    @property
+    def error(self) -> str:
+        """Why it cannot go on, if so."""
+        return "" if self.guide is None else self.guide.error
+
+    def _add(self, tokens: tuple[int, ...]) -> None:
         if self.history is not None:
-            self.history.add((token,))
-            self.num_counted += 1
+            self.history.add(tokens)
+        if self.guide is not None:
+            self.guide.add(tokens)
+        self.num_counted += len(tokens)
 
 
 class RankRequests:
-    """All requests of one rank by id."""
+    """All requests of one rank by id. Without a `vocabulary`, none may have a grammar."""
 
-    def __init__(self, *, vocab_size: int, device: torch.device) -> None:
-        self._vocab_size, self._device = vocab_size, device
+    def __init__(self, *, vocab_size: int, device: torch.device, vocabulary: Vocabulary | None = None) -> None:
+        self._vocab_size, self._device, self._vocabulary = vocab_size, device, vocabulary
         self._requests: dict[int, RankRequest] = {}
 
     def __getitem__(self, request_id: int) -> RankRequest:
@@ -69,4 +91,8 @@ class RankRequests:
 
     def _begin(self, sampling: Sampling) -> RankRequest:
         history = TokenCounts(self._vocab_size, sampling.prompt, self._device) if sampling.penalised else None
-        return RankRequest(sampling=sampling, history=history)
+        guide = None
+        if sampling.guided:
+            assert self._vocabulary is not None, "requests with a grammar are refused without a tokenizer"
+            guide = Guide(sampling.grammar, self._vocabulary)
+        return RankRequest(sampling=sampling, history=history, guide=guide)

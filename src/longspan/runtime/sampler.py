@@ -20,7 +20,7 @@ __all__ = ["Draw", "TokenCounts", "sample", "token_logprobs", "uniform"]
 def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
     """One token per row of `logits [rows, vocab]` (float32, left as they are), as each row's `Draw` asks.
 
-    Bias, ban and penalties come first. Temperature 0 then takes the best token, of equals the first; otherwise
+    Bias, ban, penalties and grammar come first. Temperature 0 then takes the best token, of equals the first; otherwise
     temperature, min_p, top_k and top_p leave a distribution, and the token at a random quantile of it, in vocabulary
     order, is taken. Where they leave none (nothing allowed, or logits that are not finite) the best is taken, too.
     """

@@ -28,6 +28,7 @@ from longspan.model.files import ModelFiles
 from longspan.model.store import DTYPES
 from longspan.runtime.batch import Packed, PromptRows, pack
 from longspan.runtime.exchange import StepAttention, StepComm
+from longspan.runtime.guides import Vocabulary
 from longspan.runtime.messages import (
     Command,
     Done,
@@ -42,7 +43,7 @@ from longspan.runtime.messages import (
     report_address,
 )
 from longspan.runtime.requests import RankRequest, RankRequests
-from longspan.runtime.sampler import Draw, sample, token_logprobs
+from longspan.runtime.sampler import sample, token_logprobs
 from longspan.runtime.timing import Stopwatch, TimedTransport
 from longspan.runtime.unknown import resolve
 
@@ -62,7 +63,7 @@ class Worker:
             name=config.model_name,
             config_dir=Path(config.config_dir),
             weights=Path(config.weights),
-            tokenizer_dir=None,
+            tokenizer_dir=None if config.tokenizer_dir is None else Path(config.tokenizer_dir),
             dtype=config.dtype,
             trust_remote_code=config.trust_remote_code,
         )
@@ -74,7 +75,12 @@ class Worker:
             dtype=self._dtype,
             device=self._device,
         )
-        self._requests = RankRequests(vocab_size=self._model.info.vocab_size, device=self._device)
+        info = self._model.info
+        self._requests = RankRequests(
+            vocab_size=info.vocab_size,
+            device=self._device,
+            vocabulary=Vocabulary(files, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids),
+        )
         self.watch = Stopwatch(enabled=config.record_times, device=self._device)
         self.watch.watch_linear(self._model.module)
         transport = _join(config) if config.world_size > 1 else None
@@ -114,23 +120,18 @@ class Worker:
         if not packed.samples:
             return
         requests = [self._requests[request_id] for request_id in packed.request_ids]
-        tokens = sample(
-            logits,
-            [
-                Draw(
-                    sampling=request.sampling,
-                    position=wish.position,
-                    below_minimum=wish.below_minimum,
-                    history=request.history,
-                )
-                for request, wish in zip(requests, packed.samples, strict=True)
-            ],
-        )
+        tokens = sample(logits, [r.draw(wish) for r, wish in zip(requests, packed.samples, strict=True)])
         logprobs = _logprobs(logits, tokens, requests)
         for row, (request, token) in enumerate(zip(requests, tokens, strict=True)):
             request.last_token = token
             data = logits[row].cpu().numpy().tobytes() if request.sampling.output_logits else b""
-            yield Sampled(request_id=packed.request_ids[row], token=token, logits=data, logprobs=logprobs.get(row))
+            yield Sampled(
+                request_id=packed.request_ids[row],
+                token=token,
+                logits=data,
+                logprobs=logprobs.get(row),
+                error=request.error,
+            )
 
 
 def score_prompt(prompt: PromptRows, model: Model, requests: RankRequests) -> Scored:

@@ -144,5 +144,5 @@ def _narrow(schema: dict[str, Any], keyword: str, most: int, defined: dict[str, 
         _narrow(schema["items"], keyword, most, defined)
     if keyword == "maxPrompts" and schema.get("type") == "array" and schema["items"].get("type") != "integer":
         keyword = "maxItems"
-    if schema.get("type") == _TYPES.get(keyword):
+    if "type" in schema and schema["type"] == _TYPES.get(keyword):
         schema[keyword] = min(most, schema.get(keyword, most))

@@ -38,14 +38,17 @@ class CompletionAssembler(AnswerAssembler[CompletionRequest]):
     def news(self, choice: Choice, update: ChoiceUpdate) -> News:
         """See `AnswerAssembler`. With `max_tokens` 0, the token that the engine makes anyway is left out."""
         silent = self.request.max_tokens == 0
+        reason = update.finish_reason, update.stop_reason
+        if silent and update.finish_reason == "stop":
+            reason = "length", None
         echo = self._echoes[choice.job_index] if self._echoes and not self._has_news(choice) else None
         token_ids, text = ([], "") if silent else (update.token_ids, update.text)
         return News(
             text=text if echo is None else echo.text + text,
             token_ids=token_ids,
             logprobs=None if self.request.logprobs is None else self._logprobs(choice, token_ids, update, echo),
-            finish_reason="length" if silent and update.finish_reason == "stop" else update.finish_reason,
-            stop_reason=None if silent else update.stop_reason,
+            finish_reason=reason[0],
+            stop_reason=reason[1],
         )
 
     def whole_choice(self, choice: Choice, news: News) -> Body:

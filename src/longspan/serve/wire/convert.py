@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from longspan.chat_template import TemplateOptions
-from longspan.core.sampling import SamplingParams
+from longspan.core.sampling import SamplingParams, StructuredOutputsParams
 from longspan.jobs import Job, JobMaker
 from longspan.serve.limits import RequestLimits
 from longspan.serve.wire.errors import WireError, blaming, cut
@@ -68,7 +68,11 @@ def completion_jobs(request: CompletionRequest, served: Served) -> list[Job]:
     special = request.add_special_tokens is not False
     prompts = prompts_of(request)
     names = ["prompt"] if len(prompts) == 1 else [f"prompt[{index}]" for index in range(len(prompts))]
-    return [_job(prompt, params, served.jobs, special, name) for prompt, name in zip(prompts, names, strict=True)]
+    jobs = []
+    for prompt, name in zip(prompts, names, strict=True):
+        with blaming(name, _fields(request)):
+            jobs.append(_job(prompt, params, served.jobs, special))
+    return jobs
 
 
 def chat_job(request: ChatCompletionRequest, served: Served) -> Job:
@@ -85,7 +89,7 @@ def chat_job(request: ChatCompletionRequest, served: Served) -> Job:
         prompt_logprobs=request.prompt_logprobs,
     )
     text, ids = _rendered(request, served.jobs)
-    with blaming("messages", type(request).model_fields):
+    with blaming("messages", _fields(request)):
         return served.jobs.checked(text, ids, params)
 
 
@@ -128,28 +132,30 @@ def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
     return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
 
-def structured_outputs(request: GenerationRequest) -> dict[str, Any] | None:
-    """What outputs must follow, as the arguments of `StructuredOutputsParams`; None if they are free."""
+def structured_outputs(request: GenerationRequest) -> StructuredOutputsParams | None:
+    """What outputs must follow; None if they are free.
+
+    Raises:
+        ValueError: when that is not of the right form.
+    """
     chosen = request.response_format
     if chosen is not None and chosen.type == "json_object":
-        return {"json_object": True}
+        return StructuredOutputsParams(json_object=True)
     if chosen is not None and chosen.type == "json_schema":
-        return {"json": chosen.json_schema.schema_}
+        return StructuredOutputsParams(json=chosen.json_schema.schema_)
     if request.structured_outputs is None:
         return None
     fields = request.structured_outputs.fields
-    return {name: tuple(value) if name == "choice" else value for name, value in fields.items() if value}
+    return StructuredOutputsParams(**{name: value for name, value in fields.items() if value is not None})
 
 
 def _params(
     request: GenerationRequest, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
 ) -> SamplingParams:
     """Raises WireError for values that do not go together."""
-    if structured_outputs(request) is not None:
-        raise WireError("structured outputs are not supported", "response_format")
     given: dict[str, Any] = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
     least = request.min_tokens or 0
-    with blaming(None, type(request).model_fields):
+    with blaming(None, _fields(request)):
         return SamplingParams(
             **given,
             seed=None if request.seed == -1 else request.seed,
@@ -157,14 +163,25 @@ def _params(
             max_tokens=max_tokens,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            structured_outputs=structured_outputs(request),
         )
 
 
-def _job(prompt: str | list[int], params: SamplingParams, jobs: JobMaker, special: bool, name: str) -> Job:
-    with blaming(name, CompletionRequest.model_fields.keys() - {"prompt"}):
-        if isinstance(prompt, str):
-            return jobs.checked(prompt, jobs.tokenize(prompt, add_special_tokens=special), params)
+def _job(prompt: str | list[int], params: SamplingParams, jobs: JobMaker, special: bool) -> Job:
+    if not isinstance(prompt, str):
         return jobs.checked(None, prompt, params)
+    ids = jobs.tokenize(prompt, add_special_tokens=special)
+    if not ids:
+        raise ValueError("this model's tokenizer has no token for anything in this text")
+    return jobs.checked(prompt, ids, params)
+
+
+def _fields(request: GenerationRequest) -> dict[str, str]:
+    """What to blame for errors whose message begins with the name of a parameter."""
+    fields = {name: name for name in type(request).model_fields}
+    if request.structured_outputs is None:
+        fields["structured_outputs"] = "response_format"
+    return fields
 
 
 def _rendered(request: ChatCompletionRequest | TokenizeRequest, jobs: JobMaker) -> tuple[str, list[int]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 _MAX_ECHO = 60
@@ -31,16 +32,15 @@ class WireError(ValueError):
 
 
 @contextmanager
-def blaming(param: str | None, names: Iterable[str] = ()) -> Iterator[None]:
-    """A ValueError in here becomes a WireError that blames `param`, or that one of `names` which begins its message."""
+def blaming(param: str | None, fields: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
+    """A ValueError in here becomes a WireError that blames `param`, or what `fields` has for its first word."""
     try:
         yield
     except WireError:
         raise
     except ValueError as error:
-        message = str(error)
-        word = message.split(maxsplit=1)[0] if message else ""
-        raise WireError(message, word if word in names else param) from error
+        word = str(error).partition(" ")[0].rstrip(":")
+        raise WireError(str(error), fields.get(word, param)) from error
 
 
 def wire_error(errors: Sequence[Mapping[str, Any]], body: object) -> WireError:

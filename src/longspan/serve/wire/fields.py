@@ -5,7 +5,7 @@ A number is a number here and a string a string: nothing is converted. Null alwa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, Tag, model_validator
@@ -111,14 +111,10 @@ class JsonSchemaFormat(WireModel):
 ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
-def exactly_one(*names: str) -> Callable[[Schema], None]:
-    """Tells it to a model's JSON schema that one of these fields is given; null and false are as if it were not."""
-
-    def add(schema: Schema) -> None:
-        given = {name: {"required": [name], "properties": {name: {"not": {"enum": [None, False]}}}} for name in names}
-        schema["oneOf"] = list(given.values())
-
-    return add
+def exactly_one(*names: str) -> Schema:
+    """Says in a model's JSON schema that one of these fields is given; null and false are as if it were not."""
+    given = {"not": {"enum": [None, False]}}
+    return {"oneOf": [{"required": [name], "properties": {name: given}} for name in names]}
 
 
 def check_exactly_one(values: Mapping[str, object]) -> None:
@@ -140,7 +136,7 @@ class StructuredOutputs(WireModel):
 
     model_config = ConfigDict(json_schema_extra=exactly_one(*_GUIDES))
 
-    json_: str | Schema | None = Field(default=None, alias="json")
+    json_: SomeText | Schema | None = Field(default=None, alias="json")
     """A JSON schema, or its text."""
     regex: SomeText | None = None
     """What the whole output must match."""

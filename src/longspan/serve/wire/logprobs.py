@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -15,6 +16,8 @@ LEAST = -9999.0
 """Stands for minus infinity, which JSON does not have."""
 
 _UNDECODED = "\N{REPLACEMENT CHARACTER}"
+_BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
+"""How SentencePiece's vocabularies write bytes."""
 
 
 class Names:
@@ -33,11 +36,11 @@ class Names:
         """What a token stands for, even if it is only a part of a character; None if that cannot be told."""
         if self._tokenizer is None:
             return None
+        piece = str(self._tokenizer.convert_ids_to_tokens(token))
+        if text != piece and (byte := _BYTE_PIECE.fullmatch(piece)):
+            return [int(byte[1], 16)]
         if _UNDECODED not in text:
             return list(text.encode())
-        piece = str(self._tokenizer.convert_ids_to_tokens(token))
-        if len(piece) == len("<0x00>") and piece.startswith("<0x"):
-            return [int(piece[3:5], 16)]
         stand_ins = _stand_ins()
         return [stand_ins[letter] for letter in piece] if stand_ins.keys() >= set(piece) else None
 

@@ -167,7 +167,7 @@ class ChatCompletionRequest(GenerationRequest):
 class TokenizeRequest(WireModel):
     """`POST /tokenize`: a prompt, or a conversation."""
 
-    model_config = ConfigDict(json_schema_extra=exactly_one("prompt", "messages"))
+    model_config = ConfigDict(json_schema_extra={**exactly_one("prompt", "messages"), "allOf": [_OPEN_END]})
 
     model: str | None = None
     prompt: str | None = None

@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
+from longspan.core.request import FinishReason
+
 
 class ErrorInfo(BaseModel):
     """What went wrong."""
@@ -103,7 +105,7 @@ class CompletionChoice(BaseModel):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: Literal["stop", "length", "abort"] | None
+    finish_reason: FinishReason | None
     stop_reason: int | str | None
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
@@ -155,7 +157,7 @@ class ChatChoice(BaseModel):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "abort"]
+    finish_reason: FinishReason
     stop_reason: int | str | None
     token_ids: list[int] | None = None
 
@@ -186,7 +188,7 @@ class ChatChunkChoice(BaseModel):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "abort"] | None
+    finish_reason: FinishReason | None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
 

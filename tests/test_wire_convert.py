@@ -1,0 +1,243 @@
+"""Requests to jobs: every field arrives, defaults are OpenAI's, and errors name the field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from wire_world import World, read, tokenizer, world
+
+from longspan.core.sampling import SamplingParams, StructuredOutputsParams
+from longspan.jobs import JobMaker
+from longspan.serve.limits import RequestLimits
+from longspan.serve.wire import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    WireError,
+    chat_job,
+    completion_jobs,
+    detokenized,
+    tokenized,
+)
+
+HELLO: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
+SERVED = world()
+SAMPLING: dict[str, Any] = {
+    "n": 3,
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 7,
+    "min_p": 0.1,
+    "presence_penalty": 1.5,
+    "frequency_penalty": -0.5,
+    "repetition_penalty": 1.1,
+    "logit_bias": {"17": -3.5},
+    "seed": 11,
+    "stop": ["\n", "End"],
+    "stop_token_ids": [4],
+    "min_tokens": 2,
+    "max_tokens": 9,
+    "ignore_eos": True,
+    "prompt_logprobs": 1,
+}
+
+
+def completion(**fields: Any) -> SamplingParams:
+    return completion_jobs(read(CompletionRequest, {"prompt": "a", **fields}), SERVED)[0].params
+
+
+def chat(**fields: Any) -> SamplingParams:
+    return chat_job(read(ChatCompletionRequest, {"messages": HELLO, **fields}), SERVED).params
+
+
+def test_every_sampling_field_arrives() -> None:
+    assert completion(**SAMPLING, logprobs=2) == SamplingParams(**SAMPLING, logprobs=2)
+    assert chat(**SAMPLING, logprobs=True, top_logprobs=2) == SamplingParams(**SAMPLING, logprobs=2)
+
+
+def test_defaults_are_openais() -> None:
+    assert completion() == SamplingParams(temperature=1, max_tokens=16)
+    assert chat() == SamplingParams(temperature=1, max_tokens=None)
+    assert chat(logprobs=True).logprobs == 0
+    assert completion(seed=-1).seed is None
+
+
+def test_max_completion_tokens_counts_before_the_name_it_had() -> None:
+    assert chat(max_tokens=5).max_tokens == 5
+    assert chat(max_tokens=5, max_completion_tokens=7).max_tokens == 7
+
+
+def test_max_tokens_bounds_min_tokens() -> None:
+    assert completion(min_tokens=100).min_tokens == 16
+    assert completion(min_tokens=100, max_tokens=0).min_tokens == 1
+
+
+def test_echo_scores_the_prompt_as_the_output() -> None:
+    assert completion(logprobs=3).prompt_logprobs is None
+    assert completion(echo=True).prompt_logprobs is None
+    assert completion(echo=True, logprobs=3).prompt_logprobs == 3
+    assert completion(echo=True, logprobs=0, max_tokens=0).prompt_logprobs == 0
+    assert completion(echo=True, logprobs=3, prompt_logprobs=5).prompt_logprobs == 5
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+            {"json": SCHEMA},
+        ),
+        ({"structured_outputs": {"json": SCHEMA, "regex": None, "json_object": False}}, {"json": SCHEMA}),
+        ({"structured_outputs": {"json": "{}"}}, {"json": "{}"}),
+        ({"structured_outputs": {"json": {}}}, {"json": {}}),
+        ({"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, {"choice": ("yes", "no")}),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, {"grammar": 'start: "a"'}),
+        ({"structured_outputs": {"json_object": True}, "response_format": {"type": "text"}}, {"json_object": True}),
+    ],
+)
+def test_the_form_of_outputs(fields: dict[str, Any], expected: dict[str, Any] | None) -> None:
+    for params in (completion(**fields), chat(**fields)):
+        assert params.structured_outputs == (None if expected is None else StructuredOutputsParams(**expected))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": 5}}}},
+            "response_format",
+        ),
+    ],
+)
+def test_a_form_that_cannot_be_used_is_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(WireError, match="cannot be used") as caught:
+        completion(**fields)
+    assert caught.value.param == param
+
+
+def test_prompts_in_every_form() -> None:
+    ids = tokenizer()("Hello world")["input_ids"]
+    for prompt, texts in (
+        ("Hello world", ["Hello world"]),
+        (["Hello world", "Hello world"], ["Hello world"] * 2),
+        (ids, [None]),
+        ([ids, ids, ids], [None] * 3),
+    ):
+        jobs = completion_jobs(read(CompletionRequest, {"prompt": prompt}), SERVED)
+        assert [job.text for job in jobs] == texts
+        assert all(job.token_ids == tuple(ids) for job in jobs)
+
+
+def test_a_conversation_is_rendered_as_transformers_does() -> None:
+    talk = [
+        {"role": "system", "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": "kind."}]},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": None},
+        {"role": "user", "content": "Well?", "name": "Ann"},
+    ]
+    plain = [{"role": "system", "content": "Be\nkind."}, talk[1], {"role": "assistant", "content": ""}, talk[3]]
+    expected = tokenizer().apply_chat_template(plain, add_generation_prompt=True, return_dict=False)
+    assert list(chat_job(read(ChatCompletionRequest, {"messages": talk}), SERVED).token_ids) == expected
+
+
+def with_template(template: str) -> World:
+    bare = type(tokenizer()).from_pretrained(tokenizer().name_or_path)
+    bare.chat_template = template
+    return World(JobMaker(tokenizer=bare, vocab_size=len(bare), max_model_len=512), RequestLimits())
+
+
+def rendered(template: str, **fields: Any) -> str | None:
+    return chat_job(read(ChatCompletionRequest, {"messages": HELLO, **fields}), with_template(template)).text
+
+
+def test_templates_see_variables_calls_and_whatever_else_a_message_has() -> None:
+    assert rendered("{{ mood }}", chat_template_kwargs={"mood": "calm"}) == "calm"
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "assistant", "tool_calls": [call], "thought": "Hm."},
+        {"role": "tool", "content": "2", "tool_call_id": "c1"},
+    ]
+    template = (
+        "{{ messages[0].tool_calls[0].function.arguments.a }} {{ messages[0].thought }} {{ messages[1].tool_call_id }}"
+    )
+    assert rendered(template, messages=messages) == "1 Hm. c1"
+    broken = [{"role": "assistant", "tool_calls": [{**call, "function": {"name": "add", "arguments": "{a"}}]}]
+    assert rendered("{{ messages[0].tool_calls[0].function.arguments }}", messages=broken) == "{a"
+
+
+def test_the_end_of_a_conversation() -> None:
+    template = "{% for m in messages %}<{{ m.content }}>{% endfor %}{% if add_generation_prompt %}...{% endif %}"
+    assert rendered(template) == "<Hello>..."
+    assert rendered(template, add_generation_prompt=False) == "<Hello>"
+    assert rendered(template, continue_final_message=True) == "<Hello"
+
+
+@pytest.mark.parametrize("template", ["{{ 1 + messages[0].content }}", "{{ 1 / 0 }}", "{{ raise_exception('no') }}"])
+def test_a_template_that_fails_is_the_requests_mistake(template: str) -> None:
+    with pytest.raises(WireError, match="chat template") as caught:
+        rendered(template)
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize("name", ["tokenize", "chat_template", "conversation", "conversations", "messages", "tools"])
+def test_variables_of_templates_cannot_take_over_the_rendering(name: str) -> None:
+    with pytest.raises(WireError, match=name) as caught:
+        rendered("x", chat_template_kwargs={name: True})
+    assert caught.value.param == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"prompt": [49152]}, "prompt", "not in the vocabulary"),
+        ({"prompt": [[1], [49152]]}, "prompt[1]", "not in the vocabulary"),
+        ({"prompt": "a " * 600}, "prompt", "shorten"),
+        ({"prompt": "a", "logit_bias": {"49152": 1}}, "logit_bias", "token 49152"),
+        ({"prompt": "a", "stop_token_ids": [49152]}, "stop_token_ids", "token 49152"),
+    ],
+)
+def test_what_the_model_cannot_do_is_named(fields: dict[str, Any], param: str, words: str) -> None:
+    with pytest.raises(WireError, match=words) as caught:
+        completion_jobs(read(CompletionRequest, fields), SERVED)
+    assert (caught.value.param, caught.value.status) == (param, 400)
+
+
+def test_a_conversation_that_is_too_long() -> None:
+    with pytest.raises(WireError, match="shorten") as caught:
+        chat_job(read(ChatCompletionRequest, {"messages": [{"role": "user", "content": "a " * 600}]}), SERVED)
+    assert caught.value.param == "messages"
+
+
+def test_tokens_there_and_back() -> None:
+    answer = tokenized(read(TokenizeRequest, {"prompt": "Hi <|im_end|>!", "return_token_strs": True}), SERVED)
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+    assert answer["max_model_len"] == 512
+    assert detokenized(read(DetokenizeRequest, {"tokens": answer["tokens"]}), SERVED) == {"prompt": "Hi <|im_end|>!"}
+    talk = tokenized(read(TokenizeRequest, {"messages": HELLO}), SERVED)
+    assert tuple(talk["tokens"]) == chat_job(read(ChatCompletionRequest, {"messages": HELLO}), SERVED).token_ids
+    with pytest.raises(WireError, match="vocabulary"):
+        detokenized(read(DetokenizeRequest, {"tokens": [49152]}), SERVED)
+
+
+def test_without_a_tokenizer_only_token_ids_are_served() -> None:
+    bare = World(JobMaker(tokenizer=None, vocab_size=9, max_model_len=8), RequestLimits())
+    assert completion_jobs(read(CompletionRequest, {"prompt": [1, 2]}), bare)[0].token_ids == (1, 2)
+    refused = [
+        lambda: completion_jobs(read(CompletionRequest, {"prompt": "a"}), bare),
+        lambda: chat_job(read(ChatCompletionRequest, {"messages": HELLO}), bare),
+        lambda: tokenized(read(TokenizeRequest, {"prompt": "a"}), bare),
+        lambda: detokenized(read(DetokenizeRequest, {"tokens": [1]}), bare),
+    ]
+    for convert in refused:
+        with pytest.raises(WireError, match="no tokenizer"):
+            convert()

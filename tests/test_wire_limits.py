@@ -1,0 +1,97 @@
+"""What a request may ask for, at the edges."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from wire_world import read, world
+
+from longspan.serve.limits import RequestLimits
+from longspan.serve.wire import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    WireError,
+    chat_job,
+    completion_jobs,
+    read_request,
+)
+
+
+def nested(depth: int) -> Any:
+    value: Any = 0
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("limit", "most", "param", "within", "beyond"),
+    [
+        ("max_n", 3, "n", 3, 4),
+        ("max_logprobs", 3, "logprobs", 3, 4),
+        ("max_logprobs", 3, "prompt_logprobs", 3, 4),
+        ("max_prompts", 2, "prompt", ["a", "b"], ["a", "b", "c"]),
+        ("max_prompts", 2, "prompt", [[1, 2, 3], [1]], [[1], [1], [1]]),
+        ("max_stop_strings", 2, "stop", ["a", "b"], ["a", "b", "c"]),
+        ("max_stop_length", 2, "stop", "ab", "abc"),
+        ("max_stop_length", 2, "stop", ["a", "ab"], ["a", "abc"]),
+        ("max_stop_token_ids", 2, "stop_token_ids", [1, 2], [1, 2, 3]),
+        ("max_logit_bias", 1, "logit_bias", {"1": 1}, {"1": 1, "2": 1}),
+    ],
+)
+def test_limits_at_their_edges(limit: str, most: int, param: str, within: object, beyond: object) -> None:
+    served = world(**{limit: most})
+    assert completion_jobs(read(CompletionRequest, {"prompt": "a", param: within}), served)
+    with pytest.raises(WireError, match="--" + limit.replace("_", "-")) as caught:
+        completion_jobs(read(CompletionRequest, {"prompt": "a", param: beyond}), served)
+    assert (caught.value.param, caught.value.status) == (param, 400)
+
+
+def test_a_list_of_token_ids_is_one_prompt() -> None:
+    assert len(completion_jobs(read(CompletionRequest, {"prompt": [1, 2, 3]}), world(max_prompts=2))) == 1
+
+
+def test_limits_of_chats() -> None:
+    talk = [{"role": "user", "content": "a"}] * 2
+    served = world(max_messages=2, max_logprobs=2)
+    assert chat_job(read(ChatCompletionRequest, {"messages": talk, "logprobs": True, "top_logprobs": 2}), served)
+    for wrong, param in (
+        ({"messages": talk * 2}, "messages"),
+        ({"messages": talk, "logprobs": True, "top_logprobs": 3}, "top_logprobs"),
+    ):
+        with pytest.raises(WireError, match="at most 2") as caught:
+            chat_job(read(ChatCompletionRequest, wrong), served)
+        assert caught.value.param == param
+
+
+def test_bodies_too_large_or_nested_too_deeply() -> None:
+    body = b'{"prompt": "a"}'
+    assert read_request(CompletionRequest, body, RequestLimits(max_body_bytes=len(body)))
+    with pytest.raises(WireError, match="--max-body-bytes") as caught:
+        read_request(CompletionRequest, body, RequestLimits(max_body_bytes=len(body) - 1))
+    assert caught.value.status == 413
+    limits = RequestLimits(max_nesting=5)
+    assert read(CompletionRequest, {"prompt": "a", "ignored": nested(4)}, limits)
+    with pytest.raises(WireError, match="--max-nesting"):
+        read(CompletionRequest, {"prompt": "a", "ignored": nested(5)}, limits)
+
+
+def test_limits_are_positive_whole_numbers() -> None:
+    for field in fields(RequestLimits):
+        for wrong in (0, -1, 1.5, True, "1"):
+            with pytest.raises(ValueError, match="--" + field.name.replace("_", "-")):
+                RequestLimits(**{field.name: wrong})  # type: ignore[arg-type]
+
+
+def test_an_openapi_document_is_narrowed_without_changing_it() -> None:
+    schema = CompletionRequest.model_json_schema(ref_template="#/components/schemas/{model}")
+    before = repr(schema)
+    document = {"components": {"schemas": {"CompletionRequest": schema, **schema["$defs"]}}}
+    schemas = RequestLimits(max_n=7, max_prompts=5).narrowed(document)["components"]["schemas"]
+    assert schemas["CompletionRequest"]["properties"]["n"]["anyOf"][0]["maximum"] == 7
+    assert schemas["Texts"]["maxItems"] == schemas["TokenLists"]["maxItems"] == 5
+    assert "maxItems" not in schemas["TokenIds"]
+    assert "maxPrompts" not in repr(schemas)
+    assert repr(schema) == before

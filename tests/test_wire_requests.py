@@ -1,0 +1,329 @@
+"""Bodies to requests: the OpenAPI schema says exactly what is accepted, and what is wrong is named in one line."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+from pydantic import BaseModel
+from wire_world import read, world
+
+from longspan.serve.limits import RequestLimits
+from longspan.serve.wire import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    WireError,
+    chat_job,
+    completion_jobs,
+    read_request,
+)
+from longspan.serve.wire import refused as tables
+
+LIMITS = RequestLimits(max_n=5, max_prompts=3, max_stop_strings=2, max_stop_length=4, max_logit_bias=2, max_messages=4)
+HELLO = [{"role": "user", "content": "Hello"}]
+TOKEN_LISTS = st.lists(st.lists(st.integers(-1, 9), max_size=3), max_size=4)
+PROMPTS: st.SearchStrategy[Any] = st.text(max_size=5) | st.lists(st.text(max_size=2), max_size=4)
+PROMPTS |= (
+    st.lists(st.integers(-1, 9), max_size=4) | TOKEN_LISTS | st.sampled_from([None, 5, True, {}, ["a", 1], [1, "a"]])
+)
+ODD = st.sampled_from([None, "", "1", True, [], {}, -1, 0, 0.5, [0], ["a", None], 2**31, "a" * 5])
+"""What may be wrong for any field."""
+
+COMMON: dict[str, st.SearchStrategy[Any]] = {
+    "model": st.text(max_size=3),
+    "n": st.integers(-1, 7),
+    "temperature": st.sampled_from([0, 0.0, 0.7, 2, 1e308, -0.1]),
+    "top_p": st.sampled_from([0, 1e-9, 0.5, 1, 1.1]),
+    "top_k": st.integers(-3, 3),
+    "min_p": st.sampled_from([0, 0.5, 1, -0.1, 1.1]),
+    "presence_penalty": st.sampled_from([-2, 2, 2.1]),
+    "frequency_penalty": st.sampled_from([-2, 2, -2.1]),
+    "repetition_penalty": st.sampled_from([0, 0.001, 1.5, 1000, 1001]),
+    "logit_bias": st.dictionaries(
+        st.sampled_from(["0", "17", "017", "-1", "a", " 1", "1234567890"]), st.floats(-101, 101)
+    ),
+    "seed": st.sampled_from([-2, -1, 0, 2**63 - 1, 2**63]),
+    "stop": st.text(max_size=5) | st.lists(st.text(max_size=5), max_size=3),
+    "stop_token_ids": st.lists(st.integers(-1, 5), max_size=3),
+    "min_tokens": st.integers(-1, 99),
+    "ignore_eos": st.booleans(),
+    "prompt_logprobs": st.integers(-1, 22),
+    "stream": st.booleans(),
+    "stream_options": st.dictionaries(st.sampled_from(["include_usage", "continuous_usage_stats", "x"]), st.booleans()),
+    "add_special_tokens": st.booleans(),
+    "return_token_ids": st.booleans(),
+    "response_format": st.sampled_from(
+        [
+            {"type": "text"},
+            {"type": "json_object"},
+            {"type": "json_schema"},
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}},
+            {"type": "json_schema", "json_schema": {"schema": {}}},
+            {"type": "xml"},
+        ]
+    ),
+    "structured_outputs": st.dictionaries(
+        st.sampled_from(["json", "regex", "choice", "grammar", "json_object", "x"]),
+        st.sampled_from([None, True, False, "a", "", ["a"], [], {}]),
+        max_size=3,
+    ),
+}
+CONTENT = st.sampled_from(
+    ["", "Hi", None, 1, [], [{"type": "text", "text": "Hi"}], [{"type": "image_url"}], [{"text": "a"}]]
+)
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["system", "developer", "user", "assistant", "tool", "function"])},
+    optional={
+        "content": CONTENT,
+        "name": st.sampled_from(["a", None, 1]),
+        "tool_call_id": st.sampled_from(["a", None]),
+        "tool_calls": st.sampled_from(
+            [None, [], [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}], [{"id": "a"}]]
+        ),
+    },
+)
+CHAT = {
+    "max_tokens": st.integers(-1, 5),
+    "max_completion_tokens": st.integers(-1, 5),
+    "logprobs": st.booleans(),
+    "top_logprobs": st.integers(-1, 22),
+    "add_generation_prompt": st.booleans(),
+    "continue_final_message": st.booleans(),
+    "chat_template_kwargs": st.sampled_from([{}, {"mood": "calm"}]),
+}
+COMPLETION = {"max_tokens": st.integers(-1, 5), "echo": st.booleans(), "logprobs": st.integers(-1, 22)}
+TOKENIZE = {
+    "prompt": st.text(max_size=3),
+    "messages": st.lists(MESSAGE, max_size=2),
+    "return_token_strs": st.booleans(),
+    "add_generation_prompt": st.booleans(),
+    "continue_final_message": st.booleans(),
+}
+
+
+TOGETHER = (
+    ("n", "temperature"),
+    ("response_format", "structured_outputs"),
+    ("logprobs", "top_logprobs"),
+    ("add_generation_prompt", "continue_final_message"),
+    ("prompt", "messages", "add_generation_prompt", "continue_final_message"),
+)
+"""Fields that are right or wrong together."""
+
+
+def bodies(required: dict[str, Any], optional: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """With few optional fields, of which one may be odd, so that many are right."""
+    fields = required | optional
+    groups = [group for group in TOGETHER if fields.keys() >= set(group)]
+    chosen = st.lists(st.sampled_from(sorted(optional)), max_size=2, unique=True)
+    chosen = st.one_of(chosen, *([st.sampled_from(groups)] if groups else []))
+    right = chosen.flatmap(lambda names: st.fixed_dictionaries(required | {name: fields[name] for name in names}))
+    odd = st.dictionaries(st.sampled_from(sorted(fields)), ODD, max_size=1)
+    return st.builds(lambda fields, wrong: fields | wrong, right, odd) | right
+
+
+def accepts(model: type[BaseModel], body: dict[str, Any]) -> bool:
+    """Whether a request is served, or refused for what no schema can say."""
+    served = world(**{name: getattr(LIMITS, name) for name in LIMITS.__dataclass_fields__})
+    try:
+        request = read(model, body, LIMITS)
+        if isinstance(request, CompletionRequest):
+            completion_jobs(request, served)
+        elif isinstance(request, ChatCompletionRequest):
+            chat_job(request, served)
+        else:
+            for name in type(request).model_fields:
+                LIMITS.check(name, getattr(request, name))
+    except ValueError as error:
+        beyond = (
+            "vocabulary",
+            "has no token for",
+            "this model's token ids",
+            "template",
+            "final message",
+            "cannot be used",
+        )
+        return any(words in str(error) for words in beyond)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy"),
+    [
+        (CompletionRequest, bodies({"prompt": PROMPTS}, COMMON | COMPLETION)),
+        (ChatCompletionRequest, bodies({"messages": st.lists(MESSAGE, max_size=5)}, COMMON | CHAT)),
+        (TokenizeRequest, bodies({}, TOKENIZE)),
+        (
+            DetokenizeRequest,
+            bodies({"tokens": st.lists(st.integers(-1, 5), max_size=3)}, {"model": st.text(max_size=2)}),
+        ),
+    ],
+)
+def test_the_schema_tells_exactly_what_is_accepted(
+    model: type[BaseModel], strategy: st.SearchStrategy[dict[str, Any]]
+) -> None:
+    schema = LIMITS.narrowed(model.model_json_schema())
+    Draft202012Validator.check_schema(schema)
+    validator = Draft202012Validator(schema)
+
+    outcomes = set()
+
+    @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+    @given(strategy)
+    def law(body: dict[str, Any]) -> None:
+        accepted = accepts(model, body)
+        outcomes.add(accepted)
+        assert accepted == validator.is_valid(body)
+
+    law()
+    assert outcomes == {True, False}
+
+
+@pytest.mark.parametrize("model", [CompletionRequest, ChatCompletionRequest])
+def test_null_is_as_if_a_field_was_not_given(model: type[BaseModel]) -> None:
+    needed: dict[str, Any] = {"prompt": "a"} if model is CompletionRequest else {"messages": HELLO}
+    nulls = dict.fromkeys(model.model_fields, None)
+    assert read(model, nulls | needed) == read(model, needed)
+
+
+@pytest.mark.parametrize(
+    ("model", "needed", "table"),
+    [
+        (CompletionRequest, {"prompt": "a"}, tables.COMPLETION),
+        (ChatCompletionRequest, {"messages": HELLO}, tables.CHAT),
+        (TokenizeRequest, {"messages": HELLO}, tables.TOKENIZE),
+    ],
+)
+def test_refused_fields_are_named_with_the_reason(
+    model: type[BaseModel], needed: dict[str, Any], table: tables.Table
+) -> None:
+    for name, (harmless, reason) in table.items():
+        for value in (None, *harmless):
+            assert read(model, {**needed, name: value}) == read(model, needed)
+        with pytest.raises(WireError) as caught:
+            read(model, {**needed, name: ["anything", {"else": 1}]})
+        assert (caught.value.param, caught.value.status) == (name, 400)
+        assert caught.value.message == f"{name}: {reason}"
+
+
+def test_fields_that_change_nothing_are_ignored() -> None:
+    harmless = {
+        "user": "me",
+        "store": True,
+        "metadata": {"a": "b"},
+        "service_tier": "auto",
+        "best_of": 2,
+        "n": 2,
+        "x": {},
+    }
+    assert read(CompletionRequest, {"prompt": "a", **harmless}) == read(CompletionRequest, {"prompt": "a", "n": 2})
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({}, "prompt", "required"),
+        ({"prompt": ["a", 3]}, "prompt[1]", "valid string, but 3 given"),
+        ({"prompt": [[1], [2, None]]}, "prompt[1][1]", "valid integer, but None given"),
+        ({"prompt": "a", "n": "1"}, "n", "valid integer, but '1' given"),
+        ({"prompt": "a", "n": 2, "temperature": 0}, "n", "greedy"),
+        ({"prompt": "a", "best_of": 3}, "best_of", "not ranked"),
+        ({"prompt": "a", "stop": 5}, "stop", "valid string, or: Input should be a valid list, but 5 given"),
+        ({"prompt": "a", "stop": ["a", 5]}, "stop[1]", "valid string, but 5 given"),
+        ({"prompt": "a", "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "boolean"),
+        ({"prompt": "a", "logit_bias": {"7": 101}}, "logit_bias.7", "less than or equal to 100, but 101 given"),
+        ({"prompt": "a", "response_format": {"type": "xml"}}, "response_format", "'xml'"),
+        (
+            {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+            "response_format.json_schema.schema",
+            "required",
+        ),
+        (
+            {"prompt": "a", "structured_outputs": {"regex": "a", "choice": ["a"]}},
+            "structured_outputs",
+            "exactly one of .* but regex and choice",
+        ),
+        (
+            {"prompt": "a", "structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
+            "structured_outputs.whitespace_pattern",
+            "not supported",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(fields: dict[str, Any], param: str, words: str) -> None:
+    with pytest.raises(WireError, match=words) as caught:
+        read(CompletionRequest, fields)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("message", "param", "words"),
+    [
+        ({"role": "user"}, "messages[1].content", "required"),
+        ({"content": "a"}, "messages[1]", "role"),
+        (
+            {"role": "user", "content": [{"type": "image_url"}]},
+            "messages[1].content[0].type",
+            "'text', but 'image_url'",
+        ),
+        ({"role": "assistant", "audio": {"id": "a"}}, "messages[1].audio", "only text"),
+    ],
+)
+def test_a_wrong_message_is_named(message: dict[str, Any], param: str, words: str) -> None:
+    with pytest.raises(WireError, match=words) as caught:
+        read(ChatCompletionRequest, {"messages": [*HELLO, message]})
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"\xff",
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": ' + b"[" * 100_000,
+        b'{"prompt": "a", "n": ' + b"1" * 5000 + b"}",
+        b"[]",
+        b"null",
+    ],
+)
+def test_what_is_no_json_object_is_refused(body: bytes) -> None:
+    with pytest.raises(WireError, match="body") as caught:
+        read_request(CompletionRequest, body, RequestLimits())
+    assert (caught.value.status, caught.value.param) == (400, None)
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(sorted(CompletionRequest.model_fields)),
+    st.sampled_from(["x" * 100_000, ["y" * 100_000], {"z" * 100_000: 1}, 10**400, 1e400, {"type": "t" * 100_000}]),
+)
+def test_errors_repeat_little_of_the_input(name: str, value: Any) -> None:
+    body = json.dumps({"prompt": "a", name: value}).replace("Infinity", "1e400").encode()
+    error = refusal(body)
+    if error is not None:
+        assert len(error.message) < 600
+        assert len(error.param or "") <= 100
+        assert not any(letter * 101 in error.message for letter in "xyzt0")
+
+
+def refusal(body: bytes) -> WireError | None:
+    try:
+        read_request(CompletionRequest, body, RequestLimits())
+    except WireError as error:
+        return error
+    return None
+
+
+def test_a_million_wrong_items_make_one_error() -> None:
+    with pytest.raises(WireError) as caught:
+        read(CompletionRequest, {"prompt": ["a", *[None] * 1_000_000]})
+    assert caught.value.param == "prompt[1]"
