@@ -75,8 +75,7 @@ def _generate_one(
 
 def _generate_file(model: str, source: Path, target: Path, sampling: SamplingOptions, engine: EngineOptions) -> int:
     lines = jsonl.read_lines(source, sampling.params())
-    if source.exists() and target.exists() and source.samefile(target):
-        raise ValueError(f"--output-file {str(target)!r} is the input file: give another one")
+    jsonl.check_different(source, target)
     with jsonl.opened(target) as out, engine.start(model, seed=sampling.seed) as llm:
         num_bad = jsonl.answer(llm, lines, out)
     if num_bad:
