@@ -71,6 +71,9 @@ def _generate_one(
         typer.echo(json.dumps(json_result(output, bytes_exchanged)))
     elif sys.stderr.isatty():
         Console(stderr=True).print(stats_table(output.metrics, bytes_exchanged))
+    for one in output.outputs:
+        if one.finish_reason == "error":
+            raise ValueError(f"output {one.index} ended early: {one.stop_reason}")
 
 
 def _generate_file(model: str, source: Path, target: Path, sampling: SamplingOptions, engine: EngineOptions) -> int:
