@@ -21,7 +21,16 @@ from longspan.serve.client import EngineLostError, QueueFullError
 
 MODEL = "smollm2-135m"
 KEY = "sk-secret-0123456789"
-FLAGS = ("--max-model-len", "1024", "--served-model-name", MODEL, "--served-model-name", "gpt-4o-mini")
+FLAGS = (
+    "--threads-per-rank",
+    "1",
+    "--max-model-len",
+    "1024",
+    "--served-model-name",
+    MODEL,
+    "--served-model-name",
+    "gpt-4o-mini",
+)
 PROMPT = "The capital of France is"
 MESSAGES: Any = [{"role": "user", "content": "Name three colours."}]
 GREEDY: Any = {"model": MODEL, "temperature": 0}
@@ -40,7 +49,7 @@ def client(server: RunningServer) -> OpenAI:
 
 @pytest.fixture(scope="module")
 def reference() -> Iterator[LLM]:
-    with LLM(MODEL, max_model_len=1024) as llm:
+    with LLM(MODEL, max_model_len=1024, threads_per_rank=1) as llm:
         yield llm
 
 
@@ -92,8 +101,13 @@ def test_a_chat_stream_is_the_whole_answer_in_pieces(client: OpenAI) -> None:
     assert len({chunk.id for chunk in chunks}) == 1
     assert len(chunks) > 8, "it comes token by token"
     assert all(chunk.usage is None for chunk in chunks)
-    with client.chat.completions.stream(**options) as stream:
-        assert stream.get_final_completion().choices[0].message.content == whole.choices[0].message.content
+
+
+def test_the_clients_own_stream_reader_reads_streams(client: OpenAI) -> None:
+    form: Any = {"structured_outputs": {"choice": ["blue"]}}
+    with client.chat.completions.stream(**GREEDY, messages=MESSAGES, extra_body=form) as stream:
+        assert "content.delta" in [event.type for event in stream]
+        assert stream.get_final_completion().choices[0].message.content == "blue"
 
 
 def test_several_choices_are_drawn_and_a_seed_draws_them_again(client: OpenAI) -> None:
