@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fake_engine import make_server, routes_of
+from fake_server import make_server, routes_of
 
 from longspan.serve.app import make_app
 

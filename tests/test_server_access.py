@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 import pytest
-from fake_engine import client_of, fake_of, make_server, routes_of
+from fake_server import client_of, fake_of, make_server, routes_of
 from openapi_spec_validator import validate
 from starlette.types import Message
 

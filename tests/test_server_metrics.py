@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from fake_engine import OUTPUT, STATS, client_of, make_server
+from fake_server import OUTPUT, STATS, client_of, make_server
 from prometheus_client.parser import text_string_to_metric_families
 
 from longspan.serve.server import Server

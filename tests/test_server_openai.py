@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from fake_engine import client_of, fake_of, make_server
+from fake_server import client_of, fake_of, make_server
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 from server import RunningServer, running

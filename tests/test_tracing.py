@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from fake_engine import client_of, fake_of, make_server
+from fake_server import client_of, fake_of, make_server
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
