@@ -10,8 +10,9 @@ from starlette.routing import BaseRoute
 from starlette.testclient import TestClient
 
 from longspan.jobs import Job, JobMaker
+from longspan.serve.answer import Answer
 from longspan.serve.app import make_app
-from longspan.serve.client import Answer, EngineClient
+from longspan.serve.client import EngineClient
 from longspan.serve.messages import Ended, Started, Stats, Times
 from longspan.serve.server import Server
 from longspan.serve.settings import ServerSettings
@@ -58,7 +59,7 @@ class FakeEngine:
             raise self.failure
         answer = Answer(jobs, lambda _: None)
         for index, job in enumerate(jobs):
-            answer.accept()
+            answer.accept(index)
             self._tell(answer, index, job)
         if self.failure is not None:
             answer.fail(cast("Any", self.failure))
@@ -68,7 +69,7 @@ class FakeEngine:
         done = self.num_told == len(OUTPUT)
         for choice in range(job.params.n if done else 0):
             ended = _ended(job, choice)
-            answer.ended.append(ended)
+            answer.end(index, ended)
             self.on_ended(ended)
         self.on_tokens(self.num_told * job.params.n)
         answer.put(index, _update(job, self.num_told, finished=done))

@@ -13,8 +13,8 @@ from fake_server import client_of, fake_of, make_server, routes_of
 from openapi_spec_validator import validate
 from starlette.types import Message
 
+from longspan.serve.answer import EngineLostError, QueueFullError
 from longspan.serve.app import make_app
-from longspan.serve.client import EngineLostError, QueueFullError
 from longspan.serve.limits import RequestLimits
 from longspan.serve.middleware import OPEN_PATHS
 from longspan.serve.settings import ServerSettings

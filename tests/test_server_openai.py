@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from server import RunningServer, running
 
 from longspan import LLM, SamplingParams
-from longspan.serve.client import EngineLostError, QueueFullError
+from longspan.serve.answer import EngineLostError, QueueFullError
 
 MODEL = "smollm2-135m"
 KEY = "sk-secret-0123456789"

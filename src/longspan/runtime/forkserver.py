@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -133,7 +134,7 @@ class _ForkServer:
     def close(self) -> None:
         """Ends the server and with it all its workers."""
         if self.owner == os.getpid():
-            with self._lock:
+            with self._lock, suppress(BrokenPipeError):  # what was said last to one that is gone is not said
                 self._pipe.close()
             self._process.wait()
 

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 import longspan
 from longspan.serve import wire
-from longspan.serve.client import EngineLostError, QueueFullError
+from longspan.serve.answer import EngineLostError, QueueFullError
 from longspan.serve.errors import error_response
 from longspan.serve.limits import RequestLimits
 from longspan.serve.middleware import ApiKeys, BodyLimit, RequestIds, RootPath

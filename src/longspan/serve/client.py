@@ -8,7 +8,7 @@ import itertools
 import logging
 import shutil
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
@@ -17,6 +17,7 @@ import zmq.asyncio
 
 from longspan.jobs import Job
 from longspan.runtime.local import make_run_dir
+from longspan.serve.answer import Answer, EngineLostError, QueueFullError
 from longspan.serve.messages import (
     Accepted,
     Add,
@@ -36,72 +37,15 @@ from longspan.serve.messages import (
     Turn,
     address,
 )
-from longspan.serve.updates import Update
 
 State = Literal["starting", "serving", "restarting", "down"]
 _log = logging.getLogger("longspan")
+_ENGINE_MODULE = "longspan.serve.engine_main"
 _MOST_STARTS = 3
 """So many engine processes may end, one after the other, without a token."""
 _QUIT_TIMEOUT_S = 10.0
-
-
-class QueueFullError(Exception):
-    """The queue has no room for a request; it can be sent again later."""
-
-
-class EngineLostError(Exception):
-    """The engine cannot answer a request, through no fault of the request's sender."""
-
-
-class Answer:
-    """What comes for the jobs of one HTTP request: iterate over the updates; close it to cancel what has not come.
-
-    Attributes:
-        ended: what is told of each choice when it has ended, before its last update.
-    """
-
-    def __init__(self, jobs: Sequence[Job], cancel: Callable[[Answer], None]) -> None:
-        self.jobs = jobs
-        self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.ended: list[Ended] = []
-        self.has_updates = self.was_replayed = False
-        self._cancel = cancel
-        self._updates: asyncio.Queue[tuple[int, Update] | EngineLostError] = asyncio.Queue()
-        self._num_unaccepted = self._num_unfinished = len(jobs)
-
-    def accept(self) -> None:
-        """One more job is queued."""
-        self._num_unaccepted -= 1
-        if not self._num_unaccepted and not self.accepted.done():
-            self.accepted.set_result(None)
-
-    def put(self, index: int, update: Update) -> None:
-        """There is news of a job."""
-        self.has_updates = True
-        self._updates.put_nowait((index, update))
-
-    def fail(self, error: QueueFullError | EngineLostError) -> None:
-        """Nothing more will come."""
-        if not self.accepted.done():
-            self.accepted.set_exception(error)
-            self.accepted.exception()  # seen: whoever submitted may have left
-        elif isinstance(error, EngineLostError):
-            self._updates.put_nowait(error)
-
-    async def __aiter__(self) -> AsyncIterator[tuple[int, Update]]:
-        """Job indices and updates; raises EngineLostError when the rest cannot come."""
-        while self._num_unfinished:
-            item = await self._updates.get()
-            if isinstance(item, EngineLostError):
-                self._num_unfinished = 0
-                raise item
-            self._num_unfinished -= item[1].finished
-            yield item
-
-    def close(self) -> None:
-        """Cancels what is not finished; its KV is freed on every rank."""
-        self._num_unfinished = 0
-        self._cancel(self)
+_LAST_WORDS_S = 0.2
+"""What an engine process said before it ended may still be on its way for so long."""
 
 
 class EngineClient:
@@ -143,7 +87,7 @@ class EngineClient:
         """
         first: asyncio.Future[Started] = asyncio.get_running_loop().create_future()
         self._keeper = asyncio.create_task(self._keep(first))
-        return await first
+        return await asyncio.shield(first)  # whoever starts it may give up waiting
 
     @property
     def num_unfinished(self) -> int:
@@ -159,12 +103,13 @@ class EngineClient:
         """
         if self.state == "down" or self._closing:
             raise EngineLostError("the engine is down")
+        self._check_room(jobs)
         answer = Answer(jobs, self._cancel)
-        for index, job in enumerate(jobs):
-            number = next(self._numbers)
-            self._waiting[number] = answer, index
-            self._send(Add.of(number, job))
         try:
+            for index, job in enumerate(jobs):
+                number = next(self._numbers)
+                self._waiting[number] = answer, index
+                self._send(Add.of(number, job))
             await answer.accepted
         except BaseException:
             answer.close()
@@ -175,44 +120,64 @@ class EngineClient:
         """Ends the engine process and its workers; all that is unfinished fails."""
         self._closing = True
         self.fail_all("the server is shutting down")
-        self._send(Quit())
-        if self._process is not None:
+        if self.state == "serving" and self._process is not None:  # else it would not listen: it is killed
+            self._send(Quit())
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), _QUIT_TIMEOUT_S)
-            if self._process.returncode is None:
-                self._process.kill()
         if self._keeper is not None:
-            await self._keeper
-        self.state = "down"
+            self._keeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._keeper
+
+    def _check_room(self, jobs: Sequence[Job]) -> None:
+        """The engine bounds its queue; while there is none, what waits for it is bounded here.
+
+        Raises:
+            QueueFullError: when there is no room.
+        """
+        if self.state == "serving":
+            return
+        most_jobs, most_tokens = self._setup.max_num_queued_reqs, self._setup.max_num_queued_tokens
+        num_jobs = len(self._waiting) + len(jobs)
+        if most_jobs is not None and num_jobs > most_jobs:
+            raise QueueFullError(f"{num_jobs} requests would wait for new workers, of at most {most_jobs}")
+        waiting = [answer.jobs[index] for answer, index in self._waiting.values()]
+        num_tokens = sum(len(job.token_ids) for job in (*waiting, *jobs))
+        if most_tokens is not None and waiting and num_tokens > most_tokens:
+            raise QueueFullError(f"prompts of {num_tokens} tokens would wait for new workers, of at most {most_tokens}")
 
     def _cancel(self, answer: Answer) -> None:
-        for number in self._numbers_of(answer):
+        for number in [number for number, (other, _) in self._waiting.items() if other is answer]:
             del self._waiting[number]
             self._send(Cancel(number))
-
-    def _numbers_of(self, answer: Answer) -> list[int]:
-        return [number for number, (other, _) in self._waiting.items() if other is answer]
 
     def _send(self, command: Command) -> None:
         """Into the socket's own queue, which has no bound and does not wait. A process that starts is told later."""
         if self._socket is not None and self._connected:
-            zmq.Socket.send(self._socket, msgspec.msgpack.encode(command), zmq.NOBLOCK)
+            # The asyncio socket's own method: after a plain one, a message that comes meanwhile would wake nobody.
+            sent = asyncio.ensure_future(self._socket.send(msgspec.msgpack.encode(command), zmq.NOBLOCK))
+            error = sent.exception()
+            if error is not None and not isinstance(error, zmq.Again):  # Again: it has just ended, and the next is told
+                raise error
 
     async def _keep(self, first: asyncio.Future[Started]) -> None:
         """Starts engine processes, one after the end of the other."""
-        while not self._closing and self._num_starts < _MOST_STARTS:
-            self._num_starts += 1
-            reason = await self._live(first)
-            if first.done() and first.exception() is not None:
-                break
+        reason = "the engine was stopped"
+        try:
+            while not self._closing and self._num_starts < _MOST_STARTS:
+                self._num_starts += 1
+                reason = await self._live(first)
+                if not first.done() or first.exception() is not None:
+                    break
+                if not self._closing:
+                    _log.error("%s; starting another engine process", reason)
+        finally:
+            self.state = "down"
+            self.down.set()
+            self.fail_all("the engine is down")
             if not first.done():
                 first.set_exception(EngineLostError(reason))
-                break
-            if not self._closing:
-                _log.error("%s; starting another engine process", reason)
-        self.state = "down"
-        self.down.set()
-        self.fail_all("the engine is down")
+                first.exception()  # seen: whoever started it may have left
 
     async def _live(self, first: asyncio.Future[Started]) -> str:
         """The life of one engine process; why it ended."""
@@ -224,34 +189,57 @@ class EngineClient:
             socket.bind(address(folder))
             self._process = process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                *("-m", "longspan.serve.engine_main", folder),
+                *("-m", _ENGINE_MODULE, folder),
                 stdin=asyncio.subprocess.PIPE,
                 start_new_session=True,  # signals to the terminal's group are ours to handle
             )
-            assert process.stdin is not None, "asked for a pipe"
-            process.stdin.write(msgspec.json.encode(self._setup) + b"\n")
-            self._socket, self._connected = socket, False
-            listener = asyncio.create_task(self._listen(socket, first))
-            code = await process.wait()
-            with contextlib.suppress(TimeoutError):  # its last words may be on their way
-                await asyncio.wait_for(asyncio.shield(listener), 0.2)
-            listener.cancel()
-            process.stdin.close()
-            return f"the engine process ended with code {code}"
+            try:
+                assert process.stdin is not None, "asked for a pipe"
+                process.stdin.write(msgspec.json.encode(self._setup) + b"\n")
+                self._socket, self._connected = socket, False
+                return f"the engine process ended with code {await self._hear(process, socket, first)}"
+            finally:
+                await _end(process)
+        except OSError as error:
+            return f"the engine process cannot be started ({error})"
         finally:
-            self._socket = None
+            was_connected, self._socket, self._connected = self._connected, None, False
             self.state = "restarting"
             context.destroy(linger=0)
             shutil.rmtree(folder, ignore_errors=True)
+            if was_connected:
+                self._lose_answers()
+
+    async def _hear(
+        self, process: asyncio.subprocess.Process, socket: zmq.asyncio.Socket, first: asyncio.Future[Started]
+    ) -> int:
+        """Takes all that an engine process says; its exit code."""
+        listener, ended = asyncio.create_task(self._listen(socket, first)), asyncio.create_task(process.wait())
+        try:
+            await asyncio.wait({listener, ended}, return_when=asyncio.FIRST_COMPLETED)
+            self.state = "restarting"
+            if not listener.done():
+                await asyncio.wait({listener}, timeout=_LAST_WORDS_S)
+            if listener.done():
+                listener.result()  # it ends by an error only
+            return await ended
+        finally:
+            listener.cancel()
+            ended.cancel()
+
+    def _lose_answers(self) -> None:
+        """The engine process is gone: what can be repeated waits for the next one, the rest fails."""
+        for answer in self._answers():
+            if self._closing or not answer.repeat():
+                self._fail(answer, EngineLostError("the engine process was lost"))
 
     def _replay(self) -> None:
-        """A new engine process knows nothing: what has said nothing yet is sent again, once; the rest fails."""
-        for answer in {answer for answer, _ in self._waiting.values()}:
-            if answer.has_updates or answer.was_replayed:
-                self._fail(answer, EngineLostError("the engine process was lost"))
-            answer.was_replayed = True
+        """A new engine process knows nothing: what waits is sent again. What was accepted once stays accepted."""
         for number, (answer, index) in self._waiting.items():
-            self._send(Add.of(number, answer.jobs[index]))
+            self._send(Add.of(number, answer.jobs[index], is_accepted=answer.accepted.done()))
+
+    def _answers(self) -> set[Answer]:
+        return {answer for answer, _ in self._waiting.values()}
 
     async def _listen(self, socket: zmq.asyncio.Socket, first: asyncio.Future[Started]) -> None:
         while True:
@@ -262,7 +250,8 @@ class EngineClient:
             case Turn():
                 self._take_turn(report)
             case Accepted(number) if number in self._waiting:
-                self._waiting[number][0].accept()
+                answer, index = self._waiting[number]
+                answer.accept(index)
             case QueueFull(number, reason) if number in self._waiting:
                 self._fail(self._waiting[number][0], QueueFullError(reason))
             case Failed(number, reason) if number in self._waiting:
@@ -288,7 +277,8 @@ class EngineClient:
         for ended in turn.ended:
             self.on_ended(ended)
             if ended.id in self._waiting:
-                self._waiting[ended.id][0].ended.append(ended)
+                answer, index = self._waiting[ended.id]
+                answer.end(index, ended)
         for number, update in turn.updates:
             self.on_tokens(sum(len(choice.token_ids) for choice in update.choices))
             if number in self._waiting:
@@ -302,10 +292,19 @@ class EngineClient:
 
     def fail_all(self, reason: str) -> None:
         """Ends all requests with an error."""
-        for answer in {answer for answer, _ in self._waiting.values()}:
+        for answer in self._answers():
             self._fail(answer, EngineLostError(reason))
 
     def _fail(self, answer: Answer, error: QueueFullError | EngineLostError) -> None:
         """Ends a request with an error, before or after it was accepted."""
         self._cancel(answer)
         answer.fail(error)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """By force, unless it has ended; its workers end with it."""
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    await process.wait()
+    if process.stdin is not None:
+        process.stdin.close()

@@ -15,7 +15,7 @@ import msgspec
 import zmq
 
 from longspan.core.errors import WorkerLostError
-from longspan.core.request import Request
+from longspan.core.request import FinishReason, Request
 from longspan.deployment import Deployment
 from longspan.jobs import Job
 from longspan.serve.messages import (
@@ -119,19 +119,25 @@ class EngineLoop:
     def _obey(self, command: Command) -> None:
         match command:
             case Add():
-                self._add(command.id, command.job())
+                self._add(command)
             case Cancel(id):
                 if id in self._clients:
-                    self._drop(self._clients[id])
+                    self._drop(self._clients[id], "abort")
             case Quit():
                 self._quitting = True
 
-    def _add(self, number: int, job: Job) -> None:
-        if (reason := self._why_full(job)) is not None:
-            self._send(QueueFull(number, reason))
+    def _add(self, command: Add) -> None:
+        number = command.id
+        try:
+            job = command.job()
+            if not command.is_accepted and (reason := self._why_full(job)) is not None:
+                self._send(QueueFull(number, reason))
+                return
+            tracked = Tracked(job, self._deployment.jobs.tokenizer)
+            tracked.start(self._engine)
+        except ValueError as error:  # the face has checked it, but what it overlooked must not end all the others
+            self._send(Failed(number, f"the engine refused the request: {error}"))
             return
-        tracked = Tracked(job, self._deployment.jobs.tokenizer)
-        tracked.start(self._engine)
         client = _Client(id=number, tracked=tracked, told=[_Told() for _ in tracked.choices])
         self._clients[number] = client
         for index, choice in enumerate(tracked.choices):
@@ -210,12 +216,12 @@ class EngineLoop:
             news.ended.append(_ended(choice.request, self._choices[request.id][0]))
         return update
 
-    def _drop(self, client: _Client) -> None:
+    def _drop(self, client: _Client, reason: FinishReason) -> None:
         """Ends a request that nobody waits for; blocks that a step in flight names are freed when it completes."""
         ended = []
         for choice, told in zip(client.tracked.choices, client.told, strict=True):
             if not told.finished:
-                self._engine.finish(choice.request, "abort")
+                self._engine.finish(choice.request, reason)
                 ended.append(_ended(choice.request, client))
         self._forget(client)
         self._send(Turn(updates=[], ended=ended, stats=None))
@@ -228,24 +234,28 @@ class EngineLoop:
     def _restart(self, error: WorkerLostError) -> None:
         _log.error("%s; starting new workers", error)
         self._send(Restarting(str(error)))
-        for client in list(self._clients.values()):
+        failed = []
+        for client in self._clients.values():
             if any(choice.request.group for choice in client.tracked.choices):
                 client.num_losses += 1
                 if client.num_losses >= _MOST_LOSSES:
-                    self._drop(client)
+                    failed.append(client)
                     self._send(Failed(client.id, f"workers were lost {_MOST_LOSSES} times while this request ran"))
         self._start_workers(error)
+        for client in failed:  # not before: the engine tells workers to free what they hold, and there were none
+            self._drop(client, "error")
         self._num_restarts += 1
         self._send(Restarted())
+        self._tell(_News(), at_once=True)  # nothing runs any more
 
-    def _start_workers(self, error: WorkerLostError) -> None:
+    def _start_workers(self, error: Exception) -> None:
         while True:
             self._num_attempts += 1
             if self._num_attempts > _MOST_ATTEMPTS:
                 raise error
             try:
                 self._deployment.restart()
-            except WorkerLostError as again:
+            except (WorkerLostError, OSError) as again:  # OSError: the process that forks them was lost, too
                 error = again
                 _log.exception("workers did not start")
                 time.sleep(_PAUSE_S)

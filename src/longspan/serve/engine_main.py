@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 from contextlib import closing
 
@@ -27,8 +28,12 @@ def main() -> None:
     """Runs until told to quit; exit code 1 when it cannot start or workers do not come back."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the face decides when to stop
-    folder = sys.argv[1]
-    setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineSetup)
+    tempfile.tempdir = folder = sys.argv[1]  # what lies in it is removed with it, whoever of the two is killed
+    line = sys.stdin.buffer.readline()
+    if not line:  # the face is gone already
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    setup = msgspec.json.decode(line, type=EngineSetup)
     threading.Thread(target=_end_with_face, args=(folder,), daemon=True).start()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("longspan").setLevel(logging.INFO)
@@ -63,7 +68,7 @@ def _serve(setup: EngineSetup, socket: zmq.Socket[bytes]) -> int:
         socket.send(msgspec.msgpack.encode(started))
         try:
             EngineLoop(deployment, setup, socket).run()
-        except WorkerLostError:
+        except (WorkerLostError, OSError):
             logging.getLogger("longspan").exception("workers do not come back")
             return 1
     return 0

@@ -31,20 +31,32 @@ class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A request, under an id that the face has chosen. What it holds of the job is what its attributes say."""
+    """A request, under an id that the face has chosen. What it holds of the job is what its attributes say.
+
+    Attributes:
+        is_accepted: it had a place in the queue of an engine process that was lost, and has one now.
+    """
 
     id: int
     text: str | None
     token_ids: tuple[int, ...]
     grammar: str
     params: dict[str, Any]
+    is_accepted: bool
 
     @staticmethod
-    def of(number: int, job: Job) -> Add:
+    def of(number: int, job: Job, *, is_accepted: bool = False) -> Add:
         """The message that asks for `job`."""
         params = msgspec.to_builtins(replace(job.params, logit_bias=None, structured_outputs=None))
         params["logit_bias"] = dict(job.params.biases)
-        return Add(id=number, text=job.text, token_ids=job.token_ids, grammar=job.grammar, params=params)
+        return Add(
+            id=number,
+            text=job.text,
+            token_ids=job.token_ids,
+            grammar=job.grammar,
+            params=params,
+            is_accepted=is_accepted,
+        )
 
     def job(self) -> Job:
         """What is asked for; its form is told by its grammar."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -13,17 +15,15 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from longspan.jobs import Job
-from longspan.serve.client import Answer, EngineClient, EngineLostError
+from longspan.serve.answer import Answer, EngineLostError, News, QueueFullError
+from longspan.serve.client import EngineClient
 from longspan.serve.errors import error_body, error_response
-from longspan.serve.updates import Update
 from longspan.serve.wire import Assembler
 
-_KEEP_ALIVE_S = 10.0
-"""How long a stream may be silent. For so long its status is open, too: an early failure has a status of its own."""
 _CLIENT_GONE = 499
-_encoder = msgspec.json.Encoder()
+_KEEP_ALIVE = b": still working\n\n"
+_END = b"data: [DONE]\n\n"
 ResultT = TypeVar("ResultT")
-News = tuple[int, Update]
 
 
 class ClientGoneError(Exception):
@@ -34,29 +34,64 @@ class DeadlineError(Exception):
     """The request took longer than it may."""
 
 
+class InThread(Protocol):
+    """Runs what takes long beside the event loop."""
+
+    async def __call__(self, function: Callable[..., ResultT], *arguments: object) -> ResultT:
+        """The function's result."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A request for text.
+
+    Attributes:
+        prepare: what makes its jobs, and what makes an answer of their news.
+        stream: whether the news is sent as it comes.
+        timeout_s: how long all may take; None for no limit.
+        keep_alive_s, reader_timeout_s: see `ServerSettings`.
+    """
+
+    request: Request
+    prepare: Callable[[], Awaitable[tuple[Sequence[Job], Assembler]]]
+    stream: bool
+    timeout_s: float | None
+    keep_alive_s: float
+    reader_timeout_s: float
+
+
 class Watch:
     """Waits for things on behalf of a client, as long as it is there and its time is not up."""
 
     def __init__(self, receive: Receive, timeout_s: float | None) -> None:
         self._gone = asyncio.ensure_future(_disconnected(receive))
-        self._deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+        self._deadline_s = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         self._timeout_s = timeout_s
 
-    async def wait(self, what: Awaitable[ResultT]) -> ResultT:
-        """Its result.
+    async def wait(self, what: Awaitable[ResultT], at_most_s: float = float("inf")) -> ResultT:
+        """Its result; it is cancelled when it does not come.
 
         Raises:
             ClientGoneError: when the client disconnects first.
             DeadlineError: when its time is up first.
+            TimeoutError: when it has not come after `at_most_s`.
         """
         task = asyncio.ensure_future(what)
-        left_s = None if self._deadline is None else max(0.0, self._deadline - asyncio.get_running_loop().time())
+        left_s = self.left_s()
+        wait_s = min(left_s, at_most_s)
         try:
-            await asyncio.wait({task, self._gone}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            if not self._gone.done():
+                await asyncio.wait(
+                    {task, self._gone},
+                    timeout=None if wait_s == float("inf") else wait_s,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
             if task.done():
                 return task.result()
             if self._gone.done():
                 raise ClientGoneError
+            if at_most_s < left_s:
+                raise TimeoutError
             raise DeadlineError(f"the request was not done within {self._timeout_s:g} s")
         finally:
             task.cancel()
@@ -65,41 +100,39 @@ class Watch:
         """Watches no more."""
         self._gone.cancel()
 
+    def left_s(self) -> float:
+        """Seconds until its time is up."""
+        if self._deadline_s is None:
+            return float("inf")
+        return max(0.0, self._deadline_s - asyncio.get_running_loop().time())
+
 
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def respond(
-    request: Request,
-    engine: EngineClient,
-    jobs: Sequence[Job],
-    assembler: Assembler,
-    *,
-    stream: bool,
-    timeout_s: float | None,
-) -> Response:
-    """Computes `jobs` and answers.
+async def respond(engine: EngineClient, call: Call, in_thread: InThread) -> Response:
+    """Computes what is called for and answers.
 
     Raises:
         QueueFullError: when there is no place in the queue.
         EngineLostError: when the engine cannot answer.
     """
-    watch = Watch(request.receive, timeout_s)
+    watch = Watch(call.request.receive, call.timeout_s)
     answer: Answer | None = None
     try:
+        jobs, assembler = await watch.wait(call.prepare())
         answer = await watch.wait(engine.submit(jobs))
-        request.state.answer = answer  # for its span
-        if not stream:
-            await watch.wait(_collect(answer, assembler))
-            watch.close()
-            return json_response(assembler.whole())
-        updates = aiter(answer)
-        first = asyncio.ensure_future(anext(updates))
-        with contextlib.suppress(TimeoutError):
-            await watch.wait(asyncio.wait_for(asyncio.shield(first), _KEEP_ALIVE_S))
-        return EventStream(_events(answer, first, updates, assembler), watch, answer)
+        call.request.state.answer = answer  # for its span
+        if call.stream:
+            first: Sequence[News] = ()
+            with contextlib.suppress(TimeoutError):
+                first = await watch.wait(answer.news(), call.keep_alive_s)
+            return EventStream(call, answer, assembler, watch, in_thread, first)
+        body = await watch.wait(in_thread(_whole, assembler, await watch.wait(answer.whole())))
+        watch.close()
+        return Response(body, media_type="application/json")
     except BaseException as error:
         watch.close()
         if answer is not None:
@@ -113,44 +146,20 @@ async def respond(
         raise
 
 
-async def _collect(answer: Answer, assembler: Assembler) -> None:
-    async for index, update in answer:
+def _whole(assembler: Assembler, news: Sequence[News]) -> bytes:
+    for index, update in news:
         assembler.add(index, update)
-
-
-async def _events(
-    answer: Answer, first: asyncio.Future[News], updates: AsyncIterator[News], assembler: Assembler
-) -> AsyncIterator[bytes]:
-    """Server-sent events; a comment when nothing has come for a while."""
-    coming: asyncio.Future[News] = first
-    try:
-        while True:
-            try:
-                index, update = await asyncio.wait_for(asyncio.shield(coming), _KEEP_ALIVE_S)
-            except TimeoutError:
-                yield b": still working\n\n"
-                continue
-            except StopAsyncIteration:
-                break
-            coming = asyncio.ensure_future(anext(updates))
-            for chunk in assembler.chunks(index, update):
-                yield event(chunk)
-        for chunk in assembler.last_chunks():
-            yield event(chunk)
-        yield b"data: [DONE]\n\n"
-    finally:
-        coming.cancel()
-        answer.close()
+    return msgspec.json.encode(assembler.whole())
 
 
 def event(body: dict[str, Any]) -> bytes:
     """One server-sent event."""
-    return b"data: " + _encoder.encode(body) + b"\n\n"
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
 def json_response(body: dict[str, Any]) -> Response:
     """An answer in one piece."""
-    return Response(_encoder.encode(body), media_type="application/json")
+    return Response(msgspec.json.encode(body), media_type="application/json")
 
 
 class EventStream(Response):
@@ -158,25 +167,69 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], watch: Watch, answer: Answer) -> None:
+    def __init__(
+        self,
+        call: Call,
+        answer: Answer,
+        assembler: Assembler,
+        watch: Watch,
+        in_thread: InThread,
+        first: Sequence[News],
+    ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._events, self._watch, self._answer = events, watch, answer
+        self._call, self._answer, self._assembler, self._watch = call, answer, assembler, watch
+        self._in_thread, self._first = in_thread, first
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the watch receives
         """See ASGI."""
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        last = _END
         try:
-            while (data := await self._watch.wait(anext(self._events, None))) is not None:
-                # Waiting here is what slows a fast engine down to a slow reader; the reader may leave meanwhile.
-                await self._watch.wait(send({"type": "http.response.body", "body": data, "more_body": True}))
-        except (ClientGoneError, OSError):
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await self._send_events(send)
+        except (ClientGoneError, OSError):  # it left, or reads nothing
             return
-        except (DeadlineError, EngineLostError) as error:
-            status = 504 if isinstance(error, DeadlineError) else 500
-            body = event(error_body(status, str(error)))
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+        except (DeadlineError, EngineLostError, QueueFullError) as error:
+            last = event(error_body(504 if isinstance(error, DeadlineError) else 500, str(error)))
         finally:
             self._answer.close()
             self._watch.close()
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        with contextlib.suppress(OSError):
+            await self._send(send, last, is_last=True)
+
+    async def _send_events(self, send: Send) -> None:
+        news = self._first or await self._next(send)
+        while news:
+            if data := b"".join(await self._events(news)):
+                await self._send(send, data)
+            news = await self._next(send)
+        if data := b"".join(map(event, self._assembler.last_chunks())):
+            await self._send(send, data)
+
+    async def _next(self, send: Send) -> Sequence[News]:
+        """News, none when all is told; comments are sent while there is none."""
+        while True:
+            try:
+                return await self._watch.wait(self._answer.news(), self._call.keep_alive_s)
+            except TimeoutError:
+                await self._send(send, _KEEP_ALIVE)
+
+    async def _events(self, news: Sequence[News]) -> list[bytes]:
+        chunks = partial(_chunks, self._assembler, news)
+        if any(update.prompt_logprobs is not None for _, update in news):
+            return await self._watch.wait(self._in_thread(chunks))  # those of a long prompt take long
+        return chunks()
+
+    async def _send(self, send: Send, data: bytes, *, is_last: bool = False) -> None:
+        """Waits for a slow reader, but not for ever; meanwhile news gathers, and is then sent in one piece.
+
+        Raises:
+            TimeoutError: when the client reads nothing for too long, or until its time is up.
+        """
+        limit_s = self._call.reader_timeout_s
+        async with asyncio.timeout(limit_s if is_last else min(limit_s, self._watch.left_s())):
+            await send({"type": "http.response.body", "body": data, "more_body": not is_last})
+
+
+def _chunks(assembler: Assembler, news: Sequence[News]) -> list[bytes]:
+    return [event(chunk) for index, update in news for chunk in assembler.chunks(index, update)]

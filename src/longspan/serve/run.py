@@ -23,6 +23,8 @@ from longspan.serve.settings import ServerSettings
 _log = logging.getLogger("longspan")
 _POLL_S = 0.05
 _BACKLOG = 2048
+_CLOSE_TIMEOUT_S = 2
+"""What was answered may take so long to reach slow clients."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -87,20 +89,21 @@ async def _serve_http(server: Server, listening: socket.socket, signals: _Signal
         log_config=None,
         access_log=False,
         server_header=False,
+        timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
     )
     http = _Http(config)
     serving = asyncio.create_task(http.serve(sockets=[listening]))
     host, port = listening.getsockname()[:2]
     _log.info("serving %s on http://%s:%d", server.settings.model_names[0], host, port)
     try:
-        await _first_of(signals.first.wait(), server.engine.down.wait())
+        await _first_of(signals.first.wait(), server.engine.down.wait(), asyncio.shield(serving))
         server.draining = True
         timeout_s = 0.0 if server.engine.down.is_set() else server.settings.shutdown_timeout_s
         _log.info("stopping; requests under way have %g s", timeout_s)
         drained = await _drain(server, signals, timeout_s)
         server.engine.fail_all("the server is shutting down")
     finally:
-        http.should_exit, http.force_exit = True, True
+        http.should_exit, http.force_exit = True, signals.second.is_set()
         await serving
     if server.engine.down.is_set():
         return 1

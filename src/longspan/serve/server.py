@@ -15,11 +15,11 @@ from starlette.responses import Response
 
 from longspan.jobs import Job, JobMaker
 from longspan.serve import wire
+from longspan.serve.answer import EngineLostError
 from longspan.serve.client import EngineClient
-from longspan.serve.errors import error_response
 from longspan.serve.metrics import Metrics
 from longspan.serve.middleware import Tally
-from longspan.serve.respond import respond
+from longspan.serve.respond import Call, respond
 from longspan.serve.settings import ServerSettings
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -75,11 +75,10 @@ class Server:
             known = ", ".join(self.settings.model_names)
             raise wire.WireError(f"there is no model {name[:100]!r} here, but {known}", param="model", status=404)
 
-    def check_open(self) -> Response | None:
-        """An answer when nothing new is taken."""
+    def check_open(self) -> None:
+        """Raises EngineLostError when nothing new is taken."""
         if self.draining:
-            return error_response(503, "the server is shutting down", retry_after_s=5)
-        return None
+            raise EngineLostError("the server is shutting down")
 
     async def answer(
         self,
@@ -90,21 +89,34 @@ class Server:
         prefix: str,
     ) -> Response:
         """Serves a request for text."""
+        self.check_open()
         self.check_model(body.model)
-        jobs = await self.in_thread(make_jobs)
-        if (closed := self.check_open()) is not None:
-            return closed
-        assembler = make_assembler(
-            body,
-            jobs,
-            self.jobs.tokenizer,
-            response_id=f"{prefix}-{request.state.request_id}",
-            model=body.model or self.settings.model_names[0],
-            created=int(time.time()),
+
+        def assembled() -> tuple[Sequence[Job], wire.Assembler]:
+            jobs = make_jobs()
+            return jobs, make_assembler(
+                body,
+                jobs,
+                self.jobs.tokenizer,
+                response_id=f"{prefix}-{request.state.request_id}",
+                model=body.model or self.settings.model_names[0],
+                created=int(time.time()),
+            )
+
+        async def prepare() -> tuple[Sequence[Job], wire.Assembler]:
+            prepared = await self.in_thread(assembled)
+            self.check_open()
+            return prepared
+
+        call = Call(
+            request=request,
+            prepare=prepare,
+            stream=bool(body.stream),
+            timeout_s=self._timeout_s(request),
+            keep_alive_s=self.settings.keep_alive_s,
+            reader_timeout_s=self.settings.reader_timeout_s,
         )
-        return await respond(
-            request, self.engine, jobs, assembler, stream=bool(body.stream), timeout_s=self._timeout_s(request)
-        )
+        return await respond(self.engine, call, self.in_thread)
 
     def _timeout_s(self, request: Request) -> float | None:
         """The server's limit, or what the client's `x-request-timeout` says if that is shorter."""

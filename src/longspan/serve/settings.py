@@ -28,6 +28,9 @@ class ServerSettings:
         body_timeout_s: the longest that a request's body may take to come.
         max_header_bytes: of a request's line and headers together.
         shutdown_timeout_s: how long requests under way may go on after SIGTERM.
+        keep_alive_s: how long a stream may be silent before a comment is sent. For so long its status is open, too: a
+            failure before it has one of its own.
+        reader_timeout_s: a client that reads nothing of its stream for so long is taken for gone.
         metrics_prefix: of the metrics' names, with its colon.
         tracer: gets one span per request for text; None for no tracing.
 
@@ -42,6 +45,8 @@ class ServerSettings:
     body_timeout_s: float = 60.0
     max_header_bytes: int = 64 * 1024
     shutdown_timeout_s: float = 30.0
+    keep_alive_s: float = 10.0
+    reader_timeout_s: float = 60.0
     metrics_prefix: str = "longspan:"
     tracer: Tracer | None = None
     limits: RequestLimits = field(default_factory=RequestLimits)

@@ -15,7 +15,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from longspan.serve.client import Answer
+from longspan.serve.answer import Answer
 from longspan.serve.messages import Ended
 from longspan.serve.middleware import path_of
 
@@ -103,7 +103,7 @@ class Tracing:
 
 def _of_answer(answer: Answer) -> Iterator[tuple[str, float]]:
     """What was asked for, and what it took, in tokens and seconds; of several outputs the longest times."""
-    params, ended = answer.jobs[0].params, answer.ended
+    params, ended = answer.jobs[0].params, [one for _, one in answer.ended]
     yield "gen_ai.request.n", params.n
     yield "gen_ai.request.temperature", params.temperature
     yield "gen_ai.request.top_p", params.top_p

@@ -1,0 +1,133 @@
+"""An engine process that computes nothing: what it does with a request is what the prompt's first token says.
+
+`EngineSetup.model` is a file to which it appends a line of JSON per event; so a test sees what it was told, and each
+process knows how many there were before it. It starts in a blink, since it imports neither torch nor longspan.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+SAY = 1  # max_tokens tokens at once
+SILENT = 2  # accepted; nothing follows
+UNACCEPTED = 3  # no answer at all
+BEGIN = 4  # one token, and no more
+DIE = 5  # accepted; the process ends
+DIE_ONCE = 6  # the same in the first process, as SAY in others
+SAY_AND_DIE_ONCE = 7  # one token before it ends
+FLOOD = 8  # max_tokens tokens with a text of 1,000 characters each
+PACED = 9  # max_tokens tokens, 20 ms apart
+
+NEVER_STARTS, WRONG, ENDS_AT_ONCE = "never-starts", "wrong", "ends-at-once"
+"""What the name of the file makes of the start."""
+
+_STARTED = {
+    "type": "Started",
+    "name": "fake",
+    "tokenizer_dir": None,
+    "trust_remote_code": False,
+    "vocab_size": 1000,
+    "max_model_len": 100_000,
+    "num_instances": 1,
+    "num_blocks": 8,
+    "block_size": 16,
+    "worker_pids": [],
+}
+
+
+class FakeEngine:
+    """Serves until told to quit."""
+
+    def __init__(self, folder: str, events: Path) -> None:
+        self._events = events
+        self._socket = zmq.Context().socket(zmq.PAIR)
+        self._socket.sndhwm = self._socket.rcvhwm = 0
+        self._socket.connect(f"ipc://{folder}/engine.sock")
+        self._note("start")
+        lines = events.read_text(encoding="utf-8").splitlines()
+        self._is_first = sum(json.loads(line)["event"] == "start" for line in lines) == 1
+
+    def run(self) -> None:
+        self._send(_STARTED)
+        while True:
+            command = msgspec.msgpack.decode(self._socket.recv())
+            kind = command["type"]
+            self._note(kind, id=command.get("id"), is_accepted=command.get("is_accepted"))
+            if kind == "Quit":
+                return
+            if kind == "Add":
+                self._add(command["id"], command["token_ids"][0], command["params"]["max_tokens"])
+
+    def refuse(self) -> None:
+        self._send({"type": "NotStarted", "reason": "a wrong setup", "is_mistake": True})
+        time.sleep(1)
+
+    def _add(self, number: int, what: int, max_tokens: int) -> None:
+        if what == UNACCEPTED:
+            return
+        self._send({"type": "Accepted", "id": number})
+        if what == DIE or (what == DIE_ONCE and self._is_first):
+            os._exit(9)
+        if what == SAY_AND_DIE_ONCE and self._is_first:
+            self._tell(number, finished=False)
+            time.sleep(0.2)  # so that it is read
+            os._exit(9)
+        if what == BEGIN:
+            self._tell(number, finished=False)
+        elif what != SILENT:
+            for index in range(max_tokens):
+                self._tell(number, finished=index == max_tokens - 1, text="x" * 1000 if what == FLOOD else "")
+                time.sleep(0.02 if what == PACED else 0)
+
+    def _tell(self, number: int, *, finished: bool, text: str = "") -> None:
+        choice = {
+            "index": 0,
+            "text": text,
+            "token_ids": [7],
+            "logprobs": None,
+            "finish_reason": "length" if finished else None,
+            "stop_reason": None,
+        }
+        update = {"choices": [choice], "prompt_logprobs": None, "num_cached_tokens": 0, "finished": finished}
+        self._send({"type": "Turn", "updates": [[number, update]], "ended": [], "stats": None})
+
+    def _send(self, report: dict[str, Any]) -> None:
+        self._socket.send(msgspec.msgpack.encode(report))
+
+    def _note(self, event: str, **more: object) -> None:
+        with self._events.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"event": event, **more}) + "\n")
+
+
+def _end_with_face() -> None:
+    while os.read(0, 1):
+        pass
+    os._exit(1)
+
+
+def main() -> None:
+    events = Path(json.loads(sys.stdin.buffer.readline())["model"])
+    threading.Thread(target=_end_with_face, daemon=True).start()
+    if events.name == ENDS_AT_ONCE:
+        sys.exit(3)
+    if events.name == NEVER_STARTS:
+        time.sleep(600)
+    engine = FakeEngine(sys.argv[1], events)
+    if events.name == WRONG:
+        engine.refuse()
+    else:
+        engine.run()
+    os._exit(0)  # without waiting for messages to a face that has gone
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,269 @@
+"""What a server's engine process does with any mix of requests, cancellations and lost workers; simulated ones."""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longspan import SamplingParams
+from longspan.core.engine import Engine, EngineConfig
+from longspan.core.errors import WorkerLostError
+from longspan.core.protocols import Limits
+from longspan.core.steps import Completion, Step
+from longspan.jobs import Job
+from longspan.policy import make_policy
+from longspan.serve import engine_loop
+from longspan.serve.engine_loop import EngineLoop
+from longspan.serve.messages import (
+    Accepted,
+    Add,
+    Cancel,
+    Command,
+    EngineSetup,
+    Failed,
+    QueueFull,
+    Report,
+    Restarted,
+    Restarting,
+    Turn,
+)
+from longspan.sim.clock import VirtualClock
+from longspan.sim.executor import SimExecutor
+
+_VOCAB, _BLOCKS, _BLOCK_SIZE = 64, 16, 4
+_CAPACITY = 2 * _BLOCKS * _BLOCK_SIZE
+
+
+class Workers:
+    """Simulated ones that can be lost; who has lost them must not use them any more."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self._inner = SimExecutor(clock=clock, vocab_size=_VOCAB)
+        self.are_lost = self.are_gone = False
+        self.interrupt: Any = None
+
+    def submit(self, step: Step) -> None:
+        assert not self.are_gone, f"{step} for workers that are gone"
+        self._inner.submit(step)
+
+    def poll(self, timeout_s: float | None) -> list[Completion]:
+        if self.are_lost:
+            self.are_gone = True
+            raise WorkerLostError(0, "it was killed")
+        return self._inner.poll(timeout_s)
+
+
+class Cluster:
+    """In place of a `Deployment`."""
+
+    def __init__(self) -> None:
+        self._clock = VirtualClock()
+        self.executor = Workers(self._clock)
+        self.jobs = SimpleNamespace(tokenizer=None)
+        self.worker_pids = ()
+        self.failures: deque[Exception] = deque()
+        self.engine = Engine(
+            policy=make_policy("context", num_instances=2, options={"threshold": "16"}),
+            executor=self.executor,
+            clock=self._clock,
+            config=EngineConfig(
+                num_instances=2,
+                num_blocks=_BLOCKS,
+                block_size=_BLOCK_SIZE,
+                max_model_len=_CAPACITY,
+                limits=Limits(max_num_batched_tokens=16, max_num_seqs=4),
+            ),
+        )
+
+    def restart(self) -> None:
+        if self.failures:
+            raise self.failures.popleft()
+        self.executor = Workers(self._clock)
+        self.engine.restart(self.executor)
+
+
+@dataclass(kw_only=True)
+class Asked:
+    """A request as its face sees it."""
+
+    num_prompt_tokens: int
+    num_choices: int
+    max_tokens: int
+    was_accepted: bool
+    request_ids: list[int] = field(default_factory=list)
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    end: str | None = None
+
+
+class Face:
+    """Stands for the socket, too: what it sends is read by the loop, and what the loop sends it checks."""
+
+    def __init__(self) -> None:
+        self.cluster = Cluster()
+        self.asked: dict[int, Asked] = {}
+        self.num_ended: Counter[str] = Counter()
+        self.states: list[str] = []
+        self._commands: deque[bytes] = deque()
+        setup = EngineSetup(model="", arguments={}, max_num_queued_reqs=3, max_num_queued_tokens=None)
+        self.loop = EngineLoop(self.cluster, setup, self)  # type: ignore[arg-type]
+        self._decoder = msgspec.msgpack.Decoder(Report)
+
+    def poll(self, _: int) -> bool:
+        return bool(self._commands)
+
+    def recv(self) -> bytes:
+        return self._commands.popleft()
+
+    def tell(self, command: Command) -> None:
+        self._commands.append(msgspec.msgpack.encode(command))
+
+    def add(self, num_tokens: int, max_tokens: int = 4, n: int = 1, *, is_accepted: bool = False) -> int:
+        number = len(self.asked)
+        params = SamplingParams(max_tokens=max_tokens, n=n, ignore_eos=True)
+        prompt = tuple((number * 7 + at) % _VOCAB for at in range(num_tokens))
+        self.asked[number] = Asked(
+            num_prompt_tokens=num_tokens, num_choices=n, max_tokens=max_tokens, was_accepted=is_accepted
+        )
+        self.tell(Add.of(number, Job(text=None, token_ids=prompt, params=params), is_accepted=is_accepted))
+        return number
+
+    def cancel(self, number: int) -> None:
+        self.tell(Cancel(number))
+        asked = self.asked[number]
+        asked.end = asked.end or "cancelled"
+
+    def turn(self) -> None:
+        """As `EngineLoop.run` does."""
+        try:
+            self.loop._turn()
+        except WorkerLostError as error:
+            self.loop._restart(error)
+
+    def finish(self) -> None:
+        """Until nothing is left to do."""
+        for _ in range(2000):
+            self.turn()
+            if not self.cluster.engine.has_unfinished and not self._commands:
+                return
+        pytest.fail("requests do not end")
+
+    def send(self, data: bytes) -> None:
+        match self._decoder.decode(data):
+            case Accepted(number):
+                clients = self.loop._choices.items()
+                ids = sorted((index, request) for request, (client, index) in clients if client.id == number)
+                self.asked[number].request_ids = [request for _, request in ids]
+            case QueueFull(number):
+                assert not self.asked[number].was_accepted
+                self._end(number, "full")
+            case Failed(number, reason):
+                self._end(number, "refused" if "refused" in reason else "failed")
+            case Turn() as turn:
+                for number, update in turn.updates:
+                    self._take(number, update)
+                self.num_ended.update(ended.reason for ended in turn.ended)
+            case Restarting() | Restarted() as state:
+                self.states.append(type(state).__name__)
+
+    def _take(self, number: int, update: Any) -> None:
+        asked = self.asked[number]
+        assert asked.end in {None, "cancelled"}, "nothing is told after the end"
+        for choice in update.choices:
+            asked.tokens.setdefault(choice.index, []).extend(choice.token_ids)
+        if update.finished:
+            self._end(number, "finished")
+
+    def _end(self, number: int, end: str) -> None:
+        asked = self.asked[number]
+        assert asked.end in {None, "cancelled"}, (number, asked.end, end)
+        asked.end = asked.end or end
+
+    def check(self) -> None:
+        """Every request has ended, and was told the right tokens, each once; nothing is held any more."""
+        num_choices = 0
+        for number, asked in self.asked.items():
+            assert asked.end is not None, number
+            num_choices += len(asked.request_ids)
+            for index, tokens in asked.tokens.items():
+                first = asked.num_prompt_tokens
+                wanted = [_token(asked.request_ids[index], first + at) for at in range(asked.max_tokens)]
+                assert tokens == (wanted if asked.end == "finished" else wanted[: len(tokens)])
+            if asked.end == "finished":
+                assert len(asked.tokens) == asked.num_choices
+        assert self.num_ended.total() == num_choices
+        assert not self.loop._clients
+        assert not self.loop._choices
+        assert self.cluster.engine.load().used_blocks == [0, 0]
+
+
+def _token(request_id: int, position: int) -> int:
+    return zlib.crc32(f"{request_id} {position}".encode()) % _VOCAB
+
+
+_ADD = st.tuples(st.just("add"), st.integers(1, 60), st.integers(1, 12), st.integers(1, 3), st.booleans())
+_CANCEL = st.tuples(st.just("cancel"), st.integers(0, 30))
+_TURN, _LOSE, _TOO_LONG = st.just(("turn",)), st.just(("lose",)), st.just(("add", _CAPACITY, 1, 1, False))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.one_of(_ADD, _ADD, _CANCEL, _TURN, _TURN, _TURN, _LOSE, _TOO_LONG), max_size=60))
+def test_every_request_ends_and_is_told_its_tokens_once(actions: list[tuple[Any, ...]]) -> None:
+    face, num_losses = Face(), 0
+    for name, *values in actions:
+        if name == "add":
+            length, max_tokens, n, is_accepted = values
+            face.add(length, max_tokens, n, is_accepted=is_accepted)
+        elif name == "cancel" and values[0] in face.asked:
+            face.cancel(values[0])
+        elif name == "lose" and num_losses < 3:  # more of them, without a token between, end the process
+            num_losses += 1
+            face.cluster.executor.are_lost = True
+            face.turn()
+        else:
+            face.turn()
+    face.finish()
+    face.check()
+
+
+def test_a_request_that_runs_in_two_losses_fails_and_one_that_runs_in_one_does_not() -> None:
+    face = Face()
+    twice = face.add(60, 12)
+    face.turn()
+    face.cluster.executor.are_lost = True
+    face.turn()
+    once = face.add(8)
+    face.turn()
+    face.cluster.executor.are_lost = True
+    face.turn()
+    face.finish()
+    assert (face.asked[twice].end, face.asked[once].end) == ("failed", "finished")
+    assert face.states == ["Restarting", "Restarted"] * 2
+    assert face.num_ended == {"error": 1, "length": 1}
+    face.check()
+
+
+@pytest.mark.parametrize("error", [WorkerLostError(1, "it did not start"), OSError("no process")])
+def test_workers_that_do_not_start_are_tried_again_but_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr(engine_loop, "_PAUSE_S", 0.0)
+    face = Face()
+    face.add(8)
+    face.turn()
+    face.cluster.executor.are_lost = True
+    face.cluster.failures.extend([error] * 2)
+    face.finish()
+    face.check()
+    assert face.asked[0].end == "finished"
+    face.cluster.executor.are_lost = True
+    face.cluster.failures.extend([error] * 3)
+    with pytest.raises(type(error)):
+        face.turn()

@@ -1,0 +1,272 @@
+"""The face's side of the engine process: nothing is lost, told twice, waited for in vain or left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from fake_engine import (
+    BEGIN,
+    DIE,
+    DIE_ONCE,
+    ENDS_AT_ONCE,
+    NEVER_STARTS,
+    SAY,
+    SAY_AND_DIE_ONCE,
+    SILENT,
+    UNACCEPTED,
+    WRONG,
+)
+from server_process import install_fake_engine, told
+
+from longspan import SamplingParams
+from longspan.jobs import Job
+from longspan.serve.answer import Answer, EngineLostError, News, QueueFullError
+from longspan.serve.client import EngineClient
+from longspan.serve.messages import EngineSetup
+from longspan.serve.updates import Update
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """What engine processes are told is written here; no folder that is shared with one is left."""
+    with tempfile.TemporaryDirectory(prefix="ls-") as name:
+        install_fake_engine(monkeypatch, Path(name))
+        yield tmp_path / "events"
+        assert not list(Path(name).glob("longspan-*"))
+
+
+def job(what: int, max_tokens: int = 3) -> Job:
+    return Job(text=None, token_ids=(what,), params=SamplingParams(max_tokens=max_tokens))
+
+
+@asynccontextmanager
+async def started(events: Path, most_jobs: int | None = None) -> AsyncIterator[EngineClient]:
+    """A client whose engine runs; it must leave nothing behind."""
+    client = EngineClient(
+        EngineSetup(model=str(events), arguments={}, max_num_queued_reqs=most_jobs, max_num_queued_tokens=None)
+    )
+    try:
+        await client.start()
+        yield client
+    finally:
+        await client.close()
+        assert client.num_unfinished == 0
+        assert not [child for child in psutil.Process().children() if "fake_engine" in child.cmdline()]
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+def num_tokens(news: list[News]) -> int:
+    return sum(len(choice.token_ids) for _, update in news for choice in update.choices)
+
+
+async def streamed(answer: Answer, found: list[News] | None = None) -> list[News]:
+    found = [] if found is None else found
+    while news := await answer.news():
+        found += news
+    return found
+
+
+async def until(true: Callable[[], bool], timeout_s: float = 10) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline_s
+        await asyncio.sleep(0.02)
+
+
+async def kill_engine(client: EngineClient) -> None:
+    assert client._process is not None
+    os.kill(client._process.pid, signal.SIGKILL)
+
+
+def test_a_request_is_streamed_or_taken_whole(events: Path) -> None:
+    async def check() -> None:
+        async with started(events) as client:
+            assert num_tokens(await streamed(await client.submit([job(SAY), job(SAY, 2)]))) == 5
+            assert num_tokens(await (await client.submit([job(SAY), job(SAY, 2)])).whole()) == 5
+            assert client.num_unfinished == 0
+
+    asyncio.run(check())
+    assert not told(events, "Cancel")
+
+
+def test_what_told_nothing_is_computed_by_the_next_engine_and_keeps_its_place(events: Path) -> None:
+    async def check() -> None:
+        async with started(events, most_jobs=10) as client:
+            assert num_tokens(await streamed(await client.submit([job(DIE_ONCE)]))) == 3
+            assert client.state == "serving"
+
+    asyncio.run(check())
+    assert [event["is_accepted"] for event in told(events, "Add")] == [False, True]
+    assert len(told(events, "start")) == 2
+
+
+def test_what_was_not_accepted_yet_must_be_by_the_next_engine(events: Path) -> None:
+    async def check() -> None:
+        async with started(events) as client:
+            submitting = asyncio.create_task(client.submit([job(UNACCEPTED), job(SAY)]))
+            await until(lambda: len(told(events, "Add")) == 2)
+            await kill_engine(client)
+            await until(lambda: len(told(events, "Add")) == 3)  # the other has ended
+            assert not submitting.done()
+            submitting.cancel()
+
+    asyncio.run(check())
+    assert not any(event["is_accepted"] for event in told(events, "Add"))
+
+
+def test_a_stream_that_told_something_fails_but_a_whole_answer_is_made_anew(events: Path) -> None:
+    async def check() -> None:
+        async with started(events) as client:
+            stream, whole = await asyncio.gather(
+                client.submit([job(BEGIN), job(SAY)]), client.submit([job(SAY, 2), job(SAY_AND_DIE_ONCE, 4)])
+            )
+            found: list[News] = []
+            with pytest.raises(EngineLostError, match="was lost"):
+                await streamed(stream, found)
+            assert num_tokens(found) == 1 + 3
+            assert num_tokens(await whole.whole()) == 2 + 4, "each token once"
+
+    asyncio.run(check())
+
+
+def test_a_request_that_ends_two_engines_is_not_sent_to_a_third(events: Path) -> None:
+    async def check() -> None:
+        async with started(events) as client:
+            answer = await client.submit([job(DIE)])
+            with pytest.raises(EngineLostError, match="was lost"):
+                await answer.whole()
+            assert num_tokens(await (await client.submit([job(SAY)])).whole()) == 3
+
+    asyncio.run(check())
+    assert len(told(events, "start")) == 3
+    assert len(told(events, "Add")) == 3
+
+
+def test_a_request_that_comes_while_an_engine_ends_is_answered_by_the_next(events: Path) -> None:
+    async def check() -> None:
+        async with started(events) as client:
+            await kill_engine(client)
+            for _ in range(20):  # some before the end is noticed, some after
+                answer = asyncio.create_task(client.submit([job(SAY)]))
+                await asyncio.sleep(0.01)
+            assert num_tokens(await (await asyncio.wait_for(answer, 10)).whole()) == 3
+            await until(lambda: client.num_unfinished == 0)
+
+    asyncio.run(check())
+
+
+def test_the_queue_is_bounded_while_there_is_no_engine(events: Path) -> None:
+    async def check() -> None:
+        async with started(events, most_jobs=2) as client:
+            await kill_engine(client)
+            await until(lambda: client.state == "restarting")
+            two = [asyncio.create_task(client.submit([job(SAY)])) for _ in range(2)]
+            await asyncio.sleep(0)
+            with pytest.raises(QueueFullError, match="3 requests would wait for new workers, of at most 2"):
+                await client.submit([job(SAY)])
+            for answer in await asyncio.gather(*two):
+                assert num_tokens(await answer.whole()) == 3
+
+    asyncio.run(check())
+
+
+def test_no_message_is_missed_while_others_are_sent(events: Path) -> None:
+    """A send on the socket must not swallow the wake-up of a message that came in meanwhile."""
+
+    async def ask(client: EngineClient) -> int:
+        total = 0
+        for _ in range(20):
+            total += num_tokens(await (await client.submit([job(SAY, 1)])).whole())
+            await asyncio.sleep(0)
+        return total
+
+    async def check() -> None:
+        async with started(events) as client:
+            for _ in range(3):
+                assert await asyncio.wait_for(asyncio.gather(*(ask(client) for _ in range(30))), 30) == [20] * 30
+                await asyncio.sleep(0.1)
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("what", [SILENT, UNACCEPTED, BEGIN])
+def test_who_leaves_cancels(events: Path, what: int) -> None:
+    async def check() -> None:
+        async with started(events) as client:
+            task = asyncio.create_task(_read(client, what))
+            await until(lambda: len(told(events, "Add")) == 2)
+            await asyncio.sleep(0.05)
+            task.cancel()
+            await until(lambda: len(told(events, "Cancel")) == 2)
+            assert client.num_unfinished == 0
+
+    asyncio.run(check())
+
+
+async def _read(client: EngineClient, what: int) -> None:
+    answer = await client.submit([job(what), job(what)])
+    try:
+        await streamed(answer)
+    finally:
+        answer.close()
+
+
+def test_whatever_fails_after_acceptance_reaches_the_reader() -> None:
+    async def check() -> None:
+        answer = Answer([job(SAY)], lambda _: None)
+        answer.accept(0)
+        answer.fail(QueueFullError("full"))
+        for reading in (answer.news(), answer.whole()):
+            with pytest.raises(QueueFullError, match="full"):
+                await asyncio.wait_for(reading, 1)
+
+    asyncio.run(check())
+
+
+def test_only_what_is_unfinished_and_untold_is_repeated() -> None:
+    async def check() -> None:
+        done = Update(choices=[], prompt_logprobs=None, num_cached_tokens=0, finished=True)
+        begun = Update(choices=[], prompt_logprobs=None, num_cached_tokens=0, finished=False)
+        answer = Answer([job(SAY), job(SAY)], lambda _: None)
+        answer.put(0, done)
+        assert await answer.news() == [(0, done)]
+        answer.put(1, begun)
+        assert answer.repeat(), "only the job that is finished was told of"
+        answer.put(1, done)
+        assert await answer.whole() == [(1, done)]
+        assert not answer.repeat(), "twice"
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [(WRONG, ValueError, "a wrong setup"), (ENDS_AT_ONCE, EngineLostError, "ended with code 3")],
+)
+def test_an_engine_that_cannot_start_says_why(events: Path, name: str, error: type[Exception], message: str) -> None:
+    async def check() -> None:
+        with pytest.raises(error, match=message):
+            async with started(events.with_name(name)):
+                pass
+
+    asyncio.run(check())
+
+
+def test_a_start_can_be_given_up(events: Path) -> None:
+    async def check() -> None:
+        before_s = time.monotonic()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5), started(events.with_name(NEVER_STARTS)):
+                pass
+        assert time.monotonic() - before_s < 5
+
+    asyncio.run(check())

@@ -1,0 +1,259 @@
+"""The HTTP face over an engine that computes nothing: clients that leave, stall or wait; deadlines; how it stops."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from fake_engine import BEGIN, FLOOD, PACED, SAY, SILENT, UNACCEPTED
+from server_process import Reply, ask_async, completion, free_port, install_fake_engine, send_completion, told
+
+from longspan.serve.messages import EngineSetup
+from longspan.serve.run import serve
+from longspan.serve.settings import ServerSettings
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="ls-") as name:
+        install_fake_engine(monkeypatch, Path(name))
+        yield tmp_path / "events"
+        assert not list(Path(name).glob("longspan-*"))
+
+
+class Face:
+    """A server in this process."""
+
+    def __init__(self, port: int, running: asyncio.Task[int]) -> None:
+        self.port, self.running = port, running
+
+    async def complete(
+        self, what: int, max_tokens: int = 3, *, headers: dict[str, str] | None = None, **fields: Any
+    ) -> Reply:
+        body = completion(prompt=[what], max_tokens=max_tokens, **fields)
+        return await ask_async(self.port, "/v1/completions", body, **headers or {})
+
+    def send(self, what: int, max_tokens: int = 3, **fields: Any) -> socket.socket:
+        return send_completion(self.port, prompt=[what], max_tokens=max_tokens, **fields)
+
+    async def stopped(self, *numbers: int) -> int:
+        """The exit code after these signals."""
+        for number in numbers:
+            os.kill(os.getpid(), number)
+            await asyncio.sleep(0.3)
+        return await asyncio.wait_for(self.running, 20)
+
+
+@asynccontextmanager
+async def serving(events: Path, **settings: Any) -> AsyncIterator[Face]:
+    """A face that is up, and that leaves no task behind."""
+    setup = EngineSetup(model=str(events), arguments={}, max_num_queued_reqs=None, max_num_queued_tokens=None)
+    port = free_port()
+    running = asyncio.create_task(serve(setup, ServerSettings(model_names=("fake",), **settings), "127.0.0.1", port))
+    try:
+        await until(lambda: events.exists() and bool(told(events, "start")))
+        await until_healthy(port)
+        yield Face(port, running)
+    finally:
+        if not running.done():
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.wait_for(running, 20)
+        await until(lambda: asyncio.all_tasks() == {asyncio.current_task()}, 2)
+
+
+async def until(true: Callable[[], bool], timeout_s: float = 10) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline_s
+        await asyncio.sleep(0.02)
+
+
+async def until_healthy(port: int) -> None:
+    while True:
+        try:
+            if (await ask_async(port, "/health")).status == 200:
+                return
+        except OSError:
+            await asyncio.sleep(0.05)
+
+
+async def received(connection: socket.socket, words: bytes) -> bytes:
+    """What comes on a connection until these words."""
+    data = b""
+    while words not in data:
+        connection.settimeout(10)
+        more = await asyncio.to_thread(connection.recv, 1 << 16)
+        assert more, data
+        data += more
+    return data
+
+
+def test_a_silent_stream_is_kept_alive_and_ends_at_its_deadline(events: Path) -> None:
+    async def check() -> None:
+        async with serving(events, keep_alive_s=0.2) as face:
+            for what in (SILENT, BEGIN):
+                start_s = time.monotonic()
+                reply = await face.complete(what, stream=True, headers={"x-request-timeout": "1"})
+                assert 0.9 < time.monotonic() - start_s < 3
+                assert reply.status == 200
+                assert 2 <= reply.data.count(b": still working\n\n") <= 5
+                assert reply.events[-1]["error"]["type"] == "timeout_error"
+                assert b"[DONE]" not in reply.data
+
+    asyncio.run(check())
+    assert len(told(events, "Cancel")) == 2
+
+
+@pytest.mark.parametrize("what", [SILENT, UNACCEPTED])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("by_header", [False, True])
+def test_a_deadline_before_the_first_token_is_a_504(events: Path, what: int, stream: bool, by_header: bool) -> None:
+    async def check() -> None:
+        async with serving(events, request_timeout_s=60 if by_header else 0.4) as face:
+            headers = {"x-request-timeout": "0.4"} if by_header else {}
+            reply = await face.complete(what, stream=stream, headers=headers)
+            assert reply.status == 504
+            assert reply.headers["x-should-retry"] == "false"
+            assert "within 0.4 s" in reply.body["error"]["message"]
+            assert (await face.complete(SAY)).token_ids == [7, 7, 7]
+
+    asyncio.run(check())
+    assert len(told(events, "Cancel")) == 1
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon", ""])
+def test_a_deadline_that_makes_no_sense_is_refused(events: Path, text: str) -> None:
+    async def check() -> None:
+        async with serving(events) as face:
+            reply = await face.complete(SAY, headers={"x-request-timeout": text})
+            assert reply.status == 400
+            assert "x-request-timeout" in reply.body["error"]["message"]
+
+    asyncio.run(check())
+    assert not told(events, "Add")
+
+
+@pytest.mark.parametrize("what", [UNACCEPTED, SILENT, BEGIN])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_cancels_its_work(events: Path, what: int, stream: bool) -> None:
+    async def check() -> None:
+        async with serving(events) as face:
+            await face.complete(SAY)
+            await asyncio.sleep(0.1)
+            before = asyncio.all_tasks()
+            for _ in range(5):
+                with closing(face.send(what, stream=stream)):
+                    await asyncio.sleep(0.05)
+            await until(lambda: len(told(events, "Cancel")) == 5)
+            await until(lambda: asyncio.all_tasks() == before, 2)
+            assert (await face.complete(SAY)).token_ids == [7, 7, 7]
+
+    asyncio.run(check())
+    assert {event["id"] for event in told(events, "Cancel")} == {1, 2, 3, 4, 5}
+
+
+def test_who_reads_nothing_is_let_go_and_holds_nobody_up(events: Path) -> None:
+    async def check() -> None:
+        async with serving(events, reader_timeout_s=1.0) as face:
+            await face.complete(SAY)
+            await asyncio.sleep(0.1)
+            before, memory = asyncio.all_tasks(), psutil.Process().memory_info().rss
+            stalled = [face.send(FLOOD, 4000, stream=True) for _ in range(5)]
+            start_s = time.monotonic()
+            assert (await face.complete(SAY, stream=True)).token_ids == [7, 7, 7]
+            assert time.monotonic() - start_s < 5
+            await until(lambda: asyncio.all_tasks() == before)
+            assert psutil.Process().memory_info().rss - memory < 60e6, "five times 4 MB of text, and some more"
+            for connection in stalled:
+                connection.close()
+
+    asyncio.run(check())
+
+
+def test_a_slow_reader_gets_everything(events: Path) -> None:
+    async def check() -> None:
+        async with serving(events, reader_timeout_s=1.0) as face:
+            with closing(face.send(FLOOD, 2000, stream=True)) as connection:
+                data = b""
+                while b"[DONE]" not in data:
+                    await asyncio.sleep(0.002)
+                    data += await asyncio.to_thread(connection.recv, 1 << 14)
+            assert data.count(b"x" * 1000) == 2000
+
+    asyncio.run(check())
+
+
+def test_requests_under_way_are_finished_and_new_ones_refused(events: Path) -> None:
+    async def check() -> None:
+        async with serving(events, shutdown_timeout_s=30) as face:
+            under_way = [asyncio.create_task(face.complete(PACED, 60, stream=stream)) for stream in (False, True)]
+            await until(lambda: len(told(events, "Add")) == 1)  # the other follows when this one is told
+            await asyncio.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(0.2)
+            for reply in (await face.complete(SAY), await ask_async(face.port, "/health")):
+                assert reply.status == 503
+                assert int(reply.headers["retry-after"]) > 0
+                assert "shutting down" in reply.body["error"]["message"]
+            assert (await ask_async(face.port, "/live")).status == 200
+            for reply in await asyncio.gather(*under_way):
+                assert reply.token_ids == [7] * 60
+            assert await asyncio.wait_for(face.running, 10) == 0
+
+    asyncio.run(check())
+    assert told(events, "Quit")
+
+
+def test_when_the_time_is_up_streams_end_with_an_error(events: Path) -> None:
+    async def check() -> None:
+        async with serving(events, shutdown_timeout_s=0.5) as face:
+            with closing(face.send(BEGIN, stream=True)) as stream, closing(face.send(SILENT)) as whole:
+                await received(stream, b"data: ")
+                await until(lambda: len(told(events, "Add")) == 2)
+                start_s = time.monotonic()
+                assert await face.stopped(signal.SIGTERM) == 128 + signal.SIGTERM
+                assert time.monotonic() - start_s < 5
+                assert b"shutting down" in await received(stream, b'"error"')
+                assert b"HTTP/1.1 503" in await received(whole, b'"error"')
+
+    asyncio.run(check())
+
+
+def test_a_second_signal_ends_at_once(events: Path) -> None:
+    async def check() -> None:
+        async with serving(events, shutdown_timeout_s=60) as face:
+            with closing(face.send(BEGIN, stream=True)) as stream, closing(face.send(FLOOD, 4000, stream=True)):
+                await received(stream, b"data: ")
+                start_s = time.monotonic()
+                assert await face.stopped(signal.SIGTERM, signal.SIGINT) == 128 + signal.SIGINT
+                assert time.monotonic() - start_s < 3
+                assert b"shutting down" in await received(stream, b'"error"')
+
+    asyncio.run(check())
+
+
+def test_a_signal_while_the_engine_starts_ends_at_once(events: Path) -> None:
+    async def check() -> None:
+        setup = EngineSetup(
+            model=str(events.with_name("never-starts")),
+            arguments={},
+            max_num_queued_reqs=None,
+            max_num_queued_tokens=None,
+        )
+        running = asyncio.create_task(serve(setup, ServerSettings(model_names=("fake",)), "127.0.0.1", free_port()))
+        await asyncio.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await asyncio.wait_for(running, 3) == 128 + signal.SIGTERM
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(check())
