@@ -170,6 +170,14 @@ def test_bodies_above_the_limit_are_413_with_and_without_a_length() -> None:
     assert client.post("/v1/completions", content=text, headers=told_less).status_code == 413
 
 
+def test_headers_above_the_limit_are_431() -> None:
+    client = client_of(make_server(max_header_bytes=2000))
+    assert client.get("/v1/models", headers={"x-filler": "x" * 1500}).status_code == 200
+    for large in ({"x-filler": "x" * 2000}, {f"x-filler-{i}": "x" * 10 for i in range(100)}):
+        assert "--h11-max-incomplete-event-size" in error_of(client.get("/v1/models", headers=large), 431)["message"]
+    assert client.get("/v1/models", params={"q": "x" * 2000}).status_code == 431
+
+
 def ask(server: Any, messages: list[Message], *, end: str = "wait") -> list[Message]:
     """What the app sends to a client whose body comes in these messages, after which it waits or leaves."""
     sent: list[Message] = []

@@ -14,7 +14,7 @@ from longspan.serve import wire
 from longspan.serve.answer import EngineLostError, QueueFullError
 from longspan.serve.errors import error_response
 from longspan.serve.limits import RequestLimits
-from longspan.serve.middleware import ApiKeys, BodyLimit, RequestIds, RootPath
+from longspan.serve.middleware import ApiKeys, BodyLimit, HeaderLimit, RequestIds, RootPath
 from longspan.serve.routes import body_schemas, routes
 from longspan.serve.server import Server
 
@@ -41,6 +41,7 @@ def make_app(server: Server) -> FastAPI:
 
         app.add_middleware(Tracing, tracer=settings.tracer, model_name=settings.model_names[0])
     app.add_middleware(ApiKeys, keys=settings.api_keys)
+    app.add_middleware(HeaderLimit, max_bytes=settings.max_header_bytes)
     app.add_middleware(RequestIds, tally=server.tally)
     app.add_middleware(RootPath, root_path=settings.root_path)
     return app

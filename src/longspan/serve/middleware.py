@@ -1,4 +1,4 @@
-"""What every request passes before a route sees it: the proxy's prefix, request id, key, size of the body.
+"""What every request passes before a route sees it: the proxy's prefix, request id, key, sizes.
 
 Plain ASGI, so that streams stay streams.
 """
@@ -86,6 +86,24 @@ class RequestIds:
             spent_s = time.monotonic() - begin_s
             path = quote(scope["path"])  # so that nobody writes lines of their own into the log
             _log.info("%s %s %s %.3f s %s", scope["method"], path, status or "-", spent_s, request_id)
+
+
+class HeaderLimit:
+    """Answers 431 to a request whose headers have more than `max_bytes`, in whatever pieces they came."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app, self._max_bytes = app, max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] == "http":
+            size = len(scope["path"]) + len(scope["query_string"])
+            size += sum(len(name) + len(value) for name, value in scope["headers"])
+            if size > self._max_bytes:
+                words = f"the headers have {size} bytes, of at most {self._max_bytes}"
+                await error_response(431, f"{words} (--h11-max-incomplete-event-size)")(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 class ApiKeys:
