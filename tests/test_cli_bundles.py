@@ -46,8 +46,9 @@ def test_two_options_of_one_name_are_our_mistake() -> None:
 
 
 def test_every_sampling_parameter_is_an_option() -> None:
-    """Except the logits, which are too many to print."""
-    parameters = {field.name for field in fields(SamplingParams)} - {"output_logits"}
+    """Except the logits, which are too many to print; the form of an output has an option per kind."""
+    forms = {"json_schema", "regex", "choice", "grammar"}
+    parameters = {field.name for field in fields(SamplingParams)} - {"output_logits", "structured_outputs"} | forms
     assert parameters == {field.name for field in fields(SamplingOptions)}
     for verb in (generate, chat):
         assert parameters <= set(inspect.signature(verb).parameters)

@@ -12,7 +12,7 @@ from fake_llm import WORDS, FakeLLM, run
 
 from longspan.cli.jsonl import parse_line
 from longspan.core.errors import WorkerLostError
-from longspan.core.sampling import SamplingParams
+from longspan.core.sampling import SamplingParams, StructuredOutputsParams
 
 pytestmark = pytest.mark.usefixtures("fake_llm")
 
@@ -57,6 +57,7 @@ def test_sampling_parameters_of_a_line_count_before_the_flags(tmp_path: Path) ->
         "temperature": 1,
         "seed": 4,
         "stop_token_ids": [3],
+        "structured_outputs": {"json": {"type": "array"}},
     }
     code, out = serve(
         tmp_path, {"prompt": "a", **own}, {"prompt": "b"}, arguments=("--top-k", "6", "--max-tokens", "9")
@@ -65,7 +66,15 @@ def test_sampling_parameters_of_a_line_count_before_the_flags(tmp_path: Path) ->
     first, second = (params for _, params in FakeLLM.last.asked)
     assert second == SamplingParams(temperature=0.0, top_k=6, max_tokens=9, seed=0)
     assert first == SamplingParams(
-        temperature=1.0, top_k=6, max_tokens=5, stop="x", logit_bias={7: 1.0}, n=2, seed=4, stop_token_ids=[3]
+        temperature=1.0,
+        top_k=6,
+        max_tokens=5,
+        stop="x",
+        logit_bias={7: 1.0},
+        n=2,
+        seed=4,
+        stop_token_ids=[3],
+        structured_outputs=StructuredOutputsParams(json='{"type": "array"}'),
     )
     assert [len(line.get("outputs", [])) for line in out] == [2, 0]
 

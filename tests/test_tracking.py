@@ -43,12 +43,14 @@ class ScriptedEngine:
 
     def __init__(self) -> None:
         self.requests: list[ScriptedRequest] = []
+        self.grammars: list[str] = []
 
     def add(
-        self, prompt: tuple[int, ...], params: SamplingParams, *, choice: int = 0, leader: Any = None
+        self, prompt: tuple[int, ...], params: SamplingParams, *, choice: int = 0, leader: Any = None, grammar: str = ""
     ) -> ScriptedRequest:
         request = ScriptedRequest(len(self.requests), prompt, params, choice, leader)
         self.requests.append(request)
+        self.grammars.append(grammar)
         return request
 
     def finish(self, request: ScriptedRequest, reason: str) -> None:
@@ -221,3 +223,9 @@ def test_a_bar_is_drawn_for_several_prompts_on_a_terminal(
     if shown:
         assert "1/2" in stderr.getvalue()
         assert "output" in stderr.getvalue()
+
+
+def test_every_choice_of_a_job_follows_its_grammar() -> None:
+    engine: Any = ScriptedEngine()
+    Tracked(Job(text=None, token_ids=(5,), params=SamplingParams(n=3), grammar="one"), None).start(engine)
+    assert engine.grammars == ["one"] * 3

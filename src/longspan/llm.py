@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from functools import cached_property
 from numbers import Integral
 from typing import TypeVar, Unpack, cast
@@ -19,6 +19,7 @@ from longspan.progress import Progress
 from longspan.tracking import Choice, Tracked
 
 ChoiceT = TypeVar("ChoiceT")
+TagT = TypeVar("TagT")
 
 
 class LLM(Deployment):
@@ -97,6 +98,37 @@ class LLM(Deployment):
         """Answers one conversation and yields the cumulative output whenever a token has come; see `chat`."""
         return self._stream(self.jobs.chat_job(messages, sampling_params or SamplingParams(), template))
 
+    def finish_each(
+        self, groups: Iterable[tuple[TagT, Sequence[Job]]], *, most: int, most_waiting_tokens: int = 2**21
+    ) -> Iterator[tuple[TagT, list[Tracked]]]:
+        """Runs the jobs of groups and yields each group when its jobs are finished, whichever is first.
+
+        Groups are taken from `groups` while there is room: fewer than `most` are under way, and the prompts of those
+        that have no token yet hold fewer than `most_waiting_tokens`. After `abort` no more are taken.
+
+        Raises:
+            WorkerLostError: when a worker dies or raises.
+        """
+        source, running = iter(groups), list[tuple[TagT, list[Tracked]]]()
+        with self._call() as choices:
+            while True:
+                self._check_up()
+                while len(running) < most and _waiting_tokens(running) < most_waiting_tokens:
+                    if (group := next(source, None)) is None:
+                        break
+                    running.append((group[0], [self._started(job, choices) for job in group[1]]))
+                done = [group for group in running if _finished(group[1])]
+                running = [group for group in running if not _finished(group[1])]
+                for tag, tracked in done:
+                    self._forget(tracked, choices)
+                    yield tag, tracked
+                    if any(choice.request.finish_reason == "abort" for one in tracked for choice in one.choices):
+                        source = iter(())
+                if not running and not done:
+                    return
+                if not done:
+                    self._step()
+
     def abort(self) -> None:
         """Ends all calls under way after the step in flight; they return what there is, finished by `abort`.
 
@@ -151,18 +183,22 @@ class LLM(Deployment):
 
     def _drive(self, tracked: Sequence[Tracked]) -> Generator[None, None, None]:
         """Runs the engine until all of these are finished; what is left when the caller stops early is aborted."""
+        with self._call() as choices:
+            for one in tracked:
+                self._start(one, choices)
+            while not _finished(tracked):
+                self._check_up()
+                self._step()
+                yield
+
+    @contextmanager
+    def _call(self) -> Iterator[list[Choice]]:
+        """A call under way: what it starts is in the list until it ends."""
         self._check_up()
         choices: list[Choice] = []
         try:
             self._settle()
-            for one in tracked:
-                one.start(self.engine)
-                choices += one.choices
-            self._choices.update((choice.request.id, choice) for choice in choices)
-            while not all(choice.finished for choice in choices):
-                self._check_up()
-                self._step()
-                yield
+            yield choices
         except WorkerLostError as error:
             self._lost = error
             raise
@@ -172,6 +208,21 @@ class LLM(Deployment):
                 if self._lost is None and not self._closed:
                     # Whoever leaves early does not wait: a step in flight completes during later calls.
                     self.engine.finish(choice.request, "abort")
+
+    def _start(self, tracked: Tracked, choices: list[Choice]) -> None:
+        tracked.start(self.engine)
+        choices += tracked.choices
+        self._choices.update((choice.request.id, choice) for choice in tracked.choices)
+
+    def _started(self, job: Job, choices: list[Choice]) -> Tracked:
+        tracked = Tracked(job, self.jobs.tokenizer)
+        self._start(tracked, choices)
+        return tracked
+
+    def _forget(self, finished: Sequence[Tracked], choices: list[Choice]) -> None:
+        for choice in (choice for one in finished for choice in one.choices):
+            choices.remove(choice)
+            del self._choices[choice.request.id]
 
     def _settle(self) -> None:
         """Takes in the steps that only finished requests are in, unless others run: their KV can be reused then."""
@@ -196,6 +247,15 @@ class LLM(Deployment):
             raise WorkerLostError(self._lost.rank, f"{self._lost.reason}; this engine is down, make a new one")
         if self._closed:
             raise RuntimeError("this engine was shut down: make a new LLM")
+
+
+def _finished(tracked: Sequence[Tracked]) -> bool:
+    return all(one.finished for one in tracked)
+
+
+def _waiting_tokens(groups: Sequence[tuple[object, Sequence[Tracked]]]) -> int:
+    """Prompt tokens of jobs that have no output yet."""
+    return sum(len(one.job.token_ids) for _, tracked in groups for one in tracked if not one.num_taken)
 
 
 def _one_each(value: ChoiceT | Sequence[ChoiceT], number: int) -> list[ChoiceT]:

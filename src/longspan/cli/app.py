@@ -15,6 +15,8 @@ from typing import Annotated, NoReturn
 import typer
 
 import longspan
+from longspan.cli.batch import batch
+from longspan.cli.bench import bench
 from longspan.cli.chat import chat
 from longspan.cli.generate import generate
 from longspan.cli.serve import serve
@@ -29,6 +31,8 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(chat)
 app.command()(serve)
+app.command()(batch)
+app.add_typer(bench, name="bench")
 
 
 @app.callback(invoke_without_command=True)

@@ -67,21 +67,21 @@ def _options(kind: type[Any], defaults: object) -> Iterator[inspect.Parameter]:
 
 
 def _annotated(kind: type[Any], name: str, hint: object) -> object:
-    """A field that is not annotated for Typer is described by the docstring of its class."""
+    """A field that is not annotated for Typer is described by the docstring of its class, if that names it."""
     if get_origin(hint) is Annotated:
         return hint
     doc = inspect.getdoc(kind) or ""
     found = re.search(rf"^ +(?:\w+, )*{name}(?:, \w+)*: (.+(?:\n      +.+)*)", doc, re.MULTILINE)
-    assert found is not None, f"{kind.__name__} documents {name}"
+    if found is None:
+        return hint
     words = " ".join(found[1].split())
     return Annotated[hint, typer.Option(help=words[0].upper() + words[1:], rich_help_panel=doc.partition("\n")[0])]
 
 
 def _with_variable(parameter: inspect.Parameter) -> object:
     """The parameter's annotation, its option readable from the environment."""
-    kind, info = get_args(parameter.annotation)
-    assert isinstance(info, ParameterInfo), "annotated as an option or argument"
-    info = copy(info)  # other verbs have the original
+    kind, *notes = get_args(parameter.annotation)
+    [info] = [copy(note) for note in notes if isinstance(note, ParameterInfo)]  # other verbs have the original
     info.envvar = f"LONGSPAN_{parameter.name.upper()}"
     return Annotated[kind, info]
 

@@ -99,6 +99,8 @@ class Chat:
         reason = output.outputs[0].finish_reason
         if reason == "abort":
             _note("stopped")
+        elif reason == "error":
+            _note(f"ended early: {output.outputs[0].stop_reason}")
         elif reason == "length" and len(self._conversation.token_ids) >= limit:
             _note(f"the context is full ({limit} tokens): /reset empties it")
         elif reason == "length":

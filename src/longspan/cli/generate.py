@@ -71,12 +71,14 @@ def _generate_one(
         typer.echo(json.dumps(json_result(output, bytes_exchanged)))
     elif sys.stderr.isatty():
         Console(stderr=True).print(stats_table(output.metrics, bytes_exchanged))
+    for one in output.outputs:
+        if one.finish_reason == "error":
+            raise ValueError(f"output {one.index} ended early: {one.stop_reason}")
 
 
 def _generate_file(model: str, source: Path, target: Path, sampling: SamplingOptions, engine: EngineOptions) -> int:
     lines = jsonl.read_lines(source, sampling.params())
-    if source.exists() and target.exists() and source.samefile(target):
-        raise ValueError(f"--output-file {str(target)!r} is the input file: give another one")
+    jsonl.check_different(source, target)
     with jsonl.opened(target) as out, engine.start(model, seed=sampling.seed) as llm:
         num_bad = jsonl.answer(llm, lines, out)
     if num_bad:

@@ -114,6 +114,16 @@ def opened(path: Path) -> Iterator[IO[str]]:
         yield file
 
 
+def check_different(source: Path, target: Path) -> None:
+    """Whether the output is not the input.
+
+    Raises:
+        ValueError: when it is.
+    """
+    if source.exists() and target.exists() and source.samefile(target):
+        raise ValueError(f"--output-file {str(target)!r} is the input file: give another one")
+
+
 def _checked(llm: LLM, line: Line) -> Line:
     """The line as the engine takes it, messages as token ids; with an error if the engine would refuse it."""
     if line.params is None:

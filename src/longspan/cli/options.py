@@ -56,7 +56,8 @@ class EngineOptions:
     ] = False
     policy: Annotated[str, _scheduling(help="Who decides the steps: auto, chunked or context.")] = "auto"
     policy_option: Annotated[
-        list[str] | None, _scheduling("-o", metavar="KEY=VALUE", help="An option of the policy; repeatable.")
+        list[str] | None,
+        _scheduling("--policy-option", "-o", metavar="KEY=VALUE", help="An option of the policy; repeatable."),
     ] = None
     max_model_len: Annotated[int | None, _scheduling(help="Longest prompt plus output, in tokens.")] = None
     block_size: Annotated[int, _scheduling(help="Tokens per KV block.")] = 256
@@ -86,7 +87,7 @@ class EngineOptions:
         """
         shorter = ("instances", "tp", "pp", "policy_option")
         same = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in shorter}
-        options = key_values("-o", self.policy_option or ())
+        options = key_values("--policy-option", self.policy_option or ())
         return {**same, "parallel": self._parallel_spec(), "policy_options": options}
 
     def start(self, model: str, *, seed: int) -> LLM:

@@ -8,8 +8,11 @@ from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any
 
-LogitBias = Mapping[int, float] | Mapping[str, float] | tuple[tuple[int, float], ...]
-"""Token id to bias. JSON has no integer keys, so that ids may come as strings of digits; kept as sorted pairs."""
+LogitBias = Mapping[Any, float] | tuple[tuple[int, float], ...]
+"""Token id to bias. JSON has no integer keys, so that ids may come as strings of digits; kept as sorted pairs.
+
+(One kind of mapping, since msgspec cannot tell two apart.)
+"""
 
 MAX_BIAS = 100.0
 """OpenAI's bound, either way. It is ample to force a token or to rule one out."""

@@ -49,7 +49,7 @@ def check(grammar: str) -> None:
 
 def one_line(reason: str) -> str:
     """The beginning of what llguidance says, without the line breaks of its pictures."""
-    return " ".join(reason.split())[:300]
+    return " ".join(reason.replace("<non-verbose/>", "").split())[:300]
 
 
 def main() -> None:

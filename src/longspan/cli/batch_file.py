@@ -1,0 +1,177 @@
+"""Batch files as OpenAI has them: requests in, answers out, and which requests are answered already."""
+
+from __future__ import annotations
+
+import fcntl
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+URLS = ("/v1/completions", "/v1/chat/completions")
+
+
+class _Given(msgspec.Struct):
+    custom_id: str
+    method: str
+    url: str
+    body: msgspec.Raw
+
+
+class _Named(msgspec.Struct):
+    id: str | None = None
+    custom_id: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchLine:
+    """A request of a batch file. `error` says why it is none; `number` counts lines from 1."""
+
+    number: int
+    custom_id: str | None
+    url: str = ""
+    body: bytes = b""
+    error: str | None = None
+
+    @property
+    def id(self) -> str:
+        """What the answer is called: the same in every run."""
+        return f"batch_req_{self.number}"
+
+    @property
+    def key(self) -> str:
+        """What tells this request from others of the file."""
+        return self.id if self.custom_id is None else self.custom_id
+
+
+def read_batch(path: Path) -> Iterator[BatchLine]:
+    """The requests of a file, read as they are taken; empty lines are passed over.
+
+    Raises:
+        ValueError: when the file cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            for number, text in enumerate(file, start=1):
+                if text.strip():
+                    yield parse_batch_line(text, number)
+    except OSError as error:
+        raise ValueError(f"input file {str(path)!r} cannot be read: {error.strerror}") from None
+
+
+def parse_batch_line(text: bytes, number: int) -> BatchLine:
+    """The request in a line, or why there is none."""
+    try:
+        given = msgspec.json.decode(text, type=_Given)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return BatchLine(number=number, custom_id=_custom_id(text), error=f"line {number} is no request: {error}")
+    wrong = None
+    if given.method != "POST":
+        wrong = f"method must be 'POST', but {given.method!r:.40} given"
+    elif given.url not in URLS:
+        wrong = f"url must be {' or '.join(URLS)}, but {given.url!r:.100} given"
+    return BatchLine(number=number, custom_id=given.custom_id, url=given.url, body=bytes(given.body), error=wrong)
+
+
+def keys_in(path: Path) -> set[str]:
+    """Keys of the requests in a file.
+
+    Raises:
+        ValueError: when two have the same custom_id, or the file cannot be read.
+    """
+    if path.exists() and not path.is_file():
+        raise ValueError(f"input file {str(path)!r} must be an ordinary file: it is read twice")
+    numbers: dict[str, int] = {}
+    for line in read_batch(path):
+        if (first := numbers.setdefault(line.key, line.number)) != line.number:
+            raise ValueError(
+                f"lines {first} and {line.number} of {str(path)!r} have the same custom_id {line.key!r}: change one"
+            )
+    return set(numbers)
+
+
+def answered_in(path: Path) -> set[str]:
+    """Keys of the requests that a file of answers holds; a last line that was cut off is removed from the file.
+
+    Raises:
+        ValueError: when the file cannot be read or written, or holds something else.
+    """
+    answered: set[str] = set()
+    try:
+        with path.open("r+b") as file:
+            end = 0
+            for number, text in enumerate(file, start=1):
+                if not text.endswith(b"\n"):
+                    file.truncate(end)
+                    break
+                answered.add(_answered(path, text, number))
+                end += len(text)
+    except FileNotFoundError:
+        return set()
+    except OSError as error:
+        raise _not_written(path, error) from None
+    return answered
+
+
+@contextmanager
+def appended(path: Path) -> Iterator[IO[bytes]]:
+    """A file to append lines to, which no other process appends to meanwhile.
+
+    Raises:
+        ValueError: when it cannot be written, or another process does so.
+    """
+    try:
+        file = path.open("ab")
+    except OSError as error:
+        raise _not_written(path, error) from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another process writes to output file {str(path)!r}: wait until it ends") from None
+        yield file
+
+
+def write_answer(file: IO[bytes], line: BatchLine, status: int, body: dict[str, Any]) -> None:
+    """Appends the answer to a request, whole."""
+    response = {"status_code": status, "request_id": uuid.uuid4().hex, "body": body}
+    _write(file, line, response=response, error=None)
+
+
+def write_error(file: IO[bytes], line: BatchLine) -> None:
+    """Appends why a line is no request."""
+    _write(file, line, response=None, error={"code": "invalid_request", "message": line.error})
+
+
+def _write(file: IO[bytes], line: BatchLine, **fields: object) -> None:
+    file.write(msgspec.json.encode({"id": line.id, "custom_id": line.custom_id, **fields}) + b"\n")
+    file.flush()
+
+
+def _answered(path: Path, text: bytes, number: int) -> str:
+    try:
+        found = msgspec.json.decode(text, type=_Named)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        found = _Named()
+    key = found.id if found.custom_id is None else found.custom_id
+    if key is None or found.id is None:
+        raise ValueError(
+            f"line {number} of output file {str(path)!r} is no answer of a batch: give another file, or move it away"
+        )
+    return key
+
+
+def _custom_id(text: bytes) -> str | None:
+    """That of a line that is wrong, if it has one."""
+    try:
+        return msgspec.json.decode(text, type=_Named).custom_id
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def _not_written(path: Path, error: OSError) -> ValueError:
+    return ValueError(f"output file {str(path)!r} cannot be written: {error.strerror}")

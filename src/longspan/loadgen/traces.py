@@ -1,0 +1,192 @@
+"""Traces of real services: CSV or JSONL, maybe compressed by gzip, told apart by the names of their columns."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import itertools
+import json
+import logging
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Any
+
+from longspan.loadgen.workload import Ask
+
+_log = logging.getLogger("longspan")
+BLOCK_LEN = 512
+"""Tokens of a prompt that one of Mooncake's hash ids stands for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Format:
+    """Which columns hold what. `seconds` makes seconds of what is in the column `arrival`."""
+
+    name: str
+    input_len: str
+    output_len: str
+    arrival: str | None = None
+    seconds: Callable[[Any], float] = float
+    block_ids: str | None = None
+
+    @property
+    def columns(self) -> set[str]:
+        columns = (self.arrival, self.input_len, self.output_len, self.block_ids)
+        return {column for column in columns if column is not None}
+
+
+def _of_milliseconds(value: float | str) -> float:
+    return float(value) / 1e3
+
+
+def _of_date(value: str) -> float:
+    """A date without a zone is taken for UTC."""
+    date = datetime.fromisoformat(value)
+    return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
+
+
+# The first whose columns are all there counts.
+_FORMATS = (
+    _Format(
+        name="Mooncake",
+        arrival="timestamp",
+        seconds=_of_milliseconds,
+        input_len="input_length",
+        output_len="output_length",
+        block_ids="hash_ids",
+    ),
+    _Format(
+        name="Mooncake without hash_ids",
+        arrival="timestamp",
+        seconds=_of_milliseconds,
+        input_len="input_length",
+        output_len="output_length",
+    ),
+    _Format(
+        name="Azure (2023, 2024)",
+        arrival="TIMESTAMP",
+        seconds=_of_date,
+        input_len="ContextTokens",
+        output_len="GeneratedTokens",
+    ),
+    _Format(
+        name="Vidur's Azure and Splitwise",
+        arrival="arrived_at",
+        input_len="num_prefill_tokens",
+        output_len="num_decode_tokens",
+    ),
+    _Format(name="Vidur's lengths", input_len="num_prefill_tokens", output_len="num_decode_tokens"),
+    _Format(name="BurstGPT", arrival="Timestamp", input_len="Request tokens", output_len="Response tokens"),
+)
+
+
+def read_trace(path: Path, *, num: int | None = None, speed: float = 1.0) -> list[Ask]:
+    """Returns the first `num` requests of a trace (all if None), in the order of arrival, the first one due at 0.
+
+    Times are divided by `speed`; requests of a trace without times have none. Lines without an input or an output
+    (requests that failed) are left out, and how many is logged.
+
+    Raises:
+        ValueError: when the file cannot be read, is in no known format, or holds fewer requests.
+    """
+    if not speed > 0:
+        raise ValueError(f"--trace-speed must be above 0, but {speed} given")
+    if num is not None and num < 1:
+        raise ValueError(f"--num-prompts must be at least 1, but {num} given")
+    try:
+        with _opened(path) as file:
+            asks = list(itertools.islice(_asks(path, file), num))
+    except OSError as error:
+        raise ValueError(f"trace {str(path)!r} cannot be read: {error.strerror or error}") from None
+    except (UnicodeDecodeError, EOFError, csv.Error, zlib.error) as error:
+        raise ValueError(f"trace {str(path)!r} cannot be read: {error}") from None
+    if not asks or len(asks) < (num or 0):
+        wanted = "at least 1" if num is None else f"{num} (--num-prompts)"
+        raise ValueError(f"trace {str(path)!r} holds {len(asks)} requests, but {wanted} needed")
+    if asks[0].due_s is None:
+        return asks
+    return _from_zero(asks, speed)
+
+
+def _from_zero(asks: list[Ask], speed: float) -> list[Ask]:
+    times = [ask.due_s for ask in asks if ask.due_s is not None]
+    start = min(times)
+    moved = [replace(ask, due_s=(time - start) / speed) for ask, time in zip(asks, times, strict=True)]
+    return sorted(moved, key=lambda ask: ask.due_s or 0.0)
+
+
+def _opened(path: Path) -> IO[str]:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8-sig", newline="")
+    return path.open(encoding="utf-8-sig", newline="")
+
+
+def _asks(path: Path, file: IO[str]) -> Iterator[Ask]:
+    found: _Format | None = None
+    num_empty = 0
+    for number, row in _rows(path, file):
+        found = found or _format(path, row)
+        try:
+            ask = _ask(found, row)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"line {number} of trace {str(path)!r} is not of the format {found.name!r}: "
+                f"{type(error).__name__}: {error}"
+            ) from None
+        if ask.input_len < 1 or ask.output_len < 1:
+            num_empty += 1
+        else:
+            yield ask
+    if num_empty:
+        _log.warning("%d lines of the trace have no input or no output and are left out", num_empty)
+
+
+def _rows(path: Path, file: IO[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Lines as mappings, with their numbers from 1."""
+    name = path.name.removesuffix(".gz")
+    if name.endswith(".csv"):
+        reader = csv.DictReader(file)
+        for row in reader:
+            yield reader.line_num, row
+        return
+    if not name.endswith(".jsonl"):
+        raise ValueError(f"trace {str(path)!r} must end in .csv, .csv.gz, .jsonl or .jsonl.gz")
+    for number, line in enumerate(file, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"line {number} of trace {str(path)!r} is no JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise ValueError(f"line {number} of trace {str(path)!r} is no JSON object: {line.strip():.60}")
+        yield number, row
+
+
+def _format(path: Path, row: Mapping[str, Any]) -> _Format:
+    for known in _FORMATS:
+        if known.columns <= row.keys():
+            return known
+    forms = "; ".join(", ".join(sorted(known.columns)) for known in _FORMATS)
+    raise ValueError(
+        f"trace {str(path)!r} has the columns {', '.join(map(str, row))}, which is no known format: {forms}"
+    )
+
+
+def _ask(form: _Format, row: Mapping[str, Any]) -> Ask:
+    return Ask(
+        due_s=None if form.arrival is None else form.seconds(row[form.arrival]),
+        input_len=_whole(row[form.input_len]),
+        output_len=_whole(row[form.output_len]),
+        block_ids=() if form.block_ids is None else tuple(_whole(one) for one in row[form.block_ids]),
+    )
+
+
+def _whole(value: float | str) -> int:
+    number = float(value)
+    if number != int(number) or number < 0:
+        raise ValueError(f"a whole number is needed, but {value!r} given")
+    return int(number)

@@ -1,0 +1,164 @@
+"""Answers to the requests of a batch file: the bodies that HTTP would carry, without HTTP."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+from longspan.jobs import Job, JobMaker
+from longspan.serve.errors import error_body
+from longspan.serve.limits import RequestLimits
+from longspan.serve.updates import ChoiceUpdate, Update
+from longspan.serve.wire import (
+    Assembler,
+    ChatAssembler,
+    ChatCompletionRequest,
+    CompletionAssembler,
+    CompletionRequest,
+    WireError,
+    chat_job,
+    completion_jobs,
+    read_request,
+)
+from longspan.tracking import Choice, Tracked
+
+TagT = TypeVar("TagT")
+Body = dict[str, Any]
+_OK, _NOT_FOUND = 200, 404
+
+
+class Runs(Protocol):
+    """What runs jobs: an `LLM`."""
+
+    def finish_each(
+        self, groups: Iterable[tuple[Any, Sequence[Job]]], *, most: int
+    ) -> Iterator[tuple[Any, list[Tracked]]]:
+        """See `LLM.finish_each`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchModel:
+    """What requests are checked against.
+
+    Attributes:
+        names: what requests may call the model; answers call it by the first.
+    """
+
+    jobs: JobMaker
+    names: tuple[str, ...]
+    limits: RequestLimits = field(default_factory=RequestLimits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchRequest(Generic[TagT]):
+    """One request: `tag` is the caller's, `url` one of `URLS`, `body` its JSON."""
+
+    tag: TagT
+    url: str
+    body: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchAnswer(Generic[TagT]):
+    """The answer to a request, as its HTTP status and body."""
+
+    tag: TagT
+    status: int
+    body: Body
+
+
+def answer_each(
+    runs: Runs, model: BatchModel, requests: Iterable[BatchRequest[TagT]], *, most: int
+) -> Iterator[BatchAnswer[TagT]]:
+    """Answers requests together, `most` at once, each as soon as it is done; takes them from `requests` as it goes.
+
+    A request that cannot be served gets the answer that an HTTP server would have given, and stops nobody.
+
+    Raises:
+        WorkerLostError: when a worker dies or raises.
+    """
+    groups = (_group(request, model) for request in requests)
+    for plan, tracked in runs.finish_each(groups, most=most):
+        if plan.assembler is None:
+            yield BatchAnswer(tag=plan.tag, status=plan.status, body=plan.refusal)
+            continue
+        for index, one in enumerate(tracked):
+            plan.assembler.add(index, _update(one))
+        yield BatchAnswer(tag=plan.tag, status=_OK, body=plan.assembler.whole())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan(Generic[TagT]):
+    """How a request is answered: by an assembler, or, when there is none, by a refusal."""
+
+    tag: TagT
+    assembler: Assembler | None = None
+    status: int = _OK
+    refusal: Body = field(default_factory=dict)
+
+
+def _group(request: BatchRequest[TagT], model: BatchModel) -> tuple[_Plan[TagT], list[Job]]:
+    try:
+        assembler, jobs = _READERS[request.url](request.body, model)
+    except WireError as error:
+        refusal = error_body(error.status, error.message, param=error.param)
+        return _Plan(tag=request.tag, status=error.status, refusal=refusal), []
+    return _Plan(tag=request.tag, assembler=assembler), jobs
+
+
+def _completion(body: bytes, model: BatchModel) -> tuple[Assembler, list[Job]]:
+    request = read_request(CompletionRequest, body, model.limits)
+    _check(request, model)
+    jobs = completion_jobs(request, model)
+    return CompletionAssembler(request, jobs, model.jobs.tokenizer, **_head("cmpl", model)), jobs
+
+
+def _chat(body: bytes, model: BatchModel) -> tuple[Assembler, list[Job]]:
+    request = read_request(ChatCompletionRequest, body, model.limits)
+    _check(request, model)
+    jobs = [chat_job(request, model)]
+    return ChatAssembler(request, jobs, model.jobs.tokenizer, **_head("chatcmpl", model)), jobs
+
+
+_READERS = {"/v1/completions": _completion, "/v1/chat/completions": _chat}
+
+
+def _check(request: CompletionRequest | ChatCompletionRequest, model: BatchModel) -> None:
+    if request.model is not None and request.model not in model.names:
+        names = " or ".join(map(repr, model.names))
+        raise WireError(
+            f"there is no model {request.model!r:.100}: this batch runs {names}; see --served-model-name",
+            "model",
+            _NOT_FOUND,
+        )
+    if request.stream:
+        raise WireError("answers in a batch file are not streamed: leave it out", "stream")
+
+
+def _head(kind: str, model: BatchModel) -> dict[str, Any]:
+    return {"response_id": f"{kind}-{uuid.uuid4().hex}", "model": model.names[0], "created": int(time.time())}
+
+
+def _update(tracked: Tracked) -> Update:
+    """All that a finished job has to tell."""
+    asked = tracked.job.params.logprobs is not None
+    return Update(
+        choices=[_choice_update(index, choice, asked=asked) for index, choice in enumerate(tracked.choices)],
+        prompt_logprobs=tracked.prompt_logprobs(),
+        num_cached_tokens=tracked.choices[0].request.metrics.num_cached_tokens,
+        finished=True,
+    )
+
+
+def _choice_update(index: int, choice: Choice, *, asked: bool) -> ChoiceUpdate:
+    return ChoiceUpdate(
+        index=index,
+        text=choice.text,
+        token_ids=list(choice.request.output),
+        logprobs=choice.logprobs if asked else None,
+        finish_reason=choice.request.finish_reason,
+        stop_reason=choice.stop_reason,
+    )

@@ -1,0 +1,141 @@
+"""`longspan batch` on a real SmolLM2: answers are what OpenAI's types say and what `generate` says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
+from tiny_models import make_tiny
+
+from longspan import LLM, SamplingParams
+from longspan.serve.batch import BatchAnswer, BatchModel, BatchRequest, answer_each
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+PROMPTS = ["Once upon a time", "The capital of France is", "1, 2, 3,"]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(threads_per_rank=1) as llm:  # other tests may have the other cores
+        yield llm
+
+
+def answers(llm: LLM, *bodies: tuple[str, dict[str, Any]], most: int = 2) -> list[BatchAnswer[int]]:
+    """In the order of the requests."""
+    requests = (
+        BatchRequest(tag=tag, url=url, body=json.dumps(body).encode()) for tag, (url, body) in enumerate(bodies)
+    )
+    found = answer_each(llm, BatchModel(jobs=llm.jobs, names=("m", "n")), requests, most=most)
+    return sorted(found, key=lambda answer: answer.tag)
+
+
+def test_completions_say_what_generate_says(llm: LLM) -> None:
+    bodies = [{"model": "n", "prompt": text, "temperature": 0, "max_tokens": 6} for text in PROMPTS]
+    found = answers(llm, *((COMPLETIONS, body) for body in bodies))
+    expected = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=6))
+    for answer, output in zip(found, expected, strict=True):
+        completion = Completion.model_validate(answer.body)
+        assert answer.status == 200
+        assert (completion.object, completion.model) == ("text_completion", "m")
+        assert [choice.text for choice in completion.choices] == [output.outputs[0].text]
+        assert completion.choices[0].finish_reason == output.outputs[0].finish_reason
+        assert completion.usage is not None
+        assert completion.usage.prompt_tokens == len(output.prompt_token_ids)
+        assert completion.usage.completion_tokens == 6
+
+
+def test_several_prompts_choices_and_logprobs(llm: LLM) -> None:
+    body = {"prompt": PROMPTS[:2], "n": 2, "seed": 1, "max_tokens": 4, "logprobs": 2, "echo": True}
+    [answer] = answers(llm, (COMPLETIONS, body))
+    choices = answer.body["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+    assert [choice["text"].startswith(PROMPTS[index // 2]) for index, choice in enumerate(choices)] == [True] * 4
+    for choice in choices:
+        first, *others = choice["logprobs"]["token_logprobs"]
+        assert first is None, "nothing comes before it"
+        assert all(score <= 0 for score in others)
+        assert len(others) + 1 == len(choice["logprobs"]["tokens"])
+
+
+def test_a_chat_says_what_chat_says(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "Name a colour."}]
+    body = {"messages": messages, "temperature": 0, "max_tokens": 5, "logprobs": True, "top_logprobs": 1}
+    [answer] = answers(llm, (CHAT, body))
+    chat = ChatCompletion.model_validate(answer.body)
+    [expected] = llm.chat(messages, SamplingParams(temperature=0, max_tokens=5))  # type: ignore[arg-type]
+    assert chat.choices[0].message.content == expected.outputs[0].text
+    assert chat.choices[0].logprobs is not None
+    assert len(chat.choices[0].logprobs.content or ()) == 5
+
+
+def test_an_answer_has_the_form_that_was_asked_for(llm: LLM) -> None:
+    body = {"prompt": PROMPTS[1], "structured_outputs": {"choice": ["Paris", "Rome"]}}
+    [answer] = answers(llm, (COMPLETIONS, body))
+    assert answer.body["choices"][0]["text"] in ("Paris", "Rome")
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "status", "param", "words"),
+    [
+        (
+            COMPLETIONS,
+            {"prompt": "x", "model": "gpt"},
+            404,
+            "model",
+            "there is no model 'gpt': this batch runs 'm' or 'n'",
+        ),
+        (COMPLETIONS, {"prompt": "x", "stream": True}, 400, "stream", "leave it out"),
+        (COMPLETIONS, {"prompt": "x", "temperature": -1}, 400, "temperature", "-1"),
+        (COMPLETIONS, {"prompt": [10**6]}, 400, "prompt", "not in the vocabulary"),
+        (COMPLETIONS, {}, 400, "prompt", "required"),
+        (CHAT, {"messages": []}, 400, "messages", "messages"),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 100_000}]}, 400, "messages", "tokens"),
+    ],
+)
+def test_a_refusal_is_what_a_server_would_say(
+    url: str, body: dict[str, Any], status: int, param: str, words: str, llm: LLM
+) -> None:
+    good = (COMPLETIONS, {"prompt": "x", "max_tokens": 1})
+    first, refused, last = answers(llm, good, (url, body), good, most=1)
+    assert (first.status, last.status) == (200, 200)
+    assert (refused.status, refused.body["error"]["param"]) == (status, param)
+    assert words in refused.body["error"]["message"]
+
+
+def test_killed_and_run_again_a_batch_is_whole(tmp_path: Path) -> None:
+    model = make_tiny("llama", tmp_path / "llama")
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    body = {"max_tokens": 200, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
+    lines = [
+        {"custom_id": f"r{index}", "method": "POST", "url": COMPLETIONS, "body": {**body, "prompt": [index + 3]}}
+        for index in range(20)
+    ]
+    source.write_text("\n".join(map(json.dumps, lines)))
+    command = [sys.executable, "-m", "longspan", "batch", str(model), "-i", str(source), "-o", str(target)]
+    command += ["--skip-tokenizer-init", "--max-num-seqs", "1", "--threads-per-rank", "1"]
+    killed = subprocess.Popen(command, stderr=subprocess.PIPE)
+    try:
+        deadline = time.monotonic() + 120
+        while (not target.exists() or target.read_bytes().count(b"\n") < 2) and time.monotonic() < deadline:
+            time.sleep(0.01)
+    finally:
+        killed.kill()
+        killed.communicate()
+    before = target.read_bytes()
+    kept = before[: before.rfind(b"\n") + 1]
+    assert 2 <= kept.count(b"\n") < 20
+    again = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
+    after = target.read_bytes()
+    assert after.startswith(kept)
+    found = {line["custom_id"]: line["response"]["body"] for line in map(json.loads, after.splitlines())}
+    assert after.count(b"\n") == len(found) == 20
+    assert {len(answer["choices"][0]["token_ids"]) for answer in found.values()} == {200}

@@ -1,0 +1,90 @@
+"""`LLM.finish_each`: groups of jobs, taken as there is room, yielded as they finish, on a tiny model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from tiny_models import make_tiny
+
+from longspan import LLM, SamplingParams
+from longspan.jobs import Job
+from longspan.tracking import Tracked
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    folder: Path = make_tiny("llama", tmp_path_factory.mktemp("tiny") / "llama")
+    with LLM(str(folder), skip_tokenizer_init=True, threads_per_rank=1, block_size=16) as llm:
+        yield llm
+
+
+def jobs(llm: LLM, *max_tokens: int) -> list[Job]:
+    params = (SamplingParams(temperature=0, max_tokens=most, ignore_eos=True) for most in max_tokens)
+    return [llm.jobs.job([5, 6, 7], one) for one in params]
+
+
+def groups(llm: LLM, lengths: Sequence[int], taken: list[int]) -> Iterator[tuple[int, list[Job]]]:
+    """A group per length, of one job; 0 is a group without any. Writes down which are taken."""
+    for tag, length in enumerate(lengths):
+        taken.append(tag)
+        yield tag, jobs(llm, length) if length else []
+
+
+def reasons(tracked: Sequence[Tracked]) -> list[str | None]:
+    return [choice.request.finish_reason for one in tracked for choice in one.choices]
+
+
+def test_groups_are_yielded_as_they_finish_and_taken_as_there_is_room(llm: LLM) -> None:
+    order: list[int] = []
+    taken: list[int] = []
+    for tag, tracked in llm.finish_each(groups(llm, [60, 2, 2, 0, 2], taken), most=2):
+        order.append(tag)
+        assert len(taken) - len(order) <= 1, "at most 2 at once, this one included"
+        assert set(reasons(tracked)) <= {"length"}
+    assert order == [1, 2, 3, 4, 0], "the long one holds up nobody"
+
+
+def test_a_prompt_that_waits_keeps_others_from_being_taken(llm: LLM) -> None:
+    taken: list[int] = []
+    steps = llm.finish_each(groups(llm, [1, 1, 1, 1], taken), most=9, most_waiting_tokens=1)
+    assert next(steps)[0] == 0
+    assert taken == [0, 1], "the second waits now, and keeps the third away"
+    assert [tag for tag, _ in steps] == [1, 2, 3]
+
+
+def test_groups_of_several_jobs_give_what_generate_gives(llm: LLM) -> None:
+    prompts = [[7, 8, 9], [10, 11], [12, 13, 14, 15]]
+    params = SamplingParams(temperature=0, max_tokens=5)
+    made = [llm.jobs.job(prompt, params) for prompt in prompts]
+    found = dict(llm.finish_each([("pair", made[:2]), ("one", made[2:])], most=2))
+    outputs = [one.output().outputs[0].token_ids for tag in ("pair", "one") for one in found[tag]]
+    assert outputs == [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+
+
+def test_who_leaves_early_leaves_nothing_behind(llm: LLM) -> None:
+    free = llm.num_free_blocks
+    steps = llm.finish_each(groups(llm, [1, 900, 900], []), most=3)
+    assert next(steps)[0] == 0
+    steps.close()  # type: ignore[attr-defined]  # a generator
+    assert llm.num_free_blocks == free
+    assert [tag for tag, _ in llm.finish_each(groups(llm, [1, 1], []), most=3)] == [0, 1]
+
+
+def test_abort_ends_what_is_under_way_and_takes_no_more(llm: LLM) -> None:
+    taken: list[int] = []
+    steps = llm.finish_each(groups(llm, [1, 900, 900, 900, 900, 900], taken), most=3)
+    assert next(steps)[0] == 0
+    llm.abort()
+    assert [(tag, reasons(tracked)) for tag, tracked in steps] == [(tag, ["abort"]) for tag in (1, 2, 3)]
+    assert taken == [0, 1, 2, 3]
+
+
+def test_a_stream_goes_on_meanwhile(llm: LLM) -> None:
+    steps = llm.finish_each(groups(llm, [20, 20], []), most=2)
+    stream = llm.stream([9, 9], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    next(stream)
+    assert [tag for tag, _ in steps] == [0, 1]
+    [*_, last] = stream
+    assert len(last.outputs[0].token_ids) == 30

@@ -1,0 +1,192 @@
+"""Outputs of real workers have the form that was asked for, however steps are scheduled and instances share work."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+
+from longspan import LLM, SamplingParams, StructuredOutputsParams
+from longspan.outputs import CompletionOutput
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 10},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "pets": {"type": "array", "items": {"enum": ["cat", "dog"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "pets"],
+    "additionalProperties": False,
+}
+COLOURS = ("red", "dark red", "blue")
+SUM = 'start: NUMBER (" + " NUMBER)~1..2\nNUMBER: /[1-9][0-9]{0,2}/'
+Check = Callable[[str], object]
+
+
+def form(**wishes: Any) -> StructuredOutputsParams:
+    return StructuredOutputsParams(**wishes)
+
+
+def matches(regex: str) -> Check:
+    def check(text: str) -> None:
+        assert re.fullmatch(regex, text), text
+
+    return check
+
+
+def is_person(text: str) -> None:
+    jsonschema.validate(json.loads(text), PERSON)
+
+
+def is_colour(text: str) -> None:
+    assert text in COLOURS
+
+
+def anything(_: str) -> None:
+    """No form was asked for."""
+
+
+FORMS: list[tuple[str, StructuredOutputsParams | None, Check]] = [
+    ("Ann, 7 years old, as JSON: ", form(json=PERSON), is_person),
+    ("Call me: ", form(regex=r"\+[0-9]{2} [0-9]{3}-[0-9]{4}"), matches(r"\+\d{2} \d{3}-\d{4}")),
+    ("The sky is", form(choice=COLOURS), is_colour),
+    ("A sum: ", form(grammar=SUM), matches(r"[1-9]\d{0,2}( \+ [1-9]\d{0,2}){1,2}")),
+    ("The capital of France is", None, anything),
+]
+JOBS = [(*one, temperature) for one in FORMS for temperature in (0.0, 1.0)]
+
+
+def params(structured: StructuredOutputsParams | None, temperature: float) -> SamplingParams:
+    return SamplingParams(
+        structured_outputs=structured,
+        temperature=temperature,
+        n=2 if temperature else 1,
+        seed=4,
+        max_tokens=60 if structured else 30,
+        repetition_penalty=1.0 if structured or not temperature else 1.2,
+    )
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(threads_per_rank=1) as llm:
+        yield llm
+
+
+def outputs_of(llm: LLM) -> list[list[CompletionOutput]]:
+    """Of all jobs in one batch, guided and free."""
+    prompts = [prompt for prompt, *_ in JOBS]
+    wishes = [params(structured, temperature) for _, structured, _, temperature in JOBS]
+    outputs = llm.generate(prompts, wishes, use_tqdm=False)
+    if llm.engine.config.num_blocks < 100:
+        assert sum(output.metrics.num_preemptions for output in outputs) > 0
+    if llm.engine.config.num_instances > 1:
+        assert llm.bytes_exchanged["total"] > 0
+    return [output.outputs for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def expected(llm: LLM) -> list[list[CompletionOutput]]:
+    return outputs_of(llm)
+
+
+def test_every_output_has_its_form(expected: list[list[CompletionOutput]]) -> None:
+    for (_, structured, check, temperature), outputs in zip(JOBS, expected, strict=True):
+        assert len(outputs) == (2 if temperature else 1)
+        for output in outputs:
+            if structured is not None:
+                assert output.finish_reason == "stop", output
+                check(output.text)
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "one step at a time": {"async_scheduling": False},
+    "preempted": {"block_size": 4, "num_gpu_blocks_override": 32, "max_model_len": 90},
+    "2 instances": {"instances": 2, "policy_options": {"threshold": "0"}, "block_size": 8},
+}
+
+
+@pytest.mark.parametrize("arguments", OTHERS.values(), ids=OTHERS.keys())
+def test_outputs_do_not_depend_on_how_they_are_computed(
+    arguments: dict[str, Any], expected: list[list[CompletionOutput]]
+) -> None:
+    with LLM(threads_per_rank=1, **arguments) as llm:
+        found = outputs_of(llm)
+    for one, other in zip(found, expected, strict=True):
+        assert [output.token_ids for output in one] == [output.token_ids for output in other]
+
+
+def only(llm: LLM, prompt: str = "The sky is", **wishes: Any) -> CompletionOutput:
+    [output] = llm.generate(prompt, SamplingParams(temperature=0, **wishes))
+    return output.outputs[0]
+
+
+def test_the_form_counts_before_min_tokens(llm: LLM) -> None:
+    """An output that can go on does, one that cannot ends."""
+    short = only(llm, structured_outputs=form(choice=["red"]), min_tokens=9, max_tokens=20)
+    assert (short.text, short.finish_reason) == ("red", "stop")
+    long = only(llm, structured_outputs=form(regex="(red )+"), min_tokens=9, max_tokens=12)
+    assert re.fullmatch("(red )+", long.text) and len(long.token_ids) > 9
+
+
+def test_with_ignore_eos_ends_follow_the_end(llm: LLM) -> None:
+    output = only(llm, structured_outputs=form(choice=["red"]), ignore_eos=True, max_tokens=8)
+    num_text = len(llm.tokenize("red"))
+    assert (output.text, output.finish_reason, len(output.token_ids)) == ("red", "length", 8)
+    assert set(output.token_ids[num_text:]) <= set(llm.info.eos_token_ids)
+
+
+def test_stops_end_what_is_not_complete(llm: LLM) -> None:
+    by_text = only(llm, structured_outputs=form(choice=["dark red"]), stop=" r")
+    assert (by_text.text, by_text.finish_reason, by_text.stop_reason) == ("dark", "stop", " r")
+    [red] = llm.tokenize(" red")
+    by_token = only(llm, structured_outputs=form(choice=["dark red"]), stop_token_ids=[red])
+    assert (by_token.text, by_token.stop_reason) == ("dark", red)
+    short = only(llm, structured_outputs=form(json=PERSON), max_tokens=3)
+    assert (short.finish_reason, len(short.token_ids)) == ("length", 3)
+
+
+def test_bias_and_penalties_choose_among_what_is_allowed(llm: LLM) -> None:
+    [red, blue, the] = (llm.tokenize(text)[0] for text in ("red", "blue", "the"))
+    for favoured, text in ((red, "red"), (blue, "blue")):
+        output = only(llm, structured_outputs=form(choice=["red", "blue"]), logit_bias={favoured: 60.0, the: 100.0})
+        assert output.text == text
+    penalised = only(llm, structured_outputs=form(regex="[a-z ]{30}"), repetition_penalty=1.5, max_tokens=40)
+    assert re.fullmatch("[a-z ]{30}", penalised.text)
+
+
+def test_a_grammar_that_gets_stuck_ends_its_own_request_alone(llm: LLM) -> None:
+    endless = form(grammar='start: a\na: "x" a')
+    stuck, free = llm.generate(["x", "The sky is"], [params(endless, 0), params(None, 0)], use_tqdm=False)
+    assert stuck.finished and stuck.outputs[0].finish_reason == "error"
+    assert "too many items" in str(stuck.outputs[0].stop_reason).lower()
+    assert free.outputs[0].finish_reason == "length"
+    assert only(llm, structured_outputs=form(choice=["red"])).text == "red"
+    assert llm.num_free_blocks == (llm.engine.config.num_blocks,)
+
+
+def test_streams_and_chats_have_a_form_too(llm: LLM) -> None:
+    *_, last = llm.stream("The sky is", params(form(choice=COLOURS), 1.0))
+    assert all(output.text in COLOURS for output in last.outputs)
+    [answer] = llm.chat([{"role": "user", "content": "Name a colour."}], params(form(choice=COLOURS), 0))
+    assert answer.outputs[0].text in COLOURS
+
+
+def test_logprobs_are_those_of_the_model(llm: LLM) -> None:
+    """So a forced token can be unlikely."""
+    output = only(llm, structured_outputs=form(choice=["zebra"]), logprobs=1)
+    assert output.logprobs is not None
+    first = output.logprobs[0][output.token_ids[0]]
+    assert first.rank is not None and first.rank > 1 and first.logprob < -1
+
+
+def test_a_bad_form_is_refused_and_nothing_is_generated(llm: LLM) -> None:
+    num_requests = llm.engine._next_request
+    with pytest.raises(ValueError, match=r"regex cannot be used: .*unclosed group"):
+        llm.generate(["a", "b"], [SamplingParams(), SamplingParams(structured_outputs=form(regex="(a"))])
+    assert llm.engine._next_request == num_requests
