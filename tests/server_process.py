@@ -82,7 +82,7 @@ class Client:
             found = {name.lower(): text for name, text in reply.getheaders()}
             return Reply(status=reply.status, headers=found, data=reply.read())
 
-    def complete(self, *, timeout_s: float = 60, **fields: object) -> Reply:
+    def complete(self, *, timeout_s: float = 200, **fields: object) -> Reply:
         return self.ask("POST", "/v1/completions", completion(**fields), timeout_s=timeout_s)
 
     def leave_after(self, seconds: float, **fields: object) -> None:
@@ -99,7 +99,7 @@ class Client:
                 found[re.sub(r',?model_name="[^"]*",?', "", name).removesuffix("{}")] = float(value)
         return found
 
-    def wait_until_idle(self, timeout_s: float = 20) -> dict[str, float]:
+    def wait_until_idle(self, timeout_s: float = 60) -> dict[str, float]:
         """Until nothing runs, waits, or holds a block; then the metrics."""
         deadline_s = time.monotonic() + timeout_s
         while True:
