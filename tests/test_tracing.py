@@ -163,6 +163,24 @@ def test_a_collector_gets_the_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resource.scope_spans[0].spans[0].name == "llm_request"
 
 
+def test_grpc_is_what_a_tracer_speaks_if_nothing_else_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    from opentelemetry.exporter.otlp.proto.grpc import trace_exporter
+
+    opened: list[dict[str, Any]] = []
+
+    class Exporter(trace_exporter.OTLPSpanExporter):
+        def __init__(self, **options: Any) -> None:
+            opened.append(options)
+            super().__init__(**options)
+
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", raising=False)
+    monkeypatch.setattr(trace_exporter, "OTLPSpanExporter", Exporter)
+    for endpoint in ("http://localhost:4317", "grpc://localhost:4317", "https://localhost:4317"):
+        tracer: Any = open_tracer(endpoint)
+        tracer.span_processor.shutdown()
+    assert [options["insecure"] for options in opened] == [True, True, False]
+
+
 @pytest.mark.parametrize(
     ("endpoint", "protocol", "words"),
     [("localhost:4317", "grpc", "'localhost:4317'"), ("http://localhost:4317", "carrier-pigeon", "'carrier-pigeon'")],
