@@ -36,7 +36,7 @@ from longspan.serve.messages import (
     Turn,
 )
 from longspan.sim.clock import VirtualClock
-from longspan.sim.executor import SimExecutor
+from longspan.sim.executor import LinearCost, SimExecutor
 
 _VOCAB, _BLOCKS, _BLOCK_SIZE = 64, 16, 4
 _CAPACITY = 2 * _BLOCKS * _BLOCK_SIZE
@@ -46,7 +46,7 @@ class Workers:
     """Simulated ones that can be lost; who has lost them must not use them any more."""
 
     def __init__(self, clock: VirtualClock) -> None:
-        self._inner = SimExecutor(clock=clock, vocab_size=_VOCAB)
+        self._inner = SimExecutor(clock=clock, vocab_size=_VOCAB, cost=LinearCost(base_s=0.001, per_token_s=0.01))
         self.are_lost = self.are_gone = False
         self.interrupt: Any = None
 
@@ -248,6 +248,31 @@ def test_a_request_that_runs_in_two_losses_fails_and_one_that_runs_in_one_does_n
     assert face.states == ["Restarting", "Restarted"] * 2
     assert face.num_ended == {"error": 1, "length": 1}
     face.check()
+
+
+def test_a_request_between_two_steps_can_fail_after_a_loss() -> None:
+    """It holds KV, but no step names it: to end it is to tell workers, and those that knew it are gone."""
+    num_between = 0
+    for num_turns in range(12):
+        face = Face()
+        face.add(1, 40)
+        face.add(16, 40)  # on the other instance, which takes longer
+        face.turn()
+        face.cluster.executor.are_lost = True
+        face.turn()
+        face.turn()
+        face.add(60)  # both instances wait for one another to begin with it
+        for _ in range(num_turns):
+            face.turn()
+        face.cluster.executor.are_lost = True
+        with pytest.raises(WorkerLostError) as lost:
+            face.loop._turn()
+        requests = face.cluster.engine._requests.values()
+        num_between += any(request.group and not request.in_flight for request in requests)
+        face.loop._restart(lost.value)
+        face.finish()
+        face.check()
+    assert num_between, "no request was between two steps"
 
 
 @pytest.mark.parametrize("error", [WorkerLostError(1, "it did not start"), OSError("no process")])
