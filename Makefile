@@ -64,7 +64,7 @@ bench: $(STAMP)
 # An environment of its own, since it brings many packages. The model is on this disk: nothing is asked of a model hub.
 $(CLIENTS)/.installed:
 	$(PYTHON) -m venv --clear $(CLIENTS)
-	$(CLIENTS)/bin/python $(PIP_M) install 'lm-eval[api]==0.4.13' transformers
+	$(CLIENTS)/bin/python $(PIP_M) install 'lm-eval[api]==0.4.13' transformers==5.23.0
 	@touch $@
 
 clients: $(CLIENTS)/.installed

@@ -100,7 +100,9 @@ def _evaluate(lm_eval: Path, url: str, arguments: str, batch_size: int, output: 
         *("--batch_size", batch_size, "--output_path", output, "--log_samples"),
     ]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    subprocess.run(list(map(str, command)), cwd=TASKS, env={**os.environ, **offline}, check=True)
+    ended = subprocess.run(list(map(str, command)), cwd=TASKS, env={**os.environ, **offline}, check=False)
+    if ended.returncode:
+        sys.exit(f"lm-eval has failed with code {ended.returncode}")
     files = sorted(output.rglob("samples_*.jsonl"))
     return [
         score for file in files for line in file.read_text().splitlines() for score in _scores(json.loads(line), file)
