@@ -22,7 +22,7 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 from longspan.serve.wire import ChatCompletionChunk, CompletionResponse
 
 LONG_RUN = "LONGSPAN_FUZZ_EXAMPLES" in os.environ
-NUM_EXAMPLES = int(os.environ.get("LONGSPAN_FUZZ_EXAMPLES", "12"))
+NUM_EXAMPLES = int(os.environ.get("LONGSPAN_FUZZ_EXAMPLES", "10"))
 """Per route and mode; the same ones in every short run."""
 
 CHUNKS: dict[str, type[BaseModel]] = {
