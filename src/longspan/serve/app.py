@@ -12,8 +12,8 @@ from starlette.responses import Response
 import longspan
 from longspan.serve import wire
 from longspan.serve.answer import EngineLostError, QueueFullError
+from longspan.serve.document import name_what_is_there
 from longspan.serve.errors import error_response
-from longspan.serve.limits import RequestLimits
 from longspan.serve.middleware import ApiKeys, BodyLimit, HeaderLimit, RequestIds, RootPath
 from longspan.serve.routes import body_schemas, routes
 from longspan.serve.server import Server
@@ -29,10 +29,11 @@ def make_app(server: Server) -> FastAPI:
         version=longspan.__version__,
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,
         separate_input_output_schemas=False,
     )
     app.include_router(routes(server))
-    _describe(app, settings.limits, secured=bool(settings.api_keys))
+    _describe(app, server)
     _handle_errors(app, server)
     # The last that is added is the first to see a request.
     app.add_middleware(BodyLimit, max_bytes=settings.limits.max_body_bytes, timeout_s=settings.body_timeout_s)
@@ -47,19 +48,20 @@ def make_app(server: Server) -> FastAPI:
     return app
 
 
-def _describe(app: FastAPI, limits: RequestLimits, *, secured: bool) -> None:
+def _describe(app: FastAPI, server: Server) -> None:
     """Bodies are read by the routes themselves: their schemas are added to what FastAPI finds."""
-    find = app.openapi
+    find, settings = app.openapi, server.settings
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             schema = find()
             components = schema.setdefault("components", {})
             components.setdefault("schemas", {}).update(body_schemas())
-            if secured:
+            if settings.api_keys:
                 components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
                 schema["security"] = [{"key": []}]
-            app.openapi_schema = limits.narrowed(schema)
+            name_what_is_there(schema, settings.model_names, server.jobs.vocab_size)
+            app.openapi_schema = settings.limits.narrowed(schema)
         return app.openapi_schema or {}
 
     app.openapi = openapi  # type: ignore[method-assign]  # as FastAPI's documentation has it

@@ -9,11 +9,12 @@ from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 import longspan
 from longspan.jobs import Job
 from longspan.serve import wire
+from longspan.serve.document import EVENTS
 from longspan.serve.errors import error_response
 from longspan.serve.respond import json_response
 from longspan.serve.server import Server
@@ -26,6 +27,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         404: "There is no such model.",
         408: "The body took too long to come.",
         413: "The body is too large.",
+        415: "The body does not say that it is JSON.",
         500: "The engine was lost while it computed this.",
         503: "The queue is full, or the server is starting or stopping; come again after `retry-after` seconds.",
         504: "The request took longer than it may.",
@@ -68,7 +70,13 @@ def _add_state(router: APIRouter, server: Server) -> None:
         """Of longspan."""
         return wire.VersionInfo(version=longspan.__version__)
 
-    @router.get("/metrics", tags=["state"], responses={401: _ERRORS[401]}, response_model=None)
+    @router.get(
+        "/metrics",
+        tags=["state"],
+        responses={401: _ERRORS[401]},
+        response_class=PlainTextResponse,
+        response_model=None,
+    )
     async def metrics() -> Response:
         """For Prometheus."""
         return Response(server.metrics.text(), media_type=CONTENT_TYPE_LATEST)
@@ -80,14 +88,16 @@ def _add_state(router: APIRouter, server: Server) -> None:
 
 
 def _add_text(router: APIRouter, server: Server) -> None:
-    @router.post("/v1/completions", **_described(wire.CompletionRequest, wire.CompletionResponse))
+    @router.post("/v1/completions", **_described(wire.CompletionRequest, wire.CompletionResponse, streams=True))
     async def completions(request: Request) -> Response:
         """Continues prompts."""
         body = await server.parse(request, wire.CompletionRequest)
         jobs = partial(wire.completion_jobs, body, server)
         return await server.answer(request, body, jobs, wire.CompletionAssembler, "cmpl")
 
-    @router.post("/v1/chat/completions", **_described(wire.ChatCompletionRequest, wire.ChatCompletionResponse))
+    @router.post(
+        "/v1/chat/completions", **_described(wire.ChatCompletionRequest, wire.ChatCompletionResponse, streams=True)
+    )
     async def chat_completions(request: Request) -> Response:
         """Answers a conversation."""
         body = await server.parse(request, wire.ChatCompletionRequest)
@@ -114,13 +124,14 @@ def _add_tokens(router: APIRouter, server: Server) -> None:
         return json_response(await server.in_thread(wire.detokenized, body, server))
 
 
-def _described(body: type[BaseModel], response: type[BaseModel]) -> dict[str, Any]:
+def _described(body: type[BaseModel], response: type[BaseModel], *, streams: bool = False) -> dict[str, Any]:
     """What the schema says of a route that reads its body itself, beside the event loop."""
     schema = {"$ref": f"#/components/schemas/{body.__name__}"}
+    content = {"text/event-stream": {"schema": EVENTS}} if streams else {}
     return {
         "tags": ["text"],
         "response_model": None,
-        "responses": {200: {"model": response}, **_ERRORS},
+        "responses": {200: {"model": response, "content": content}, **_ERRORS},
         "openapi_extra": {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}},
     }
 

@@ -17,6 +17,7 @@ from longspan.model.tokenizer import tokenizer_in
 from longspan.serve.app import make_app
 from longspan.serve.client import EngineClient
 from longspan.serve.messages import EngineSetup, Started
+from longspan.serve.protocol import HttpProtocol
 from longspan.serve.server import Server
 from longspan.serve.settings import ServerSettings
 
@@ -83,7 +84,8 @@ async def serve(setup: EngineSetup, settings: ServerSettings, host: str, port: i
 async def _serve_http(server: Server, listening: socket.socket, signals: _Signals) -> int:
     config = uvicorn.Config(
         make_app(server),
-        http="h11",  # it bounds headers
+        http=HttpProtocol,  # it bounds headers
+        ws="none",
         h11_max_incomplete_event_size=server.settings.max_header_bytes,
         lifespan="off",
         log_config=None,

@@ -66,6 +66,7 @@ class Server:
 
     async def parse(self, request: Request, model: type[ModelT]) -> ModelT:
         """The body as `model`."""
+        wire.check_content_type(request.headers.get("content-type"))
         body = await request.body()
         return await self.in_thread(wire.read_request, model, body, self.limits)
 

@@ -1,7 +1,7 @@
 """OpenAI's and vLLM's JSON, in and out, without any HTTP: bodies to requests to jobs, updates to answers."""
 
 from longspan.serve.wire.answers import Assembler
-from longspan.serve.wire.body import read_request
+from longspan.serve.wire.body import check_content_type, read_request
 from longspan.serve.wire.chat_answer import ChatAssembler
 from longspan.serve.wire.completion_answer import CompletionAssembler
 from longspan.serve.wire.convert import Served, chat_job, completion_jobs, detokenized, tokenized
@@ -39,6 +39,7 @@ __all__ = [
     "VersionInfo",
     "WireError",
     "chat_job",
+    "check_content_type",
     "completion_jobs",
     "detokenized",
     "read_request",

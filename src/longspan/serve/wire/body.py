@@ -13,6 +13,20 @@ from longspan.serve.wire.errors import WireError, blaming, cut, wire_error
 RequestT = TypeVar("RequestT", bound=BaseModel)
 
 
+def check_content_type(header: str | None) -> None:
+    """Whether a body says that it is JSON.
+
+    This also keeps web pages from using a server on their reader's machine: to send JSON, browsers ask for leave first.
+
+    Raises:
+        WireError: if it says another thing, or nothing.
+    """
+    given = (header or "").partition(";")[0].strip().lower()
+    if given != "application/json":
+        said = f"is {cut(given)!r}" if given else "is missing"
+        raise WireError(f"the content-type {said}: send the body with content-type: application/json", status=415)
+
+
 def read_request(model: type[RequestT], body: bytes, limits: RequestLimits) -> RequestT:
     """The request that a body holds.
 

@@ -1,0 +1,34 @@
+"""The OpenAPI document promises what the server has, and no more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jsonschema
+import pytest
+from jsonschema import Draft202012Validator
+
+from longspan.serve.document import name_what_is_there
+from longspan.serve.routes import body_schemas
+
+GOOD: dict[str, Any] = {"prompt": [1, 9], "stop_token_ids": [9]}
+
+
+@pytest.fixture(scope="module")
+def validator() -> Draft202012Validator:
+    document = {"components": {"schemas": body_schemas()}}
+    name_what_is_there(document, ("one", "two"), vocab_size=10)
+    return Draft202012Validator({"$ref": "#/components/schemas/CompletionRequest", **document})
+
+
+@pytest.mark.parametrize("given", [{}, {"model": "one"}, {"model": "two"}, {"model": None}])
+def test_what_is_there_may_be_asked_for(validator: Draft202012Validator, given: dict[str, Any]) -> None:
+    validator.validate({**GOOD, **given})
+
+
+@pytest.mark.parametrize(
+    "given", [{"model": "three"}, {"prompt": [10]}, {"prompt": [[1], [10]]}, {"stop_token_ids": [10]}]
+)
+def test_what_is_not_there_is_against_the_document(validator: Draft202012Validator, given: dict[str, Any]) -> None:
+    with pytest.raises(jsonschema.ValidationError):
+        validator.validate({**GOOD, **given})

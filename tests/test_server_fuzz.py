@@ -1,0 +1,93 @@
+"""schemathesis over the server's own OpenAPI document, with requests that follow it and requests that do not.
+
+Every answer must be one that the document promises, never a 5xx; after every one, a good request is served as before.
+`make fuzz` draws many more.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import schemathesis
+from ask_server import Address, serving, speaking_model
+from hypothesis import HealthCheck, given, settings
+from pydantic import BaseModel
+from schemathesis import Case, GenerationMode
+from schemathesis.specs.openapi.checks import positive_data_acceptance
+
+from longspan.serve.wire import ChatCompletionChunk, CompletionResponse
+
+LONG_RUN = "LONGSPAN_FUZZ_EXAMPLES" in os.environ
+NUM_EXAMPLES = int(os.environ.get("LONGSPAN_FUZZ_EXAMPLES", "10"))
+"""Per route and mode; the same ones in every short run."""
+
+CHUNKS: dict[str, type[BaseModel]] = {
+    "/v1/completions": CompletionResponse,
+    "/v1/chat/completions": ChatCompletionChunk,
+}
+SMALL = (
+    *("--max-model-len", "80", "--max-n", "2", "--max-prompts", "3", "--max-logprobs", "3"),
+    *("--max-messages", "4", "--max-logit-bias", "4", "--max-stop-strings", "3", "--max-stop-token-ids", "3"),
+)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Address]:
+    folder = tmp_path_factory.mktemp("fuzz")
+    with serving(speaking_model(folder / "model"), folder / "log", *SMALL) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def operations(server: Address) -> list[Any]:
+    found = [result.ok() for result in schemathesis.openapi.from_url(f"{server.url}/openapi.json").get_all_operations()]
+    assert len(found) >= 9
+    return found
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
+@pytest.mark.timeout(0 if LONG_RUN else 300)
+def test_whatever_is_asked_the_answer_is_as_promised(
+    server: Address, operations: list[Any], mode: GenerationMode
+) -> None:
+    usual = server.good_answer()
+    seen: dict[str, Counter[int]] = defaultdict(Counter)
+    for operation in operations:
+        if mode.is_negative and not operation.body:
+            continue  # there is nothing in such a request that could be wrong
+
+        @settings(
+            max_examples=NUM_EXAMPLES,
+            deadline=None,
+            derandomize=not LONG_RUN,
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(case=operation.as_strategy(generation_mode=mode))
+        def ask(case: Case) -> None:
+            response = case.call(timeout=60)
+            seen[case.operation.label][response.status_code] += 1  # runs within the loop
+            # Not every text is a grammar, and not every conversation fits the template: 400 may be right.
+            case.validate_response(response, excluded_checks=[positive_data_acceptance])
+            check_stream(case.path, response)
+            assert server.good_answer() == usual
+
+        ask()
+    print(mode.value, {label: dict(statuses) for label, statuses in seen.items()})
+    server.wait_until_idle()
+    if not mode.is_negative:
+        assert all(statuses[200] for statuses in seen.values()), "no route only ever refuses"
+
+
+def check_stream(path: str, answer: Any) -> None:
+    """Each event of a stream is a chunk, the last one [DONE]."""
+    if not answer.headers.get("content-type", [""])[0].startswith("text/event-stream"):
+        return
+    events = [part for part in answer.content.decode().split("\n\n") if part and not part.startswith(":")]
+    assert events.pop() == "data: [DONE]"
+    assert events
+    for event in events:
+        CHUNKS[path].model_validate_json(event.removeprefix("data: "))
