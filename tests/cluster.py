@@ -39,6 +39,11 @@ class Setup:
     rope_switch_length: int | None = None
     prefix_caching: bool = True
     max_steps_in_flight: int = 2
+    uneven: int = 0
+
+    def lag_s(self, instance: int, step: int) -> float:
+        """Instances end their steps at different times unless `uneven` is 0."""
+        return zlib.crc32(f"{self.uneven} {instance} {step}".encode()) % 64 / 100 if self.uneven else 0.0
 
 
 def rank_requests() -> RankRequests:
@@ -63,7 +68,7 @@ class Cluster:
         self.clock = VirtualClock()
         policy = make_policy(setup.policy, num_instances=setup.num_instances, options=setup.options)
         capacity = policy.capacity_tokens(num_blocks=setup.num_blocks, block_size=setup.block_size)
-        self.executor = CheckedExecutor(SimExecutor(clock=self.clock, vocab_size=VOCAB), setup)
+        self.executor = CheckedExecutor(SimExecutor(clock=self.clock, vocab_size=VOCAB, lag_s=setup.lag_s), setup)
         self.engine = Engine(
             policy=policy,
             executor=self.executor,

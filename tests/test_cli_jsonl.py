@@ -16,7 +16,7 @@ from longspan.core.sampling import SamplingParams, StructuredOutputsParams
 
 pytestmark = pytest.mark.usefixtures("fake_llm")
 
-FLAGS = SamplingParams(temperature=0.0, max_tokens=128, seed=0)
+FLAGS = SamplingParams(temperature=0.0, max_tokens=128)
 
 
 def serve(tmp_path: Path, *lines: object, arguments: tuple[str, ...] = ()) -> tuple[int, list[dict[str, Any]]]:
@@ -64,7 +64,7 @@ def test_sampling_parameters_of_a_line_count_before_the_flags(tmp_path: Path) ->
     )
     assert code == 0
     first, second = (params for _, params in FakeLLM.last.asked)
-    assert second == SamplingParams(temperature=0.0, top_k=6, max_tokens=9, seed=0)
+    assert second == SamplingParams(temperature=0.0, top_k=6, max_tokens=9)
     assert first == SamplingParams(
         temperature=1.0,
         top_k=6,

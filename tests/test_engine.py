@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 import pytest
-from cluster import VOCAB, Cluster, Setup
+from cluster import VOCAB, Cluster, Setup, invented_token
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -60,6 +60,7 @@ def setups(draw: st.DrawFn) -> Setup:
         rope_switch_length=draw(st.none() | st.integers(1, most)),
         prefix_caching=draw(st.booleans()),
         max_steps_in_flight=draw(st.sampled_from([1, 2, 2])),
+        uneven=draw(st.integers(0, 3)),
     )
 
 
@@ -594,3 +595,14 @@ def test_ranks_learn_every_output_token_of_a_request_with_penalties() -> None:
                 known = part.sample.position - len(request.prompt) - (part.unknown_on is not None)
                 assert len(told) == known
     assert all(part.new_output == () for part in cluster.parts_of(plain))
+
+
+def test_a_step_that_is_done_early_waits_for_the_one_before() -> None:
+    """Instance 0 goes on to the short request's next token while instance 1 still works on a step of both."""
+    for uneven in range(1, 40):
+        cluster = Cluster(Setup(num_instances=2, num_blocks=64, options={"threshold": "50"}, uneven=uneven))
+        short = cluster.add(tuple(range(10)), SamplingParams(max_tokens=6, ignore_eos=True))
+        cluster.engine.step()
+        cluster.add(tuple(range(100)), SamplingParams(max_tokens=1, ignore_eos=True))
+        cluster.run()
+        assert short.output == [invented_token(short, position, ()) for position in range(10, 16)]

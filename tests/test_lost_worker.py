@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -18,6 +19,15 @@ from longspan import LLM, SamplingParams
 from longspan.core.errors import WorkerLostError
 
 LONG = SamplingParams(temperature=0, max_tokens=4)
+
+
+@pytest.fixture(autouse=True)
+def own_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Other engines on this machine have their run folders elsewhere."""
+    with tempfile.TemporaryDirectory(prefix="ls-", dir="/tmp") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield
 
 
 def _left_behind(pids: tuple[int, ...]) -> tuple[list[int], set[str], set[str]]:

@@ -134,8 +134,15 @@ def test_a_model_is_as_exact_with_it_as_without(instances: int) -> None:
     params = SamplingParams(temperature=0, max_tokens=1, output_logits=True)
     errors = {}
     for backend in ("torch", "native"):
-        with LLM(dtype="bfloat16", instances=instances, attention_backend=backend, block_size=16) as llm:
+        with LLM(
+            dtype="bfloat16",
+            instances=instances,
+            attention_backend=backend,
+            block_size=16,
+            policy_options={"threshold": "100"} if instances > 1 else {},
+        ) as llm:
             outputs = [llm.generate(prompt, params)[0] for prompts_ in (prompts, whole) for prompt in prompts_]
+            assert (llm.bytes_exchanged["total"] > 0) == (instances > 1)
         found = [output.outputs[0].logits[0] for output in outputs if output.outputs[0].logits]
         wanted = [one.logits[step] for step in (0, 1) for one in expected]
         errors[backend] = np.mean([np.sqrt(np.mean((a - b) ** 2)) for a, b in zip(found, wanted, strict=True)])
@@ -151,10 +158,20 @@ def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ):
         LLM(dtype="bfloat16", attention_backend="native")
     monkeypatch.setattr(native, "_processor_flags", lambda: {"avx512_bf16"})
-    monkeypatch.setenv("CXX", "false")
-    with pytest.raises(native.UnavailableError, match="false failed"):
-        native.build(tmp_path)
+    for compiler, words in (("false", "false failed"), ("/not/there -O1", "cannot be compiled"), ("true", "failed")):
+        monkeypatch.setenv("CXX", compiler)
+        with pytest.raises(native.UnavailableError, match=words):
+            native.build(tmp_path)
     assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(native.os, "getuid", lambda: 12345)
+    with pytest.raises(native.UnavailableError, match="belongs to somebody else"):
+        native.build(tmp_path)
+
+
+@pytest.mark.usefixtures("kernel")
+def test_a_compiler_with_options_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "g++ -g0")
+    assert native.build(tmp_path / "new").is_file()
 
 
 @pytest.mark.parametrize(

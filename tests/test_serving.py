@@ -225,6 +225,42 @@ def test_streams_can_be_read_in_turns_with_other_calls(smollm2: LLM) -> None:
     assert [list(stream)[-1].outputs[0].text for stream in (first, second)] == whole
 
 
+def test_a_stream_that_ends_in_anothers_turn_says_so(smollm2: LLM) -> None:
+    endless = SamplingParams(temperature=0, max_tokens=500, ignore_eos=True)
+    first, second = (smollm2.stream(prompt, endless) for prompt in ("One, two,", "Red, green,"))
+    next(first)
+    next(second)
+    smollm2.abort()
+    for stream in (second, first):
+        assert list(stream)[-1].outputs[0].finish_reason == "abort"
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False])
+@pytest.mark.parametrize("instances", [1, 2])
+def test_penalties_count_every_token_so_far(tiny: Path, instances: int, async_scheduling: bool) -> None:
+    params = SamplingParams(
+        temperature=0, frequency_penalty=0.7, presence_penalty=0.4, max_tokens=40, ignore_eos=True, output_logits=True
+    )
+    rng = random.Random(4)
+    prompts = [[rng.randrange(3, 199) for _ in range(length)] for length in (3, 30, 90)]
+    with LLM(
+        str(tiny),
+        instances=instances,
+        skip_tokenizer_init=True,
+        block_size=16,
+        async_scheduling=async_scheduling,
+        policy_options={"threshold": "20"} if instances > 1 else {},
+    ) as llm:
+        outputs = [output.outputs[0] for output in llm.generate(prompts, params)]
+    for output in outputs:
+        assert output.logits is not None
+        counts = np.zeros(len(output.logits[0]), dtype=np.float32)
+        for token, logits in zip(output.token_ids, output.logits, strict=True):
+            assert token == int((logits - 0.7 * counts - 0.4 * (counts > 0)).argmax())
+            counts[token] += 1
+        assert counts.max() > 1, "some token comes again, or nothing is tested"
+
+
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [

@@ -172,13 +172,13 @@ class LLM(Deployment):
             yield one.output()
 
     def _stream(self, job: Job) -> Iterator[RequestOutput]:
-        tracked, seen = Tracked(job, self.jobs.tokenizer), 0
+        tracked, seen, told = Tracked(job, self.jobs.tokenizer), 0, False
         with closing(self._drive([tracked])) as steps:
             for _ in steps:
                 if tracked.num_taken > seen or tracked.finished:
-                    seen = tracked.num_taken
+                    seen, told = tracked.num_taken, tracked.finished
                     yield tracked.output()
-        if tracked.num_taken > seen:  # another call has driven the engine meanwhile
+        if not told:  # it ended while another call drove the engine
             yield tracked.output()
 
     def _drive(self, tracked: Sequence[Tracked]) -> Generator[None, None, None]:

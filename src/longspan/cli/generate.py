@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -77,7 +78,8 @@ def _generate_one(
 
 
 def _generate_file(model: str, source: Path, target: Path, sampling: SamplingOptions, engine: EngineOptions) -> int:
-    lines = jsonl.read_lines(source, sampling.params())
+    defaults = replace(sampling.params(), seed=None)  # the engine gives each line one of its own
+    lines = jsonl.read_lines(source, defaults)
     jsonl.check_different(source, target)
     with jsonl.opened(target) as out, engine.start(model, seed=sampling.seed) as llm:
         num_bad = jsonl.answer(llm, lines, out)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from longspan.core.account import KvAccount
-from longspan.core.protocols import Clock, ClusterView, Executor, Limits, Policy, Share
+from longspan.core.ordering import StepOrder
+from longspan.core.protocols import Clock, ClusterView, Executor, Limits, Load, Policy, Share
 from longspan.core.request import FinishReason, Request, RequestMetrics, check_length
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import UNKNOWN, Completion, Exchange, Forward, Free, Part, Sample, Sampled, Scored
@@ -46,23 +47,6 @@ class EngineConfig:
             raise ValueError(f"max_steps_in_flight must be 1 or 2, but {self.max_steps_in_flight} given")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Load:
-    """How much the engine has to do.
-
-    Attributes:
-        num_waiting, num_waiting_tokens: requests that could run if there were room, and their tokens.
-        used_blocks: KV blocks per instance that requests hold.
-        busy_s: seconds per instance in which it had a step to run, since the engine was made.
-    """
-
-    num_running: int
-    num_waiting: int
-    num_waiting_tokens: int
-    used_blocks: list[int]
-    busy_s: list[float]
-
-
 class Engine:
     """Owns the requests and the KV account. One thread drives it through `step`.
 
@@ -81,7 +65,7 @@ class Engine:
         self.bytes_sent: dict[str, int] = {exchange: 0 for exchange in get_args(Exchange) if exchange != "local"}
         self._policy, self._executor, self._clock = policy, executor, clock
         self._requests: dict[int, Request] = {}
-        self._in_flight: dict[int, Forward] = {}
+        self._steps = StepOrder()
         self._num_in_flight = [0] * config.num_instances
         self._busy_s, self._busy_since_s = [0.0] * config.num_instances, [0.0] * config.num_instances
         self._next_step = 0
@@ -172,9 +156,8 @@ class Engine:
     def restart(self, executor: Executor) -> None:
         """Goes on with new workers, which remember nothing: every request waits again and computes anew what it had."""
         self._executor, self.account = executor, self._new_account()
-        for forward in self._in_flight.values():
+        for forward in self._steps.clear():
             self._end(forward)
-        self._in_flight.clear()
         for request in list(self._requests.values()):
             if request.finish_reason is None:
                 request.lose_kv()
@@ -184,10 +167,13 @@ class Engine:
     def step(self, timeout_s: float | None = None) -> list[Request]:
         """Emits what the policy plans, waits for completions, and returns the requests that got a token."""
         self.emit()
-        if not self._in_flight:
+        if not self._steps:
             assert not self._requests, "the policy leaves requests waiting on an idle cluster"
             return []
-        return [request for done in self._executor.poll(timeout_s) for request in self._complete(done)]
+        if not self._steps.has_ready:
+            for done in self._executor.poll(timeout_s):
+                self._steps.complete(done)
+        return self._complete(*self._steps.take()) if self._steps.has_ready else []
 
     def emit(self) -> None:
         """Emits what the policy plans, until no instance can be given another step; `step` does so first."""
@@ -203,7 +189,7 @@ class Engine:
             self.account.extend(share.request, share.holders)
         for batch in batches:
             forward = Forward(number=self._number(), parts=tuple(self._part(share) for share in batch))
-            self._in_flight[forward.number] = forward
+            self._steps.send(forward)
             self._begin(forward)
             self._executor.submit(forward)
 
@@ -310,13 +296,13 @@ class Engine:
         first, request.sent_output = request.sent_output, len(request.output)
         return first, tuple(request.output[first:])
 
-    def _complete(self, done: Completion) -> list[Request]:
-        forward = self._in_flight.pop(done.number)
+    def _complete(self, forward: Forward, done: Completion) -> list[Request]:
         self._end(forward)
         for exchange, num_bytes in done.bytes_sent.items():
             self.bytes_sent[exchange] = self.bytes_sent.get(exchange, 0) + num_bytes
         for part in forward.parts:
             request = self._requests[part.request_id]
+            assert request.num_computed == part.start, "steps complete in order"
             request.num_computed = part.stop
             request.metrics.num_computed_tokens += part.stop - part.start
             self.account.publish(request, part.start)

@@ -113,3 +113,20 @@ class Executor(Protocol):
         Raises:
             WorkerLostError: when a worker died or raised; none of the steps in flight will complete.
         """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """How much the engine has to do.
+
+    Attributes:
+        num_waiting, num_waiting_tokens: requests that could run if there were room, and their tokens.
+        used_blocks: KV blocks per instance that requests hold.
+        busy_s: seconds per instance in which it had a step to run, since the engine was made.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_waiting_tokens: int
+    used_blocks: list[int]
+    busy_s: list[float]

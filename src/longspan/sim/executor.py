@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import zlib
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from longspan.core.steps import Completion, Forward, Part, Sample, Sampled, Step
@@ -28,10 +29,20 @@ class LinearCost:
 
 
 class SimExecutor:
-    """Implements `Executor` on a virtual clock. Instances work one step at a time, in order of step numbers."""
+    """Implements `Executor` on a virtual clock. Instances work one step at a time, in order of step numbers.
 
-    def __init__(self, *, clock: VirtualClock, vocab_size: int, cost: LinearCost | None = None) -> None:
-        self._clock, self._vocab_size, self._cost = clock, vocab_size, cost or LinearCost()
+    `lag_s(instance, step)` is how much longer than its cost an instance takes for a step; its peers do not wait for it.
+    """
+
+    def __init__(
+        self,
+        *,
+        clock: VirtualClock,
+        vocab_size: int,
+        cost: LinearCost | None = None,
+        lag_s: Callable[[int, int], float] = lambda instance, step: 0.0,  # noqa: ARG005
+    ) -> None:
+        self._clock, self._vocab_size, self._cost, self._lag_s = clock, vocab_size, cost or LinearCost(), lag_s
         self._free_at: dict[int, float] = {}
         self._due: list[tuple[float, int, Forward]] = []
         self._banned: dict[int, tuple[int, ...]] = {}
@@ -42,10 +53,10 @@ class SimExecutor:
             begun = {part.request_id: part.sampling for part in step.parts if part.sampling is not None}
             self._banned.update((request_id, sampling.banned) for request_id, sampling in begun.items())
             start = max(self._clock.now(), *(self._free_at.get(i, 0.0) for i in step.instances))
-            end = start + self._cost.seconds(step)
-            for instance in step.instances:
-                self._free_at[instance] = end
-            heapq.heappush(self._due, (end, step.number, step))
+            done = start + self._cost.seconds(step)
+            ends = {instance: done + self._lag_s(instance, step.number) for instance in step.instances}
+            self._free_at.update(ends)
+            heapq.heappush(self._due, (max(ends.values()), step.number, step))
         else:
             for request_id in step.request_ids:
                 self._banned.pop(request_id, None)

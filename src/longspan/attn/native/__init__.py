@@ -1,6 +1,6 @@
 """Kernels of our own for bfloat16 on CPUs with AVX512_BF16, where PyTorch's are three times slower.
 
-They are compiled on first use by the machine's C++ compiler. Without one, or on another processor, PyTorch's kernels do
+They are compiled on first use by g++ (or what CXX says). Without it, or on another processor, PyTorch's kernels do
 the same work.
 """
 
@@ -9,9 +9,11 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-import shutil
+import shlex
 import subprocess
+import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +32,7 @@ _FLAGS = (
 )
 _FAR = 1 << 40
 _MAX_DIM = 256
+_TIMEOUT_S = 120.0
 _FEWEST_QUERIES = 17
 """With fewer, packing the keys would cost more than the products gain."""
 
@@ -78,22 +81,26 @@ _library: ctypes.CDLL | None = None
 
 
 def build(folder: Path) -> Path:
-    """The compiled kernel in `folder`, where it stays for the next time.
+    """The compiled kernels in `folder`, where they stay for the next time.
 
     Raises:
         UnavailableError: when the processor or the compiler is missing what is needed.
     """
     if "avx512_bf16" not in _processor_flags():
         raise UnavailableError("the processor has no AVX512_BF16")
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        raise UnavailableError("there is no C++ compiler (g++ or clang++)")
+    # Not clang++, whose OpenMP is another than that of PyTorch: two would compete for the cores.
+    compiler = shlex.split(os.environ.get("CXX", "")) or ["g++"]
     texts = [Path(__file__).with_name(name).read_bytes() for name in (*_SOURCES, *_HEADERS)]
     key = hashlib.sha256(repr((texts, _FLAGS, compiler, torch.__version__)).encode()).hexdigest()[:16]
     library = folder / f"attention-{key}.so"
-    if not library.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        _compile(compiler, library)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.stat().st_uid != os.getuid():
+            raise UnavailableError(f"{folder} belongs to somebody else, whose programs are not run")
+        if not library.exists():
+            _compile(compiler, library)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise UnavailableError(f"they cannot be compiled ({type(error).__name__}: {error})") from error
     return library
 
 
@@ -172,22 +179,24 @@ def attend_paged(q: Tensor, keys: Tensor, values: Tensor, items: PagedItems, spe
     return out, lse
 
 
-def _compile(compiler: str, library: Path) -> None:
-    """Compiles beside `library` and moves it there when it is whole."""
+def _compile(compiler: Sequence[str], library: Path) -> None:
+    """Compiles beside `library`, and moves it there when it is whole and can be loaded."""
     # PyTorch's own OpenMP, so that there is one pool of threads: two would spin against each other.
     openmp = [str(path) for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))]
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         whole = Path(folder) / library.name
         parts = {Path(__file__).with_name(name): Path(folder) / f"{name}.o" for name in _SOURCES}
         steps: list[tuple[str, ...]] = [
-            (compiler, *_FLAGS, "-c", str(source), "-o", str(part)) for source, part in parts.items()
+            (*compiler, *_FLAGS, "-c", str(source), "-o", str(part)) for source, part in parts.items()
         ]
-        steps.append((compiler, "-shared", *map(str, parts.values()), *(openmp or ["-lgomp"]), "-o", str(whole)))
+        linked = (*map(str, parts.values()), *(openmp or ["-lgomp"]), "-Wl,-z,defs")
+        steps.append((*compiler, "-shared", *linked, "-o", str(whole)))
+        steps.append((sys.executable, "-c", "import ctypes, sys, torch; ctypes.CDLL(sys.argv[1])", str(whole)))
         for step in steps:
-            done = subprocess.run(step, capture_output=True, text=True, check=False)
+            done = subprocess.run(step, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S)
             if done.returncode:
-                words = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
-                raise UnavailableError(f"{compiler} failed: {words}")
+                words = next((line for line in done.stderr.splitlines() if "rror" in line), done.stderr[:200])
+                raise UnavailableError(f"{Path(step[0]).name} failed: {words}")
         whole.replace(library)
 
 
