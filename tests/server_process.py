@@ -77,7 +77,8 @@ class Client:
         """Raises OSError or HTTPException when there is no whole answer."""
         with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)) as connection:
             data = None if body is None else json.dumps(body)
-            connection.request(method, path, data, {name.replace("_", "-"): text for name, text in headers.items()})
+            sent = {"content-type": "application/json", **headers}
+            connection.request(method, path, data, {name.replace("_", "-"): text for name, text in sent.items()})
             reply = connection.getresponse()
             found = {name.lower(): text for name, text in reply.getheaders()}
             return Reply(status=reply.status, headers=found, data=reply.read())
@@ -135,7 +136,7 @@ def send_completion(port: int, **fields: object) -> socket.socket:
     """A connection on which a completion has been asked for."""
     data = json.dumps(completion(**fields)).encode()
     connection = socket.create_connection(("127.0.0.1", port))
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
     connection.sendall(head.encode() + data)
     return connection
 
