@@ -136,7 +136,8 @@ def send_completion(port: int, **fields: object) -> socket.socket:
     """A connection on which a completion has been asked for."""
     data = json.dumps(completion(**fields)).encode()
     connection = socket.create_connection(("127.0.0.1", port))
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    lines = ("host: x", "content-type: application/json", f"content-length: {len(data)}")
+    head = "\r\n".join(("POST /v1/completions HTTP/1.1", *lines, "", ""))
     connection.sendall(head.encode() + data)
     return connection
 
