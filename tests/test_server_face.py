@@ -182,12 +182,14 @@ def test_who_reads_nothing_is_let_go_and_holds_nobody_up(events: Path) -> None:
 
 def test_a_slow_reader_gets_everything(events: Path) -> None:
     async def check() -> None:
-        async with serving(events, reader_timeout_s=1.0) as face:
+        async with serving(events, reader_timeout_s=10.0) as face:
             with closing(face.send(FLOOD, 2000, stream=True)) as connection:
                 data = b""
                 while b"[DONE]" not in data:
                     await asyncio.sleep(0.002)
-                    data += await asyncio.to_thread(connection.recv, 1 << 14)
+                    piece = await asyncio.to_thread(connection.recv, 1 << 14)
+                    assert piece, "the server has hung up"
+                    data += piece
             assert data.count(b"x" * 1000) == 2000
 
     asyncio.run(check())
