@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jsonschema
 import pytest
 from jsonschema import Draft202012Validator
 
@@ -23,12 +22,11 @@ def validator() -> Draft202012Validator:
 
 @pytest.mark.parametrize("given", [{}, {"model": "one"}, {"model": "two"}, {"model": None}])
 def test_what_is_there_may_be_asked_for(validator: Draft202012Validator, given: dict[str, Any]) -> None:
-    validator.validate({**GOOD, **given})
+    assert validator.is_valid({**GOOD, **given})
 
 
 @pytest.mark.parametrize(
     "given", [{"model": "three"}, {"prompt": [10]}, {"prompt": [[1], [10]]}, {"stop_token_ids": [10]}]
 )
 def test_what_is_not_there_is_against_the_document(validator: Draft202012Validator, given: dict[str, Any]) -> None:
-    with pytest.raises(jsonschema.ValidationError):
-        validator.validate({**GOOD, **given})
+    assert not validator.is_valid({**GOOD, **given})

@@ -356,12 +356,15 @@ def test_bodies_that_are_too_large_are_refused_before_they_have_come(server: Add
 @pytest.mark.parametrize("reset", [False, True])
 def test_clients_that_leave_before_they_have_said_all(server: Address, reset: bool) -> None:
     whole = post(json.dumps(GOOD).encode())
+    completed = server.metric("request_success_total", "length")
     for cut in (0, 1, 10, len(HEAD), len(whole) - 20, len(whole) - 1):
         with Wire(server) as wire:
             wire.send(whole[:cut])
             if reset:
                 wire.reset_on_close()
     server.wait_until_idle()
+    assert server.metric("request_success_total", "length") == completed, "half a request was served"
+    assert len(ids_of(ask(server, whole))) == 2
 
 
 @pytest.mark.parametrize("reset", [False, True])

@@ -75,12 +75,12 @@ class Deployment:
         spec = arguments.parallel_spec(parallel, instances, tp, pp)
         threads = arguments.threads_per_rank(threads_per_rank, spec.num_ranks)
         arguments.check_device(device)
-        kernel = arguments.attention_kernel(attention_backend, device, dtype)
         arguments.at_least_one(
             block_size=block_size, max_model_len=max_model_len, num_gpu_blocks_override=num_gpu_blocks_override
         )
         limits = Limits(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
         chosen = make_policy(policy, num_instances=spec.instances, options=policy_options or {})
+        kernel = arguments.attention_kernel(attention_backend, device, dtype)  # compiles: after the cheap checks
         self.files = files = prepare(
             model, dtype=dtype, load_format=load_format, seed=seed, trust_remote_code=trust_remote_code
         )
