@@ -165,7 +165,10 @@ class Engine:
                 del self._requests[request.id]
 
     def step(self, timeout_s: float | None = None) -> list[Request]:
-        """Emits what the policy plans, waits for completions, and returns the requests that got a token."""
+        """Emits what the policy plans, takes the next completion, and returns the requests that got a token.
+
+        Waits for it at most `timeout_s`; None waits as long as it takes.
+        """
         self.emit()
         if not self._steps:
             assert not self._requests, "the policy leaves requests waiting on an idle cluster"
