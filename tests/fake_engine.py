@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import zmq
@@ -49,7 +49,8 @@ class FakeEngine:
 
     def __init__(self, folder: str, events: Path) -> None:
         self._events = events
-        self._socket = zmq.Context().socket(zmq.PAIR)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
         self._socket.sndhwm = self._socket.rcvhwm = 0
         self._socket.connect(f"ipc://{folder}/engine.sock")
         self._note("start")
@@ -76,17 +77,22 @@ class FakeEngine:
             return
         self._send({"type": "Accepted", "id": number})
         if what == DIE or (what == DIE_ONCE and self._is_first):
-            os._exit(9)
+            self._die()
         if what == SAY_AND_DIE_ONCE and self._is_first:
             self._tell(number, finished=False)
-            time.sleep(0.2)  # so that it is read
-            os._exit(9)
+            self._die()
         if what == BEGIN:
             self._tell(number, finished=False)
         elif what != SILENT:
             for index in range(max_tokens):
                 self._tell(number, finished=index == max_tokens - 1, text="x" * 1000 if what == FLOOD else "")
                 time.sleep(0.02 if what == PACED else 0)
+
+    def _die(self) -> NoReturn:
+        """Ends at once, but for what it has said."""
+        self._socket.close(linger=5000)
+        self._context.term()
+        os._exit(9)
 
     def _tell(self, number: int, *, finished: bool, text: str = "") -> None:
         choice = {

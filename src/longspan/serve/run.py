@@ -68,7 +68,7 @@ async def serve(setup: EngineSetup, settings: ServerSettings, host: str, port: i
         EngineLostError: when the engine does not start, or cannot be kept alive.
     """
     signals = _Signals()
-    listening = _bind(host, port)
+    listening = _bind(host, port, settings.reader_timeout_s)
     engine = EngineClient(setup)
     try:
         with signals.caught():
@@ -140,10 +140,17 @@ def _job_maker(started: Started) -> JobMaker:
     return JobMaker(tokenizer=tokenizer, vocab_size=started.vocab_size, max_model_len=started.max_model_len)
 
 
-def _bind(host: str, port: int) -> socket.socket:
-    """A listening socket, so that a port that is taken is noticed before the model is loaded."""
+def _bind(host: str, port: int, reader_timeout_s: float) -> socket.socket:
+    """A listening socket, so that a port that is taken is noticed before the model is loaded.
+
+    Where the system can (Linux), it hangs up on whoever takes nothing of what was sent for `reader_timeout_s`: closing
+    such a connection would otherwise wait for them to read the rest.
+    """
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        listening = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections have it of the socket that accepts them
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(reader_timeout_s * 1000))
+        return listening
     except (OSError, OverflowError) as error:
         raise ValueError(f"cannot listen on {host}:{port} ({error}): choose another --host or --port") from None
