@@ -17,7 +17,7 @@ import typer
 from prometheus_client.parser import text_string_to_metric_families
 
 from longspan.cli.app import app
-from longspan.serve.messages import Started, Stats
+from longspan.serve.messages import Started, Stats, Turn
 from longspan.serve.metrics import Metrics
 from longspan.serve.wire import refused
 
@@ -95,18 +95,17 @@ def _metrics() -> str:
         worker_pids=[],
     )
     metrics = Metrics("longspan:", "", started)
-    metrics.take_stats(
-        Stats(
-            num_running=0,
-            num_waiting=0,
-            num_waiting_tokens=0,
-            num_restarts=0,
-            used_blocks=[0],
-            busy_s=[0.0],
-            bytes_sent={"ring_kv": 0},
-            worker_pids=[],
-        )
+    stats = Stats(
+        num_running=0,
+        num_waiting=0,
+        num_waiting_tokens=0,
+        num_restarts=0,
+        used_blocks=[0],
+        busy_s=[0.0],
+        bytes_sent={"ring_kv": 0},
+        worker_pids=[],
     )
+    metrics.take_turn(Turn(stats=stats))
     rows = []
     for family in text_string_to_metric_families(metrics.text().decode()):
         name = f"`{family.name}{'_total' if family.type == 'counter' else ''}`"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 from fastapi import FastAPI
@@ -13,7 +13,7 @@ from longspan.jobs import Job, JobMaker
 from longspan.serve.answer import Answer
 from longspan.serve.app import make_app
 from longspan.serve.client import EngineClient
-from longspan.serve.messages import Ended, Started, Stats, Times
+from longspan.serve.messages import Ended, Started, Stats, Times, Turn
 from longspan.serve.server import Server
 from longspan.serve.settings import ServerSettings
 from longspan.serve.updates import ChoiceUpdate, Update
@@ -41,7 +41,7 @@ STATS = Stats(
     bytes_sent={"ring_kv": 1000, "ring_q": 24},
     worker_pids=[],
 )
-TIMES = Times(queue_s=0.5, prefill_s=1.0, decode_s=0.25, ttft_s=1.5, e2e_s=1.75, tbt_s=[0.25])
+TIMES = Times(queue_s=0.5, prefill_s=1.0, decode_s=0.25, ttft_s=1.5, e2e_s=1.75)
 
 
 class FakeEngine:
@@ -49,7 +49,7 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.started, self.stats, self.state = STARTED, STATS, "serving"
-        self.on_ended = self.on_stats = self.on_tokens = lambda _: None
+        self.on_turn: Callable[[Turn], None] = lambda _: None
         self.failure: Exception | None = None
         self.num_told = len(OUTPUT)
         """Tokens after which an answer fails by `failure`, if there is one."""
@@ -67,12 +67,17 @@ class FakeEngine:
 
     def _tell(self, answer: Answer, index: int, job: Job) -> None:
         done = self.num_told == len(OUTPUT)
-        for choice in range(job.params.n if done else 0):
-            ended = _ended(job, choice)
+        turn = Turn(
+            updates=[(index, _update(job, self.num_told, finished=done))],
+            ended=[_ended(job, choice) for choice in range(job.params.n if done else 0)],
+            ttft_s=[1.5],
+            num_prompt_tokens=len(job.token_ids),
+            tbt_s=[0.25] * job.params.n * (self.num_told - 1),
+        )
+        self.on_turn(turn)
+        for ended in turn.ended:
             answer.end(index, ended)
-            self.on_ended(ended)
-        self.on_tokens(self.num_told * job.params.n)
-        answer.put(index, _update(job, self.num_told, finished=done))
+        answer.put(*turn.updates[0])
 
 
 def _ended(job: Job, choice: int) -> Ended:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,6 +48,7 @@ class Workers:
     def __init__(self, clock: VirtualClock) -> None:
         self._inner = SimExecutor(clock=clock, vocab_size=_VOCAB, cost=LinearCost(base_s=0.001, per_token_s=0.01))
         self.are_lost = self.are_gone = False
+        self.stuck: set[int] = set()  # requests of the engine whose next token cannot be sampled
         self.interrupt: Any = None
 
     def submit(self, step: Step) -> None:
@@ -58,7 +59,13 @@ class Workers:
         if self.are_lost:
             self.are_gone = True
             raise WorkerLostError(0, "it was killed")
-        return self._inner.poll(timeout_s)
+        return [self._stuck(completion) for completion in self._inner.poll(timeout_s)]
+
+    def _stuck(self, completion: Completion) -> Completion:
+        sampled = [
+            replace(one, error="no token fits") if one.request_id in self.stuck else one for one in completion.sampled
+        ]
+        return replace(completion, sampled=tuple(sampled))
 
 
 class Cluster:
@@ -110,6 +117,7 @@ class Face:
         self.cluster = Cluster()
         self.asked: dict[int, Asked] = {}
         self.num_ended: Counter[str] = Counter()
+        self.num_first = self.num_prompt_tokens = self.num_gaps = 0
         self.states: list[str] = []
         self._commands: deque[bytes] = deque()
         setup = EngineSetup(model="", arguments={}, max_num_queued_reqs=3, max_num_queued_tokens=None)
@@ -175,6 +183,9 @@ class Face:
                 for number, update in turn.updates:
                     self._take(number, update)
                 self.num_ended.update(ended.reason for ended in turn.ended)
+                self.num_first += len(turn.ttft_s)
+                self.num_prompt_tokens += turn.num_prompt_tokens
+                self.num_gaps += len(turn.tbt_s)
             case Restarting() | Restarted() as state:
                 self.states.append(type(state).__name__)
 
@@ -204,6 +215,11 @@ class Face:
             if asked.end == "finished":
                 assert len(asked.tokens) == asked.num_choices
         assert self.num_ended.total() == num_choices
+        told = [asked for asked in self.asked.values() if asked.tokens.get(0)]
+        assert self.num_first == len(told)
+        assert self.num_prompt_tokens == sum(asked.num_prompt_tokens for asked in told)
+        outputs = [tokens for asked in self.asked.values() for tokens in asked.tokens.values()]
+        assert self.num_gaps == sum(max(0, len(tokens) - 1) for tokens in outputs)
         assert not self.loop._clients
         assert not self.loop._choices
         assert self.cluster.engine.load().used_blocks == [0, 0]
@@ -252,6 +268,19 @@ def test_a_request_that_runs_in_two_losses_fails_and_one_that_runs_in_one_does_n
     assert (face.asked[twice].end, face.asked[once].end) == ("failed", "finished")
     assert face.states == ["Restarting", "Restarted"] * 2
     assert face.num_ended == {"error": 1, "length": 1}
+    face.check()
+
+
+@pytest.mark.parametrize("num_turns", [1, 4])
+def test_a_request_fails_with_a_choice_that_cannot_go_on_and_no_other_does(num_turns: int) -> None:
+    face = Face()
+    stuck, other = face.add(8, 12, n=3), face.add(8, 12)
+    for _ in range(num_turns):
+        face.turn()
+    face.cluster.executor.stuck = {face.asked[stuck].request_ids[1]}
+    face.finish()
+    assert (face.asked[stuck].end, face.asked[other].end) == ("failed", "finished")
+    assert face.num_ended == {"error": 3, "length": 1}
     face.check()
 
 

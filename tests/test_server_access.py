@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from fake_server import client_of, fake_of, make_server, routes_of
 from openapi_spec_validator import validate
-from starlette.types import Message
+from starlette.types import Message, Receive, Scope, Send
 
 from longspan.serve.answer import EngineLostError, QueueFullError
 from longspan.serve.app import make_app
 from longspan.serve.limits import RequestLimits
-from longspan.serve.middleware import OPEN_PATHS
+from longspan.serve.middleware import OPEN_PATHS, BodyLimit
 from longspan.serve.settings import ServerSettings
 
 BODY = {"prompt": [1, 2, 3], "max_tokens": 2}
@@ -219,6 +219,40 @@ def test_a_body_in_pieces_is_read_no_further_than_the_limit() -> None:
     messages = [piece(b" " * 60) for _ in range(10)]
     assert ask(server, messages)[0]["status"] == 413
     assert len(messages) == 8
+
+
+def test_the_bodies_of_open_requests_are_bounded_together() -> None:
+    sent: list[Message] = []
+    reached = asyncio.Event()
+
+    async def app(_: Scope, receive: Receive, __: Send) -> None:
+        assert (await receive())["body"] == b"x" * 60
+        reached.set()
+        await asyncio.Event().wait()
+
+    async def receive() -> Message:
+        return piece(b"x" * 60, more=False)
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def check() -> None:
+        limit, scope = (
+            BodyLimit(app, max_bytes=100, max_total_bytes=100, timeout_s=10.0),
+            {"type": "http", "headers": []},
+        )
+        for _ in range(2):
+            first = asyncio.create_task(limit(scope, receive, send))
+            await reached.wait()
+            await limit(scope, receive, send)
+            assert sent[0]["status"] == 503
+            assert b"(--max-total-body-bytes)" in sent[1]["body"]
+            first.cancel()  # and what it held, the next may have
+            await asyncio.wait({first})
+            sent.clear()
+            reached.clear()
+
+    asyncio.run(check())
 
 
 def test_a_slow_body_is_408_and_the_connection_ends() -> None:

@@ -8,6 +8,7 @@ import pytest
 from fake_server import OUTPUT, STATS, client_of, make_server
 from prometheus_client.parser import text_string_to_metric_families
 
+from longspan.serve.messages import Turn
 from longspan.serve.server import Server
 
 GAUGES = {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "instance_kv_blocks_used"}
@@ -39,7 +40,7 @@ def sampler(server: Server, prefix: str = "longspan:") -> Sample:
 @pytest.mark.parametrize("prefix", ["longspan:", "vllm:"])
 def test_every_metric_is_there_under_either_prefix(prefix: str) -> None:
     server = make_server(metrics_prefix=prefix)
-    server.metrics.take_stats(STATS)
+    server.metrics.take_turn(Turn(stats=STATS))
     response = client_of(server).get("/metrics")
     assert response.headers["content-type"].startswith("text/plain")
     families = {family.name: family for family in text_string_to_metric_families(response.text)}
@@ -89,7 +90,7 @@ def test_counts_follow_requests() -> None:
 
 def test_gauges_are_the_engines_latest_word() -> None:
     server = make_server()
-    server.metrics.take_stats(STATS)
+    server.metrics.take_turn(Turn(stats=STATS))
     value = sampler(server)
     assert (value("num_requests_running"), value("num_requests_waiting")) == (3, 2)
     assert value("kv_cache_usage_perc") == pytest.approx(7 / 20)
@@ -101,7 +102,7 @@ def test_gauges_are_the_engines_latest_word() -> None:
 
 def test_the_models_first_name_labels_everything() -> None:
     server = make_server(model_names=("first", "also-known-as"))
-    server.metrics.take_stats(STATS)
+    server.metrics.take_turn(Turn(stats=STATS))
     text = client_of(server).get("/metrics").text
     assert "also-known-as" not in text
     assert all('model_name="first"' in line for line in text.splitlines() if not line.startswith("#"))

@@ -49,6 +49,15 @@ def test_limits_at_their_edges(limit: str, most: int, param: str, within: object
     assert (caught.value.param, caught.value.status) == (param, 400)
 
 
+def test_the_choices_of_all_prompts_are_bounded_together() -> None:
+    served = world(max_choices=6)
+    assert completion_jobs(read(CompletionRequest, {"prompt": ["a", "b"], "n": 3}), served)
+    for body in ({"prompt": ["a", "b"], "n": 4}, {"prompt": "a", "n": 7}):
+        with pytest.raises(WireError, match="--max-choices") as caught:
+            completion_jobs(read(CompletionRequest, body), served)
+        assert (caught.value.param, caught.value.status) == ("n", 400)
+
+
 def test_a_list_of_token_ids_is_one_prompt() -> None:
     assert len(completion_jobs(read(CompletionRequest, {"prompt": [1, 2, 3]}), world(max_prompts=2))) == 1
 

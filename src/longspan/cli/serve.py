@@ -50,9 +50,18 @@ class ServerOptions:
         float | None, _server(min=0.001, help="Seconds that a request may take; x-request-timeout can only shorten it.")
     ] = None
     body_timeout: Annotated[float, _server(min=0.001, help="Seconds that a request's body may take to come.")] = 60.0
+    max_total_body_bytes: Annotated[
+        int, _server(min=1, help="Most bytes of the bodies of all open requests; more are answered 503.")
+    ] = 2**30
     h11_max_incomplete_event_size: Annotated[
         int, _server(min=1024, help="Most bytes of a request's line and headers.")
     ] = 64 * 1024
+    stream_keep_alive: Annotated[
+        float, _server(min=0.001, help="Seconds that a stream may be silent before a comment is sent.")
+    ] = 10.0
+    reader_timeout: Annotated[
+        float, _server(min=0.001, help="Seconds after which a client that takes nothing of its answer is let go.")
+    ] = 60.0
     shutdown_timeout: Annotated[
         float, _server(min=0, help="Seconds that requests under way have after SIGTERM; a second signal ends at once.")
     ] = 30.0
@@ -107,7 +116,10 @@ def serve(
         root_path=server.root_path,
         request_timeout_s=server.request_timeout,
         body_timeout_s=server.body_timeout,
+        max_total_body_bytes=server.max_total_body_bytes,
         max_header_bytes=server.h11_max_incomplete_event_size,
+        keep_alive_s=server.stream_keep_alive,
+        reader_timeout_s=server.reader_timeout,
         shutdown_timeout_s=server.shutdown_timeout,
         metrics_prefix=server.metrics_prefix,
         tracer=None if server.otlp_traces_endpoint is None else _tracer(server.otlp_traces_endpoint),

@@ -24,6 +24,10 @@ class EngineLostError(Exception):
     """The engine cannot answer a request, through no fault of the request's sender."""
 
 
+class RequestFailedError(EngineLostError):
+    """The engine goes on, but this request cannot, and would not the next time either."""
+
+
 class Answer:
     """Takes `news` as it comes, or the `whole`; close it to cancel what has not come.
 

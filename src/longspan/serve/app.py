@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 import longspan
 from longspan.serve import wire
-from longspan.serve.answer import EngineLostError, QueueFullError
+from longspan.serve.answer import EngineLostError, QueueFullError, RequestFailedError
 from longspan.serve.document import name_what_is_there
 from longspan.serve.errors import error_response
 from longspan.serve.middleware import ApiKeys, BodyLimit, HeaderLimit, RequestIds, RootPath
@@ -36,7 +36,12 @@ def make_app(server: Server) -> FastAPI:
     _describe(app, server)
     _handle_errors(app, server)
     # The last that is added is the first to see a request.
-    app.add_middleware(BodyLimit, max_bytes=settings.limits.max_body_bytes, timeout_s=settings.body_timeout_s)
+    app.add_middleware(
+        BodyLimit,
+        max_bytes=settings.limits.max_body_bytes,
+        max_total_bytes=settings.max_total_body_bytes,
+        timeout_s=settings.body_timeout_s,
+    )
     if settings.tracer is not None:
         from longspan.serve.tracing import Tracing  # noqa: PLC0415 - it needs the extra `otel`
 
@@ -77,6 +82,12 @@ def _handle_errors(app: FastAPI, server: Server) -> None:
         return error_response(
             503, f"the queue is full: {error}", code="queue_full", retry_after_s=server.retry_after_s()
         )
+
+    @app.exception_handler(RequestFailedError)
+    async def failed(_: Request, error: RequestFailedError) -> Response:
+        response = error_response(500, str(error))
+        response.headers["x-should-retry"] = "false"
+        return response
 
     @app.exception_handler(EngineLostError)
     async def lost(_: Request, error: EngineLostError) -> Response:

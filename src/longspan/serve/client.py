@@ -17,13 +17,12 @@ import zmq.asyncio
 
 from longspan.jobs import Job
 from longspan.runtime.local import make_run_dir
-from longspan.serve.answer import Answer, EngineLostError, QueueFullError
+from longspan.serve.answer import Answer, EngineLostError, QueueFullError, RequestFailedError
 from longspan.serve.messages import (
     Accepted,
     Add,
     Cancel,
     Command,
-    Ended,
     EngineSetup,
     Failed,
     NotStarted,
@@ -55,7 +54,7 @@ class EngineClient:
         state: `serving` when requests are computed; `down` when no engine process could be kept alive.
         started: what the first engine process said of the model.
         stats: the latest.
-        on_ended, on_stats, on_tokens: called with what metrics are made of.
+        on_turn: called with all that metrics are made of.
         down: set when the state is.
     """
 
@@ -63,9 +62,7 @@ class EngineClient:
         self.state: State = "starting"
         self.started: Started | None = None
         self.stats: Stats | None = None
-        self.on_ended: Callable[[Ended], None] = lambda _: None
-        self.on_stats: Callable[[Stats], None] = lambda _: None
-        self.on_tokens: Callable[[int], None] = lambda _: None
+        self.on_turn: Callable[[Turn], None] = lambda _: None
         self.down = asyncio.Event()
         self._setup = setup
         self._numbers = itertools.count()
@@ -255,7 +252,7 @@ class EngineClient:
             case QueueFull(number, reason) if number in self._waiting:
                 self._fail(self._waiting[number][0], QueueFullError(reason))
             case Failed(number, reason) if number in self._waiting:
-                self._fail(self._waiting[number][0], EngineLostError(reason))
+                self._fail(self._waiting[number][0], RequestFailedError(reason))
             case Started():
                 self.started, self.state, self._connected = report, "serving", True
                 self._replay()
@@ -272,15 +269,14 @@ class EngineClient:
                 self.state = "serving"
 
     def _take_turn(self, turn: Turn) -> None:
+        self.on_turn(turn)
         if turn.updates:
             self._num_starts = 1
         for ended in turn.ended:
-            self.on_ended(ended)
             if ended.id in self._waiting:
                 answer, index = self._waiting[ended.id]
                 answer.end(index, ended)
         for number, update in turn.updates:
-            self.on_tokens(sum(len(choice.token_ids) for choice in update.choices))
             if number in self._waiting:
                 answer, index = self._waiting[number]
                 answer.put(index, update)
@@ -288,7 +284,6 @@ class EngineClient:
                     del self._waiting[number]
         if turn.stats is not None:
             self.stats = turn.stats
-            self.on_stats(turn.stats)
 
     def fail_all(self, reason: str) -> None:
         """Ends all requests with an error."""

@@ -72,6 +72,9 @@ class _News:
 
     clients: dict[int, _Client] = field(default_factory=dict)
     ended: list[Ended] = field(default_factory=list)
+    ttft_s: list[float] = field(default_factory=list)
+    num_prompt_tokens: int = 0
+    tbt_s: list[float] = field(default_factory=list)
 
 
 class EngineLoop:
@@ -174,6 +177,7 @@ class EngineLoop:
         news.clients[client.id] = client
 
     def _tell(self, news: _News, *, at_once: bool = False) -> None:
+        self._fail_stuck(news)
         updates = [(client.id, self._update(client, news)) for client in news.clients.values()]
         for client in news.clients.values():
             if client.tracked.finished:
@@ -183,7 +187,26 @@ class EngineLoop:
         if due:
             self._stats_due_s = now + self._setup.stats_interval_s
         if updates or due:
-            self._send(Turn(updates=updates, ended=news.ended, stats=self._stats() if due else None))
+            self._send(
+                Turn(
+                    updates=updates,
+                    ended=news.ended,
+                    ttft_s=news.ttft_s,
+                    num_prompt_tokens=news.num_prompt_tokens,
+                    tbt_s=news.tbt_s,
+                    stats=self._stats() if due else None,
+                )
+            )
+
+    def _fail_stuck(self, news: _News) -> None:
+        """A choice that cannot go on (no token fits its grammar) is no answer: its request fails with all choices."""
+        for client in list(news.clients.values()):
+            for choice in client.tracked.choices:
+                if choice.request.finish_reason == "error":
+                    del news.clients[client.id]
+                    self._send(Failed(client.id, f"an output could not be completed: {choice.stop_reason}"))
+                    self._drop(client, "error")
+                    break
 
     def _update(self, client: _Client, news: _News) -> Update:
         tracked, first = client.tracked, not client.scores_told
@@ -210,11 +233,20 @@ class EngineLoop:
             finish_reason=request.finish_reason,
             stop_reason=choice.stop_reason,
         )
+        self._time(request, done, news)
         told.num_characters, told.num_tokens = len(text), len(request.output)
         if choice.finished and not told.finished:
             told.finished = True
             news.ended.append(_ended(choice.request, self._choices[request.id][0]))
         return update
+
+    def _time(self, request: Request, done: int, news: _News) -> None:
+        """The times of a choice's tokens from the `done`-th on."""
+        metrics = request.metrics
+        if request.choice == 0 and done == 0 and metrics.ttft_s is not None:
+            news.ttft_s.append(metrics.ttft_s)
+            news.num_prompt_tokens += len(request.prompt)
+        news.tbt_s += metrics.tbt_s[max(0, done - 1) :]  # the first token has none
 
     def _drop(self, client: _Client, reason: FinishReason) -> None:
         """Ends a request that nobody waits for; blocks that a step in flight names are freed when it completes."""
@@ -224,7 +256,7 @@ class EngineLoop:
                 self._engine.finish(choice.request, reason)
                 ended.append(_ended(choice.request, client))
         self._forget(client)
-        self._send(Turn(updates=[], ended=ended, stats=None))
+        self._send(Turn(ended=ended))
 
     def _forget(self, client: _Client) -> None:
         del self._clients[client.id]
@@ -298,6 +330,5 @@ def _ended(request: Request, client: _Client) -> Ended:
             decode_s=None if ttft is None else metrics.finished_s - arrival - ttft,
             ttft_s=ttft,
             e2e_s=metrics.finished_s - arrival,
-            tbt_s=metrics.tbt_s,
         ),
     )

@@ -34,6 +34,7 @@ class RequestLimits:
         max_prompts: most prompts of one completion request.
         max_messages: most messages of one conversation.
         max_n: most choices per prompt.
+        max_choices: most choices of one request, of all its prompts together.
         max_logprobs: how many of the most likely tokens may be reported beside a token.
         max_stop_strings: most strings that end an output.
         max_stop_length: most characters of each of them.
@@ -49,6 +50,7 @@ class RequestLimits:
     max_prompts: int = 256
     max_messages: int = 4096
     max_n: int = 128
+    max_choices: int = 1024
     max_logprobs: int = 20
     max_stop_strings: int = 16
     max_stop_length: int = 256
@@ -71,6 +73,16 @@ class RequestLimits:
             if bounded == field and (size := _size(value, keyword)) > getattr(self, limit):
                 what = {"maximum": "is", "maxLength": "has a string of length"}.get(keyword, "has length")
                 raise ValueError(f"{field} {what} {size}, but {self._allowed(limit)}: ask for less")
+
+    def check_choices(self, num_prompts: int, n: int) -> None:
+        """Whether a request's choices, `n` for each prompt, are not too many together.
+
+        Raises:
+            ValueError: if they are.
+        """
+        if num_prompts * n > self.max_choices:
+            asked = f"{n} for each of {num_prompts} prompts are {num_prompts * n} choices"
+            raise ValueError(f"{asked}, but {self._allowed('max_choices')}: send several requests")
 
     def check_nesting(self, value: object) -> None:
         """Whether a value of JSON is not nested too deeply.

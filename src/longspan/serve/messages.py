@@ -122,18 +122,13 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Times(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the time of a finished request went, in seconds; None where it never came so far.
-
-    Attributes:
-        tbt_s: between the tokens of each choice.
-    """
+    """Where the time of a finished choice went, in seconds; None where it never came so far."""
 
     queue_s: float | None
     prefill_s: float | None
     decode_s: float | None
     ttft_s: float | None
     e2e_s: float
-    tbt_s: list[float]
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -169,11 +164,20 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Turn(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """What one turn of the engine brought."""
+    """What one turn of the engine brought.
 
-    updates: list[tuple[int, Update]]
-    ended: list[Ended]
-    stats: Stats | None
+    Attributes:
+        ttft_s: of requests that got their first token.
+        num_prompt_tokens: of these requests together.
+        tbt_s: between each new token and the one before it in its choice.
+    """
+
+    updates: list[tuple[int, Update]] = []
+    ended: list[Ended] = []
+    ttft_s: list[float] = []
+    num_prompt_tokens: int = 0
+    tbt_s: list[float] = []
+    stats: Stats | None = None
 
 
 class Restarting(msgspec.Struct, frozen=True, tag=True):

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from longspan.core.request import FinishReason
-from longspan.serve.messages import Ended, Started, Stats
+from longspan.serve.messages import Ended, Started, Stats, Turn
 
 _TTFT_S = (0.01, 0.02, 0.04, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 320, 640, 1280, 2560)
 _TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
@@ -69,37 +69,35 @@ class Metrics:
         name = self._prefix + name
         return Histogram(name, words, ["model_name"], registry=self._registry, buckets=buckets).labels(**self._label)
 
-    def take_stats(self, stats: Stats) -> None:
-        """The engine's latest state."""
-        self._latest.stats = stats
+    def take_turn(self, turn: Turn) -> None:
+        """What the engine has done."""
+        self._generation_tokens.inc(
+            sum(len(choice.token_ids) for _, update in turn.updates for choice in update.choices)
+        )
+        self._prompt_tokens.inc(turn.num_prompt_tokens)
+        for histogram, values in ((self._ttft, turn.ttft_s), (self._itl, turn.tbt_s)):
+            for value in values:
+                histogram.observe(value)
+        for ended in turn.ended:
+            self._take_ended(ended)
+        if turn.stats is not None:
+            self._latest.stats = turn.stats
 
-    def take_tokens(self, number: int) -> None:
-        """So many output tokens have come."""
-        self._generation_tokens.inc(number)
-
-    def take_ended(self, ended: Ended) -> None:
+    def _take_ended(self, ended: Ended) -> None:
         """A choice of a request has ended."""
         times = ended.times
         self._success.labels(**self._label, finished_reason=ended.reason).inc()
         self._preemptions.inc(ended.num_preemptions)
         self._num_generated.observe(ended.num_output_tokens)
         self._e2e.observe(times.e2e_s)
-        for gap_s in times.tbt_s:
-            self._itl.observe(gap_s)
         if times.decode_s is not None:
             self._decode.observe(times.decode_s)
         if not ended.is_first_choice:
             return
         self._num_prompt.observe(ended.num_prompt_tokens)
-        for histogram, value in (
-            (self._queue, times.queue_s),
-            (self._prefill, times.prefill_s),
-            (self._ttft, times.ttft_s),
-        ):
+        for histogram, value in ((self._queue, times.queue_s), (self._prefill, times.prefill_s)):
             if value is not None:
                 histogram.observe(value)
-        if times.ttft_s is not None:
-            self._prompt_tokens.inc(ended.num_prompt_tokens)
         if times.queue_s is not None:
             self._prefix_queries.inc(ended.num_prompt_tokens)
             self._prefix_hits.inc(ended.num_cached_tokens)

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -133,10 +132,15 @@ class ApiKeys:
 
 
 class BodyLimit:
-    """Answers 413 to bodies of more than `max_bytes` without reading on, and 408 to those that are too slow."""
+    """Answers 413 to bodies of more than `max_bytes` without reading on, and 408 to those that are too slow.
 
-    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
-        self._app, self._max_bytes, self._timeout_s = app, max_bytes, timeout_s
+    The bodies of all open requests have `max_total_bytes` together; what would be more is answered 503.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, max_total_bytes: int, timeout_s: float) -> None:
+        self._app, self._max_bytes, self._max_total_bytes = app, max_bytes, max_total_bytes
+        self._timeout_s = timeout_s
+        self._total_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -147,19 +151,43 @@ class BodyLimit:
         if length.isdecimal() and (len(length) > _MAX_DIGITS or int(length) > self._max_bytes):
             await self._too_large()(scope, receive, send)
             return
+        chunks: list[bytes] = []
+        try:
+            refusal = await self._read(receive, chunks)
+            if refusal is None:
+                await self._serve(b"".join(chunks), scope, receive, send)
+            else:
+                await refusal(scope, receive, send)
+        except _GoneError:  # nobody is left who could be answered
+            return
+        finally:
+            self._total_bytes -= sum(map(len, chunks))
+
+    async def _read(self, receive: Receive, chunks: list[bytes]) -> Response | None:
+        """Reads the whole body into `chunks`; why it cannot be served, if so."""
+        size, more = 0, True
         try:
             async with asyncio.timeout(self._timeout_s):
-                body = await self._read(receive)
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise _GoneError
+                    chunk, more = message.get("body", b""), message.get("more_body", False)
+                    size += len(chunk)
+                    if size > self._max_bytes:
+                        return self._too_large()
+                    if self._total_bytes + len(chunk) > self._max_total_bytes:
+                        words = f"open requests have bodies of {self._max_total_bytes} bytes together"
+                        return error_response(503, f"{words} (--max-total-body-bytes)", retry_after_s=1)
+                    chunks.append(chunk)
+                    self._total_bytes += len(chunk)
         except TimeoutError:
             answer = error_response(408, f"the body did not come within {self._timeout_s:g} s (--body-timeout)")
             answer.headers["connection"] = "close"  # who is slow need not be listened to any longer
-            await answer(scope, receive, send)
-            return
-        except ClientDisconnect:  # nobody is left who could be answered
-            return
-        if body is None:
-            await self._too_large()(scope, receive, send)
-            return
+            return answer
+        return None
+
+    async def _serve(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         given = False
 
         async def receive_whole() -> Message:
@@ -174,19 +202,9 @@ class BodyLimit:
     def _too_large(self) -> Response:
         return error_response(413, f"the body has more than {self._max_bytes} bytes (--max-body-bytes)")
 
-    async def _read(self, receive: Receive) -> bytes | None:
-        """The whole body; None if it is too large. Raises ClientDisconnect when the rest of it cannot come."""
-        chunks, size, more = [], 0, True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnect
-            chunks.append(message.get("body", b""))
-            size += len(chunks[-1])
-            more = message.get("more_body", False)
-            if size > self._max_bytes:
-                return None
-        return b"".join(chunks)
+
+class _GoneError(Exception):
+    """The client has left before the end of its request."""
 
 
 def _digest(key: bytes) -> bytes:

@@ -41,8 +41,7 @@ class Server:
         self.models = self._models()
         self.tally = Tally()
         self.metrics = Metrics(settings.metrics_prefix, settings.model_names[0], engine.started)
-        engine.on_ended, engine.on_stats = self.metrics.take_ended, self.metrics.take_stats
-        engine.on_tokens = self.metrics.take_tokens
+        engine.on_turn = self.metrics.take_turn
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="text")
 
     def retry_after_s(self) -> int:

@@ -26,6 +26,7 @@ class ServerSettings:
         root_path: the prefix that a proxy in front takes off.
         request_timeout_s: the longest that a request may take; None for no limit.
         body_timeout_s: the longest that a request's body may take to come.
+        max_total_body_bytes: of the bodies of all open requests together.
         max_header_bytes: of a request's line and headers together.
         shutdown_timeout_s: how long requests under way may go on after SIGTERM.
         keep_alive_s: how long a stream may be silent before a comment is sent. For so long its status is open, too: a
@@ -43,6 +44,7 @@ class ServerSettings:
     root_path: str = ""
     request_timeout_s: float | None = None
     body_timeout_s: float = 60.0
+    max_total_body_bytes: int = 2**30
     max_header_bytes: int = 64 * 1024
     shutdown_timeout_s: float = 30.0
     keep_alive_s: float = 10.0

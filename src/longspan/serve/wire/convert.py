@@ -67,6 +67,8 @@ def completion_jobs(request: CompletionRequest, served: Served) -> list[Job]:
     )
     special = request.add_special_tokens is not False
     prompts = prompts_of(request)
+    with blaming("n"):
+        served.limits.check_choices(len(prompts), params.n)
     names = ["prompt"] if len(prompts) == 1 else [f"prompt[{index}]" for index in range(len(prompts))]
     jobs = []
     for prompt, name in zip(prompts, names, strict=True):

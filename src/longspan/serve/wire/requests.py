@@ -128,7 +128,26 @@ class CompletionRequest(GenerationRequest):
         return data
 
 
-class ChatCompletionRequest(GenerationRequest):
+class TemplateFields(WireModel):
+    """How a conversation becomes a prompt."""
+
+    add_generation_prompt: bool | None = None
+    """End the prompt with the beginning of an answer; by default, unless `continue_final_message`."""
+    continue_final_message: bool | None = None
+    """Leave the last message open and continue it."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables of the model's chat template."""
+
+    @model_validator(mode="after")
+    def _fit_ends(self) -> TemplateFields:
+        if self.add_generation_prompt and self.continue_final_message:
+            raise WireError(
+                "it cannot be combined with add_generation_prompt: keep one of them", "continue_final_message"
+            )
+        return self
+
+
+class ChatCompletionRequest(GenerationRequest, TemplateFields):
     """`POST /v1/chat/completions`."""
 
     model_config = ConfigDict(json_schema_extra={"allOf": [_GREEDY, _ONE_GUIDE, _TOP_NEEDS_LOGPROBS, _OPEN_END]})
@@ -142,12 +161,6 @@ class ChatCompletionRequest(GenerationRequest):
     """Report the log-probability of each token."""
     top_logprobs: Whole | None = None
     """With `logprobs`: also of so many of the most likely tokens."""
-    add_generation_prompt: bool | None = None
-    """End the prompt with the beginning of an answer; by default, unless `continue_final_message`."""
-    continue_final_message: bool | None = None
-    """Leave the last message open and continue it."""
-    chat_template_kwargs: dict[str, Any] | None = None
-    """Further variables of the model's chat template."""
 
     @model_validator(mode="before")
     @classmethod
@@ -160,11 +173,10 @@ class ChatCompletionRequest(GenerationRequest):
     def _fit_chat(self) -> ChatCompletionRequest:
         if self.top_logprobs and not self.logprobs:
             raise WireError("it needs logprobs: set that to true", "top_logprobs")
-        check_ends(self.add_generation_prompt, self.continue_final_message)
         return self
 
 
-class TokenizeRequest(WireModel):
+class TokenizeRequest(TemplateFields):
     """`POST /tokenize`: a prompt, or a conversation."""
 
     model_config = ConfigDict(json_schema_extra={**exactly_one("prompt", "messages"), "allOf": [_OPEN_END]})
@@ -175,9 +187,6 @@ class TokenizeRequest(WireModel):
     add_special_tokens: bool | None = None
     """By default true for a prompt, false for a conversation."""
     return_token_strs: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -188,7 +197,6 @@ class TokenizeRequest(WireModel):
     @model_validator(mode="after")
     def _fit(self) -> TokenizeRequest:
         check_exactly_one({"prompt": self.prompt, "messages": self.messages})
-        check_ends(self.add_generation_prompt, self.continue_final_message)
         return self
 
 
@@ -197,13 +205,3 @@ class DetokenizeRequest(WireModel):
 
     model: str | None = None
     tokens: TokenIds
-
-
-def check_ends(add_generation_prompt: bool | None, continue_final_message: bool | None) -> None:
-    """Whether a conversation has one end.
-
-    Raises:
-        WireError: if it is to be both continued and answered.
-    """
-    if add_generation_prompt and continue_final_message:
-        raise WireError("it cannot be combined with add_generation_prompt: keep one of them", "continue_final_message")
