@@ -305,7 +305,7 @@ def test_steps_of_mixed_groups(chats: list[Chat], draw: random.Random) -> None:
         tables = rank_requests()
         for forward in forwards:
             packed = pack(forward, tables, instance=instance, block_size=BLOCK, device=CPU)
-            comm = StepComm(transport, forward.number, rank=instance, world_size=3, num_layers=len(specs))
+            comm = StepComm(transport, forward.number, rank=instance, world_size=3, tp=1, num_layers=len(specs))
             attention = StepAttention(packed, comm, pool=pool, specs=specs, watch=Stopwatch(enabled=False, device=CPU))
             if not len(packed.tokens):
                 attention.without_tokens(torch.float32, CPU)

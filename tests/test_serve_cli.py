@@ -44,7 +44,7 @@ VALUES: dict[str, str | list[str]] = {
     "seed": "5",
     "parallel": "2",
     "instances": "3",
-    "tp": "1",
+    "tp": "2",
     "pp": "1",
     "threads_per_rank": "3",
     "device": "cuda",
@@ -75,7 +75,7 @@ VALUES: dict[str, str | list[str]] = {
     "max_stop_token_ids": "12",
     "max_logit_bias": "13",
 }
-SAME_AS_DEFAULT = {"tp", "pp"}
+SAME_AS_DEFAULT = {"pp"}
 """Only 1 is possible so far."""
 Started = tuple[Any, Any, str, int]
 

@@ -15,6 +15,7 @@ from longspan.kv.pool import bytes_per_block
 from longspan.model.cache import cache_root
 from longspan.model.files import ModelFiles
 from longspan.model.info import ModelInfo
+from longspan.model.sharding import Shard
 from longspan.model.store import DTYPES
 from longspan.model.tokenizer import load_tokenizer
 from longspan.runtime.capacity import default_kv_bytes
@@ -82,15 +83,16 @@ def require_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
 
 
 def num_blocks(
-    info: ModelInfo, files: ModelFiles, device: str, num_instances: int, block_size: int, kv_bytes: int | None
+    info: ModelInfo, files: ModelFiles, device: str, spec: ParallelSpec, block_size: int, kv_bytes: int | None
 ) -> int:
     """KV blocks per instance; ValueError when the memory holds none."""
     if kv_bytes is None:
-        weight_bytes = files.weights.stat().st_size
-        kv_bytes = default_kv_bytes(device=device, num_instances=num_instances, weight_bytes=weight_bytes)
-    per_block = bytes_per_block(info.specs, block_size, DTYPES[files.dtype])
+        weight_bytes = files.weights.stat().st_size // spec.tp
+        kv_bytes = default_kv_bytes(device=device, num_ranks=spec.num_ranks, weight_bytes=weight_bytes)
+    largest = Shard(index=0, size=spec.tp, specs=info.specs).local_specs
+    per_block = bytes_per_block(largest, block_size, DTYPES[files.dtype])
     if kv_bytes < per_block:
-        raise ValueError(f"{kv_bytes} bytes of KV memory per instance hold no block of {per_block} bytes: allow more")
+        raise ValueError(f"{kv_bytes} bytes of KV memory per rank hold no block of {per_block} bytes: allow more")
     return kv_bytes // per_block
 
 

@@ -10,6 +10,7 @@ from longspan import arguments
 from longspan.core.engine import Engine, EngineConfig
 from longspan.core.protocols import Limits
 from longspan.jobs import JobMaker
+from longspan.model.sharding import check_degree
 from longspan.model.source import prepare
 from longspan.model.store import read_info
 from longspan.policy import make_policy
@@ -86,8 +87,9 @@ class Deployment:
         )
         tokenizer = None if skip_tokenizer_init else arguments.require_tokenizer(files)
         self.info = read_info(files.weights)
+        check_degree(self.info.specs, spec.tp)
         num_blocks = num_gpu_blocks_override or arguments.num_blocks(
-            self.info, files, device, spec.instances, block_size, kv_cache_memory_bytes
+            self.info, files, device, spec, block_size, kv_cache_memory_bytes
         )
         capacity = chosen.capacity_tokens(num_blocks=num_blocks, block_size=block_size)
         self.max_model_len = arguments.max_model_len(self.info.context_length, capacity, max_model_len)

@@ -24,10 +24,10 @@ class ParallelSpec:
         for name, degree in (("instances", self.instances), ("tp", self.tp), ("pp", self.pp)):
             if degree < 1:
                 raise ValueError(f"{name} must be at least 1, but {degree} given")
-        if self.tp > 1 or self.pp > 1:
+        if self.pp > 1:
             raise ValueError(
-                f"tp({self.tp}) * pp({self.pp}) = {self.tp * self.pp} ranks per instance, but only 1 works so far: "
-                f"use --parallel {self.instances * self.tp * self.pp} to spread prompts over that many instances"
+                f"pp({self.pp}) pipeline stages per instance, but only 1 works so far: use tp to split the weights, or "
+                f"--parallel {self.instances * self.tp * self.pp} to spread prompts over that many instances"
             )
 
     @classmethod

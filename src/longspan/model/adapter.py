@@ -1,6 +1,6 @@
 """A Hugging Face causal language model, unmodified, whose attention is done by whoever calls `Model.forward`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,33 +10,51 @@ from longspan.model.bridge import SERVE, Attend
 from longspan.model.files import ModelFiles
 from longspan.model.info import ModelInfo
 from longspan.model.rope import PinnedLongRope, pin_longrope
+from longspan.model.sharding import Shard, sum_partial_results
 from longspan.model.store import DTYPES, map_tensors, read_info
 from longspan.model.support import build_skeleton, check_supported, load_config
 
 __all__ = ["Attend", "Model", "ModelInfo", "check_supported"]
 
 
-class Model:
-    """One process's view of a model. On CPU its parameters are views of the mapped weight file."""
+Reduce = Callable[[Tensor], Tensor]
+"""Sums `[1, tokens, hidden]` over the ranks of an instance."""
 
-    def __init__(self, module: PreTrainedModel, info: ModelInfo, longrope: PinnedLongRope | None) -> None:
+
+class Model:
+    """One process's view of a model, or of its share of it. On CPU its parameters are views of the mapped weight file.
+
+    Attributes:
+        info: of the whole model.
+        specs: what each layer's attention computes here.
+    """
+
+    def __init__(self, module: PreTrainedModel, info: ModelInfo, longrope: PinnedLongRope | None, shard: Shard) -> None:
         self.module = module
         self.info = info
+        self.specs = shard.local_specs
         self._longrope = longrope
+        self._reduce: Reduce | None = None
+        if shard.size > 1:
+            sum_partial_results(module, shard, self._sum)
         self._inputs: tuple[Tensor, Tensor]
         self._output: object
         getattr(module, module.base_model_prefix).register_forward_hook(self._keep_output)
 
     @classmethod
-    def load(cls, files: ModelFiles, device: torch.device) -> "Model":
-        """Map the prepared weights (and copy them to `device` unless it is the CPU)."""
+    def load(cls, files: ModelFiles, device: torch.device, *, tp_index: int = 0, tp: int = 1) -> "Model":
+        """Map the prepared weights (and copy them to `device` unless it is the CPU), or one of `tp` shares of them.
+
+        Raises ModelError when the weights of this architecture cannot be split.
+        """
         config = load_config(files.config_dir, files.trust_remote_code)
         module = build_skeleton(config, files.trust_remote_code, dtype=DTYPES[files.dtype], attn_implementation=SERVE)
-        _fill(module, map_tensors(files.weights), device)
         info = read_info(files.weights)
+        shard = Shard(index=tp_index, size=tp, specs=info.specs)
+        _fill(module, map_tensors(files.weights), device, shard)
         switch_length = info.rope_switch_length
         longrope = None if switch_length is None else pin_longrope(module, switch_length)
-        return cls(module, info, longrope)
+        return cls(module, info, longrope, shard)
 
     @torch.no_grad()
     def forward(
@@ -46,19 +64,21 @@ class Model:
         keep: Tensor,
         attend: Attend,
         rope_lengths: Tensor | None = None,
+        reduce: Reduce | None = None,
     ) -> Tensor:
         """Run one packed row of tokens and return float32 logits `[n, vocab]` of the tokens indexed by `keep` `[n]`.
 
         `tokens` and `positions` `[tokens]` (int64) may belong to several requests; `attend` keeps them apart. It
         is called once per layer, in order, with q, k, v after RoPE; these may be strided views and are its to keep.
         `rope_lengths` `[tokens]` is each token's request length for RoPE, needed iff `info.rope_switch_length` is set.
-        With n = 0 no logits are computed. At least one token is needed.
+        With n = 0 no logits are computed. At least one token is needed. `reduce` is for a share of a model: all ranks
+        of the instance call it equally often, in the same order.
         """
         assert tokens.shape == positions.shape and tokens.numel() > 0, (tokens.shape, positions.shape)
         if self._longrope is not None:
             assert rope_lengths is not None, "a longrope model needs rope_lengths"
             self._longrope.pin(rope_lengths)
-        self._inputs = tokens, positions
+        self._inputs, self._reduce = (tokens, positions), reduce
         return self._call(keep, attend)
 
     @torch.no_grad()
@@ -71,6 +91,10 @@ class Model:
             return self._call(torch.tensor(rows, device=self._inputs[0].device), None)
         finally:
             setattr(self.module, name, layers)
+
+    def _sum(self, partial: Tensor) -> Tensor:
+        assert self._reduce is not None, "a share of a model needs the sums over all shares"
+        return self._reduce(partial)
 
     def _keep_output(self, _layers: nn.Module, _inputs: object, output: object) -> None:
         self._output = output
@@ -99,13 +123,13 @@ class _Replay(nn.Module):
         return self._output
 
 
-def _fill(model: nn.Module, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-    """Replace every meta parameter and buffer by the stored one; tied names get one Parameter."""
+def _fill(model: nn.Module, tensors: Mapping[str, Tensor], device: torch.device, shard: Shard) -> None:
+    """Replace every meta parameter and buffer by the stored one, or its share; tied names get one Parameter."""
     parameters: dict[int, nn.Parameter] = {}
     for name, _ in list(model.named_parameters(remove_duplicate=False)):
         tensor = tensors[name]
         if id(tensor) not in parameters:
-            parameters[id(tensor)] = nn.Parameter(tensor.to(device), requires_grad=False)
+            parameters[id(tensor)] = nn.Parameter(shard.cut(name, tensor).to(device), requires_grad=False)
         _set(model, name, parameters[id(tensor)])
     for name, _ in list(model.named_buffers(remove_duplicate=False)):
         # Some modules write to their buffers (longrope does): a private copy, they are small.

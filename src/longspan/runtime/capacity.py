@@ -10,15 +10,15 @@ _CPU_DEFAULT_BYTES = 4 * 2**30
 _CUDA_SHARE = 0.85
 
 
-def default_kv_bytes(*, device: str, num_instances: int, weight_bytes: int) -> int:
-    """KV memory per instance when the user names none.
+def default_kv_bytes(*, device: str, num_ranks: int, weight_bytes: int) -> int:
+    """KV memory per rank when the user names none; each has `weight_bytes` of weights.
 
-    On CPU the instances share 4 GiB, or 30 % of the memory that is available if that is less. On CUDA each takes its
+    On CPU the ranks share 4 GiB, or 30 % of the memory that is available if that is less. On CUDA each takes its
     part of 85 % of the free device memory, less the weights.
     """
     if device == "cpu":
         total = min(_CPU_DEFAULT_BYTES, int(psutil.virtual_memory().available * _CPU_SHARE))
-        return total // num_instances
+        return total // num_ranks
     free, _ = torch.cuda.mem_get_info(0)
-    per_device = -(-num_instances // torch.cuda.device_count())
+    per_device = -(-num_ranks // torch.cuda.device_count())
     return max(0, int(free * _CUDA_SHARE) // per_device - weight_bytes)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from longspan.attn.all_reduce import all_reduce
 from longspan.attn.comm import Group, Transport
 from longspan.attn.local import local
 from longspan.attn.paged import PagedKv
@@ -25,14 +26,19 @@ _NUM_TAGS = 2**31
 
 
 class StepComm:
-    """One step's groups. Tags are unique per (step, layer, channel, hop) among the steps that can be in flight."""
+    """One step's groups. Tags are unique per (step, layer, channel, hop) among the steps that can be in flight.
+
+    Exchanges connect ranks of different instances that have the same place in theirs, and so the same heads.
+    """
 
     def __init__(
-        self, transport: Transport | None, number: int, *, rank: int, world_size: int, num_layers: int
+        self, transport: Transport | None, number: int, *, rank: int, world_size: int, tp: int, num_layers: int
     ) -> None:
         self.sent: Counter[str] = Counter()
-        self._transport, self._rank, self._world_size = transport, rank, world_size
+        self._transport, self._world_size = transport, world_size
+        self._tp, (self._instance, self._tp_index) = tp, divmod(rank, tp)
         self._num_layers, self._hops = num_layers, max(2, world_size)
+        self._num_sums = 0
         per_step = (num_layers + 1) * _CHANNELS * self._hops
         self._first_tag = number % (_NUM_TAGS // per_step) * per_step
 
@@ -41,7 +47,7 @@ class StepComm:
         assert self._transport is not None, "a group of several ranks has a transport"
         return Group(
             self._transport,
-            channel.members,
+            [instance * self._tp + self._tp_index for instance in channel.members],
             channel.rank,
             name=channel.exchange,
             first_tag=self._tag(layer, channel.number),
@@ -49,11 +55,20 @@ class StepComm:
         )
 
     def everyone(self) -> Group | None:
-        """All ranks, for what travels before the first layer; None when there is only one."""
+        """All instances, for what travels before the first layer; None when there is only one rank."""
         if self._transport is None:
             return None
-        everyone, tag = range(self._world_size), self._tag(self._num_layers, 0)
-        return Group(self._transport, everyone, self._rank, name="tokens", first_tag=tag, sent=self.sent)
+        everyone, tag = range(self._tp_index, self._world_size, self._tp), self._tag(self._num_layers, 0)
+        return Group(self._transport, everyone, self._instance, name="tokens", first_tag=tag, sent=self.sent)
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        """The sum over the ranks of this instance, who call it in the same order; no exchange is between them."""
+        assert self._transport is not None, "an instance of several ranks has a transport"
+        tag = self._first_tag + self._num_sums * self._hops
+        self._num_sums += 1
+        members = range(self._instance * self._tp, (self._instance + 1) * self._tp)
+        group = Group(self._transport, members, self._tp_index, name="all_reduce", first_tag=tag, sent=self.sent)
+        return all_reduce(group, partial)
 
     def _tag(self, layer: int, channel: int) -> int:
         assert channel < _CHANNELS, "a step has few kinds of groups and exchanges"

@@ -36,6 +36,7 @@ def start_workers(
         WorkerConfig(
             rank=rank,
             world_size=spec.num_ranks,
+            tp=spec.tp,
             run_dir=run_dir,
             model_name=files.name,
             config_dir=str(files.config_dir),

@@ -51,7 +51,7 @@ class MonotonicClock:
 
 
 class LocalExecutor:
-    """Implements `Executor` on spawned processes: instance i is rank i.
+    """Implements `Executor` on spawned processes: instance i is the ranks `i * tp` to `(i + 1) * tp - 1`.
 
     `poll` returns early, with nothing, when there is something to read on the socket `interrupt`.
     `worker_times` has, by rank, the seconds spent per category up to the latest step, if the workers record them.
@@ -67,7 +67,7 @@ class LocalExecutor:
         Raises:
             WorkerLostError: when a worker does not start.
         """
-        run_dir = configs[0].run_dir
+        run_dir, self._tp = configs[0].run_dir, configs[0].tp
         self._log_dir = log_dir
         self._context = zmq.Context()
         self._context.sndhwm = self._context.rcvhwm = 0  # queues without bound: the engine bounds the steps in flight
@@ -96,9 +96,10 @@ class LocalExecutor:
     def submit(self, step: Step) -> None:
         """Sends a Forward to the ranks that take part, a Free to all."""
         if isinstance(step, Forward):
-            self._awaited[step.number] = set(step.instances)
+            ranks = [instance * self._tp + index for instance in step.instances for index in range(self._tp)]
+            self._awaited[step.number] = set(ranks)
             self._partial[step.number] = []
-            self._send(RunForward(step), step.instances)
+            self._send(RunForward(step), ranks)
         else:
             self._send(RunFree(step), range(len(self._commands)))
 

@@ -11,6 +11,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a worker is told when it starts.
 
     Attributes:
+        rank: `instance * tp + tp_index`, of `world_size` in all.
+        tp: ranks per instance, which share its weights and its KV heads.
         run_dir: private folder of this engine: sockets and the rendezvous file. Gone after shutdown.
         tokenizer_dir: for structured outputs; None when the model comes without tokenizer files.
         attention_kernel: the compiled `attn.native`; None to compute with PyTorch's kernels.
@@ -19,6 +21,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int
     world_size: int
+    tp: int
     run_dir: str
     model_name: str
     config_dir: str

@@ -68,9 +68,10 @@ class Worker:
             dtype=config.dtype,
             trust_remote_code=config.trust_remote_code,
         )
-        self._model = Model.load(files, self._device)
+        self._instance, self._tp_index = divmod(config.rank, config.tp)
+        self._model = Model.load(files, self._device, tp_index=self._tp_index, tp=config.tp)
         self._pool = KvPool(
-            self._model.info.specs,
+            self._model.specs,
             num_blocks=config.num_blocks,
             block_size=config.block_size,
             dtype=self._dtype,
@@ -94,22 +95,29 @@ class Worker:
     def run(self, forward: Forward) -> Done:
         """Computes this rank's share and samples what it is asked to."""
         config, info = self._config, self._model.info
-        packed = pack(forward, self._requests, instance=config.rank, block_size=config.block_size, device=self._device)
+        packed = pack(
+            forward, self._requests, instance=self._instance, block_size=config.block_size, device=self._device
+        )
         comm = StepComm(
             self._transport,
             forward.number,
             rank=config.rank,
             world_size=config.world_size,
+            tp=config.tp,
             num_layers=info.num_layers,
         )
         resolve(packed.unknown, packed.tokens, self._requests, comm.everyone())
-        attention = StepAttention(packed, comm, pool=self._pool, specs=info.specs, watch=self.watch)
+        attention = StepAttention(packed, comm, pool=self._pool, specs=self._model.specs, watch=self.watch)
         sampled: tuple[Sampled, ...] = ()
         scored: tuple[Scored, ...] = ()
         if len(packed.tokens):
-            logits = self._model.forward(packed.tokens, packed.positions, packed.keep, attention, packed.rope_lengths)
+            logits = self._model.forward(
+                packed.tokens, packed.positions, packed.keep, attention, packed.rope_lengths, comm.all_reduce
+            )
             sampled = tuple(self._sample(packed, logits))
             scored = tuple(score_prompt(prompt, self._model, self._requests) for prompt in packed.prompts)
+            if self._tp_index > 0:  # every rank of an instance knows its tokens; one tells them
+                sampled, scored = (), ()
         else:
             attention.without_tokens(self._dtype, self._device)
         if self._transport is not None:

@@ -1,0 +1,160 @@
+"""Tensor parallelism inside an instance: which slice of each weight a rank computes with, and what must be summed.
+
+The rules are our own (heads by `core.heads.deal_heads`, feed-forward layers by their inner dimension), since the plans
+that come with models want sizes that divide. Slices are views of the mapped weights where that is possible: all but
+those of fused projections, which lie apart.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from longspan.attn.spec import AttnSpec
+from longspan.core.heads import HeadShare, cut_evenly, deal_heads
+from longspan.model.files import ModelError
+
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
+_ROUTER = re.compile(r"\.gate\.weight$")
+_SUMMED = re.compile(r"\.(o_proj|down_proj|experts)$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """The part of a model that one of `size` ranks computes; `specs` are those of the whole model."""
+
+    index: int
+    size: int
+    specs: tuple[AttnSpec, ...]
+
+    @property
+    def local_specs(self) -> tuple[AttnSpec, ...]:
+        """What each layer's attention computes on this rank."""
+        shares = [self.share(spec) for spec in self.specs]
+        return tuple(
+            replace(spec, num_heads=share.num_heads, num_kv_heads=share.num_kv_heads)
+            for spec, share in zip(self.specs, shares, strict=True)
+        )
+
+    def cut(self, name: str, weight: Tensor) -> Tensor:
+        """This rank's slice of a parameter.
+
+        Raises:
+            ModelError: when it is not known how to cut it.
+        """
+        layer = _LAYER.search(name)
+        if self.size == 1 or layer is None:
+            return weight
+        spec = self.specs[int(layer[1])]
+        module, _, kind = name.rpartition(".")
+        leaf = kind if kind in _RULES else module.rpartition(".")[2]
+        if leaf in _RULES:
+            return _RULES[leaf](self, weight, spec)
+        is_head_norm = leaf in ("q_norm", "k_norm")
+        if (weight.ndim == 1 and not is_head_norm) or _ROUTER.search(name) or weight.numel() == spec.head_dim:
+            return weight
+        raise ModelError(
+            f"tensor parallelism is not supported for this architecture: it is not known how to cut {name}"
+        )
+
+    def share(self, spec: AttnSpec) -> HeadShare:
+        """This rank's heads of a layer."""
+        return deal_heads(spec.num_heads, spec.num_kv_heads, self.size)[self.index]
+
+
+def _q(shard: Shard, weight: Tensor, spec: AttnSpec) -> Tensor:
+    share = shard.share(spec)
+    return weight[share.q_start * spec.head_dim : share.q_stop * spec.head_dim]
+
+
+def _kv(shard: Shard, weight: Tensor, spec: AttnSpec) -> Tensor:
+    share = shard.share(spec)
+    return weight[share.kv_start * spec.head_dim : share.kv_stop * spec.head_dim]
+
+
+def _qkv(shard: Shard, weight: Tensor, spec: AttnSpec) -> Tensor:
+    sizes = [number * spec.head_dim for number in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
+    q, k, v = weight.split(sizes)
+    return torch.cat([_q(shard, q, spec), _kv(shard, k, spec), _kv(shard, v, spec)])
+
+
+def _o(shard: Shard, weight: Tensor, spec: AttnSpec) -> Tensor:
+    if weight.ndim == 1:
+        return _once(shard, weight)
+    share = shard.share(spec)
+    return weight[:, share.q_start * spec.head_dim : share.q_stop * spec.head_dim]
+
+
+def _up(shard: Shard, weight: Tensor, _: AttnSpec) -> Tensor:
+    """`[inner, hidden]`, or its bias."""
+    start, stop = cut_evenly(weight.shape[0], shard.size)[shard.index]
+    return weight[start:stop]
+
+
+def _gate_up(shard: Shard, weight: Tensor, _: AttnSpec) -> Tensor:
+    """Two such below each other; of experts `[experts, 2 * inner, hidden]`."""
+    dim = max(0, weight.ndim - 2)
+    start, stop = cut_evenly(weight.shape[dim] // 2, shard.size)[shard.index]
+    return torch.cat([half.narrow(dim, start, stop - start) for half in weight.chunk(2, dim)], dim)
+
+
+def _down(shard: Shard, weight: Tensor, _: AttnSpec) -> Tensor:
+    """`[hidden, inner]`, `[experts, hidden, inner]`, or a bias."""
+    if weight.ndim == 1:
+        return _once(shard, weight)
+    start, stop = cut_evenly(weight.shape[-1], shard.size)[shard.index]
+    return weight[..., start:stop]
+
+
+def _once(shard: Shard, bias: Tensor) -> Tensor:
+    """What is added to a sum, one rank adds."""
+    return bias if shard.index == 0 else torch.zeros_like(bias)
+
+
+_RULES: dict[str, Callable[[Shard, Tensor, AttnSpec], Tensor]] = {
+    "q_proj": _q,
+    "k_proj": _kv,
+    "v_proj": _kv,
+    "qkv_proj": _qkv,
+    "o_proj": _o,
+    "gate_proj": _up,
+    "up_proj": _up,
+    "gate_up_proj": _gate_up,
+    "down_proj": _down,
+}
+"""By the name of a layer's module, or of an expert's own parameter."""
+
+
+def check_degree(specs: Sequence[AttnSpec], size: int) -> None:
+    """Raises ModelError when some rank would have no query head."""
+    for spec in specs:
+        if any(share.num_heads == 0 for share in deal_heads(spec.num_heads, spec.num_kv_heads, size)):
+            raise ModelError(
+                f"tp {size} is too much for layers with {spec.num_heads} query heads and {spec.num_kv_heads} KV heads: "
+                "some rank would have no head; use a smaller tp and more instances"
+            )
+
+
+def sum_partial_results(module: PreTrainedModel, shard: Shard, reduce: Callable[[Tensor], Tensor]) -> None:
+    """Makes a model of sharded weights pass the outputs of its summed layers through `reduce`."""
+    for name, layer in module.named_modules():
+        if _LAYER.search(name) and _SUMMED.search(name):
+            layer.register_forward_hook(lambda _module, _inputs, output: reduce(output))
+        if hasattr(layer, "layer_idx") and hasattr(layer, "config"):
+            _tell_head_counts(layer, shard.local_specs)
+
+
+def _tell_head_counts(attention: nn.Module, specs: Sequence[AttnSpec]) -> None:
+    """Some models cut their fused projections by these numbers, the others by shapes."""
+    spec = specs[int(attention.layer_idx)]  # type: ignore[arg-type]  # an int, as the probe has seen
+    config: Any = copy.copy(attention.config)
+    config.num_attention_heads, config.num_key_value_heads = spec.num_heads, spec.num_kv_heads
+    attention.config = config
+    vars(attention)["num_key_value_heads"] = spec.num_kv_heads

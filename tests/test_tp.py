@@ -1,0 +1,73 @@
+"""Tensor parallelism inside instances, alone and under context parallelism, says what Hugging Face says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import Oracle, assert_exact
+from tiny_models import TINY, make_tiny
+
+from longspan import LLM, SamplingParams
+from longspan.core.heads import deal_heads
+
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, output_logits=True)
+LENGTHS = (1, 17, 40, 160)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("tiny")
+    return {name: make_tiny(name, root / name) for name in TINY}
+
+
+@pytest.fixture(scope="module")
+def oracles(folders: dict[str, Path]) -> dict[str, Oracle]:
+    return {name: Oracle(folder, use_cache=name != "llama-longrope") for name, folder in folders.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "parallel"),
+    [*((name, "tp2") for name in TINY), ("llama", "tp5"), ("qwen2", "2xtp2"), ("gemma2", "2xtp3"), ("phi3", "2xtp2")],
+)
+def test_sharded_models_say_what_the_whole_one_says(
+    folders: dict[str, Path], oracles: dict[str, Oracle], name: str, parallel: str
+) -> None:
+    """Three KV heads on two ranks are two and one; on five ranks most of them are there twice."""
+    rng = np.random.default_rng(len(parallel))
+    prompts = [rng.integers(3, 199, length).tolist() for length in LENGTHS]
+    with LLM(
+        str(folders[name]),
+        parallel=parallel,
+        skip_tokenizer_init=True,
+        block_size=16,
+        max_num_batched_tokens=48,
+        policy_options={"threshold": "20"} if "x" in parallel else {},
+    ) as llm:
+        outputs = llm.generate(prompts, GREEDY)
+        assert llm.bytes_exchanged["all_reduce"] > 0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert_exact(output, oracles[name].complete(prompt, 16))
+
+
+def test_more_ranks_than_heads_are_refused(folders: dict[str, Path]) -> None:
+    with pytest.raises(ValueError, match="tp 7 is too much for layers with 6 query heads and 3 KV heads"):
+        LLM(str(folders["llama"]), tp=7, skip_tokenizer_init=True)
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.integers(1, 12), st.integers(1, 6), st.integers(1, 16))
+def test_heads_are_dealt_once_and_evenly(num_kv_heads: int, group: int, num_ranks: int) -> None:
+    shares = deal_heads(num_kv_heads * group, num_kv_heads, num_ranks)
+    assert len(shares) == num_ranks
+    assert [head for share in shares for head in range(share.q_start, share.q_stop)] == list(
+        range(num_kv_heads * group)
+    )
+    for share in shares:
+        read = {head // group for head in range(share.q_start, share.q_stop)}
+        assert read == set(range(share.kv_start, share.kv_stop))
+    most, least = max(share.num_heads for share in shares), min(share.num_heads for share in shares)
+    assert most - least <= (group if num_ranks <= num_kv_heads else -(-group * num_kv_heads // num_ranks))
