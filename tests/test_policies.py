@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 from cluster import Cluster, Setup
 from hypothesis import given, settings
@@ -10,13 +12,13 @@ from hypothesis import strategies as st
 from longspan.core.account import KvAccount
 from longspan.core.protocols import ClusterView, Limits
 from longspan.core.request import Request, RequestMetrics
-from longspan.core.runs import Deal
+from longspan.core.runs import Deal, Layout
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Forward, Free
 from longspan.policy import make_policy
 from longspan.policy.chunked import Chunked
 from longspan.policy.context import Context, teams_of
-from longspan.policy.dealing import Room, deal_chunk, holders
+from longspan.policy.dealing import Room, Shape, deal_chunk, holders
 
 
 @pytest.mark.parametrize(("instances", "kind"), [(1, Chunked), (2, Context), (7, Context)])
@@ -90,12 +92,20 @@ def chunks(draw: st.DrawFn) -> tuple[int, int, list[int], Room]:
     return start, start + draw(st.integers(1, 300)), owners, room
 
 
-@given(chunks())
-@settings(max_examples=400)
-def test_a_chunk_fits_its_room(case: tuple[int, int, list[int], Room]) -> None:
+@st.composite
+def shapes(draw: st.DrawFn, num_members: int) -> Shape:
+    layout = draw(st.sampled_from(get_args(Layout)).filter(lambda name: name != "single"))
+    weights = draw(st.lists(st.integers(1, 9), min_size=num_members, max_size=num_members))
+    uneven = layout == "contiguous" and draw(st.booleans())
+    return Shape(layout=layout, fractions=tuple(weight / sum(weights) for weight in weights) if uneven else ())
+
+
+@given(chunks(), st.data())
+@settings(max_examples=600)
+def test_a_chunk_fits_its_room(case: tuple[int, int, list[int], Room], data: st.DataObject) -> None:
     start, stop, owners, room = case
     size = room.block_size
-    dealt = deal_chunk(start, stop, owners, room)
+    dealt = deal_chunk(start, stop, owners, room, data.draw(shapes(len(room.tokens))))
     head = owners[start // size] if start % size else None
     if dealt is None:
         with_block = [member for member, number in enumerate(room.blocks) if number] or range(len(room.tokens))
@@ -130,6 +140,13 @@ def test_with_equal_room_a_chunk_is_even_and_as_large_as_blocks_allow(
     dealt = deal_chunk(start, start + 10_000, owners, room)
     assert dealt is not None
     assert sizes(dealt) == [most] * num_members
+
+
+def test_fractions_fill_the_room_of_the_busiest_member() -> None:
+    room = Room(tokens=(2048, 2048), blocks=(99, 99), block_size=256)
+    dealt = deal_chunk(0, 9000, [], room, Shape(layout="contiguous", fractions=(0.6, 0.4)))
+    assert dealt is not None and sizes(dealt) == [2048, 1280]
+    assert dealt[0][-1].stop == dealt[1][0].start
 
 
 def test_a_whole_rest_that_fits_is_dealt_at_once() -> None:

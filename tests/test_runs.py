@@ -13,7 +13,7 @@ from longspan.core.runs import Deal, Layout, Run, clip, coalesce, deal, relate
 from longspan.core.steps import BlockRef, held_runs, members_with_queries
 
 STARTS, LENGTHS, STEPS = st.integers(0, 40), st.integers(0, 9), st.integers(1, 5)
-LAYOUTS: list[Layout] = ["zigzag", "contiguous", "single"]
+LAYOUTS: list[Layout] = ["zigzag", "striped", "contiguous", "single"]
 
 
 def run_of(start: int, length: int, step: int = 1) -> Run:
@@ -141,7 +141,33 @@ def test_contiguous_is_in_order_and_even(num_members: int, length: int, align: i
     assert max(blocks) - min(blocks) <= 1
 
 
+@given(st.integers(1, 5), st.integers(0, 200), st.sampled_from([1, 8]))
+def test_stripes_are_single_blocks_in_turn(num_members: int, length: int, align: int) -> None:
+    owner = owners(deal("striped", 0, length, num_members, align=align))
+    assert owner == {position: position // align % num_members for position in range(length)}
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=5), st.integers(0, 300), st.sampled_from([1, 8]))
+def test_fractions_are_kept_to_half_a_block_at_every_cut(weights: list[int], length: int, align: int) -> None:
+    fractions = [weight / sum(weights) for weight in weights]
+    dealt = deal("contiguous", 0, length, len(weights), align=align, fractions=fractions)
+    assert [run for runs in dealt for run in runs] == sorted((r for runs in dealt for r in runs), key=lambda r: r.start)
+    assert sorted(owners(dealt)) == list(range(length))
+    blocks = -(-length // align)
+    for member in range(1, len(weights)):
+        before = sum(-(-len(run) // align) for runs in dealt[:member] for run in runs)
+        assert abs(before - blocks * sum(fractions[:member])) <= 0.5 + 1e-6
+
+
+def test_the_fractions_of_the_paper() -> None:
+    dealt = deal("contiguous", 0, 10_000, 4, fractions=[0.35, 0.255, 0.21, 0.185])
+    assert [sum(map(len, runs)) for runs in dealt] == [3500, 2550, 2100, 1850]
+
+
 def test_deal_refuses_what_it_cannot_place() -> None:
+    for layout, fractions in (("zigzag", [0.5, 0.5]), ("contiguous", [1.0])):
+        with pytest.raises(ValueError, match="fractions"):
+            deal(layout, 0, 8, 2, fractions=fractions)  # type: ignore[arg-type]  # a Layout
     with pytest.raises(ValueError, match="at least 1 member, but 0"):
         deal("zigzag", 0, 8, 0)
     with pytest.raises(ValueError, match="inside a block of 4"):

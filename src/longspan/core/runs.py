@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Layout = Literal["zigzag", "contiguous", "single"]
+Layout = Literal["zigzag", "striped", "contiguous", "single"]
 RelationKind = Literal["skip", "full", "diagonal", "band"]
 
 
@@ -94,20 +94,34 @@ def coalesce(runs: Iterable[Run]) -> tuple[Run, ...]:
     return tuple(joined)
 
 
-def deal(layout: Layout, start: int, stop: int, num_members: int, *, align: int = 1, head: int | None = None) -> Deal:
+def deal(
+    layout: Layout,
+    start: int,
+    stop: int,
+    num_members: int,
+    *,
+    align: int = 1,
+    head: int | None = None,
+    fractions: Sequence[float] = (),
+) -> Deal:
     """Deals the span `[start, stop)` to `num_members` members.
 
     Every cut falls on a multiple of `align` (the KV block size), so that each block of tokens lies on one member. A
     span that starts inside a block begins with the rest of that block, which goes to member `head`, the block's holder.
 
     Layouts: `zigzag` cuts 2N chunks and gives member i chunks i and 2N-1-i, so that causal work is even (Context
-    Parallelism §3.5.1); `contiguous` cuts N chunks; `single` gives all to member `head` (or 0).
+    Parallelism §3.5.1); `striped` gives block b to member b mod N; `contiguous` cuts N chunks, even ones or, rounded to
+    blocks, the `fractions` of the span that members get in their order (KV-Runahead §4.3); `single` gives all to member
+    `head` (or 0).
 
     Raises:
-        ValueError: when there is no member, or the span starts inside a block and no `head` is named.
+        ValueError: when there is no member, the number of fractions is another, or the span starts inside a block and
+            no `head` is named.
     """
     if num_members < 1:
         raise ValueError(f"a span is dealt to at least 1 member, but {num_members} given")
+    if fractions and (layout != "contiguous" or len(fractions) != num_members):
+        raise ValueError(f"fractions {tuple(fractions)} are for a contiguous layout with one for each of {num_members}")
     if layout == "single":
         return _runs([[(start, stop)] if m == (head or 0) else [] for m in range(num_members)])
     body = min(stop, -(-start // align) * align)
@@ -116,17 +130,23 @@ def deal(layout: Layout, start: int, stop: int, num_members: int, *, align: int 
     pieces: list[list[tuple[int, int]]] = [[] for _ in range(num_members)]
     if body > start and head is not None:
         pieces[head].append((start, body))
-    chunks = _cut(body, stop, 2 * num_members if layout == "zigzag" else num_members, align)
-    for index, chunk in enumerate(chunks):
-        pieces[min(index, len(chunks) - 1 - index) if layout == "zigzag" else index].append(chunk)
+    num_blocks = -(-(stop - body) // align)
+    for index, (first, last) in enumerate(itertools.pairwise(_cuts(layout, num_blocks, num_members, fractions))):
+        member = index % num_members
+        if layout == "zigzag" and index >= num_members:
+            member = 2 * num_members - 1 - index
+        pieces[member].append((min(stop, body + first * align), min(stop, body + last * align)))
     return _runs(pieces)
 
 
-def _cut(start: int, stop: int, num_chunks: int, align: int) -> list[tuple[int, int]]:
-    """Cuts an aligned span into chunks whose numbers of blocks differ by at most one."""
-    num_blocks = -(-(stop - start) // align)
-    bounds = [min(stop, start + (num_blocks * i // num_chunks) * align) for i in range(num_chunks + 1)]
-    return list(itertools.pairwise(bounds))
+def _cuts(layout: Layout, num_blocks: int, num_members: int, fractions: Sequence[float]) -> list[int]:
+    """Where blocks `[0, num_blocks)` are cut into chunks, the two ends included."""
+    if layout == "striped":
+        return list(range(num_blocks + 1))
+    if fractions:
+        return [0, *(round(num_blocks * min(1.0, share)) for share in itertools.accumulate(fractions[:-1])), num_blocks]
+    num_chunks = 2 * num_members if layout == "zigzag" else num_members
+    return [num_blocks * i // num_chunks for i in range(num_chunks + 1)]
 
 
 def _runs(pieces: Sequence[Sequence[tuple[int, int]]]) -> Deal:

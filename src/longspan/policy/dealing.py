@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from longspan.core.runs import Deal, Run, deal
+from longspan.core.runs import Deal, Layout, Run, deal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """How chunks are dealt: a layout, and for a contiguous one the fractions of the members, if they are not even."""
+
+    layout: Layout = "zigzag"
+    fractions: tuple[float, ...] = ()
+
+    @property
+    def in_order(self) -> bool:
+        """Whether members keep their places; else the pattern's places are given so that what they hold evens out."""
+        return self.layout == "contiguous"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,24 +38,39 @@ class Room:
         )
 
 
-def deal_chunk(start: int, stop: int, owners: Sequence[int], room: Room) -> Deal | None:
+_ZIGZAG = Shape()
+
+
+def deal_chunk(start: int, stop: int, owners: Sequence[int], room: Room, shape: Shape = _ZIGZAG) -> Deal | None:
     """Deals the next chunk of the tokens `[start, stop)`; `owners` names the member that holds each block so far.
 
-    The whole rest zigzag, if it fits; else as many blocks as can be dealt evenly; else, with little room, part of one
-    block to the member that holds it, or for a new one to the member with the fewest of the request's blocks. None when
-    there is room for no token. A deal may ask for a block that is not free when none is: then somebody must give way.
+    The whole rest in the wanted shape, if it fits; else as many blocks as can be dealt in that shape; else, with little
+    room, part of one block to the member that holds it, or for a new one to the member with the fewest of the request's
+    blocks. None when there is room for no token. A deal may ask for a block that is not free when none is: then
+    somebody must give way.
     """
     num_members, size = len(room.tokens), room.block_size
     held = Counter(owners)
     order = sorted(range(num_members), key=lambda m: (held[m], m))
     head = owners[start // size] if start % size else None
-    most = start + min(room.tokens) * num_members
-    for end in (stop, *(most // quantum * quantum for quantum in (2 * num_members * size, num_members * size))):
-        if start < end <= min(stop, most):
-            dealt = _deal_in_order(start, end, order, size, head)
+    places = list(range(num_members)) if shape.in_order else order
+    for end in (stop, *_ends(start, room, shape)):
+        if start < end <= stop:
+            dealt = _deal_in_order(start, end, places, size, head, shape)
             if room.fits(dealt):
                 return dealt
     return _deal_one_block(start, stop, head, order, room)
+
+
+def _ends(start: int, room: Room, shape: Shape) -> Iterator[int]:
+    """Where a chunk that fills the room may end: even deals have whole rounds of blocks, others are rounded."""
+    num_members, size = len(room.tokens), room.block_size
+    if shape.fractions:
+        most = start + int(min(tokens / share for tokens, share in zip(room.tokens, shape.fractions, strict=True)))
+        yield from ((most // size - less) * size for less in range(2 * num_members))
+    else:
+        most = start + min(room.tokens) * num_members
+        yield from (most // quantum * quantum for quantum in (2 * num_members * size, num_members * size))
 
 
 def holders(dealt: Deal, first: int, last: int, block_size: int) -> tuple[int, ...]:
@@ -51,10 +79,16 @@ def holders(dealt: Deal, first: int, last: int, block_size: int) -> tuple[int, .
     return tuple(begins[block] for block in range(first, last))
 
 
-def _deal_in_order(start: int, end: int, order: Sequence[int], block_size: int, head: int | None) -> Deal:
-    """Zigzag, with the places of the pattern given to members in `order`, which evens out what they hold."""
+def _deal_in_order(start: int, end: int, order: Sequence[int], block_size: int, head: int | None, shape: Shape) -> Deal:
+    """With the places of the pattern given to members in `order`."""
     place = {member: index for index, member in enumerate(order)}
-    dealt = deal("zigzag", start, end, len(order), align=block_size, head=None if head is None else place[head])
+    dealt = deal(
+        shape.layout,
+        *(start, end, len(order)),
+        align=block_size,
+        head=None if head is None else place[head],
+        fractions=shape.fractions,
+    )
     return tuple(dealt[place[member]] for member in range(len(order)))
 
 
