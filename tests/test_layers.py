@@ -20,7 +20,16 @@ def test_import_contracts_hold() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["longspan", "longspan.cli", "longspan.core", "longspan.policy", "longspan.sim", "longspan.core.engine"]
+    "module",
+    [
+        "longspan",
+        "longspan.cli",
+        "longspan.core",
+        "longspan.cost.ring_fit",
+        "longspan.policy",
+        "longspan.sim",
+        "longspan.core.engine",
+    ],
 )
 def test_importing_loads_nothing_heavy(module: str) -> None:
     code = f"import {module}, sys; print(*sorted({HEAVY!r} & set(sys.modules)))"

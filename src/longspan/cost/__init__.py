@@ -1,0 +1,1 @@
+"""What things cost: bytes and seconds of exchanges, from plain numbers, and the choices that follow from them."""

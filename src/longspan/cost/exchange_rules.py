@@ -1,0 +1,151 @@
+"""Which exchange to use: the rules of two papers as pure functions of model shape, hardware, lengths and group size.
+
+Context Parallelism (arXiv 2411.01783) chooses between `ring_kv` (its pass-KV) and `ring_q` (pass-Q) by equations 1, 2
+and 5, Algorithms 1 and 5, and the form of Appendix D. Its T is `new_tokens` here, P `cached_tokens`, N `num_members`, C
+`flops_per_s`, BW `bytes_per_s`, e `bytes_per_element`, and its D is `num_heads * head_dim`, which cancels in the rules.
+
+CSPS chooses between `alltoall` (its SP-NTP) and `gather_hidden` (SP-TP) by the bytes of supplement A.
+
+Bytes are of one layer. A prompt without cached tokens is a full prefill.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from longspan.cost.shapes import Hardware, ModelShape
+
+RingChoice = Literal["ring_kv", "ring_q"]
+SplitChoice = Literal["alltoall", "gather_hidden"]
+
+
+def pass_kv_bytes(shape: ModelShape, new_tokens: int, cached_tokens: int) -> float:
+    """All keys and values of a layer: what N hops of `ring_kv` carry (Table 3, §3.4)."""
+    return 2 * (new_tokens + cached_tokens) * shape.num_kv_heads * shape.head_dim * shape.bytes_per_element
+
+
+def pass_q_bytes(shape: ModelShape, new_tokens: int) -> float:
+    """All queries of a layer: what N hops of `ring_q` carry, without partial outputs (Table 3, §3.4)."""
+    return new_tokens * shape.num_heads * shape.head_dim * shape.bytes_per_element
+
+
+def ring_kv_or_ring_q(
+    shape: ModelShape,
+    hardware: Hardware,
+    new_tokens: int,
+    cached_tokens: int,
+    num_members: int,
+    *,
+    algorithm: Literal[1, 5] = 5,
+) -> RingChoice:
+    """The ring whose communication is expected to delay attention less.
+
+    Algorithm 1 takes `ring_kv` when attention hides its hops (Eq. 2) or queries are no smaller (Eq. 1). Algorithm 5
+    (Appendix C) also counts the all-to-all of `ring_q`, which nothing hides: `ring_kv` when the part of keys and values
+    that attention does not hide is no larger than the partial outputs, their log-sum-exps neglected (Eq. 5). Eq. 2
+    implies that, so it is not asked. Where Algorithm 1 takes `ring_kv`, Algorithm 5 does, too.
+
+    Both are monotone: with more new tokens (for a fixed number of cached ones, or of all), more bandwidth, fewer cached
+    tokens, fewer members or slower devices, `ring_kv` stays chosen once it is. Appendix D's form need not be (see
+    `AppendixD`). A tie is `ring_kv`'s.
+
+    Raises:
+        ValueError: without new tokens, or for a group of one, which exchanges nothing.
+    """
+    _check_lengths(new_tokens, cached_tokens)
+    _check_group(num_members)
+    miss_rate = new_tokens / (new_tokens + cached_tokens)
+    equal_messages = 2 * shape.num_kv_heads / shape.num_heads
+    # What the link carries while attention runs, in units of the bytes that all queries of all tokens would have.
+    hidden = 4 * new_tokens * hardware.bytes_per_s / (num_members * hardware.flops_per_s * shape.bytes_per_element)
+    if algorithm == 1:
+        prefers_kv = hidden >= equal_messages or miss_rate >= equal_messages
+    else:
+        prefers_kv = miss_rate + hidden >= equal_messages
+    return "ring_kv" if prefers_kv else "ring_q"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AppendixD:
+    """The empirical rule of Appendix D: `ring_kv` where a line in log(T) and log(T / (T + P)) is positive.
+
+    Logarithms are natural. The paper's coefficients do not give the paper's choices in any usual base, so there are no
+    defaults: `fit_appendix_d` finds them from measurements. For a fixed number of cached tokens the rule is monotone
+    in new tokens when neither `alpha` nor `alpha + beta` is negative; otherwise it may leave `ring_kv` again.
+    """
+
+    alpha: float
+    beta: float
+    gamma: float
+
+    def score(self, new_tokens: int, cached_tokens: int) -> float:
+        """h(T, P). Raises ValueError without new tokens."""
+        _check_lengths(new_tokens, cached_tokens)
+        miss_rate = new_tokens / (new_tokens + cached_tokens)
+        return self.alpha * math.log(new_tokens) + self.beta * math.log(miss_rate) + self.gamma
+
+    def choose(self, new_tokens: int, cached_tokens: int) -> RingChoice:
+        """By the sign of the score; a score of 0 is `ring_q`'s."""
+        return "ring_kv" if self.score(new_tokens, cached_tokens) > 0 else "ring_q"
+
+
+def alltoall_bytes(shape: ModelShape, length: int, num_members: int, *, gathers_weights: bool) -> float:
+    """What all members send for a layer of `alltoall`: Q, K and V to the members of their heads, outputs back.
+
+    With even pieces, (N - 1)/N of everything moves: (H_q + 2 H_kv + H_q) head_dim L (N - 1)/N elements for `length` L.
+    When there are fewer KV heads than members, H_kv counts a KV head once per member that needs it. With
+    `gathers_weights` (for instances split by tensor parallelism), every member also fetches what it lacks of the four
+    projections: 2 (H_q + H_kv) head_dim hidden_size (N - 1) elements in all. For H_q = H_kv and H_q head_dim =
+    hidden_size = d this is supplement A's multi-head form, (4 d² + 4 L d/N) (N - 1).
+    """
+    _check_group(num_members)
+    held_kv_heads = max(shape.num_kv_heads, min(num_members, shape.num_heads))
+    elements = 2 * (shape.num_heads + held_kv_heads) * shape.head_dim * length * (num_members - 1) / num_members
+    if gathers_weights:
+        elements += _attention_weights(shape) * (num_members - 1)
+    return elements * shape.bytes_per_element
+
+
+def gather_hidden_bytes(shape: ModelShape, length: int, num_members: int) -> float:
+    """What all members send for a layer of `gather_hidden`: an all-gather and a reduce-scatter of hidden states.
+
+    2 L d (N - 1) elements (supplement A), however many heads of either kind there are.
+    """
+    _check_group(num_members)
+    return 2 * length * shape.hidden_size * (num_members - 1) * shape.bytes_per_element
+
+
+def alltoall_or_gather_hidden(shape: ModelShape, length: int, num_members: int) -> SplitChoice:
+    """The one that sends less on instances split by tensor parallelism, where `alltoall` has to gather weights."""
+    alltoall = alltoall_bytes(shape, length, num_members, gathers_weights=True)
+    return "alltoall" if alltoall < gather_hidden_bytes(shape, length, num_members) else "gather_hidden"
+
+
+def alltoall_threshold(shape: ModelShape, num_members: int) -> float:
+    """The length above which `alltoall_or_gather_hidden` is `alltoall`; infinity when it never is.
+
+    2 d N/(N - 2) in multi-head form, hence infinity for two members (where the supplement says that it always is). In
+    general a d/(d - a/N) with a = (H_q + H_kv) head_dim, so that with grouped queries two members have one, too. (Where
+    KV heads are shared by members, the a below counts them as `alltoall_bytes` does.)
+    """
+    per_token = alltoall_bytes(shape, 1, num_members, gathers_weights=False)
+    saved_per_token = gather_hidden_bytes(shape, 1, num_members) - per_token
+    weights = _attention_weights(shape) * (num_members - 1) * shape.bytes_per_element
+    return weights / saved_per_token if saved_per_token > 0 else math.inf
+
+
+def _attention_weights(shape: ModelShape) -> int:
+    """Elements of the projections of one layer that make queries, keys, values and the output."""
+    return 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim * shape.hidden_size
+
+
+def _check_lengths(new_tokens: int, cached_tokens: int) -> None:
+    if new_tokens < 1 or cached_tokens < 0:
+        raise ValueError(f"a step has at least 1 new and 0 cached tokens, but {new_tokens} and {cached_tokens} given")
+
+
+def _check_group(num_members: int) -> None:
+    if num_members < 2:
+        raise ValueError(f"an exchange is among at least 2 members, but {num_members} given")

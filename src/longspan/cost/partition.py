@@ -1,0 +1,131 @@
+"""How long each member's piece of a prompt is when members work in a chain (KV-Runahead, arXiv 2405.05329, §4.2).
+
+Earlier members see fewer keys, so they take more tokens, but later ones wait for them: the best cut depends on the
+hardware. It is searched once for some lengths (the paper's KVR-S) and interpolated between (KVR-P); `even` is KVR-E.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+
+from longspan.core.runs import deal
+
+Partition = tuple[int, ...]
+"""Tokens of every member, in the order of the prompt; all but the last are multiples of the block size."""
+
+_SUM_TOLERANCE = 1e-3
+
+
+def even(length: int, members: int, align: int) -> Partition:
+    """Pieces whose numbers of blocks differ by at most one, as the `contiguous` layout deals them."""
+    return tuple(sum(map(len, runs)) for runs in deal("contiguous", 0, length, members, align=align))
+
+
+def cut(fractions: Sequence[float], length: int, align: int) -> Partition:
+    """The partition nearest to these fractions; in a short prompt, members may get nothing.
+
+    Raises:
+        ValueError: for fractions that are not positive or do not add up to 1.
+    """
+    check_fractions(fractions)
+    whole = length // align
+    bounds = [min(whole, math.floor(share * length / align + 0.5)) * align for share in accumulate(fractions[:-1])]
+    return tuple(stop - start for start, stop in pairwise([0, *bounds, length]))
+
+
+def parse_fractions(text: str) -> tuple[float, ...]:
+    """What `--fractions` says, such as `0.35,0.255,0.21,0.185`.
+
+    Raises:
+        ValueError: for what is no number, not positive, or does not add up to 1.
+    """
+    try:
+        fractions = tuple(float(word) for word in text.split(","))
+    except ValueError:
+        raise ValueError(
+            f"fractions must be numbers with commas between, such as 0.6,0.4, but {text!r} given"
+        ) from None
+    check_fractions(fractions)
+    return fractions
+
+
+def check_fractions(fractions: Sequence[float]) -> None:
+    """Raises ValueError unless all are positive and add up to 1, within 0.001."""
+    shown = ",".join(f"{fraction:g}" for fraction in fractions)
+    if not all(fraction > 0 for fraction in fractions):
+        raise ValueError(f"fractions must be above 0, but {shown} given: use fewer members rather than empty ones")
+    if not abs(sum(fractions) - 1) <= _SUM_TOLERANCE:
+        raise ValueError(f"fractions must add up to 1, but {shown} add up to {sum(fractions):g}: change one of them")
+
+
+def search(
+    ttft: Callable[[Partition], float], length: int, members: int, align: int, seed: Partition | None = None
+) -> Partition:
+    """The partition with the shortest time to first token, by a hierarchical grid search (Fig. 6).
+
+    It begins with the seed, or with even pieces, and a stride of a piece, rounded down to a power of two blocks (with a
+    seed, a quarter of that). Around the best partition so far it tries all those to which one or two strides of tokens
+    have changed hands, and goes on from the best of all, up to `members - 1` times or until nothing is better. Then it
+    halves the stride, until that would be less than a block.
+
+    For two members and no seed this is binary search, and finds the best cut when time falls and then rises with it.
+    For more members nothing guarantees the best (`docs/log.md` says how near it comes).
+
+    No partition is evaluated twice. For m members and `levels = 1 + log2(first stride / align)`, evaluations are at
+    most `1 + levels * (m - 1) * neighbours`, with `neighbours = m * (m - 1) * (m * m - m + 2) / 4`: 2 for two members,
+    12 for three, 42 for four, 812 for eight.
+
+    Args:
+        ttft: seconds, measured or modelled; infinity for a partition that does not fit. When it is noisy, the result is
+            still the one that measured best.
+        length: tokens of the prompt.
+        members: how many share it. Each keeps at least a token.
+        align: tokens of a block.
+        seed: a partition to start from, usually one predicted from other lengths.
+
+    Returns:
+        The best partition evaluated; with fewer blocks than members, even pieces, without evaluating any.
+
+    Raises:
+        ValueError: for a seed that is no aligned partition of this prompt.
+    """
+    pieces = even(length, members, align)
+    best = pieces if seed is None else _checked(seed, length, members, align)
+    blocks = -(-length // align)
+    if members == 1 or blocks < members:
+        return pieces
+    known = {best: ttft(best)}
+    shifts = _shifts(members)
+    top = int(math.log2(blocks / members)) - (2 if seed is not None else 0)
+    for level in range(max(0, top), -1, -1):
+        for _ in range(members - 1):
+            center, stride = best, 2**level * align
+            for shift in shifts:
+                moved = tuple(piece + stride * by for piece, by in zip(center, shift, strict=True))
+                if min(moved) > 0 and moved not in known:
+                    known[moved] = ttft(moved)
+            best = min(known, key=known.__getitem__)
+            if best == center:
+                break
+    return best
+
+
+def _shifts(members: int) -> list[tuple[int, ...]]:
+    """What members gain, in strides, when one or two change hands, but not two between the same two members."""
+    gifts = list(itertools.permutations(range(members), 2))
+    twice = (two for two in itertools.combinations(gifts, 2) if len({*two[0], *two[1]}) > 2)
+    gains = (
+        tuple(sum((m == taker) - (m == giver) for giver, taker in given) for m in range(members))
+        for given in [*((gift,) for gift in gifts), *twice]
+    )
+    return list(dict.fromkeys(gains))
+
+
+def _checked(seed: Partition, length: int, members: int, align: int) -> Partition:
+    aligned = all(piece >= 0 and piece % align == 0 for piece in seed[:-1]) and seed[-1:] >= (0,)
+    if len(seed) != members or sum(seed) != length or not aligned:
+        raise ValueError(f"seed {seed} does not cut {length} tokens in {members} pieces of whole blocks of {align}")
+    return seed

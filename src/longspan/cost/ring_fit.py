@@ -1,0 +1,121 @@
+"""Coefficients for Appendix D's rule from measured times (Context Parallelism, arXiv 2411.01783)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longspan.cost.exchange_rules import AppendixD, RingChoice
+
+_RIDGES = [10.0**-k for k in range(1, 11)]
+_MAX_NEWTON_STEPS = 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingSample:
+    """One prefill of `new_tokens` behind `cached_tokens`, timed with both rings.
+
+    Raises:
+        ValueError: for lengths or times that no prefill has.
+    """
+
+    new_tokens: int
+    cached_tokens: int
+    ring_kv_s: float
+    ring_q_s: float
+
+    def __post_init__(self) -> None:
+        timed = 0 < self.ring_kv_s < math.inf and 0 < self.ring_q_s < math.inf
+        if self.new_tokens < 1 or self.cached_tokens < 0 or not timed:
+            raise ValueError(f"not a measured prefill: {self}")
+
+    @property
+    def gain(self) -> float:
+        """The logarithm of how much faster `ring_kv` is: negative when `ring_q` is faster."""
+        return math.log(self.ring_q_s / self.ring_kv_s)
+
+    @property
+    def better(self) -> RingChoice:
+        """The faster ring."""
+        return "ring_kv" if self.gain >= 0 else "ring_q"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingFit:
+    """A fitted rule, and the samples for which it chooses the slower ring: none when a line separates them."""
+
+    rule: AppendixD
+    missed: tuple[RingSample, ...]
+
+
+def fit_appendix_d(samples: Sequence[RingSample]) -> RingFit:
+    """Fits alpha, beta and gamma by logistic regression.
+
+    A sample weighs as much as its rings differ (the logarithm of the ratio of times), so that noise between equals
+    does not move the line. The penalty on large coefficients is lowered until all samples are on their sides of the
+    line; when they never are, the rule is the fit with the least penalty. Where one ring always won, it always will.
+
+    Raises:
+        ValueError: without samples.
+    """
+    if not samples:
+        raise ValueError("no samples to fit: measure both rings for some lengths first")
+    decided = [sample for sample in samples if sample.gain]
+    winners = {sample.better for sample in decided or samples}
+    if len(winners) == 1:
+        rule = AppendixD(alpha=0.0, beta=0.0, gamma=1.0 if winners == {"ring_kv"} else -1.0)
+    else:
+        rule = _separate(decided)
+    missed = (s for s in decided if rule.choose(s.new_tokens, s.cached_tokens) != s.better)
+    return RingFit(rule=rule, missed=tuple(missed))
+
+
+def _separate(samples: Sequence[RingSample]) -> AppendixD:
+    """A line between the samples that each ring won; some of both, and no ties."""
+    miss_rates = [s.new_tokens / (s.new_tokens + s.cached_tokens) for s in samples]
+    points = np.log([[s.new_tokens, rate] for s, rate in zip(samples, miss_rates, strict=True)])
+    gains = np.array([s.gain for s in samples])
+    center, scale = points.mean(axis=0), points.std(axis=0)
+    scale[scale == 0] = 1.0
+    features = np.column_stack([(points - center) / scale, np.ones(len(points))])
+    signed = features * np.sign(gains)[:, None]
+    theta = np.zeros(3)
+    for ridge in _RIDGES:
+        theta = _regress(signed, np.abs(gains) / np.abs(gains).mean(), ridge, theta)
+        if (signed @ theta > 0).all():
+            break
+    alpha, beta = (float(value) for value in theta[:2] / scale)
+    return AppendixD(alpha=alpha, beta=beta, gamma=float(theta[2] - center @ [alpha, beta]))
+
+
+def _regress(
+    signed: NDArray[np.float64], weights: NDArray[np.float64], ridge: float, theta: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Minimises the sum of weights * log(1 + exp(-signed @ theta)) plus a penalty, by Newton steps that always descend.
+
+    Args:
+        signed: features [samples, 3], negated where `ring_q` won.
+        weights: [samples].
+        ridge: half of it times the squared length of theta is the penalty.
+        theta: where to start, [3].
+    """
+
+    def loss(at: NDArray[np.float64]) -> float:
+        return float(weights @ np.logaddexp(0.0, -(signed @ at)) + ridge / 2 * (at @ at))
+
+    for _ in range(_MAX_NEWTON_STEPS):
+        wrong = np.exp(-np.logaddexp(0.0, signed @ theta))  # the probability of the other ring
+        slope = ridge * theta - signed.T @ (weights * wrong)
+        curvature = (signed.T * (weights * wrong * (1 - wrong))) @ signed + ridge * np.eye(3)
+        step = np.linalg.solve(curvature, slope)
+        size = 1.0
+        while loss(theta - size * step) > loss(theta) and size > 1e-6:
+            size /= 2
+        if size <= 1e-6 or np.abs(step).max() < 1e-9:
+            break
+        theta = theta - size * step
+    return theta
