@@ -7,6 +7,7 @@ causality and sliding windows is arithmetic on two runs, so that no mask of leng
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -130,7 +131,7 @@ def deal(
     pieces: list[list[tuple[int, int]]] = [[] for _ in range(num_members)]
     if body > start and head is not None:
         pieces[head].append((start, body))
-    num_blocks = -(-(stop - body) // align)
+    num_blocks = max(0, stop - body) / align
     for index, (first, last) in enumerate(itertools.pairwise(_cuts(layout, num_blocks, num_members, fractions))):
         member = index % num_members
         if layout == "zigzag" and index >= num_members:
@@ -139,14 +140,16 @@ def deal(
     return _runs(pieces)
 
 
-def _cuts(layout: Layout, num_blocks: int, num_members: int, fractions: Sequence[float]) -> list[int]:
-    """Where blocks `[0, num_blocks)` are cut into chunks, the two ends included."""
+def _cuts(layout: Layout, num_blocks: float, num_members: int, fractions: Sequence[float]) -> list[int]:
+    """Where blocks, the last of which need not be whole, are cut into chunks, the two ends included."""
+    whole, begun = math.floor(num_blocks), math.ceil(num_blocks)
     if layout == "striped":
-        return list(range(num_blocks + 1))
+        return list(range(begun + 1))
     if fractions:
-        return [0, *(round(num_blocks * min(1.0, share)) for share in itertools.accumulate(fractions[:-1])), num_blocks]
+        shares = itertools.accumulate(fractions[:-1])
+        return [0, *(min(whole, math.floor(num_blocks * share + 0.5)) for share in shares), begun]
     num_chunks = 2 * num_members if layout == "zigzag" else num_members
-    return [num_blocks * i // num_chunks for i in range(num_chunks + 1)]
+    return [begun * i // num_chunks for i in range(num_chunks + 1)]
 
 
 def _runs(pieces: Sequence[Sequence[tuple[int, int]]]) -> Deal:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
 
 from longspan.core.runs import deal
 
@@ -31,9 +30,8 @@ def cut(fractions: Sequence[float], length: int, align: int) -> Partition:
         ValueError: for fractions that are not positive or do not add up to 1.
     """
     check_fractions(fractions)
-    whole = length // align
-    bounds = [min(whole, math.floor(share * length / align + 0.5)) * align for share in accumulate(fractions[:-1])]
-    return tuple(stop - start for start, stop in pairwise([0, *bounds, length]))
+    dealt = deal("contiguous", 0, length, len(fractions), align=align, fractions=fractions)
+    return tuple(sum(map(len, runs)) for runs in dealt)
 
 
 def parse_fractions(text: str) -> tuple[float, ...]:
