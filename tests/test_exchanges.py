@@ -28,7 +28,7 @@ from longspan.attn.ring_kv import ring_kv
 from longspan.attn.ring_q import ring_q
 from longspan.attn.spec import AttnSpec
 from longspan.core.runs import Deal, Run, coalesce, deal
-from longspan.core.steps import BlockRef, Forward, Free, Part, Sampling
+from longspan.core.steps import BlockRef, Forward, Free, Link, Part, Sampling
 from longspan.kv.pool import KvPool
 from longspan.runtime.batch import pack
 from longspan.runtime.exchange import StepAttention, StepComm
@@ -144,7 +144,7 @@ def exchange(
     faults: Callable[[int, Transport], FaultyTransport] | None = None,
 ) -> tuple[list[list[Tensor]], int, int]:
     """Every member's outputs, the payload bytes sent by all, and the number of messages that nobody received."""
-    sent: Counter[str] = Counter()
+    sent: Counter[tuple[str, Link]] = Counter()
     wires = Wires()
 
     def member(rank: int, transport: Transport) -> list[Tensor]:
@@ -155,7 +155,7 @@ def exchange(
     for output in found:
         if isinstance(output, Exception):
             raise output
-    return found, sent["x"], wires.left()
+    return found, sent["x", "same_host"], wires.left()
 
 
 def assert_attention(outputs: list[list[Tensor]], batch: Sequence[Request], spec: AttnSpec) -> None:
@@ -305,7 +305,7 @@ def test_steps_of_mixed_groups(chats: list[Chat], draw: random.Random) -> None:
         tables = rank_requests()
         for forward in forwards:
             packed = pack(forward, tables, instance=instance, block_size=BLOCK, device=CPU)
-            comm = StepComm(transport, forward.number, rank=instance, world_size=3, num_layers=len(specs))
+            comm = StepComm(transport, forward.number, rank=instance, hosts=(0, 0, 0), num_layers=len(specs))
             attention = StepAttention(packed, comm, pool=pool, specs=specs, watch=Stopwatch(enabled=False, device=CPU))
             if not len(packed.tokens):
                 attention.without_tokens(torch.float32, CPU)

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longspan.core.steps import Link
+
 _TRAILER_BYTES = 16
 _OUTBOX_BYTES = 256 * 2**20
 """Sends that may be under way besides those of the latest call. They keep their buffers: gloo tells only who waits."""
@@ -80,7 +82,8 @@ class Group:
     Attributes:
         rank: this member's index in the group.
         size: the number of members.
-        sent: payload bytes sent so far, by exchange name; shared by the groups of a rank.
+        hosts: the host of each member.
+        sent: payload bytes sent so far, by exchange name and link; shared by the groups of a rank.
     """
 
     def __init__(
@@ -89,11 +92,14 @@ class Group:
         members: Sequence[int],
         rank: int,
         *,
+        hosts: Sequence[int] | None = None,
         name: str = "",
         first_tag: int = 0,
-        sent: Counter[str] | None = None,
+        sent: Counter[tuple[str, Link]] | None = None,
     ) -> None:
         self.rank, self.size = rank, len(members)
+        self.hosts = (0,) * self.size if hosts is None else tuple(hosts)
+        assert len(self.hosts) == self.size, "every member has a host"
         self.sent = Counter() if sent is None else sent
         self._transport, self._members, self._name, self._first_tag = transport, tuple(members), name, first_tag
 
@@ -102,10 +108,11 @@ class Group:
         tag = self._first_tag + hop
         outgoing = {member: message for member, message in sends.items() if message.payload_bytes}
         incoming = {member: message for member, message in receives.items() if message.payload_bytes}
-        for message in outgoing.values():
+        for member, message in outgoing.items():
             if self._transport.tagged:
                 message.seal(tag)
-            self.sent[self._name] += message.payload_bytes
+            link: Link = "same_host" if self.hosts[member] == self.hosts[self.rank] else "other_host"
+            self.sent[self._name, link] += message.payload_bytes
         pending = self._transport.start(
             [(self._members[member], message.buffer) for member, message in outgoing.items()],
             [(self._members[member], message.buffer) for member, message in incoming.items()],

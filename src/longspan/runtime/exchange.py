@@ -14,6 +14,7 @@ from longspan.attn.paged import PagedKv
 from longspan.attn.ring_kv import ring_kv
 from longspan.attn.ring_q import ring_q
 from longspan.attn.spec import AttnSpec
+from longspan.core.steps import Link
 from longspan.kv.pool import KvPool
 from longspan.runtime.batch import Channel, Packed
 from longspan.runtime.timing import Stopwatch
@@ -25,14 +26,17 @@ _NUM_TAGS = 2**31
 
 
 class StepComm:
-    """One step's groups. Tags are unique per (step, layer, channel, hop) among the steps that can be in flight."""
+    """One step's groups; `hosts` has the host of every rank.
+
+    Tags are unique per (step, layer, channel, hop) among the steps that can be in flight.
+    """
 
     def __init__(
-        self, transport: Transport | None, number: int, *, rank: int, world_size: int, num_layers: int
+        self, transport: Transport | None, number: int, *, rank: int, hosts: Sequence[int], num_layers: int
     ) -> None:
-        self.sent: Counter[str] = Counter()
-        self._transport, self._rank, self._world_size = transport, rank, world_size
-        self._num_layers, self._hops = num_layers, max(2, world_size)
+        self.sent: Counter[tuple[str, Link]] = Counter()
+        self._transport, self._rank, self._hosts = transport, rank, hosts
+        self._num_layers, self._hops = num_layers, max(2, len(hosts))
         per_step = (num_layers + 1) * _CHANNELS * self._hops
         self._first_tag = number % (_NUM_TAGS // per_step) * per_step
 
@@ -43,6 +47,7 @@ class StepComm:
             self._transport,
             channel.members,
             channel.rank,
+            hosts=[self._hosts[rank] for rank in channel.members],
             name=channel.exchange,
             first_tag=self._tag(layer, channel.number),
             sent=self.sent,
@@ -52,8 +57,15 @@ class StepComm:
         """All ranks, for what travels before the first layer; None when there is only one."""
         if self._transport is None:
             return None
-        everyone, tag = range(self._world_size), self._tag(self._num_layers, 0)
-        return Group(self._transport, everyone, self._rank, name="tokens", first_tag=tag, sent=self.sent)
+        return Group(
+            self._transport,
+            range(len(self._hosts)),
+            self._rank,
+            hosts=self._hosts,
+            name="tokens",
+            first_tag=self._tag(self._num_layers, 0),
+            sent=self.sent,
+        )
 
     def _tag(self, layer: int, channel: int) -> int:
         assert channel < _CHANNELS, "a step has few kinds of groups and exchanges"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from longspan.core.steps import Forward, Free, Sampled, Scored
+from longspan.core.steps import BytesSent, Forward, Free, Sampled, Scored
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -14,6 +14,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         run_dir: private folder of this engine: sockets and the rendezvous file. Gone after shutdown.
         tokenizer_dir: for structured outputs; None when the model comes without tokenizer files.
         attention_kernel: the compiled `attn.native`; None to compute with PyTorch's kernels.
+        hosts: the host of every rank.
         record_times: measure where the time goes, see `runtime.timing`.
     """
 
@@ -30,6 +31,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int
     num_blocks: int
     block_size: int
+    hosts: tuple[int, ...]
     attention_kernel: str | None = None
     record_times: bool = False
 
@@ -66,7 +68,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     number: int
     sampled: tuple[Sampled, ...]
     scored: tuple[Scored, ...]
-    bytes_sent: dict[str, int]
+    bytes_sent: BytesSent
     times: dict[str, float] = {}
 
 

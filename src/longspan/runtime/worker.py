@@ -99,7 +99,7 @@ class Worker:
             self._transport,
             forward.number,
             rank=config.rank,
-            world_size=config.world_size,
+            hosts=config.hosts,
             num_layers=info.num_layers,
         )
         resolve(packed.unknown, packed.tokens, self._requests, comm.everyone())
