@@ -6,9 +6,12 @@ accepts a receive that is longer than the send, and stale data on a reused tag, 
 
 from __future__ import annotations
 
+import os
+import sys
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Protocol
 
 import torch
@@ -131,6 +134,18 @@ class _Verified:
         self._pending.wait()
         for message in self._messages:
             message.verify(self._tag)
+
+
+def join(store: str, rank: int, world_size: int, *, backend: str = "gloo", timeout_s: float | None = None) -> None:
+    """Makes the process group of all ranks of this host, who meet through the file `store`.
+
+    gloo listens on the loopback interface only. `timeout_s` is how long a transfer may take, by default PyTorch's.
+    """
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    file = dist.FileStore(store, world_size)  # type: ignore[attr-defined]  # public, but not in its __all__
+    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, store=file, rank=rank, world_size=world_size, timeout=timeout)
+    dist.barrier()
 
 
 class TorchTransport:

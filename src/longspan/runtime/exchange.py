@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from longspan.attn.comm import Group, Transport
+from longspan.attn.gather import gather_hops
 from longspan.attn.local import local
 from longspan.attn.paged import PagedKv
 from longspan.attn.ring_kv import ring_kv
@@ -36,7 +37,7 @@ class StepComm:
     ) -> None:
         self.sent: Counter[tuple[str, Link]] = Counter()
         self._transport, self._rank, self._hosts = transport, rank, hosts
-        self._num_layers, self._hops = num_layers, max(2, len(hosts))
+        self._num_layers, self._hops = num_layers, gather_hops(len(hosts))  # no exchange has more
         per_step = (num_layers + 1) * _CHANNELS * self._hops
         self._first_tag = number % (_NUM_TAGS // per_step) * per_step
 
