@@ -102,7 +102,7 @@ def _metrics() -> str:
         num_restarts=0,
         used_blocks=[0],
         busy_s=[0.0],
-        bytes_sent={"ring_kv": 0},
+        bytes_sent={("ring_kv", "same_host"): 0},
         worker_pids=[],
     )
     metrics.take_turn(Turn(stats=stats))

@@ -31,9 +31,9 @@ def main() -> int:
         console.print(f"Pass key {options.key} is hidden in {len(llm.tokenize(prompt)):,} tokens of Python's manual.")
         console.print(f"\n[dim]{QUESTION}[/]", end="")
         output = stream_to_stdout(llm, prompt, SamplingParams(temperature=0, max_tokens=16, stop=["."]))
-        bytes_exchanged = llm.bytes_exchanged
+        moved = (llm.bytes_exchanged, llm.bytes_between_hosts)
     console.print()
-    console.print(stats_table(output.metrics, bytes_exchanged))
+    console.print(stats_table(output.metrics, *moved))
     found = output.outputs[0].text.strip() == str(options.key)
     console.print("[green]The key was found.[/]" if found else "[red]The key was not found.[/]")
     return 0 if found else 1

@@ -33,6 +33,7 @@ class FakeLLM:
         self.model, self.arguments, self.closed, self.aborted = model, arguments, False, False
         self.asked: list[tuple[str | list[int], SamplingParams]] = []
         self.bytes_exchanged = {"ring_kv": 1000, "ring_q": 24, "total": 1024}
+        self.bytes_between_hosts = {"ring_kv": 400, "ring_q": 0, "total": 400}
 
     def __enter__(self) -> Self:
         return self

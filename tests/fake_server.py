@@ -38,7 +38,7 @@ STATS = Stats(
     num_restarts=1,
     used_blocks=[5, 2],
     busy_s=[1.5, 0.5],
-    bytes_sent={"ring_kv": 1000, "ring_q": 24},
+    bytes_sent={("ring_kv", "same_host"): 1000, ("ring_q", "other_host"): 24},
     worker_pids=[],
 )
 TIMES = Times(queue_s=0.5, prefill_s=1.0, decode_s=0.25, ttft_s=1.5, e2e_s=1.75)

@@ -15,12 +15,11 @@ import time
 
 import torch
 import torch.distributed as dist
-from test_exchanges import Request, outputs, spec_of
+from test_exchanges import outputs, spec_of
 from transports import FaultyTransport
 
+from longspan.attn.cases import Request
 from longspan.attn.comm import CommError, Group, Message, TorchTransport
-from longspan.attn.ring_kv import ring_kv
-from longspan.attn.ring_q import ring_q
 from longspan.core.runs import deal
 
 SPEC = spec_of(window=70)
@@ -33,7 +32,7 @@ def main() -> None:
     dist.init_process_group("gloo", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks)
     gloo = TorchTransport()
     faulty = FaultyTransport(gloo, seed=rank, max_delay_s=0.02)
-    tags = itertools.count(0, 10)
+    tags = itertools.count(0, 40)
     for round_number in range(6):
         for members in {tuple(range(num_ranks)), (1, 0)}:
             check(faulty, members, rank, round_number, next(tags))
@@ -44,18 +43,19 @@ def main() -> None:
 
 
 def check(transport: FaultyTransport, members: tuple[int, ...], rank: int, seed: int, tag: int) -> None:
-    """A chunk by ring_kv, then one token by ring_q, in a group that need not be all ranks."""
+    """A chunk by several exchanges, then one token by ring_q, in a group that need not be all ranks."""
     if rank not in members:
         return
     me, draw = members.index(rank), random.Random(seed)
     start, stop = draw.randrange(100), draw.randrange(100, 300)
     cached, chunk = deal("zigzag", 0, start, len(members)), deal("zigzag", start, stop, len(members))
     token = deal("single", stop, stop + 1, len(members), head=seed % len(members))
-    for function, queries, held in ((ring_kv, chunk, (cached, chunk)), (ring_q, token, (cached, chunk, token))):
+    chunks = [(name, chunk, (cached, chunk)) for name in ("ring_kv", "gather_kv", "alltoall")]
+    for number, (name, queries, held) in enumerate((*chunks, ("ring_q", token, (cached, chunk, token)))):
         runs = tuple(tuple(run for one in held for run in one[m]) for m in range(len(members)))
         request = Request(q_runs=queries, kv_runs=runs, seed=seed)
-        group = Group(transport, members, me, first_tag=tag + 5 * (function is ring_q))
-        [out] = outputs(function, group, [request], SPEC)
+        group = Group(transport, members, me, first_tag=tag + 10 * number)
+        [out] = outputs(name, group, [request], SPEC)
         torch.testing.assert_close(out.double(), request.wanted(me, SPEC), atol=1e-5, rtol=0)
 
 
@@ -82,7 +82,7 @@ def until_killed(transport: TorchTransport, num_ranks: int, rank: int, tags: ite
         for number in range(1000):
             if rank == 1 and number == killed:
                 os.kill(os.getpid(), signal.SIGKILL)
-            outputs(ring_kv, Group(transport, range(num_ranks), rank, first_tag=next(tags)), [request], SPEC)
+            outputs("ring_kv", Group(transport, range(num_ranks), rank, first_tag=next(tags)), [request], SPEC)
     except CommError as error:
         took_s = time.monotonic() - begin
         print(f"CommError after {took_s:.2f} s: {error}", flush=True)

@@ -41,6 +41,7 @@ def test_json_is_the_last_line_and_has_every_field(capsys: pytest.CaptureFixture
         "ttft_s": 0.5,
         "tbt_s": [0.1, 0.3, 0.2, 0.2],
         "bytes_exchanged": {"ring_kv": 1000, "ring_q": 24, "total": 1024},
+        "bytes_between_hosts": {"ring_kv": 400, "ring_q": 0, "total": 400},
         "kv_tokens_per_instance": [5, 4],
     }
 
@@ -269,7 +270,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inh
 from types import SimpleNamespace
 import longspan, longspan.cli
 class Slow:
-    bytes_exchanged = {"total": 0}
+    bytes_exchanged = bytes_between_hosts = {"total": 0}
     def __init__(self, *_, **__): pass
     def __enter__(self): return self
     def __exit__(self, *_): print("engine closed", file=sys.stderr, flush=True)

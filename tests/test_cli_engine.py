@@ -40,11 +40,12 @@ def generate(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
 
 
-def test_one_and_two_instances_give_the_same_tokens(folder: Path) -> None:
+def test_one_and_two_instances_give_the_same_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     common = ("--token-ids", PROMPT, "--max-tokens", "9", "--ignore-eos")
     alone = generate(folder, *common)
     assert (alone.returncode, alone.stderr) == (0, "")
 
+    monkeypatch.setenv("LONGSPAN_HOSTS", "2")
     shared = generate(folder, *common, "--json", "--parallel", "2", "--policy", "context", "-o", "threshold=32")
     assert (shared.returncode, shared.stderr) == (0, "")
     result = json.loads(shared.stdout.splitlines()[-1])
@@ -56,6 +57,7 @@ def test_one_and_two_instances_give_the_same_tokens(folder: Path) -> None:
     moved = result["bytes_exchanged"]
     assert moved["ring_kv"] > 0
     assert moved["total"] == sum(moved.values()) - moved["total"]
+    assert result["bytes_between_hosts"] == moved
 
 
 @pytest.mark.parametrize(

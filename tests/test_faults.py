@@ -10,55 +10,49 @@ from pathlib import Path
 
 import pytest
 import torch
-from attention import random_qkv
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_exchanges import Exchange, Request, cases, exchange, member_of, outputs, spec_of
+from test_exchanges import ALL, cases, exchange, outputs, spec_of
 from torch import Tensor
 from transports import DiedError, FaultyTransport, MemoryTransport, Wires, run_members
 
+from longspan.attn.cases import EXCHANGES, IN_ORDER, Request, member_case
 from longspan.attn.comm import CommError, Group, Message, Transport
-from longspan.attn.ring_kv import ring_kv
-from longspan.attn.ring_q import ring_q
-from longspan.attn.spec import AttnSpec
-from longspan.core.runs import Run
+from longspan.attn.reference import random_qkv
+from longspan.core.runs import deal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-EXCHANGES = pytest.mark.parametrize("function", [ring_kv, ring_q])
 
 
-@EXCHANGES
-@settings(derandomize=True, deadline=None, max_examples=40)
-@given(case=cases(), seed=st.integers(0, 999))
-def test_delays_and_reorderings_change_no_bit(
-    function: Exchange, case: tuple[int, list[Request], AttnSpec], seed: int
-) -> None:
-    num_members, batch, spec = case
-    calm = exchange(function, num_members, batch, spec)
-    stormy = exchange(
-        function,
-        num_members,
-        batch,
-        spec,
-        lambda rank, inner: FaultyTransport(inner, seed=seed + rank, max_delay_s=0.01),
-    )
+@ALL
+@settings(derandomize=True, deadline=None, max_examples=25)
+@given(data=st.data(), seed=st.integers(0, 999))
+def test_delays_and_reorderings_change_no_bit(name: str, data: st.DataObject, seed: int) -> None:
+    case = data.draw(cases(in_order=name in IN_ORDER))
+    calm = exchange(name, case)
+    stormy = exchange(name, case, lambda rank, inner: FaultyTransport(inner, seed=seed + rank, max_delay_s=0.01))
     assert stormy[1:] == calm[1:]
     for found, wanted in zip(stormy[0], calm[0], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 def dealt_evenly(num_members: int) -> Request:
-    runs = tuple((Run(10 * m, 10 * m + 10),) for m in range(num_members))
-    return Request(q_runs=runs, kv_runs=runs, seed=1)
+    """Half of the tokens are cached."""
+    old, new = (
+        deal("contiguous", 0, 5 * num_members, num_members),
+        deal("contiguous", 5 * num_members, 10 * num_members, num_members),
+    )
+    kv_runs = tuple((*one, *other) for one, other in zip(old, new, strict=True))
+    return Request(q_runs=new, kv_runs=kv_runs, seed=1)
 
 
-def three_layers(function: Exchange, num_members: int, wires: Wires, **faults_of_rank_1: object) -> list[object]:
+def three_layers(name: str, num_members: int, wires: Wires, **faults_of_rank_1: object) -> list[object]:
     """What members return or raise when rank 1 fails; none can finish if it does so before the last layer."""
     request, spec = dealt_evenly(num_members), spec_of()
 
     def member(rank: int, transport: Transport) -> list[Tensor]:
         layers = [Group(transport, range(num_members), rank, first_tag=10 * layer) for layer in range(3)]
-        return [outputs(function, group, [request], spec)[0] for group in layers]
+        return [outputs(name, group, [request], spec)[0] for group in layers]
 
     def faults(rank: int, inner: Transport) -> FaultyTransport:
         return FaultyTransport(inner, seed=rank, max_delay_s=0.005, **(faults_of_rank_1 if rank == 1 else {}))
@@ -66,21 +60,22 @@ def three_layers(function: Exchange, num_members: int, wires: Wires, **faults_of
     return list(run_members(num_members, member, wires=wires, faults=faults, limit_s=10))
 
 
-@EXCHANGES
+@ALL
 @pytest.mark.parametrize("num_members", [2, 3, 5])
 @pytest.mark.parametrize("die_at", [0, 1, 2, 3])
-def test_death_reaches_every_member(function: Exchange, num_members: int, die_at: int) -> None:
-    starts_of_two_layers = 2 * (num_members - 1 if function is ring_kv else 2)
+def test_death_reaches_every_member(name: str, num_members: int, die_at: int) -> None:
+    """Rank 1 dies in the first or second of three layers."""
+    starts = {"ring_kv": num_members - 1, "gather_kv": 1, "gather_kv, dense": 1}.get(name, 2)
     begin = time.monotonic()
-    results = three_layers(function, num_members, Wires(timeout_s=60), die_at=min(die_at, starts_of_two_layers - 1))
+    results = three_layers(name, num_members, Wires(timeout_s=60), die_at=min(die_at, 2 * starts - 1))
     assert time.monotonic() - begin < 5
     assert isinstance(results.pop(1), DiedError)
     assert all(isinstance(result, CommError) for result in results), results
 
 
-@EXCHANGES
-def test_lost_message_is_a_comm_error_for_all(function: Exchange) -> None:
-    results = three_layers(function, 3, Wires(timeout_s=0.5), drop_at=0)
+@ALL
+def test_lost_message_is_a_comm_error_for_all(name: str) -> None:
+    results = three_layers(name, 3, Wires(timeout_s=0.5), drop_at=0)
     assert all(isinstance(result, CommError) for result in results), results
     assert any("waited" in str(result) for result in results)
 
@@ -127,15 +122,16 @@ def test_a_sender_that_reuses_a_buffer_is_found_out() -> None:
     assert due.tensors[0].tolist() == [2.0] * 8
 
 
-def test_keys_are_not_written_while_they_travel() -> None:
-    """The pool may be written again as soon as an exchange returns: late messages still carry what they should."""
+@ALL
+def test_what_travels_is_a_copy(name: str) -> None:
+    """Pool and tensors may be written again as soon as an exchange returns: late messages carry what they should."""
     request, spec = dealt_evenly(3), spec_of()
 
     def member(rank: int, transport: Transport) -> Tensor:
-        parts, q, kv = member_of([request], rank, spec)
-        out = torch.empty_like(q)
-        ring_kv(Group(transport, range(3), rank), parts, q, kv, spec, out)
-        kv.keys.fill_(torch.nan)
+        case = member_case([request], rank, spec, new_in_pool=name not in IN_ORDER)
+        out = EXCHANGES[name](Group(transport, range(3), rank), case, spec)
+        for tensor in (case.q, case.k, case.v, case.kv.keys, case.kv.values):
+            tensor.fill_(torch.nan)
         return out
 
     def faults(rank: int, inner: Transport) -> FaultyTransport:

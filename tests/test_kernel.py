@@ -7,7 +7,6 @@ from random import Random
 
 import pytest
 import torch
-from attention import random_qkv, reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -15,6 +14,7 @@ from torch import Tensor
 from longspan.attn import kernel
 from longspan.attn.kernel import attend, attend_pieces
 from longspan.attn.merge import merge
+from longspan.attn.reference import random_qkv, reference
 from longspan.attn.spec import AttnSpec
 from longspan.core.runs import Run, relate
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from attention import random_qkv, reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import Oracle
@@ -18,6 +17,7 @@ from longspan import LLM, SamplingParams
 from longspan.attn import native
 from longspan.attn.kernel import attend
 from longspan.attn.paged import PagedKv, PagedPlan, Reads, attend_paged
+from longspan.attn.reference import random_qkv, reference
 from longspan.attn.spec import AttnSpec
 from longspan.core.runs import Run, relate
 from longspan.model.cache import cache_root

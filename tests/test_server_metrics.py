@@ -96,7 +96,7 @@ def test_gauges_are_the_engines_latest_word() -> None:
     assert value("kv_cache_usage_perc") == pytest.approx(7 / 20)
     assert [value("instance_kv_blocks_used", instance=i) for i in "01"] == [5, 2]
     assert [value("instance_busy_seconds_total", instance=i) for i in "01"] == [1.5, 0.5]
-    assert value("exchanged_bytes_total", exchange="ring_kv") == 1000
+    assert value("exchanged_bytes_total", exchange="ring_kv", link="same_host") == 1000
     assert value("worker_restarts_total") == 1
 
 

@@ -6,13 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from oracle import Oracle, assert_exact
 from tiny_models import TINY, make_tiny
 
 from longspan import LLM, SamplingParams
-from longspan.core.heads import deal_heads
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, output_logits=True)
 LENGTHS = (1, 17, 40, 160)
@@ -56,18 +53,3 @@ def test_sharded_models_say_what_the_whole_one_says(
 def test_more_ranks_than_heads_are_refused(folders: dict[str, Path]) -> None:
     with pytest.raises(ValueError, match="tp 7 is too much for layers with 6 query heads and 3 KV heads"):
         LLM(str(folders["llama"]), tp=7, skip_tokenizer_init=True)
-
-
-@settings(derandomize=True, deadline=None)
-@given(st.integers(1, 12), st.integers(1, 6), st.integers(1, 16))
-def test_heads_are_dealt_once_and_evenly(num_kv_heads: int, group: int, num_ranks: int) -> None:
-    shares = deal_heads(num_kv_heads * group, num_kv_heads, num_ranks)
-    assert len(shares) == num_ranks
-    assert [head for share in shares for head in range(share.q_start, share.q_stop)] == list(
-        range(num_kv_heads * group)
-    )
-    for share in shares:
-        read = {head // group for head in range(share.q_start, share.q_stop)}
-        assert read == set(range(share.kv_start, share.kv_stop))
-    most, least = max(share.num_heads for share in shares), min(share.num_heads for share in shares)
-    assert most - least <= (group if num_ranks <= num_kv_heads else -(-group * num_kv_heads // num_ranks))

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from longspan.attn import native
-from longspan.core.parallel import ParallelSpec
+from longspan.core.parallel import ParallelSpec, hosts_of_ranks
 from longspan.kv.pool import bytes_per_block
 from longspan.model.cache import cache_root
 from longspan.model.files import ModelFiles
@@ -20,6 +20,7 @@ from longspan.model.store import DTYPES
 from longspan.model.tokenizer import load_tokenizer
 from longspan.runtime.capacity import default_kv_bytes
 
+_HOSTS = "LONGSPAN_HOSTS"
 _log = logging.getLogger("longspan")
 
 
@@ -38,6 +39,16 @@ def threads_per_rank(threads: int | None, num_ranks: int) -> int:
         return max(1, len(os.sched_getaffinity(0)) // num_ranks)
     at_least_one(threads_per_rank=threads)
     return threads
+
+
+def hosts(num_ranks: int) -> tuple[int, ...]:
+    """The host of each rank: this one, or as many pretended ones as LONGSPAN_HOSTS says; ValueError for no number."""
+    given = os.environ.get(_HOSTS) or "1"
+    if not given.isdecimal() or not 1 <= int(given) <= num_ranks:
+        raise ValueError(
+            f"{_HOSTS}, over how many hosts {num_ranks} ranks pretend to lie, is 1 to {num_ranks}, but {given!r} given"
+        )
+    return hosts_of_ranks(num_ranks, int(given))
 
 
 def at_least_one(**values: int | None) -> None:

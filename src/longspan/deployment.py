@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
-from typing import Self
+from typing import Self, get_args
 
 from longspan import arguments
 from longspan.core.engine import Engine, EngineConfig
 from longspan.core.protocols import Limits
+from longspan.core.steps import Link
 from longspan.jobs import JobMaker
 from longspan.model.sharding import check_degree
 from longspan.model.source import prepare
@@ -74,6 +75,7 @@ class Deployment:
         trust_remote_code: bool = False,
     ) -> None:
         spec = arguments.parallel_spec(parallel, instances, tp, pp)
+        hosts = arguments.hosts(spec.num_ranks)
         threads = arguments.threads_per_rank(threads_per_rank, spec.num_ranks)
         arguments.check_device(device)
         arguments.at_least_one(
@@ -97,6 +99,7 @@ class Deployment:
         self._start_workers = partial(
             start_workers,
             *(files, spec, device, threads, num_blocks, block_size),
+            hosts=hosts,
             attention_kernel=kernel,
             record_times=record_times,
         )
@@ -122,7 +125,18 @@ class Deployment:
     @property
     def bytes_exchanged(self) -> dict[str, int]:
         """Payload bytes that the ranks have sent so far, per exchange, and in `total`."""
-        return {**self.engine.bytes_sent, "total": sum(self.engine.bytes_sent.values())}
+        return self._bytes_over(get_args(Link))
+
+    @property
+    def bytes_between_hosts(self) -> dict[str, int]:
+        """Those of `bytes_exchanged` that went from one host to another."""
+        return self._bytes_over(("other_host",))
+
+    def _bytes_over(self, links: Collection[str]) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for (exchange, link), num_bytes in self.engine.bytes_sent.items():
+            found[exchange] = found.get(exchange, 0) + (num_bytes if link in links else 0)
+        return {**found, "total": sum(found.values())}
 
     @property
     def worker_pids(self) -> tuple[int, ...]:

@@ -6,14 +6,19 @@ accepts a receive that is longer than the send, and stale data on a reused tag, 
 
 from __future__ import annotations
 
+import os
+import sys
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from longspan.core.steps import Link
 
 _TRAILER_BYTES = 16
 _OUTBOX_BYTES = 256 * 2**20
@@ -80,7 +85,8 @@ class Group:
     Attributes:
         rank: this member's index in the group.
         size: the number of members.
-        sent: payload bytes sent so far, by exchange name; shared by the groups of a rank.
+        hosts: the host of each member.
+        sent: payload bytes sent so far, by exchange name and link; shared by the groups of a rank.
     """
 
     def __init__(
@@ -89,11 +95,14 @@ class Group:
         members: Sequence[int],
         rank: int,
         *,
+        hosts: Sequence[int] | None = None,
         name: str = "",
         first_tag: int = 0,
-        sent: Counter[str] | None = None,
+        sent: Counter[tuple[str, Link]] | None = None,
     ) -> None:
         self.rank, self.size = rank, len(members)
+        self.hosts = (0,) * self.size if hosts is None else tuple(hosts)
+        assert len(self.hosts) == self.size, "every member has a host"
         self.sent = Counter() if sent is None else sent
         self._transport, self._members, self._name, self._first_tag = transport, tuple(members), name, first_tag
 
@@ -102,10 +111,11 @@ class Group:
         tag = self._first_tag + hop
         outgoing = {member: message for member, message in sends.items() if message.payload_bytes}
         incoming = {member: message for member, message in receives.items() if message.payload_bytes}
-        for message in outgoing.values():
+        for member, message in outgoing.items():
             if self._transport.tagged:
                 message.seal(tag)
-            self.sent[self._name] += message.payload_bytes
+            link: Link = "same_host" if self.hosts[member] == self.hosts[self.rank] else "other_host"
+            self.sent[self._name, link] += message.payload_bytes
         pending = self._transport.start(
             [(self._members[member], message.buffer) for member, message in outgoing.items()],
             [(self._members[member], message.buffer) for member, message in incoming.items()],
@@ -124,6 +134,18 @@ class _Verified:
         self._pending.wait()
         for message in self._messages:
             message.verify(self._tag)
+
+
+def join(store: str, rank: int, world_size: int, *, backend: str = "gloo", timeout_s: float | None = None) -> None:
+    """Makes the process group of all ranks of this host, who meet through the file `store`.
+
+    gloo listens on the loopback interface only. `timeout_s` is how long a transfer may take, by default PyTorch's.
+    """
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    file = dist.FileStore(store, world_size)  # type: ignore[attr-defined]  # public, but not in its __all__
+    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, store=file, rank=rank, world_size=world_size, timeout=timeout)
+    dist.barrier()
 
 
 class TorchTransport:

@@ -74,6 +74,19 @@ def attend_batch(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, mask: Tensor |
     return _fused(q, k, v, spec, causal=False, mask=mask)
 
 
+def attend_dense(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, keys: Tensor, spec: AttnSpec) -> Tensor:
+    """Attention of `q [H, T, D]` at the positions `rows [T]` over `k, v [K, S, D]` at `keys [S]`, all scores computed.
+
+    What a query does not see is masked afterwards, a tile of queries at a time. Every query sees some key.
+    """
+    outs = []
+    for start in range(0, q.shape[1], _TILE):
+        age = rows[start : start + _TILE, None] - keys
+        hidden = age < 0 if spec.window is None else (age < 0) | (age >= spec.window)
+        outs.append(_masked(q[:, start : start + _TILE], k, v, hidden, spec)[0])
+    return torch.cat(outs, dim=1)
+
+
 def attend_pieces(q: Tensor, pieces: Iterable[tuple[Tensor, Tensor]], spec: AttnSpec) -> Partial:
     """Attention of few queries `q [H, T, D]`, all of which see all keys, over pieces read where they lie.
 
@@ -134,12 +147,17 @@ def _band(q: Tensor, k: Tensor, v: Tensor, lower: int, upper: int, spec: AttnSpe
         row = torch.arange(start, stop, device=q.device)[:, None]
         key = torch.arange(keys.start, keys.stop, device=q.device)[None]
         hidden = (key < row + lower) | (key > row + upper)
-        mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)[None, None]
-        tile = q[None, :, start:stop]
-        out, lse = _fused(tile, k[None, :, keys], v[None, :, keys], spec, causal=False, mask=mask)
-        outs.append(out[0])
-        lses.append(lse[0])
+        out, lse = _masked(q[:, start:stop], k[:, keys], v[:, keys], hidden, spec)
+        outs.append(out)
+        lses.append(lse)
     return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, spec: AttnSpec) -> Partial:
+    """A tile of queries over keys of which `hidden [T, S]` are not seen."""
+    mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
+    out, lse = _fused(q[None], k[None], v[None], spec, causal=False, mask=mask[None, None])
+    return out[0], lse[0]
 
 
 def _fold(q: Tensor, spec: AttnSpec) -> Tensor:

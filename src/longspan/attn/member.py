@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from longspan.attn.comm import Message
 from longspan.attn.kernel import Partial, attend
 from longspan.attn.merge import merge
 from longspan.attn.paged import PagedKv, PagedPlan, Reads
 from longspan.attn.spec import AttnSpec
-from longspan.core.runs import Deal, Relation, Run, clip, relate
+from longspan.core.runs import Deal, Relation, Run, clip, places, relate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +32,18 @@ class MemberPart:
     kv_runs: Deal
     blocks: Sequence[int]
 
+    @property
+    def span_start(self) -> int | None:
+        """The position of the group's first query; None without queries."""
+        return min((runs[0].start for runs in self.q_runs if runs), default=None)
+
     def needed(self, member: int, window: int | None) -> tuple[Run, ...]:
         """The runs that `member` holds and that some query of the group may still see."""
+        if self.span_start is None:
+            return ()
         if window is None:
             return self.kv_runs[member]
-        first_query = min(runs[0].start for runs in self.q_runs if runs)
-        return clip(self.kv_runs[member], first_query - window + 1)
+        return clip(self.kv_runs[member], self.span_start - window + 1)
 
 
 class MemberParts(Sequence[MemberPart]):
@@ -85,10 +92,42 @@ def num_tokens(runs: Sequence[Run]) -> int:
     return sum(len(run) for run in runs)
 
 
-def gather_needed(part: MemberPart, member: int, kv: PagedKv, window: int | None, k_out: Tensor, v_out: Tensor) -> None:
-    """Copies this member's needed keys and values out of its pool."""
-    held, needed = num_tokens(part.kv_runs[member]), num_tokens(part.needed(member, window))
-    kv.gather(part.blocks, held - needed, held, k_out, v_out)
+def kv_room(all_runs: Sequence[Sequence[Run]], num_kv_heads: int, like: Tensor) -> Message:
+    """Room for the keys, then the values, of some runs of each part, of the type of `like [..., head_dim]`."""
+    shapes = [((num_kv_heads, num_tokens(runs), like.shape[-1]), like.dtype) for runs in all_runs for _ in ("k", "v")]
+    return Message(shapes, like.device)
+
+
+def kv_message(parts: Sequence[MemberPart], all_runs: Sequence[Sequence[Run]], member: int, kv: PagedKv) -> Message:
+    """`kv_room`, filled by `member`, who holds the runs and maybe others before and after them."""
+    message = kv_room(all_runs, kv.keys.shape[1], kv.keys)
+    for part, runs, k, v in zip(parts, all_runs, message.tensors[::2], message.tensors[1::2], strict=True):
+        gather_runs(part, runs, member, kv, k, v)
+    return message
+
+
+def gather_runs(part: MemberPart, runs: Sequence[Run], member: int, kv: PagedKv, k_out: Tensor, v_out: Tensor) -> None:
+    """Copies keys and values out of the pool of `member`: neighbours among those that it holds."""
+    if runs:
+        held = part.kv_runs[member]
+        start = num_tokens(held) - num_tokens(clip(held, runs[0].start))
+        kv.gather(part.blocks, start, start + num_tokens(runs), k_out, v_out)
+
+
+def by_position(all_runs: Sequence[Sequence[Run]], tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors `[heads, tokens, head_dim]` of disjoint runs as one, in order of position."""
+    filled = [(runs, tensor) for runs, tensor in zip(all_runs, tensors, strict=True) if runs]
+    if len(filled) == 1:
+        return filled[0][1]
+    num_heads, _, dim = tensors[0].shape
+    joined = tensors[0].new_empty(num_heads, sum(num_tokens(runs) for runs, _ in filled), dim)
+    for stretches, (_, tensor) in zip(places([runs for runs, _ in filled]), filled, strict=True):
+        offset = 0
+        for place in stretches:
+            length = place.stop - place.start
+            joined[:, place] = tensor[:, offset : offset + length]
+            offset += length
+    return joined
 
 
 def attend_held(part: MemberPart, q: Tensor, asker: int, holder: int, kv: PagedKv, spec: AttnSpec) -> Partial:
@@ -96,7 +135,7 @@ def attend_held(part: MemberPart, q: Tensor, asker: int, holder: int, kv: PagedK
     needed = part.needed(holder, spec.window)
     k = q.new_empty(spec.num_kv_heads, num_tokens(needed), spec.head_dim)
     v = k.new_empty(k.shape)
-    gather_needed(part, holder, kv, spec.window, k, v)
+    gather_runs(part, needed, holder, kv, k, v)
     return attend_runs(q, part.q_runs[asker], k, v, needed, spec)
 
 

@@ -7,13 +7,11 @@ Keys that no query of the group can see any more (sliding windows) are not sent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
-from longspan.attn.comm import Group, Message, Shape
+from longspan.attn.comm import Group
 from longspan.attn.kernel import Partial
-from longspan.attn.member import MemberPart, MemberParts, attend_runs, gather_needed, merge_partials, num_tokens
+from longspan.attn.member import MemberParts, attend_runs, kv_message, kv_room, merge_partials
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
 
@@ -29,19 +27,20 @@ def ring_kv(group: Group, parts: MemberParts, q: Tensor, kv: PagedKv, spec: Attn
         out: of q's shape; the rows of the parts are written.
     """
     partials: list[list[Partial]] = [[] for _ in parts]
-    message = _own_message(group, parts, q, kv, spec)
+    needed = [[part.needed(source, spec.window) for part in parts] for source in range(group.size)]
+    message = kv_message(parts, needed[group.rank], group.rank, kv)
     for hop in range(group.size):
         source = (group.rank - hop) % group.size
         if hop + 1 < group.size:
-            incoming = _empty_message((source - 1) % group.size, parts, q, spec)
+            incoming = kv_room(needed[(source - 1) % group.size], spec.num_kv_heads, q)
             pending = group.start(
                 sends={(group.rank + 1) % group.size: message},
                 receives={(group.rank - 1) % group.size: incoming},
                 hop=hop,
             )
-        for part, k, v, found in zip(parts, message.tensors[::2], message.tensors[1::2], partials, strict=True):
+        visitors = zip(parts, needed[source], message.tensors[::2], message.tensors[1::2], partials, strict=True)
+        for part, runs, k, v, found in visitors:
             if part.q_runs[group.rank] and k.shape[1]:
-                runs = part.needed(source, spec.window)
                 found.append(attend_runs(q[:, part.rows], part.q_runs[group.rank], k, v, runs, spec))
         if hop + 1 < group.size:
             pending.wait()
@@ -49,19 +48,3 @@ def ring_kv(group: Group, parts: MemberParts, q: Tensor, kv: PagedKv, spec: Attn
     for part, found in zip(parts, partials, strict=True):
         if found:
             out[:, part.rows] = merge_partials(found, q.dtype)
-
-
-def _own_message(group: Group, parts: MemberParts, q: Tensor, kv: PagedKv, spec: AttnSpec) -> Message:
-    message = _empty_message(group.rank, parts, q, spec)
-    for part, k, v in zip(parts, message.tensors[::2], message.tensors[1::2], strict=True):
-        gather_needed(part, group.rank, kv, spec.window, k, v)
-    return message
-
-
-def _empty_message(source: int, parts: Sequence[MemberPart], q: Tensor, spec: AttnSpec) -> Message:
-    """Keys, then values, of each part that `source` holds."""
-    shapes: list[Shape] = []
-    for part in parts:
-        tokens = num_tokens(part.needed(source, spec.window))
-        shapes += [((spec.num_kv_heads, tokens, spec.head_dim), q.dtype)] * 2
-    return Message(shapes, q.device)

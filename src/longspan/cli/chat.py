@@ -114,7 +114,7 @@ class Chat:
         if self._last is None:
             _note("no answer yet")
             return
-        table = stats_table(self._last.metrics, self._llm.bytes_exchanged)
+        table = stats_table(self._last.metrics, self._llm.bytes_exchanged, self._llm.bytes_between_hosts)
         table.add_row("tokens in context", f"{len(self._conversation.token_ids):,} of {self._llm.max_model_len:,}")
         cached, num_prompt = self._last.num_cached_tokens, len(self._last.prompt_token_ids)
         table.add_row("cached tokens of the last turn", f"{cached:,} of {num_prompt:,}")

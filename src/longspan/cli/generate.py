@@ -67,11 +67,11 @@ def _generate_one(
         raise ValueError("logprobs are part of the JSON output only: add --json")
     with engine.start(model, seed=sampling.seed) as llm:
         output = stream_to_stdout(llm, prompt, params, as_ids=engine.skip_tokenizer_init, quiet=as_json)
-        bytes_exchanged = dict(llm.bytes_exchanged)
+        moved = (llm.bytes_exchanged, llm.bytes_between_hosts)
     if as_json:
-        typer.echo(json.dumps(json_result(output, bytes_exchanged)))
+        typer.echo(json.dumps(json_result(output, *moved)))
     elif sys.stderr.isatty():
-        Console(stderr=True).print(stats_table(output.metrics, bytes_exchanged))
+        Console(stderr=True).print(stats_table(output.metrics, *moved))
     for one in output.outputs:
         if one.finish_reason == "error":
             raise ValueError(f"output {one.index} ended early: {one.stop_reason}")

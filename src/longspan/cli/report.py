@@ -47,18 +47,23 @@ def json_fields(output: RequestOutput) -> dict[str, object]:
     return found
 
 
-def json_result(output: RequestOutput, bytes_exchanged: Mapping[str, int]) -> dict[str, object]:
+def json_result(
+    output: RequestOutput, bytes_exchanged: Mapping[str, int], bytes_between_hosts: Mapping[str, int]
+) -> dict[str, object]:
     """What `--json` prints: `json_fields` and measurements."""
     return {
         **json_fields(output),
         "ttft_s": output.metrics.ttft_s,
         "tbt_s": list(output.metrics.tbt_s),
         "bytes_exchanged": dict(bytes_exchanged),
+        "bytes_between_hosts": dict(bytes_between_hosts),
         "kv_tokens_per_instance": list(output.metrics.kv_tokens_per_instance),
     }
 
 
-def stats_table(metrics: RequestMetrics, bytes_exchanged: Mapping[str, int]) -> Table:
+def stats_table(
+    metrics: RequestMetrics, bytes_exchanged: Mapping[str, int], bytes_between_hosts: Mapping[str, int]
+) -> Table:
     """Returns the table that ends a run: tokens per instance, TTFT, median TBT, bytes per exchange."""
     table = Table(show_header=False, title_justify="left")
     table.add_column(style="bold")
@@ -71,6 +76,8 @@ def stats_table(metrics: RequestMetrics, bytes_exchanged: Mapping[str, int]) -> 
         table.add_row("median time between tokens", f"{statistics.median(metrics.tbt_s) * 1e3:.1f} ms")
     for exchange, num_bytes in sorted(bytes_exchanged.items(), key=lambda item: item[0] == "total"):
         table.add_row("bytes exchanged" if exchange == "total" else f"bytes by {exchange}", f"{num_bytes:,}")
+    if bytes_between_hosts["total"]:
+        table.add_row("of these between hosts", f"{bytes_between_hosts['total']:,}")
     return table
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import get_args
 
 from longspan.core.account import KvAccount
@@ -12,7 +14,7 @@ from longspan.core.ordering import StepOrder
 from longspan.core.protocols import Clock, ClusterView, Executor, Limits, Load, Policy, Share
 from longspan.core.request import FinishReason, Request, RequestMetrics, check_length
 from longspan.core.sampling import SamplingParams
-from longspan.core.steps import UNKNOWN, Completion, Exchange, Forward, Free, Part, Sample, Sampled, Scored
+from longspan.core.steps import UNKNOWN, Completion, Exchange, Forward, Free, Link, Part, Sample, Sampled, Scored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +64,8 @@ class Engine:
             )
         self.config = config
         self.account = self._new_account()
-        self.bytes_sent: dict[str, int] = {exchange: 0 for exchange in get_args(Exchange) if exchange != "local"}
+        names = [exchange for exchange in get_args(Exchange) if exchange != "local"]
+        self.bytes_sent: Counter[tuple[str, Link]] = Counter(dict.fromkeys(product(names, get_args(Link)), 0))
         self._policy, self._executor, self._clock = policy, executor, clock
         self._requests: dict[int, Request] = {}
         self._steps = StepOrder()
@@ -301,8 +304,7 @@ class Engine:
 
     def _complete(self, forward: Forward, done: Completion) -> list[Request]:
         self._end(forward)
-        for exchange, num_bytes in done.bytes_sent.items():
-            self.bytes_sent[exchange] = self.bytes_sent.get(exchange, 0) + num_bytes
+        self.bytes_sent.update(done.bytes_sent)
         for part in forward.parts:
             request = self._requests[part.request_id]
             assert request.num_computed == part.start, "steps complete in order"

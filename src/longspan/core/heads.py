@@ -1,4 +1,4 @@
-"""How attention heads are dealt to ranks."""
+"""How attention heads are dealt to members, with the keys and values that they read (grouped-query attention)."""
 
 from __future__ import annotations
 
@@ -8,45 +8,37 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HeadShare:
-    """The query heads `[q_start, q_stop)` of one rank, and the KV heads `[kv_start, kv_stop)` that they read."""
+    """The query heads of one member, and the KV heads that these read. Either may be empty, then both are."""
 
-    q_start: int
-    q_stop: int
-    kv_start: int
-    kv_stop: int
-
-    @property
-    def num_heads(self) -> int:
-        """Query heads."""
-        return self.q_stop - self.q_start
-
-    @property
-    def num_kv_heads(self) -> int:
-        """KV heads."""
-        return self.kv_stop - self.kv_start
+    heads: range
+    kv_heads: range
 
 
-def deal_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> tuple[HeadShare, ...]:
-    """Deals the heads of a layer as evenly as possible, so that every rank has the KV heads that its queries read.
+def deal_heads(num_heads: int, num_kv_heads: int, num_members: int) -> tuple[HeadShare, ...]:
+    """Deals query heads to members, each to one, in order.
 
-    Up to as many ranks as KV heads, each gets whole groups (a KV head with its query heads): 3 KV heads on 2 ranks are
-    2 and 1. With more ranks, those that share a KV head each have a copy of it and split its query heads; a rank may
-    then be left without any.
+    KV heads are dealt as evenly as possible, each with all query heads that read it. Where members outnumber them,
+    members are dealt to KV heads instead: those of one KV head share its query heads as evenly as possible, and each
+    reads a copy of it. With more members than query heads some have none.
+
+    Raises:
+        ValueError: when the query heads are no multiple of the KV heads, or there is no member.
     """
-    group = num_heads // num_kv_heads
-    if num_ranks <= num_kv_heads:
-        bounds = cut_evenly(num_kv_heads, num_ranks)
-        return tuple(HeadShare(start * group, stop * group, start, stop) for start, stop in bounds)
-    shares = []
-    for kv_head, (first, last) in enumerate(cut_evenly(num_ranks, num_kv_heads)):
-        for start, stop in cut_evenly(group, last - first):
-            begin = kv_head * group
-            shares.append(HeadShare(begin + start, begin + stop, kv_head, kv_head + (stop > start)))
-    return tuple(shares)
+    if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads or num_members < 1:
+        raise ValueError(f"{num_heads} query heads on {num_kv_heads} KV heads cannot be dealt to {num_members} members")
+    readers = num_heads // num_kv_heads
+    if num_members <= num_kv_heads:
+        return tuple(
+            HeadShare(range(first * readers, last * readers), range(first, last))
+            for first, last in cut_evenly(num_kv_heads, num_members)
+        )
+    return tuple(
+        HeadShare(range(head * readers + first, head * readers + last), range(head, head + (last > first)))
+        for head, (first_member, last_member) in enumerate(cut_evenly(num_members, num_kv_heads))
+        for first, last in cut_evenly(readers, last_member - first_member)
+    )
 
 
-def cut_evenly(number: int, num_pieces: int) -> list[tuple[int, int]]:
-    """`[start, stop)` of consecutive pieces of `[0, number)`, the first ones longer by one if it does not divide."""
-    size, longer = divmod(number, num_pieces)
-    starts = [piece * size + min(piece, longer) for piece in range(num_pieces + 1)]
-    return list(itertools.pairwise(starts))
+def cut_evenly(total: int, num_pieces: int) -> list[tuple[int, int]]:
+    """`[0, total)` in pieces whose lengths differ by at most one."""
+    return list(itertools.pairwise(-(-total * index // num_pieces) for index in range(num_pieces + 1)))

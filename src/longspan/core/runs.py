@@ -156,6 +156,16 @@ def _runs(pieces: Sequence[Sequence[tuple[int, int]]]) -> Deal:
     return tuple(coalesce(Run(a, b) for a, b in member if b > a) for member in pieces)
 
 
-def clip(runs: Iterable[Run], start: int) -> tuple[Run, ...]:
-    """The part of ascending runs of step 1 that lies at `start` or later."""
-    return tuple(Run(max(run.start, start), run.stop) for run in runs if run.stop > start)
+def clip(runs: Iterable[Run], start: int, stop: int | None = None) -> tuple[Run, ...]:
+    """The part of ascending runs of step 1 that lies at `start` or later, and below `stop`."""
+    tops = ((run, run.stop if stop is None else min(run.stop, stop)) for run in runs)
+    return tuple(Run(max(run.start, start), top) for run, top in tops if top > max(run.start, start))
+
+
+def places(deal: Sequence[Sequence[Run]]) -> list[list[slice]]:
+    """Where the tokens of each run, of disjoint ones of step 1, stand when all are in order of position."""
+    offset, starts = 0, {}
+    for run in sorted((run for runs in deal for run in runs), key=lambda run: run.start):
+        starts[run.start] = offset
+        offset += len(run)
+    return [[slice(starts[run.start], starts[run.start] + len(run)) for run in runs] for runs in deal]

@@ -10,6 +10,12 @@ from longspan.core.runs import Deal, Run
 Exchange = Literal["local", "ring_kv", "ring_q"]
 """How Q, K, V travel: `local` not at all, `ring_kv` keys and values, `ring_q` queries and partial outputs."""
 
+Link = Literal["same_host", "other_host"]
+"""Where the two ends of a message lie."""
+
+BytesSent = dict[tuple[str, Link], int]
+"""Payload bytes by exchange (or what else was sent) and link."""
+
 UNKNOWN = -1
 """Stands for a token that is yet to be sampled."""
 
@@ -186,11 +192,11 @@ class Scored:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """A Forward is done on all its ranks. `bytes_sent` counts payload bytes per exchange."""
+    """A Forward is done on all its ranks, which have sent `bytes_sent`."""
 
     number: int
     sampled: tuple[Sampled, ...]
-    bytes_sent: dict[str, int]
+    bytes_sent: BytesSent
     scored: tuple[Scored, ...] = ()
 
 

@@ -39,7 +39,7 @@ class Shard:
         """What each layer's attention computes on this rank."""
         shares = [self.share(spec) for spec in self.specs]
         return tuple(
-            replace(spec, num_heads=share.num_heads, num_kv_heads=share.num_kv_heads)
+            replace(spec, num_heads=len(share.heads), num_kv_heads=len(share.kv_heads))
             for spec, share in zip(self.specs, shares, strict=True)
         )
 
@@ -71,12 +71,12 @@ class Shard:
 
 def _q(shard: Shard, weight: Tensor, spec: AttnSpec) -> Tensor:
     share = shard.share(spec)
-    return weight[share.q_start * spec.head_dim : share.q_stop * spec.head_dim]
+    return weight[share.heads.start * spec.head_dim : share.heads.stop * spec.head_dim]
 
 
 def _kv(shard: Shard, weight: Tensor, spec: AttnSpec) -> Tensor:
     share = shard.share(spec)
-    return weight[share.kv_start * spec.head_dim : share.kv_stop * spec.head_dim]
+    return weight[share.kv_heads.start * spec.head_dim : share.kv_heads.stop * spec.head_dim]
 
 
 def _qkv(shard: Shard, weight: Tensor, spec: AttnSpec) -> Tensor:
@@ -89,7 +89,7 @@ def _o(shard: Shard, weight: Tensor, spec: AttnSpec) -> Tensor:
     if weight.ndim == 1:
         return _once(shard, weight)
     share = shard.share(spec)
-    return weight[:, share.q_start * spec.head_dim : share.q_stop * spec.head_dim]
+    return weight[:, share.heads.start * spec.head_dim : share.heads.stop * spec.head_dim]
 
 
 def _up(shard: Shard, weight: Tensor, _: AttnSpec) -> Tensor:
@@ -135,7 +135,7 @@ _RULES: dict[str, Callable[[Shard, Tensor, AttnSpec], Tensor]] = {
 def check_degree(specs: Sequence[AttnSpec], size: int) -> None:
     """Raises ModelError when some rank would have no query head."""
     for spec in specs:
-        if any(share.num_heads == 0 for share in deal_heads(spec.num_heads, spec.num_kv_heads, size)):
+        if any(not share.heads for share in deal_heads(spec.num_heads, spec.num_kv_heads, size)):
             raise ModelError(
                 f"tp {size} is too much for layers with {spec.num_heads} query heads and {spec.num_kv_heads} KV heads: "
                 "some rank would have no head; use a smaller tp and more instances"

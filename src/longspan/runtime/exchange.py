@@ -10,11 +10,13 @@ from torch import Tensor
 
 from longspan.attn.all_reduce import all_reduce
 from longspan.attn.comm import Group, Transport
+from longspan.attn.gather import gather_hops
 from longspan.attn.local import local
 from longspan.attn.paged import PagedKv
 from longspan.attn.ring_kv import ring_kv
 from longspan.attn.ring_q import ring_q
 from longspan.attn.spec import AttnSpec
+from longspan.core.steps import Link
 from longspan.kv.pool import KvPool
 from longspan.runtime.batch import Channel, Packed
 from longspan.runtime.timing import Stopwatch
@@ -26,49 +28,53 @@ _NUM_TAGS = 2**31
 
 
 class StepComm:
-    """One step's groups. Tags are unique per (step, layer, channel, hop) among the steps that can be in flight.
+    """One step's groups; `hosts` has the host of every rank.
 
-    Exchanges connect ranks of different instances that have the same place in theirs, and so the same heads.
+    Exchanges connect ranks of different instances that have the same place in theirs, and so the same heads. Tags are
+    unique per (step, layer, channel, hop) among the steps that can be in flight.
     """
 
     def __init__(
-        self, transport: Transport | None, number: int, *, rank: int, world_size: int, tp: int, num_layers: int
+        self,
+        transport: Transport | None,
+        number: int,
+        *,
+        rank: int,
+        hosts: Sequence[int],
+        num_layers: int,
+        tp: int = 1,
     ) -> None:
-        self.sent: Counter[str] = Counter()
-        self._transport, self._world_size = transport, world_size
+        self.sent: Counter[tuple[str, Link]] = Counter()
+        self._transport, self._hosts = transport, hosts
         self._tp, (self._instance, self._tp_index) = tp, divmod(rank, tp)
-        self._num_layers, self._hops = num_layers, max(2, world_size)
+        self._num_layers, self._hops = num_layers, gather_hops(len(hosts))  # no exchange has more
         self._num_sums = 0
         per_step = (num_layers + 1) * _CHANNELS * self._hops
         self._first_tag = number % (_NUM_TAGS // per_step) * per_step
 
     def channel(self, layer: int, channel: Channel) -> Group:
         """The members of a channel in one layer."""
-        assert self._transport is not None, "a group of several ranks has a transport"
-        return Group(
-            self._transport,
-            [instance * self._tp + self._tp_index for instance in channel.members],
-            channel.rank,
-            name=channel.exchange,
-            first_tag=self._tag(layer, channel.number),
-            sent=self.sent,
-        )
+        ranks = [instance * self._tp + self._tp_index for instance in channel.members]
+        return self._group(ranks, channel.rank, channel.exchange, self._tag(layer, channel.number))
 
     def everyone(self) -> Group | None:
         """All instances, for what travels before the first layer; None when there is only one rank."""
         if self._transport is None:
             return None
-        everyone, tag = range(self._tp_index, self._world_size, self._tp), self._tag(self._num_layers, 0)
-        return Group(self._transport, everyone, self._instance, name="tokens", first_tag=tag, sent=self.sent)
+        everyone = range(self._tp_index, len(self._hosts), self._tp)
+        return self._group(everyone, self._instance, "tokens", self._tag(self._num_layers, 0))
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         """The sum over the ranks of this instance, who call it in the same order; no exchange is between them."""
-        assert self._transport is not None, "an instance of several ranks has a transport"
         tag = self._first_tag + self._num_sums * self._hops
         self._num_sums += 1
-        members = range(self._instance * self._tp, (self._instance + 1) * self._tp)
-        group = Group(self._transport, members, self._tp_index, name="all_reduce", first_tag=tag, sent=self.sent)
-        return all_reduce(group, partial)
+        ranks = range(self._instance * self._tp, (self._instance + 1) * self._tp)
+        return all_reduce(self._group(ranks, self._tp_index, "all_reduce", tag), partial)
+
+    def _group(self, ranks: Sequence[int], index: int, name: str, first_tag: int) -> Group:
+        assert self._transport is not None, "a group of several ranks has a transport"
+        hosts = [self._hosts[rank] for rank in ranks]
+        return Group(self._transport, ranks, index, hosts=hosts, name=name, first_tag=first_tag, sent=self.sent)
 
     def _tag(self, layer: int, channel: int) -> int:
         assert channel < _CHANNELS, "a step has few kinds of groups and exchanges"

@@ -23,10 +23,11 @@ def start_workers(
     num_blocks: int,
     block_size: int,
     *,
+    hosts: tuple[int, ...],
     attention_kernel: Path | None,
     record_times: bool,
 ) -> LocalExecutor:
-    """One worker per rank of `spec`, ready for steps.
+    """One worker per rank of `spec`, ready for steps. What `hosts` says of each rank decides how bytes are counted.
 
     Raises:
         WorkerLostError: when a worker does not start.
@@ -48,6 +49,7 @@ def start_workers(
             num_threads=threads,
             num_blocks=num_blocks,
             block_size=block_size,
+            hosts=hosts,
             attention_kernel=None if attention_kernel is None else str(attention_kernel),
             record_times=record_times,
         )

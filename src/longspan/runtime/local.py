@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn, Self
@@ -17,7 +18,7 @@ import msgspec
 import zmq
 
 from longspan.core.errors import WorkerLostError
-from longspan.core.steps import Completion, Forward, Sampled, Scored, Step
+from longspan.core.steps import Completion, Forward, Link, Sampled, Scored, Step
 from longspan.runtime.forkserver import WorkerProcess, start_worker
 from longspan.runtime.messages import (
     Command,
@@ -179,10 +180,9 @@ class LocalExecutor:
         del self._awaited[done.number], self._partial[done.number]
         sampled: tuple[Sampled, ...] = tuple(s for report in reports for s in report.sampled)
         scored: tuple[Scored, ...] = tuple(s for report in reports for s in report.scored)
-        sent: dict[str, int] = {}
+        sent: Counter[tuple[str, Link]] = Counter()
         for report in reports:
-            for exchange, num_bytes in report.bytes_sent.items():
-                sent[exchange] = sent.get(exchange, 0) + num_bytes
+            sent.update(report.bytes_sent)
         return Completion(number=done.number, sampled=sampled, bytes_sent=sent, scored=scored)
 
     def _blame(self, rank: int, reason: str) -> NoReturn:

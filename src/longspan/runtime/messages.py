@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from longspan.core.steps import Forward, Free, Sampled, Scored
+from longspan.core.steps import BytesSent, Forward, Free, Sampled, Scored
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -16,6 +16,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         run_dir: private folder of this engine: sockets and the rendezvous file. Gone after shutdown.
         tokenizer_dir: for structured outputs; None when the model comes without tokenizer files.
         attention_kernel: the compiled `attn.native`; None to compute with PyTorch's kernels.
+        hosts: the host of every rank.
         record_times: measure where the time goes, see `runtime.timing`.
     """
 
@@ -33,6 +34,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int
     num_blocks: int
     block_size: int
+    hosts: tuple[int, ...]
     attention_kernel: str | None = None
     record_times: bool = False
 
@@ -69,7 +71,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     number: int
     sampled: tuple[Sampled, ...]
     scored: tuple[Scored, ...]
-    bytes_sent: dict[str, int]
+    bytes_sent: BytesSent
     times: dict[str, float] = {}
 
 

@@ -21,7 +21,7 @@ import zmq
 from torch import Tensor
 
 from longspan.attn import native
-from longspan.attn.comm import CommError, TorchTransport
+from longspan.attn.comm import CommError, TorchTransport, join
 from longspan.core.steps import Forward, Sampled, Scored, TokenLogprobs
 from longspan.kv.pool import KvPool
 from longspan.model.adapter import Model
@@ -102,7 +102,7 @@ class Worker:
             self._transport,
             forward.number,
             rank=config.rank,
-            world_size=config.world_size,
+            hosts=config.hosts,
             tp=config.tp,
             num_layers=info.num_layers,
         )
@@ -232,15 +232,10 @@ def _device(config: WorkerConfig) -> torch.device:
 
 
 def _join(config: WorkerConfig) -> TorchTransport:
-    """Meets the other ranks through a file in the run folder; gloo listens on the loopback interface only.
+    """Meets the other ranks through a file in the run folder.
 
     NCCL needs a device of its own per rank; ranks that share one are connected by gloo through host memory.
     """
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     nccl = config.device == "cuda" and torch.cuda.device_count() >= config.world_size
-    path = f"{config.run_dir}/rendezvous"
-    store = dist.FileStore(path, config.world_size)  # type: ignore[attr-defined]  # public, but not in its __all__
-    dist.init_process_group("nccl" if nccl else "gloo", store=store, rank=config.rank, world_size=config.world_size)
-    dist.barrier()
+    join(f"{config.run_dir}/rendezvous", config.rank, config.world_size, backend="nccl" if nccl else "gloo")
     return TorchTransport(staged=config.device == "cuda" and not nccl)

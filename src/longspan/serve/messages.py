@@ -10,6 +10,7 @@ import msgspec
 
 from longspan.core.request import FinishReason
 from longspan.core.sampling import SamplingParams
+from longspan.core.steps import BytesSent
 from longspan.jobs import Job
 from longspan.serve.updates import Update
 
@@ -150,7 +151,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         used_blocks: KV blocks per instance that requests hold.
         busy_s: seconds per instance in which it had a step to run, since the start.
-        bytes_sent: between ranks by exchange, since the start.
+        bytes_sent: between ranks, since the start.
     """
 
     num_running: int
@@ -159,7 +160,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     num_restarts: int
     used_blocks: list[int]
     busy_s: list[float]
-    bytes_sent: dict[str, int]
+    bytes_sent: BytesSent
     worker_pids: list[int]
 
 

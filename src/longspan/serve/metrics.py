@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
@@ -125,7 +125,7 @@ class _Latest(Collector):
         yield self._gauge("num_requests_waiting", "Requests that wait for room.", stats.num_waiting)
         total = self._num_blocks * self._num_instances
         yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", sum(stats.used_blocks) / total)
-        yield self._counter("worker_restarts", "How often lost workers were replaced.", "", {"": stats.num_restarts})
+        yield self._counter("worker_restarts", "How often lost workers were replaced.", (), [((), stats.num_restarts)])
         instances = [str(i) for i in range(self._num_instances)]
         used = GaugeMetricFamily(
             f"{self._prefix}instance_kv_blocks_used", "KV blocks in use.", labels=["model_name", "instance"]
@@ -133,19 +133,21 @@ class _Latest(Collector):
         for instance, value in zip(instances, stats.used_blocks, strict=True):
             used.add_metric([self._model_name, instance], value)
         yield used
-        busy = dict(zip(instances, stats.busy_s, strict=True))
+        busy = zip([(instance,) for instance in instances], stats.busy_s, strict=True)
         words = "Seconds in which an instance had a step to run; its rate is the busy share."
-        yield self._counter("instance_busy_seconds", words, "instance", busy)
-        yield self._counter("exchanged_bytes", "Bytes sent between ranks.", "exchange", stats.bytes_sent)
+        yield self._counter("instance_busy_seconds", words, ("instance",), busy)
+        words = "Bytes sent between ranks, on the same host or from one host to another."
+        yield self._counter("exchanged_bytes", words, ("exchange", "link"), stats.bytes_sent.items())
 
     def _gauge(self, name: str, words: str, value: float) -> Metric:
         family = GaugeMetricFamily(self._prefix + name, words, labels=["model_name"])
         family.add_metric([self._model_name], value)
         return family
 
-    def _counter(self, name: str, words: str, label: str, values: dict[str, float] | dict[str, int]) -> Metric:
-        labels = ["model_name", label] if label else ["model_name"]
-        family = CounterMetricFamily(self._prefix + name, words, labels=labels)
-        for key, value in values.items():
-            family.add_metric([self._model_name, key] if label else [self._model_name], value)
+    def _counter(
+        self, name: str, words: str, labels: tuple[str, ...], values: Iterable[tuple[tuple[str, ...], float]]
+    ) -> Metric:
+        family = CounterMetricFamily(self._prefix + name, words, labels=["model_name", *labels])
+        for key, value in values:
+            family.add_metric([self._model_name, *key], value)
         return family

@@ -1,0 +1,125 @@
+"""KV-Runahead: keys and values of a prompt run along the members, each adds its own and passes all on (§4.1, §4.3).
+
+Members have neighbouring runs of the new tokens, in order, so that nobody waits for more than it sees. The first
+member is in a later layer while the last still works on an earlier one: nothing brings them together. The last member
+ends up with all new keys and values. What older steps have cached stays where it is and is sent to those who see it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from longspan.attn.comm import Group, Message, Pending
+from longspan.attn.member import MemberPart, MemberParts, attend_runs, by_position, kv_message, kv_room
+from longspan.attn.paged import PagedKv
+from longspan.attn.spec import AttnSpec
+from longspan.core.runs import Run, clip, coalesce
+
+KeysAndValues = tuple[Tensor, Tensor]
+"""Two tensors `[kv_heads, tokens, head_dim]`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChainStart:
+    """What is under way in a layer: from `predecessor` the new keys and values, and from all holders the `cached`."""
+
+    predecessor: Message
+    cached: list[Message]
+    arrival: Pending
+    cached_arrival: Pending
+
+
+def chain_start(group: Group, parts: MemberParts, kv: PagedKv, spec: AttnSpec) -> ChainStart:
+    """Sends this member's cached keys and values of a layer, and begins to receive.
+
+    Nothing of the layer needs to be computed yet: call it before the layer's projections, which then overlap with the
+    transfers. `group`, `kv` and `spec` are those of the layer, as for `chain`.
+    """
+    me, members = group.rank, range(group.size)
+    others = [member for member in members if member != me]
+    cached = [
+        kv_message(parts, _cached(parts, me, me, spec), me, kv)
+        if holder == me
+        else kv_room(_cached(parts, holder, me, spec), spec.num_kv_heads, kv.keys)
+        for holder in members
+    ]
+    leaving = {asker: kv_message(parts, _cached(parts, me, asker, spec), me, kv) for asker in others}
+    cached_arrival = group.start(sends=leaving, receives={holder: cached[holder] for holder in others}, hop=0)
+    predecessor = kv_room([_new(part, me) for part in parts], spec.num_kv_heads, kv.keys)
+    arrival = group.start(sends={}, receives={me - 1: predecessor} if me else {}, hop=1)
+    return ChainStart(predecessor=predecessor, cached=cached, arrival=arrival, cached_arrival=cached_arrival)
+
+
+def chain(  # noqa: PLR0917 - those of the other exchanges, and the new keys and values
+    group: Group,
+    parts: MemberParts,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: PagedKv,
+    spec: AttnSpec,
+    out: Tensor,
+    *,
+    started: ChainStart | None = None,
+) -> list[KeysAndValues]:
+    """Attention of several requests at once; see `ring_kv` for `group`, `parts`, `q`, `kv` and `out`.
+
+    Of what lies in the pool only tokens before the span of a part are read, and who holds the span's own according to
+    `kv_runs` does not matter.
+
+    Args:
+        k, v: `[kv_heads, tokens, head_dim]`, the new keys and values of this member, packed like `q`.
+        started: what `chain_start` returned for this layer; without, it is called here.
+
+    Returns:
+        For each part the new keys and values of this member and all before it, in order of position: on the last
+        member those of the whole span, for its pool. They may still be on their way to the next member: read only.
+    """
+    me = group.rank
+    assert all(_is_in_order(part) for part in parts), "members have neighbouring runs in the order of the chain"
+    started = started or chain_start(group, parts, kv, spec)
+    started.arrival.wait()
+    grown = kv_room([_new(part, me + 1) for part in parts], spec.num_kv_heads, q)
+    found = []
+    for index, part in enumerate(parts):
+        for kind, own in enumerate((k, v)):
+            before, room = started.predecessor.tensors[2 * index + kind], grown.tensors[2 * index + kind]
+            room[:, : before.shape[1]] = before
+            room[:, before.shape[1] :] = own[:, part.rows]
+        found.append((grown.tensors[2 * index], grown.tensors[2 * index + 1]))
+    if me + 1 < group.size:
+        group.start(sends={me + 1: grown}, receives={}, hop=1)
+    started.cached_arrival.wait()
+    cached = [_cached(parts, holder, me, spec) for holder in range(group.size)]
+    for index, part in enumerate(parts):
+        if part.q_runs[me]:
+            held = [*(runs[index] for runs in cached), _new(part, me + 1)]
+            messages = [*started.cached, grown]
+            keys, values = (by_position(held, [one.tensors[2 * index + kind] for one in messages]) for kind in (0, 1))
+            kv_runs = coalesce(run for runs in held for run in runs)
+            out[:, part.rows] = attend_runs(q[:, part.rows], part.q_runs[me], keys, values, kv_runs, spec)[0]
+    return found
+
+
+def _is_in_order(part: MemberPart) -> bool:
+    runs = [run for member_runs in part.q_runs for run in member_runs]
+    return all(one.stop == following.start for one, following in itertools.pairwise(runs))
+
+
+def _new(part: MemberPart, num_members: int) -> tuple[Run, ...]:
+    """The new tokens of the first members."""
+    return coalesce(run for runs in part.q_runs[:num_members] for run in runs)
+
+
+def _cached(parts: MemberParts, holder: int, asker: int, spec: AttnSpec) -> Sequence[tuple[Run, ...]]:
+    """For each part what `holder` has from before the span that some query of `asker` may still see."""
+    found = []
+    for part in parts:
+        q_runs, window = part.q_runs[asker], spec.window
+        first = 0 if not q_runs or window is None else max(0, q_runs[0].start - window + 1)
+        found.append(clip(part.kv_runs[holder], first, part.span_start) if q_runs else ())
+    return found

@@ -1,0 +1,114 @@
+"""All-gather and reduce-scatter of unequal blocks, in which each byte goes from one host to another once.
+
+Members of a group that lie on several hosts share what comes from another host (CSPS, hierarchical communication of
+SP-TP): it is sent to one member there, its partner, who spreads it. The members of a host have different partners, so
+that the work is divided; the paper collects on one member first, which sends the same bytes one hop later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from longspan.attn.comm import Group, Message
+
+
+def gather_hops(size: int) -> int:
+    """Hops that one `all_gather` numbers in a group of `size` members; a `reduce_scatter` has two."""
+    return 1 + size
+
+
+def all_gather(group: Group, blocks: Sequence[Message], *, hop: int = 0) -> None:
+    """Gives every member every block.
+
+    Args:
+        blocks: a message per member, all of the shapes that its owner has; this member's own is filled, the others are
+            when the call returns. Empty ones are not sent.
+        hop: the first of `gather_hops` hops.
+
+    Raises:
+        CommError: when a peer is gone.
+    """
+    me, here = group.rank, group.hosts[group.rank]
+    others = [owner for owner in range(group.size) if owner != me]
+    group.start(
+        sends=dict.fromkeys(_receivers(group, me), blocks[me]),
+        receives={owner: blocks[owner] for owner in others if me in _receivers(group, owner)},
+        hop=hop,
+    ).wait()
+    neighbours = [member for member in others if group.hosts[member] == here]
+    pending = []
+    for owner in others:
+        if group.hosts[owner] != here and neighbours:
+            carrier = _partner(group, owner, here)
+            sends = dict.fromkeys(neighbours, blocks[owner]) if carrier == me else {}
+            receives = {} if carrier == me else {carrier: blocks[owner]}
+            pending.append(group.start(sends=sends, receives=receives, hop=hop + 1 + owner))
+    for one in pending:
+        one.wait()
+
+
+def reduce_scatter(group: Group, blocks: Sequence[Tensor], *, hop: int = 0) -> Tensor:
+    """The sum of all members' blocks for this member, in the blocks' type.
+
+    Sums are float32. What goes from one host to another is the sum over the members of the one, rounded to the blocks'
+    type.
+
+    Args:
+        blocks: for each member what this one adds to its sum. All members have the same shapes and type.
+        hop: the first of two hops.
+
+    Raises:
+        CommError: when a peer is gone.
+    """
+    me, here = group.rank, group.hosts[group.rank]
+    neighbours = [member for member in range(group.size) if group.hosts[member] == here and member != me]
+    collected = {member: _collects(group, member) for member in (me, *neighbours)}
+    leaving = {member: _message([blocks[owner] for owner in collected[member]]) for member in neighbours}
+    coming = {member: _room([blocks[owner] for owner in collected[me]]) for member in neighbours}
+    group.start(sends=leaving, receives=coming, hop=hop).wait()
+    sums = {owner: blocks[owner].float() for owner in collected[me]}
+    for message in coming.values():
+        for owner, block in zip(collected[me], message.tensors, strict=True):
+            sums[owner] = sums[owner] + block
+    dtype = blocks[me].dtype
+    leaving = {owner: _message([total.to(dtype)]) for owner, total in sums.items() if owner != me}
+    coming = {_partner(group, me, host): _room([blocks[me]]) for host in sorted(set(group.hosts) - {here})}
+    group.start(sends=leaving, receives=coming, hop=hop + 1).wait()
+    return sum((message.tensors[0] for message in coming.values()), sums[me]).to(dtype)
+
+
+def _receivers(group: Group, owner: int) -> set[int]:
+    """To whom `owner` sends its block itself: its neighbours, and one member of every other host."""
+    host = group.hosts[owner]
+    neighbours = {member for member in range(group.size) if group.hosts[member] == host and member != owner}
+    return neighbours | {_partner(group, owner, other) for other in set(group.hosts) - {host}}
+
+
+def _collects(group: Group, member: int) -> list[int]:
+    """Whose sums over the members of its host `member` makes: its own, and those of its partners on other hosts."""
+    host = group.hosts[member]
+    return [
+        owner
+        for owner in range(group.size)
+        if (owner == member if group.hosts[owner] == host else _partner(group, owner, host) == member)
+    ]
+
+
+def _partner(group: Group, member: int, host: int) -> int:
+    """Who on `host` exchanges with `member`, who lies elsewhere."""
+    neighbours = [other for other in range(group.size) if group.hosts[other] == group.hosts[member]]
+    there = [other for other in range(group.size) if group.hosts[other] == host]
+    return there[neighbours.index(member) % len(there)]
+
+
+def _room(blocks: Sequence[Tensor]) -> Message:
+    return Message([(tuple(block.shape), block.dtype) for block in blocks], blocks[0].device)
+
+
+def _message(blocks: Sequence[Tensor]) -> Message:
+    message = _room(blocks)
+    for room, block in zip(message.tensors, blocks, strict=True):
+        room.copy_(block)
+    return message

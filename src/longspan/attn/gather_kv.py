@@ -1,0 +1,50 @@
+"""All keys and values are gathered by every member: the tensor/sequence parallelism that KV-Runahead is measured
+against (KV-Runahead §4.1, Fig. 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from longspan.attn.comm import Group
+from longspan.attn.gather import all_gather
+from longspan.attn.kernel import attend_dense
+from longspan.attn.member import MemberParts, attend_runs, by_position, kv_message, kv_room
+from longspan.attn.paged import PagedKv
+from longspan.attn.spec import AttnSpec
+from longspan.core.runs import Run, coalesce
+
+
+def gather_kv(
+    group: Group, parts: MemberParts, q: Tensor, kv: PagedKv, spec: AttnSpec, out: Tensor, *, dense: bool = False
+) -> None:
+    """Attention of several requests at once; see `ring_kv` for the arguments.
+
+    With `dense` all scores of a member's queries with all gathered keys are computed and those that causality hides
+    are masked, as in the paper; else what is hidden is skipped.
+    """
+    needed = [[part.needed(holder, spec.window) for part in parts] for holder in range(group.size)]
+    blocks = [
+        kv_message(parts, runs, holder, kv) if holder == group.rank else kv_room(runs, spec.num_kv_heads, q)
+        for holder, runs in enumerate(needed)
+    ]
+    all_gather(group, blocks)
+    for index, part in enumerate(parts):
+        q_runs = part.q_runs[group.rank]
+        if not q_runs:
+            continue
+        held = [runs[index] for runs in needed]
+        k, v = (by_position(held, [block.tensors[2 * index + kind] for block in blocks]) for kind in (0, 1))
+        kv_runs = coalesce(run for runs in held for run in runs)
+        if dense:
+            rows, keys = _positions(q_runs, q.device), _positions(kv_runs, q.device)
+            out[:, part.rows] = attend_dense(q[:, part.rows], k, v, rows, keys, spec)
+        else:
+            out[:, part.rows] = attend_runs(q[:, part.rows], q_runs, k, v, kv_runs, spec)[0]
+
+
+def _positions(runs: Sequence[Run], device: torch.device) -> Tensor:
+    return torch.cat([torch.arange(run.start, run.stop, device=device) for run in runs])

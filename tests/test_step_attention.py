@@ -1,0 +1,133 @@
+"""Forwards whose parts differ in group and exchange, through the KV pools of three ranks."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from cluster import rank_requests
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_exchanges import LAW, spec_of
+from torch import Tensor
+from transports import Wires, run_members
+
+from longspan.attn.cases import positions
+from longspan.attn.comm import Transport
+from longspan.attn.reference import random_qkv, reference
+from longspan.core.runs import deal
+from longspan.core.steps import BlockRef, Forward, Free, Part, Sampling
+from longspan.kv.pool import KvPool
+from longspan.runtime.batch import pack
+from longspan.runtime.exchange import StepAttention, StepComm
+from longspan.runtime.timing import Stopwatch
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+BLOCK = 8
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Chat:
+    """A request of the steps below: its group, and a span per step."""
+
+    group: tuple[int, ...]
+    stops: tuple[int, ...]
+    seed: int
+
+
+def steps_of(chats: Sequence[Chat], draw: random.Random) -> list[Forward | Free]:
+    """Three Forwards that mix parts of all kinds: first chunk, second chunk, one more token."""
+    owned: list[list[BlockRef]] = [[] for _ in chats]
+    blocks = [draw.sample(range(64), 64) for _ in range(3)]
+    forwards = []
+    for number in range(3):
+        parts = []
+        for index, chat in enumerate(chats):
+            start, stop = (0, *chat.stops)[number : number + 2]
+            first, table = len(owned[index]), owned[index]
+            head = chat.group.index(table[-1].instance) if start % BLOCK else draw.randrange(len(chat.group))
+            layout = "single" if stop - start == 1 or len(chat.group) == 1 else "zigzag"
+            dealt = deal(layout, start, stop, len(chat.group), align=BLOCK, head=head)
+            for block in range(first, -(-stop // BLOCK)):
+                member = next(m for m, runs in enumerate(dealt) if block * BLOCK in positions(runs))
+                table.append(BlockRef(chat.group[member], blocks[chat.group[member]].pop()))
+            kind = "local" if len(chat.group) == 1 else "ring_q" if stop - start == 1 else "ring_kv"
+            parts.append(
+                Part(
+                    request_id=index,
+                    start=start,
+                    stop=stop,
+                    tokens=tuple(range(start, stop)),
+                    group=chat.group,
+                    runs=dealt,
+                    exchange=kind,
+                    first_block=first,
+                    blocks=tuple(table[first:]),
+                    sample=None,
+                    sampling=Sampling(seed=0) if first == 0 else None,
+                )
+            )
+        draw.shuffle(parts)
+        forwards.append(Forward(number=number, parts=tuple(parts)))
+    return forwards
+
+
+@settings(LAW, max_examples=25)
+@given(
+    st.lists(
+        st.builds(
+            lambda group, first, second, seed: Chat(group, (first, first + second, first + second + 1), seed),
+            st.sampled_from([g for n in (1, 2, 3) for g in itertools.permutations(range(3), n)]),
+            st.integers(1, 60),
+            st.integers(1, 40),
+            st.integers(0, 99),
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    st.randoms(use_true_random=False),
+)
+def test_steps_of_mixed_groups(chats: list[Chat], draw: random.Random) -> None:
+    """In two layers, one with a window."""
+    specs = [spec_of(), spec_of(window=20)]
+    tensors = [
+        [random_qkv(spec, chat.stops[-1], chat.stops[-1], torch.float32, chat.seed + layer) for chat in chats]
+        for layer, spec in enumerate(specs)
+    ]
+    forwards = steps_of(chats, draw)
+    found: dict[tuple[int, int, int], Tensor] = {}
+
+    def rank(instance: int, transport: Transport) -> None:
+        pool = KvPool(specs, num_blocks=64, block_size=BLOCK, dtype=torch.float32, device=CPU)
+        tables = rank_requests()
+        for forward in forwards:
+            packed = pack(forward, tables, instance=instance, block_size=BLOCK, device=CPU)
+            comm = StepComm(transport, forward.number, rank=instance, hosts=(0, 0, 0), num_layers=len(specs))
+            attention = StepAttention(packed, comm, pool=pool, specs=specs, watch=Stopwatch(enabled=False, device=CPU))
+            if not len(packed.tokens):
+                attention.without_tokens(torch.float32, CPU)
+                continue
+            owners = [
+                (part.request_id, position)
+                for part in forward.parts
+                if instance in part.group
+                for position in positions(part.runs[part.group.index(instance)])
+            ]
+            for layer in range(len(specs)):
+                rows = [[tensors[layer][i][x][:, p] for i, p in owners] for x in range(3)]
+                out = attention(layer, *(torch.stack(row, dim=1) for row in rows))
+                found.update({(layer, *owner): out[:, row] for row, owner in enumerate(owners)})
+
+    for result in run_members(3, rank, wires=Wires(timeout_s=5)):
+        if isinstance(result, Exception):
+            raise result
+    for layer, index in itertools.product(range(len(specs)), range(len(chats))):
+        q, k, v = tensors[layer][index]
+        every = range(chats[index].stops[-1])
+        out = torch.stack([found[layer, index, position] for position in every], dim=1)
+        torch.testing.assert_close(out.double(), reference(q, every, k, v, every, specs[layer])[0], atol=1e-5, rtol=0)
