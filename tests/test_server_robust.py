@@ -63,12 +63,12 @@ def pair(servers: Servers, tiny: Path) -> ServerProcess:
     return servers(str(tiny), "--skip-tokenizer-init", "--parallel", "2", "--max-num-queued-reqs", "16")
 
 
-def check_metrics(metrics: Metrics) -> None:
-    """What holds of the metrics of an idle server."""
+def check_metrics(metrics: Metrics, *, num_replayed: int = 0) -> None:
+    """What holds of the metrics of an idle server; a request that is computed anew has a first token twice."""
     assert all(value >= 0 and math.isfinite(value) for value in metrics.values()), metrics
     for name in ("e2e_request_latency_seconds", "request_generation_tokens"):
         assert metrics[f"{name}_count"] == num_ended(metrics)
-    assert metrics["time_to_first_token_seconds_count"] <= num_ended(metrics)
+    assert metrics["time_to_first_token_seconds_count"] <= num_ended(metrics) + num_replayed
     assert metrics["prefix_cache_hits_total"] <= metrics["prefix_cache_queries_total"]
 
 
@@ -275,8 +275,8 @@ def test_a_request_that_runs_in_two_losses_fails(pair: ServerProcess) -> None:
 
 def test_what_told_nothing_is_replayed_after_the_engine_process_was_killed(pair: ServerProcess) -> None:
     client, prompts = pair.client, prompts_of(900, 2)
-    solo = solo_answers(client, prompts, 120)
-    asks = [asking(client, prompts[i % 2], 120, stream=i >= 26) for i in range(30)]
+    solo = solo_answers(client, prompts, 300)
+    asks = [asking(client, prompts[i % 2], 300, stream=i >= 26) for i in range(30)]
     earlier, first = at_once(asks[:15])
     client.wait_until_running(15)
     later, second = at_once(asks[15:])  # all together, they are more than the queue of the new engine may hold
@@ -292,7 +292,7 @@ def test_what_told_nothing_is_replayed_after_the_engine_process_was_killed(pair:
             else:
                 check_same(reply, solo[index % 2])
     assert any("error" in future.result().events[-1] for future in futures[26:]), "a stream had begun"
-    check_metrics(client.wait_until_idle())
+    check_metrics(client.wait_until_idle(), num_replayed=len(futures))
 
 
 def test_nothing_is_left_when_the_face_is_killed(pair: ServerProcess) -> None:
