@@ -54,7 +54,7 @@ def main() -> int:
     """The exit code: 0 if all log-likelihoods agree."""
     options = _options()
     console = Console()
-    lm_eval = options.clients_venv / "bin" / "lm_eval"
+    lm_eval = options.clients_venv.absolute() / "bin" / "lm_eval"  # it is run in another folder
     if not lm_eval.is_file():
         console.print(f"{lm_eval} does not exist: make clients")
         return 2

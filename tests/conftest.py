@@ -6,6 +6,7 @@ import io
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +33,23 @@ def fake_llm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for number, handler in zip(numbers, before, strict=True):
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def events(tmp_path: Path) -> Iterator[Path]:
+    """The model to give to engine processes, which are fake: they write here what they are told."""
+    from fake_engine_install import fake_engine_installed
+
+    with fake_engine_installed():
+        yield tmp_path / "events"
+
+
+@pytest.fixture(scope="session")
+def speaking_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model that can be talked to."""
+    from tiny_models import make_speaking
+
+    return make_speaking(tmp_path_factory.mktemp("speaking"))
 
 
 @pytest.fixture

@@ -1,178 +1,89 @@
-"""Servers as processes, and just enough of a client to be rude to them."""
+"""A real `longspan serve`: started, waited for, looked into, ended; it must end well, and nothing of it may be left."""
 
 from __future__ import annotations
 
-import asyncio
-import http.client
-import json
 import os
 import re
+import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
-import pytest
+from server_client import Client
 
-from longspan.serve import client as client_module
-
-
-def install_fake_engine(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Engine processes are those of `fake_engine.py`; the folders that are shared with them lie in `folder`."""
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    path = os.environ.get("PYTHONPATH", "")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), path]))
-    monkeypatch.setattr(client_module, "_ENGINE_MODULE", "fake_engine")
+_START_TIMEOUT_S = 120.0
+_STOP_TIMEOUT_S = 60.0
+_LEAVE_TIMEOUT_S = 15.0
+_POLL_S = 0.05
+_ADDRESS = re.compile(r"serving \S+ on http://127\.0\.0\.1:(\d+)$", re.MULTILINE)
+_LOSSES = ("new workers", "another engine process")
+"""What the log says of lost processes."""
 
 
-def told(events: Path, *kinds: str) -> list[dict[str, Any]]:
-    """What fake engines were told, those kinds of it."""
-    lines = map(json.loads, events.read_text(encoding="utf-8").splitlines())
-    return [line for line in lines if line["event"] in kinds]
-
-
-def free_port() -> int:
-    with closing(socket.create_server(("127.0.0.1", 0))) as listening:
-        return int(listening.getsockname()[1])
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reply:
-    """An answer to a request."""
-
-    status: int
-    headers: dict[str, str]
-    data: bytes
-
-    @property
-    def body(self) -> Any:
-        return json.loads(self.data)
-
-    @property
-    def events(self) -> list[Any]:
-        """Of a stream: the JSON of all its events, without the last `[DONE]`."""
-        lines = [line.removeprefix(b"data: ") for line in self.data.split(b"\n\n") if line.startswith(b"data: ")]
-        return [json.loads(line) for line in lines if line != b"[DONE]"]
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Of the only choice of a completion that asked for them, streamed or not."""
-        bodies = self.events if self.headers["content-type"].startswith("text/event-stream") else [self.body]
-        return [token for body in bodies for choice in body["choices"] for token in choice["token_ids"]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Client:
-    """Asks a server on this machine."""
-
-    port: int
-
-    def ask(self, method: str, path: str, body: object = None, *, timeout_s: float = 60, **headers: str) -> Reply:
-        """Raises OSError or HTTPException when there is no whole answer."""
-        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)) as connection:
-            data = None if body is None else json.dumps(body)
-            sent = {"content-type": "application/json", **headers}
-            connection.request(method, path, data, {name.replace("_", "-"): text for name, text in sent.items()})
-            reply = connection.getresponse()
-            found = {name.lower(): text for name, text in reply.getheaders()}
-            return Reply(status=reply.status, headers=found, data=reply.read())
-
-    def complete(self, *, timeout_s: float = 200, **fields: object) -> Reply:
-        return self.ask("POST", "/v1/completions", completion(**fields), timeout_s=timeout_s)
-
-    def leave_after(self, seconds: float, **fields: object) -> None:
-        """Asks for a completion and disconnects, with or without an answer."""
-        with closing(send_completion(self.port, **fields)):
-            time.sleep(seconds)
-
-    def metrics(self) -> dict[str, float]:
-        """By name with labels, but without that of the model: `kv_blocks_used{instance="0"}`."""
-        found = {}
-        for line in self.ask("GET", "/metrics").data.decode().splitlines():
-            if line.startswith("longspan:"):
-                name, _, value = line.removeprefix("longspan:").rpartition(" ")
-                found[re.sub(r',?model_name="[^"]*",?', "", name).removesuffix("{}")] = float(value)
-        return found
-
-    def wait_until_idle(self, timeout_s: float = 60) -> dict[str, float]:
-        """Until nothing runs, waits, or holds a block; then the metrics."""
-        deadline_s = time.monotonic() + timeout_s
-        while True:
-            metrics = self.metrics()
-            left = {name: value for name, value in metrics.items() if _OCCUPIED.match(name) and value}
-            if not left:
-                return metrics
-            assert time.monotonic() < deadline_s, left
-            time.sleep(0.1)
-
-    def wait_for_health(self, status: int, timeout_s: float) -> float:
-        """Until `/health` has that status; how long it took."""
-        start_s = time.monotonic()
-        while True:
-            try:
-                if self.ask("GET", "/health", timeout_s=5).status == status:
-                    return time.monotonic() - start_s
-            except OSError:
-                pass  # it does not listen yet
-            assert time.monotonic() - start_s < timeout_s, f"/health is not {status} after {timeout_s} s"
-            time.sleep(0.05)
-
-
-_OCCUPIED = re.compile(r"num_requests_(running|waiting)|kv_cache_usage_perc|instance_kv_blocks_used")
-
-
-def completion(**fields: object) -> dict[str, object]:
-    """A greedy completion of just so many tokens, told as token ids."""
-    return {"temperature": 0, "ignore_eos": True, "return_token_ids": True, **fields}
-
-
-def send_completion(port: int, **fields: object) -> socket.socket:
-    """A connection on which a completion has been asked for."""
-    data = json.dumps(completion(**fields)).encode()
-    connection = socket.create_connection(("127.0.0.1", port))
-    lines = ("host: x", "content-type: application/json", f"content-length: {len(data)}")
-    head = "\r\n".join(("POST /v1/completions HTTP/1.1", *lines, "", ""))
-    connection.sendall(head.encode() + data)
-    return connection
-
-
-async def ask_async(port: int, path: str, body: object = None, **headers: str) -> Reply:
-    """The same for tests that run the server in their own event loop; the connection is closed after the answer."""
-    return await asyncio.to_thread(
-        Client(port=port).ask, "GET" if body is None else "POST", path, body, connection="close", **headers
-    )
+@contextmanager
+def running(*arguments: str, log: Path, environment: Mapping[str, str] | None = None) -> Iterator[ServerProcess]:
+    """`longspan serve` with these arguments, when it answers; it is closed at the end, unless it has been before."""
+    server = ServerProcess(arguments, log, environment or {})
+    try:
+        server.wait_until_healthy()
+        yield server
+        server.close()
+    finally:
+        server.destroy()
 
 
 class ServerProcess:
-    """`longspan serve`, as users start it."""
+    """Use `running` to have one.
 
-    def __init__(self, model: Path | str, log: Path, *flags: str) -> None:
-        self.client = Client(port=free_port())
-        self.log, self.folder = log, Path(tempfile.mkdtemp(prefix="ls-"))  # short: it is to hold sockets
-        self.seen: set[psutil.Process] = set()
-        command = [sys.executable, "-m", "longspan", "serve", str(model), "--port", str(self.client.port), *flags]
+    Attributes:
+        process: the HTTP face.
+        client: asks it, with its API key if it has one.
+        log: what all its processes have written to stdout and stderr.
+    """
+
+    client: Client
+
+    def __init__(self, arguments: tuple[str, ...], log: Path, environment: Mapping[str, str]) -> None:
+        self.log = log
+        self._folder = Path(tempfile.mkdtemp(prefix="ls-"))  # for all its temporary files; short: it is to hold sockets
+        self._api_key = environment.get("LONGSPAN_API_KEY")
+        self._exit_code: int | None = None  # once somebody has made it end: what is expected
+        self._is_hurt = self._is_closed = False
         with log.open("wb") as file:
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.folder)}
-            self.process = psutil.Popen(command, stdout=file, stderr=file, env=environment)
+            self.process = psutil.Popen(
+                [sys.executable, "-m", "longspan", "serve", *arguments, "--port", "0"],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self._folder), **environment},
+            )
+        self._seen: set[psutil.Process] = {self.process}
 
-    def wait_until_ready(self) -> None:
-        try:
-            self.client.wait_for_health(200, 90)
-        except AssertionError:
-            pytest.fail(f"the server does not start:\n{self.log.read_text()}")
+    def wait_until_healthy(self) -> None:
+        deadline_s = time.monotonic() + _START_TIMEOUT_S
+        while (found := _ADDRESS.search(self.text())) is None:
+            assert self.process.poll() is None and time.monotonic() < deadline_s, f"it does not start:\n{self.text()}"
+            time.sleep(_POLL_S)
+        self.client = Client(port=int(found[1]), api_key=self._api_key)
+        self.client.wait_for_health(200, 10)
         assert self.family
+
+    def text(self) -> str:
+        """The log so far."""
+        return self.log.read_text(errors="replace")
 
     @property
     def family(self) -> list[psutil.Process]:
         """Its descendants: the engine process, the one that forks workers, and these."""
         found = self.process.children(recursive=True)
-        self.seen.update(found)
+        self._seen.update(found)
         return found
 
     def one(self, what: str) -> psutil.Process:
@@ -182,57 +93,53 @@ class ServerProcess:
             return forker.children()[0]
         return forker if what == "forkserver" else forker.parent()
 
-    def stop(self, timeout_s: float = 60) -> int:
-        """SIGTERM, and the exit code."""
-        self.process.send_signal(signal.SIGTERM)
-        return int(self.process.wait(timeout_s))
-
-    def kill(self, what: str) -> None:
-        """SIGKILL to one of its processes, `face` included."""
-        (psutil.Process(self.process.pid) if what == "face" else self.one(what)).kill()
-
     def memory_bytes(self) -> int:
         """Resident memory of all its processes."""
         return sum(process.memory_info().rss for process in (self.process, *self.family))
 
-    def check_nothing_is_left(self) -> None:
-        """Once it has ended: no process, no folder, no shared memory, nobody on its port."""
-        _, alive = psutil.wait_procs(self.seen, timeout=15)
-        for process in alive:
-            process.kill()
-        assert not alive, f"left behind: {alive}"
-        assert not list(self.folder.iterdir())
-        segments = [path.name for path in Path("/dev/shm").iterdir()]
-        assert not [name for name in segments if any(str(process.pid) in name for process in self.seen)]
+    def terminate(self) -> None:
+        """SIGTERM."""
+        assert self.family
+        self._exit_code = 0
+        self.process.send_signal(signal.SIGTERM)
+
+    def kill(self, what: str) -> None:
+        """SIGKILL to one of its processes, `face` included; from now on its log may tell of losses."""
+        self._is_hurt = True
+        if what == "face":
+            assert self.family
+            self._exit_code = -signal.SIGKILL
+            self.process.kill()
+        else:
+            self.one(what).kill()
+
+    def close(self, timeout_s: float = _STOP_TIMEOUT_S) -> None:
+        """Stops it, unless a test has, and checks that it ends well and leaves nothing. May be called again."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._exit_code is None:
+            assert self.process.poll() is None, f"it has ended by itself:\n{self.text()}"
+            self.terminate()
+        assert self.process.wait(timeout_s) == self._exit_code, self.text()
+        self._check_nothing_is_left()
+        assert "Traceback" not in self.text(), self.text()
+        assert self._is_hurt or not any(words in self.text() for words in _LOSSES), self.text()
+
+    def destroy(self) -> None:
+        """By force, whatever is left."""
+        for process in self._seen:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.wait()
+        shutil.rmtree(self._folder)
+
+    def _check_nothing_is_left(self) -> None:
+        """No process, no folder, no shared memory, nobody on its port."""
+        _, alive = psutil.wait_procs(self._seen, timeout=_LEAVE_TIMEOUT_S)
+        pids = [str(process.pid) for process in self._seen]
+        segments = [path for path in Path("/dev/shm").iterdir() if any(pid in path.name for pid in pids)]
+        left = [*alive, *self._folder.iterdir(), *segments]
+        assert not left, f"left behind: {left}"
         with closing(socket.create_server(("127.0.0.1", self.client.port))):
             pass  # raises if somebody still listens
-
-
-class Servers:
-    """One server per set of flags: started when it is first asked for, and again when a test has ended it."""
-
-    def __init__(self, logs: Path) -> None:
-        self._logs = logs
-        self._all: list[ServerProcess] = []
-        self._latest: dict[tuple[str, ...], ServerProcess] = {}
-
-    def get(self, model: Path | str, *flags: str) -> ServerProcess:
-        """One that is ready."""
-        key = (str(model), *flags)
-        if key not in self._latest or self._latest[key].process.poll() is not None:
-            self._latest[key] = server = ServerProcess(model, self._logs / f"{len(self._all)}.log", *flags)
-            self._all.append(server)
-            server.wait_until_ready()
-        return self._latest[key]
-
-    def close(self) -> None:
-        """Ends them all; nothing is left of any, and each that still runs ends well."""
-        codes = {}
-        for server in self._all:
-            if server.process.poll() is None:
-                assert server.family
-                codes[server.log] = server.stop()
-        for server in self._all:
-            server.check_nothing_is_left()
-            server.folder.rmdir()
-        assert not any(codes.values()), codes

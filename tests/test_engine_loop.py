@@ -30,6 +30,7 @@ from longspan.serve.messages import (
     EngineSetup,
     Failed,
     QueueFull,
+    Quit,
     Report,
     Restarted,
     Restarting,
@@ -307,6 +308,14 @@ def test_a_request_between_two_steps_can_fail_after_a_loss() -> None:
         face.finish()
         face.check()
     assert num_between, "no request was between two steps"
+
+
+def test_who_is_told_to_quit_waits_for_nothing() -> None:
+    face = Face()
+    face.tell(Quit())
+    face.cluster.executor.are_lost = True  # which would be noticed
+    face.loop.run()
+    assert not face.states
 
 
 @pytest.mark.parametrize("error", [WorkerLostError(1, "it did not start"), OSError("no process")])

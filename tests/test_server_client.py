@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from fake_engine import (
     UNACCEPTED,
     WRONG,
 )
-from server_process import install_fake_engine, told
+from fake_engine_install import told, until
 
 from longspan import SamplingParams
 from longspan.jobs import Job
@@ -33,15 +32,6 @@ from longspan.serve.answer import Answer, EngineLostError, News, QueueFullError
 from longspan.serve.client import EngineClient
 from longspan.serve.messages import EngineSetup
 from longspan.serve.updates import Update
-
-
-@pytest.fixture
-def events(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """What engine processes are told is written here; no folder that is shared with one is left."""
-    with tempfile.TemporaryDirectory(prefix="ls-") as name:
-        install_fake_engine(monkeypatch, Path(name))
-        yield tmp_path / "events"
-        assert not list(Path(name).glob("longspan-*"))
 
 
 def job(what: int, max_tokens: int = 3) -> Job:
@@ -73,13 +63,6 @@ async def streamed(answer: Answer, found: list[News] | None = None) -> list[News
     while news := await answer.news():
         found += news
     return found
-
-
-async def until(true: Callable[[], bool], timeout_s: float = 10) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline_s
-        await asyncio.sleep(0.02)
 
 
 async def kill_engine(client: EngineClient) -> None:

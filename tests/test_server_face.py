@@ -4,32 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import signal
 import socket
-import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_engine import BEGIN, FLOOD, PACED, SAY, SILENT, UNACCEPTED
-from server_process import Reply, ask_async, completion, free_port, install_fake_engine, send_completion, told
+from fake_engine import BEGIN, FLOOD, NEVER_STARTS, PACED, SAY, SILENT, UNACCEPTED
+from fake_engine_install import told, until
+from server_client import Client, Reply, completion, send_completion
 
 from longspan.serve.answer import Answer
 from longspan.serve.messages import EngineSetup
 from longspan.serve.run import serve
 from longspan.serve.settings import ServerSettings
-
-
-@pytest.fixture
-def events(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="ls-") as name:
-        install_fake_engine(monkeypatch, Path(name))
-        yield tmp_path / "events"
-        assert not list(Path(name).glob("longspan-*"))
 
 
 class Face:
@@ -42,7 +35,7 @@ class Face:
         self, what: int, max_tokens: int = 3, *, headers: dict[str, str] | None = None, **fields: Any
     ) -> Reply:
         body = completion(prompt=[what], max_tokens=max_tokens, **fields)
-        return await ask_async(self.port, "/v1/completions", body, **headers or {})
+        return await ask(self.port, "/v1/completions", body, **headers or {})
 
     def send(self, what: int, max_tokens: int = 3, **fields: Any) -> socket.socket:
         return send_completion(self.port, prompt=[what], max_tokens=max_tokens, **fields)
@@ -58,13 +51,11 @@ class Face:
 @asynccontextmanager
 async def serving(events: Path, **settings: Any) -> AsyncIterator[Face]:
     """A face that is up, and that leaves no task behind."""
-    setup = EngineSetup(model=str(events), arguments={}, max_num_queued_reqs=None, max_num_queued_tokens=None)
-    port = free_port()
-    running = asyncio.create_task(serve(setup, ServerSettings(model_names=("fake",), **settings), "127.0.0.1", port))
+    running = asyncio.create_task(serve_fake(events, **settings))
     try:
-        await until(lambda: events.exists() and bool(told(events, "start")))
-        await until_healthy(port)
-        yield Face(port, running)
+        face = Face(await heard_port(), running)
+        assert (await ask(face.port, "/health")).status == 200
+        yield face
     finally:
         if not running.done():
             os.kill(os.getpid(), signal.SIGTERM)
@@ -72,20 +63,31 @@ async def serving(events: Path, **settings: Any) -> AsyncIterator[Face]:
         await until(lambda: asyncio.all_tasks() == {asyncio.current_task()}, 2)
 
 
-async def until(true: Callable[[], bool], timeout_s: float = 10) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline_s
-        await asyncio.sleep(0.02)
+async def serve_fake(events: Path, **settings: Any) -> int:
+    setup = EngineSetup(model=str(events), arguments={}, max_num_queued_reqs=None, max_num_queued_tokens=None)
+    return await serve(setup, ServerSettings(model_names=("fake",), **settings), "127.0.0.1", 0)
 
 
-async def until_healthy(port: int) -> None:
-    while True:
-        try:
-            if (await ask_async(port, "/health")).status == 200:
-                return
-        except OSError:
-            await asyncio.sleep(0.05)
+async def heard_port() -> int:
+    """What a server that starts in this process says in its log."""
+    heard: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.set_result(record.args[2]) if record.msg.startswith("serving") else None
+    log = logging.getLogger("longspan")
+    before = log.level
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    try:
+        return await asyncio.wait_for(heard, 10)
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)
+
+
+async def ask(port: int, path: str, body: object = None, **headers: str) -> Reply:
+    """In a thread, since the server runs in this event loop; the connection is closed after the answer."""
+    method = "GET" if body is None else "POST"
+    return await asyncio.to_thread(Client(port=port).ask, method, path, body, connection="close", **headers)
 
 
 async def received(connection: socket.socket, words: bytes) -> bytes:
@@ -99,9 +101,9 @@ async def received(connection: socket.socket, words: bytes) -> bytes:
     return data
 
 
-def kept_answers() -> list[Answer]:
+def num_kept_answers() -> int:
     gc.collect()
-    return [kept for kept in gc.get_objects() if type(kept) is Answer]
+    return sum(type(kept) is Answer for kept in gc.get_objects())
 
 
 def test_a_silent_stream_is_kept_alive_and_ends_at_its_deadline(events: Path) -> None:
@@ -169,6 +171,8 @@ def test_a_client_that_leaves_cancels_its_work(events: Path, what: int, stream: 
 
 
 def test_who_reads_nothing_is_let_go_and_holds_nobody_up(events: Path) -> None:
+    num_earlier = num_kept_answers()  # by the tracebacks of tests that have failed
+
     async def check() -> None:
         async with serving(events, reader_timeout_s=1.0) as face:
             await face.complete(SAY)
@@ -179,7 +183,7 @@ def test_who_reads_nothing_is_let_go_and_holds_nobody_up(events: Path) -> None:
             assert (await face.complete(SAY, stream=True)).token_ids == [7, 7, 7]
             assert time.monotonic() - start_s < 5
             await until(lambda: asyncio.all_tasks() == before)
-            await until(lambda: not kept_answers())
+            await until(lambda: num_kept_answers() <= num_earlier)
             for connection in stalled:
                 connection.close()
 
@@ -209,11 +213,11 @@ def test_requests_under_way_are_finished_and_new_ones_refused(events: Path) -> N
             await asyncio.sleep(0.2)
             os.kill(os.getpid(), signal.SIGTERM)
             await asyncio.sleep(0.2)
-            for reply in (await face.complete(SAY), await ask_async(face.port, "/health")):
+            for reply in (await face.complete(SAY), await ask(face.port, "/health")):
                 assert reply.status == 503
                 assert int(reply.headers["retry-after"]) > 0
                 assert "shutting down" in reply.body["error"]["message"]
-            assert (await ask_async(face.port, "/live")).status == 200
+            assert (await ask(face.port, "/live")).status == 200
             for reply in await asyncio.gather(*under_way):
                 assert reply.token_ids == [7] * 60
             assert await asyncio.wait_for(face.running, 10) == 0
@@ -252,13 +256,7 @@ def test_a_second_signal_ends_at_once(events: Path) -> None:
 
 def test_a_signal_while_the_engine_starts_ends_at_once(events: Path) -> None:
     async def check() -> None:
-        setup = EngineSetup(
-            model=str(events.with_name("never-starts")),
-            arguments={},
-            max_num_queued_reqs=None,
-            max_num_queued_tokens=None,
-        )
-        running = asyncio.create_task(serve(setup, ServerSettings(model_names=("fake",)), "127.0.0.1", free_port()))
+        running = asyncio.create_task(serve_fake(events.with_name(NEVER_STARTS)))
         await asyncio.sleep(0.5)
         os.kill(os.getpid(), signal.SIGTERM)
         assert await asyncio.wait_for(running, 3) == 128 + signal.SIGTERM

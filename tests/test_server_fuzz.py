@@ -9,15 +9,17 @@ from __future__ import annotations
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import schemathesis
-from ask_server import Address, serving, speaking_model
 from hypothesis import HealthCheck, given, settings
 from pydantic import BaseModel
 from schemathesis import Case, GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
+from server_client import Client
+from server_process import running
 
 from longspan.serve.wire import ChatCompletionChunk, CompletionResponse
 
@@ -36,15 +38,15 @@ SMALL = (
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Address]:
-    folder = tmp_path_factory.mktemp("fuzz")
-    with serving(speaking_model(folder / "model"), folder / "log", *SMALL) as address:
-        yield address
+def client(speaking_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    log = tmp_path_factory.mktemp("fuzz") / "log"
+    with running(str(speaking_model), "--served-model-name", "tiny", *SMALL, log=log) as server:
+        yield server.client
 
 
 @pytest.fixture(scope="module")
-def operations(server: Address) -> list[Any]:
-    found = [result.ok() for result in schemathesis.openapi.from_url(f"{server.url}/openapi.json").get_all_operations()]
+def operations(client: Client) -> list[Any]:
+    found = [result.ok() for result in schemathesis.openapi.from_url(f"{client.url}/openapi.json").get_all_operations()]
     assert len(found) >= 9
     return found
 
@@ -52,9 +54,9 @@ def operations(server: Address) -> list[Any]:
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
 @pytest.mark.timeout(0 if LONG_RUN else 300)
 def test_whatever_is_asked_the_answer_is_as_promised(
-    server: Address, operations: list[Any], mode: GenerationMode
+    client: Client, operations: list[Any], mode: GenerationMode
 ) -> None:
-    usual = server.good_answer()
+    usual = client.good_answer()
     seen: dict[str, Counter[int]] = defaultdict(Counter)
     for operation in operations:
         if mode.is_negative and not operation.body:
@@ -73,11 +75,11 @@ def test_whatever_is_asked_the_answer_is_as_promised(
             # Not every text is a grammar, and not every conversation fits the template: 400 may be right.
             case.validate_response(response, excluded_checks=[positive_data_acceptance])
             check_stream(case.path, response)
-            assert server.good_answer() == usual
+            assert client.good_answer() == usual
 
         ask()
     print(mode.value, {label: dict(statuses) for label, statuses in seen.items()})
-    server.wait_until_idle()
+    client.wait_until_idle()
     if not mode.is_negative:
         assert all(statuses[200] for statuses in seen.values()), "no route only ever refuses"
 

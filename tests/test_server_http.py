@@ -4,111 +4,52 @@ from __future__ import annotations
 
 import json
 import socket
-import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, BinaryIO, Self
+from pathlib import Path
+from typing import Any
 
 import pytest
-from ask_server import Address, serving, speaking_model
+from server_client import Client, Reply, Wire, num_ended, post
+from server_process import running
 
 MAX_BODY_BYTES = 200_000
 MAX_HEADER_BYTES = 64 * 1024
-TIMEOUT_S = 30
-"""Nothing here takes so long: a hang fails."""
 GOOD = {"prompt": [1, 2, 3], "temperature": 0, "max_tokens": 2, "return_token_ids": True}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Address]:
-    folder = tmp_path_factory.mktemp("http")
+def client(speaking_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     flags = ("--max-model-len", "4096", "--max-body-bytes", str(MAX_BODY_BYTES))
-    with serving(speaking_model(folder / "model"), folder / "log", *flags) as address:
-        yield address
+    with running(str(speaking_model), *flags, log=tmp_path_factory.mktemp("http") / "log") as server:
+        yield server.client
 
 
 @pytest.fixture(scope="module")
-def usual_answer(server: Address) -> list[int]:
-    return server.good_answer()
+def usual_answer(client: Client) -> list[int]:
+    return client.good_answer()
 
 
 @pytest.fixture(autouse=True)
-def good_request_afterwards(server: Address, usual_answer: list[int]) -> Iterator[None]:
+def good_request_afterwards(client: Client, usual_answer: list[int]) -> Iterator[None]:
     """After every test, and what it has left behind, others are served as before."""
     yield
-    assert server.good_answer() == usual_answer
+    assert client.good_answer() == usual_answer
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    status: int
-    headers: dict[str, str]
-    body: bytes
-
-
-class Wire:
-    """A connection to which anything can be written."""
-
-    def __init__(self, server: Address) -> None:
-        self.socket = socket.create_connection((server.host, server.port), timeout=TIMEOUT_S)
-        self._file: BinaryIO = self.socket.makefile("rb")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-        self.socket.close()
-
-    def send(self, *data: bytes) -> Wire:
-        for piece in data:
-            self.socket.sendall(piece)
-        return self
-
-    def answer(self, *, has_body: bool = True) -> Answer:
-        """The next one."""
-        line = self._file.readline()
-        assert line.startswith(b"HTTP/1.1 "), f"{line!r} instead of an answer"
-        headers: dict[str, str] = {}
-        while (field := self._file.readline().strip()) != b"":
-            name, _, value = field.decode("latin-1").partition(":")
-            headers[name.lower()] = value.strip()
-        length = int(headers.get("content-length", "0")) if has_body else 0
-        return Answer(status=int(line.split()[1]), headers=headers, body=self._file.read(length))
-
-    def reset_on_close(self) -> None:
-        """Leave as a process that is killed with data unread does, not by saying so."""
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-
-    def rest(self) -> bytes:
-        """All that comes until the server closes the connection."""
-        return self._file.read()
-
-
-def ask(server: Address, *data: bytes, has_body: bool = True) -> Answer:
-    with Wire(server) as wire:
+def ask(client: Client, *data: bytes, has_body: bool = True) -> Reply:
+    with Wire(client) as wire:
         return wire.send(*data).answer(has_body=has_body)
 
 
-def post(body: bytes, path: str = "/v1/completions", headers: bytes = b"content-type: application/json\r\n") -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n".encode()
-    return head + headers + b"\r\n" + body
-
-
-def check_error(answer: Answer, *statuses: int) -> dict[str, Any]:
+def check_error(answer: Reply, *statuses: int) -> dict[str, Any]:
     """It is refused as OpenAI's clients know it, and says what to do."""
     assert 400 <= answer.status < 500, answer
     assert not statuses or answer.status in statuses, answer
     assert answer.headers["content-type"] == "application/json"
-    error = json.loads(answer.body)["error"]
+    error = answer.body["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["message"] and error["type"] and "Traceback" not in error["message"]
     return dict(error)
-
-
-def ids_of(answer: Answer) -> list[int]:
-    assert answer.status == 200, answer
-    return list(json.loads(answer.body)["choices"][0]["token_ids"])
 
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
@@ -143,21 +84,21 @@ NO_HTTP = {
 }
 
 
-def test_what_is_no_http_gets_an_error_and_is_hung_up_on(server: Address) -> None:
+def test_what_is_no_http_gets_an_error_and_is_hung_up_on(client: Client) -> None:
     for what, data in NO_HTTP.items():
-        with Wire(server) as wire:
+        with Wire(client) as wire:
             answer = wire.send(data).answer()
             check_error(answer, 400)
             assert answer.headers["connection"] == "close", what
             assert wire.rest() == b"", what
 
 
-def test_headers_that_are_too_large(server: Address) -> None:
+def test_headers_that_are_too_large(client: Client) -> None:
     begin = b"GET /live HTTP/1.1\r\nhost: a\r\nx: "
-    with Wire(server) as wire:  # not a byte more: what the server has not read would make the system drop its answer
+    with Wire(client) as wire:  # not a byte more: what the server has not read would make the system drop its answer
         check_error(wire.send(begin.ljust(MAX_HEADER_BYTES + 1, b"x")).answer(), 431)
         assert wire.rest() == b""
-    with Wire(server) as wire:
+    with Wire(client) as wire:
         try:
             seen = wire.send(begin, b"x" * 2**22, b"\r\n\r\n").rest()
         except (BrokenPipeError, ConnectionResetError):
@@ -222,9 +163,9 @@ UNKNOWN_TO_TOKENIZE = {
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
-def test_bodies_that_are_no_request(server: Address, path: str) -> None:
+def test_bodies_that_are_no_request(client: Client, path: str) -> None:
     """All over one connection, which can be used on."""
-    with Wire(server) as wire:
+    with Wire(client) as wire:
         for what, body in BAD_BODIES.items():
             answer = wire.send(post(body, path)).answer()
             if path == "/tokenize" and answer.status == 200:
@@ -234,10 +175,10 @@ def test_bodies_that_are_no_request(server: Address, path: str) -> None:
             assert len(error["message"]) < 500, "what was sent is not sent back"
 
 
-def test_the_last_of_two_equal_keys_counts(server: Address) -> None:
-    once = ids_of(ask(server, post(json.dumps(GOOD).encode())))
+def test_the_last_of_two_equal_keys_counts(client: Client) -> None:
+    once = ask(client, post(json.dumps(GOOD).encode())).token_ids
     twice = json.dumps(GOOD).replace("{", '{"prompt": [9, 9, 9], "max_tokens": -1, ', 1).encode()
-    assert ids_of(ask(server, post(twice))) == once
+    assert ask(client, post(twice)).token_ids == once
 
 
 @pytest.mark.parametrize(
@@ -252,26 +193,26 @@ def test_the_last_of_two_equal_keys_counts(server: Address) -> None:
         b"content-type: \xff\xfe\r\n",
     ],
 )
-def test_bodies_that_do_not_say_they_are_json(server: Address, given: bytes) -> None:
-    error = check_error(ask(server, post(json.dumps(GOOD).encode(), headers=given)), 415)
+def test_bodies_that_do_not_say_they_are_json(client: Client, given: bytes) -> None:
+    error = check_error(ask(client, post(json.dumps(GOOD).encode(), headers=given)), 415)
     assert "application/json" in error["message"]
 
 
 @pytest.mark.parametrize("given", [b"Application/JSON", b"application/json; charset=utf-8", b"application/json;"])
-def test_json_has_several_spellings(server: Address, given: bytes) -> None:
-    answer = ask(server, post(json.dumps(GOOD).encode(), headers=b"content-type: " + given + b"\r\n"))
-    assert len(ids_of(answer)) == 2
+def test_json_has_several_spellings(client: Client, given: bytes) -> None:
+    answer = ask(client, post(json.dumps(GOOD).encode(), headers=b"content-type: " + given + b"\r\n"))
+    assert len(answer.token_ids) == 2
 
 
-def test_methods_that_a_route_does_not_have(server: Address) -> None:
-    routes = json.loads(server.ask("GET", "/openapi.json")[2])["paths"]
+def test_methods_that_a_route_does_not_have(client: Client) -> None:
+    routes = client.ask("GET", "/openapi.json").body["paths"]
     assert len(routes) >= 9
     for path, operations in routes.items():
         for method in ("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "BREW", "get", "HEAD"):
             if method.lower() in operations and method != "get":
                 continue
             asked = f"{method} {path} HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\n{{}}".encode()
-            answer = ask(server, asked, has_body=method != "HEAD")
+            answer = ask(client, asked, has_body=method != "HEAD")
             assert answer.status == 405, (method, path, answer)
             assert answer.headers["allow"].lower() in operations
             if method != "HEAD":
@@ -295,76 +236,75 @@ def test_methods_that_a_route_does_not_have(server: Address) -> None:
         b"/" + b"a" * 60_000,
     ],
 )
-def test_paths_that_are_no_route(server: Address, target: bytes) -> None:
-    check_error(ask(server, b"GET " + target + b" HTTP/1.1\r\nhost: a\r\n\r\n"), 404)
+def test_paths_that_are_no_route(client: Client, target: bytes) -> None:
+    check_error(ask(client, b"GET " + target + b" HTTP/1.1\r\nhost: a\r\n\r\n"), 404)
 
 
 @pytest.mark.parametrize("host", [b"", b"[", b"a:b:c", b"\xff", b"http://x", b"a/../b?c#d"])
-def test_odd_hosts_matter_to_nobody(server: Address, host: bytes) -> None:
-    assert ask(server, b"GET /live HTTP/1.1\r\nhost: " + host + b"\r\n\r\n").status == 200
+def test_odd_hosts_matter_to_nobody(client: Client, host: bytes) -> None:
+    assert ask(client, b"GET /live HTTP/1.1\r\nhost: " + host + b"\r\n\r\n").status == 200
 
 
 @pytest.mark.parametrize("given", [b"0", b"-1", b"nan", b"inf", b"1e999", b"soon", b"\xff", b"1" * 5000])
-def test_odd_timeouts_are_refused(server: Address, given: bytes) -> None:
+def test_odd_timeouts_are_refused(client: Client, given: bytes) -> None:
     headers = b"content-type: application/json\r\nx-request-timeout: " + given + b"\r\n"
-    error = check_error(ask(server, post(json.dumps(GOOD).encode(), headers=headers)), 400)
+    error = check_error(ask(client, post(json.dumps(GOOD).encode(), headers=headers)), 400)
     assert "x-request-timeout" in error["message"] and len(error["message"]) < 500
 
 
-def test_a_body_in_chunks_is_a_body(server: Address) -> None:
+def test_a_body_in_chunks_is_a_body(client: Client) -> None:
     body = json.dumps(GOOD).encode()
-    expected = ids_of(ask(server, post(body)))
+    expected = ask(client, post(body)).token_ids
     for size in (1, 7, 1000):
         pieces = [body[at : at + size] for at in range(0, len(body), size)]
         chunks = [b"%x;name=value\r\n%s\r\n" % (len(piece), piece) for piece in pieces]
-        assert ids_of(ask(server, CHUNKED, *chunks, b"0\r\nx-trailer: a\r\n\r\n")) == expected
+        assert ask(client, CHUNKED, *chunks, b"0\r\nx-trailer: a\r\n\r\n").token_ids == expected
     whole = post(body)
-    assert ids_of(ask(server, *(whole[at : at + 1] for at in range(len(whole))))) == expected
+    assert ask(client, *(whole[at : at + 1] for at in range(len(whole)))).token_ids == expected
 
 
-def test_requests_sent_ahead_are_answered_in_order(server: Address) -> None:
+def test_requests_sent_ahead_are_answered_in_order(client: Client) -> None:
     live, nothing = b"GET /live HTTP/1.1\r\nhost: a\r\n\r\n", b"GET /nothing HTTP/1.1\r\nhost: a\r\n\r\n"
     good = post(json.dumps(GOOD).encode())
-    with Wire(server) as wire:
+    with Wire(client) as wire:
         wire.send(live + good + nothing + post(b"{") + good + live + b"nonsense\r\n\r\n")
         assert [wire.answer().status for _ in range(6)] == [200, 200, 404, 400, 200, 200]
         check_error(wire.answer(), 400)
         assert wire.rest() == b""
 
 
-def test_a_client_that_asks_before_it_sends_a_body(server: Address) -> None:
+def test_a_client_that_asks_before_it_sends_a_body(client: Client) -> None:
     body = json.dumps(GOOD).encode()
-    with Wire(server) as wire:
+    with Wire(client) as wire:
         wire.send(HEAD + b"expect: 100-continue\r\ncontent-length: %d\r\n\r\n" % len(body))
         assert wire.answer().status == 100
-        assert len(ids_of(wire.send(body).answer())) == 2
+        assert len(wire.send(body).answer().token_ids) == 2
 
 
-def test_bodies_that_are_too_large_are_refused_before_they_have_come(server: Address) -> None:
-    with Wire(server) as wire:
+def test_bodies_that_are_too_large_are_refused_before_they_have_come(client: Client) -> None:
+    with Wire(client) as wire:
         error = check_error(wire.send(HEAD + b"content-length: %d\r\n\r\n{" % 10**12).answer(), 413)
         assert "--max-body-bytes" in error["message"]
-    with Wire(server) as wire:
+    with Wire(client) as wire:
         piece = b"%x\r\n%s\r\n" % (1000, b" " * 1000)
         check_error(wire.send(CHUNKED, piece * (MAX_BODY_BYTES // 1000 + 1)).answer(), 413)
         wire.send(b"nonsense\r\n")
         assert wire.rest() == b"", "it is hung up on: one answer is enough"
     within = json.dumps(GOOD).encode().ljust(MAX_BODY_BYTES)
-    assert len(ids_of(ask(server, post(within)))) == 2
+    assert len(ask(client, post(within)).token_ids) == 2
 
 
 @pytest.mark.parametrize("reset", [False, True])
-def test_clients_that_leave_before_they_have_said_all(server: Address, reset: bool) -> None:
+def test_clients_that_leave_before_they_have_said_all(client: Client, reset: bool) -> None:
     whole = post(json.dumps(GOOD).encode())
-    completed = server.metric("request_success_total", "length")
+    completed = num_ended(client.metrics(), "length")
     for cut in (0, 1, 10, len(HEAD), len(whole) - 20, len(whole) - 1):
-        with Wire(server) as wire:
+        with Wire(client) as wire:
             wire.send(whole[:cut])
             if reset:
                 wire.reset_on_close()
-    server.wait_until_idle()
-    assert server.metric("request_success_total", "length") == completed, "half a request was served"
-    assert len(ids_of(ask(server, whole))) == 2
+    assert num_ended(client.wait_until_idle(), "length") == completed, "half a request was served"
+    assert len(ask(client, whole).token_ids) == 2
 
 
 @pytest.mark.parametrize("reset", [False, True])
@@ -372,24 +312,23 @@ def test_clients_that_leave_before_they_have_said_all(server: Address, reset: bo
     "ahead", [b"", b"G", b"GET /live HTTP/1.1\r\nhost: a\r\n\r\n"], ids=["", "a byte", "a request"]
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_work_for_clients_that_have_left_ends(server: Address, stream: bool, ahead: bytes, reset: bool) -> None:
-    aborted, completed = (server.metric("request_success_total", reason) for reason in ("abort", "length"))
-    server.wait_until_idle()
-    with Wire(server) as wire:
+def test_work_for_clients_that_have_left_ends(client: Client, stream: bool, ahead: bytes, reset: bool) -> None:
+    before = client.wait_until_idle()
+    with Wire(client) as wire:
         wire.send(post(json.dumps({**GOOD, "max_tokens": 4000, "ignore_eos": True, "stream": stream}).encode()))
-        server.wait_for("num_requests_running", 1)
+        client.wait_until_running(1)
         for at in range(len(ahead)):
             wire.send(ahead[at : at + 1])
         if reset:
             wire.reset_on_close()
-    server.wait_for("request_success_total", aborted + 1, "abort")
-    assert server.metric("request_success_total", "length") == completed
-    server.wait_until_idle()
+    after = client.wait_until_idle()
+    assert num_ended(after, "abort") == num_ended(before, "abort") + 1
+    assert num_ended(after, "length") == num_ended(before, "length")
 
 
 @pytest.mark.parametrize("data", [b"", b"GET /live HTTP/1.1\r\n", b"GET /live HTTP/1.1\r\nhost: a\r\n\r\n", CHUNKED])
-def test_a_client_that_closes_its_half_has_left(server: Address, data: bytes) -> None:
-    with Wire(server) as wire:
+def test_a_client_that_closes_its_half_has_left(client: Client, data: bytes) -> None:
+    with Wire(client) as wire:
         wire.send(data).socket.shutdown(socket.SHUT_WR)
         seen = wire.rest()
         assert not seen or seen.startswith((b"HTTP/1.1 2", b"HTTP/1.1 4")), seen

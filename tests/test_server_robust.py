@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import pydoc_data.topics
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 import pytest
-from server_process import Client, Reply, ServerProcess, Servers
+from server_client import Client, Metrics, Reply, num_ended
+from server_process import ServerProcess, running
 from texts import topic_tokens
 from tiny_models import make_tiny
 
@@ -21,12 +22,22 @@ pytestmark = pytest.mark.attack
 _TIE = 1e-3
 """Where the two best log-probabilities are closer than this, either token is right."""
 
+Servers = Callable[..., ServerProcess]
+
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    servers = Servers(tmp_path_factory.mktemp("logs"))
-    yield servers
-    servers.close()
+    """One per list of arguments: started when it is first asked for, and again when a test has ended it."""
+    latest: dict[tuple[str, ...], ServerProcess] = {}
+    with ExitStack() as stack:
+
+        def get(*arguments: str) -> ServerProcess:
+            if arguments not in latest or latest[arguments].process.poll() is not None:
+                log = tmp_path_factory.mktemp("server") / "log"
+                latest[arguments] = stack.enter_context(running(*arguments, log=log))
+            return latest[arguments]
+
+        yield get
 
 
 @pytest.fixture(scope="module")
@@ -37,35 +48,28 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def smollm2(servers: Servers) -> ServerProcess:
     flags = ("--parallel", "2", "--max-num-batched-tokens", "256", "--num-gpu-blocks-override", "16")
-    return servers.get("smollm2-135m", *flags)
+    return servers("smollm2-135m", *flags)
 
 
 @pytest.fixture
 def bounded(servers: Servers, tiny: Path) -> ServerProcess:
     flags = ("--max-num-queued-reqs", "50", "--max-num-queued-tokens", "8000", "--max-num-seqs", "16")
-    return servers.get(tiny, "--skip-tokenizer-init", *flags)
+    return servers(str(tiny), "--skip-tokenizer-init", *flags)
 
 
 @pytest.fixture
 def pair(servers: Servers, tiny: Path) -> ServerProcess:
     """Two instances, and a queue that is shorter than what runs."""
-    return servers.get(tiny, "--skip-tokenizer-init", "--parallel", "2", "--max-num-queued-reqs", "16")
+    return servers(str(tiny), "--skip-tokenizer-init", "--parallel", "2", "--max-num-queued-reqs", "16")
 
 
-def check_metrics(metrics: dict[str, float]) -> None:
-    """What holds of the metrics of an idle server."""
+def check_metrics(metrics: Metrics, *, num_replayed: int = 0) -> None:
+    """What holds of the metrics of an idle server; a request that is computed anew has a first token twice."""
     assert all(value >= 0 and math.isfinite(value) for value in metrics.values()), metrics
-    num_ended = ended(metrics, "")
     for name in ("e2e_request_latency_seconds", "request_generation_tokens"):
-        assert metrics[f"{name}_count"] == num_ended
-    assert metrics["time_to_first_token_seconds_count"] <= num_ended
+        assert metrics[f"{name}_count"] == num_ended(metrics)
+    assert metrics["time_to_first_token_seconds_count"] <= num_ended(metrics) + num_replayed
     assert metrics["prefix_cache_hits_total"] <= metrics["prefix_cache_queries_total"]
-
-
-def ended(metrics: dict[str, float], reason: str) -> float:
-    """Requests that have ended for a reason whose name begins so."""
-    prefix = 'request_success_total{finished_reason="' + reason
-    return sum(value for name, value in metrics.items() if name.startswith(prefix))
 
 
 def check_same(reply: Reply, solo: Reply) -> None:
@@ -110,12 +114,12 @@ def test_clients_that_leave_long_prefills_leave_nothing_behind(smollm2: ServerPr
     assert "Paris" in before[1]
     for prompt in prompts[1:5]:  # every block has been used once
         client.leave_after(0.5, prompt=prompt, max_tokens=4)
-    num_aborted = ended(client.wait_until_idle(), "abort")
+    num_aborted = num_ended(client.wait_until_idle(), "abort")
     memory_bytes = smollm2.memory_bytes()
     for index, prompt in enumerate(prompts[5:25]):
         client.leave_after(0.5, prompt=prompt, max_tokens=4, stream=bool(index % 2))
     metrics = client.wait_until_idle()
-    assert ended(metrics, "abort") - num_aborted == 20
+    assert num_ended(metrics, "abort") - num_aborted == 20
     check_metrics(metrics)
     assert smollm2.memory_bytes() - memory_bytes < 50e6
     assert [client.complete(**ask).body["choices"][0]["text"] for ask in asks] == before
@@ -123,7 +127,7 @@ def test_clients_that_leave_long_prefills_leave_nothing_behind(smollm2: ServerPr
 
 def test_a_deadline_ends_a_long_prefill(smollm2: ServerProcess) -> None:
     client = smollm2.client
-    num_aborted = ended(client.metrics(), "abort")
+    num_aborted = num_ended(client.metrics(), "abort")
     start_s = time.monotonic()
     body = {"prompt": list(topic_tokens()[1000:8000]), "max_tokens": 4}
     reply = client.ask("POST", "/v1/completions", body, x_request_timeout="0.6")
@@ -131,7 +135,7 @@ def test_a_deadline_ends_a_long_prefill(smollm2: ServerProcess) -> None:
     assert reply.body["error"]["type"] == "timeout_error"
     assert time.monotonic() - start_s < 3
     metrics = client.wait_until_idle()
-    assert ended(metrics, "abort") - num_aborted == 1
+    assert num_ended(metrics, "abort") - num_aborted == 1
 
 
 def test_the_event_loop_stays_free(smollm2: ServerProcess) -> None:
@@ -172,7 +176,7 @@ def test_a_flood_is_answered_or_refused(
     client = bounded.client
     prompts = prompts_of(num_prompt_tokens, 5)
     solo = solo_answers(client, prompts, 12)
-    num_done = ended(client.wait_until_idle(), "length")
+    num_done = num_ended(client.wait_until_idle(), "length")
     threads, futures = at_once([asking(client, prompts[i % 5], 12, stream=i % 3 == 0) for i in range(num_requests)])
     with threads:
         replies = [future.result() for future in futures]
@@ -190,7 +194,7 @@ def test_a_flood_is_answered_or_refused(
     assert len(answered) >= 4
     assert client.ask("GET", "/health").status == 200
     metrics = client.wait_until_idle()
-    assert ended(metrics, "length") - num_done == len(answered)
+    assert num_ended(metrics, "length") - num_done == len(answered)
     assert metrics["generation_tokens_total"] == metrics["request_generation_tokens_sum"]
     check_metrics(metrics)
     check_same(client.complete(prompt=prompts[0], max_tokens=12), solo[0])
@@ -201,25 +205,16 @@ def test_sigterm_lets_admitted_requests_finish(bounded: ServerProcess) -> None:
     solo = solo_answers(client, prompts, 40)
     threads, futures = at_once([asking(client, prompts[i % 4], 40, stream=i % 8 > 3) for i in range(40)])
     with threads:
-        _until_running(client, 16)
-        assert bounded.family
-        bounded.process.send_signal(signal.SIGTERM)
+        client.wait_until_running(16)
+        bounded.terminate()
         time.sleep(0.3)
         assert client.complete(prompt=prompts[0]).status == 503
         for index, future in enumerate(futures):
             check_same(future.result(), solo[index % 4])
-    assert bounded.process.wait(30) == 0
-    bounded.check_nothing_is_left()
+    bounded.close(30)
 
 
 # ---------------------------------------------------------------- kill -9
-
-
-def _until_running(client: Client, number: int) -> None:
-    deadline_s = time.monotonic() + 10
-    while client.metrics()["num_requests_running"] < number:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
 
 
 def _check_recovery(client: Client, futures: Sequence[Future[Reply]], within_s: float) -> None:
@@ -241,7 +236,7 @@ def test_requests_go_on_after_workers_were_killed(pair: ServerProcess, what: str
     asks = [asking(client, prompts[i % 4], 80, stream=i >= 4) for i in range(8)]
     threads, futures = at_once(asks)
     with threads:
-        _until_running(client, 4)
+        client.wait_until_running(4)
         pair.kill(what)
         _check_recovery(client, futures, within_s=30)
         for index, future in enumerate(futures):
@@ -257,11 +252,11 @@ def test_requests_go_on_after_workers_were_killed(pair: ServerProcess, what: str
 def test_a_request_that_runs_in_two_losses_fails(pair: ServerProcess) -> None:
     client, [prompt] = pair.client, prompts_of(30, 1)
     [solo] = solo_answers(client, [prompt], 20)
-    num_failed = ended(client.metrics(), "error")
+    num_failed = num_ended(client.metrics(), "error")
     threads, futures = at_once([asking(client, prompt, 3500, stream=stream) for stream in (False, True)])
     with threads:
         for _ in range(2):
-            _until_running(client, 2)
+            client.wait_until_running(2)
             time.sleep(0.3)
             assert not any(future.done() for future in futures)
             pair.kill("worker")
@@ -273,21 +268,21 @@ def test_a_request_that_runs_in_two_losses_fails(pair: ServerProcess) -> None:
         assert error["type"] == "server_error"
         assert "2 times while this request ran" in error["message"]
     metrics = client.wait_until_idle()
-    assert ended(metrics, "error") - num_failed == 2
+    assert num_ended(metrics, "error") - num_failed == 2
     check_metrics(metrics)
     check_same(client.complete(prompt=prompt, max_tokens=20), solo)
 
 
 def test_what_told_nothing_is_replayed_after_the_engine_process_was_killed(pair: ServerProcess) -> None:
     client, prompts = pair.client, prompts_of(900, 2)
-    solo = solo_answers(client, prompts, 120)
-    asks = [asking(client, prompts[i % 2], 120, stream=i >= 26) for i in range(30)]
+    solo = solo_answers(client, prompts, 300)
+    asks = [asking(client, prompts[i % 2], 300, stream=i >= 26) for i in range(30)]
     earlier, first = at_once(asks[:15])
-    _until_running(client, 15)
+    client.wait_until_running(15)
     later, second = at_once(asks[15:])  # all together, they are more than the queue of the new engine may hold
     futures = [*first, *second]
     with earlier, later:
-        _until_running(client, 30)
+        client.wait_until_running(30)
         pair.kill("engine")
         _check_recovery(client, futures, within_s=60)  # Python, PyTorch and transformers are started anew
         for index, future in enumerate(futures):
@@ -297,17 +292,16 @@ def test_what_told_nothing_is_replayed_after_the_engine_process_was_killed(pair:
             else:
                 check_same(reply, solo[index % 2])
     assert any("error" in future.result().events[-1] for future in futures[26:]), "a stream had begun"
-    check_metrics(client.wait_until_idle())
+    check_metrics(client.wait_until_idle(), num_replayed=len(futures))
 
 
 def test_nothing_is_left_when_the_face_is_killed(pair: ServerProcess) -> None:
     client, [prompt] = pair.client, prompts_of(1500, 1)
     threads, futures = at_once([asking(client, prompt, 500, stream=False) for _ in range(4)])
     with threads:
-        _until_running(client, 2)
+        client.wait_until_running(2)
         assert len(pair.family) == 4, "the engine process, the one that forks workers, and two workers"
         pair.kill("face")
         for future in futures:
             assert future.exception(timeout=5) is not None
-    pair.process.wait(5)
-    pair.check_nothing_is_left()
+    pair.close(5)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     Gemma2Config,
     Glm4Config,
     LlamaConfig,
@@ -17,6 +18,8 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+
+from longspan.model.smollm2 import smollm2_folder
 
 SWITCH_LENGTH = 64
 WINDOW = 32
@@ -78,6 +81,16 @@ def make_tiny(name: str, folder: Path, seed: int = 0) -> Path:
     Weights are larger than at initialisation, so that attention is not uniform and the best logits stand apart.
     """
     return write_checkpoint(TINY[name](), folder, seed)
+
+
+def make_speaking(folder: Path) -> Path:
+    """Write one with the tokenizer and the chat template of SmolLM2: fast nonsense, in all of Unicode."""
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_folder())
+    config = TINY["llama"]()
+    config.vocab_size, config.eos_token_id, config.bos_token_id = len(tokenizer), tokenizer.eos_token_id, None
+    write_checkpoint(config, folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def write_checkpoint(config: PreTrainedConfig, folder: Path, seed: int = 0) -> Path:

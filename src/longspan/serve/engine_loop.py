@@ -106,8 +106,10 @@ class EngineLoop:
 
     def _turn(self) -> None:
         """Takes commands and a completion, whichever come; waits for one of them when there is nothing else to do."""
-        while self._socket.poll(0) and not self._quitting:
+        while self._socket.poll(0):
             self._obey(self._commands.decode(self._socket.recv()))
+            if self._quitting:
+                return
         news = _News()
         if self._engine.has_unfinished:
             for request in self._engine.step(self._setup.stats_interval_s):
