@@ -211,7 +211,8 @@ class CheckedExecutor:
         tables = [self._ranks[instance].apply(part).table for instance in part.group]
         assert all(table == tables[0] for table in tables)
         live = self.live.setdefault(part.request_id, _Live(group=part.group, next_start=part.start))
-        assert live.group == part.group, "a group stays together until the request is freed"
+        assert set(part.group) <= set(live.group), "a group only shrinks until the request is freed"
+        live.group = part.group
         for ref in live.table[part.first_block :]:
             self._owners[ref].remove(part.request_id)
         live.table = list(tables[0])
@@ -234,7 +235,8 @@ class CheckedExecutor:
         assert len(part.group) == len(part.runs) == len(set(part.group))
         assert all(0 <= ref.block < self._setup.num_blocks for ref in part.blocks)
         assert (part.exchange == "local") == (len(part.group) == 1)
-        assert part.exchange != "ring_q" or part.stop == part.start + 1
+        wanted = self._setup.options.get("exchange", "auto")
+        assert wanted != "auto" or part.exchange != "ring_q" or part.stop == part.start + 1
         assert (part.sample is not None) == (part.stop >= request.num_known)
         assert UNKNOWN not in part.tokens[:-1], "at most the last token is yet to be sampled"
         assert (part.unknown_on is not None) == (part.tokens[-1] == UNKNOWN)
@@ -243,15 +245,16 @@ class CheckedExecutor:
         live.sampled_on = None if part.sample is None else part.sample.instance
         if part.sample is not None:
             assert part.sample.position == part.stop
-            assert part.sample.instance == live.table[(part.stop - 1) // self._setup.block_size].instance
+            runs = part.runs[part.group.index(part.sample.instance)]
+            assert runs and runs[-1].stop == part.stop, "who computes the last token samples"
 
     def _check_blocks(self, part: Part) -> None:
         size, table = self._setup.block_size, self.live[part.request_id].table
         assert len(table) == -(-part.stop // size), "blocks for all tokens and no more"
         assert {ref.instance for ref in table} <= set(part.group)
-        for instance, runs in zip(part.group, part.runs, strict=True):
-            for run in runs:
-                assert all(table[position // size].instance == instance for position in run.positions)
+        for member, runs in enumerate(part.runs):
+            holders = {table[position // size].instance for run in runs for position in run.positions}
+            assert holders <= set(part.group[member:] if part.exchange == "chain" else [part.group[member]])
         for index, ref in enumerate(table):
             if (index + 1) * size > part.start:
                 assert self._owners[ref] == {part.request_id}, "a block that is written belongs to one request"

@@ -63,12 +63,14 @@ def check(packed: Packed, forward: Forward, instance: int, tables: dict[int, lis
     assert packed.tokens.tolist() == [part.tokens[position - part.start] for part, position in rows]
     assert packed.positions.tolist() == [position for _, position in rows]
     assert packed.rope_lengths.tolist() == [part.rope_length for part, _ in rows]
-    slots = [(tables[part.request_id][position // size], position % size) for part, position in rows]
-    assert all(ref.instance == instance for ref, _ in slots)
-    assert list(zip(packed.blocks.tolist(), packed.offsets.tolist(), strict=True)) == [
-        (ref.block, offset) for ref, offset in slots
+    wanted = [(tables[part.request_id][position // size], position % size) for part, position in rows]
+    assert all(ref.instance == instance for ref, _ in wanted)
+    slots = packed.slots
+    assert slots.rows.tolist() == list(range(len(rows)))
+    assert list(zip(slots.blocks.tolist(), slots.offsets.tolist(), strict=True)) == [
+        (ref.block, offset) for ref, offset in wanted
     ]
-    for tensor in (packed.tokens, packed.positions, packed.rope_lengths, packed.blocks, packed.offsets, packed.keep):
+    for tensor in (packed.tokens, packed.positions, packed.rope_lengths, slots.blocks, slots.offsets, packed.keep):
         assert tensor.dtype == torch.int64
     assert sum(len(channel.parts) for channel in packed.channels) == len(mine)
     for channel in packed.channels:
@@ -118,7 +120,7 @@ def packed_for(forward: Forward, instance: int) -> Packed:
 
 def test_members_without_tokens_still_take_part() -> None:
     packed = packed_for(Forward(number=1, parts=(part_of(0, (0, 1)),)), 1)
-    assert len(packed.tokens) == 0 == packed.blocks.numel()
+    assert len(packed.tokens) == 0 == packed.slots.blocks.numel()
     ((seen,),) = [channel.parts for channel in packed.channels]
     assert seen.kv_runs == ((Run(0, 4),), ())
     assert seen.blocks == ()

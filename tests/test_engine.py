@@ -37,6 +37,19 @@ class Job:
     abort_turn: int | None
 
 
+SHARINGS: list[dict[str, str]] = [
+    {},
+    {"layout": "striped"},
+    {"layout": "contiguous"},
+    {"exchange": "alltoall"},
+    {"exchange": "gather_kv", "dense": "true", "layout": "contiguous"},
+    {"exchange": "ring_q"},
+    {"exchange": "chain"},
+    {"exchange": "chain", "layout": "contiguous"},
+    {"exchange": "chain", "home": "computed"},
+]
+
+
 @st.composite
 def setups(draw: st.DrawFn) -> Setup:
     num_instances = draw(st.integers(1, 4))
@@ -44,7 +57,11 @@ def setups(draw: st.DrawFn) -> Setup:
     options = {
         "threshold": str(draw(st.integers(0, 60))),
         "long_share": str(draw(st.sampled_from([0.1, 0.5, 0.75, 1]))),
+        **draw(st.sampled_from(SHARINGS)),
     }
+    if options.get("layout") == "contiguous" and draw(st.booleans()):
+        weights = draw(st.lists(st.integers(1, 9), min_size=num_instances, max_size=num_instances))
+        options["fractions"] = ",".join(str(weight / sum(weights)) for weight in weights)
     num_blocks, block_size = draw(st.integers(2, 12)), draw(st.sampled_from([1, 2, 4, 16]))
     most = min(150, num_instances * num_blocks * block_size)
     return Setup(

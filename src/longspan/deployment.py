@@ -150,6 +150,16 @@ class Deployment:
         """
         return [dict(times) for times in self.executor.worker_times]
 
+    def set_policy(self, policy: str, options: Mapping[str, str]) -> None:
+        """Changes the policy between requests; cached KV stays.
+
+        Raises:
+            ValueError: for an unknown policy, or options that it cannot work with.
+            RuntimeError: when requests are unfinished.
+        """
+        num_instances = self.engine.config.num_instances
+        self.engine.set_policy(make_policy(policy, num_instances=num_instances, options=options))
+
     def restart(self) -> None:
         """Starts new workers in place of lost ones; every request goes on where it was.
 

@@ -156,6 +156,16 @@ class Engine:
         if not request.in_flight and request.id in self._requests:
             self._drop(request)
 
+    def set_policy(self, policy: Policy) -> None:
+        """From now on, `policy` decides; only between requests, whose groups and layouts are the old one's.
+
+        Raises:
+            RuntimeError: when some are unfinished.
+        """
+        if self._requests:
+            raise RuntimeError(f"the policy cannot change while {len(self._requests)} requests are unfinished")
+        self._policy = policy
+
     def restart(self, executor: Executor) -> None:
         """Goes on with new workers, which remember nothing: every request waits again and computes anew what it had."""
         self._executor, self.account = executor, self._new_account()
@@ -240,7 +250,10 @@ class Engine:
     def _part(self, share: Share) -> Part:
         request = share.request
         assert share.start == request.num_scheduled, "spans of a request follow each other"
+        assert set(share.group) <= set(request.group), "others have not been told of the request"
         tokens = request.tokens(share.start, share.stop)
+        request.group = share.group
+        unknown_on = request.sampler if tokens[-1] == UNKNOWN else None
         first_block, request.sent_blocks = request.sent_blocks, len(request.table)
         first_output, new_output = self._new_output(request)
         part = Part(
@@ -253,8 +266,8 @@ class Engine:
             exchange=share.exchange,
             first_block=first_block,
             blocks=tuple(request.table[first_block:]),
-            sample=self._sample(request) if share.stop == request.num_tokens else None,
-            unknown_on=self._holder(request, share.stop - 2) if tokens[-1] == UNKNOWN else None,
+            sample=self._sample(share) if share.stop == request.num_tokens else None,
+            unknown_on=unknown_on,
             sampling=request.sampling(self.config.eos_token_ids) if first_block == 0 else None,
             first_output=first_output,
             new_output=new_output,
@@ -273,10 +286,12 @@ class Engine:
         if goes_on and self._rope_length(num_tokens) == request.rope_length:
             request.num_promised = num_tokens
 
-    def _sample(self, request: Request) -> Sample:
-        position = request.num_tokens
+    def _sample(self, share: Share) -> Sample:
+        request, position = share.request, share.stop
+        members = zip(share.group, share.runs, strict=True)
+        request.sampler = next(instance for instance, runs in members if runs and runs[-1].stop == position)
         return Sample(
-            instance=self._holder(request, position - 1),
+            instance=request.sampler,
             position=position,
             below_minimum=position - len(request.prompt) < request.params.min_tokens,
         )
@@ -292,9 +307,6 @@ class Engine:
             self._num_in_flight[i] -= 1
             if not self._num_in_flight[i]:
                 self._busy_s[i] += self._clock.now() - self._busy_since_s[i]
-
-    def _holder(self, request: Request, position: int) -> int:
-        return request.table[position // self.config.block_size].instance
 
     def _new_output(self, request: Request) -> tuple[int, tuple[int, ...]]:
         if not request.keeps_history:

@@ -47,8 +47,9 @@ class Request:
             prompt, whose KV they share.
         num_promised: tokens there will be when all steps in flight are done; they can be scheduled already.
         admission: counts admissions; a request that was preempted stands behind those that were not.
-        group: the instances that hold its KV, in ring order; empty while it waits.
+        group: the instances that hold its KV, in ring order; empty while it waits. It can shrink, not grow.
         table: entry b is the block of tokens `[b * block_size, (b + 1) * block_size)`.
+        sampler: the instance that samples, or has sampled, its latest token.
         sent_blocks: how many entries of `table` the ranks of `group` know.
         sent_output: how many output tokens they know; counted if it `keeps_history` only.
         rope_length: the length that length-dependent rotary embeddings are pinned to; part of the prefix keys.
@@ -76,6 +77,7 @@ class Request:
     admission: int = 0
     group: tuple[int, ...] = ()
     table: list[BlockRef] = field(default_factory=list)
+    sampler: int = 0
     sent_blocks: int = 0
     sent_output: int = 0
     rope_length: int = 0

@@ -7,8 +7,11 @@ from typing import Literal
 
 from longspan.core.runs import Deal, Run
 
-Exchange = Literal["local", "ring_kv", "ring_q"]
-"""How Q, K, V travel: `local` not at all, `ring_kv` keys and values, `ring_q` queries and partial outputs."""
+Exchange = Literal["local", "ring_kv", "ring_q", "alltoall", "gather_kv", "gather_kv_dense", "chain"]
+"""How Q, K, V travel: `local` not at all, `ring_kv` keys and values, `ring_q` queries and partial outputs, `alltoall`
+heads, `gather_kv` keys and values at once (`gather_kv_dense` computes what causality hides, too), `chain` those of each
+member to the next.
+"""
 
 Link = Literal["same_host", "other_host"]
 """Where the two ends of a message lie."""
@@ -78,7 +81,7 @@ class Sample:
     """Where and for which position one token is sampled.
 
     Attributes:
-        instance: the member that holds the span's last token and samples.
+        instance: the member that computes the span's last token and samples.
         position: of the token to be sampled.
         below_minimum: whether `Sampling.banned` tokens are out of the question.
     """
@@ -114,7 +117,8 @@ class Part:
         group: the instances that work on it, in ring order.
         runs: of the span, per member of `group`; ranks never re-deal.
         first_block, blocks: the request's block table is cut to `first_block` entries, then extended by `blocks`; entry
-            b holds tokens `[b * block_size, (b + 1) * block_size)`.
+            b holds tokens `[b * block_size, (b + 1) * block_size)`. Who computes a token also holds it, but in a
+            `chain` anybody after them can.
         tokens: the span's token ids. The last is `UNKNOWN` when the step that samples it was still in flight.
         unknown_on: the instance that samples that unknown token, in a step before this one.
         sampling: with the first part that these ranks see of a request, None later.
@@ -152,8 +156,9 @@ class Forward:
 
     @property
     def instances(self) -> tuple[int, ...]:
-        """The instances that take part, ascending."""
-        return tuple(sorted({instance for part in self.parts for instance in part.group}))
+        """The instances that take part, ascending: they compute, or pass on a token."""
+        members = {instance for part in self.parts for instance in part.group}
+        return tuple(sorted(members | {part.unknown_on for part in self.parts if part.unknown_on is not None}))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,14 +15,16 @@ from dataclasses import dataclass, replace
 from longspan.core.account import PrefixHit
 from longspan.core.protocols import ClusterView, Plan, Share
 from longspan.core.request import Request
+from longspan.core.runs import Deal
 from longspan.policy.batching import Batch, Budget, fill, single_share
-from longspan.policy.dealing import Room, deal_chunk, holders
+from longspan.policy.dealing import Room, Shape, deal_chunk, deal_to_last, holders
 from longspan.policy.options import parse_options
+from longspan.policy.sharing import SharingOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContextOptions:
-    """Options of `context`.
+class ContextOptions(SharingOptions):
+    """Options of `context`, besides those of how requests are shared.
 
     Attributes:
         threshold: prompts of more tokens than this are dealt over all instances.
@@ -36,6 +38,7 @@ class ContextOptions:
     long_share: float = 0.75
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.threshold < 0:
             raise ValueError(f"threshold must be at least 0, but {self.threshold} given")
         if not 0 < self.long_share <= 1:
@@ -52,7 +55,9 @@ class Context:
     @classmethod
     def create(cls, num_instances: int, options: Mapping[str, str]) -> Context:
         """Raises ValueError for an unknown option or a bad value."""
-        return cls(num_instances, parse_options("context", ContextOptions, options))
+        parsed = parse_options("context", ContextOptions, options)
+        parsed.check_group(num_instances)
+        return cls(num_instances, parsed)
 
     def capacity_tokens(self, *, num_blocks: int, block_size: int) -> int:
         """All pools together: a request that outgrows one instance is dealt over all."""
@@ -90,8 +95,11 @@ class Context:
         return in_turn
 
     def _is_dealt(self, request: Request, view: ClusterView) -> bool:
-        too_large = request.blocks_for(request.num_tokens) > view.account.pool(0).num_blocks
+        too_large = self._is_too_large(request, view)
         return len(self._everyone) > 1 and (request.num_tokens > self._options.threshold or too_large)
+
+    def _is_too_large(self, request: Request, view: ClusterView) -> bool:
+        return request.blocks_for(request.num_tokens) > view.account.pool(0).num_blocks
 
     def admit(self, request: Request, view: ClusterView, budget: Budget) -> Share | None:
         """Deals a long prompt over everyone; puts a short one where its prefill is expected to end first."""
@@ -108,9 +116,11 @@ class Context:
         return single_share(request, home, hits[home].num_tokens, budget, hits[home])
 
     def grow(self, request: Request, view: ClusterView, budget: Budget) -> Share | None:
-        """The next chunk of a prompt, or the next token of a decode."""
-        if len(request.group) == 1:
-            return single_share(request, request.group[0], request.num_scheduled, budget)
+        """The next chunk of a prompt, or the next token of a decode, which the end of a chain goes on with alone."""
+        ends = request.group[-1:]
+        alone = self._options.exchange == "chain" and all(ref.instance in ends for ref in request.table)
+        if len(request.group) == 1 or (alone and request.num_tokens - request.num_scheduled == 1):
+            return single_share(request, ends[0], request.num_scheduled, budget)
         return self._dealt_share(request, view, budget, request.group, None)
 
     def _dealt_share(
@@ -125,18 +135,27 @@ class Context:
             blocks=tuple(budget.blocks[i] - cost[i] for i in group),
             block_size=request.block_size,
         )
-        dealt = deal_chunk(start, request.num_tokens, [group.index(ref.instance) for ref in table], room)
+        exchange = self._options.exchange_for(request.num_tokens - start)
+        shape = self._options.shape if request.num_tokens - start > 1 else Shape()
+        owners = [group.index(ref.instance) for ref in table]
+        dealt: Deal | None = None
+        held: tuple[int, ...] = ()
+        if exchange == "chain" and self._options.home == "last" and not self._is_too_large(request, view):
+            dealt, held = deal_to_last(start, request.num_tokens, owners, room, shape)
         if dealt is None:
-            return None
-        stop = max(run.stop for runs in dealt for run in runs)
+            dealt = deal_chunk(start, request.num_tokens, owners, room, shape)
+            if dealt is None:
+                return None
+            stop = max(run.stop for runs in dealt for run in runs)
+            held = holders(dealt, len(table), request.blocks_for(stop), request.block_size)
         return Share(
             request=request,
             group=group,
             start=start,
-            stop=stop,
+            stop=max(run.stop for runs in dealt for run in runs),
             runs=dealt,
-            holders=tuple(group[m] for m in holders(dealt, len(table), request.blocks_for(stop), request.block_size)),
-            exchange="ring_q" if request.num_tokens - start == 1 else "ring_kv",
+            holders=tuple(group[member] for member in held),
+            exchange=exchange,
             hit=hit,
         )
 

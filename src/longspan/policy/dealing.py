@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from longspan.core.runs import Deal, Layout, Run, deal
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """How chunks are dealt: a layout, and for a contiguous one the fractions of the members, if they are not even."""
+    """How chunks are dealt: a layout, and for a contiguous one the fractions of the members, if they are not even.
+
+    For a chain, `chained`, the first member begins even inside a block that another one holds.
+    """
 
     layout: Layout = "zigzag"
     fractions: tuple[float, ...] = ()
+    chained: bool = False
 
     @property
     def in_order(self) -> bool:
@@ -52,7 +56,9 @@ def deal_chunk(start: int, stop: int, owners: Sequence[int], room: Room, shape: 
     num_members, size = len(room.tokens), room.block_size
     held = Counter(owners)
     order = sorted(range(num_members), key=lambda m: (held[m], m))
-    head = owners[start // size] if start % size else None
+    head = None
+    if start % size:
+        head = 0 if shape.chained else owners[start // size]
     places = list(range(num_members)) if shape.in_order else order
     for end in (stop, *_ends(start, room, shape)):
         if start < end <= stop:
@@ -60,6 +66,21 @@ def deal_chunk(start: int, stop: int, owners: Sequence[int], room: Room, shape: 
             if room.fits(dealt):
                 return dealt
     return _deal_one_block(start, stop, head, order, room)
+
+
+def deal_to_last(
+    start: int, stop: int, owners: Sequence[int], room: Room, shape: Shape
+) -> tuple[Deal | None, tuple[int, ...]]:
+    """The same for a chain whose last member holds all that is computed; None when it has no room for that.
+
+    Returns the deal, and the member that holds each new block.
+    """
+    last, size = len(room.tokens) - 1, room.block_size
+    dealt = deal_chunk(start, stop, owners, replace(room, blocks=(stop,) * len(room.tokens)), shape)
+    if dealt is None:
+        return None, ()
+    num_blocks = -(-max(run.stop for runs in dealt for run in runs) // size) - len(owners)
+    return (dealt, (last,) * num_blocks) if num_blocks <= room.blocks[last] else (None, ())
 
 
 def _ends(start: int, room: Room, shape: Shape) -> Iterator[int]:

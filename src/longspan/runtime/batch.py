@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longspan.attn.member import MemberPart, MemberParts
 from longspan.core.runs import Run
-from longspan.core.steps import UNKNOWN, Exchange, Forward, Part, Sample, held_runs
+from longspan.core.steps import UNKNOWN, BlockRef, Exchange, Forward, Part, Sample, held_runs
 from longspan.runtime.requests import RankRequests
 from longspan.runtime.unknown import UnknownToken
 
@@ -22,6 +22,7 @@ class Channel:
     Attributes:
         number: among the exchanging channels of the whole Forward, so that all members know it by the same number.
         rank: this member's index in the group.
+        slots: of a chain, for each part: what this member stores of the new tokens that it has or gets.
     """
 
     number: int
@@ -29,6 +30,19 @@ class Channel:
     members: tuple[int, ...]
     rank: int
     parts: MemberParts
+    slots: tuple[Slots, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slots:
+    """Where the keys and values of some tokens go: the token in row `rows[i]` to slot `offsets[i]` of `blocks[i]`.
+
+    All `[tokens]` int64.
+    """
+
+    rows: Tensor
+    blocks: Tensor
+    offsets: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +61,7 @@ class Packed:
 
     Attributes:
         tokens, positions, rope_lengths: `[tokens]` int64, one packed row.
-        blocks, offsets: `[tokens]` int64, the KV slot of every token.
+        slots: where the KV of tokens goes that are stored before the exchange: all but those of chains.
         channels: in the same order on every rank.
         keep: `[n]` indices of the tokens whose logits are sampled by `samples`, for `request_ids`.
         unknown: tokens that this rank must find out or pass on before it computes.
@@ -56,8 +70,7 @@ class Packed:
     tokens: Tensor
     positions: Tensor
     rope_lengths: Tensor
-    blocks: Tensor
-    offsets: Tensor
+    slots: Slots
     channels: tuple[Channel, ...]
     keep: Tensor
     samples: tuple[Sample, ...]
@@ -71,21 +84,21 @@ def pack(forward: Forward, requests: RankRequests, *, instance: int, block_size:
     tokens: list[int] = []
     positions: list[int] = []
     rope_lengths: list[int] = []
-    blocks: list[int] = []
-    channels: dict[tuple[Exchange, tuple[int, ...]], list[MemberPart]] = {}
+    stored: list[tuple[int, BlockRef, int]] = []
+    channels: dict[tuple[Exchange, tuple[int, ...]], list[tuple[MemberPart, Slots | None]]] = {}
     sampled: list[tuple[int, Sample, int]] = []
     unknown: list[UnknownToken] = []
     prompts: list[PromptRows] = []
     for part in forward.parts:
         if instance not in part.group:
+            unknown.extend(_unknown(part, instance, -1))
             continue
         table = requests.apply(part).table
-        runs = part.runs[part.group.index(instance)]
-        first = len(tokens)
+        me, first = part.group.index(instance), len(tokens)
+        runs = part.runs[me]
         for run in runs:
             tokens.extend(part.tokens[run.start - part.start : run.stop - part.start])
             positions.extend(run.positions)
-            blocks.extend(table[position // block_size].block for position in run.positions)
         rope_lengths.extend([part.rope_length] * (len(tokens) - first))
         packed = MemberPart(
             rows=slice(first, len(tokens)),
@@ -93,19 +106,29 @@ def pack(forward: Forward, requests: RankRequests, *, instance: int, block_size:
             kv_runs=held_runs(table, part.group, part.stop, block_size),
             blocks=tuple(ref.block for ref in table if ref.instance == instance),
         )
-        channels.setdefault((part.exchange, part.group), []).append(packed)
+        kept = None
+        if part.exchange == "chain":
+            before = range(
+                part.start, max((run.stop for runs in part.runs[: me + 1] for run in runs), default=part.start)
+            )
+            kept = _slots(
+                ((row, table[at // block_size], at) for row, at in enumerate(before)), instance, block_size, device
+            )
+        else:
+            stored.extend(
+                (row, table[positions[row] // block_size], positions[row]) for row in range(first, len(tokens))
+            )
+        channels.setdefault((part.exchange, part.group), []).append((packed, kept))
         if part.sample is not None and part.sample.instance == instance:
             sampled.append((part.request_id, part.sample, len(tokens) - 1))
         unknown.extend(_unknown(part, instance, len(tokens) - 1))
         if part.targets and runs:
             prompts.append(_prompt_rows(part, runs, first))
-    position = torch.tensor(positions, dtype=torch.int64, device=device)
     return Packed(
         tokens=torch.tensor(tokens, dtype=torch.int64, device=device),
-        positions=position,
+        positions=torch.tensor(positions, dtype=torch.int64, device=device),
         rope_lengths=torch.tensor(rope_lengths, dtype=torch.int64, device=device),
-        blocks=torch.tensor(blocks, dtype=torch.int64, device=device),
-        offsets=position % block_size,
+        slots=_slots(stored, instance, block_size, device),
         channels=_channels(forward, channels, instance),
         keep=torch.tensor([row for _, _, row in sampled], dtype=torch.int64, device=device),
         samples=tuple(wish for _, wish, _ in sampled),
@@ -113,6 +136,13 @@ def pack(forward: Forward, requests: RankRequests, *, instance: int, block_size:
         unknown=tuple(unknown),
         prompts=tuple(prompts),
     )
+
+
+def _slots(tokens: Iterable[tuple[int, BlockRef, int]], instance: int, block_size: int, device: torch.device) -> Slots:
+    """Of tokens given as row, block, and position: those whose block is this instance's."""
+    own = [(row, ref.block, position % block_size) for row, ref, position in tokens if ref.instance == instance]
+    rows, blocks, offsets = torch.tensor(own, dtype=torch.int64, device=device).view(-1, 3).unbind(1)
+    return Slots(rows=rows, blocks=blocks, offsets=offsets)
 
 
 def _unknown(part: Part, instance: int, last_row: int) -> Iterator[UnknownToken]:
@@ -136,7 +166,9 @@ def _prompt_rows(part: Part, runs: Sequence[Run], first_row: int) -> PromptRows:
 
 
 def _channels(
-    forward: Forward, kinds: Mapping[tuple[Exchange, tuple[int, ...]], Sequence[MemberPart]], instance: int
+    forward: Forward,
+    kinds: Mapping[tuple[Exchange, tuple[int, ...]], Sequence[tuple[MemberPart, Slots | None]]],
+    instance: int,
 ) -> tuple[Channel, ...]:
     exchanging = dict.fromkeys((part.exchange, part.group) for part in forward.parts if len(part.group) > 1)
     numbers = {kind: number for number, kind in enumerate(exchanging)}
@@ -146,7 +178,8 @@ def _channels(
             exchange=exchange,
             members=group,
             rank=group.index(instance),
-            parts=MemberParts(parts),
+            parts=MemberParts([part for part, _ in parts]),
+            slots=tuple(slots for _, slots in parts if slots is not None),
         )
         for (exchange, group), parts in kinds.items()
     )

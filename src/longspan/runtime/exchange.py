@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from longspan.attn.all_reduce import all_reduce
+from longspan.attn.alltoall import alltoall
+from longspan.attn.chain import ChainStart, chain, chain_start
 from longspan.attn.comm import Group, Transport
 from longspan.attn.gather import gather_hops
+from longspan.attn.gather_kv import gather_kv
 from longspan.attn.local import local
+from longspan.attn.member import MemberParts
 from longspan.attn.paged import PagedKv
 from longspan.attn.ring_kv import ring_kv
 from longspan.attn.ring_q import ring_q
 from longspan.attn.spec import AttnSpec
 from longspan.core.steps import Link
 from longspan.kv.pool import KvPool
-from longspan.runtime.batch import Channel, Packed
+from longspan.runtime.batch import Channel, Packed, Slots
 from longspan.runtime.timing import Stopwatch
 
-_EXCHANGES = {"ring_kv": ring_kv, "ring_q": ring_q}
+_EXCHANGES: dict[str, Callable[[Group, MemberParts, Tensor, PagedKv, AttnSpec, Tensor], None]] = {
+    "ring_kv": ring_kv,
+    "ring_q": ring_q,
+    "alltoall": alltoall,
+    "gather_kv": gather_kv,
+    "gather_kv_dense": partial(gather_kv, dense=True),
+}
 _CHANNELS = 16
 """Channels of one Forward, over all ranks, that get tags of their own."""
 _NUM_TAGS = 2**31
@@ -88,16 +99,21 @@ class StepAttention:
         self, packed: Packed, comm: StepComm, *, pool: KvPool, specs: Sequence[AttnSpec], watch: Stopwatch
     ) -> None:
         self._packed, self._comm, self._pool, self._specs, self._watch = packed, comm, pool, specs, watch
+        self._chains: dict[int, ChainStart] = {}
+        self._start_chains(0)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of this rank's packed tokens."""
         with self._watch.during("attention"):
-            if q.shape[1]:
-                self._pool.write(layer, self._packed.blocks, self._packed.offsets, k, v)
+            self._store(layer, self._packed.slots, k, v)
             out = torch.empty_like(q)
             kv = self._pool.layer(layer)
             for channel in self._packed.channels:
-                self._exchange(layer, channel, q, kv, out)
+                if channel.exchange == "chain":
+                    self._chain(layer, channel, q, k, v, out)
+                else:
+                    self._exchange(layer, channel, q, kv, out)
+            self._start_chains(layer + 1)
             return out
 
     def without_tokens(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -106,6 +122,27 @@ class StepAttention:
             q = torch.empty(spec.num_heads, 0, spec.head_dim, dtype=dtype, device=device)
             kv = torch.empty(spec.num_kv_heads, 0, spec.head_dim, dtype=dtype, device=device)
             self(layer, q, kv, kv)
+
+    def _start_chains(self, layer: int) -> None:
+        """What chains can send and receive of a layer before anything of it is computed."""
+        if layer < len(self._specs):
+            for channel in self._packed.channels:
+                if channel.exchange == "chain":
+                    group, kv = self._comm.channel(layer, channel), self._pool.layer(layer)
+                    self._chains[channel.number] = chain_start(group, channel.parts, kv, self._specs[layer])
+
+    def _chain(self, layer: int, channel: Channel, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        group, kv, spec = self._comm.channel(layer, channel), self._pool.layer(layer), self._specs[layer]
+        started = self._chains.pop(channel.number)
+        found = chain(group, channel.parts, q, k, v, kv, spec, out, started=started)
+        for (keys, values), slots in zip(found, channel.slots, strict=True):
+            self._store(layer, slots, keys, values)
+
+    def _store(self, layer: int, slots: Slots, k: Tensor, v: Tensor) -> None:
+        if len(slots.rows) == k.shape[1]:  # all of them
+            self._pool.write(layer, slots.blocks, slots.offsets, k, v)
+        elif len(slots.rows):
+            self._pool.write(layer, slots.blocks, slots.offsets, k[:, slots.rows], v[:, slots.rows])
 
     def _exchange(self, layer: int, channel: Channel, q: Tensor, kv: PagedKv, out: Tensor) -> None:
         spec = self._specs[layer]

@@ -1,0 +1,72 @@
+"""Options of policies under which several instances share a request: exchange, layout, and where its KV ends up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from longspan.core.steps import Exchange
+from longspan.cost.partition import parse_fractions
+from longspan.policy.dealing import Shape
+
+_NOT_FOR_DECODE = ("chain",)
+"""A single token has nobody before or after it in a chain."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharingOptions:
+    """How requests are shared.
+
+    Attributes:
+        exchange: of prefill, and of decode where it can be; `auto` moves keys in prefill and queries in decode.
+        layout: of prefill; `auto` is zigzag, or contiguous for a chain or when fractions are given.
+        fractions: of a contiguous layout, one per instance (`0.6,0.4`); empty for even pieces.
+        dense: with `gather_kv`, compute the scores that causality hides, too, as KV-Runahead's baseline does.
+        home: where a chain leaves the KV: all of it with the `last` instance while that has room, which then decodes
+            alone, or each token's where it was `computed`.
+
+    Raises:
+        ValueError: for options that contradict each other.
+    """
+
+    exchange: Literal["auto", "ring_kv", "ring_q", "alltoall", "gather_kv", "chain"] = "auto"
+    layout: Literal["auto", "zigzag", "striped", "contiguous"] = "auto"
+    fractions: str = ""
+    dense: bool = False
+    home: Literal["last", "computed"] = "last"
+
+    def __post_init__(self) -> None:
+        if self.exchange == "chain" and self.layout not in {"auto", "contiguous"}:
+            raise ValueError(
+                "exchange chain passes keys from each instance to the next, whose tokens must follow, but layout "
+                f"{self.layout} given: use contiguous"
+            )
+        if self.fractions and self.layout not in {"auto", "contiguous"}:
+            raise ValueError(f"fractions are for layout contiguous, but {self.layout} given: leave one of them out")
+        if self.dense and self.exchange != "gather_kv":
+            raise ValueError(f"dense is for exchange gather_kv, but {self.exchange} given: leave one of them out")
+        if self.fractions:
+            parse_fractions(self.fractions)
+
+    def check_group(self, size: int) -> None:
+        """Raises ValueError when there are not as many fractions as instances."""
+        if self.fractions and len(self.shape.fractions) != size:
+            raise ValueError(
+                f"fractions {self.fractions} are {len(self.shape.fractions)}, but there are {size} instances"
+            )
+
+    @cached_property
+    def shape(self) -> Shape:
+        """How prompts are dealt."""
+        layout = self.layout
+        if layout == "auto":
+            layout = "contiguous" if self.fractions or self.exchange == "chain" else "zigzag"
+        fractions = parse_fractions(self.fractions) if self.fractions else ()
+        return Shape(layout=layout, fractions=fractions, chained=self.exchange == "chain")
+
+    def exchange_for(self, num_tokens: int) -> Exchange:
+        """Of a span of so many tokens: one is a decode."""
+        if self.exchange == "auto" or (num_tokens == 1 and self.exchange in _NOT_FOR_DECODE):
+            return "ring_q" if num_tokens == 1 else "ring_kv"
+        return "gather_kv_dense" if self.dense else self.exchange
