@@ -15,7 +15,11 @@ from longspan.outputs import CompletionOutput, Logprob, RequestOutput
 
 WORDS = ["The", " key", " is", " 42", "."]
 METRICS: Any = SimpleNamespace(
-    ttft_s=0.5, tbt_s=[0.1, 0.3, 0.2, 0.2], kv_tokens_per_instance=[5, 4], num_cached_tokens=3
+    ttft_s=0.5,
+    tbt_s=[0.1, 0.3, 0.2, 0.2],
+    exchanges={"prefill": {"ring_kv": 1}, "decode": {"ring_q": 4}},
+    kv_tokens_per_instance=[5, 4],
+    num_cached_tokens=3,
 )
 TOP = {7: Logprob(logprob=-0.5, rank=2, decoded_token="a"), 8: Logprob(logprob=-0.25, rank=1, decoded_token="b")}
 

@@ -42,6 +42,7 @@ def test_json_is_the_last_line_and_has_every_field(capsys: pytest.CaptureFixture
         "tbt_s": [0.1, 0.3, 0.2, 0.2],
         "bytes_exchanged": {"ring_kv": 1000, "ring_q": 24, "total": 1024},
         "bytes_between_hosts": {"ring_kv": 400, "ring_q": 0, "total": 400},
+        "exchange": {"prefill": {"ring_kv": 1}, "decode": {"ring_q": 4}},
         "kv_tokens_per_instance": [5, 4],
     }
 
@@ -87,7 +88,8 @@ def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
         "--presence-penalty 0.2 --frequency-penalty 0.3 --logit-bias 7=-1.5 --logit-bias 8=2 --logprobs 3 "
         "--prompt-logprobs 1 --json --instances 3 --tp 1 --threads-per-rank 2 --dtype bfloat16 --device cuda "
         "--attention-backend torch "
-        "--load-format dummy --policy context -o threshold=100 -o layout=a=b --max-model-len 4096 --block-size 512 "
+        "--load-format dummy --policy context -o threshold=100 -o other=a=b "
+        "--exchange chain --layout contiguous --fractions 0.6,0.4 --max-model-len 4096 --block-size 512 "
         "--max-num-batched-tokens 1024 --max-num-seqs 4 --kv-cache-memory-bytes 1000000 --num-gpu-blocks-override 7 "
         "--no-enable-prefix-caching --no-async-scheduling"
     )
@@ -121,7 +123,13 @@ def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
         "device": "cuda",
         "attention_backend": "torch",
         "policy": "context",
-        "policy_options": {"threshold": "100", "layout": "a=b"},
+        "policy_options": {
+            "threshold": "100",
+            "other": "a=b",
+            "exchange": "chain",
+            "layout": "contiguous",
+            "fractions": "0.6,0.4",
+        },
         "seed": 11,
         "skip_tokenizer_init": False,
         "trust_remote_code": False,
@@ -163,6 +171,7 @@ def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
         (["--prompt", "x", "--parallel", "2", "--instances", "2"], "give one of them"),
         (["--prompt", "x", "-o", "threshold"], "key=value"),
         (["--prompt", "x", "-o", "a=1", "-o", "a=2"], "twice"),
+        (["--prompt", "x", "-o", "layout=striped", "--layout", "zigzag"], "give one of them"),
         (["--prompt", "x", "--top-p", "7"], "top_p"),
         (["--prompt", "x", "--max-tokens", "0"], "max_tokens"),
         (["--prompt", "x", "--max-tokens", "many"], "--max-tokens"),

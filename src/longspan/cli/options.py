@@ -30,6 +30,10 @@ _ending = partial(typer.Option, rich_help_panel="Length and end")
 _form = partial(typer.Option, rich_help_panel="Structured outputs: give one")
 
 
+_SHARING = ("exchange", "layout", "fractions")
+"""Options of policies that have flags of their own."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """How a model is set up: the arguments of `LLM` by the same names, except where the command line is shorter."""
@@ -55,6 +59,13 @@ class EngineOptions:
         bool, _devices("--trust-remote-code", help="Run Python code that comes with the model.")
     ] = False
     policy: Annotated[str, _scheduling(help="Who decides the steps: auto, chunked or context.")] = "auto"
+    exchange: Annotated[
+        str, _scheduling(help="How queries, keys and values of a shared prompt travel; auto chooses per step.")
+    ] = "auto"
+    layout: Annotated[str, _scheduling(help="How a shared prompt is dealt: zigzag, striped or contiguous.")] = "auto"
+    fractions: Annotated[
+        str | None, _scheduling(metavar="F,F,...", help="Of a contiguous layout, what part each instance gets.")
+    ] = None
     policy_option: Annotated[
         list[str] | None,
         _scheduling("--policy-option", "-o", metavar="KEY=VALUE", help="An option of the policy; repeatable."),
@@ -85,16 +96,25 @@ class EngineOptions:
         Raises:
             ValueError: for degrees that are not possible or given twice, or a policy option not of the form key=value.
         """
-        shorter = ("instances", "tp", "pp", "policy_option")
+        shorter = ("instances", "tp", "pp", "policy_option", *_SHARING)
         same = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in shorter}
-        options = key_values("--policy-option", self.policy_option or ())
-        return {**same, "parallel": self._parallel_spec(), "policy_options": options}
+        return {**same, "parallel": self._parallel_spec(), "policy_options": self._policy_options()}
 
     def start(self, model: str, *, seed: int) -> LLM:
         """Starts the model's workers."""
         arguments = self.arguments()
         start_server()  # it imports beside us
         return longspan.LLM(model, seed=seed, **arguments)
+
+    def _policy_options(self) -> dict[str, str]:
+        options = key_values("--policy-option", self.policy_option or ())
+        for name in _SHARING:
+            value = getattr(self, name)
+            if value not in (None, "auto"):
+                if name in options:
+                    raise ValueError(f"--{name} {value} and -o {name}={options[name]}: give one of them")
+                options[name] = value
+        return options
 
     def _parallel_spec(self) -> str:
         degrees = {"instances": self.instances, "tp": self.tp, "pp": self.pp}

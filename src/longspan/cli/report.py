@@ -55,6 +55,7 @@ def json_result(
         **json_fields(output),
         "ttft_s": output.metrics.ttft_s,
         "tbt_s": list(output.metrics.tbt_s),
+        "exchange": output.metrics.exchanges,
         "bytes_exchanged": dict(bytes_exchanged),
         "bytes_between_hosts": dict(bytes_between_hosts),
         "kv_tokens_per_instance": list(output.metrics.kv_tokens_per_instance),

@@ -322,6 +322,8 @@ class Engine:
             assert request.num_computed == part.start, "steps complete in order"
             request.num_computed = part.stop
             request.metrics.num_computed_tokens += part.stop - part.start
+            kind = "decode" if part.start >= len(request.prompt) else "partial_prefill" if part.start else "prefill"
+            request.metrics.count(kind, part.exchange)
             self.account.publish(request, part.start)
             if request.finish_reason is not None and not request.in_flight:
                 self._drop(request)

@@ -23,6 +23,8 @@ class RequestMetrics:
         last_token_s, finished_s: when the latest token came, and when the request ended, on the engine's clock.
         num_cached_tokens: prompt tokens whose KV was reused when the request was first admitted.
         num_computed_tokens: tokens run through the model, recomputation after preemption included.
+        exchanges: how its attention travelled: by kind of step (`prefill`; `partial_prefill`, behind tokens that were
+            cached or computed before; `decode`) the number of steps with each exchange.
         kv_tokens_per_instance: KV tokens that each instance held when the prompt was done.
     """
 
@@ -35,7 +37,13 @@ class RequestMetrics:
     num_cached_tokens: int = 0
     num_computed_tokens: int = 0
     num_preemptions: int = 0
+    exchanges: dict[str, dict[str, int]] = field(default_factory=dict)
     kv_tokens_per_instance: list[int] = field(default_factory=list)
+
+    def count(self, kind: str, exchange: str) -> None:
+        """A step of this kind was computed."""
+        steps = self.exchanges.setdefault(kind, {})
+        steps[exchange] = steps.get(exchange, 0) + 1
 
 
 @dataclass(kw_only=True, eq=False)
