@@ -94,6 +94,19 @@ def test_reduce_scatter(case: tuple[list[int], list[int]], seed: int, dtype: tor
     assert_crossings(links, hosts, sum(length * WIDTH * dtype.itemsize for length in lengths))
 
 
+def test_members_of_a_host_divide_what_crosses() -> None:
+    hosts = (0, 0, 1, 1)
+    sent: list[Counter[tuple[str, str]]] = [Counter() for _ in hosts]
+
+    def both(rank: int, transport: Transport) -> None:
+        group = Group(transport, range(4), rank, hosts=hosts, sent=sent[rank])
+        all_gather(group, [Message([((4,), torch.float32)], CPU) for _ in hosts])
+        reduce_scatter(group, [torch.ones(4) for _ in hosts], hop=gather_hops(4))
+
+    assert run_members(4, both) == [None] * 4
+    assert [counter["", "other_host"] for counter in sent] == [16 + 16] * 4
+
+
 def test_hops_of_two_gathers_in_a_row_do_not_meet() -> None:
     hosts = (0, 1, 0, 1, 1)
 

@@ -15,7 +15,7 @@ from texts import topic_tokens
 
 from longspan import LLM, SamplingParams
 from longspan.attn import native
-from longspan.attn.kernel import attend
+from longspan.attn.kernel import attend, attend_dense
 from longspan.attn.paged import PagedKv, PagedPlan, Reads, attend_paged
 from longspan.attn.reference import random_qkv, reference
 from longspan.attn.spec import AttnSpec
@@ -68,6 +68,17 @@ def test_the_kernel_is_attention(spec: AttnSpec, data: st.DataObject, step: int,
     assert torch.equal(lse.isinf(), wanted_lse.isinf())
     torch.testing.assert_close(out.double(), wanted, atol=3e-2, rtol=0)
     torch.testing.assert_close(lse.double(), wanted_lse, atol=1e-4, rtol=1e-6)
+
+
+@pytest.mark.usefixtures("kernel")
+@settings(deadline=None, max_examples=50)
+@given(specs(), st.integers(0, 900), st.integers(20, 400), st.integers(0, 9))
+def test_dense_scores_change_no_bit(spec: AttnSpec, start: int, num_queries: int, seed: int) -> None:
+    """Those that are not seen count for nothing, even where a whole block of them is computed."""
+    q_run, k_run = Run(start, start + num_queries), Run(0, start + num_queries + 300)
+    q, k, v = random_qkv(spec, len(q_run), len(k_run), torch.bfloat16, seed)
+    relation = relate(q_run, k_run, spec.window)
+    assert torch.equal(attend_dense(q, k, v, relation, spec), attend(q, k, v, relation, spec)[0])
 
 
 @st.composite

@@ -4,18 +4,16 @@ against (KV-Runahead §4.1, Fig. 4).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from longspan.attn.comm import Group
 from longspan.attn.gather import all_gather
 from longspan.attn.kernel import attend_dense
-from longspan.attn.member import MemberParts, attend_runs, by_position, kv_message, kv_room
+from longspan.attn.member import MemberParts, attend_runs, by_position, kv_message, kv_room, split_queries
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
-from longspan.core.runs import Run, coalesce
+from longspan.core.runs import coalesce, relate
 
 
 def gather_kv(
@@ -39,12 +37,13 @@ def gather_kv(
         held = [runs[index] for runs in needed]
         k, v = (by_position(held, [block.tensors[2 * index + kind] for block in blocks]) for kind in (0, 1))
         kv_runs = coalesce(run for runs in held for run in runs)
+        queries = q[:, part.rows]
         if dense:
-            rows, keys = _positions(q_runs, q.device), _positions(kv_runs, q.device)
-            out[:, part.rows] = attend_dense(q[:, part.rows], k, v, rows, keys, spec)
+            [run] = kv_runs  # the members hold all tokens in sight, one after the other
+            outs = [
+                attend_dense(rows, k, v, relate(q_run, run, spec.window), spec)
+                for q_run, rows in split_queries(queries, q_runs)
+            ]
+            out[:, part.rows] = torch.cat(outs, dim=1)
         else:
-            out[:, part.rows] = attend_runs(q[:, part.rows], q_runs, k, v, kv_runs, spec)[0]
-
-
-def _positions(runs: Sequence[Run], device: torch.device) -> Tensor:
-    return torch.cat([torch.arange(run.start, run.stop, device=device) for run in runs])
+            out[:, part.rows] = attend_runs(queries, q_runs, k, v, kv_runs, spec)[0]

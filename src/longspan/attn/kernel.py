@@ -8,6 +8,7 @@ of at most `_TILE` queries. Shapes: H query heads, K key heads (H a multiple of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -53,7 +54,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, relation: Relation, spec: AttnSpec) 
     return out, lse
 
 
-def _bounds(relation: Relation, num_queries: int, num_keys: int) -> dict[str, int]:
+class _Bounds(TypedDict, total=False):
+    lower: int
+    upper: int
+
+
+def _bounds(relation: Relation, num_queries: int, num_keys: int) -> _Bounds:
     """`lower` and `upper` where they matter."""
     match relation.kind:
         case "full":
@@ -74,17 +80,14 @@ def attend_batch(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, mask: Tensor |
     return _fused(q, k, v, spec, causal=False, mask=mask)
 
 
-def attend_dense(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, keys: Tensor, spec: AttnSpec) -> Tensor:
-    """Attention of `q [H, T, D]` at the positions `rows [T]` over `k, v [K, S, D]` at `keys [S]`, all scores computed.
+def attend_dense(q: Tensor, k: Tensor, v: Tensor, relation: Relation, spec: AttnSpec) -> Tensor:
+    """The output of `attend`, of which every score is computed and those that the relation hides are masked.
 
-    What a query does not see is masked afterwards, a tile of queries at a time. Every query sees some key.
+    Every query sees some key.
     """
-    outs = []
-    for start in range(0, q.shape[1], _TILE):
-        age = rows[start : start + _TILE, None] - keys
-        hidden = age < 0 if spec.window is None else (age < 0) | (age >= spec.window)
-        outs.append(_masked(q[:, start : start + _TILE], k, v, hidden, spec)[0])
-    return torch.cat(outs, dim=1)
+    if native.applies(q, spec):
+        return native.attend(q, k, v, spec, lower=relation.lower, upper=relation.upper, dense=True)[0]
+    return _band(q, k, v, relation.lower, relation.upper, spec, dense=True)[0]
 
 
 def attend_pieces(q: Tensor, pieces: Iterable[tuple[Tensor, Tensor]], spec: AttnSpec) -> Partial:
@@ -137,27 +140,22 @@ def _diagonal(q: Tensor, k: Tensor, v: Tensor, lower: int, upper: int, spec: Att
     return out, lse
 
 
-def _band(q: Tensor, k: Tensor, v: Tensor, lower: int, upper: int, spec: AttnSpec) -> Partial:
-    """Sliding window: tiles of queries over the keys that any of them sees, with a mask for the edges."""
+def _band(q: Tensor, k: Tensor, v: Tensor, lower: int, upper: int, spec: AttnSpec, *, dense: bool = False) -> Partial:
+    """Sliding window: tiles of queries over the keys that any of them sees, or over all, with a mask for the edges."""
     num_queries, num_keys = q.shape[1], k.shape[1]
     outs, lses = [], []
     for start in range(0, num_queries, _TILE):
         stop = min(start + _TILE, num_queries)
-        keys = slice(max(0, start + lower), min(num_keys, stop + upper))
+        keys = slice(0, num_keys) if dense else slice(max(0, start + lower), min(num_keys, stop + upper))
         row = torch.arange(start, stop, device=q.device)[:, None]
         key = torch.arange(keys.start, keys.stop, device=q.device)[None]
         hidden = (key < row + lower) | (key > row + upper)
-        out, lse = _masked(q[:, start:stop], k[:, keys], v[:, keys], hidden, spec)
-        outs.append(out)
-        lses.append(lse)
+        mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)[None, None]
+        tile = q[None, :, start:stop]
+        out, lse = _fused(tile, k[None, :, keys], v[None, :, keys], spec, causal=False, mask=mask)
+        outs.append(out[0])
+        lses.append(lse[0])
     return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
-
-
-def _masked(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, spec: AttnSpec) -> Partial:
-    """A tile of queries over keys of which `hidden [T, S]` are not seen."""
-    mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
-    out, lse = _fused(q[None], k[None], v[None], spec, causal=False, mask=mask[None, None])
-    return out[0], lse[0]
 
 
 def _fold(q: Tensor, spec: AttnSpec) -> Tensor:

@@ -52,8 +52,7 @@ class _Flash(ctypes.Structure):
         *((name, ctypes.c_long) for name in ("heads", "kv_heads", "queries", "keys", "dim")),
         *((name, ctypes.c_long) for name in ("q_head", "q_row", "k_head", "k_row", "v_head", "v_row")),
         ("scale", ctypes.c_float),
-        ("lower", ctypes.c_long),
-        ("upper", ctypes.c_long),
+        *((name, ctypes.c_long) for name in ("lower", "upper", "dense")),
     )
 
 
@@ -136,10 +135,11 @@ def applies_paged(q: Tensor, spec: AttnSpec) -> bool:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, lower: int = -_FAR, upper: int = _FAR
+    q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, lower: int = -_FAR, upper: int = _FAR, dense: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Attention of `q [H, T, D]` over `k, v [K, S, D]`; query i sees key j iff `i + lower <= j <= i + upper`.
 
+    With `dense` the scores of keys that are not seen are computed, too.
     Returns `out [H, T, D]` and `lse [H, T]` float32; queries that see no key get output 0 and lse -inf.
     """
     assert _library is not None, "loaded"
@@ -153,6 +153,7 @@ def attend(
         spec.scale,
         max(lower, -_FAR),
         min(upper, _FAR),
+        dense,
     )
     if _library.longspan_attend_bf16(ctypes.byref(problem), torch.get_num_threads()):
         raise MemoryError("no memory for packed keys and values")

@@ -28,6 +28,7 @@ struct Problem {
     long q_head, q_row, k_head, k_row, v_head, v_row;  // strides in numbers; the last dimension is dense
     float scale;
     long lower, upper;  // query i sees key j if i + lower <= j <= i + upper
+    long dense;         // not 0: compute the scores of all queries with all keys, those that are not seen, too
 };
 
 struct Free {
@@ -145,9 +146,9 @@ struct Scratch {
 // One block of keys [start, start + kKeys) for queries [query, query + rows).
 void attend_block(const Problem& p, const Packed& packed, long group, long query, long rows, long start, Scratch& s) {
     const long stop = std::min(start + kKeys, p.keys);
-    // Columns that any of the rows sees, counted from `start` and in whole strips.
-    const long from = std::max(0L, query + p.lower - start) / kColumns * kColumns;
-    const long to = round_up(std::min(stop, query + rows + p.upper) - start, kColumns);
+    // Columns that any of the rows sees, or all, counted from `start` and in whole strips.
+    const long from = p.dense ? 0 : std::max(0L, query + p.lower - start) / kColumns * kColumns;
+    const long to = round_up((p.dense ? stop : std::min(stop, query + rows + p.upper)) - start, kColumns);
     if (from >= to) return;
     const uint32_t* keys = packed.keys.get() + (group * packed.padded + start) * (p.dim / 2);
     for (long column = from; column < to; column += kColumns)
@@ -193,7 +194,8 @@ void attend_rows(const Problem& p, const Packed& packed, long head, long query, 
         for (long d = 0; d < p.dim / 2; ++d) s.queries[r * (p.dim / 2) + d] = pair(row[2 * d], row[2 * d + 1]);
     }
     std::fill(s.out, s.out + rows * packed.width, 0.0f);
-    const long first = std::max(0L, query + p.lower) / kKeys * kKeys, last = std::min(p.keys, query + rows + p.upper);
+    const long first = p.dense ? 0 : std::max(0L, query + p.lower) / kKeys * kKeys;
+    const long last = p.dense ? p.keys : std::min(p.keys, query + rows + p.upper);
     for (long start = first; start < last; start += kKeys) attend_block(p, packed, group, query, rows, start, s);
     finish(p, packed, head, query, rows, s);
 }
