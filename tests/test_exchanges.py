@@ -181,12 +181,27 @@ def bytes_of_chain(case: Case) -> int:
     return (new + cached) * case.token_bytes
 
 
+def bytes_of_gather_hidden(case: Case) -> int:
+    """Hidden states are as wide as queries, keys and values together here, and outputs as wide as queries."""
+    spec = case.spec
+    shares = deal_heads(spec.num_heads, spec.num_kv_heads, case.size)
+    makers = [min(m for m, share in enumerate(shares) if head in share.kv_heads) for head in range(spec.num_kv_heads)]
+    vectors = 0
+    for request, member, other in pairs(case):
+        num_tokens = len(positions(request.q_runs[member]))
+        vectors += num_tokens * (2 * spec.num_heads + 2 * spec.num_kv_heads)  # to the other, and from it
+        vectors += num_tokens * 2 * makers.count(other)
+        vectors += 2 * len(shares[other].kv_heads) * seen(request, member, spec, cached=True)
+    return vectors * spec.head_dim * 4
+
+
 FORMULAS: dict[str, Callable[[Case], int]] = {
     "ring_kv": bytes_of_all_keys,
     "ring_q": bytes_of_ring_q,
     "gather_kv": bytes_of_all_keys,
     "gather_kv, dense": bytes_of_all_keys,
     "alltoall": bytes_of_alltoall,
+    "gather_hidden": bytes_of_gather_hidden,
     "chain": bytes_of_chain,
 }
 

@@ -89,7 +89,8 @@ class Deployment:
         )
         tokenizer = None if skip_tokenizer_init else arguments.require_tokenizer(files)
         self.info = read_info(files.weights)
-        check_degree(self.info.specs, spec.tp)
+        self._spec = spec
+        self._check_sharing(policy_options or {})
         num_blocks = num_gpu_blocks_override or arguments.num_blocks(
             self.info, files, device, spec, block_size, kv_cache_memory_bytes
         )
@@ -157,8 +158,13 @@ class Deployment:
             ValueError: for an unknown policy, or options that it cannot work with.
             RuntimeError: when requests are unfinished.
         """
-        num_instances = self.engine.config.num_instances
-        self.engine.set_policy(make_policy(policy, num_instances=num_instances, options=options))
+        self._check_sharing(options)
+        self.engine.set_policy(make_policy(policy, num_instances=self._spec.instances, options=options))
+
+    def _check_sharing(self, options: Mapping[str, str]) -> None:
+        """Raises ValueError when the model cannot be split as wanted."""
+        shares_layers = options.get("exchange") == "gather_hidden"
+        check_degree(self.info.specs, self._spec.tp, self._spec.instances if shares_layers else 1)
 
     def restart(self) -> None:
         """Starts new workers in place of lost ones; every request goes on where it was.

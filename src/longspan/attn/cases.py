@@ -17,6 +17,7 @@ from torch import Tensor
 from longspan.attn.alltoall import alltoall
 from longspan.attn.chain import chain
 from longspan.attn.comm import Group
+from longspan.attn.gather_hidden import GatherHidden
 from longspan.attn.gather_kv import gather_kv
 from longspan.attn.member import MemberPart, MemberParts
 from longspan.attn.paged import PagedKv
@@ -89,12 +90,28 @@ def _chain(group: Group, case: MemberCase, spec: AttnSpec) -> Tensor:
     return out
 
 
+def _gather_hidden(group: Group, case: MemberCase, spec: AttnSpec) -> Tensor:
+    """In place of hidden states and projections, queries, keys and values as they are."""
+    shared = GatherHidden(group, case.parts, case.kv, spec)
+    hidden = torch.cat([case.q, case.k, case.v]).transpose(0, 1)
+    gathered = shared.gather(hidden.flatten(1)).view(-1, *hidden.shape[1:]).transpose(0, 1)
+    q, k, v = gathered.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads])
+    heads, kv_heads = (slice(some.start, some.stop) for some in (shared.share.heads, shared.share.kv_heads))
+    out, *stored = shared.attend(q[heads], k[kv_heads], v[kv_heads])
+    assert all(torch.equal(kept, own) for kept, own in zip(stored, (case.k, case.v), strict=True))
+    partial_sums = q.new_zeros(q.shape)
+    partial_sums[heads] = out
+    own = shared.scatter(partial_sums.transpose(0, 1).flatten(1))
+    return own.view(-1, spec.num_heads, spec.head_dim).transpose(0, 1)
+
+
 EXCHANGES: dict[str, Exchange] = {
     "ring_kv": _from_pool(ring_kv),
     "ring_q": _from_pool(ring_q),
     "gather_kv": _from_pool(gather_kv),
     "gather_kv, dense": _from_pool(partial(gather_kv, dense=True)),
     "alltoall": _from_pool(alltoall),
+    "gather_hidden": _gather_hidden,
     "chain": _chain,
 }
 """By name."""

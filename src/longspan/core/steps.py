@@ -7,10 +7,10 @@ from typing import Literal
 
 from longspan.core.runs import Deal, Run
 
-Exchange = Literal["local", "ring_kv", "ring_q", "alltoall", "gather_kv", "gather_kv_dense", "chain"]
+Exchange = Literal["local", "ring_kv", "ring_q", "alltoall", "gather_kv", "gather_kv_dense", "gather_hidden", "chain"]
 """How Q, K, V travel: `local` not at all, `ring_kv` keys and values, `ring_q` queries and partial outputs, `alltoall`
-heads, `gather_kv` keys and values at once (`gather_kv_dense` computes what causality hides, too), `chain` those of each
-member to the next.
+heads, `gather_kv` keys and values at once (`gather_kv_dense` computes what causality hides, too), `gather_hidden` the
+hidden states before them, `chain` the keys and values of each member to the next.
 """
 
 Link = Literal["same_host", "other_host"]

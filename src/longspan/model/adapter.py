@@ -10,7 +10,8 @@ from longspan.model.bridge import SERVE, Attend
 from longspan.model.files import ModelFiles
 from longspan.model.info import ModelInfo
 from longspan.model.rope import PinnedLongRope, pin_longrope
-from longspan.model.sharding import Shard, sum_partial_results
+from longspan.model.sharding import Shard, attention_modules, sum_partial_results
+from longspan.model.shared_layers import SharedLayer
 from longspan.model.store import DTYPES, map_tensors, read_info
 from longspan.model.support import build_skeleton, check_supported, load_config
 
@@ -27,6 +28,9 @@ class Model:
     Attributes:
         info: of the whole model.
         specs: what each layer's attention computes here.
+        shared_layers: its attention layers, for tokens that several instances compute together.
+        reduce: of a share of a model: what sums outputs over the ranks of the instance. All of them call it equally
+            often, in the same order.
     """
 
     def __init__(self, module: PreTrainedModel, info: ModelInfo, longrope: PinnedLongRope | None, shard: Shard) -> None:
@@ -34,9 +38,10 @@ class Model:
         self.info = info
         self.specs = shard.local_specs
         self._longrope = longrope
-        self._reduce: Reduce | None = None
+        self.reduce: Reduce | None = None
         if shard.size > 1:
             sum_partial_results(module, shard, self._sum)
+        self.shared_layers = [SharedLayer(attention, self.specs) for attention in attention_modules(module)]
         self._inputs: tuple[Tensor, Tensor]
         self._output: object
         getattr(module, module.base_model_prefix).register_forward_hook(self._keep_output)
@@ -64,21 +69,19 @@ class Model:
         keep: Tensor,
         attend: Attend,
         rope_lengths: Tensor | None = None,
-        reduce: Reduce | None = None,
     ) -> Tensor:
         """Run one packed row of tokens and return float32 logits `[n, vocab]` of the tokens indexed by `keep` `[n]`.
 
         `tokens` and `positions` `[tokens]` (int64) may belong to several requests; `attend` keeps them apart. It
         is called once per layer, in order, with q, k, v after RoPE; these may be strided views and are its to keep.
         `rope_lengths` `[tokens]` is each token's request length for RoPE, needed iff `info.rope_switch_length` is set.
-        With n = 0 no logits are computed. At least one token is needed. `reduce` is for a share of a model: all ranks
-        of the instance call it equally often, in the same order.
+        With n = 0 no logits are computed. At least one token is needed.
         """
         assert tokens.shape == positions.shape and tokens.numel() > 0, (tokens.shape, positions.shape)
         if self._longrope is not None:
             assert rope_lengths is not None, "a longrope model needs rope_lengths"
             self._longrope.pin(rope_lengths)
-        self._inputs, self._reduce = (tokens, positions), reduce
+        self._inputs = tokens, positions
         return self._call(keep, attend)
 
     @torch.no_grad()
@@ -92,9 +95,19 @@ class Model:
         finally:
             setattr(self.module, name, layers)
 
+    @torch.no_grad()
+    def rotary(self, positions: Tensor, rope_lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines `[1, tokens, rotary_dim]` of tokens, see `forward` for the arguments."""
+        if self._longrope is not None:
+            self._longrope.pin(rope_lengths)
+        layers = getattr(self.module, self.module.base_model_prefix)
+        like = torch.empty(1, 0, 0, dtype=self.module.dtype, device=positions.device)
+        cos, sin = layers.rotary_emb(like, positions[None])
+        return cos, sin
+
     def _sum(self, partial: Tensor) -> Tensor:
-        assert self._reduce is not None, "a share of a model needs the sums over all shares"
-        return self._reduce(partial)
+        assert self.reduce is not None, "a share of a model needs the sums over all shares"
+        return self.reduce(partial)
 
     def _keep_output(self, _layers: nn.Module, _inputs: object, output: object) -> None:
         self._output = output

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from longspan.attn.spec import AttnSpec
@@ -132,14 +133,24 @@ _RULES: dict[str, Callable[[Shard, Tensor, AttnSpec], Tensor]] = {
 """By the name of a layer's module, or of an expert's own parameter."""
 
 
-def check_degree(specs: Sequence[AttnSpec], size: int) -> None:
-    """Raises ModelError when some rank would have no query head."""
+def check_degree(specs: Sequence[AttnSpec], tp: int, num_sharing: int = 1) -> None:
+    """Whether heads can be split between `tp` ranks, and each rank's again between `num_sharing` instances.
+
+    Raises:
+        ModelError: when somebody would have no query head.
+    """
     for spec in specs:
-        if any(not share.heads for share in deal_heads(spec.num_heads, spec.num_kv_heads, size)):
-            raise ModelError(
-                f"tp {size} is too much for layers with {spec.num_heads} query heads and {spec.num_kv_heads} KV heads: "
-                "some rank would have no head; use a smaller tp and more instances"
-            )
+        for share in deal_heads(spec.num_heads, spec.num_kv_heads, tp):
+            if not share.heads:
+                raise ModelError(
+                    f"tp {tp} is too much for layers with {spec.num_heads} query heads and {spec.num_kv_heads} KV "
+                    "heads: some rank would have no head; use a smaller tp and more instances"
+                )
+            if not all(one.heads for one in deal_heads(len(share.heads), len(share.kv_heads), num_sharing)):
+                raise ModelError(
+                    f"exchange gather_hidden splits {len(share.heads)} query heads and {len(share.kv_heads)} KV heads "
+                    f"between {num_sharing} instances, and one would have none: use fewer, or another exchange"
+                )
 
 
 def sum_partial_results(module: PreTrainedModel, shard: Shard, reduce: Callable[[Tensor], Tensor]) -> None:
@@ -147,14 +158,29 @@ def sum_partial_results(module: PreTrainedModel, shard: Shard, reduce: Callable[
     for name, layer in module.named_modules():
         if _LAYER.search(name) and _SUMMED.search(name):
             layer.register_forward_hook(lambda _module, _inputs, output: reduce(output))
-        if hasattr(layer, "layer_idx") and hasattr(layer, "config"):
-            _tell_head_counts(layer, shard.local_specs)
+    for attention in attention_modules(module):
+        _tell_head_counts(attention, shard.local_specs[attention.layer_idx])
 
 
-def _tell_head_counts(attention: nn.Module, specs: Sequence[AttnSpec]) -> None:
+def attention_modules(module: PreTrainedModel) -> list[Any]:
+    """One per layer, in order."""
+    found: list[Any] = [layer for layer in module.modules() if hasattr(layer, "o_proj") and hasattr(layer, "layer_idx")]
+    return sorted(found, key=lambda attention: attention.layer_idx)
+
+
+@contextmanager
+def head_counts(attention: Any, spec: AttnSpec) -> Iterator[None]:  # noqa: ANN401 - a module, whatever its class
+    """For a while, an attention module has so many heads."""
+    before = {name: vars(attention)[name] for name in ("config", "num_key_value_heads") if name in vars(attention)}
+    _tell_head_counts(attention, spec)
+    try:
+        yield
+    finally:
+        vars(attention).update(before)
+
+
+def _tell_head_counts(attention: Any, spec: AttnSpec) -> None:  # noqa: ANN401 - a module, whatever its class
     """Some models cut their fused projections by these numbers, the others by shapes."""
-    spec = specs[int(attention.layer_idx)]  # type: ignore[arg-type]  # an int, as the probe has seen
-    config: Any = copy.copy(attention.config)
+    config = copy.copy(attention.config)
     config.num_attention_heads, config.num_key_value_heads = spec.num_heads, spec.num_kv_heads
-    attention.config = config
-    vars(attention)["num_key_value_heads"] = spec.num_kv_heads
+    vars(attention).update(config=config, num_key_value_heads=spec.num_kv_heads)

@@ -10,8 +10,8 @@ from longspan.core.steps import Exchange
 from longspan.cost.partition import parse_fractions
 from longspan.policy.dealing import Shape
 
-_NOT_FOR_DECODE = ("chain",)
-"""A single token has nobody before or after it in a chain."""
+_NOT_FOR_DECODE = ("chain", "gather_hidden")
+"""A single token has nobody before or after it in a chain, and no reason to have its layers computed by everybody."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class SharingOptions:
         ValueError: for options that contradict each other.
     """
 
-    exchange: Literal["auto", "ring_kv", "ring_q", "alltoall", "gather_kv", "chain"] = "auto"
+    exchange: Literal["auto", "ring_kv", "ring_q", "alltoall", "gather_kv", "gather_hidden", "chain"] = "auto"
     layout: Literal["auto", "zigzag", "striped", "contiguous"] = "auto"
     fractions: str = ""
     dense: bool = False

@@ -22,7 +22,9 @@ class Channel:
     Attributes:
         number: among the exchanging channels of the whole Forward, so that all members know it by the same number.
         rank: this member's index in the group.
-        slots: of a chain, for each part: what this member stores of the new tokens that it has or gets.
+        slots: of a `chain`, and of `gather_hidden`, for each part: what this member stores of the new tokens that it
+            has or gets.
+        rope_lengths: of each part.
     """
 
     number: int
@@ -30,7 +32,8 @@ class Channel:
     members: tuple[int, ...]
     rank: int
     parts: MemberParts
-    slots: tuple[Slots, ...] = ()
+    slots: tuple[Slots, ...]
+    rope_lengths: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +64,8 @@ class Packed:
 
     Attributes:
         tokens, positions, rope_lengths: `[tokens]` int64, one packed row.
-        slots: where the KV of tokens goes that are stored before the exchange: all but those of chains.
+        num_alone: tokens before those of `gather_hidden` parts, which come last; None when there are no such parts.
+        slots: where the KV of tokens goes that are stored before the exchange: of all parts whose channel has none.
         channels: in the same order on every rank.
         keep: `[n]` indices of the tokens whose logits are sampled by `samples`, for `request_ids`.
         unknown: tokens that this rank must find out or pass on before it computes.
@@ -70,6 +74,7 @@ class Packed:
     tokens: Tensor
     positions: Tensor
     rope_lengths: Tensor
+    num_alone: int | None
     slots: Slots
     channels: tuple[Channel, ...]
     keep: Tensor
@@ -85,11 +90,12 @@ def pack(forward: Forward, requests: RankRequests, *, instance: int, block_size:
     positions: list[int] = []
     rope_lengths: list[int] = []
     stored: list[tuple[int, BlockRef, int]] = []
-    channels: dict[tuple[Exchange, tuple[int, ...]], list[tuple[MemberPart, Slots | None]]] = {}
+    channels: dict[tuple[Exchange, tuple[int, ...]], list[tuple[MemberPart, Slots | None, int]]] = {}
     sampled: list[tuple[int, Sample, int]] = []
     unknown: list[UnknownToken] = []
     prompts: list[PromptRows] = []
-    for part in forward.parts:
+    num_alone = None
+    for part in _shared_last(forward.parts):
         if instance not in part.group:
             unknown.extend(_unknown(part, instance, -1))
             continue
@@ -107,18 +113,18 @@ def pack(forward: Forward, requests: RankRequests, *, instance: int, block_size:
             blocks=tuple(ref.block for ref in table if ref.instance == instance),
         )
         kept = None
-        if part.exchange == "chain":
-            before = range(
-                part.start, max((run.stop for runs in part.runs[: me + 1] for run in runs), default=part.start)
-            )
+        if part.exchange in _STORED_AFTERWARDS:
+            after = _has_afterwards(part, me)
             kept = _slots(
-                ((row, table[at // block_size], at) for row, at in enumerate(before)), instance, block_size, device
+                ((row, table[at // block_size], at) for row, at in enumerate(after)), instance, block_size, device
             )
         else:
             stored.extend(
                 (row, table[positions[row] // block_size], positions[row]) for row in range(first, len(tokens))
             )
-        channels.setdefault((part.exchange, part.group), []).append((packed, kept))
+        channels.setdefault((part.exchange, part.group), []).append((packed, kept, part.rope_length))
+        if part.exchange == "gather_hidden" and num_alone is None:
+            num_alone = first
         if part.sample is not None and part.sample.instance == instance:
             sampled.append((part.request_id, part.sample, len(tokens) - 1))
         unknown.extend(_unknown(part, instance, len(tokens) - 1))
@@ -128,6 +134,7 @@ def pack(forward: Forward, requests: RankRequests, *, instance: int, block_size:
         tokens=torch.tensor(tokens, dtype=torch.int64, device=device),
         positions=torch.tensor(positions, dtype=torch.int64, device=device),
         rope_lengths=torch.tensor(rope_lengths, dtype=torch.int64, device=device),
+        num_alone=num_alone,
         slots=_slots(stored, instance, block_size, device),
         channels=_channels(forward, channels, instance),
         keep=torch.tensor([row for _, _, row in sampled], dtype=torch.int64, device=device),
@@ -136,6 +143,23 @@ def pack(forward: Forward, requests: RankRequests, *, instance: int, block_size:
         unknown=tuple(unknown),
         prompts=tuple(prompts),
     )
+
+
+_STORED_AFTERWARDS = ("chain", "gather_hidden")
+"""Exchanges that hand over what is to be stored."""
+
+
+def _shared_last(parts: Sequence[Part]) -> list[Part]:
+    """Those of `gather_hidden` after all others, by group."""
+    return sorted(parts, key=lambda part: (1, part.group) if part.exchange == "gather_hidden" else (0, ()))
+
+
+def _has_afterwards(part: Part, me: int) -> list[int]:
+    """The positions of the new tokens that a member has after the exchange: its own, or those up to its own."""
+    if part.exchange == "gather_hidden":
+        return [position for run in part.runs[me] for position in run.positions]
+    ends = (run.stop for runs in part.runs[: me + 1] for run in runs)
+    return list(range(part.start, max(ends, default=part.start)))
 
 
 def _slots(tokens: Iterable[tuple[int, BlockRef, int]], instance: int, block_size: int, device: torch.device) -> Slots:
@@ -167,7 +191,7 @@ def _prompt_rows(part: Part, runs: Sequence[Run], first_row: int) -> PromptRows:
 
 def _channels(
     forward: Forward,
-    kinds: Mapping[tuple[Exchange, tuple[int, ...]], Sequence[tuple[MemberPart, Slots | None]]],
+    kinds: Mapping[tuple[Exchange, tuple[int, ...]], Sequence[tuple[MemberPart, Slots | None, int]]],
     instance: int,
 ) -> tuple[Channel, ...]:
     exchanging = dict.fromkeys((part.exchange, part.group) for part in forward.parts if len(part.group) > 1)
@@ -178,8 +202,9 @@ def _channels(
             exchange=exchange,
             members=group,
             rank=group.index(instance),
-            parts=MemberParts([part for part, _ in parts]),
-            slots=tuple(slots for _, slots in parts if slots is not None),
+            parts=MemberParts([part for part, _, _ in parts]),
+            slots=tuple(slots for _, slots, _ in parts if slots is not None),
+            rope_lengths=tuple(length for _, _, length in parts),
         )
         for (exchange, group), parts in kinds.items()
     )

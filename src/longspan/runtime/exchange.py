@@ -13,7 +13,7 @@ from longspan.attn.all_reduce import all_reduce
 from longspan.attn.alltoall import alltoall
 from longspan.attn.chain import ChainStart, chain, chain_start
 from longspan.attn.comm import Group, Transport
-from longspan.attn.gather import gather_hops
+from longspan.attn.gather_hidden import GatherHidden, hidden_hops
 from longspan.attn.gather_kv import gather_kv
 from longspan.attn.local import local
 from longspan.attn.member import MemberParts
@@ -23,6 +23,7 @@ from longspan.attn.ring_q import ring_q
 from longspan.attn.spec import AttnSpec
 from longspan.core.steps import Link
 from longspan.kv.pool import KvPool
+from longspan.model.adapter import Model
 from longspan.runtime.batch import Channel, Packed, Slots
 from longspan.runtime.timing import Stopwatch
 
@@ -58,7 +59,7 @@ class StepComm:
         self.sent: Counter[tuple[str, Link]] = Counter()
         self._transport, self._hosts = transport, hosts
         self._tp, (self._instance, self._tp_index) = tp, divmod(rank, tp)
-        self._num_layers, self._hops = num_layers, gather_hops(len(hosts))  # no exchange has more
+        self._num_layers, self._hops = num_layers, hidden_hops(len(hosts))  # no exchange has more
         self._num_sums = 0
         per_step = (num_layers + 1) * _CHANNELS * self._hops
         self._first_tag = number % (_NUM_TAGS // per_step) * per_step
@@ -96,9 +97,20 @@ class StepAttention:
     """Callable for the model: `(layer, q, k, v) -> out`, all `[heads, tokens, head_dim]`."""
 
     def __init__(
-        self, packed: Packed, comm: StepComm, *, pool: KvPool, specs: Sequence[AttnSpec], watch: Stopwatch
+        self,
+        packed: Packed,
+        comm: StepComm,
+        *,
+        pool: KvPool,
+        specs: Sequence[AttnSpec],
+        watch: Stopwatch,
+        model: Model | None = None,
     ) -> None:
         self._packed, self._comm, self._pool, self._specs, self._watch = packed, comm, pool, specs, watch
+        self._model = model
+        self.num_alone = packed.num_alone
+        self._shared = [channel for channel in packed.channels if channel.exchange == "gather_hidden"]
+        self._rotary = [_rotary(channel, model, packed.tokens.device) for channel in self._shared]
         self._chains: dict[int, ChainStart] = {}
         self._start_chains(0)
 
@@ -111,17 +123,58 @@ class StepAttention:
             for channel in self._packed.channels:
                 if channel.exchange == "chain":
                     self._chain(layer, channel, q, k, v, out)
-                else:
+                elif channel.exchange != "gather_hidden":
                     self._exchange(layer, channel, q, kv, out)
             self._start_chains(layer + 1)
             return out
 
     def without_tokens(self, dtype: torch.dtype, device: torch.device) -> None:
         """Takes part in every layer's exchanges when this rank has no token; the model itself cannot run on none."""
-        for layer, spec in enumerate(self._specs):
-            q = torch.empty(spec.num_heads, 0, spec.head_dim, dtype=dtype, device=device)
-            kv = torch.empty(spec.num_kv_heads, 0, spec.head_dim, dtype=dtype, device=device)
-            self(layer, q, kv, kv)
+        for layer in range(len(self._specs)):
+            self._attend_nothing(layer, dtype, device)
+            if self._shared:
+                assert self._model is not None, "layers are shared by ranks that have a model"
+                width = self._model.module.config.hidden_size
+                self._share(layer, torch.empty(0, width, dtype=dtype, device=device))
+
+    def share(self, layer: int, hidden: Tensor) -> Tensor:
+        """The output of a layer's attention for the tokens of `gather_hidden`, see `model.shared_layers`."""
+        if not self.num_alone:  # the model has not asked for the other exchanges
+            self._attend_nothing(layer, hidden.dtype, hidden.device)
+        return self._share(layer, hidden)
+
+    def _share(self, layer: int, hidden: Tensor) -> Tensor:
+        outputs, start = [], 0
+        for channel, rotary in zip(self._shared, self._rotary, strict=True):
+            count = sum(len(slots.rows) for slots in channel.slots)
+            outputs.append(self._share_channel(layer, channel, rotary, hidden[start : start + count]))
+            start += count
+        return torch.cat(outputs)
+
+    def _share_channel(self, layer: int, channel: Channel, rotary: tuple[Tensor, Tensor], hidden: Tensor) -> Tensor:
+        assert self._model is not None, "layers are shared by ranks that have a model"
+        group, kv = self._comm.channel(layer, channel), self._pool.layer(layer)
+        shared = GatherHidden(group, channel.parts, kv, self._specs[layer])
+
+        def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with self._watch.during("attention"):
+                out, keys, values = shared.attend(q, k, v)
+                start = 0
+                for slots in channel.slots:
+                    rows = slice(start, start + len(slots.rows))
+                    self._store(layer, slots, keys[:, rows], values[:, rows])
+                    start = rows.stop
+                return out
+
+        gathered = shared.gather(hidden)
+        layers = self._model.shared_layers
+        return shared.scatter(layers[layer].compute(gathered, rotary, attend, index=channel.rank, size=group.size))
+
+    def _attend_nothing(self, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+        spec = self._specs[layer]
+        q = torch.empty(spec.num_heads, 0, spec.head_dim, dtype=dtype, device=device)
+        kv = torch.empty(spec.num_kv_heads, 0, spec.head_dim, dtype=dtype, device=device)
+        self(layer, q, kv, kv)
 
     def _start_chains(self, layer: int) -> None:
         """What chains can send and receive of a layer before anything of it is computed."""
@@ -150,3 +203,15 @@ class StepAttention:
             local(channel.parts, q, kv, spec, out)
         else:
             _EXCHANGES[channel.exchange](self._comm.channel(layer, channel), channel.parts, q, kv, spec, out)
+
+
+def _rotary(channel: Channel, model: Model | None, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of the gathered tokens of a channel, see `GatherHidden`."""
+    assert model is not None, "layers are shared by ranks that have a model"
+    positions: list[int] = []
+    lengths: list[int] = []
+    for member in range(len(channel.members)):
+        for part, length in zip(channel.parts, channel.rope_lengths, strict=True):
+            positions += [position for run in part.q_runs[member] for position in run.positions]
+            lengths += [length] * (len(positions) - len(lengths))
+    return model.rotary(torch.tensor(positions, device=device), torch.tensor(lengths, device=device))

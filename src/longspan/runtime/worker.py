@@ -107,13 +107,14 @@ class Worker:
             num_layers=info.num_layers,
         )
         resolve(packed.unknown, packed.tokens, self._requests, comm.everyone())
-        attention = StepAttention(packed, comm, pool=self._pool, specs=self._model.specs, watch=self.watch)
+        self._model.reduce = comm.all_reduce
+        attention = StepAttention(
+            packed, comm, pool=self._pool, specs=self._model.specs, watch=self.watch, model=self._model
+        )
         sampled: tuple[Sampled, ...] = ()
         scored: tuple[Scored, ...] = ()
         if len(packed.tokens):
-            logits = self._model.forward(
-                packed.tokens, packed.positions, packed.keep, attention, packed.rope_lengths, comm.all_reduce
-            )
+            logits = self._model.forward(packed.tokens, packed.positions, packed.keep, attention, packed.rope_lengths)
             sampled = tuple(self._sample(packed, logits))
             scored = tuple(score_prompt(prompt, self._model, self._requests) for prompt in packed.prompts)
             if self._tp_index > 0:  # every rank of an instance knows its tokens; one tells them
