@@ -161,6 +161,14 @@ class Deployment:
         self._check_sharing(options)
         self.engine.set_policy(make_policy(policy, num_instances=self._spec.instances, options=options))
 
+    def reset_prefix_cache(self) -> None:
+        """Forgets the KV of finished requests, so that no prompt starts from any of it.
+
+        Raises:
+            RuntimeError: when requests are unfinished.
+        """
+        self.engine.reset_prefix_cache()
+
     def _check_sharing(self, options: Mapping[str, str]) -> None:
         """Raises ValueError when the model cannot be split as wanted."""
         shares_layers = options.get("exchange") == "gather_hidden"

@@ -162,9 +162,21 @@ class Engine:
         Raises:
             RuntimeError: when some are unfinished.
         """
-        if self._requests:
-            raise RuntimeError(f"the policy cannot change while {len(self._requests)} requests are unfinished")
+        self._check_idle("the policy cannot change")
         self._policy = policy
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets the KV of finished requests.
+
+        Raises:
+            RuntimeError: when some are unfinished.
+        """
+        self._check_idle("KV cannot be forgotten")
+        self.account = self._new_account()
+
+    def _check_idle(self, what: str) -> None:
+        if self._requests:
+            raise RuntimeError(f"{what} while {len(self._requests)} requests are unfinished")
 
     def restart(self, executor: Executor) -> None:
         """Goes on with new workers, which remember nothing: every request waits again and computes anew what it had."""
