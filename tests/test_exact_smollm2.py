@@ -34,4 +34,4 @@ def test_any_number_of_instances(oracle: Oracle, instances: int, block_size: int
         assert moved["ring_kv"] > 0
         assert moved["ring_q"] > 0
     else:
-        assert moved == {"ring_kv": 0, "ring_q": 0, "total": 0}
+        assert not any(moved.values())

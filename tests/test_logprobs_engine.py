@@ -95,7 +95,7 @@ REQUESTS = (
     (40, sampled(n=3, logprobs=5, prompt_logprobs=1, temperature=0.9)),
     (70, sampled(logprobs=2, prompt_logprobs=None)),
     (200, sampled(logprobs=None, prompt_logprobs=3)),
-    (900, sampled(n=2, logprobs=1, prompt_logprobs=4, temperature=1.3)),
+    (600, sampled(n=2, logprobs=1, prompt_logprobs=4, temperature=1.3)),
 )
 
 
