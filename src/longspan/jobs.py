@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from longspan import chat_template
 from longspan.chat_template import Message, TemplateOptions
-from longspan.core.request import check_length
+from longspan.core.request import check_length, too_long
 from longspan.core.sampling import SamplingParams, StructuredOutputsParams
 from longspan.model.vocabulary import grammar_vocabulary
 from longspan.structured import compile_grammar
@@ -84,6 +84,23 @@ class JobMaker:
         form = params.structured_outputs
         grammar = "" if form is None else self._grammar(form)
         return Job(text=text, token_ids=tuple(token_ids), params=params, grammar=grammar)
+
+    @cached_property
+    def max_prompt_chars(self) -> int:
+        """Texts with more characters are too long: no token has more of them than the longest name in the vocabulary.
+
+        That tokenizers may drop blanks, or take an unknown word for one token, is left out of account.
+        """
+        return self.max_model_len * max(map(len, self._need_tokenizer().get_vocab()))
+
+    def check_chars(self, num_chars: int) -> None:
+        """Whether a text of this length may fit, which is known without the cost of tokenizing it.
+
+        Raises:
+            ValueError: if it cannot, or there is no tokenizer.
+        """
+        if num_chars > self.max_prompt_chars:
+            raise too_long(f"{num_chars} characters, so more than {self.max_model_len} tokens", self.max_model_len)
 
     def render_chat(self, messages: Sequence[Message], **template: Unpack[TemplateOptions]) -> str:
         """The text that stands for a conversation; tokenize it without adding special tokens.

@@ -183,7 +183,12 @@ def check_length(num_prompt_tokens: int, max_model_len: int) -> None:
     if num_prompt_tokens < 1:
         raise ValueError("the prompt is empty: at least 1 token is needed")
     if num_prompt_tokens >= max_model_len:
-        raise ValueError(
-            f"the prompt has {num_prompt_tokens} tokens, but prompt and output together can have at most "
-            f"{max_model_len} here (the model's context, or less where KV memory is short): shorten the prompt"
-        )
+        raise too_long(f"{num_prompt_tokens} tokens", max_model_len)
+
+
+def too_long(length: str, max_model_len: int) -> ValueError:
+    """Says that a prompt of this length cannot be served."""
+    return ValueError(
+        f"the prompt has {length}, but prompt and output together can have at most {max_model_len} here "
+        "(max_model_len: the model's context, or less where KV memory is short): shorten the prompt"
+    )

@@ -39,6 +39,8 @@ class Server:
         self.engine, self.jobs, self.settings, self.limits = engine, jobs, settings, settings.limits
         self.draining = False
         self.models = self._models()
+        if jobs.tokenizer is not None:
+            _ = jobs.max_prompt_chars  # now, and not while a request waits for it
         self.tally = Tally()
         self.metrics = Metrics(settings.metrics_prefix, settings.model_names[0], engine.started)
         engine.on_turn = self.metrics.take_turn

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ from longspan.core.sampling import SamplingParams, StructuredOutputsParams
 from longspan.jobs import Job, JobMaker
 from longspan.serve.limits import RequestLimits
 from longspan.serve.wire.errors import WireError, blaming, cut
-from longspan.serve.wire.messages import for_template
+from longspan.serve.wire.messages import for_template, num_chars
 from longspan.serve.wire.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -70,6 +70,10 @@ def completion_jobs(request: CompletionRequest, served: Served) -> list[Job]:
     with blaming("n"):
         served.limits.check_choices(len(prompts), params.n)
     names = ["prompt"] if len(prompts) == 1 else [f"prompt[{index}]" for index in range(len(prompts))]
+    for prompt, name in zip(prompts, names, strict=True):
+        if isinstance(prompt, str):
+            with blaming(name):
+                served.jobs.check_chars(len(prompt))
     jobs = []
     for prompt, name in zip(prompts, names, strict=True):
         with blaming(name, _fields(request)):
@@ -90,7 +94,7 @@ def chat_job(request: ChatCompletionRequest, served: Served) -> Job:
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         prompt_logprobs=request.prompt_logprobs,
     )
-    text, ids = _rendered(request, served.jobs)
+    text, ids = _rendered(request, served.jobs, served.jobs.check_chars)
     with blaming("messages", _fields(request)):
         return served.jobs.checked(text, ids, params)
 
@@ -99,15 +103,17 @@ def tokenized(request: TokenizeRequest, served: Served) -> dict[str, Any]:
     """The answer to a request for tokens.
 
     Raises:
-        WireError: when there is no tokenizer, or the conversation is wrong.
+        WireError: when there is no tokenizer, the text is too long, or the conversation is wrong.
     """
     _check_sizes(request, served.limits)
     jobs = served.jobs
     with blaming("prompt"):
         if request.messages is None:
-            ids = jobs.tokenize(request.prompt or "", add_special_tokens=request.add_special_tokens is not False)
+            text = request.prompt or ""
+            served.limits.check_tokenize(len(text))
+            ids = jobs.tokenize(text, add_special_tokens=request.add_special_tokens is not False)
         else:
-            _, ids = _rendered(request, jobs)
+            _, ids = _rendered(request, jobs, served.limits.check_tokenize)
     assert jobs.tokenizer is not None, "it has tokenized"
     names = jobs.tokenizer.convert_ids_to_tokens(ids) if request.return_token_strs else None
     return {"count": len(ids), "max_model_len": jobs.max_model_len, "tokens": ids, "token_strs": names}
@@ -117,9 +123,11 @@ def detokenized(request: DetokenizeRequest, served: Served) -> dict[str, Any]:
     """The answer to a request for text; special tokens have the text that stands for them.
 
     Raises:
-        WireError: when there is no tokenizer, or a token is not in the vocabulary.
+        WireError: when there is no tokenizer, or there are too many tokens, or one is not in the vocabulary.
     """
     jobs = served.jobs
+    with blaming("tokens"):
+        served.limits.check_tokenize(len(request.tokens))
     if jobs.tokenizer is None:
         raise WireError("there is no tokenizer (skip_tokenizer_init)", "tokens")
     wrong = next((token for token in request.tokens if token >= jobs.vocab_size), None)
@@ -186,8 +194,10 @@ def _fields(request: GenerationRequest) -> dict[str, str]:
     return fields
 
 
-def _rendered(request: ChatCompletionRequest | TokenizeRequest, jobs: JobMaker) -> tuple[str, list[int]]:
-    """A conversation as text and token ids."""
+def _rendered(
+    request: ChatCompletionRequest | TokenizeRequest, jobs: JobMaker, check_chars: Callable[[int], None]
+) -> tuple[str, list[int]]:
+    """A conversation as text and token ids; `check_chars` bounds its contents before it bounds the text."""
     assert request.messages is not None, "the caller has looked"
     variables = request.chat_template_kwargs or {}
     if taken := sorted(_NOT_VARIABLES & variables.keys()):
@@ -198,7 +208,9 @@ def _rendered(request: ChatCompletionRequest | TokenizeRequest, jobs: JobMaker) 
         chat_template_kwargs=variables,
     )
     with blaming("messages"):
+        check_chars(sum(map(num_chars, request.messages)))
         text = _render([for_template(message) for message in request.messages], options, jobs)
+        check_chars(len(text))
         return text, jobs.tokenize(text, add_special_tokens=bool(request.add_special_tokens))
 
 
