@@ -68,8 +68,10 @@ class JobMaker:
         text = self.render_chat(messages, **template)
         return self.checked(text, self.tokenize(text, add_special_tokens=False), params)
 
-    def checked(self, text: str | None, token_ids: Sequence[int], params: SamplingParams) -> Job:
-        """The job of token ids that stand for `text`.
+    def checked(
+        self, text: str | None, token_ids: Sequence[int], params: SamplingParams, grammar: str | None = None
+    ) -> Job:
+        """The job of token ids that stand for `text`; `grammar` is that of `params`, if it has been made already.
 
         Raises:
             ValueError: see `job`.
@@ -81,8 +83,8 @@ class JobMaker:
             raise ValueError("stop strings need a tokenizer, but there is none (skip_tokenizer_init)")
         params.check_vocab(self.vocab_size)
         check_length(len(token_ids), self.max_model_len)
-        form = params.structured_outputs
-        grammar = "" if form is None else self._grammar(form)
+        if grammar is None:
+            grammar = "" if params.structured_outputs is None else self.grammar(params.structured_outputs)
         return Job(text=text, token_ids=tuple(token_ids), params=params, grammar=grammar)
 
     @cached_property
@@ -115,7 +117,12 @@ class JobMaker:
         ids: list[int] = self._need_tokenizer()(text, add_special_tokens=add_special_tokens)["input_ids"]
         return ids
 
-    def _grammar(self, form: StructuredOutputsParams) -> str:
+    def grammar(self, form: StructuredOutputsParams) -> str:
+        """What outputs of that form follow, see `Sampling`.
+
+        Raises:
+            ValueError: when it cannot be followed, or there is no tokenizer.
+        """
         if self.tokenizer is None:
             raise ValueError("structured outputs need a tokenizer, but there is none (skip_tokenizer_init)")
         return compile_grammar(form, self._vocabulary)

@@ -98,7 +98,7 @@ def serve(
 
     Every flag can also be given as an environment variable: --max-model-len as LONGSPAN_MAX_MODEL_LEN.
     """
-    from longspan.serve import answer, messages, run, settings  # noqa: PLC0415 - other verbs do not wait for FastAPI
+    from longspan.serve import answer, lanes, messages, run, settings  # noqa: PLC0415 - other verbs do not wait for FastAPI
 
     del config  # its callback has read it
     os.environ.pop("LONGSPAN_API_KEY", None)  # it was read; processes that are started from here on need not know it
@@ -126,10 +126,12 @@ def serve(
         limits=limits,
     )
     try:
-        return asyncio.run(run.serve(setup, face, server.host, server.port))
+        code = asyncio.run(run.serve(setup, face, server.host, server.port))
     except answer.EngineLostError as error:
         typer.echo(f"longspan: {error}", err=True)
-        return 1
+        code = 1
+    lanes.end_process_if_busy(code)
+    return code
 
 
 def _tracer(endpoint: str) -> Tracer:

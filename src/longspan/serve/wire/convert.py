@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from inspect import signature
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -50,8 +50,8 @@ class Served(Protocol):
         """What a request may ask for."""
 
 
-def completion_jobs(request: CompletionRequest, served: Served) -> list[Job]:
-    """One job per prompt, in their order.
+def completion_jobs(request: CompletionRequest, served: Served, grammar: str | None = None) -> list[Job]:
+    """One job per prompt, in their order; `grammar` is what `grammar_of` makes of the request, if it has been made.
 
     Raises:
         WireError: when the request asks for what this model or server cannot do.
@@ -77,12 +77,13 @@ def completion_jobs(request: CompletionRequest, served: Served) -> list[Job]:
     jobs = []
     for prompt, name in zip(prompts, names, strict=True):
         with blaming(name, _fields(request)):
-            jobs.append(_job(prompt, params, served.jobs, special))
+            text, ids = _text_and_ids(prompt, served.jobs, special)
+            jobs.append(served.jobs.checked(text, ids, params, grammar))
     return jobs
 
 
-def chat_job(request: ChatCompletionRequest, served: Served) -> Job:
-    """A conversation's.
+def chat_job(request: ChatCompletionRequest, served: Served, grammar: str | None = None) -> Job:
+    """A conversation's; for `grammar` see `completion_jobs`.
 
     Raises:
         WireError: when the request asks for what this model or server cannot do.
@@ -96,7 +97,7 @@ def chat_job(request: ChatCompletionRequest, served: Served) -> Job:
     )
     text, ids = _rendered(request, served.jobs, served.jobs.check_chars)
     with blaming("messages", _fields(request)):
-        return served.jobs.checked(text, ids, params)
+        return served.jobs.checked(text, ids, params, grammar)
 
 
 def tokenized(request: TokenizeRequest, served: Served) -> dict[str, Any]:
@@ -142,6 +143,27 @@ def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
     return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
 
+def form_kind(request: GenerationRequest) -> Literal["free", "json_object", "other"]:
+    """Of what form outputs are; to check grammars of `other` ones may take seconds."""
+    chosen, given = request.response_format, request.structured_outputs
+    if given is not None:
+        return "json_object" if given.json_object else "other"
+    kinds: dict[str, Literal["free", "json_object"]] = {"text": "free", "json_object": "json_object"}
+    return "free" if chosen is None else kinds.get(chosen.type, "other")
+
+
+def grammar_of(request: GenerationRequest, served: Served) -> str:
+    """What the request's outputs must follow, as a grammar; it has a form.
+
+    Raises:
+        WireError: when it cannot be followed.
+    """
+    with blaming(None, _fields(request)):
+        form = structured_outputs(request)
+        assert form is not None, "the caller has looked"
+        return served.jobs.grammar(form)
+
+
 def structured_outputs(request: GenerationRequest) -> StructuredOutputsParams | None:
     """What outputs must follow; None if they are free.
 
@@ -177,13 +199,13 @@ def _params(
         )
 
 
-def _job(prompt: str | list[int], params: SamplingParams, jobs: JobMaker, special: bool) -> Job:
+def _text_and_ids(prompt: str | list[int], jobs: JobMaker, special: bool) -> tuple[str | None, list[int]]:
     if not isinstance(prompt, str):
-        return jobs.checked(None, prompt, params)
+        return None, prompt
     ids = jobs.tokenize(prompt, add_special_tokens=special)
     if not ids:
         raise ValueError("this model's tokenizer has no token for anything in this text")
-    return jobs.checked(prompt, ids, params)
+    return prompt, ids
 
 
 def _fields(request: GenerationRequest) -> dict[str, str]:
