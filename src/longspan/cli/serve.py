@@ -52,7 +52,7 @@ class ServerOptions:
     body_timeout: Annotated[float, _server(min=0.001, help="Seconds that a request's body may take to come.")] = 60.0
     max_total_body_bytes: Annotated[
         int, _server(min=1, help="Most bytes of the bodies of all open requests; more are answered 503.")
-    ] = 2**30
+    ] = 2**28
     h11_max_incomplete_event_size: Annotated[
         int, _server(min=1024, help="Most bytes of a request's line and headers.")
     ] = 64 * 1024

@@ -44,7 +44,7 @@ class ServerSettings:
     root_path: str = ""
     request_timeout_s: float | None = None
     body_timeout_s: float = 60.0
-    max_total_body_bytes: int = 2**30
+    max_total_body_bytes: int = 2**28
     max_header_bytes: int = 64 * 1024
     shutdown_timeout_s: float = 30.0
     keep_alive_s: float = 10.0
