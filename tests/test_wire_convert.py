@@ -212,6 +212,30 @@ def test_what_the_model_cannot_do_is_named(fields: dict[str, Any], param: str, w
     assert (caught.value.param, caught.value.status) == (param, 400)
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_more_output_than_there_is_room_for_is_refused_if_it_was_asked_for(name: str) -> None:
+    talk = {"messages": HELLO}
+    room = 512 - len(chat_job(read(ChatCompletionRequest, talk), SERVED).token_ids)
+    assert chat_job(read(ChatCompletionRequest, {**talk, name: room}), SERVED).params.max_tokens == room
+    for most in (room + 1, 1_000_000):
+        with pytest.raises(WireError, match=rf"{name} is {most}, .*max_model_len is 512") as caught:
+            chat_job(read(ChatCompletionRequest, {**talk, name: most}), SERVED)
+        assert (caught.value.param, caught.value.status) == (name, 400)
+
+
+def test_more_output_than_there_is_room_for_behind_any_of_the_prompts_is_refused() -> None:
+    def ask(**fields: Any) -> list[int | None]:
+        jobs = completion_jobs(read(CompletionRequest, {"prompt": [[5], [5] * 500], **fields}), SERVED)
+        return [job.params.max_tokens for job in jobs]
+
+    assert ask(max_tokens=12) == [12, 12]
+    assert ask() == [16, 16], "what was not asked for is cut by the engine"
+    assert ask(max_tokens=0, echo=True) == [1, 1]
+    with pytest.raises(WireError, match="prompt of 500 tokens there is room for 12") as caught:
+        ask(max_tokens=13)
+    assert (caught.value.param, caught.value.status) == ("max_tokens", 400)
+
+
 def test_a_conversation_that_is_too_long() -> None:
     with pytest.raises(WireError, match="shorten") as caught:
         chat_job(read(ChatCompletionRequest, {"messages": [{"role": "user", "content": "a " * 600}]}), SERVED)

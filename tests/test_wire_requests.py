@@ -145,7 +145,8 @@ def accepts(model: type[BaseModel], body: dict[str, Any]) -> bool:
             "vocabulary",
             "has no token for",
             "this model's token ids",
-            "template",
+            "chat template",
+            "of templates",
             "final message",
             "cannot be used",
         )

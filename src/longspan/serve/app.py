@@ -67,7 +67,7 @@ def _describe(app: FastAPI, server: Server) -> None:
             if settings.api_keys:
                 components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
                 schema["security"] = [{"key": []}]
-            name_what_is_there(schema, settings.model_names, server.jobs.vocab_size)
+            name_what_is_there(schema, settings.model_names, server.jobs.vocab_size, server.jobs.max_model_len)
             app.openapi_schema = settings.limits.narrowed(schema)
         return app.openapi_schema or {}
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from longspan.chat_template import TemplateOptions
+from longspan.core.request import check_room
 from longspan.core.sampling import SamplingParams, StructuredOutputsParams
 from longspan.jobs import Job, JobMaker
 from longspan.serve.limits import RequestLimits
@@ -79,6 +80,8 @@ def completion_jobs(request: CompletionRequest, served: Served, grammar: str | N
         with blaming(name, _fields(request)):
             text, ids = _text_and_ids(prompt, served.jobs, special)
             jobs.append(served.jobs.checked(text, ids, params, grammar))
+            if request.max_tokens is not None:
+                check_room("max_tokens", request.max_tokens, len(ids), served.jobs.max_model_len)
     return jobs
 
 
@@ -89,15 +92,20 @@ def chat_job(request: ChatCompletionRequest, served: Served, grammar: str | None
         WireError: when the request asks for what this model or server cannot do.
     """
     _check_sizes(request, served.limits)
+    name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+    most: int | None = getattr(request, name)
     params = _params(
         request,
-        max_tokens=request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens,
+        max_tokens=most,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         prompt_logprobs=request.prompt_logprobs,
     )
     text, ids = _rendered(request, served.jobs, served.jobs.check_chars)
     with blaming("messages", _fields(request)):
-        return served.jobs.checked(text, ids, params, grammar)
+        job = served.jobs.checked(text, ids, params, grammar)
+        if most is not None:
+            check_room(name, most, len(ids), served.jobs.max_model_len)
+        return job
 
 
 def tokenized(request: TokenizeRequest, served: Served) -> dict[str, Any]:
