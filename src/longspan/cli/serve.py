@@ -121,6 +121,8 @@ def serve(
         keep_alive_s=server.stream_keep_alive,
         reader_timeout_s=server.reader_timeout,
         shutdown_timeout_s=server.shutdown_timeout,
+        max_num_queued_reqs=server.max_num_queued_reqs,
+        max_num_queued_tokens=server.max_num_queued_tokens,
         metrics_prefix=server.metrics_prefix,
         tracer=None if server.otlp_traces_endpoint is None else _tracer(server.otlp_traces_endpoint),
         limits=limits,

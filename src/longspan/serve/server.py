@@ -115,6 +115,8 @@ class Server:
 
         def assembled(grammar: str) -> tuple[Sequence[Job], wire.Assembler]:
             jobs = make_jobs(grammar)
+            with wire.blaming("prompt"):
+                self.settings.check_queue(len(jobs), sum(len(job.token_ids) for job in jobs))
             return jobs, make_assembler(
                 body,
                 jobs,

@@ -13,7 +13,7 @@ from longspan.serve.wire.convert import (
     grammar_of,
     tokenized,
 )
-from longspan.serve.wire.errors import WireError, wire_error
+from longspan.serve.wire.errors import WireError, blaming, wire_error
 from longspan.serve.wire.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from longspan.serve.wire.responses import (
     ChatCompletionChunk,
@@ -46,6 +46,7 @@ __all__ = [
     "TokenizeResponse",
     "VersionInfo",
     "WireError",
+    "blaming",
     "chat_job",
     "check_content_type",
     "completion_jobs",
