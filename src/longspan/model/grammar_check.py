@@ -33,7 +33,7 @@ def check(grammar: str) -> None:
     """
     try:
         tried = subprocess.run(
-            [sys.executable, "-m", __name__],
+            [sys.executable, "-P", "-m", __name__],
             input=grammar.encode(errors="surrogatepass"),
             capture_output=True,
             timeout=_MAX_WALL_S,

@@ -90,7 +90,7 @@ class _ForkServer:
     def __init__(self) -> None:
         self.owner = os.getpid()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "longspan.runtime.forkserver_main"],
+            [sys.executable, "-P", "-m", "longspan.runtime.forkserver_main"],  # -P: no code from the current folder
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={

@@ -186,7 +186,7 @@ class EngineClient:
             socket.bind(address(folder))
             self._process = process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                *("-m", _ENGINE_MODULE, folder),
+                *("-P", "-m", _ENGINE_MODULE, folder),
                 stdin=asyncio.subprocess.PIPE,
                 start_new_session=True,  # signals to the terminal's group are ours to handle
             )
