@@ -37,6 +37,7 @@ _STARTED = {
     "trust_remote_code": False,
     "vocab_size": 1000,
     "max_model_len": 100_000,
+    "max_num_seqs": 2,
     "num_instances": 1,
     "num_blocks": 8,
     "block_size": 16,
@@ -60,6 +61,8 @@ class FakeEngine:
     def run(self) -> None:
         self._send(_STARTED)
         while True:
+            while not self._socket.poll(100):
+                self._send({"type": "Turn"})  # it lives
             command = msgspec.msgpack.decode(self._socket.recv())
             kind = command["type"]
             self._note(kind, id=command.get("id"), is_accepted=command.get("is_accepted"))

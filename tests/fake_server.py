@@ -26,6 +26,7 @@ STARTED = Started(
     trust_remote_code=False,
     vocab_size=100,
     max_model_len=64,
+    max_num_seqs=1,
     num_instances=2,
     num_blocks=10,
     block_size=16,

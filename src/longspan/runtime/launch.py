@@ -25,6 +25,7 @@ def start_workers(
     *,
     attention_kernel: Path | None,
     record_times: bool,
+    step_timeout_s: float,
 ) -> LocalExecutor:
     """One worker per rank of `spec`, ready for steps.
 
@@ -52,7 +53,7 @@ def start_workers(
         )
         for rank in range(spec.num_ranks)
     ]
-    return LocalExecutor(configs, log_dir=_log_dir(run_dir))
+    return LocalExecutor(configs, log_dir=_log_dir(run_dir), step_timeout_s=step_timeout_s)
 
 
 def _log_dir(run_dir: str) -> Path:
