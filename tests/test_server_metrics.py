@@ -89,9 +89,7 @@ def test_counts_follow_requests() -> None:
 
 
 def test_gauges_are_the_engines_latest_word() -> None:
-    server = make_server()
-    server.metrics.take_turn(Turn(stats=STATS))
-    value = sampler(server)
+    value = sampler(make_server())  # it has them when it takes the server on
     assert (value("num_requests_running"), value("num_requests_waiting")) == (3, 2)
     assert value("kv_cache_usage_perc") == pytest.approx(7 / 20)
     assert [value("instance_kv_blocks_used", instance=i) for i in "01"] == [5, 2]

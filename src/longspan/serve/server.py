@@ -17,6 +17,7 @@ from longspan.jobs import Job, JobMaker
 from longspan.serve import wire
 from longspan.serve.answer import EngineLostError
 from longspan.serve.client import EngineClient
+from longspan.serve.messages import Turn
 from longspan.serve.metrics import Metrics
 from longspan.serve.middleware import Tally
 from longspan.serve.respond import Call, respond
@@ -42,6 +43,8 @@ class Server:
         self.tally = Tally()
         self.metrics = Metrics(settings.metrics_prefix, settings.model_names[0], engine.started)
         engine.on_turn = self.metrics.take_turn
+        if engine.stats is not None:  # what it has said before
+            self.metrics.take_turn(Turn(stats=engine.stats))
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="text")
 
     def retry_after_s(self) -> int:
