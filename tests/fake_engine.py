@@ -27,7 +27,7 @@ SAY_AND_DIE_ONCE = 7  # one token before it ends
 FLOOD = 8  # max_tokens tokens with a text of 1,000 characters each
 PACED = 9  # max_tokens tokens, 20 ms apart
 
-NEVER_STARTS, WRONG, ENDS_AT_ONCE = "never-starts", "wrong", "ends-at-once"
+NEVER_STARTS, STARTS_LATE, WRONG, ENDS_AT_ONCE = "never-starts", "starts-late", "wrong", "ends-at-once"
 """What the name of the file makes of the start."""
 
 _STARTED = {
@@ -130,6 +130,8 @@ def main() -> None:
         sys.exit(3)
     if events.name == NEVER_STARTS:
         time.sleep(600)
+    if events.name == STARTS_LATE:
+        time.sleep(1.5)
     engine = FakeEngine(sys.argv[1], events)
     if events.name == WRONG:
         engine.refuse()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
@@ -15,11 +16,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_engine import BEGIN, FLOOD, NEVER_STARTS, PACED, SAY, SILENT, UNACCEPTED
+from fake_engine import (
+    BEGIN,
+    ENDS_AT_ONCE,
+    FLOOD,
+    NEVER_STARTS,
+    PACED,
+    SAY,
+    SILENT,
+    STARTS_LATE,
+    UNACCEPTED,
+    WRONG,
+)
 from fake_engine_install import told, until
 from server_client import Client, Reply, completion, send_completion
 
-from longspan.serve.answer import Answer
+from longspan.serve.answer import Answer, EngineLostError
 from longspan.serve.messages import EngineSetup
 from longspan.serve.run import serve
 from longspan.serve.settings import ServerSettings
@@ -63,9 +75,9 @@ async def serving(events: Path, **settings: Any) -> AsyncIterator[Face]:
         await until(lambda: asyncio.all_tasks() == {asyncio.current_task()}, 2)
 
 
-async def serve_fake(events: Path, **settings: Any) -> int:
+async def serve_fake(events: Path, port: int = 0, **settings: Any) -> int:
     setup = EngineSetup(model=str(events), arguments={}, max_num_queued_reqs=None, max_num_queued_tokens=None)
-    return await serve(setup, ServerSettings(model_names=("fake",), **settings), "127.0.0.1", 0)
+    return await serve(setup, ServerSettings(model_names=("fake",), **settings), "127.0.0.1", port)
 
 
 async def heard_port() -> int:
@@ -256,10 +268,58 @@ def test_a_second_signal_ends_at_once(events: Path) -> None:
 
 def test_a_signal_while_the_engine_starts_ends_at_once(events: Path) -> None:
     async def check() -> None:
-        running = asyncio.create_task(serve_fake(events.with_name(NEVER_STARTS)))
-        await asyncio.sleep(0.5)
+        running = asyncio.create_task(serve_fake(events.with_name(NEVER_STARTS), port := free_port()))
+        await until_alive(port)
         os.kill(os.getpid(), signal.SIGTERM)
         assert await asyncio.wait_for(running, 3) == 128 + signal.SIGTERM
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(check())
+
+
+def test_before_the_engine_has_started_only_the_face_is_alive(events: Path) -> None:
+    async def check() -> None:
+        running = asyncio.create_task(serve_fake(events.with_name(STARTS_LATE), port := free_port()))
+        await until_alive(port)
+        for path in ("/health", "/v1/models", "/metrics", "/version", "/nowhere"):
+            reply = await ask(port, path, x_request_id="mine")
+            assert (reply.status, reply.headers["x-request-id"]) == (503, "mine")
+            assert int(reply.headers["retry-after"]) > 0
+            assert reply.body["error"]["message"] == "the engine is starting"
+        assert (await ask(port, "/v1/completions", completion(prompt=[SAY]))).status == 503
+        async with asyncio.timeout(10):
+            while (await ask(port, "/health")).status == 503:  # noqa: ASYNC110 - as a probe does
+                await asyncio.sleep(0.05)
+        assert (await ask(port, "/v1/completions", completion(prompt=[SAY], max_tokens=3))).token_ids == [7, 7, 7]
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await asyncio.wait_for(running, 10) == 0
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(("name", "error"), [(WRONG, ValueError), (ENDS_AT_ONCE, EngineLostError)])
+def test_a_face_whose_engine_does_not_start_ends_with_its_reason(
+    events: Path, name: str, error: type[Exception]
+) -> None:
+    async def check() -> None:
+        with pytest.raises(error):
+            await serve_fake(events.with_name(name), port := free_port())
+        with closing(socket.create_server(("127.0.0.1", port))):
+            pass  # nobody has it
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(check())
+
+
+def free_port() -> int:
+    with closing(socket.create_server(("127.0.0.1", 0))) as free:
+        return int(free.getsockname()[1])
+
+
+async def until_alive(port: int) -> None:
+    async with asyncio.timeout(10):
+        while True:
+            with contextlib.suppress(OSError):
+                assert (await ask(port, "/live")).body == {"status": "ok"}
+                return
+            await asyncio.sleep(0.05)
