@@ -26,6 +26,7 @@ DIE_ONCE = 6  # the same in the first process, as SAY in others
 SAY_AND_DIE_ONCE = 7  # one token before it ends
 FLOOD = 8  # max_tokens tokens with a text of 1,000 characters each
 PACED = 9  # max_tokens tokens, 20 ms apart
+STUCK = 10  # one token; then its grammar cannot go on
 
 NEVER_STARTS, STARTS_LATE, WRONG, ENDS_AT_ONCE = "never-starts", "starts-late", "wrong", "ends-at-once"
 """What the name of the file makes of the start."""
@@ -84,8 +85,10 @@ class FakeEngine:
         if what == SAY_AND_DIE_ONCE and self._is_first:
             self._tell(number, finished=False)
             self._die()
-        if what == BEGIN:
+        if what in {BEGIN, STUCK}:
             self._tell(number, finished=False)
+            if what == STUCK:
+                self._send({"type": "Failed", "id": number, "reason": "too many items", "param": "structured_outputs"})
         elif what != SILENT:
             for index in range(max_tokens):
                 self._tell(number, finished=index == max_tokens - 1, text="x" * 1000 if what == FLOOD else "")

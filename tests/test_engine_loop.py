@@ -179,8 +179,8 @@ class Face:
             case QueueFull(number):
                 assert not self.asked[number].was_accepted
                 self._end(number, "full")
-            case Failed(number, reason):
-                self._end(number, "refused" if "refused" in reason else "failed")
+            case Failed(number, reason, param):
+                self._end(number, "refused" if "refused" in reason else "failed" if param is None else param)
             case Turn() as turn:
                 for number, update in turn.updates:
                     self._take(number, update)
@@ -281,7 +281,7 @@ def test_a_request_fails_with_a_choice_that_cannot_go_on_and_no_other_does(num_t
         face.turn()
     face.cluster.executor.stuck = {face.asked[stuck].request_ids[1]}
     face.finish()
-    assert (face.asked[stuck].end, face.asked[other].end) == ("failed", "finished")
+    assert (face.asked[stuck].end, face.asked[other].end) == ("structured_outputs", "finished")
     assert face.num_ended == {"error": 3, "length": 1}
     face.check()
 

@@ -25,6 +25,7 @@ from fake_engine import (
     SAY,
     SILENT,
     STARTS_LATE,
+    STUCK,
     UNACCEPTED,
     WRONG,
 )
@@ -273,6 +274,20 @@ def test_a_signal_while_the_engine_starts_ends_at_once(events: Path) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         assert await asyncio.wait_for(running, 3) == 128 + signal.SIGTERM
         assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_cannot_go_on_is_its_senders_mistake(events: Path, stream: bool) -> None:
+    async def check() -> None:
+        async with serving(events) as face:
+            reply = await face.complete(STUCK, stream=stream)
+            assert reply.status == (200 if stream else 400)
+            error = (reply.events[-1] if stream else reply.body)["error"]
+            assert (error["type"], error["code"]) == ("invalid_request_error", "400")
+            assert (error["param"], error["message"]) == ("structured_outputs", "too many items")
+            assert b"[DONE]" not in reply.data
 
     asyncio.run(check())
 

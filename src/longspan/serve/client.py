@@ -281,8 +281,8 @@ class EngineClient:
                 answer.accept(index)
             case QueueFull(number, reason) if number in self._waiting:
                 self._fail(self._waiting[number][0], QueueFullError(reason))
-            case Failed(number, reason) if number in self._waiting:
-                self._fail(self._waiting[number][0], RequestFailedError(reason))
+            case Failed(number, reason, param) if number in self._waiting:
+                self._fail(self._waiting[number][0], RequestFailedError(reason, param))
             case Started():
                 self.started, self.state, self._connected = report, "serving", True
                 self._replay()

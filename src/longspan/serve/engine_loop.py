@@ -205,12 +205,10 @@ class EngineLoop:
     def _fail_stuck(self, news: _News) -> None:
         """A choice that cannot go on (no token fits its grammar) is no answer: its request fails with all choices."""
         for client in list(news.clients.values()):
-            for choice in client.tracked.choices:
-                if choice.request.finish_reason == "error":
-                    del news.clients[client.id]
-                    self._send(Failed(client.id, f"an output could not be completed: {choice.stop_reason}"))
-                    self._drop(client, "error")
-                    break
+            if (reason := client.tracked.stuck) is not None:
+                del news.clients[client.id]
+                self._send(Failed(client.id, reason, "structured_outputs"))
+                self._drop(client, "error")
 
     def _update(self, client: _Client, news: _News) -> Update:
         tracked, first = client.tracked, not client.scores_told

@@ -119,10 +119,15 @@ class QueueFull(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The request ends with an error that is not its sender's."""
+    """The request ends with an error; the other ones go on.
+
+    Attributes:
+        param: the field of the request that is the cause; None when its sender is not to blame.
+    """
 
     id: int
     reason: str
+    param: str | None = None
 
 
 class Times(msgspec.Struct, frozen=True, kw_only=True):
