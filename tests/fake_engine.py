@@ -29,6 +29,7 @@ PACED = 9  # max_tokens tokens, 20 ms apart
 STUCK = 10  # one token; then its grammar cannot go on
 
 NEVER_STARTS, STARTS_LATE, WRONG, ENDS_AT_ONCE = "never-starts", "starts-late", "wrong", "ends-at-once"
+NEVER_QUITS = "never-quits"
 """What the name of the file makes of the start."""
 
 _STARTED = {
@@ -67,7 +68,7 @@ class FakeEngine:
             command = msgspec.msgpack.decode(self._socket.recv())
             kind = command["type"]
             self._note(kind, id=command.get("id"), is_accepted=command.get("is_accepted"))
-            if kind == "Quit":
+            if kind == "Quit" and self._events.name != NEVER_QUITS:
                 return
             if kind == "Add":
                 self._add(command["id"], command["token_ids"][0], command["params"]["max_tokens"])

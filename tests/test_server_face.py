@@ -15,11 +15,13 @@ from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from fake_engine import (
     BEGIN,
     ENDS_AT_ONCE,
     FLOOD,
+    NEVER_QUITS,
     NEVER_STARTS,
     PACED,
     SAY,
@@ -263,6 +265,22 @@ def test_a_second_signal_ends_at_once(events: Path) -> None:
                 assert await face.stopped(signal.SIGTERM, signal.SIGINT) == 128 + signal.SIGINT
                 assert time.monotonic() - start_s < 3
                 assert b"shutting down" in await received(stream, b'"error"')
+
+    asyncio.run(check())
+
+
+def test_a_second_signal_ends_at_once_what_does_not_end_politely(events: Path) -> None:
+    async def check() -> None:
+        async with serving(events.with_name(NEVER_QUITS)) as face:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await until(lambda: bool(told(events.with_name(NEVER_QUITS), "Quit")))
+            start_s = time.monotonic()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                os.kill(os.getpid(), number)
+                await asyncio.sleep(0)
+            assert await face.stopped() == 0
+            assert time.monotonic() - start_s < 3
+        assert not [child for child in psutil.Process().children() if "fake_engine" in child.cmdline()]
 
     asyncio.run(check())
 

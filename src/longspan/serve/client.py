@@ -117,14 +117,18 @@ class EngineClient:
             raise
         return answer
 
-    async def close(self) -> None:
-        """Ends the engine process and its workers; all that is unfinished fails."""
+    async def close(self, at_once: asyncio.Event | None = None) -> None:
+        """Ends the engine process and its workers, by force when that is set; all that is unfinished fails."""
         self._closing = True
         self.fail_all("the server is shutting down")
         if self.state == "serving" and self._process is not None:  # else it would not listen: it is killed
             self._send(Quit())
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), _QUIT_TIMEOUT_S)
+            waits = [asyncio.create_task(self._process.wait())]
+            if at_once is not None:
+                waits.append(asyncio.create_task(at_once.wait()))
+            await asyncio.wait(waits, timeout=_QUIT_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+            for wait in waits:
+                wait.cancel()
         if self._keeper is not None:
             self._keeper.cancel()
             with contextlib.suppress(asyncio.CancelledError):

@@ -39,7 +39,7 @@ class _Http(uvicorn.Server):
 
 
 class _Signals:
-    """SIGINT and SIGTERM: the first asks to drain, the second to stop at once."""
+    """SIGINT and SIGTERM: the first asks to drain, the second to stop at once; more change nothing."""
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
@@ -82,7 +82,7 @@ async def serve(setup: EngineSetup, settings: ServerSettings, host: str, port: i
                 return await _serve_until_stopped(server, signals)
         finally:
             listening.close()
-            await engine.close()
+            await engine.close(signals.second)
 
 
 async def _start(engine: EngineClient, settings: ServerSettings) -> Server:
@@ -113,7 +113,9 @@ async def _answering(
             await asyncio.sleep(0)
         yield
     finally:
-        http.should_exit, http.force_exit = True, signals.second.is_set()
+        http.should_exit = True
+        await _first_of(asyncio.shield(serving), signals.second.wait())
+        http.force_exit = signals.second.is_set()
         await serving
 
 
