@@ -177,7 +177,10 @@ def test_an_engine_that_hangs_is_replaced_and_its_requests_are_not_lost(events: 
             assert client.state == "serving"
             await kill_engine(client, signal.SIGSTOP)
             start_s = time.monotonic()
+            losses: list[int] = []
+            client.on_loss = lambda: losses.append(1)
             assert num_tokens(await (await client.submit([job(SAY)])).whole()) == 3
+            assert losses == [1]
             assert 0.5 < time.monotonic() - start_s < 5
 
     asyncio.run(check())

@@ -59,6 +59,7 @@ class EngineClient:
         started: what the first engine process said of the model.
         stats: the latest.
         on_turn: called with all that metrics are made of.
+        on_loss: called when an engine process that has served is lost.
         down: set when the state is.
     """
 
@@ -67,6 +68,7 @@ class EngineClient:
         self.started: Started | None = None
         self.stats: Stats | None = None
         self.on_turn: Callable[[Turn], None] = lambda _: None
+        self.on_loss: Callable[[], None] = lambda: None
         self.down = asyncio.Event()
         self._setup = setup
         self._numbers = itertools.count()
@@ -227,6 +229,8 @@ class EngineClient:
             shutil.rmtree(folder, ignore_errors=True)
             if was_connected:
                 self._lose_answers()
+                self.stats = None
+                self.on_loss()
 
     async def _hear(
         self, process: asyncio.subprocess.Process, socket: zmq.asyncio.Socket, first: asyncio.Future[Started]

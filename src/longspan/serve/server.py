@@ -42,7 +42,7 @@ class Server:
         self.models = self._models()
         self.tally = Tally()
         self.metrics = Metrics(settings.metrics_prefix, settings.model_names[0], engine.started)
-        engine.on_turn = self.metrics.take_turn
+        engine.on_turn, engine.on_loss = self.metrics.take_turn, self.metrics.take_loss
         if engine.stats is not None:  # what it has said before
             self.metrics.take_turn(Turn(stats=engine.stats))
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="text")
