@@ -18,6 +18,7 @@ from tiny_models import make_tiny
 
 from longspan import LLM, SamplingParams
 from longspan.core.errors import WorkerLostError
+from longspan.runtime import launch
 
 LONG = SamplingParams(temperature=0, max_tokens=4)
 
@@ -143,6 +144,21 @@ def test_hung_workers_end_with_a_controller_that_is_killed(tiny: str) -> None:
     while _left_behind((pid,))[0]:
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+def test_logs_are_kept_while_their_worker_runs(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "cache_root", lambda: tmp_path)
+    folder = tmp_path / "logs"
+    with LLM(tiny, skip_tokenizer_init=True):
+        [log] = folder.glob("*/rank0.log")
+        os.utime(log.parent, (0, 0))  # others are newer
+        for number in range(40):
+            (folder / f"longspan-{number}").mkdir()
+        launch._log_dir("longspan-new")
+        assert log.exists()
+        assert len(list(folder.iterdir())) == 21
+    launch._log_dir("longspan-newer")
+    assert not log.exists()
 
 
 def test_a_worker_that_raises_is_named_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import selectors
@@ -9,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from typing import NoReturn
 
 import msgspec
@@ -105,6 +107,8 @@ def _become_worker(command: StartWorker, lifeline: int) -> NoReturn:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         log = os.open(command.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        with suppress(OSError):  # not every file system can
+            fcntl.flock(log, fcntl.LOCK_SH)  # so that nobody tidies it away as long as somebody writes
         null = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((null, 0), (log, 1), (log, 2)):
             os.dup2(source, target)
