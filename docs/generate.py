@@ -89,6 +89,7 @@ def _metrics() -> str:
         trust_remote_code=False,
         vocab_size=1,
         max_model_len=1,
+        max_num_seqs=1,
         num_instances=1,
         num_blocks=1,
         block_size=1,

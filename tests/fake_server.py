@@ -26,6 +26,7 @@ STARTED = Started(
     trust_remote_code=False,
     vocab_size=100,
     max_model_len=64,
+    max_num_seqs=1,
     num_instances=2,
     num_blocks=10,
     block_size=16,
@@ -50,6 +51,7 @@ class FakeEngine:
     def __init__(self) -> None:
         self.started, self.stats, self.state = STARTED, STATS, "serving"
         self.on_turn: Callable[[Turn], None] = lambda _: None
+        self.on_loss: Callable[[], None] = lambda: None
         self.failure: Exception | None = None
         self.num_told = len(OUTPUT)
         """Tokens after which an answer fails by `failure`, if there is one."""

@@ -46,6 +46,9 @@ class ServerOptions:
     max_num_queued_tokens: Annotated[
         int, _server(min=1, help="Tokens of all requests that wait; one request may wait whatever its length.")
     ] = 8_000_000
+    engine_timeout: Annotated[
+        float, _server(min=10, help="Seconds of silence after which the engine process is taken for lost.")
+    ] = 60.0
     request_timeout: Annotated[
         float | None, _server(min=0.001, help="Seconds that a request may take; x-request-timeout can only shorten it.")
     ] = None
@@ -109,6 +112,7 @@ def serve(
         arguments={**engine.arguments(), "seed": server.seed},
         max_num_queued_reqs=server.max_num_queued_reqs,
         max_num_queued_tokens=server.max_num_queued_tokens,
+        engine_timeout_s=server.engine_timeout,
     )
     face = settings.ServerSettings(
         model_names=tuple(server.served_model_name or (model,)),

@@ -44,7 +44,7 @@ def _fault(grammar: str) -> str:
     """
     try:
         tried = subprocess.run(
-            [sys.executable, "-m", __name__],
+            [sys.executable, "-P", "-m", __name__],
             input=grammar.encode(errors="surrogatepass"),
             capture_output=True,
             timeout=_MAX_WALL_S,

@@ -87,7 +87,7 @@ def _handle_errors(app: FastAPI, server: Server) -> None:
 
     @app.exception_handler(RequestFailedError)
     async def failed(_: Request, error: RequestFailedError) -> Response:
-        response = error_response(500, str(error))
+        response = error_response(error.status, str(error), param=error.param)
         response.headers["x-should-retry"] = "false"
         return response
 

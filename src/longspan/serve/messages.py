@@ -21,6 +21,8 @@ class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
         arguments: of `Deployment`, by name.
         max_num_queued_reqs, max_num_queued_tokens: bounds of what waits; None for none.
         stats_interval_s: how often `Stats` come at most.
+        engine_timeout_s: an engine process that serves and says nothing for so long is taken for lost; with nothing
+            else to say, it sends `Stats` four times as often.
     """
 
     model: str
@@ -28,6 +30,7 @@ class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
     max_num_queued_reqs: int | None
     max_num_queued_tokens: int | None
     stats_interval_s: float = 0.5
+    engine_timeout_s: float = 60.0
 
 
 class Add(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -88,6 +91,7 @@ class Started(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     trust_remote_code: bool
     vocab_size: int
     max_model_len: int
+    max_num_seqs: int
     num_instances: int
     num_blocks: int
     block_size: int
@@ -115,10 +119,15 @@ class QueueFull(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The request ends with an error that is not its sender's."""
+    """The request ends with an error; the other ones go on.
+
+    Attributes:
+        param: the field of the request that is the cause; None when its sender is not to blame.
+    """
 
     id: int
     reason: str
+    param: str | None = None
 
 
 class Times(msgspec.Struct, frozen=True, kw_only=True):

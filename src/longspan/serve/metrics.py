@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import get_args
 
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -81,7 +82,11 @@ class Metrics:
         for ended in turn.ended:
             self._take_ended(ended)
         if turn.stats is not None:
-            self._latest.stats = turn.stats
+            self._latest.take(turn.stats)
+
+    def take_loss(self) -> None:
+        """The engine process is gone; another one counts from 0 again."""
+        self._latest.lose()
 
     def _take_ended(self, ended: Ended) -> None:
         """A choice of a request has ended."""
@@ -114,18 +119,45 @@ class _Latest(Collector):
         self._prefix, self._model_name = prefix, model_name
         self._num_blocks = started.num_blocks
         self._num_instances = started.num_instances
-        self.stats: Stats | None = None
+        self._num_losses = 0
+        self._lost = self._stats = Stats(
+            num_running=0,
+            num_waiting=0,
+            num_waiting_tokens=0,
+            num_restarts=0,
+            used_blocks=[0] * started.num_instances,
+            busy_s=[0.0] * started.num_instances,
+            bytes_sent={},
+            worker_pids=[],
+        )
+
+    def take(self, stats: Stats) -> None:
+        """The engine process's word, to which is added what those before it have counted."""
+        lost = self._lost
+        self._stats = replace(
+            stats,
+            num_restarts=lost.num_restarts + stats.num_restarts,
+            busy_s=[sum(pair) for pair in zip(lost.busy_s, stats.busy_s, strict=True)],
+            bytes_sent={name: lost.bytes_sent.get(name, 0) + number for name, number in stats.bytes_sent.items()},
+        )
+
+    def lose(self) -> None:
+        """There is no engine process now: counters stay, gauges do not."""
+        self._num_losses += 1
+        none = [0] * self._num_instances
+        self._lost = self._stats = replace(self._stats, num_running=0, num_waiting=0, used_blocks=none)
 
     def collect(self) -> Iterator[Metric]:
         """One family after the other."""
-        stats = self.stats
-        if stats is None:
-            return
+        stats = self._stats
         yield self._gauge("num_requests_running", "Requests that hold KV.", stats.num_running)
         yield self._gauge("num_requests_waiting", "Requests that wait for room.", stats.num_waiting)
         total = self._num_blocks * self._num_instances
         yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", sum(stats.used_blocks) / total)
         yield self._counter("worker_restarts", "How often lost workers were replaced.", "", {"": stats.num_restarts})
+        yield self._counter(
+            "engine_restarts", "How often a lost engine process was replaced.", "", {"": self._num_losses}
+        )
         instances = [str(i) for i in range(self._num_instances)]
         used = GaugeMetricFamily(
             f"{self._prefix}instance_kv_blocks_used", "KV blocks in use.", labels=["model_name", "instance"]

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from longspan.jobs import Job
-from longspan.serve.answer import Answer, EngineLostError, News, QueueFullError
+from longspan.serve.answer import Answer, EngineLostError, News, QueueFullError, RequestFailedError
 from longspan.serve.client import EngineClient
 from longspan.serve.errors import error_body
 from longspan.serve.wire import Assembler
@@ -183,6 +183,8 @@ class EventStream(Response):
             await self._send_events(send)
         except (ClientGoneError, OSError):  # it left, or reads nothing
             return
+        except RequestFailedError as error:
+            last = event(error_body(error.status, str(error), param=error.param))
         except (DeadlineError, EngineLostError, QueueFullError) as error:
             last = event(error_body(504 if isinstance(error, DeadlineError) else 500, str(error)))
         finally:

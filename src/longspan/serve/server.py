@@ -16,6 +16,7 @@ from longspan.serve import wire
 from longspan.serve.answer import EngineLostError
 from longspan.serve.client import EngineClient
 from longspan.serve.lanes import Lane
+from longspan.serve.messages import Turn
 from longspan.serve.metrics import Metrics
 from longspan.serve.middleware import Tally
 from longspan.serve.respond import Call, Watch, respond
@@ -45,7 +46,9 @@ class Server:
             _ = jobs.max_prompt_chars  # now, and not while a request waits for it
         self.tally = Tally()
         self.metrics = Metrics(settings.metrics_prefix, settings.model_names[0], engine.started)
-        engine.on_turn = self.metrics.take_turn
+        engine.on_turn, engine.on_loss = self.metrics.take_turn, self.metrics.take_loss
+        if engine.stats is not None:  # what it has said before
+            self.metrics.take_turn(Turn(stats=engine.stats))
         # One large thing at a time, which bounds the memory that it takes.
         self._quick, self._bodies, self._texts = Lane("requests", 2), Lane("large bodies", 1), Lane("large texts", 1)
         self._grammars = Lane("grammars", 2, max_waiting=_MOST_GRAMMARS)
