@@ -67,6 +67,8 @@ VALUES: dict[str, str | list[str]] = {
     "step_timeout": "33.5",
     "max_body_bytes": "5000",
     "max_nesting": "5",
+    "max_elements": "5001",
+    "max_tokenize_length": "5002",
     "max_prompts": "6",
     "max_messages": "7",
     "max_n": "8",

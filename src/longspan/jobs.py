@@ -76,13 +76,15 @@ class JobMaker:
         Raises:
             ValueError: see `job`.
         """
+        check_length(
+            len(token_ids), self.max_model_len
+        )  # first: looking at every token takes long where there are many
         wrong = next((token for token in token_ids if not 0 <= token < self.vocab_size), None)
         if wrong is not None:
             raise ValueError(f"token id {wrong!r} is not in the vocabulary: ids go from 0 to {self.vocab_size - 1}")
         if self.tokenizer is None and params.stop_strings:
             raise ValueError("stop strings need a tokenizer, but there is none (skip_tokenizer_init)")
         params.check_vocab(self.vocab_size)
-        check_length(len(token_ids), self.max_model_len)
         if grammar is None:
             grammar = "" if params.structured_outputs is None else self.grammar(params.structured_outputs)
         return Job(text=text, token_ids=tuple(token_ids), params=params, grammar=grammar)
