@@ -146,9 +146,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     id: int
     reason: FinishReason
     num_prompt_tokens: int
-    num_cached_tokens: int
     num_output_tokens: int
-    num_preemptions: int
     is_first_choice: bool
     times: Times
 
@@ -157,6 +155,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     """The engine at a moment, and what it has counted since it started.
 
     Attributes:
+        num_prefix_queries, num_prefix_hits: tokens of prompts looked up, and found, in the prefix cache.
         used_blocks: KV blocks per instance that requests hold.
         busy_s: seconds per instance in which it had a step to run, since the start.
         bytes_sent: between ranks by exchange, since the start.
@@ -166,6 +165,9 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting: int
     num_waiting_tokens: int
     num_restarts: int
+    num_preemptions: int
+    num_prefix_queries: int
+    num_prefix_hits: int
     used_blocks: list[int]
     busy_s: list[float]
     bytes_sent: dict[str, int]

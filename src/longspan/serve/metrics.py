@@ -19,6 +19,14 @@ _REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120,
 _TOKENS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
 """Bounds of the histograms' buckets: those of vLLM, and longer ones for long prompts."""
 
+_COUNTERS = (
+    ("num_preemptions", "num_preemptions", "How often a request gave up its KV to others."),
+    ("num_prefix_queries", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+    ("num_prefix_hits", "prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    ("num_restarts", "worker_restarts", "How often lost workers were replaced."),
+)
+"""What an engine process counts: the field of `Stats`, the metric, what it is."""
+
 # When each series began is of no use to anybody, and these would be further series.
 disable_created_metrics()  # type: ignore[no-untyped-call]  # as prometheus_client has it
 
@@ -38,9 +46,6 @@ class Metrics:
         counter, histogram = self._counter, self._histogram
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that got their first token.")
         self._generation_tokens = counter("generation_tokens", "Output tokens.")
-        self._preemptions = counter("num_preemptions", "How often a request gave up its KV to others.")
-        self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
-        self._prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self._success = Counter(
             f"{prefix}request_success",
             "Finished requests; n outputs count n times.",
@@ -92,7 +97,6 @@ class Metrics:
         """A choice of a request has ended."""
         times = ended.times
         self._success.labels(**self._label, finished_reason=ended.reason).inc()
-        self._preemptions.inc(ended.num_preemptions)
         self._num_generated.observe(ended.num_output_tokens)
         self._e2e.observe(times.e2e_s)
         if times.decode_s is not None:
@@ -103,9 +107,6 @@ class Metrics:
         for histogram, value in ((self._queue, times.queue_s), (self._prefill, times.prefill_s)):
             if value is not None:
                 histogram.observe(value)
-        if times.queue_s is not None:
-            self._prefix_queries.inc(ended.num_prompt_tokens)
-            self._prefix_hits.inc(ended.num_cached_tokens)
 
     def text(self) -> bytes:
         """In Prometheus' exposition format."""
@@ -125,6 +126,9 @@ class _Latest(Collector):
             num_waiting=0,
             num_waiting_tokens=0,
             num_restarts=0,
+            num_preemptions=0,
+            num_prefix_queries=0,
+            num_prefix_hits=0,
             used_blocks=[0] * started.num_instances,
             busy_s=[0.0] * started.num_instances,
             bytes_sent={},
@@ -136,7 +140,7 @@ class _Latest(Collector):
         lost = self._lost
         self._stats = replace(
             stats,
-            num_restarts=lost.num_restarts + stats.num_restarts,
+            **{name: getattr(lost, name) + getattr(stats, name) for name, _, _ in _COUNTERS},
             busy_s=[sum(pair) for pair in zip(lost.busy_s, stats.busy_s, strict=True)],
             bytes_sent={name: lost.bytes_sent.get(name, 0) + number for name, number in stats.bytes_sent.items()},
         )
@@ -154,7 +158,8 @@ class _Latest(Collector):
         yield self._gauge("num_requests_waiting", "Requests that wait for room.", stats.num_waiting)
         total = self._num_blocks * self._num_instances
         yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", sum(stats.used_blocks) / total)
-        yield self._counter("worker_restarts", "How often lost workers were replaced.", "", {"": stats.num_restarts})
+        for field, name, words in _COUNTERS:
+            yield self._counter(name, words, "", {"": getattr(stats, field)})
         yield self._counter(
             "engine_restarts", "How often a lost engine process was replaced.", "", {"": self._num_losses}
         )
