@@ -26,8 +26,10 @@ DIE_ONCE = 6  # the same in the first process, as SAY in others
 SAY_AND_DIE_ONCE = 7  # one token before it ends
 FLOOD = 8  # max_tokens tokens with a text of 1,000 characters each
 PACED = 9  # max_tokens tokens, 20 ms apart
+STUCK = 10  # one token; then its grammar cannot go on
 
-NEVER_STARTS, WRONG, ENDS_AT_ONCE = "never-starts", "wrong", "ends-at-once"
+NEVER_STARTS, STARTS_LATE, WRONG, ENDS_AT_ONCE = "never-starts", "starts-late", "wrong", "ends-at-once"
+NEVER_QUITS = "never-quits"
 """What the name of the file makes of the start."""
 
 _STARTED = {
@@ -37,6 +39,7 @@ _STARTED = {
     "trust_remote_code": False,
     "vocab_size": 1000,
     "max_model_len": 100_000,
+    "max_num_seqs": 2,
     "num_instances": 1,
     "num_blocks": 8,
     "block_size": 16,
@@ -60,10 +63,12 @@ class FakeEngine:
     def run(self) -> None:
         self._send(_STARTED)
         while True:
+            while not self._socket.poll(100):
+                self._send({"type": "Turn"})  # it lives
             command = msgspec.msgpack.decode(self._socket.recv())
             kind = command["type"]
             self._note(kind, id=command.get("id"), is_accepted=command.get("is_accepted"))
-            if kind == "Quit":
+            if kind == "Quit" and self._events.name != NEVER_QUITS:
                 return
             if kind == "Add":
                 self._add(command["id"], command["token_ids"][0], command["params"]["max_tokens"])
@@ -81,8 +86,10 @@ class FakeEngine:
         if what == SAY_AND_DIE_ONCE and self._is_first:
             self._tell(number, finished=False)
             self._die()
-        if what == BEGIN:
+        if what in {BEGIN, STUCK}:
             self._tell(number, finished=False)
+            if what == STUCK:
+                self._send({"type": "Failed", "id": number, "reason": "too many items", "param": "structured_outputs"})
         elif what != SILENT:
             for index in range(max_tokens):
                 self._tell(number, finished=index == max_tokens - 1, text="x" * 1000 if what == FLOOD else "")
@@ -127,6 +134,8 @@ def main() -> None:
         sys.exit(3)
     if events.name == NEVER_STARTS:
         time.sleep(600)
+    if events.name == STARTS_LATE:
+        time.sleep(1.5)
     engine = FakeEngine(sys.argv[1], events)
     if events.name == WRONG:
         engine.refuse()

@@ -26,6 +26,7 @@ STARTED = Started(
     trust_remote_code=False,
     vocab_size=100,
     max_model_len=64,
+    max_num_seqs=1,
     num_instances=2,
     num_blocks=10,
     block_size=16,
@@ -36,6 +37,9 @@ STATS = Stats(
     num_waiting=2,
     num_waiting_tokens=40,
     num_restarts=1,
+    num_preemptions=4,
+    num_prefix_queries=50,
+    num_prefix_hits=30,
     used_blocks=[5, 2],
     busy_s=[1.5, 0.5],
     bytes_sent={("ring_kv", "same_host"): 1000, ("ring_q", "other_host"): 24},
@@ -50,6 +54,7 @@ class FakeEngine:
     def __init__(self) -> None:
         self.started, self.stats, self.state = STARTED, STATS, "serving"
         self.on_turn: Callable[[Turn], None] = lambda _: None
+        self.on_loss: Callable[[], None] = lambda: None
         self.failure: Exception | None = None
         self.num_told = len(OUTPUT)
         """Tokens after which an answer fails by `failure`, if there is one."""
@@ -85,9 +90,7 @@ def _ended(job: Job, choice: int) -> Ended:
         id=0,
         reason="length",
         num_prompt_tokens=len(job.token_ids),
-        num_cached_tokens=1,
         num_output_tokens=len(OUTPUT),
-        num_preemptions=1,
         is_first_choice=choice == 0,
         times=TIMES,
     )

@@ -76,6 +76,15 @@ def test_a_chat_says_what_chat_says(llm: LLM) -> None:
     assert len(chat.choices[0].logprobs.content or ()) == 5
 
 
+def test_a_grammar_that_cannot_go_on_is_its_senders_mistake(llm: LLM) -> None:
+    stuck = {"prompt": "x", "max_tokens": 20, "structured_outputs": {"grammar": 'start: a\na: "x" a'}}
+    refused, served = answers(llm, (COMPLETIONS, stuck), (COMPLETIONS, {"prompt": PROMPTS[0], "max_tokens": 3}))
+    assert (refused.status, served.status) == (400, 200)
+    error = refused.body["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", "structured_outputs")
+    assert "could not be completed" in error["message"]
+
+
 def test_an_answer_has_the_form_that_was_asked_for(llm: LLM) -> None:
     body = {"prompt": PROMPTS[1], "structured_outputs": {"choice": ["Paris", "Rome"]}}
     [answer] = answers(llm, (COMPLETIONS, body))

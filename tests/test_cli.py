@@ -76,6 +76,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "num_gpu_blocks_override": None,
         "enable_prefix_caching": True,
         "async_scheduling": True,
+        "step_timeout_s": 300.0,
     }
 
 
@@ -91,7 +92,7 @@ def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
         "--load-format dummy --policy context -o threshold=100 -o other=a=b "
         "--exchange chain --layout contiguous --fractions 0.6,0.4 --max-model-len 4096 --block-size 512 "
         "--max-num-batched-tokens 1024 --max-num-seqs 4 --kv-cache-memory-bytes 1000000 --num-gpu-blocks-override 7 "
-        "--no-enable-prefix-caching --no-async-scheduling"
+        "--no-enable-prefix-caching --no-async-scheduling --step-timeout 33.5"
     )
     assert run(*line.split(), "--prompt-file", str(prompt_file)) == 0
     llm = FakeLLM.last
@@ -142,6 +143,7 @@ def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
         "num_gpu_blocks_override": 7,
         "enable_prefix_caching": False,
         "async_scheduling": False,
+        "step_timeout_s": 33.5,
     }
     assert run("generate", "--prompt", "x", "--parallel", "4") == 0
     assert FakeLLM.last.arguments["parallel"] == "4"
@@ -304,6 +306,26 @@ def test_signals_shut_the_engine_down(number: signal.Signals, code: int) -> None
     process.send_signal(number)
     _, err = process.communicate(timeout=20)
     assert (process.returncode, err) == (code, "engine closed\n")
+
+
+# The command, which gets a signal while its modules are being imported.
+_EARLY = """
+import os, runpy, sys
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name == sys.argv[1]:
+            os.kill(os.getpid(), int(sys.argv[2]))
+sys.meta_path.insert(0, Finder)
+runpy.run_module("longspan", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("module", ["longspan.cli", "typer", "longspan.cli.serve"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_it_starts_ends_it_quietly(number: signal.Signals, module: str) -> None:
+    command = [sys.executable, "-c", _EARLY, module, str(int(number))]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + number, "", "")
 
 
 def test_a_reader_that_leaves_ends_the_run_quietly() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter, deque
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -178,8 +179,8 @@ class Face:
             case QueueFull(number):
                 assert not self.asked[number].was_accepted
                 self._end(number, "full")
-            case Failed(number, reason):
-                self._end(number, "refused" if "refused" in reason else "failed")
+            case Failed(number, reason, param):
+                self._end(number, "refused" if "refused" in reason else "failed" if param is None else param)
             case Turn() as turn:
                 for number, update in turn.updates:
                     self._take(number, update)
@@ -280,7 +281,7 @@ def test_a_request_fails_with_a_choice_that_cannot_go_on_and_no_other_does(num_t
         face.turn()
     face.cluster.executor.stuck = {face.asked[stuck].request_ids[1]}
     face.finish()
-    assert (face.asked[stuck].end, face.asked[other].end) == ("failed", "finished")
+    assert (face.asked[stuck].end, face.asked[other].end) == ("structured_outputs", "finished")
     assert face.num_ended == {"error": 3, "length": 1}
     face.check()
 
@@ -308,6 +309,22 @@ def test_a_request_between_two_steps_can_fail_after_a_loss() -> None:
         face.finish()
         face.check()
     assert num_between, "no request was between two steps"
+
+
+def test_an_idle_engine_and_one_with_a_long_step_tell_that_they_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    face, heard_s = Face(), list[float]()
+    now = face.cluster.engine._clock.now
+    monkeypatch.setattr(engine_loop, "time", SimpleNamespace(monotonic=now))
+    monkeypatch.setattr(face.loop, "_stats", lambda: heard_s.append(now()))
+    face.turn()
+    face.turn()
+    face.cluster.executor._inner._cost = LinearCost(base_s=300.0)
+    face.add(8, 2)
+    face.finish()
+    face.check()
+    gaps = [after - before for before, after in pairwise(heard_s)]
+    assert heard_s[-1] >= 300
+    assert max(gaps) < 60 / 3
 
 
 def test_who_is_told_to_quit_waits_for_nothing() -> None:

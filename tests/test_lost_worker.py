@@ -14,9 +14,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tiny_models import make_tiny
 
 from longspan import LLM, SamplingParams
 from longspan.core.errors import WorkerLostError
+from longspan.runtime import launch
 
 LONG = SamplingParams(temperature=0, max_tokens=4)
 
@@ -86,6 +88,77 @@ def test_workers_follow_their_controller(end: signal.Signals) -> None:
     while _left_behind(family) != ([], folders, segments):
         assert time.monotonic() < deadline, _left_behind(family)
         time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny("llama", tmp_path_factory.mktemp("tiny") / "llama"))
+
+
+@pytest.mark.parametrize("with_forkserver", [False, True])
+def test_a_worker_that_hangs_is_lost_and_ended_with_the_others(tiny: str, with_forkserver: bool) -> None:
+    _, folders, segments = _left_behind(())
+    llm = LLM(tiny, instances=2, skip_tokenizer_init=True, step_timeout_s=1.5)
+    llm.generate([[3, 4, 5], [6, 7, 8]], LONG, use_tqdm=False)
+    time.sleep(2)  # while there is nothing to do, nobody is late
+    llm.generate([[3, 4, 5]], LONG)
+    pids = llm.worker_pids
+    os.kill(pids[1], signal.SIGSTOP)
+    if with_forkserver:
+        os.kill(psutil.Process(pids[1]).ppid(), signal.SIGSTOP)
+    start_s = time.monotonic()
+    with pytest.raises(WorkerLostError, match=r"rank 1 .* no step was completed by rank 1 for 1.5 s"):
+        llm.generate([[3 + i, 4, 5] for i in range(4)], LONG, use_tqdm=False)
+    assert time.monotonic() - start_s < (16 if with_forkserver else 6)
+    llm.shutdown()
+    assert _left_behind(pids) == ([], folders, segments)
+    with LLM(tiny, skip_tokenizer_init=True) as again:
+        assert again.generate([[3, 4, 5]], LONG)
+
+
+def test_a_controller_that_was_stopped_takes_what_came_meanwhile(tiny: str) -> None:
+    with LLM(tiny, skip_tokenizer_init=True, step_timeout_s=0.3) as llm:
+        stream = llm.stream([3, 4, 5], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+        for _ in range(3):
+            next(stream)
+            time.sleep(0.5)
+        assert len(list(stream)[-1].outputs[0].token_ids) == 6
+
+
+def test_hung_workers_end_with_a_controller_that_is_killed(tiny: str) -> None:
+    program = (
+        "import sys, time\n"
+        "from longspan import LLM\n"
+        f"llm = LLM({tiny!r}, skip_tokenizer_init=True)\n"
+        "print(*llm.worker_pids, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    controller = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert controller.stdout is not None
+    [pid] = (int(pid) for pid in controller.stdout.readline().split())
+    os.kill(pid, signal.SIGSTOP)
+    controller.kill()
+    controller.wait()
+    controller.stdout.close()
+    deadline = time.monotonic() + 10
+    while _left_behind((pid,))[0]:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_logs_are_kept_while_their_worker_runs(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "cache_root", lambda: tmp_path)
+    folder = tmp_path / "logs"
+    with LLM(tiny, skip_tokenizer_init=True):
+        [log] = folder.glob("*/rank0.log")
+        os.utime(log.parent, (0, 0))  # others are newer
+        for number in range(40):
+            (folder / f"longspan-{number}").mkdir()
+        launch._log_dir("longspan-new")
+        assert log.exists()
+        assert len(list(folder.iterdir())) == 21
+    launch._log_dir("longspan-newer")
+    assert not log.exists()
 
 
 def test_a_worker_that_raises_is_named_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -355,3 +355,23 @@ def test_the_openapi_document_is_valid_and_has_every_route(settings: dict[str, A
     assert ("securitySchemes" in document["components"]) == ("api_keys" in settings)
     for path, methods in document["paths"].items():
         assert all(("401" in method["responses"]) == (path not in OPEN_PATHS) for method in methods.values()), path
+
+
+@pytest.mark.parametrize(
+    ("bound", "prompts", "flag"),
+    [
+        ({"max_num_queued_reqs": 2}, [[1]] * 3, "--max-num-queued-reqs"),
+        ({"max_num_queued_tokens": 5}, [[1] * 3] * 2, "--max-num-queued-tokens"),
+    ],
+)
+def test_what_no_queue_has_room_for_is_not_told_to_come_again(
+    bound: dict[str, int], prompts: list[list[int]], flag: str
+) -> None:
+    client = client_of(make_server(**bound))
+    response = client.post("/v1/completions", json={"prompt": prompts, "max_tokens": 2})
+    error = error_of(response, 400)
+    assert error["param"] == "prompt"
+    assert flag in error["message"]
+    assert "retry-after" not in response.headers
+    for within in (prompts[1:], [[1] * 9]):
+        assert client.post("/v1/completions", json={"prompt": within, "max_tokens": 2}).status_code == 200

@@ -39,10 +39,18 @@ def job(what: int, max_tokens: int = 3) -> Job:
 
 
 @asynccontextmanager
-async def started(events: Path, most_jobs: int | None = None) -> AsyncIterator[EngineClient]:
+async def started(
+    events: Path, most_jobs: int | None = None, most_tokens: int | None = None, engine_timeout_s: float = 60.0
+) -> AsyncIterator[EngineClient]:
     """A client whose engine runs; it must leave nothing behind."""
     client = EngineClient(
-        EngineSetup(model=str(events), arguments={}, max_num_queued_reqs=most_jobs, max_num_queued_tokens=None)
+        EngineSetup(
+            model=str(events),
+            arguments={},
+            max_num_queued_reqs=most_jobs,
+            max_num_queued_tokens=most_tokens,
+            engine_timeout_s=engine_timeout_s,
+        )
     )
     try:
         await client.start()
@@ -65,9 +73,9 @@ async def streamed(answer: Answer, found: list[News] | None = None) -> list[News
     return found
 
 
-async def kill_engine(client: EngineClient) -> None:
+async def kill_engine(client: EngineClient, number: signal.Signals = signal.SIGKILL) -> None:
     assert client._process is not None
-    os.kill(client._process.pid, signal.SIGKILL)
+    os.kill(client._process.pid, number)
 
 
 def test_a_request_is_streamed_or_taken_whole(events: Path) -> None:
@@ -154,9 +162,61 @@ def test_the_queue_is_bounded_while_there_is_no_engine(events: Path) -> None:
             await until(lambda: client.state == "restarting")
             two = [asyncio.create_task(client.submit([job(SAY)])) for _ in range(2)]
             await asyncio.sleep(0)
-            with pytest.raises(QueueFullError, match="3 requests would wait for new workers, of at most 2"):
+            with pytest.raises(QueueFullError, match="3 requests would wait for the engine, of at most 2"):
                 await client.submit([job(SAY)])
             for answer in await asyncio.gather(*two):
+                assert num_tokens(await answer.whole()) == 3
+
+    asyncio.run(check())
+
+
+def test_an_engine_that_hangs_is_replaced_and_its_requests_are_not_lost(events: Path) -> None:
+    async def check() -> None:
+        async with started(events, engine_timeout_s=1.0) as client:
+            await asyncio.sleep(2)  # that it is idle is no reason
+            assert client.state == "serving"
+            await kill_engine(client, signal.SIGSTOP)
+            start_s = time.monotonic()
+            losses: list[int] = []
+            client.on_loss = lambda: losses.append(1)
+            assert num_tokens(await (await client.submit([job(SAY)])).whole()) == 3
+            assert losses == [1]
+            assert 0.5 < time.monotonic() - start_s < 5
+
+    asyncio.run(check())
+    assert len(told(events, "start")) == 2
+
+
+def test_a_face_that_was_stopped_does_not_take_its_engine_for_lost(events: Path) -> None:
+    async def check() -> None:
+        async with started(events, engine_timeout_s=0.8) as client:
+            for _ in range(3):
+                await asyncio.sleep(0.05)
+                time.sleep(1.5)  # noqa: ASYNC251 - nothing runs meanwhile
+            await asyncio.sleep(0.5)
+            assert client.state == "serving"
+
+    asyncio.run(check())
+    assert len(told(events, "start")) == 1
+
+
+def test_what_an_engine_does_not_accept_is_bounded(events: Path) -> None:
+    """It hangs, say. What it could run at once (2 requests, 128 tokens) counts beside its queue."""
+
+    async def check() -> None:
+        async with started(events, most_jobs=3, most_tokens=30) as client:
+            await kill_engine(client, signal.SIGSTOP)
+            waiting = [asyncio.create_task(client.submit([job(SAY)])) for _ in range(5)]
+            await asyncio.sleep(0)
+            with pytest.raises(QueueFullError, match=r"6 requests .* of at most 5 \(--max-num-queued-reqs\)"):
+                await client.submit([job(SAY)])
+            waiting[0].cancel()
+            await asyncio.sleep(0)
+            long = Job(text=None, token_ids=(SAY,) * 155, params=SamplingParams(max_tokens=1))
+            with pytest.raises(QueueFullError, match=r"159 tokens .* of at most 158 \(--max-num-queued-tokens\)"):
+                await client.submit([long])
+            await kill_engine(client, signal.SIGCONT)
+            for answer in await asyncio.gather(*waiting[1:]):
                 assert num_tokens(await answer.whole()) == 3
 
     asyncio.run(check())

@@ -10,13 +10,13 @@ from jsonschema import Draft202012Validator
 from longspan.serve.document import name_what_is_there
 from longspan.serve.routes import body_schemas
 
-GOOD: dict[str, Any] = {"prompt": [1, 9], "stop_token_ids": [9]}
+GOOD: dict[str, Any] = {"prompt": [1, 9], "stop_token_ids": [9], "max_tokens": 7}
 
 
 @pytest.fixture(scope="module")
 def validator() -> Draft202012Validator:
     document = {"components": {"schemas": body_schemas()}}
-    name_what_is_there(document, ("one", "two"), vocab_size=10)
+    name_what_is_there(document, ("one", "two"), vocab_size=10, max_model_len=8)
     return Draft202012Validator({"$ref": "#/components/schemas/CompletionRequest", **document})
 
 
@@ -26,7 +26,8 @@ def test_what_is_there_may_be_asked_for(validator: Draft202012Validator, given: 
 
 
 @pytest.mark.parametrize(
-    "given", [{"model": "three"}, {"prompt": [10]}, {"prompt": [[1], [10]]}, {"stop_token_ids": [10]}]
+    "given",
+    [{"model": "three"}, {"prompt": [10]}, {"prompt": [[1], [10]]}, {"stop_token_ids": [10]}, {"max_tokens": 8}],
 )
 def test_what_is_not_there_is_against_the_document(validator: Draft202012Validator, given: dict[str, Any]) -> None:
     assert not validator.is_valid({**GOOD, **given})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
@@ -14,12 +15,26 @@ from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from fake_engine import BEGIN, FLOOD, NEVER_STARTS, PACED, SAY, SILENT, UNACCEPTED
+from fake_engine import (
+    BEGIN,
+    ENDS_AT_ONCE,
+    FLOOD,
+    NEVER_QUITS,
+    NEVER_STARTS,
+    PACED,
+    SAY,
+    SILENT,
+    STARTS_LATE,
+    STUCK,
+    UNACCEPTED,
+    WRONG,
+)
 from fake_engine_install import told, until
 from server_client import Client, Reply, completion, send_completion
 
-from longspan.serve.answer import Answer
+from longspan.serve.answer import Answer, EngineLostError
 from longspan.serve.messages import EngineSetup
 from longspan.serve.run import serve
 from longspan.serve.settings import ServerSettings
@@ -63,9 +78,9 @@ async def serving(events: Path, **settings: Any) -> AsyncIterator[Face]:
         await until(lambda: asyncio.all_tasks() == {asyncio.current_task()}, 2)
 
 
-async def serve_fake(events: Path, **settings: Any) -> int:
+async def serve_fake(events: Path, port: int = 0, **settings: Any) -> int:
     setup = EngineSetup(model=str(events), arguments={}, max_num_queued_reqs=None, max_num_queued_tokens=None)
-    return await serve(setup, ServerSettings(model_names=("fake",), **settings), "127.0.0.1", 0)
+    return await serve(setup, ServerSettings(model_names=("fake",), **settings), "127.0.0.1", port)
 
 
 async def heard_port() -> int:
@@ -254,12 +269,90 @@ def test_a_second_signal_ends_at_once(events: Path) -> None:
     asyncio.run(check())
 
 
+def test_a_second_signal_ends_at_once_what_does_not_end_politely(events: Path) -> None:
+    async def check() -> None:
+        async with serving(events.with_name(NEVER_QUITS)) as face:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await until(lambda: bool(told(events.with_name(NEVER_QUITS), "Quit")))
+            start_s = time.monotonic()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                os.kill(os.getpid(), number)
+                await asyncio.sleep(0)
+            assert await face.stopped() == 0
+            assert time.monotonic() - start_s < 3
+        assert not [child for child in psutil.Process().children() if "fake_engine" in child.cmdline()]
+
+    asyncio.run(check())
+
+
 def test_a_signal_while_the_engine_starts_ends_at_once(events: Path) -> None:
     async def check() -> None:
-        running = asyncio.create_task(serve_fake(events.with_name(NEVER_STARTS)))
-        await asyncio.sleep(0.5)
+        running = asyncio.create_task(serve_fake(events.with_name(NEVER_STARTS), port := free_port()))
+        await until_alive(port)
         os.kill(os.getpid(), signal.SIGTERM)
         assert await asyncio.wait_for(running, 3) == 128 + signal.SIGTERM
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(check())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_cannot_go_on_is_its_senders_mistake(events: Path, stream: bool) -> None:
+    async def check() -> None:
+        async with serving(events) as face:
+            reply = await face.complete(STUCK, stream=stream)
+            assert reply.status == (200 if stream else 400)
+            error = (reply.events[-1] if stream else reply.body)["error"]
+            assert (error["type"], error["code"]) == ("invalid_request_error", "400")
+            assert (error["param"], error["message"]) == ("structured_outputs", "too many items")
+            assert b"[DONE]" not in reply.data
+
+    asyncio.run(check())
+
+
+def test_before_the_engine_has_started_only_the_face_is_alive(events: Path) -> None:
+    async def check() -> None:
+        running = asyncio.create_task(serve_fake(events.with_name(STARTS_LATE), port := free_port()))
+        await until_alive(port)
+        for path in ("/health", "/v1/models", "/metrics", "/version", "/nowhere"):
+            reply = await ask(port, path, x_request_id="mine")
+            assert (reply.status, reply.headers["x-request-id"]) == (503, "mine")
+            assert int(reply.headers["retry-after"]) > 0
+            assert reply.body["error"]["message"] == "the engine is starting"
+        assert (await ask(port, "/v1/completions", completion(prompt=[SAY]))).status == 503
+        async with asyncio.timeout(10):
+            while (await ask(port, "/health")).status == 503:  # noqa: ASYNC110 - as a probe does
+                await asyncio.sleep(0.05)
+        assert (await ask(port, "/v1/completions", completion(prompt=[SAY], max_tokens=3))).token_ids == [7, 7, 7]
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await asyncio.wait_for(running, 10) == 0
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(("name", "error"), [(WRONG, ValueError), (ENDS_AT_ONCE, EngineLostError)])
+def test_a_face_whose_engine_does_not_start_ends_with_its_reason(
+    events: Path, name: str, error: type[Exception]
+) -> None:
+    async def check() -> None:
+        with pytest.raises(error):
+            await serve_fake(events.with_name(name), port := free_port())
+        with closing(socket.create_server(("127.0.0.1", port))):
+            pass  # nobody has it
+        await until(lambda: asyncio.all_tasks() == {asyncio.current_task()}, 2)
+
+    asyncio.run(check())
+
+
+def free_port() -> int:
+    with closing(socket.create_server(("127.0.0.1", 0))) as free:
+        return int(free.getsockname()[1])
+
+
+async def until_alive(port: int) -> None:
+    async with asyncio.timeout(10):
+        while True:
+            with contextlib.suppress(OSError):
+                assert (await ask(port, "/live")).body == {"status": "ok"}
+                return
+            await asyncio.sleep(0.05)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from fake_server import OUTPUT, STATS, client_of, make_server
+from fake_server import OUTPUT, STATS, client_of, fake_of, make_server
 from prometheus_client.parser import text_string_to_metric_families
 
 from longspan.serve.messages import Turn
@@ -14,7 +14,7 @@ from longspan.serve.server import Server
 GAUGES = {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "instance_kv_blocks_used"}
 COUNTERS = {
     *("prompt_tokens", "generation_tokens", "request_success", "num_preemptions", "prefix_cache_queries"),
-    *("prefix_cache_hits", "instance_busy_seconds", "exchanged_bytes", "worker_restarts"),
+    *("prefix_cache_hits", "instance_busy_seconds", "exchanged_bytes", "worker_restarts", "engine_restarts"),
 }
 HISTOGRAMS = {
     *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
@@ -57,7 +57,7 @@ def test_every_metric_is_there_under_either_prefix(prefix: str) -> None:
 def test_counts_begin_at_zero() -> None:
     """A dashboard that takes rates needs the series before the first request."""
     value = sampler(make_server())
-    assert value("prompt_tokens_total") == value("generation_tokens_total") == value("num_preemptions_total") == 0
+    assert value("prompt_tokens_total") == value("generation_tokens_total") == 0
     for reason in ("stop", "length", "abort", "error"):
         assert value("request_success_total", finished_reason=reason) == 0
 
@@ -74,9 +74,6 @@ def test_counts_follow_requests() -> None:
     assert value("request_success_total", finished_reason="stop") == 0
     assert value("prompt_tokens_total") == 3 + 3 + 2
     assert value("generation_tokens_total") == num_choices * len(OUTPUT)
-    assert value("prefix_cache_queries_total") == 3 + 3 + 2
-    assert value("prefix_cache_hits_total") == num_prompts
-    assert value("num_preemptions_total") == num_choices
     for name in ("time_to_first_token_seconds", "request_queue_time_seconds", "request_prefill_time_seconds"):
         assert value(f"{name}_count") == num_prompts
     for name in ("e2e_request_latency_seconds", "request_decode_time_seconds", "inter_token_latency_seconds"):
@@ -89,15 +86,31 @@ def test_counts_follow_requests() -> None:
 
 
 def test_gauges_are_the_engines_latest_word() -> None:
-    server = make_server()
-    server.metrics.take_turn(Turn(stats=STATS))
-    value = sampler(server)
+    value = sampler(make_server())  # it has them when it takes the server on
     assert (value("num_requests_running"), value("num_requests_waiting")) == (3, 2)
     assert value("kv_cache_usage_perc") == pytest.approx(7 / 20)
     assert [value("instance_kv_blocks_used", instance=i) for i in "01"] == [5, 2]
     assert [value("instance_busy_seconds_total", instance=i) for i in "01"] == [1.5, 0.5]
     assert value("exchanged_bytes_total", exchange="ring_kv", link="same_host") == 1000
-    assert value("worker_restarts_total") == 1
+    assert (value("worker_restarts_total"), value("num_preemptions_total")) == (1, 4)
+    assert (value("prefix_cache_queries_total"), value("prefix_cache_hits_total")) == (50, 30)
+
+
+def test_counters_outlive_the_engine_process_and_gauges_do_not() -> None:
+    server = make_server()
+    fake_of(server).on_loss()
+    value = sampler(server)
+    assert (value("engine_restarts_total"), value("worker_restarts_total")) == (1, 1)
+    assert (value("num_requests_running"), value("num_requests_waiting"), value("kv_cache_usage_perc")) == (0, 0, 0)
+    assert value("instance_kv_blocks_used", instance="0") == 0
+    for _ in range(2):  # the second engine process speaks twice
+        server.metrics.take_turn(Turn(stats=STATS))
+    value = sampler(server)
+    assert (value("engine_restarts_total"), value("worker_restarts_total")) == (1, 2)
+    assert value("instance_busy_seconds_total", instance="0") == 3.0
+    assert value("exchanged_bytes_total", exchange="ring_kv", link="same_host") == 2000
+    assert value("num_preemptions_total") == 8
+    assert value("num_requests_running") == 3
 
 
 def test_the_models_first_name_labels_everything() -> None:

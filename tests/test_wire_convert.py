@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from wire_world import World, read, tokenizer, world
@@ -212,10 +212,85 @@ def test_what_the_model_cannot_do_is_named(fields: dict[str, Any], param: str, w
     assert (caught.value.param, caught.value.status) == (param, 400)
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_more_output_than_there_is_room_for_is_refused_if_it_was_asked_for(name: str) -> None:
+    talk = {"messages": HELLO}
+    room = 512 - len(chat_job(read(ChatCompletionRequest, talk), SERVED).token_ids)
+    assert chat_job(read(ChatCompletionRequest, {**talk, name: room}), SERVED).params.max_tokens == room
+    for most in (room + 1, 1_000_000):
+        with pytest.raises(WireError, match=rf"{name} is {most}, .*max_model_len is 512") as caught:
+            chat_job(read(ChatCompletionRequest, {**talk, name: most}), SERVED)
+        assert (caught.value.param, caught.value.status) == (name, 400)
+
+
+def test_more_output_than_there_is_room_for_behind_any_of_the_prompts_is_refused() -> None:
+    def ask(**fields: Any) -> list[int | None]:
+        jobs = completion_jobs(read(CompletionRequest, {"prompt": [[5], [5] * 500], **fields}), SERVED)
+        return [job.params.max_tokens for job in jobs]
+
+    assert ask(max_tokens=12) == [12, 12]
+    assert ask() == [16, 16], "what was not asked for is cut by the engine"
+    assert ask(max_tokens=0, echo=True) == [1, 1]
+    with pytest.raises(WireError, match="prompt of 500 tokens there is room for 12") as caught:
+        ask(max_tokens=13)
+    assert (caught.value.param, caught.value.status) == ("max_tokens", 400)
+
+
 def test_a_conversation_that_is_too_long() -> None:
     with pytest.raises(WireError, match="shorten") as caught:
         chat_job(read(ChatCompletionRequest, {"messages": [{"role": "user", "content": "a " * 600}]}), SERVED)
     assert caught.value.param == "messages"
+
+
+class UntouchedTokenizer:
+    """Fails when it has to tokenize or render."""
+
+    is_fast, chat_template = True, "{{ messages }}"
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"a": 0, "four": 1}
+
+    def __call__(self, *_: object, **__: object) -> None:
+        pytest.fail("it was tokenized")
+
+    def apply_chat_template(self, *_: object, **__: object) -> str:
+        return "x" * 33
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"), [("x" * 33, "prompt"), (["x", "x" * 33], "prompt[1]"), ("\N{PILE OF POO}" * 33, "prompt")]
+)
+def test_a_text_that_cannot_fit_is_refused_without_being_tokenized(prompt: object, param: str) -> None:
+    served = World(
+        JobMaker(tokenizer=cast("Any", UntouchedTokenizer()), vocab_size=9, max_model_len=8), RequestLimits()
+    )
+    with pytest.raises(
+        WireError, match=r"33 characters, so more than 8 tokens, but .*max_model_len.*shorten"
+    ) as caught:
+        completion_jobs(read(CompletionRequest, {"prompt": prompt}), served)
+    assert (caught.value.param, caught.value.status) == (param, 400)
+
+
+@pytest.mark.parametrize("size", [4, 9])
+def test_a_conversation_that_cannot_fit_is_refused_without_being_tokenized(size: int) -> None:
+    """By what it is rendered to, or before that, by its contents."""
+    served = World(
+        JobMaker(tokenizer=cast("Any", UntouchedTokenizer()), vocab_size=9, max_model_len=8), RequestLimits()
+    )
+    parts = [{"type": "text", "text": "x" * size}] * 3
+    talk = [{"role": "user", "content": parts}, {"role": "user", "content": "x" * size}]
+    with pytest.raises(WireError, match=f"{36 if size == 9 else 33} characters") as caught:
+        chat_job(read(ChatCompletionRequest, {"messages": talk}), served)
+    assert (caught.value.param, caught.value.status) == ("messages", 400)
+
+
+def test_a_text_as_long_as_all_tokens_may_be_is_tokenized() -> None:
+    longest = max(map(len, tokenizer().get_vocab()))
+    text = "a " * (512 * longest // 2)
+    with pytest.raises(WireError, match=r"has \d+ tokens, but"):
+        completion_jobs(read(CompletionRequest, {"prompt": text}), SERVED)
+    with pytest.raises(WireError, match=f"has {len(text) + 1} characters"):
+        completion_jobs(read(CompletionRequest, {"prompt": text + " "}), SERVED)
 
 
 def test_tokens_there_and_back() -> None:
@@ -227,6 +302,20 @@ def test_tokens_there_and_back() -> None:
     assert tuple(talk["tokens"]) == chat_job(read(ChatCompletionRequest, {"messages": HELLO}), SERVED).token_ids
     with pytest.raises(WireError, match="vocabulary"):
         detokenized(read(DetokenizeRequest, {"tokens": [49152]}), SERVED)
+
+
+def test_what_is_tokenized_only_is_bounded_too() -> None:
+    served = world(max_tokenize_length=3)
+    assert tokenized(read(TokenizeRequest, {"prompt": "abc"}), served)["count"]
+    assert detokenized(read(DetokenizeRequest, {"tokens": [5] * 3}), served)
+    for refuse, param in (
+        (lambda: tokenized(read(TokenizeRequest, {"prompt": "abcd"}), served), "prompt"),
+        (lambda: tokenized(read(TokenizeRequest, {"messages": HELLO}), served), "messages"),
+        (lambda: detokenized(read(DetokenizeRequest, {"tokens": [5] * 4}), served), "tokens"),
+    ):
+        with pytest.raises(WireError, match="--max-tokenize-length") as caught:
+            refuse()
+        assert (caught.value.param, caught.value.status) == (param, 400)
 
 
 def test_without_a_tokenizer_only_token_ids_are_served() -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import tracemalloc
 from dataclasses import fields
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic_core import from_json
 from wire_world import read, world
 
 from longspan.serve.limits import RequestLimits
@@ -17,6 +22,7 @@ from longspan.serve.wire import (
     completion_jobs,
     read_request,
 )
+from longspan.serve.wire.body import num_elements
 
 
 def nested(depth: int) -> Any:
@@ -85,6 +91,51 @@ def test_bodies_too_large_or_nested_too_deeply() -> None:
     assert read(CompletionRequest, {"prompt": "a", "ignored": nested(4)}, limits)
     with pytest.raises(WireError, match="--max-nesting"):
         read(CompletionRequest, {"prompt": "a", "ignored": nested(5)}, limits)
+
+
+def counted(value: Any) -> int:
+    """Strings, lists and objects."""
+    if isinstance(value, dict):
+        return 1 + len(value) + sum(map(counted, value.values()))
+    return 1 + sum(map(counted, value)) if isinstance(value, list) else int(isinstance(value, str))
+
+
+JSON = st.recursive(
+    st.none() | st.integers() | st.text(st.sampled_from('"\\\\{[]},:a\\n\N{PILE OF POO}')),
+    lambda values: st.lists(values) | st.dictionaries(st.text(st.sampled_from('"\\\\{[')), values),
+)
+
+
+@given(JSON, st.booleans())
+def test_elements_are_counted_as_they_are_made(value: Any, ascii_only: bool) -> None:
+    body, number = json.dumps([value], ensure_ascii=ascii_only).encode(), 1 + counted(value)
+    assert num_elements(body, number) == num_elements(body, number - 1) == number
+    for end in range(1, len(body), 3):  # a mistake hides nothing that came before it
+        begin = body[:end].decode(errors="ignore").encode()
+        made = counted(from_json(begin, allow_partial="trailing-strings"))
+        assert num_elements(begin + b'\\"{', made - 1) >= made
+
+
+@pytest.mark.parametrize("piece", [b"{}", b"[]", b'"ab"', b'{"a":1}', b"[[1],[]]"])
+def test_a_body_of_many_small_things_is_refused_before_they_are_made(piece: bytes) -> None:
+    for begin in (b'{"prompt":[', b'{"prompt":"a","other":['):
+        body = begin + b",".join([piece] * (2_000_000 // len(piece))) + b"]}"
+        tracemalloc.start()
+        with pytest.raises(WireError, match="--max-elements") as caught:
+            read_request(CompletionRequest, body, RequestLimits())
+        _, most_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert (caught.value.status, caught.value.param) == (400, None)
+        assert most_bytes < 3 * len(body)
+
+
+def test_long_texts_and_many_token_ids_are_no_elements() -> None:
+    limits = RequestLimits(max_elements=4)
+    text = 'if (a["b"]) { c[0] = "\\\\"; }\n' * 10_000
+    assert read(CompletionRequest, {"prompt": text}, limits).prompt == text
+    assert read(CompletionRequest, {"prompt": [7] * 100_000}, limits).prompt == [7] * 100_000
+    with pytest.raises(WireError, match="--max-elements"):
+        read(CompletionRequest, {"prompt": text, "n": 1, "user": "me"}, limits)
 
 
 def test_limits_are_positive_whole_numbers() -> None:

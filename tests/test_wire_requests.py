@@ -145,7 +145,8 @@ def accepts(model: type[BaseModel], body: dict[str, Any]) -> bool:
             "vocabulary",
             "has no token for",
             "this model's token ids",
-            "template",
+            "chat template",
+            "of templates",
             "final message",
             "cannot be used",
         )
@@ -212,6 +213,43 @@ def test_refused_fields_are_named_with_the_reason(
         assert caught.value.message == f"{name}: {reason}"
 
 
+@pytest.mark.parametrize("route", ["completions", "chat"])
+@pytest.mark.parametrize(
+    ("name", "wrong", "harmless"),
+    [
+        ("tools", [{"type": "function", "function": {"name": "f"}}], []),
+        ("tool_choice", "required", "none"),
+        ("chat_template", "{{ messages }}", None),
+        ("reasoning_effort", "low", None),
+        ("suffix", "x", ""),
+        ("typical_p", 0.5, 1.0),
+        ("top_a", 0.2, 0),
+        ("mirostat", 2, 0),
+        ("mirostat_mode", 1, 0),
+        ("dry_multiplier", 0.8, 0.0),
+    ],
+)
+def test_what_would_change_the_output_is_refused_unless_it_asks_for_nothing(
+    route: str, name: str, wrong: object, harmless: object
+) -> None:
+    model, needed = (
+        (CompletionRequest, {"prompt": "a"}) if route == "completions" else (ChatCompletionRequest, {"messages": HELLO})
+    )
+    assert read(model, {**needed, name: harmless}) == read(model, needed)
+    with pytest.raises(WireError) as caught:
+        read(model, {**needed, name: wrong})
+    assert (caught.value.param, caught.value.status) == (name, 400)
+
+
+def test_fields_that_only_chats_have_are_refused_elsewhere() -> None:
+    for name, wrong in (("top_logprobs", 2), ("max_completion_tokens", 5), ("chat_template_kwargs", {"a": 1})):
+        with pytest.raises(WireError) as caught:
+            read(CompletionRequest, {"prompt": "a", name: wrong})
+        assert (caught.value.param, caught.value.status) == (name, 400)
+    both = {"prompt": "a", "max_tokens": 5, "max_completion_tokens": 5}
+    assert read(CompletionRequest, both).max_tokens == 5, "as some load generators send it"
+
+
 def test_fields_that_change_nothing_are_ignored() -> None:
     harmless = {
         "user": "me",
@@ -220,6 +258,8 @@ def test_fields_that_change_nothing_are_ignored() -> None:
         "service_tier": "auto",
         "best_of": 2,
         "n": 2,
+        "mirostat_tau": 5.0,
+        "dry_base": 1.75,
         "x": {},
     }
     assert read(CompletionRequest, {"prompt": "a", **harmless}) == read(CompletionRequest, {"prompt": "a", "n": 2})

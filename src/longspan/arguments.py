@@ -58,6 +58,12 @@ def at_least_one(**values: int | None) -> None:
             raise ValueError(f"{name} must be at least 1, but {value} given")
 
 
+def check_timeout(step_timeout_s: float) -> None:
+    """Raises ValueError unless it is more than nothing."""
+    if not step_timeout_s > 0:
+        raise ValueError(f"step_timeout_s must be more than 0, but {step_timeout_s} given")
+
+
 def check_device(device: str) -> None:
     """Raises ValueError for a kind of device that does not exist, or not here."""
     if device not in ("cpu", "cuda"):

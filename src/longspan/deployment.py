@@ -40,6 +40,7 @@ class Deployment:
         enable_prefix_caching: reuse the KV of earlier requests that begin alike.
         async_scheduling: plan and send the next step while the present one runs.
         record_times: measure where workers spend their time, see `worker_times`; costs a little.
+        step_timeout_s: a worker that has a step to run and completes none for so long is taken for lost.
 
     Raises:
         ValueError: for a wrong argument, an unknown or unsupported model, or too little memory.
@@ -73,6 +74,7 @@ class Deployment:
         async_scheduling: bool = True,
         record_times: bool = False,
         trust_remote_code: bool = False,
+        step_timeout_s: float = 300.0,
     ) -> None:
         spec = arguments.parallel_spec(parallel, instances, tp, pp)
         hosts = arguments.hosts(spec.num_ranks)
@@ -81,6 +83,7 @@ class Deployment:
         arguments.at_least_one(
             block_size=block_size, max_model_len=max_model_len, num_gpu_blocks_override=num_gpu_blocks_override
         )
+        arguments.check_timeout(step_timeout_s)
         limits = Limits(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
         chosen = make_policy(policy, num_instances=spec.instances, options=policy_options or {})
         kernel = arguments.attention_kernel(attention_backend, device, dtype)  # compiles: after the cheap checks
@@ -103,6 +106,7 @@ class Deployment:
             hosts=hosts,
             attention_kernel=kernel,
             record_times=record_times,
+            step_timeout_s=step_timeout_s,
         )
         self.executor: LocalExecutor = self._start_workers()
         self.engine = Engine(

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from longspan import chat_template
 from longspan.chat_template import Message, TemplateOptions
-from longspan.core.request import check_length
+from longspan.core.request import check_length, too_long
 from longspan.core.sampling import SamplingParams, StructuredOutputsParams
 from longspan.model.vocabulary import grammar_vocabulary
 from longspan.structured import compile_grammar
@@ -68,22 +68,43 @@ class JobMaker:
         text = self.render_chat(messages, **template)
         return self.checked(text, self.tokenize(text, add_special_tokens=False), params)
 
-    def checked(self, text: str | None, token_ids: Sequence[int], params: SamplingParams) -> Job:
-        """The job of token ids that stand for `text`.
+    def checked(
+        self, text: str | None, token_ids: Sequence[int], params: SamplingParams, grammar: str | None = None
+    ) -> Job:
+        """The job of token ids that stand for `text`; `grammar` is that of `params`, if it has been made already.
 
         Raises:
             ValueError: see `job`.
         """
+        check_length(
+            len(token_ids), self.max_model_len
+        )  # first: looking at every token takes long where there are many
         wrong = next((token for token in token_ids if not 0 <= token < self.vocab_size), None)
         if wrong is not None:
             raise ValueError(f"token id {wrong!r} is not in the vocabulary: ids go from 0 to {self.vocab_size - 1}")
         if self.tokenizer is None and params.stop_strings:
             raise ValueError("stop strings need a tokenizer, but there is none (skip_tokenizer_init)")
         params.check_vocab(self.vocab_size)
-        check_length(len(token_ids), self.max_model_len)
-        form = params.structured_outputs
-        grammar = "" if form is None else self._grammar(form)
+        if grammar is None:
+            grammar = "" if params.structured_outputs is None else self.grammar(params.structured_outputs)
         return Job(text=text, token_ids=tuple(token_ids), params=params, grammar=grammar)
+
+    @cached_property
+    def max_prompt_chars(self) -> int:
+        """Texts with more characters are too long: no token has more of them than the longest name in the vocabulary.
+
+        That tokenizers may drop blanks, or take an unknown word for one token, is left out of account.
+        """
+        return self.max_model_len * max(map(len, self._need_tokenizer().get_vocab()))
+
+    def check_chars(self, num_chars: int) -> None:
+        """Whether a text of this length may fit, which is known without the cost of tokenizing it.
+
+        Raises:
+            ValueError: if it cannot, or there is no tokenizer.
+        """
+        if num_chars > self.max_prompt_chars:
+            raise too_long(f"{num_chars} characters, so more than {self.max_model_len} tokens", self.max_model_len)
 
     def render_chat(self, messages: Sequence[Message], **template: Unpack[TemplateOptions]) -> str:
         """The text that stands for a conversation; tokenize it without adding special tokens.
@@ -98,7 +119,12 @@ class JobMaker:
         ids: list[int] = self._need_tokenizer()(text, add_special_tokens=add_special_tokens)["input_ids"]
         return ids
 
-    def _grammar(self, form: StructuredOutputsParams) -> str:
+    def grammar(self, form: StructuredOutputsParams) -> str:
+        """What outputs of that form follow, see `Sampling`.
+
+        Raises:
+            ValueError: when it cannot be followed, or there is no tokenizer.
+        """
         if self.tokenizer is None:
             raise ValueError("structured outputs need a tokenizer, but there is none (skip_tokenizer_init)")
         return compile_grammar(form, self._vocabulary)

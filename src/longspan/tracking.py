@@ -47,6 +47,17 @@ class Tracked:
         """Output tokens so far."""
         return sum(choice.num_taken for choice in self.choices)
 
+    @property
+    def stuck(self) -> str | None:
+        """Why there is no answer, if an output cannot go on: no token of the model fits what its grammar demands."""
+        for choice in self.choices:
+            if choice.request.finish_reason == "error":
+                words = (
+                    "an output could not be completed in the form that structured_outputs or response_format asks for"
+                )
+                return f"{words}: {choice.request.stop_reason}"
+        return None
+
     def output(self) -> RequestOutput:
         """What there is so far."""
         leader = self.choices[0].request

@@ -50,10 +50,10 @@ def longspan_command(
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs the command line and exits; never shows a stack trace for what a user can cause."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _on_signal)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background starts us with it ignored
     try:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, _on_signal)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background starts us with it ignored
         returned = app(args=arguments, prog_name="longspan", standalone_mode=False)
     except typer.TyperException as error:
         _fail(error.format_message() + _given(error), code=2)

@@ -89,6 +89,9 @@ class EngineOptions:
         bool,
         _scheduling("--async-scheduling/--no-async-scheduling", help="Plan and send a step while the last one runs."),
     ] = True
+    step_timeout: Annotated[
+        float, _scheduling(min=0.001, help="Seconds without a step done after which a busy rank is taken for lost.")
+    ] = 300.0
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of `LLM`.
@@ -96,9 +99,14 @@ class EngineOptions:
         Raises:
             ValueError: for degrees that are not possible or given twice, or a policy option not of the form key=value.
         """
-        shorter = ("instances", "tp", "pp", "policy_option", *_SHARING)
+        shorter = ("instances", "tp", "pp", "policy_option", "step_timeout", *_SHARING)
         same = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in shorter}
-        return {**same, "parallel": self._parallel_spec(), "policy_options": self._policy_options()}
+        return {
+            **same,
+            "parallel": self._parallel_spec(),
+            "policy_options": self._policy_options(),
+            "step_timeout_s": self.step_timeout,
+        }
 
     def start(self, model: str, *, seed: int) -> LLM:
         """Starts the model's workers."""

@@ -46,13 +46,16 @@ class ServerOptions:
     max_num_queued_tokens: Annotated[
         int, _server(min=1, help="Tokens of all requests that wait; one request may wait whatever its length.")
     ] = 8_000_000
+    engine_timeout: Annotated[
+        float, _server(min=10, help="Seconds of silence after which the engine process is taken for lost.")
+    ] = 60.0
     request_timeout: Annotated[
         float | None, _server(min=0.001, help="Seconds that a request may take; x-request-timeout can only shorten it.")
     ] = None
     body_timeout: Annotated[float, _server(min=0.001, help="Seconds that a request's body may take to come.")] = 60.0
     max_total_body_bytes: Annotated[
         int, _server(min=1, help="Most bytes of the bodies of all open requests; more are answered 503.")
-    ] = 2**30
+    ] = 2**28
     h11_max_incomplete_event_size: Annotated[
         int, _server(min=1024, help="Most bytes of a request's line and headers.")
     ] = 64 * 1024
@@ -98,7 +101,7 @@ def serve(
 
     Every flag can also be given as an environment variable: --max-model-len as LONGSPAN_MAX_MODEL_LEN.
     """
-    from longspan.serve import answer, messages, run, settings  # noqa: PLC0415 - other verbs do not wait for FastAPI
+    from longspan.serve import answer, lanes, messages, run, settings  # noqa: PLC0415 - other verbs do not wait for FastAPI
 
     del config  # its callback has read it
     os.environ.pop("LONGSPAN_API_KEY", None)  # it was read; processes that are started from here on need not know it
@@ -109,6 +112,7 @@ def serve(
         arguments={**engine.arguments(), "seed": server.seed},
         max_num_queued_reqs=server.max_num_queued_reqs,
         max_num_queued_tokens=server.max_num_queued_tokens,
+        engine_timeout_s=server.engine_timeout,
     )
     face = settings.ServerSettings(
         model_names=tuple(server.served_model_name or (model,)),
@@ -121,15 +125,19 @@ def serve(
         keep_alive_s=server.stream_keep_alive,
         reader_timeout_s=server.reader_timeout,
         shutdown_timeout_s=server.shutdown_timeout,
+        max_num_queued_reqs=server.max_num_queued_reqs,
+        max_num_queued_tokens=server.max_num_queued_tokens,
         metrics_prefix=server.metrics_prefix,
         tracer=None if server.otlp_traces_endpoint is None else _tracer(server.otlp_traces_endpoint),
         limits=limits,
     )
     try:
-        return asyncio.run(run.serve(setup, face, server.host, server.port))
+        code = asyncio.run(run.serve(setup, face, server.host, server.port))
     except answer.EngineLostError as error:
         typer.echo(f"longspan: {error}", err=True)
-        return 1
+        code = 1
+    lanes.end_process_if_busy(code)
+    return code
 
 
 def _tracer(endpoint: str) -> Tracer:

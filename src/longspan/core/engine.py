@@ -52,6 +52,10 @@ class EngineConfig:
 class Engine:
     """Owns the requests and the KV account. One thread drives it through `step`.
 
+    Attributes:
+        num_preemptions: how often a request gave up its KV to others.
+        num_prefix_queries, num_prefix_hits: tokens of prompts looked up, and found, in the prefix cache.
+
     Raises:
         ValueError: when `max_model_len` is more than the policy can place.
     """
@@ -66,6 +70,7 @@ class Engine:
         self.account = self._new_account()
         names = [exchange for exchange in get_args(Exchange) if exchange != "local"]
         self.bytes_sent: Counter[tuple[str, Link]] = Counter(dict.fromkeys(product(names, get_args(Link)), 0))
+        self.num_preemptions = self.num_prefix_queries = self.num_prefix_hits = 0
         self._policy, self._executor, self._clock = policy, executor, clock
         self._requests: dict[int, Request] = {}
         self._steps = StepOrder()
@@ -227,6 +232,7 @@ class Engine:
             plan = self._policy.plan(self._view())
             for request in plan.preempted:
                 request.metrics.num_preemptions += 1
+                self.num_preemptions += 1
                 self._retract(request)
             if plan.batches or not plan.preempted:
                 return plan.batches
@@ -255,6 +261,9 @@ class Engine:
         request.admission = self._num_admissions
         if request.metrics.scheduled_s is None:
             request.metrics.scheduled_s = self._clock.now()
+            if request.leader is None:
+                self.num_prefix_queries += len(request.prompt)
+                self.num_prefix_hits += min(hit.num_tokens, len(request.prompt))
         request.num_computed = request.num_scheduled = hit.num_tokens
         if not request.metrics.num_computed_tokens:
             request.metrics.num_cached_tokens = min(hit.num_tokens, len(request.prompt))

@@ -193,7 +193,26 @@ def check_length(num_prompt_tokens: int, max_model_len: int) -> None:
     if num_prompt_tokens < 1:
         raise ValueError("the prompt is empty: at least 1 token is needed")
     if num_prompt_tokens >= max_model_len:
+        raise too_long(f"{num_prompt_tokens} tokens", max_model_len)
+
+
+def check_room(name: str, max_tokens: int, num_prompt_tokens: int, max_model_len: int) -> None:
+    """Whether as many output tokens as are asked for have room behind a prompt that has some; `name` is their field's.
+
+    Raises:
+        ValueError: when they do not.
+    """
+    room = max_model_len - num_prompt_tokens
+    if max_tokens > room:
         raise ValueError(
-            f"the prompt has {num_prompt_tokens} tokens, but prompt and output together can have at most "
-            f"{max_model_len} here (the model's context, or less where KV memory is short): shorten the prompt"
+            f"{name} is {max_tokens}, but with a prompt of {num_prompt_tokens} tokens there is room for {room} here "
+            f"(max_model_len is {max_model_len}, of prompt and output together): ask for at most {room}"
         )
+
+
+def too_long(length: str, max_model_len: int) -> ValueError:
+    """Says that a prompt of this length cannot be served."""
+    return ValueError(
+        f"the prompt has {length}, but prompt and output together can have at most {max_model_len} here "
+        "(max_model_len: the model's context, or less where KV memory is short): shorten the prompt"
+    )

@@ -20,31 +20,40 @@ LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 _MAX_CPU_S = 3
 _MAX_WALL_S = 60.0
 _MAX_BYTES = 1 << 30
+_TOO_MUCH = "it takes too much time, memory or stack to be understood: make it smaller or less nested"
 _STACK_BYTES = 2 << 20
 """Ranks and servers have four times as much."""
 
 
-@lru_cache(maxsize=256)
 def check(grammar: str) -> None:
-    """Tries to make a parser of a grammar in llguidance's serialised form.
+    """Tries to make a parser of a grammar in llguidance's serialised form, once as long as the outcome is remembered.
 
     Raises:
         ValueError: when that fails or takes too much time, memory or stack; one line that says why.
     """
+    if reason := _fault(grammar):
+        raise ValueError(reason)
+
+
+@lru_cache(maxsize=256)
+def _fault(grammar: str) -> str:
+    """Why the grammar cannot be used; empty if it can.
+
+    Raises:
+        ValueError: when the trial got too little of the CPU to tell, which is not remembered.
+    """
     try:
         tried = subprocess.run(
-            [sys.executable, "-m", __name__],
+            [sys.executable, "-P", "-m", __name__],
             input=grammar.encode(errors="surrogatepass"),
             capture_output=True,
             timeout=_MAX_WALL_S,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        tried = None
-    if tried is None or tried.returncode:
-        raise ValueError("it takes too much time, memory or stack to be understood: make it smaller or less nested")
-    if reason := tried.stdout.decode(errors="replace"):
-        raise ValueError(one_line(reason))
+        raise ValueError(_TOO_MUCH) from None
+    said = tried.stdout.decode(errors="replace")
+    return _TOO_MUCH if tried.returncode else one_line(said) or said
 
 
 def one_line(reason: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -22,6 +23,12 @@ from longspan.runtime.messages import WorkerConfig
 
 LOST = -9
 """Exit code of workers whose server was lost: they end at once, but nobody learns how."""
+
+
+_START_TIMEOUT_S = 300.0
+"""The server has imported everything and forked."""
+_END_TIMEOUT_S = 5.0
+"""The server has done what ends a worker, or itself."""
 
 
 class StartWorker(msgspec.Struct, frozen=True, tag="start"):
@@ -78,6 +85,14 @@ class WorkerProcess:
         """Ends it by force."""
         self._server.send(KillWorker(self.pid))
 
+    def destroy(self) -> None:
+        """Ends it by force and waits for that, though not for ever: a server that does not do it ends, too."""
+        self.kill()
+        try:
+            self.wait(_END_TIMEOUT_S)
+        except TimeoutError:
+            self._server.destroy()
+
     def end(self, code: int) -> None:
         """It has ended."""
         self.returncode = code
@@ -90,7 +105,7 @@ class _ForkServer:
     def __init__(self) -> None:
         self.owner = os.getpid()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "longspan.runtime.forkserver_main"],
+            [sys.executable, "-P", "-m", "longspan.runtime.forkserver_main"],  # -P: no code from the current folder
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={
@@ -117,7 +132,9 @@ class _ForkServer:
     def start(self, config: WorkerConfig, log: Path) -> WorkerProcess:
         with self._starting:
             self.send(StartWorker(config, str(log)))
-            self._started.acquire()
+            if not self._started.acquire(timeout=_START_TIMEOUT_S):
+                self.destroy()
+                raise OSError(f"the process that forks workers does nothing for {_START_TIMEOUT_S:g} s")
             if self._latest is None:
                 raise OSError(f"the process that forks workers ended with code {self._process.wait()}")
             return self._latest
@@ -136,7 +153,18 @@ class _ForkServer:
         if self.owner == os.getpid():
             with self._lock, suppress(BrokenPipeError):  # what was said last to one that is gone is not said
                 self._pipe.close()
-            self._process.wait()
+            try:
+                self._process.wait(_END_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self.destroy()
+
+    def destroy(self) -> None:
+        """Ends the server and all its workers by force, for one that hangs."""
+        for pid in list(self._workers):  # they are the server's to reap, so these numbers are still theirs
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.wait()
 
     @property
     def _pipe(self) -> BinaryIO:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import selectors
 import signal
 import socket
 import sys
+import time
+from contextlib import suppress
 from typing import NoReturn
 
 import msgspec
 
 from longspan.runtime import worker
 from longspan.runtime.forkserver import Ended, KillWorker, ServerCommand, ServerReport, Started, StartWorker
+
+_END_TIMEOUT_S = 2.0
+_POLL_S = 0.02
 
 
 class _Children:
@@ -36,6 +42,22 @@ class _Children:
     def kill(self, pid: int) -> None:
         if pid in self._lifelines:  # else it has ended, and its number may be another's
             os.kill(pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """They end with their lifelines; those that do not, since they hang, by force."""
+        for lifeline in self._lifelines.values():
+            os.close(lifeline)
+        deadline_s = time.monotonic() + _END_TIMEOUT_S
+        while self._lifelines:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+            if pid:
+                del self._lifelines[pid]
+            elif time.monotonic() < deadline_s:
+                time.sleep(_POLL_S)
+            else:
+                for pid in self._lifelines:
+                    os.kill(pid, signal.SIGKILL)
+                return
 
     def reap(self) -> None:
         while self._lifelines:
@@ -68,6 +90,7 @@ def main() -> None:
                 continue
             data = os.read(sys.stdin.fileno(), 1 << 16)
             if not data:
+                children.end()
                 return
             *lines, received = (received + data).split(b"\n")
             for line in lines:
@@ -84,6 +107,8 @@ def _become_worker(command: StartWorker, lifeline: int) -> NoReturn:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         log = os.open(command.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        with suppress(OSError):  # not every file system can
+            fcntl.flock(log, fcntl.LOCK_SH)  # so that nobody tidies it away as long as somebody writes
         null = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((null, 0), (log, 1), (log, 2)):
             os.dup2(source, target)

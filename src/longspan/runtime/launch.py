@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +27,7 @@ def start_workers(
     hosts: tuple[int, ...],
     attention_kernel: Path | None,
     record_times: bool,
+    step_timeout_s: float,
 ) -> LocalExecutor:
     """One worker per rank of `spec`, ready for steps. What `hosts` says of each rank decides how bytes are counted.
 
@@ -55,11 +57,11 @@ def start_workers(
         )
         for rank in range(spec.num_ranks)
     ]
-    return LocalExecutor(configs, log_dir=_log_dir(run_dir))
+    return LocalExecutor(configs, log_dir=_log_dir(run_dir), step_timeout_s=step_timeout_s)
 
 
 def _log_dir(run_dir: str) -> Path:
-    """A folder for the logs of this engine's workers; of older ones only the latest are kept."""
+    """A folder for the logs of this engine's workers; of those that nobody writes to only the latest are kept."""
     logs = cache_root() / "logs"
     if logs.is_dir():
         times = {}
@@ -67,5 +69,19 @@ def _log_dir(run_dir: str) -> Path:
             with suppress(FileNotFoundError):  # another engine may be doing the same
                 times[folder] = folder.stat().st_mtime
         for folder in sorted(times, key=lambda folder: times[folder], reverse=True)[_NUM_LOGS_KEPT:]:
-            shutil.rmtree(folder, ignore_errors=True)
+            if not _in_use(folder):
+                shutil.rmtree(folder, ignore_errors=True)
     return logs / Path(run_dir).name
+
+
+def _in_use(folder: Path) -> bool:
+    """Whether a worker still writes to a log, which it has locked."""
+    for path in folder.glob("*.log"):
+        try:
+            with path.open("rb") as log:
+                fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # another engine has removed it, or there are no locks here
+            continue
+    return False

@@ -41,6 +41,8 @@ _STOP_TIMEOUT_S = 3.0
 _MAX_PARENT = 70
 _BLAME_TIMEOUT_S = 3.0
 """How long to wait for the rank that caused it when another one only noticed a lost peer."""
+_LEAST_WAIT_S = 0.1
+"""For reports that may be there already: it may have been this process that was stopped for long, not its workers."""
 
 
 class MonotonicClock:
@@ -55,12 +57,13 @@ class LocalExecutor:
     """Implements `Executor` on spawned processes: instance i is the ranks `i * tp` to `(i + 1) * tp - 1`.
 
     `poll` returns early, with nothing, when there is something to read on the socket `interrupt`.
+    A rank that has a step to run and reports none for `step_timeout_s` is lost: it hangs, or waits for one that does.
     `worker_times` has, by rank, the seconds spent per category up to the latest step, if the workers record them.
     Commands and reports go over zmq sockets in a private folder, tensors over torch.distributed between the workers.
     Close it, or use it as a context manager; it also closes when it is collected or the interpreter exits.
     """
 
-    def __init__(self, configs: Sequence[WorkerConfig], *, log_dir: Path) -> None:
+    def __init__(self, configs: Sequence[WorkerConfig], *, log_dir: Path, step_timeout_s: float) -> None:
         """Starts one worker per configuration and waits until all are ready.
 
         The configurations' `run_dir` is made by `make_run_dir` and removed by `close`.
@@ -69,12 +72,13 @@ class LocalExecutor:
             WorkerLostError: when a worker does not start.
         """
         run_dir, self._tp = configs[0].run_dir, configs[0].tp
-        self._log_dir = log_dir
+        self._log_dir, self._step_timeout_s = log_dir, step_timeout_s
         self._context = zmq.Context()
         self._context.sndhwm = self._context.rcvhwm = 0  # queues without bound: the engine bounds the steps in flight
         self._commands: list[zmq.Socket[bytes]] = []
         self._awaited: dict[int, set[int]] = {}
         self._partial: dict[int, list[Done]] = {}
+        self._working_since_s: dict[int, float] = {}  # by rank: when it reported a step, or got one while it had none
         self._processes: list[WorkerProcess] = []
         self._finalizer = weakref.finalize(
             self, _clean_up, self._processes, self._commands, self._context, Path(run_dir)
@@ -100,6 +104,8 @@ class LocalExecutor:
             ranks = [instance * self._tp + index for instance in step.instances for index in range(self._tp)]
             self._awaited[step.number] = set(ranks)
             self._partial[step.number] = []
+            for rank in ranks:
+                self._working_since_s.setdefault(rank, time.monotonic())
             self._send(RunForward(step), ranks)
         else:
             self._send(RunFree(step), range(len(self._commands)))
@@ -109,8 +115,9 @@ class LocalExecutor:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            report = self._receive(left_s, interrupt=self.interrupt)
+            report = self._receive(self._patience_s(left_s), interrupt=self.interrupt)
             if report is None:
+                self._lose_stalled()
                 return []
             completion = self._take(report)
             if completion is not None:
@@ -149,6 +156,20 @@ class LocalExecutor:
             else:
                 self._take(report)
 
+    def _patience_s(self, timeout_s: float | None) -> float | None:
+        """How long to wait for a report before it is time to look for ranks that hang."""
+        if not self._working_since_s:
+            return timeout_s
+        due_s = min(self._working_since_s.values()) + self._step_timeout_s - time.monotonic()
+        return min(float("inf") if timeout_s is None else timeout_s, max(_LEAST_WAIT_S, due_s))
+
+    def _lose_stalled(self) -> None:
+        late_s = time.monotonic() - self._step_timeout_s
+        stalled = sorted(rank for rank, since_s in self._working_since_s.items() if since_s <= late_s)
+        if stalled:
+            ranks = f"rank{'s' * (len(stalled) > 1)} {', '.join(map(str, stalled))}"
+            self._lose(stalled[0], f"no step was completed by {ranks} for {self._step_timeout_s:g} s (--step-timeout)")
+
     def _receive(self, timeout_s: float | None, interrupt: zmq.Socket[bytes] | None = None) -> Report | None:
         poller = zmq.Poller()
         for socket in (self._reports, interrupt):
@@ -175,6 +196,10 @@ class LocalExecutor:
         self.worker_times[done.rank] = done.times
         awaited.remove(done.rank)
         reports.append(done)
+        if any(done.rank in others for others in self._awaited.values()):
+            self._working_since_s[done.rank] = time.monotonic()
+        else:
+            del self._working_since_s[done.rank]
         if awaited:
             return None
         del self._awaited[done.number], self._partial[done.number]
@@ -245,7 +270,6 @@ def _clean_up(
         try:
             process.wait(max(0.0, deadline - time.monotonic()))
         except TimeoutError:
-            process.kill()
-            process.wait()
+            process.destroy()
     context.destroy(linger=0)
     shutil.rmtree(run_dir, ignore_errors=True)

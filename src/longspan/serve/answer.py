@@ -25,7 +25,16 @@ class EngineLostError(Exception):
 
 
 class RequestFailedError(EngineLostError):
-    """The engine goes on, but this request cannot, and would not the next time either."""
+    """The engine goes on, but this request cannot, and would not the next time either.
+
+    Attributes:
+        param: the field of the request that is the cause; None when its sender is not to blame.
+        status: of the HTTP answer.
+    """
+
+    def __init__(self, reason: str, param: str | None = None) -> None:
+        super().__init__(reason)
+        self.param, self.status = param, 500 if param is None else 400
 
 
 class Answer:

@@ -15,10 +15,12 @@ from longspan.serve.answer import EngineLostError, QueueFullError, RequestFailed
 from longspan.serve.document import name_what_is_there
 from longspan.serve.errors import error_response
 from longspan.serve.middleware import ApiKeys, BodyLimit, HeaderLimit, RequestIds, RootPath
+from longspan.serve.respond import ClientGoneError, DeadlineError
 from longspan.serve.routes import body_schemas, routes
 from longspan.serve.server import Server
 
 _log = logging.getLogger("longspan")
+_CLIENT_GONE = 499
 
 
 def make_app(server: Server) -> FastAPI:
@@ -65,7 +67,7 @@ def _describe(app: FastAPI, server: Server) -> None:
             if settings.api_keys:
                 components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
                 schema["security"] = [{"key": []}]
-            name_what_is_there(schema, settings.model_names, server.jobs.vocab_size)
+            name_what_is_there(schema, settings.model_names, server.jobs.vocab_size, server.jobs.max_model_len)
             app.openapi_schema = settings.limits.narrowed(schema)
         return app.openapi_schema or {}
 
@@ -85,13 +87,23 @@ def _handle_errors(app: FastAPI, server: Server) -> None:
 
     @app.exception_handler(RequestFailedError)
     async def failed(_: Request, error: RequestFailedError) -> Response:
-        response = error_response(500, str(error))
+        response = error_response(error.status, str(error), param=error.param)
         response.headers["x-should-retry"] = "false"
         return response
 
     @app.exception_handler(EngineLostError)
     async def lost(_: Request, error: EngineLostError) -> Response:
         return error_response(503 if server.draining else 500, str(error), retry_after_s=5)
+
+    @app.exception_handler(ClientGoneError)
+    async def gone(_: Request, __: ClientGoneError) -> Response:
+        return Response(status_code=_CLIENT_GONE)
+
+    @app.exception_handler(DeadlineError)
+    async def late(_: Request, error: DeadlineError) -> Response:
+        response = error_response(504, str(error))
+        response.headers["x-should-retry"] = "false"
+        return response
 
     @app.exception_handler(HTTPException)
     async def other(_: Request, error: HTTPException) -> Response:

@@ -27,7 +27,7 @@ from longspan.tracking import Choice, Tracked
 
 TagT = TypeVar("TagT")
 Body = dict[str, Any]
-_OK, _NOT_FOUND = 200, 404
+_OK, _BAD_REQUEST, _NOT_FOUND = 200, 400, 404
 
 
 class Runs(Protocol):
@@ -84,6 +84,11 @@ def answer_each(
     for plan, tracked in runs.finish_each(groups, most=most):
         if plan.assembler is None:
             yield BatchAnswer(tag=plan.tag, status=plan.status, body=plan.refusal)
+            continue
+        stuck = next((one.stuck for one in tracked if one.stuck is not None), None)
+        if stuck is not None:
+            body = error_body(_BAD_REQUEST, stuck, param="structured_outputs")
+            yield BatchAnswer(tag=plan.tag, status=_BAD_REQUEST, body=body)
             continue
         for index, one in enumerate(tracked):
             plan.assembler.add(index, _update(one))

@@ -45,6 +45,10 @@ _MOST_STARTS = 3
 _QUIT_TIMEOUT_S = 10.0
 _LAST_WORDS_S = 0.2
 """What an engine process said before it ended may still be on its way for so long."""
+_RESTART_TIMEOUT_S = 900.0
+"""An engine process that starts new workers may say nothing for so long."""
+_NUM_TICKS = 8
+"""Silence is measured in so many parts: one is long if this process was stopped, but not all are."""
 
 
 class EngineClient:
@@ -55,6 +59,7 @@ class EngineClient:
         started: what the first engine process said of the model.
         stats: the latest.
         on_turn: called with all that metrics are made of.
+        on_loss: called when an engine process that has served is lost.
         down: set when the state is.
     """
 
@@ -63,13 +68,14 @@ class EngineClient:
         self.started: Started | None = None
         self.stats: Stats | None = None
         self.on_turn: Callable[[Turn], None] = lambda _: None
+        self.on_loss: Callable[[], None] = lambda: None
         self.down = asyncio.Event()
         self._setup = setup
         self._numbers = itertools.count()
         self._waiting: dict[int, tuple[Answer, int]] = {}
         self._process: asyncio.subprocess.Process | None = None
         self._socket: zmq.asyncio.Socket | None = None
-        self._connected = False
+        self._connected = self._was_heard = False
         self._keeper: asyncio.Task[None] | None = None
         self._num_starts = 0
         self._closing = False
@@ -113,35 +119,52 @@ class EngineClient:
             raise
         return answer
 
-    async def close(self) -> None:
-        """Ends the engine process and its workers; all that is unfinished fails."""
+    async def close(self, at_once: asyncio.Event | None = None) -> None:
+        """Ends the engine process and its workers, by force when that is set; all that is unfinished fails."""
         self._closing = True
         self.fail_all("the server is shutting down")
         if self.state == "serving" and self._process is not None:  # else it would not listen: it is killed
             self._send(Quit())
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), _QUIT_TIMEOUT_S)
+            waits = [asyncio.create_task(self._process.wait())]
+            if at_once is not None:
+                waits.append(asyncio.create_task(at_once.wait()))
+            await asyncio.wait(waits, timeout=_QUIT_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+            for wait in waits:
+                wait.cancel()
         if self._keeper is not None:
             self._keeper.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._keeper
 
     def _check_room(self, jobs: Sequence[Job]) -> None:
-        """The engine bounds its queue; while there is none, what waits for it is bounded here.
+        """The engine bounds its queue; what it has not taken, since it is none, or hangs, or is busy, is bounded here.
 
         Raises:
             QueueFullError: when there is no room.
         """
-        if self.state == "serving":
-            return
+        serving = self.state == "serving"
+        waiting = [
+            answer.jobs[index] for answer, index in self._waiting.values() if not serving or not answer.accepted.done()
+        ]
+        # An engine that serves may run some at once.
+        room_jobs, room_tokens = self._room() if serving else (0, 0)
         most_jobs, most_tokens = self._setup.max_num_queued_reqs, self._setup.max_num_queued_tokens
-        num_jobs = len(self._waiting) + len(jobs)
-        if most_jobs is not None and num_jobs > most_jobs:
-            raise QueueFullError(f"{num_jobs} requests would wait for new workers, of at most {most_jobs}")
-        waiting = [answer.jobs[index] for answer, index in self._waiting.values()]
-        num_tokens = sum(len(job.token_ids) for job in (*waiting, *jobs))
-        if most_tokens is not None and waiting and num_tokens > most_tokens:
-            raise QueueFullError(f"prompts of {num_tokens} tokens would wait for new workers, of at most {most_tokens}")
+        num_jobs, num_tokens = len(waiting) + len(jobs), sum(len(job.token_ids) for job in (*waiting, *jobs))
+        if most_jobs is not None and num_jobs > most_jobs + room_jobs:
+            words = f"{num_jobs} requests would wait for the engine"
+            raise QueueFullError(f"{words}, of at most {most_jobs + room_jobs} (--max-num-queued-reqs)")
+        if most_tokens is not None and waiting and num_tokens > most_tokens + room_tokens:
+            words = f"prompts of {num_tokens} tokens would wait for the engine"
+            raise QueueFullError(f"{words}, of at most {most_tokens + room_tokens} (--max-num-queued-tokens)")
+
+    def _room(self) -> tuple[int, int]:
+        """Requests and tokens that an engine holds beside its queue."""
+        assert self.started is not None, "it serves"
+        started = self.started
+        return (
+            started.num_instances * started.max_num_seqs,
+            started.num_instances * started.num_blocks * started.block_size,
+        )
 
     def _cancel(self, answer: Answer) -> None:
         for number in [number for number, (other, _) in self._waiting.items() if other is answer]:
@@ -186,7 +209,7 @@ class EngineClient:
             socket.bind(address(folder))
             self._process = process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                *("-m", _ENGINE_MODULE, folder),
+                *("-P", "-m", _ENGINE_MODULE, folder),
                 stdin=asyncio.subprocess.PIPE,
                 start_new_session=True,  # signals to the terminal's group are ours to handle
             )
@@ -194,7 +217,7 @@ class EngineClient:
                 assert process.stdin is not None, "asked for a pipe"
                 process.stdin.write(msgspec.json.encode(self._setup) + b"\n")
                 self._socket, self._connected = socket, False
-                return f"the engine process ended with code {await self._hear(process, socket, first)}"
+                return await self._hear(process, socket, first)
             finally:
                 await _end(process)
         except OSError as error:
@@ -206,23 +229,37 @@ class EngineClient:
             shutil.rmtree(folder, ignore_errors=True)
             if was_connected:
                 self._lose_answers()
+                self.stats = None
+                self.on_loss()
 
     async def _hear(
         self, process: asyncio.subprocess.Process, socket: zmq.asyncio.Socket, first: asyncio.Future[Started]
-    ) -> int:
-        """Takes all that an engine process says; its exit code."""
+    ) -> str:
+        """Takes all that an engine process says, until it ends or says nothing more; which of the two."""
         listener, ended = asyncio.create_task(self._listen(socket, first)), asyncio.create_task(process.wait())
+        silent = asyncio.create_task(self._silence())
         try:
-            await asyncio.wait({listener, ended}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({listener, ended, silent}, return_when=asyncio.FIRST_COMPLETED)
             self.state = "restarting"
             if not listener.done():
                 await asyncio.wait({listener}, timeout=_LAST_WORDS_S)
             if listener.done():
                 listener.result()  # it ends by an error only
-            return await ended
+            if silent.done():
+                return f"the engine process has said nothing for {silent.result():g} s (--engine-timeout)"
+            return f"the engine process ended with code {await ended}"
         finally:
-            listener.cancel()
-            ended.cancel()
+            for task in (listener, ended, silent):
+                task.cancel()
+
+    async def _silence(self) -> float:
+        """Ends when an engine process that has started says nothing for too long; for how many seconds."""
+        silent_s, limit_s = 0.0, self._setup.engine_timeout_s
+        while silent_s < (limit_s if self.state == "serving" else _RESTART_TIMEOUT_S):
+            self._was_heard = False
+            await asyncio.sleep(limit_s / _NUM_TICKS)
+            silent_s = 0.0 if self._was_heard or not self._connected else silent_s + limit_s / _NUM_TICKS
+        return silent_s
 
     def _lose_answers(self) -> None:
         """The engine process is gone: what can be repeated waits for the next one, the rest fails."""
@@ -243,6 +280,7 @@ class EngineClient:
             self._take(self._reports.decode(await socket.recv()), first)
 
     def _take(self, report: Report, first: asyncio.Future[Started]) -> None:
+        self._was_heard = True
         match report:
             case Turn():
                 self._take_turn(report)
@@ -251,8 +289,8 @@ class EngineClient:
                 answer.accept(index)
             case QueueFull(number, reason) if number in self._waiting:
                 self._fail(self._waiting[number][0], QueueFullError(reason))
-            case Failed(number, reason) if number in self._waiting:
-                self._fail(self._waiting[number][0], RequestFailedError(reason))
+            case Failed(number, reason, param) if number in self._waiting:
+                self._fail(self._waiting[number][0], RequestFailedError(reason, param))
             case Started():
                 self.started, self.state, self._connected = report, "serving", True
                 self._replay()

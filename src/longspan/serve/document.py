@@ -14,12 +14,16 @@ EVENTS: Schema = {
 """An event of a stream."""
 
 
-def name_what_is_there(document: Schema, model_names: Sequence[str], vocab_size: int) -> None:
-    """Writes the names of the model and the bound of token ids into a document's schemas."""
+def name_what_is_there(document: Schema, model_names: Sequence[str], vocab_size: int, max_model_len: int) -> None:
+    """Writes the names of the model and the bounds of token ids and outputs into a document's schemas."""
     schemas: Schema = document["components"]["schemas"]
     for name in ("TokenIds", "StopTokens"):
         schemas[name]["items"]["maximum"] = vocab_size - 1
     for schema in schemas.values():
+        for name in ("max_tokens", "max_completion_tokens"):
+            for option in schema.get("properties", {}).get(name, {}).get("anyOf", ()):
+                if option.get("type") == "integer":
+                    option["maximum"] = max_model_len - 1  # behind a prompt of one token
         model = schema.get("properties", {}).get("model", {})
         for option in model.get("anyOf", ()):  # in requests it may be null; in answers it is a text
             if option.get("type") == "string":

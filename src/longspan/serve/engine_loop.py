@@ -90,6 +90,7 @@ class EngineLoop:
         self._num_attempts = self._num_restarts = 0
         self._stats_due_s = 0.0
         self._quitting = False
+        self._most_wait_s = min(setup.stats_interval_s, setup.engine_timeout_s / 4)
         deployment.executor.interrupt = socket
 
     def run(self) -> None:
@@ -112,12 +113,13 @@ class EngineLoop:
                 return
         news = _News()
         if self._engine.has_unfinished:
-            for request in self._engine.step(self._setup.stats_interval_s):
+            for request in self._engine.step(self._most_wait_s):
                 self._take(request, news)
                 self._num_attempts = 0
         else:
             self._tell(news, at_once=True)
-            self._deployment.executor.poll(None)  # raises when a worker is lost, ends when there is a command
+            # Raises when a worker is lost, ends when there is a command; and the face is to hear that we live.
+            self._deployment.executor.poll(self._setup.engine_timeout_s / 4)
             return
         self._tell(news)
 
@@ -187,7 +189,7 @@ class EngineLoop:
         now = time.monotonic()
         due = at_once or now >= self._stats_due_s
         if due:
-            self._stats_due_s = now + self._setup.stats_interval_s
+            self._stats_due_s = now + self._most_wait_s
         if updates or due:
             self._send(
                 Turn(
@@ -203,12 +205,10 @@ class EngineLoop:
     def _fail_stuck(self, news: _News) -> None:
         """A choice that cannot go on (no token fits its grammar) is no answer: its request fails with all choices."""
         for client in list(news.clients.values()):
-            for choice in client.tracked.choices:
-                if choice.request.finish_reason == "error":
-                    del news.clients[client.id]
-                    self._send(Failed(client.id, f"an output could not be completed: {choice.stop_reason}"))
-                    self._drop(client, "error")
-                    break
+            if (reason := client.tracked.stuck) is not None:
+                del news.clients[client.id]
+                self._send(Failed(client.id, reason, "structured_outputs"))
+                self._drop(client, "error")
 
     def _update(self, client: _Client, news: _News) -> Update:
         tracked, first = client.tracked, not client.scores_told
@@ -304,6 +304,9 @@ class EngineLoop:
             num_waiting=load.num_waiting,
             num_waiting_tokens=load.num_waiting_tokens,
             num_restarts=self._num_restarts,
+            num_preemptions=self._engine.num_preemptions,
+            num_prefix_queries=self._engine.num_prefix_queries,
+            num_prefix_hits=self._engine.num_prefix_hits,
             used_blocks=load.used_blocks,
             busy_s=load.busy_s,
             bytes_sent=dict(self._engine.bytes_sent),
@@ -322,9 +325,7 @@ def _ended(request: Request, client: _Client) -> Ended:
         id=client.id,
         reason=reason,
         num_prompt_tokens=len(request.prompt),
-        num_cached_tokens=metrics.num_cached_tokens,
         num_output_tokens=len(request.output),
-        num_preemptions=metrics.num_preemptions,
         is_first_choice=request.choice == 0,
         times=Times(
             queue_s=None if scheduled is None else scheduled - arrival,

@@ -60,6 +60,7 @@ def _serve(setup: EngineSetup, socket: zmq.Socket[bytes]) -> int:
             trust_remote_code=files.trust_remote_code,
             vocab_size=deployment.jobs.vocab_size,
             max_model_len=config.max_model_len,
+            max_num_seqs=config.limits.max_num_seqs,
             num_instances=config.num_instances,
             num_blocks=config.num_blocks,
             block_size=config.block_size,

@@ -30,7 +30,9 @@ class RequestLimits:
 
     Attributes:
         max_body_bytes: most bytes of a request's body.
+        max_elements: most strings (names of fields too), lists and objects of a request's body; numbers do not count.
         max_nesting: how deep lists and objects may lie in one another.
+        max_tokenize_length: most characters of a text to tokenize, and most token ids to make a text of.
         max_prompts: most prompts of one completion request.
         max_messages: most messages of one conversation.
         max_n: most choices per prompt.
@@ -45,8 +47,10 @@ class RequestLimits:
         ValueError: for a limit that is not a positive whole number.
     """
 
-    max_body_bytes: int = 32 * 2**20
+    max_body_bytes: int = 16 * 2**20
+    max_elements: int = 100_000
     max_nesting: int = 64
+    max_tokenize_length: int = 5_000_000
     max_prompts: int = 256
     max_messages: int = 4096
     max_n: int = 128
@@ -83,6 +87,24 @@ class RequestLimits:
         if num_prompts * n > self.max_choices:
             asked = f"{n} for each of {num_prompts} prompts are {num_prompts * n} choices"
             raise ValueError(f"{asked}, but {self._allowed('max_choices')}: send several requests")
+
+    def check_tokenize(self, length: int) -> None:
+        """Whether so many characters may be tokenized, or so many token ids made a text.
+
+        Raises:
+            ValueError: if they are too many.
+        """
+        if length > self.max_tokenize_length:
+            raise ValueError(f"it has length {length}, but {self._allowed('max_tokenize_length')}: send it in parts")
+
+    def check_elements(self, number: int) -> None:
+        """Whether a body may have so many strings, lists and objects.
+
+        Raises:
+            ValueError: if they are too many.
+        """
+        if number > self.max_elements:
+            raise ValueError(f"the body has too many strings, lists and objects: {self._allowed('max_elements')}")
 
     def check_nesting(self, value: object) -> None:
         """Whether a value of JSON is not nested too deeply.

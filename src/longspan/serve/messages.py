@@ -22,6 +22,8 @@ class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
         arguments: of `Deployment`, by name.
         max_num_queued_reqs, max_num_queued_tokens: bounds of what waits; None for none.
         stats_interval_s: how often `Stats` come at most.
+        engine_timeout_s: an engine process that serves and says nothing for so long is taken for lost; with nothing
+            else to say, it sends `Stats` four times as often.
     """
 
     model: str
@@ -29,6 +31,7 @@ class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
     max_num_queued_reqs: int | None
     max_num_queued_tokens: int | None
     stats_interval_s: float = 0.5
+    engine_timeout_s: float = 60.0
 
 
 class Add(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -89,6 +92,7 @@ class Started(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     trust_remote_code: bool
     vocab_size: int
     max_model_len: int
+    max_num_seqs: int
     num_instances: int
     num_blocks: int
     block_size: int
@@ -116,10 +120,15 @@ class QueueFull(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The request ends with an error that is not its sender's."""
+    """The request ends with an error; the other ones go on.
+
+    Attributes:
+        param: the field of the request that is the cause; None when its sender is not to blame.
+    """
 
     id: int
     reason: str
+    param: str | None = None
 
 
 class Times(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,9 +147,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     id: int
     reason: FinishReason
     num_prompt_tokens: int
-    num_cached_tokens: int
     num_output_tokens: int
-    num_preemptions: int
     is_first_choice: bool
     times: Times
 
@@ -149,6 +156,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     """The engine at a moment, and what it has counted since it started.
 
     Attributes:
+        num_prefix_queries, num_prefix_hits: tokens of prompts looked up, and found, in the prefix cache.
         used_blocks: KV blocks per instance that requests hold.
         busy_s: seconds per instance in which it had a step to run, since the start.
         bytes_sent: between ranks, since the start.
@@ -158,6 +166,9 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting: int
     num_waiting_tokens: int
     num_restarts: int
+    num_preemptions: int
+    num_prefix_queries: int
+    num_prefix_hits: int
     used_blocks: list[int]
     busy_s: list[float]
     bytes_sent: BytesSent

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import get_args
 
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -17,6 +18,14 @@ _TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.
 _REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _TOKENS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
 """Bounds of the histograms' buckets: those of vLLM, and longer ones for long prompts."""
+
+_COUNTERS = (
+    ("num_preemptions", "num_preemptions", "How often a request gave up its KV to others."),
+    ("num_prefix_queries", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+    ("num_prefix_hits", "prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    ("num_restarts", "worker_restarts", "How often lost workers were replaced."),
+)
+"""What an engine process counts: the field of `Stats`, the metric, what it is."""
 
 # When each series began is of no use to anybody, and these would be further series.
 disable_created_metrics()  # type: ignore[no-untyped-call]  # as prometheus_client has it
@@ -37,9 +46,6 @@ class Metrics:
         counter, histogram = self._counter, self._histogram
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that got their first token.")
         self._generation_tokens = counter("generation_tokens", "Output tokens.")
-        self._preemptions = counter("num_preemptions", "How often a request gave up its KV to others.")
-        self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
-        self._prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self._success = Counter(
             f"{prefix}request_success",
             "Finished requests; n outputs count n times.",
@@ -81,13 +87,16 @@ class Metrics:
         for ended in turn.ended:
             self._take_ended(ended)
         if turn.stats is not None:
-            self._latest.stats = turn.stats
+            self._latest.take(turn.stats)
+
+    def take_loss(self) -> None:
+        """The engine process is gone; another one counts from 0 again."""
+        self._latest.lose()
 
     def _take_ended(self, ended: Ended) -> None:
         """A choice of a request has ended."""
         times = ended.times
         self._success.labels(**self._label, finished_reason=ended.reason).inc()
-        self._preemptions.inc(ended.num_preemptions)
         self._num_generated.observe(ended.num_output_tokens)
         self._e2e.observe(times.e2e_s)
         if times.decode_s is not None:
@@ -98,9 +107,6 @@ class Metrics:
         for histogram, value in ((self._queue, times.queue_s), (self._prefill, times.prefill_s)):
             if value is not None:
                 histogram.observe(value)
-        if times.queue_s is not None:
-            self._prefix_queries.inc(ended.num_prompt_tokens)
-            self._prefix_hits.inc(ended.num_cached_tokens)
 
     def text(self) -> bytes:
         """In Prometheus' exposition format."""
@@ -114,18 +120,48 @@ class _Latest(Collector):
         self._prefix, self._model_name = prefix, model_name
         self._num_blocks = started.num_blocks
         self._num_instances = started.num_instances
-        self.stats: Stats | None = None
+        self._num_losses = 0
+        self._lost = self._stats = Stats(
+            num_running=0,
+            num_waiting=0,
+            num_waiting_tokens=0,
+            num_restarts=0,
+            num_preemptions=0,
+            num_prefix_queries=0,
+            num_prefix_hits=0,
+            used_blocks=[0] * started.num_instances,
+            busy_s=[0.0] * started.num_instances,
+            bytes_sent={},
+            worker_pids=[],
+        )
+
+    def take(self, stats: Stats) -> None:
+        """The engine process's word, to which is added what those before it have counted."""
+        lost = self._lost
+        self._stats = replace(
+            stats,
+            **{name: getattr(lost, name) + getattr(stats, name) for name, _, _ in _COUNTERS},
+            busy_s=[sum(pair) for pair in zip(lost.busy_s, stats.busy_s, strict=True)],
+            bytes_sent={name: lost.bytes_sent.get(name, 0) + number for name, number in stats.bytes_sent.items()},
+        )
+
+    def lose(self) -> None:
+        """There is no engine process now: counters stay, gauges do not."""
+        self._num_losses += 1
+        none = [0] * self._num_instances
+        self._lost = self._stats = replace(self._stats, num_running=0, num_waiting=0, used_blocks=none)
 
     def collect(self) -> Iterator[Metric]:
         """One family after the other."""
-        stats = self.stats
-        if stats is None:
-            return
+        stats = self._stats
         yield self._gauge("num_requests_running", "Requests that hold KV.", stats.num_running)
         yield self._gauge("num_requests_waiting", "Requests that wait for room.", stats.num_waiting)
         total = self._num_blocks * self._num_instances
         yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", sum(stats.used_blocks) / total)
-        yield self._counter("worker_restarts", "How often lost workers were replaced.", (), [((), stats.num_restarts)])
+        for field, name, words in _COUNTERS:
+            yield self._counter(name, words, (), [((), getattr(stats, field))])
+        words = "How often a lost engine process was replaced."
+        yield self._counter("engine_restarts", words, (), [((), self._num_losses)])
         instances = [str(i) for i in range(self._num_instances)]
         used = GaugeMetricFamily(
             f"{self._prefix}instance_kv_blocks_used", "KV blocks in use.", labels=["model_name", "instance"]

@@ -155,7 +155,8 @@ class BodyLimit:
         try:
             refusal = await self._read(receive, chunks)
             if refusal is None:
-                await self._serve(b"".join(chunks), scope, receive, send)
+                chunks[:] = [b"".join(chunks)]  # it is kept once
+                await self._serve(chunks[0], scope, receive, send)
             else:
                 await refusal(scope, receive, send)
         except _GoneError:  # nobody is left who could be answered

@@ -15,12 +15,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from longspan.jobs import Job
-from longspan.serve.answer import Answer, EngineLostError, News, QueueFullError
+from longspan.serve.answer import Answer, EngineLostError, News, QueueFullError, RequestFailedError
 from longspan.serve.client import EngineClient
-from longspan.serve.errors import error_body, error_response
+from longspan.serve.errors import error_body
 from longspan.serve.wire import Assembler
 
-_CLIENT_GONE = 499
 _KEEP_ALIVE = b": still working\n\n"
 _END = b"data: [DONE]\n\n"
 ResultT = TypeVar("ResultT")
@@ -118,6 +117,7 @@ async def respond(engine: EngineClient, call: Call, in_thread: InThread) -> Resp
     Raises:
         QueueFullError: when there is no place in the queue.
         EngineLostError: when the engine cannot answer.
+        ClientGoneError, DeadlineError: see `Watch`.
     """
     watch = Watch(call.request.receive, call.timeout_s)
     answer: Answer | None = None
@@ -133,16 +133,10 @@ async def respond(engine: EngineClient, call: Call, in_thread: InThread) -> Resp
         body = await watch.wait(in_thread(_whole, assembler, await watch.wait(answer.whole())))
         watch.close()
         return Response(body, media_type="application/json")
-    except BaseException as error:
+    except BaseException:
         watch.close()
         if answer is not None:
             answer.close()
-        if isinstance(error, ClientGoneError):
-            return Response(status_code=_CLIENT_GONE)
-        if isinstance(error, DeadlineError):
-            response = error_response(504, str(error))
-            response.headers["x-should-retry"] = "false"
-            return response
         raise
 
 
@@ -189,6 +183,8 @@ class EventStream(Response):
             await self._send_events(send)
         except (ClientGoneError, OSError):  # it left, or reads nothing
             return
+        except RequestFailedError as error:
+            last = event(error_body(error.status, str(error), param=error.param))
         except (DeadlineError, EngineLostError, QueueFullError) as error:
             last = event(error_body(504 if isinstance(error, DeadlineError) else 500, str(error)))
         finally:

@@ -102,8 +102,8 @@ def _add_text(router: APIRouter, server: Server) -> None:
         """Answers a conversation."""
         body = await server.parse(request, wire.ChatCompletionRequest)
 
-        def jobs() -> list[Job]:
-            return [wire.chat_job(body, server)]
+        def jobs(grammar: str) -> list[Job]:
+            return [wire.chat_job(body, server, grammar)]
 
         return await server.answer(request, body, jobs, wire.ChatAssembler, "chatcmpl")
 
@@ -114,14 +114,14 @@ def _add_tokens(router: APIRouter, server: Server) -> None:
         """A text's or a conversation's token ids."""
         body = await server.parse(request, wire.TokenizeRequest)
         server.check_model(body.model)
-        return json_response(await server.in_thread(wire.tokenized, body, server))
+        return json_response(await server.in_thread(request, wire.tokenized, body, server))
 
     @router.post("/detokenize", **_described(wire.DetokenizeRequest, wire.DetokenizeResponse))
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
         body = await server.parse(request, wire.DetokenizeRequest)
         server.check_model(body.model)
-        return json_response(await server.in_thread(wire.detokenized, body, server))
+        return json_response(await server.in_thread(request, wire.detokenized, body, server))
 
 
 def _described(body: type[BaseModel], response: type[BaseModel], *, streams: bool = False) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Runs a server until a signal: the engine process comes up, then the HTTP face; then it drains, and all goes down."""
+"""Runs a server until a signal: the HTTP face comes up, then the engine process; then it drains, and all goes down."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import uvicorn
@@ -20,6 +20,7 @@ from longspan.serve.messages import EngineSetup, Started
 from longspan.serve.protocol import HttpProtocol
 from longspan.serve.server import Server
 from longspan.serve.settings import ServerSettings
+from longspan.serve.starting import Face
 
 _log = logging.getLogger("longspan")
 _POLL_S = 0.05
@@ -38,7 +39,7 @@ class _Http(uvicorn.Server):
 
 
 class _Signals:
-    """SIGINT and SIGTERM: the first asks to drain, the second to stop at once."""
+    """SIGINT and SIGTERM: the first asks to drain, the second to stop at once; more change nothing."""
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
@@ -67,26 +68,38 @@ async def serve(setup: EngineSetup, settings: ServerSettings, host: str, port: i
         ValueError: when the setup is wrong, or the address is not free.
         EngineLostError: when the engine does not start, or cannot be kept alive.
     """
-    signals = _Signals()
+    signals, face = _Signals(), Face(settings.root_path)
     listening = _bind(host, port, settings.reader_timeout_s)
     engine = EngineClient(setup)
-    try:
-        with signals.caught():
-            started = await _first_of(engine.start(), signals.first.wait())
-            if not isinstance(started, Started):
-                return 128 + signals.numbers[0]
-            return await _serve_http(Server(engine, _job_maker(started), settings), listening, signals)
-    finally:
-        listening.close()
-        await engine.close()
+    with signals.caught():
+        try:
+            async with _answering(face, listening, settings, signals):
+                server = await _first_of(_start(engine, settings), signals.first.wait())
+                if not isinstance(server, Server):
+                    return 128 + signals.numbers[0]
+                face.app = make_app(server)
+                _log.info("serving %s on http://%s:%d", settings.model_names[0], *listening.getsockname()[:2])
+                return await _serve_until_stopped(server, signals)
+        finally:
+            listening.close()
+            await engine.close(signals.second)
 
 
-async def _serve_http(server: Server, listening: socket.socket, signals: _Signals) -> int:
+async def _start(engine: EngineClient, settings: ServerSettings) -> Server:
+    started = await engine.start()
+    return Server(engine, await asyncio.to_thread(_job_maker, started), settings)  # tokenizers take long to load
+
+
+@contextlib.asynccontextmanager
+async def _answering(
+    face: Face, listening: socket.socket, settings: ServerSettings, signals: _Signals
+) -> AsyncIterator[None]:
+    """Takes connections; at the end they are closed when what was said last has reached them."""
     config = uvicorn.Config(
-        make_app(server),
+        face,
         http=HttpProtocol,  # it bounds headers
         ws="none",
-        h11_max_incomplete_event_size=server.settings.max_header_bytes,
+        h11_max_incomplete_event_size=settings.max_header_bytes,
         lifespan="off",
         log_config=None,
         access_log=False,
@@ -95,18 +108,24 @@ async def _serve_http(server: Server, listening: socket.socket, signals: _Signal
     )
     http = _Http(config)
     serving = asyncio.create_task(http.serve(sockets=[listening]))
-    host, port = listening.getsockname()[:2]
-    _log.info("serving %s on http://%s:%d", server.settings.model_names[0], host, port)
     try:
-        await _first_of(signals.first.wait(), server.engine.down.wait(), asyncio.shield(serving))
-        server.draining = True
-        timeout_s = 0.0 if server.engine.down.is_set() else server.settings.shutdown_timeout_s
-        _log.info("stopping; requests under way have %g s", timeout_s)
-        drained = await _drain(server, signals, timeout_s)
-        server.engine.fail_all("the server is shutting down")
+        while not http.started and not serving.done():  # noqa: ASYNC110 - sooner it cannot be told to stop
+            await asyncio.sleep(0)
+        yield
     finally:
-        http.should_exit, http.force_exit = True, signals.second.is_set()
+        http.should_exit = True
+        await _first_of(asyncio.shield(serving), signals.second.wait())
+        http.force_exit = signals.second.is_set()
         await serving
+
+
+async def _serve_until_stopped(server: Server, signals: _Signals) -> int:
+    await _first_of(signals.first.wait(), server.engine.down.wait())
+    server.draining = True
+    timeout_s = 0.0 if server.engine.down.is_set() else server.settings.shutdown_timeout_s
+    _log.info("stopping; requests under way have %g s", timeout_s)
+    drained = await _drain(server, signals, timeout_s)
+    server.engine.fail_all("the server is shutting down")
     if server.engine.down.is_set():
         return 1
     return 0 if drained else 128 + signals.numbers[-1]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -17,14 +15,19 @@ from longspan.jobs import Job, JobMaker
 from longspan.serve import wire
 from longspan.serve.answer import EngineLostError
 from longspan.serve.client import EngineClient
+from longspan.serve.lanes import Lane
+from longspan.serve.messages import Turn
 from longspan.serve.metrics import Metrics
 from longspan.serve.middleware import Tally
-from longspan.serve.respond import Call, respond
+from longspan.serve.respond import Call, Watch, respond
 from longspan.serve.settings import ServerSettings
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 ResultT = TypeVar("ResultT")
-_NUM_THREADS = 4
+_LARGE_BYTES = 128 * 1024
+"""Of a body. Below this, reading or tokenizing it takes less than about a tenth of a second."""
+_MOST_GRAMMARS = 32
+"""That wait to be checked, which takes seconds for some."""
 
 
 class Server:
@@ -39,10 +42,16 @@ class Server:
         self.engine, self.jobs, self.settings, self.limits = engine, jobs, settings, settings.limits
         self.draining = False
         self.models = self._models()
+        if jobs.tokenizer is not None:
+            _ = jobs.max_prompt_chars  # now, and not while a request waits for it
         self.tally = Tally()
         self.metrics = Metrics(settings.metrics_prefix, settings.model_names[0], engine.started)
-        engine.on_turn = self.metrics.take_turn
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="text")
+        engine.on_turn, engine.on_loss = self.metrics.take_turn, self.metrics.take_loss
+        if engine.stats is not None:  # what it has said before
+            self.metrics.take_turn(Turn(stats=engine.stats))
+        # One large thing at a time, which bounds the memory that it takes.
+        self._quick, self._bodies, self._texts = Lane("requests", 2), Lane("large bodies", 1), Lane("large texts", 1)
+        self._grammars = Lane("grammars", 2, max_waiting=_MOST_GRAMMARS)
 
     def retry_after_s(self) -> int:
         """Whole seconds after which a queue that is full now has probably some room again."""
@@ -59,15 +68,28 @@ class Server:
             ]
         )
 
-    async def in_thread(self, function: Callable[..., ResultT], *arguments: object) -> ResultT:
-        """Runs what takes long (parsing, rendering, tokenising) beside the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *arguments))
+    async def in_thread(self, request: Request, function: Callable[..., ResultT], *arguments: object) -> ResultT:
+        """Renders, tokenizes or the like beside the event loop, as long as the client is there.
+
+        Raises:
+            ClientGoneError, DeadlineError: see `Watch`.
+        """
+        texts = self._texts if await _is_large(request) else self._quick
+        return await self._watched(request, partial(texts.run, function, *arguments))
+
+    async def _watched(self, request: Request, begin: Callable[[], Awaitable[ResultT]]) -> ResultT:
+        watch = Watch(request.receive, self._timeout_s(request))
+        try:
+            return await watch.wait(begin())
+        finally:
+            watch.close()
 
     async def parse(self, request: Request, model: type[ModelT]) -> ModelT:
         """The body as `model`."""
         wire.check_content_type(request.headers.get("content-type"))
+        bodies = self._bodies if await _is_large(request) else self._quick
         body = await request.body()
-        return await self.in_thread(wire.read_request, model, body, self.limits)
+        return await self._watched(request, partial(bodies.run, wire.read_request, model, body, self.limits))
 
     def check_model(self, name: str | None) -> None:
         """Raises WireError 404 when a request names another model."""
@@ -84,16 +106,20 @@ class Server:
         self,
         request: Request,
         body: wire.CompletionRequest | wire.ChatCompletionRequest,
-        make_jobs: Callable[[], Sequence[Job]],
+        make_jobs: Callable[[str], Sequence[Job]],
         make_assembler: Callable[..., wire.Assembler],
         prefix: str,
     ) -> Response:
-        """Serves a request for text."""
+        """Serves a request for text; `make_jobs` is given the grammar of their outputs."""
         self.check_open()
         self.check_model(body.model)
+        is_large = await _is_large(request)
+        texts = self._texts if is_large else self._quick
 
-        def assembled() -> tuple[Sequence[Job], wire.Assembler]:
-            jobs = make_jobs()
+        def assembled(grammar: str) -> tuple[Sequence[Job], wire.Assembler]:
+            jobs = make_jobs(grammar)
+            with wire.blaming("prompt"):
+                self.settings.check_queue(len(jobs), sum(len(job.token_ids) for job in jobs))
             return jobs, make_assembler(
                 body,
                 jobs,
@@ -104,7 +130,7 @@ class Server:
             )
 
         async def prepare() -> tuple[Sequence[Job], wire.Assembler]:
-            prepared = await self.in_thread(assembled)
+            prepared = await texts.run(assembled, await self._grammar(body))
             self.check_open()
             return prepared
 
@@ -116,7 +142,18 @@ class Server:
             keep_alive_s=self.settings.keep_alive_s,
             reader_timeout_s=self.settings.reader_timeout_s,
         )
-        return await respond(self.engine, call, self.in_thread)
+        scores_prompts = bool(
+            body.prompt_logprobs is not None or (isinstance(body, wire.CompletionRequest) and body.echo)
+        )
+        return await respond(self.engine, call, (texts if scores_prompts else self._quick).run)
+
+    async def _grammar(self, body: wire.CompletionRequest | wire.ChatCompletionRequest) -> str:
+        """That outputs must follow; its check may take seconds, but not of those who need none."""
+        kind = wire.form_kind(body)
+        if kind == "free":
+            return ""
+        lane = self._quick if kind == "json_object" else self._grammars
+        return await lane.run(wire.grammar_of, body, self)
 
     def _timeout_s(self, request: Request) -> float | None:
         """The server's limit, or what the client's `x-request-timeout` says if that is shorter."""
@@ -130,3 +167,8 @@ class Server:
         if not 0 < wanted < float("inf"):
             raise wire.WireError(f"x-request-timeout must be a number of seconds above 0, but {text[:100]!r} given")
         return wanted if most is None else min(wanted, most)
+
+
+async def _is_large(request: Request) -> bool:
+    """Whether reading or tokenizing its body takes long."""
+    return len(await request.body()) > _LARGE_BYTES

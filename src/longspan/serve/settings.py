@@ -32,6 +32,7 @@ class ServerSettings:
         keep_alive_s: how long a stream may be silent before a comment is sent. For so long its status is open, too: a
             failure before it has one of its own.
         reader_timeout_s: a client that reads nothing of its stream for so long is taken for gone.
+        max_num_queued_reqs, max_num_queued_tokens: of `EngineSetup`; what could never wait is refused.
         metrics_prefix: of the metrics' names, with its colon.
         tracer: gets one span per request for text; None for no tracing.
 
@@ -44,11 +45,13 @@ class ServerSettings:
     root_path: str = ""
     request_timeout_s: float | None = None
     body_timeout_s: float = 60.0
-    max_total_body_bytes: int = 2**30
+    max_total_body_bytes: int = 2**28
     max_header_bytes: int = 64 * 1024
     shutdown_timeout_s: float = 30.0
     keep_alive_s: float = 10.0
     reader_timeout_s: float = 60.0
+    max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
     metrics_prefix: str = "longspan:"
     tracer: Tracer | None = None
     limits: RequestLimits = field(default_factory=RequestLimits)
@@ -63,4 +66,22 @@ class ServerSettings:
         if not _METRICS_PREFIX.fullmatch(self.metrics_prefix):
             raise ValueError(
                 f"--metrics-prefix must be letters, digits, _ and :, such as vllm:, but {self.metrics_prefix!r} given"
+            )
+
+    def check_queue(self, num_prompts: int, num_tokens: int) -> None:
+        """Whether the prompts of one request, which have so many tokens together, find place in a queue that is empty.
+
+        Raises:
+            ValueError: if they do not: to come again later would not help.
+        """
+        most_prompts, most_tokens = self.max_num_queued_reqs, self.max_num_queued_tokens
+        if most_prompts is not None and num_prompts > most_prompts:
+            raise ValueError(
+                f"{num_prompts} prompts never fit into the queue, which has room for {most_prompts} "
+                "(--max-num-queued-reqs): send several requests"
+            )
+        if most_tokens is not None and num_prompts > 1 and num_tokens > most_tokens:
+            raise ValueError(
+                f"prompts of {num_tokens} tokens never fit into the queue together, which has room for {most_tokens} "
+                "(--max-num-queued-tokens): send several requests"
             )

@@ -192,7 +192,7 @@ def _compile(compiler: Sequence[str], library: Path) -> None:
         ]
         linked = (*map(str, parts.values()), *(openmp or ["-lgomp"]), "-Wl,-z,defs")
         steps.append((*compiler, "-shared", *linked, "-o", str(whole)))
-        steps.append((sys.executable, "-c", "import ctypes, sys, torch; ctypes.CDLL(sys.argv[1])", str(whole)))
+        steps.append((sys.executable, "-P", "-c", "import ctypes, sys, torch; ctypes.CDLL(sys.argv[1])", str(whole)))
         for step in steps:
             done = subprocess.run(step, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S)
             if done.returncode:

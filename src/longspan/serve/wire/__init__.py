@@ -4,8 +4,16 @@ from longspan.serve.wire.answers import Assembler
 from longspan.serve.wire.body import check_content_type, read_request
 from longspan.serve.wire.chat_answer import ChatAssembler
 from longspan.serve.wire.completion_answer import CompletionAssembler
-from longspan.serve.wire.convert import Served, chat_job, completion_jobs, detokenized, tokenized
-from longspan.serve.wire.errors import WireError, wire_error
+from longspan.serve.wire.convert import (
+    Served,
+    chat_job,
+    completion_jobs,
+    detokenized,
+    form_kind,
+    grammar_of,
+    tokenized,
+)
+from longspan.serve.wire.errors import WireError, blaming, wire_error
 from longspan.serve.wire.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from longspan.serve.wire.responses import (
     ChatCompletionChunk,
@@ -38,10 +46,13 @@ __all__ = [
     "TokenizeResponse",
     "VersionInfo",
     "WireError",
+    "blaming",
     "chat_job",
     "check_content_type",
     "completion_jobs",
     "detokenized",
+    "form_kind",
+    "grammar_of",
     "read_request",
     "tokenized",
     "wire_error",

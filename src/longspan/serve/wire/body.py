@@ -31,10 +31,13 @@ def read_request(model: type[RequestT], body: bytes, limits: RequestLimits) -> R
     """The request that a body holds.
 
     Raises:
-        WireError: when it is too large, no JSON, nested too deeply, or not what `model` describes.
+        WireError: when it is too large, has too many elements, is no JSON, nested too deeply, or not what `model`
+            describes.
     """
     if len(body) > limits.max_body_bytes:
         raise WireError(f"the body has more than {limits.max_body_bytes} bytes (--max-body-bytes)", status=413)
+    with blaming(None):
+        limits.check_elements(num_elements(body, limits.max_elements))
     try:
         value = from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -47,3 +50,22 @@ def read_request(model: type[RequestT], body: bytes, limits: RequestLimits) -> R
         return model.model_validate(value)
     except ValidationError as error:
         raise wire_error(error.errors(include_url=False), value) from error
+
+
+def num_elements(body: bytes, enough: int) -> int:
+    """Strings, lists and objects in a body of JSON, names of fields included; not all of them if more than `enough`.
+
+    They are counted without being made. Of what is no JSON, those before its first mistake are counted at least.
+    """
+    most = body.count(b'"') // 2 + _num_opened(body)
+    if most <= enough:
+        return most
+    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # every quote that is left begins or ends a string
+    num_strings = (plain.count(b'"') + 1) // 2
+    if num_strings > enough:
+        return num_strings
+    return num_strings + _num_opened(b"".join(plain.split(b'"')[::2]))
+
+
+def _num_opened(text: bytes) -> int:
+    return text.count(b"{") + text.count(b"[")

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from inspect import signature
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from longspan.chat_template import TemplateOptions
+from longspan.core.request import check_room
 from longspan.core.sampling import SamplingParams, StructuredOutputsParams
 from longspan.jobs import Job, JobMaker
 from longspan.serve.limits import RequestLimits
 from longspan.serve.wire.errors import WireError, blaming, cut
-from longspan.serve.wire.messages import for_template
+from longspan.serve.wire.messages import for_template, num_chars
 from longspan.serve.wire.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -50,8 +51,8 @@ class Served(Protocol):
         """What a request may ask for."""
 
 
-def completion_jobs(request: CompletionRequest, served: Served) -> list[Job]:
-    """One job per prompt, in their order.
+def completion_jobs(request: CompletionRequest, served: Served, grammar: str | None = None) -> list[Job]:
+    """One job per prompt, in their order; `grammar` is what `grammar_of` makes of the request, if it has been made.
 
     Raises:
         WireError: when the request asks for what this model or server cannot do.
@@ -70,44 +71,58 @@ def completion_jobs(request: CompletionRequest, served: Served) -> list[Job]:
     with blaming("n"):
         served.limits.check_choices(len(prompts), params.n)
     names = ["prompt"] if len(prompts) == 1 else [f"prompt[{index}]" for index in range(len(prompts))]
+    for prompt, name in zip(prompts, names, strict=True):
+        if isinstance(prompt, str):
+            with blaming(name):
+                served.jobs.check_chars(len(prompt))
     jobs = []
     for prompt, name in zip(prompts, names, strict=True):
         with blaming(name, _fields(request)):
-            jobs.append(_job(prompt, params, served.jobs, special))
+            text, ids = _text_and_ids(prompt, served.jobs, special)
+            jobs.append(served.jobs.checked(text, ids, params, grammar))
+            if request.max_tokens is not None:
+                check_room("max_tokens", request.max_tokens, len(ids), served.jobs.max_model_len)
     return jobs
 
 
-def chat_job(request: ChatCompletionRequest, served: Served) -> Job:
-    """A conversation's.
+def chat_job(request: ChatCompletionRequest, served: Served, grammar: str | None = None) -> Job:
+    """A conversation's; for `grammar` see `completion_jobs`.
 
     Raises:
         WireError: when the request asks for what this model or server cannot do.
     """
     _check_sizes(request, served.limits)
+    name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+    most: int | None = getattr(request, name)
     params = _params(
         request,
-        max_tokens=request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens,
+        max_tokens=most,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         prompt_logprobs=request.prompt_logprobs,
     )
-    text, ids = _rendered(request, served.jobs)
+    text, ids = _rendered(request, served.jobs, served.jobs.check_chars)
     with blaming("messages", _fields(request)):
-        return served.jobs.checked(text, ids, params)
+        job = served.jobs.checked(text, ids, params, grammar)
+        if most is not None:
+            check_room(name, most, len(ids), served.jobs.max_model_len)
+        return job
 
 
 def tokenized(request: TokenizeRequest, served: Served) -> dict[str, Any]:
     """The answer to a request for tokens.
 
     Raises:
-        WireError: when there is no tokenizer, or the conversation is wrong.
+        WireError: when there is no tokenizer, the text is too long, or the conversation is wrong.
     """
     _check_sizes(request, served.limits)
     jobs = served.jobs
     with blaming("prompt"):
         if request.messages is None:
-            ids = jobs.tokenize(request.prompt or "", add_special_tokens=request.add_special_tokens is not False)
+            text = request.prompt or ""
+            served.limits.check_tokenize(len(text))
+            ids = jobs.tokenize(text, add_special_tokens=request.add_special_tokens is not False)
         else:
-            _, ids = _rendered(request, jobs)
+            _, ids = _rendered(request, jobs, served.limits.check_tokenize)
     assert jobs.tokenizer is not None, "it has tokenized"
     names = jobs.tokenizer.convert_ids_to_tokens(ids) if request.return_token_strs else None
     return {"count": len(ids), "max_model_len": jobs.max_model_len, "tokens": ids, "token_strs": names}
@@ -117,9 +132,11 @@ def detokenized(request: DetokenizeRequest, served: Served) -> dict[str, Any]:
     """The answer to a request for text; special tokens have the text that stands for them.
 
     Raises:
-        WireError: when there is no tokenizer, or a token is not in the vocabulary.
+        WireError: when there is no tokenizer, or there are too many tokens, or one is not in the vocabulary.
     """
     jobs = served.jobs
+    with blaming("tokens"):
+        served.limits.check_tokenize(len(request.tokens))
     if jobs.tokenizer is None:
         raise WireError("there is no tokenizer (skip_tokenizer_init)", "tokens")
     wrong = next((token for token in request.tokens if token >= jobs.vocab_size), None)
@@ -132,6 +149,27 @@ def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
     """One or several, in a list."""
     prompt: Any = request.prompt
     return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+
+
+def form_kind(request: GenerationRequest) -> Literal["free", "json_object", "other"]:
+    """Of what form outputs are; to check grammars of `other` ones may take seconds."""
+    chosen, given = request.response_format, request.structured_outputs
+    if given is not None:
+        return "json_object" if given.json_object else "other"
+    kinds: dict[str, Literal["free", "json_object"]] = {"text": "free", "json_object": "json_object"}
+    return "free" if chosen is None else kinds.get(chosen.type, "other")
+
+
+def grammar_of(request: GenerationRequest, served: Served) -> str:
+    """What the request's outputs must follow, as a grammar; it has a form.
+
+    Raises:
+        WireError: when it cannot be followed.
+    """
+    with blaming(None, _fields(request)):
+        form = structured_outputs(request)
+        assert form is not None, "the caller has looked"
+        return served.jobs.grammar(form)
 
 
 def structured_outputs(request: GenerationRequest) -> StructuredOutputsParams | None:
@@ -169,13 +207,13 @@ def _params(
         )
 
 
-def _job(prompt: str | list[int], params: SamplingParams, jobs: JobMaker, special: bool) -> Job:
+def _text_and_ids(prompt: str | list[int], jobs: JobMaker, special: bool) -> tuple[str | None, list[int]]:
     if not isinstance(prompt, str):
-        return jobs.checked(None, prompt, params)
+        return None, prompt
     ids = jobs.tokenize(prompt, add_special_tokens=special)
     if not ids:
         raise ValueError("this model's tokenizer has no token for anything in this text")
-    return jobs.checked(prompt, ids, params)
+    return prompt, ids
 
 
 def _fields(request: GenerationRequest) -> dict[str, str]:
@@ -186,8 +224,10 @@ def _fields(request: GenerationRequest) -> dict[str, str]:
     return fields
 
 
-def _rendered(request: ChatCompletionRequest | TokenizeRequest, jobs: JobMaker) -> tuple[str, list[int]]:
-    """A conversation as text and token ids."""
+def _rendered(
+    request: ChatCompletionRequest | TokenizeRequest, jobs: JobMaker, check_chars: Callable[[int], None]
+) -> tuple[str, list[int]]:
+    """A conversation as text and token ids; `check_chars` bounds its contents before it bounds the text."""
     assert request.messages is not None, "the caller has looked"
     variables = request.chat_template_kwargs or {}
     if taken := sorted(_NOT_VARIABLES & variables.keys()):
@@ -198,7 +238,9 @@ def _rendered(request: ChatCompletionRequest | TokenizeRequest, jobs: JobMaker) 
         chat_template_kwargs=variables,
     )
     with blaming("messages"):
+        check_chars(sum(map(num_chars, request.messages)))
         text = _render([for_template(message) for message in request.messages], options, jobs)
+        check_chars(len(text))
         return text, jobs.tokenize(text, add_special_tokens=bool(request.add_special_tokens))
 
 

@@ -72,6 +72,12 @@ Message = Annotated[GivenMessage | AssistantMessage, Field(discriminator="role")
 Messages = TypeAliasType("Messages", Annotated[list[Message], Field(min_length=1), FailFast()])
 
 
+def num_chars(message: GivenMessage | AssistantMessage) -> int:
+    """Of its content."""
+    content = message.content or ""
+    return len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
+
+
 def for_template(message: GivenMessage | AssistantMessage) -> dict[str, Any]:
     """A message as chat templates know it: without null, and calls with arguments that are objects, not their text."""
     plain = message.model_dump(exclude_none=True)

@@ -13,9 +13,12 @@ Table = Mapping[str, tuple[tuple[object, ...], str]]
 """Field to the values that ask for nothing (null is always one), and what to say to others."""
 
 _NO_TOOLS = "tools are not supported: put their description into a message"
-_NO_GUIDED = "guided decoding has another name now: use structured_outputs or response_format"
+_NO_GUIDED = "guided decoding has another name here: use structured_outputs or response_format"
 _NO_TEMPLATE = "the model's own chat template is used: chat_template_kwargs sets its variables"
+_NO_PENALTY = "it is not supported: use repetition_penalty, frequency_penalty or presence_penalty"
+_MAX_TOKENS = "it has another name here: use max_tokens"
 _TEXT_ONLY = "only text is served"
+_NO_SAMPLER = "this way of sampling is not supported: use temperature, top_p, top_k or min_p"
 _TRANSFER = "the server keeps KV for itself: leave it out"
 
 _EVERYWHERE: Table = {
@@ -40,6 +43,50 @@ _EVERYWHERE: Table = {
     "kv_transfer_params": (({},), _TRANSFER),
     "ec_transfer_params": (({},), _TRANSFER),
     "vllm_xargs": (({},), "there are no extensions that would read them"),
+    "tools": (([],), _NO_TOOLS),
+    "tool_choice": (("none",), _NO_TOOLS),
+    "functions": (([],), _NO_TOOLS),
+    "function_call": (("none",), _NO_TOOLS),
+    "modalities": ((["text"],), _TEXT_ONLY),
+    "audio": ((), _TEXT_ONLY),
+    "mm_processor_kwargs": (({},), _TEXT_ONLY),
+    "web_search_options": ((), "nothing is searched: put what is to be known into a message"),
+    "documents": (([],), "documents are not supported: put them into a message"),
+    "chat_template": ((), _NO_TEMPLATE),
+    "reasoning_effort": ((), _NO_TEMPLATE),
+    "verbosity": ((), "it is not supported: ask for it in a message"),
+    "suffix": (("",), "text cannot be inserted: only continuations are served"),
+    # Of samplers with several parameters, those that turn them on: alone, the others change nothing.
+    "typical_p": ((1,), _NO_SAMPLER),
+    "typical": ((1,), _NO_SAMPLER),
+    "top_a": ((0,), _NO_SAMPLER),
+    "tfs": ((1,), _NO_SAMPLER),
+    "tfs_z": ((1,), _NO_SAMPLER),
+    "epsilon_cutoff": ((0,), _NO_SAMPLER),
+    "eta_cutoff": ((0,), _NO_SAMPLER),
+    "mirostat": ((0,), _NO_SAMPLER),
+    "mirostat_mode": ((0,), _NO_SAMPLER),
+    "xtc_probability": ((0,), _NO_SAMPLER),
+    "top_n_sigma": ((0, -1), _NO_SAMPLER),
+    "nsigma": ((0, -1), _NO_SAMPLER),
+    "smoothing_factor": ((0,), _NO_SAMPLER),
+    "dynamic_temperature": ((False,), _NO_SAMPLER),
+    "dynatemp_range": ((0,), _NO_SAMPLER),
+    "penalty_alpha": ((0,), _NO_SAMPLER),
+    "guidance_scale": ((1,), "guidance by a second prompt is not supported"),
+    "dry_multiplier": ((0,), _NO_PENALTY),
+    "no_repeat_ngram_size": ((0,), _NO_PENALTY),
+    "encoder_repetition_penalty": ((1,), _NO_PENALTY),
+    "repeat_penalty": ((1,), "it has another name here: use repetition_penalty"),
+    "do_sample": ((True,), "set temperature to 0 for greedy sampling"),
+    "num_beams": ((1,), "beam search is not supported: use n and temperature"),
+    "max_new_tokens": ((), _MAX_TOKENS),
+    "n_predict": ((-1,), _MAX_TOKENS),
+    "min_new_tokens": ((0,), "it has another name here: use min_tokens"),
+    "grammar": (("",), _NO_GUIDED),
+    "ebnf": (("",), _NO_GUIDED),
+    "regex": (("",), _NO_GUIDED),
+    "json_schema": ((), _NO_GUIDED),
     "guided_json": ((), _NO_GUIDED),
     "guided_regex": ((), _NO_GUIDED),
     "guided_choice": ((), _NO_GUIDED),
@@ -51,23 +98,14 @@ _EVERYWHERE: Table = {
 
 COMPLETION: Table = {
     **_EVERYWHERE,
-    "suffix": (("",), "text cannot be inserted: only continuations are served"),
+    "top_logprobs": ((0,), "logprobs says here how many: use logprobs"),
+    "chat_template_kwargs": (({},), "no template is used here: use /v1/chat/completions"),
+    "continue_final_message": ((False,), "no template is used here: use /v1/chat/completions"),
 }
 
 CHAT: Table = {
     **_EVERYWHERE,
-    "tools": (([],), _NO_TOOLS),
-    "tool_choice": (("none",), _NO_TOOLS),
-    "functions": (([],), _NO_TOOLS),
-    "function_call": (("none",), _NO_TOOLS),
-    "modalities": ((["text"],), _TEXT_ONLY),
-    "audio": ((), _TEXT_ONLY),
-    "web_search_options": ((), "nothing is searched: put what is to be known into a message"),
     "echo": ((False,), "messages cannot be echoed: use /v1/completions"),
-    "documents": (([],), "documents are not supported: put them into a message"),
-    "chat_template": ((), _NO_TEMPLATE),
-    "reasoning_effort": ((), _NO_TEMPLATE),
-    "verbosity": ((), "it is not supported: ask for it in a message"),
 }
 
 TOKENIZE: Table = {name: CHAT[name] for name in ("tools", "documents", "chat_template")}
@@ -107,3 +145,13 @@ def refuse_best_of(data: object) -> None:
     """
     if isinstance(data, dict) and (best_of := data.get("best_of")) is not None and best_of != (data.get("n") or 1):
         raise WireError("outputs are not ranked: leave it out, or make it equal to n", "best_of")
+
+
+def refuse_max_completion_tokens(data: object) -> None:
+    """In completions, it is refused where it is not `max_tokens`: some clients send both.
+
+    Raises:
+        WireError: in that case.
+    """
+    if isinstance(data, dict) and data.get("max_completion_tokens") not in (None, data.get("max_tokens")):
+        raise WireError(_MAX_TOKENS, "max_completion_tokens")

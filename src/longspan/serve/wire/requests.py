@@ -125,6 +125,7 @@ class CompletionRequest(GenerationRequest):
     def _refuse(cls, data: object) -> object:
         refused.refuse(data, refused.COMPLETION)
         refused.refuse_best_of(data)
+        refused.refuse_max_completion_tokens(data)
         return data
 
 

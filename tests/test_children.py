@@ -1,0 +1,48 @@
+"""Processes that are started run no code that happens to lie in the current folder."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from longspan.model import grammar_check
+from longspan.runtime.forkserver import _ForkServer
+from longspan.serve.client import EngineClient
+from longspan.serve.messages import EngineSetup
+
+
+def start_engine(events: Path) -> None:
+    async def start() -> None:
+        client = EngineClient(
+            EngineSetup(model=str(events), arguments={}, max_num_queued_reqs=None, max_num_queued_tokens=None)
+        )
+        try:
+            await client.start()
+        finally:
+            await client.close()
+
+    asyncio.run(start())
+
+
+def start_forkserver(_: Path) -> None:
+    _ForkServer().close()
+
+
+def check_grammar(_: Path) -> None:
+    grammar_check.check.__wrapped__('{"grammars": [{"lark_grammar": "start: /a/"}]}')
+
+
+@pytest.mark.parametrize("start", [start_engine, start_forkserver, check_grammar])
+def test_a_module_in_the_current_folder_is_not_imported(
+    start: Callable[[Path], None], events: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "anywhere"
+    folder.mkdir()
+    for name in ("random", "resource", "selectors", "msgspec", "threading"):
+        (folder / f"{name}.py").write_text("open('was-run', 'w').close(); raise SystemExit(1)")
+    monkeypatch.chdir(folder)
+    start(events)
+    assert not (folder / "was-run").exists()

@@ -1,0 +1,179 @@
+"""Threads in lanes: order, bounds, what is given up; they hold up neither each other nor the end of a process."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_engine import SAY
+from fake_engine_install import until
+from server_client import completion, post
+from test_server_face import ask, serving
+
+from longspan.serve import wire
+from longspan.serve.answer import QueueFullError
+from longspan.serve.lanes import Lane
+
+LARGE = "x" * 200_000
+
+
+class Gate:
+    """Work that takes until it is opened."""
+
+    def __init__(self) -> None:
+        self.num_begun, self.num_running, self.most_running = 0, 0, 0
+        self._open, self._lock = threading.Event(), threading.Lock()
+
+    def work(self, *_: object) -> Any:
+        with self._lock:
+            self.num_begun += 1
+            self.num_running += 1
+            self.most_running = max(self.most_running, self.num_running)
+        assert self._open.wait(20)
+        with self._lock:
+            self.num_running -= 1
+        return {"count": 0}
+
+    def open(self) -> None:
+        self._open.set()
+
+
+@asynccontextmanager
+async def gate() -> AsyncIterator[Gate]:
+    opened = Gate()
+    try:
+        yield opened
+    finally:
+        opened.open()
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_work_is_done_in_order_by_so_many_threads_and_none_stays(num_threads: int) -> None:
+    async def check() -> None:
+        lane, order = Lane("test", num_threads), []
+        async with gate() as closed:
+            blocked = [asyncio.create_task(lane.run(closed.work)) for _ in range(5)]
+            await until(lambda: closed.num_begun == num_threads)
+            rest = [asyncio.create_task(lane.run(order.append, index)) for index in range(20)]
+        await asyncio.gather(*blocked, *rest)
+        assert closed.most_running == num_threads
+        assert sorted(order) == list(range(20))
+        assert num_threads > 1 or order == sorted(order)
+        with pytest.raises(ZeroDivisionError):
+            await lane.run(divmod, 1, 0)
+        assert await lane.run(divmod, 7, 2) == (3, 1)
+        await until(lambda: not any(thread.name == "test" for thread in threading.enumerate()))
+
+    asyncio.run(check())
+
+
+def test_what_is_given_up_before_it_has_begun_is_not_done_and_not_kept() -> None:
+    class Body:
+        pass
+
+    async def check() -> None:
+        lane, done = Lane("test", 1, max_waiting=2), []
+        async with gate() as closed:
+            first = asyncio.create_task(lane.run(closed.work))
+            await until(lambda: closed.num_begun == 1)
+            body = Body()
+            kept = weakref.ref(body)
+            tasks = [asyncio.create_task(lane.run(done.append, body)) for _ in range(2)]
+            await asyncio.sleep(0)
+            with pytest.raises(QueueFullError, match="2 test"):
+                await lane.run(done.append, 3)
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            del body, tasks, task
+            gc.collect()
+            assert kept() is None
+            last = asyncio.create_task(lane.run(done.append, 4))
+            await asyncio.sleep(0)
+        await asyncio.gather(first, last)
+        assert done == [4]
+
+    asyncio.run(check())
+
+
+def test_large_texts_come_one_by_one_and_hold_nobody_up(events: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def check() -> None:
+        async with serving(events) as face, gate() as closed:
+            monkeypatch.setattr(wire, "tokenized", closed.work)
+            waiting = [
+                asyncio.create_task(ask(face.port, "/tokenize", {"prompt": LARGE}, x_request_timeout="30"))
+                for _ in range(5)
+            ]
+            await until(lambda: closed.num_begun == 1)
+            left = socket.create_connection(("127.0.0.1", face.port))
+            left.sendall(post(json.dumps({"prompt": LARGE}).encode(), "/tokenize"))
+            start_s = time.monotonic()
+            assert (await face.complete(SAY)).token_ids == [7, 7, 7]
+            late = await ask(face.port, "/tokenize", {"prompt": LARGE}, x_request_timeout="0.3")
+            assert (late.status, late.headers["x-should-retry"]) == (504, "false")
+            assert time.monotonic() - start_s < 3
+            left.close()
+            await asyncio.sleep(0.2)
+            closed.open()
+            assert {reply.status for reply in await asyncio.gather(*waiting)} == {200}
+        assert (closed.num_begun, closed.most_running) == (5, 1), "who has left, or whose time is up, is not served"
+
+    asyncio.run(check())
+
+
+def test_grammars_hold_up_only_each_other_and_their_queue_is_bounded(
+    events: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guided = completion(prompt=[SAY], max_tokens=3, structured_outputs={"regex": "a"})
+
+    async def check() -> None:
+        async with serving(events) as face, gate() as closed:
+            monkeypatch.setattr(wire, "grammar_of", closed.work)
+            waiting = []
+            for _ in range(34):
+                connection = socket.create_connection(("127.0.0.1", face.port))
+                connection.sendall(post(json.dumps(guided).encode()))
+                waiting.append(connection)
+            await until(lambda: closed.num_begun == 2)
+            await asyncio.sleep(0.5)
+            start_s = time.monotonic()
+            full = await ask(face.port, "/v1/completions", guided)
+            assert (full.status, full.body["error"]["code"]) == (503, "queue_full")
+            assert int(full.headers["retry-after"]) >= 1
+            assert (await face.complete(SAY)).token_ids == [7, 7, 7]
+            assert time.monotonic() - start_s < 3
+            for connection in waiting:
+                connection.close()
+            await asyncio.sleep(0.5)
+        assert (closed.num_begun, closed.most_running) == (2, 2), "the others have left before it was their turn"
+
+    asyncio.run(check())
+
+
+def test_a_process_ends_in_the_middle_of_work_after_what_is_to_be_done_at_exit() -> None:
+    script = """
+import asyncio, atexit, time
+from longspan.serve.lanes import Lane, end_process_if_busy
+atexit.register(print, "at exit")
+async def begin():
+    lane = Lane("test", 1)
+    await lane.run(abs, -1)
+    task = asyncio.create_task(lane.run(time.sleep, 60))
+    await asyncio.sleep(0.1)
+asyncio.run(begin())
+end_process_if_busy(7)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=30, check=False, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (7, "at exit\n", "")
