@@ -339,7 +339,7 @@ def test_a_face_whose_engine_does_not_start_ends_with_its_reason(
             await serve_fake(events.with_name(name), port := free_port())
         with closing(socket.create_server(("127.0.0.1", port))):
             pass  # nobody has it
-        assert asyncio.all_tasks() == {asyncio.current_task()}
+        await until(lambda: asyncio.all_tasks() == {asyncio.current_task()}, 2)
 
     asyncio.run(check())
 
