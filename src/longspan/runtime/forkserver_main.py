@@ -121,8 +121,8 @@ def _become_worker(command: StartWorker, lifeline: int) -> NoReturn:
 
 
 def _report(report: ServerReport) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
-    sys.stdout.buffer.flush()
+    with suppress(BrokenPipeError):  # the controller is gone, and so will we be: its other pipe is closed, too
+        os.write(sys.stdout.fileno(), msgspec.json.encode(report) + b"\n")
 
 
 if __name__ == "__main__":
