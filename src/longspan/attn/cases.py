@@ -14,15 +14,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from longspan.attn.alltoall import alltoall
-from longspan.attn.chain import chain
 from longspan.attn.comm import Group
-from longspan.attn.gather_kv import gather_kv
+from longspan.attn.exchanges.alltoall import alltoall
+from longspan.attn.exchanges.chain import chain
+from longspan.attn.exchanges.gather_kv import gather_kv
+from longspan.attn.exchanges.ring_kv import ring_kv
+from longspan.attn.exchanges.ring_q import ring_q
 from longspan.attn.member import MemberPart, MemberParts
 from longspan.attn.paged import PagedKv
 from longspan.attn.reference import random_qkv, reference
-from longspan.attn.ring_kv import ring_kv
-from longspan.attn.ring_q import ring_q
 from longspan.attn.spec import AttnSpec
 from longspan.core.runs import Deal, Run, coalesce, deal
 
