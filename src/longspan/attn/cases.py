@@ -24,7 +24,7 @@ from longspan.attn.member import MemberPart, MemberParts
 from longspan.attn.paged import PagedKv
 from longspan.attn.reference import random_qkv, reference
 from longspan.attn.spec import AttnSpec
-from longspan.core.runs import Deal, Run, coalesce, deal
+from longspan.core.runs import Deal, Run, coalesce, deal, positions
 
 _NOISE = 1e4
 """What slots hold that nobody may read."""
@@ -100,11 +100,6 @@ EXCHANGES: dict[str, Exchange] = {
 """By name."""
 IN_ORDER = frozenset({"chain"})
 """Those that need a span's tokens in the order of the members, and do not look for its keys and values in the pool."""
-
-
-def positions(runs: Sequence[Run]) -> list[int]:
-    """All of them."""
-    return [position for run in runs for position in run.positions]
 
 
 def member_case(
