@@ -1,6 +1,7 @@
 """Serves long prompts with open-weight decoder-only language models on several devices.
 
-The names below load on first use, so that ``import longspan`` is quick and needs no torch.
+The names below load on first use, so that ``import longspan`` is quick and needs no torch. ``attn`` is the attention
+library, which needs none of the rest.
 """
 
 from typing import TYPE_CHECKING
@@ -8,12 +9,13 @@ from typing import TYPE_CHECKING
 from longspan.core.exports import lazy_exports
 
 if TYPE_CHECKING:
+    from longspan import attn
     from longspan.core.sampling import SamplingParams, StructuredOutputsParams
     from longspan.llm import LLM
     from longspan.outputs import RequestOutput
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "__version__"]
+__all__ = ["LLM", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "__version__", "attn"]
 
 __getattr__, __dir__ = lazy_exports(
     __name__,
@@ -22,5 +24,6 @@ __getattr__, __dir__ = lazy_exports(
         "RequestOutput": "longspan.outputs",
         "SamplingParams": "longspan.core.sampling",
         "StructuredOutputsParams": "longspan.core.sampling",
+        "attn": "longspan.attn",
     },
 )
