@@ -16,7 +16,7 @@ runs, and each gets the attention of its own queries over the keys of all:
 | `gather_kv` | all keys and values, to everybody |
 | `chain` | keys and values, from each member to the next; for contiguous runs |
 
-docs/exchanges.md says what is sent, to the byte. The
+`register` and `Split` do it to an unmodified Hugging Face model. docs/exchanges.md says what is sent, to the byte. The
 names load on first use; `import longspan.attn` needs no torch.
 """
 
@@ -27,6 +27,7 @@ from longspan.core.runs import Deal, Run, deal, positions
 
 if TYPE_CHECKING:
     from longspan.attn.comm import CommError
+    from longspan.attn.huggingface import Split, register
     from longspan.attn.library import alltoall, chain, gather_kv, ring_kv, ring_q
     from longspan.attn.members import Members, join
 
@@ -35,12 +36,14 @@ __all__ = [
     "Deal",
     "Members",
     "Run",
+    "Split",
     "alltoall",
     "chain",
     "deal",
     "gather_kv",
     "join",
     "positions",
+    "register",
     "ring_kv",
     "ring_q",
 ]
@@ -50,10 +53,12 @@ __getattr__, __dir__ = lazy_exports(
     {
         "CommError": "longspan.attn.comm",
         "Members": "longspan.attn.members",
+        "Split": "longspan.attn.huggingface",
         "alltoall": "longspan.attn.library",
         "chain": "longspan.attn.library",
         "gather_kv": "longspan.attn.library",
         "join": "longspan.attn.members",
+        "register": "longspan.attn.huggingface",
         "ring_kv": "longspan.attn.library",
         "ring_q": "longspan.attn.library",
     },
