@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transports import FaultyTransport, Wires, run_members
 
-from longspan.attn.cases import EXCHANGES, IN_ORDER, Request, member_case, positions
-from longspan.attn.chain import chain, chain_start
+from longspan.attn.cases import EXCHANGES, IN_ORDER, Request, member_case
 from longspan.attn.comm import Group, Transport
-from longspan.attn.local import local
+from longspan.attn.exchanges.chain import chain, chain_start
+from longspan.attn.exchanges.local import local
 from longspan.attn.spec import AttnSpec
 from longspan.core.heads import deal_heads
-from longspan.core.runs import Deal, Run, coalesce, deal
+from longspan.core.runs import Deal, Run, coalesce, deal, positions
 from longspan.core.steps import Link
 
 pytestmark = pytest.mark.usefixtures("one_thread")

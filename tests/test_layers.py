@@ -25,6 +25,7 @@ def test_import_contracts_hold() -> None:
         "longspan",
         "longspan.cli",
         "longspan.core",
+        "longspan.attn",
         "longspan.cost.ring_fit",
         "longspan.policy",
         "longspan.sim",

@@ -16,10 +16,9 @@ from test_exchanges import LAW, spec_of
 from torch import Tensor
 from transports import Wires, run_members
 
-from longspan.attn.cases import positions
 from longspan.attn.comm import Transport
 from longspan.attn.reference import random_qkv, reference
-from longspan.core.runs import deal
+from longspan.core.runs import deal, positions
 from longspan.core.steps import BlockRef, Forward, Free, Part, Sampling
 from longspan.kv.pool import KvPool
 from longspan.runtime.batch import pack

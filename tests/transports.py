@@ -75,6 +75,9 @@ class MemoryTransport:
             self._wires.post(self._rank, peer, tag, buffer)
         return _Taking(self._wires, self._rank, receives, tag)
 
+    def flush(self) -> None:
+        """A mailbox takes everything at once."""
+
     def close(self) -> None:
         """What the end of a process does: whoever waits for this rank is told."""
         self._wires.close(self._rank)

@@ -1,1 +1,65 @@
-"""Attention over paged and exchanged keys and values."""
+"""Exact attention over sequences that are split between processes, for any model and without the engine.
+
+Every process holds the queries, keys and values of some tokens. All of them call the same exchange, with the same
+runs, and each gets the attention of its own queries over the keys of all:
+
+    with longspan.attn.join() as group:  # of torch.distributed, say under torchrun
+        runs = longspan.attn.deal("zigzag", 0, num_tokens, group.size)
+        mine = longspan.attn.positions(runs[group.rank])
+        out = longspan.attn.ring_kv(group, q[:, mine], k[:, mine], v[:, mine], [runs])
+
+| | what travels |
+|---|---|
+| `ring_kv` | keys and values, around a ring, while the present ones are used |
+| `ring_q` | queries, to those who hold keys, and partial outputs back: for few queries and many cached keys |
+| `alltoall` | everything, so that each member has some heads for all tokens, and outputs back |
+| `gather_kv` | all keys and values, to everybody |
+| `chain` | keys and values, from each member to the next; for contiguous runs |
+
+`register` and `Split` do it to an unmodified Hugging Face model. docs/exchanges.md says what is sent, to the byte. The
+names load on first use; `import longspan.attn` needs no torch.
+"""
+
+from typing import TYPE_CHECKING
+
+from longspan.core.exports import lazy_exports
+from longspan.core.runs import Deal, Run, deal, positions
+
+if TYPE_CHECKING:
+    from longspan.attn.comm import CommError
+    from longspan.attn.huggingface import Split, register
+    from longspan.attn.library import alltoall, chain, gather_kv, ring_kv, ring_q
+    from longspan.attn.members import Members, join
+
+__all__ = [
+    "CommError",
+    "Deal",
+    "Members",
+    "Run",
+    "Split",
+    "alltoall",
+    "chain",
+    "deal",
+    "gather_kv",
+    "join",
+    "positions",
+    "register",
+    "ring_kv",
+    "ring_q",
+]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "CommError": "longspan.attn.comm",
+        "Members": "longspan.attn.members",
+        "Split": "longspan.attn.huggingface",
+        "alltoall": "longspan.attn.library",
+        "chain": "longspan.attn.library",
+        "gather_kv": "longspan.attn.library",
+        "join": "longspan.attn.members",
+        "register": "longspan.attn.huggingface",
+        "ring_kv": "longspan.attn.library",
+        "ring_q": "longspan.attn.library",
+    },
+)

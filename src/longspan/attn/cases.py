@@ -14,18 +14,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from longspan.attn.alltoall import alltoall
-from longspan.attn.chain import chain
 from longspan.attn.comm import Group
-from longspan.attn.gather_hidden import GatherHidden
-from longspan.attn.gather_kv import gather_kv
+from longspan.attn.exchanges.alltoall import alltoall
+from longspan.attn.exchanges.chain import chain
+from longspan.attn.exchanges.gather_hidden import GatherHidden
+from longspan.attn.exchanges.gather_kv import gather_kv
+from longspan.attn.exchanges.ring_kv import ring_kv
+from longspan.attn.exchanges.ring_q import ring_q
 from longspan.attn.member import MemberPart, MemberParts
 from longspan.attn.paged import PagedKv
 from longspan.attn.reference import random_qkv, reference
-from longspan.attn.ring_kv import ring_kv
-from longspan.attn.ring_q import ring_q
 from longspan.attn.spec import AttnSpec
-from longspan.core.runs import Deal, Run, coalesce, deal
+from longspan.core.runs import Deal, Run, coalesce, deal, positions
 
 _NOISE = 1e4
 """What slots hold that nobody may read."""
@@ -117,11 +117,6 @@ EXCHANGES: dict[str, Exchange] = {
 """By name."""
 IN_ORDER = frozenset({"chain"})
 """Those that need a span's tokens in the order of the members, and do not look for its keys and values in the pool."""
-
-
-def positions(runs: Sequence[Run]) -> list[int]:
-    """All of them."""
-    return [position for run in runs for position in run.positions]
 
 
 def member_case(

@@ -78,6 +78,9 @@ class Transport(Protocol):
     def start(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int) -> Pending:
         """Starts all sends and receives as one grouped call; blocks only to bound the memory of old sends."""
 
+    def flush(self) -> None:
+        """Waits until every send has left; its peers receive it in the same step."""
+
 
 class Group:
     """The members of an exchange, in ring order, as one of them sees it.
@@ -177,7 +180,7 @@ class TorchTransport:
         return _Receives(works)
 
     def flush(self) -> None:
-        """Waits until every send has left; its peers receive it in the same step."""
+        """See `Transport`."""
         with _peer_errors():
             while self._outbox:
                 self._await_oldest()

@@ -156,6 +156,11 @@ def _runs(pieces: Sequence[Sequence[tuple[int, int]]]) -> Deal:
     return tuple(coalesce(Run(a, b) for a, b in member if b > a) for member in pieces)
 
 
+def positions(runs: Iterable[Run]) -> list[int]:
+    """All positions of some runs, in their order."""
+    return [position for run in runs for position in run.positions]
+
+
 def clip(runs: Iterable[Run], start: int, stop: int | None = None) -> tuple[Run, ...]:
     """The part of ascending runs of step 1 that lies at `start` or later, and below `stop`."""
     tops = ((run, run.stop if stop is None else min(run.stop, stop)) for run in runs)

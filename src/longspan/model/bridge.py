@@ -6,12 +6,13 @@ call (`attend`) or the list to write to (`specs`) comes with the call's keyword 
 hand down to the attention; nothing is global.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from longspan.attn.interface import UnsupportedAttentionError, as_output, read_spec
 from longspan.attn.spec import AttnSpec
 from longspan.model.files import ModelError
 
@@ -20,9 +21,6 @@ PROBE = "longspan_probe"
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """`(layer, q [heads, tokens, head_dim], k and v [kv_heads, tokens, head_dim]) -> out [heads, tokens, head_dim]`"""
-
-# Arguments that do not change what the layer computes; so do those that begin with "output_".
-_HARMLESS = {"dropout", "position_ids", "use_cache", "cache_position", "position_embeddings"}
 
 
 def probe_specs(model: nn.Module, num_layers: int) -> tuple[AttnSpec, ...]:
@@ -54,9 +52,7 @@ def _serve(
     **_: object,
 ) -> tuple[Tensor, None]:
     layer: int = module.layer_idx  # type: ignore[assignment]  # the probe has checked that it is an int
-    out = attend(layer, query[0], key[0], value[0])
-    # Some models view what they get here, so it must be contiguous; the others would copy it themselves.
-    return out.transpose(0, 1).contiguous().unsqueeze(0), None
+    return as_output(attend(layer, query[0], key[0], value[0]))
 
 
 def _probe(
@@ -66,40 +62,23 @@ def _probe(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    is_causal: bool | None = None,
     specs: dict[int, AttnSpec] | None = None,
-    **others: object,
+    **arguments: object,
 ) -> tuple[Tensor, None]:
-    layer = getattr(module, "layer_idx", None)
-    bidirectional = is_causal is False or getattr(module, "is_causal", True) is False
-    problems = {
-        "does not hand keyword arguments to its attention": specs is None,
-        "has attention layers without a number of their own": layer is None or layer in (specs or ()),
-        f"has attention arguments unknown to longspan ({', '.join(_unknown(others))})": bool(_unknown(others)),
-        "builds its own attention mask": attention_mask is not None,
-        "has bidirectional attention": bidirectional,
-        "has keys and values of different head sizes": not query.shape[-1] == key.shape[-1] == value.shape[-1],
-    }
-    for problem in (text for text, holds in problems.items() if holds):
-        raise ModelError(f"{type(module).__name__} {problem}; this architecture is not supported")
-    assert specs is not None and layer is not None
-    specs[layer] = AttnSpec(
-        num_heads=query.shape[1],
-        num_kv_heads=key.shape[1],
-        head_dim=query.shape[-1],
-        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-        window=sliding_window,
-        softcap=softcap,
-    )
+    name, layer = type(module).__name__, getattr(module, "layer_idx", None)
+    if specs is None:
+        raise _unsupported(f"{name} does not hand keyword arguments to its attention")
+    if layer is None or layer in specs:
+        raise _unsupported(f"{name} has attention layers without a number of their own")
+    try:
+        specs[layer] = read_spec(module, query, key, value, attention_mask, **arguments)  # type: ignore[arg-type]  # any
+    except UnsupportedAttentionError as error:
+        raise _unsupported(str(error)) from error
     return torch.zeros_like(query).transpose(1, 2), None
 
 
-def _unknown(arguments: Mapping[str, object]) -> list[str]:
-    given = (name for name, value in arguments.items() if value is not None and not name.startswith("output_"))
-    return sorted(name for name in given if name not in _HARMLESS)
+def _unsupported(problem: str) -> ModelError:
+    return ModelError(f"{problem}; this architecture is not supported")
 
 
 AttentionInterface.register(SERVE, _serve)

@@ -5,7 +5,7 @@ one request's result depend on its neighbours', and a request's early chunks on 
 carries the length at which its request is pinned.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -13,15 +13,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from longspan.attn.interface import rope_dicts
+
 
 def rope_types(config: PreTrainedConfig) -> set[str]:
     """All RoPE types that the configuration names, also per layer type."""
-    return {kind for rope in _rope_dicts(config) if (kind := rope.get("rope_type"))}
+    return {kind for rope in rope_dicts(config) if (kind := rope.get("rope_type"))}
 
 
 def rope_switch_length(config: PreTrainedConfig) -> int | None:
     """The request length in tokens above which longrope changes to its long factors; None if it never changes."""
-    for rope in _rope_dicts(config):
+    for rope in rope_dicts(config):
         if rope.get("rope_type") == "longrope" and _has_two_sets(rope):
             return int(rope["original_max_position_embeddings"])
     return None
@@ -85,9 +87,3 @@ def _interleave(is_long: Tensor, short: Tensor, long: Tensor) -> Tensor:
 
 def _has_two_sets(rope: Mapping[str, Any]) -> bool:
     return bool(rope["short_factor"] != rope["long_factor"] or rope.get("short_mscale") != rope.get("long_mscale"))
-
-
-def _rope_dicts(config: PreTrainedConfig) -> Iterator[Mapping[str, Any]]:
-    rope = getattr(config, "rope_parameters", None) or {}
-    nested = [value for value in rope.values() if isinstance(value, Mapping)]
-    yield from nested or [rope]

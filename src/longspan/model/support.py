@@ -10,11 +10,10 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from longspan.attn.interface import LAYER_TYPES
 from longspan.model.files import ModelError, one_line
 from longspan.model.quiet import quiet_transformers
 from longspan.model.rope import rope_types
-
-SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 def check_supported(config_dir: Path, trust_remote_code: bool) -> None:
@@ -60,7 +59,7 @@ def _config_problems(config: PreTrainedConfig) -> Iterator[str]:
         yield "it is a multimodal model; use its text-only checkpoint"
     if getattr(config, "quantization_config", None) is not None:
         yield "its weights are quantised; use the unquantised checkpoint"
-    if odd := sorted(set(getattr(config, "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES):
+    if odd := sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES):
         yield f"it has layers of type {', '.join(odd)}; longspan serves full and sliding-window attention"
     if getattr(config, "kv_lora_rank", None):
         yield "it compresses keys and values (multi-head latent attention)"

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from longspan.attn.all_reduce import all_reduce
-from longspan.attn.alltoall import alltoall
-from longspan.attn.chain import ChainStart, chain, chain_start
 from longspan.attn.comm import Group, Transport
-from longspan.attn.gather_hidden import GatherHidden, hidden_hops
-from longspan.attn.gather_kv import gather_kv
-from longspan.attn.local import local
+from longspan.attn.exchanges.alltoall import alltoall
+from longspan.attn.exchanges.chain import ChainStart, chain, chain_start
+from longspan.attn.exchanges.gather_hidden import GatherHidden, hidden_hops
+from longspan.attn.exchanges.gather_kv import gather_kv
+from longspan.attn.exchanges.local import local
+from longspan.attn.exchanges.ring_kv import ring_kv
+from longspan.attn.exchanges.ring_q import ring_q
 from longspan.attn.member import MemberParts
 from longspan.attn.paged import PagedKv
-from longspan.attn.ring_kv import ring_kv
-from longspan.attn.ring_q import ring_q
 from longspan.attn.spec import AttnSpec
 from longspan.core.steps import Link
 from longspan.kv.pool import KvPool

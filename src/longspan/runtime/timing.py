@@ -79,7 +79,7 @@ class TimedTransport:
             return _TimedPending(self._inner.start(sends, receives, tag), self._watch)
 
     def flush(self) -> None:
-        """See `TorchTransport`."""
+        """See `Transport`."""
         with self._watch.during("messages"):
             self._inner.flush()
 

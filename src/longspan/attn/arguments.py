@@ -1,0 +1,204 @@
+"""What callers of the library give, checked and brought into the form that exchanges take."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from longspan.attn.member import MemberPart, MemberParts, num_tokens
+from longspan.attn.paged import PagedKv
+from longspan.attn.spec import AttnSpec
+from longspan.core.runs import Deal, Run, clip, coalesce
+
+_BLOCK = 256
+"""Tokens per block when several sequences have to be laid out in blocks."""
+_DEVICES = ("cpu", "cuda")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def spec_of(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, window: int | None, softcap: float | None
+) -> AttnSpec:
+    """What is to be computed of `q [heads, tokens, head_dim]` and `k, v [kv_heads, tokens, head_dim]`.
+
+    Raises:
+        ValueError: when shapes, types, devices or options do not make sense together, or gradients are wanted.
+    """
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.ndim == k.ndim == v.ndim == 3:
+        raise ValueError(f"{shapes}: each must be [heads, tokens, head_dim], of this member's tokens and no batch")
+    if k.shape != v.shape or q.shape[2] != k.shape[2]:
+        raise ValueError(f"{shapes}: k and v must have one shape, and all three one head_dim")
+    if not k.shape[0] or q.shape[0] % k.shape[0] or not q.shape[0]:
+        raise ValueError(f"{shapes}: {q.shape[0]} query heads are no multiple of {k.shape[0]} KV heads")
+    kinds = {(tensor.dtype, tensor.device) for tensor in (q, k, v)}
+    if len(kinds) > 1 or q.dtype not in _DTYPES or q.device.type not in _DEVICES:
+        found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
+        raise ValueError(f"q, k and v are {found}: they must all be float32, bfloat16 or float16, on one CPU or GPU")
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)):
+        raise ValueError("exchanges have no gradients: call them under torch.no_grad()")
+    if window is not None and window < 1:
+        raise ValueError(
+            f"window {window}: a query sees at least itself, so it must be 1 or more, or None for no limit"
+        )
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap {softcap} must be above 0, or None for no cap")
+    return AttnSpec(
+        num_heads=q.shape[0],
+        num_kv_heads=k.shape[0],
+        head_dim=q.shape[2],
+        scale=q.shape[2] ** -0.5 if scale is None else scale,
+        window=window,
+        softcap=softcap,
+    )
+
+
+def checked_runs(runs: Sequence[Deal], kv_runs: Sequence[Deal], size: int) -> list[tuple[Deal, Deal]]:
+    """Queries and keys of each sequence, in as few runs as can be.
+
+    Raises:
+        ValueError: when the runs are not those of `size` members, or do not cover a sequence exactly once.
+    """
+    if any(isinstance(item, Run) for deal in (*runs, *kv_runs) for item in deal) or not runs:
+        raise ValueError(
+            "runs and kv_runs are lists with what deal() gives for each sequence, also for one: [deal(...)]"
+        )
+    if len(runs) != len(kv_runs):
+        raise ValueError(f"runs are of {len(runs)} sequences, but kv_runs of {len(kv_runs)}: one for each")
+    asked = [_checked(f"runs[{index}]", deal, size) for index, deal in enumerate(runs)]
+    held = [_checked(f"kv_runs[{index}]", deal, size) for index, deal in enumerate(kv_runs)]
+    for index, (queries, keys) in enumerate(zip(asked, held, strict=True)):
+        _check_cover(index, queries, keys)
+    return list(zip(asked, held, strict=True))
+
+
+def parts_of(
+    runs: Sequence[Deal], kv_runs: Sequence[Deal], *, rank: int, size: int, num_queries: int, num_keys: int
+) -> MemberParts:
+    """One part per sequence, for a member that gave so many queries and keys. The parts' blocks are those of `paged`.
+
+    Raises:
+        ValueError: by `checked_runs`, and when the runs are of other numbers of tokens.
+    """
+    dealt = checked_runs(runs, kv_runs, size)
+    _check_count("q", "runs", num_queries, [queries[rank] for queries, _ in dealt])
+    _check_count("k", "kv_runs", num_keys, [keys[rank] for _, keys in dealt])
+    parts, row, block = [], 0, 0
+    for queries, keys in dealt:
+        rows = slice(row, row + num_tokens(queries[rank]))
+        num_blocks = -(-num_tokens(keys[rank]) // _BLOCK) if len(runs) > 1 else 1
+        parts.append(MemberPart(rows=rows, q_runs=queries, kv_runs=keys, blocks=range(block, block + num_blocks)))
+        row, block = rows.stop, block + num_blocks
+    return MemberParts(parts)
+
+
+def paged(k: Tensor, v: Tensor, parts: MemberParts, rank: int) -> PagedKv:
+    """Keys and values `[kv_heads, tokens, head_dim]` of packed sequences, in blocks.
+
+    A single sequence is one block and not copied, unless it is strided.
+    """
+    counts = _num_held(parts, rank)
+    return PagedKv(keys=_blocks(k, counts), values=_blocks(v, counts))
+
+
+def check_chain(parts: MemberParts) -> None:
+    """What a chain needs besides.
+
+    Raises:
+        ValueError: when members do not have neighbouring runs in their order, or do not hold the keys of their queries.
+    """
+    for index, part in enumerate(parts):
+        ordered = [run for runs in part.q_runs for run in runs]
+        if any(before.stop != after.start for before, after in itertools.pairwise(ordered)):
+            raise ValueError(
+                f"runs[{index}] {_text(part.q_runs)}: in a chain each member goes on where the one before ends, "
+                "as in deal('contiguous', ...)"
+            )
+        new = [clip(runs, ordered[0].start) if ordered else () for runs in part.kv_runs]
+        if new != list(part.q_runs):
+            raise ValueError(
+                f"kv_runs[{index}]: members hold the new keys {_text(new)}, but in a chain those of their own queries, "
+                f"{_text(part.q_runs)}"
+            )
+
+
+def new_of(tensor: Tensor, parts: MemberParts, rank: int) -> Tensor:
+    """The keys or values `[kv_heads, tokens, head_dim]` of the spans alone, out of all that a member of a chain has."""
+    pieces = tensor.split(_num_held(parts, rank), dim=1)
+    new = [num_tokens(part.q_runs[rank]) for part in parts]
+    return torch.cat([piece[:, piece.shape[1] - num :] for piece, num in zip(pieces, new, strict=True)], dim=1)
+
+
+def _num_held(parts: MemberParts, rank: int) -> list[int]:
+    """A member's keys of each sequence."""
+    return [num_tokens(part.kv_runs[rank]) for part in parts]
+
+
+def _blocks(tensor: Tensor, counts: Sequence[int]) -> Tensor:
+    if len(counts) == 1:
+        return tensor.contiguous()[None]
+    num_heads, _, dim = tensor.shape
+    nums = [-(-count // _BLOCK) for count in counts]
+    room = tensor.new_zeros(sum(nums), num_heads, _BLOCK, dim)
+    for piece, blocks in zip(tensor.split(list(counts), dim=1), room.split(nums), strict=True):
+        whole = piece.shape[1] // _BLOCK
+        blocks[:whole] = piece[:, : whole * _BLOCK].unflatten(1, (whole, _BLOCK)).transpose(0, 1)
+        if piece.shape[1] % _BLOCK:
+            blocks[whole, :, : piece.shape[1] % _BLOCK] = piece[:, whole * _BLOCK :]
+    return room
+
+
+def _checked(name: str, dealt: Deal, size: int) -> Deal:
+    """The same runs, joined where they touch."""
+    if len(dealt) != size:
+        raise ValueError(
+            f"{name} deals to {len(dealt)} members, but the group has {size}: deal(layout, 0, n, group.size)"
+        )
+    for member, runs in enumerate(dealt):
+        stepped = [run for run in runs if run.step != 1]
+        unordered = [(one, other) for one, other in itertools.pairwise(runs) if other.start < one.stop]
+        if stepped or unordered:
+            raise ValueError(f"{name}: the runs of member {member} must ascend in steps of 1, but are {_text([runs])}")
+    return tuple(coalesce(runs) for runs in dealt)
+
+
+def _check_cover(index: int, queries: Deal, keys: Deal) -> None:
+    """Queries are one span, and keys everything up to its end, each with one member."""
+    span, held = _union(queries), _union(keys)
+    if len(span) > 1 or num_tokens(span) != sum(map(num_tokens, queries)):
+        raise ValueError(f"runs[{index}] {_text(queries)}: members must have all queries of one span, each once")
+    if span and (held != (Run(0, span[0].stop),) or num_tokens(held) != sum(map(num_tokens, keys))):
+        raise ValueError(
+            f"kv_runs[{index}] {_text(keys)}: members must hold all keys of [0, {span[0].stop}), each once; for "
+            "queries that do not begin at 0, give kv_runs with the cached tokens, too, which k and v then have"
+        )
+
+
+def _union(dealt: Deal) -> tuple[Run, ...]:
+    """As few runs as hold the positions of all members."""
+    found: list[Run] = []
+    for run in sorted((run for runs in dealt for run in runs), key=lambda run: run.start):
+        if found and run.start <= found[-1].stop:
+            found[-1] = Run(found[-1].start, max(run.stop, found[-1].stop))
+        else:
+            found.append(run)
+    return tuple(found)
+
+
+def _check_count(tensor: str, name: str, given: int, mine: Sequence[Sequence[Run]]) -> None:
+    wanted = [num_tokens(runs) for runs in mine]
+    if given != sum(wanted):
+        raise ValueError(
+            f"{tensor} has {given} tokens, but by {name} this member has {' + '.join(map(str, wanted))}: give those of "
+            f"positions({name}[i][group.rank]) of every sequence i, one after the other"
+        )
+
+
+def _text(dealt: Sequence[Sequence[Run]]) -> str:
+    """The runs of members, for people; not all of very many."""
+    members = ["+".join(f"[{run.start}, {run.stop})" for run in runs) or "none" for runs in dealt]
+    text = "; ".join(members)
+    return text if len(text) <= 200 else f"{text[:200]} ..."

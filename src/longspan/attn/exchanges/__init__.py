@@ -1,0 +1,1 @@
+"""What travels in attention between members: one file each, called by all members of a group at once."""

@@ -1,0 +1,86 @@
+"""What transformers hands to an attention function: read as an AttnSpec, or refused. Imports no transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from longspan.attn.spec import AttnSpec
+
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+"""Of a configuration's `layer_types`, those that an AttnSpec can say."""
+_HARMLESS = {"position_ids", "use_cache", "cache_position", "position_embeddings"}
+"""Arguments that do not change what a layer computes; so do those that begin with "output_"."""
+
+
+class UnsupportedAttentionError(ValueError):
+    """A layer wants something that an AttnSpec cannot say; the message begins with its class."""
+
+
+def read_spec(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    dropout: float | None = None,
+    **others: object,
+) -> AttnSpec:
+    """What a layer is to compute of `query [batch, heads, tokens, head_dim]` and the like, by its own arguments.
+
+    Raises:
+        UnsupportedAttentionError: with the first reason found.
+    """
+    unknown = ", ".join(_unknown(others))
+    odd_types = ", ".join(sorted(set(_layer_types(module)) - LAYER_TYPES))
+    problems = {
+        f"has attention arguments unknown to longspan ({unknown})": bool(unknown),
+        "builds its own attention mask": attention_mask is not None,
+        "has bidirectional attention": is_causal is False or getattr(module, "is_causal", True) is False,
+        f"is beside layers of type {odd_types}": bool(odd_types),
+        "has keys and values of different head sizes": not query.shape[-1] == key.shape[-1] == value.shape[-1],
+        f"drops out some of its weights ({dropout}): call eval() on the model": bool(dropout),
+    }
+    for problem in (text for text, holds in problems.items() if holds):
+        raise UnsupportedAttentionError(f"{type(module).__name__} {problem}")
+    return AttnSpec(
+        num_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+        head_dim=query.shape[-1],
+        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        window=sliding_window,
+        softcap=softcap,
+    )
+
+
+def as_output(out: Tensor) -> tuple[Tensor, None]:
+    """`out [heads, tokens, head_dim]` as transformers wants it: `[1, tokens, heads, head_dim]`, and no weights.
+
+    Some models view what they get here, so it must be contiguous; the others would copy it themselves.
+    """
+    return out.transpose(0, 1).contiguous().unsqueeze(0), None
+
+
+def rope_dicts(config: object) -> Iterator[Mapping[str, Any]]:
+    """The RoPE parameters of a configuration: one set, or one per layer type."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in rope.values() if isinstance(value, Mapping)]
+    yield from nested or [rope]
+
+
+def _unknown(arguments: dict[str, object]) -> Iterator[str]:
+    for name, value in sorted(arguments.items()):
+        if value is not None and name not in _HARMLESS and not name.startswith("output_"):
+            yield name
+
+
+def _layer_types(module: nn.Module) -> Sequence[str]:
+    """Of all layers of the module's model."""
+    return getattr(getattr(module, "config", None), "layer_types", None) or ()

@@ -1,0 +1,51 @@
+"""The examples of the attention library, and the README's, between two processes as torchrun starts them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tiny_models import make_tiny
+
+ROOT = Path(__file__).parents[1]
+README_CHECK = """
+wanted = AutoModelForCausalLM.from_pretrained(folder)(ids[None]).logits[:, mine]
+print("largest difference", (logits - wanted).abs().max().item())
+torch.distributed.destroy_process_group()
+"""
+
+
+def torchrun(script: Path) -> list[float]:
+    """The differences that a script prints."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return [float(found) for found in re.findall(r"largest difference (\S+)", done.stdout)]
+
+
+def test_ring_attention() -> None:
+    differences = torchrun(ROOT / "examples" / "ring_attention.py")
+    assert len(differences) == 5
+    assert max(differences) < 1e-5
+
+
+def test_context_parallel_model() -> None:
+    [difference] = torchrun(ROOT / "examples" / "context_parallel_model.py")
+    assert 0 < difference < 3e-5
+
+
+def test_the_readme(tmp_path: Path) -> None:
+    """Its code, with a folder and tokens before it, and a comparison after."""
+    section = (ROOT / "README.md").read_text(encoding="utf-8").partition("## As an attention library\n")[2]
+    code = section.partition("```python\n")[2].partition("```")[0]
+    folder = make_tiny("llama", tmp_path / "model")
+    before = f"import torch\nfolder, ids = {str(folder)!r}, torch.arange(3, 150)\n"
+    script = tmp_path / "script.py"
+    script.write_text(before + code + README_CHECK, encoding="utf-8")
+    differences = torchrun(script)
+    assert len(differences) == 2
+    assert max(differences) < 3e-5
