@@ -33,7 +33,7 @@ def test_every_exchange_has_a_line(ranks: int) -> None:
     found = [LINE.fullmatch(line) for line in result.stdout.splitlines()]
     assert all(found), result.stdout
     rows = {one[1]: one for one in found if one}
-    assert list(rows) == ["ring_kv", "ring_q", "gather_kv", "gather_kv, dense", "alltoall", "chain"]
+    assert list(rows) == ["ring_kv", "ring_q", "gather_kv", "gather_kv, dense", "alltoall", "gather_hidden", "chain"]
     for row in rows.values():
         assert 0 < float(row[2]) < 1e-5
         assert (row[3] == "0") == (ranks == 1)
