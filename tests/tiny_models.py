@@ -24,7 +24,7 @@ from longspan.model.smollm2 import smollm2_folder
 SWITCH_LENGTH = 64
 WINDOW = 32
 _CONTEXT = 4096
-_BASE: dict[str, Any] = {
+BASE: dict[str, Any] = {
     "vocab_size": 199,
     "hidden_size": 96,
     "intermediate_size": 128,
@@ -53,25 +53,25 @@ def _longrope(half_dim: int) -> dict[str, Any]:
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": _CONTEXT // 4}
 
 TINY: dict[str, Callable[[], PreTrainedConfig]] = {
-    "llama": lambda: LlamaConfig(**_BASE | {"tie_word_embeddings": True}),
-    "llama-yarn": lambda: LlamaConfig(**_BASE, rope_parameters=dict(_YARN)),
-    "llama-longrope": lambda: LlamaConfig(**_BASE, rope_parameters=_longrope(8)),
-    "phi3": lambda: Phi3Config(**_BASE),
+    "llama": lambda: LlamaConfig(**BASE | {"tie_word_embeddings": True}),
+    "llama-yarn": lambda: LlamaConfig(**BASE, rope_parameters=dict(_YARN)),
+    "llama-longrope": lambda: LlamaConfig(**BASE, rope_parameters=_longrope(8)),
+    "phi3": lambda: Phi3Config(**BASE),
     "phi3-longrope": lambda: Phi3Config(
-        **_BASE, original_max_position_embeddings=SWITCH_LENGTH, rope_parameters=_longrope(8)
+        **BASE, original_max_position_embeddings=SWITCH_LENGTH, rope_parameters=_longrope(8)
     ),
-    "qwen2": lambda: Qwen2Config(**_BASE),
-    "qwen3": lambda: Qwen3Config(**_BASE),
-    "mistral-window": lambda: MistralConfig(**_BASE, sliding_window=WINDOW),
+    "qwen2": lambda: Qwen2Config(**BASE),
+    "qwen3": lambda: Qwen3Config(**BASE),
+    "mistral-window": lambda: MistralConfig(**BASE, sliding_window=WINDOW),
     "gemma2": lambda: Gemma2Config(
-        **_BASE | {"num_hidden_layers": 4, "tie_word_embeddings": True},
+        **BASE | {"num_hidden_layers": 4, "tie_word_embeddings": True},
         sliding_window=WINDOW,
         query_pre_attn_scalar=24,
         attn_logit_softcapping=20.0,
         final_logit_softcapping=30.0,
     ),
-    "glm4": lambda: Glm4Config(**_BASE, partial_rotary_factor=0.5),
-    "mixtral": lambda: MixtralConfig(**_BASE, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    "glm4": lambda: Glm4Config(**BASE, partial_rotary_factor=0.5),
+    "mixtral": lambda: MixtralConfig(**BASE, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
 }
 
 

@@ -11,7 +11,7 @@ from longspan.core.engine import Engine, EngineConfig
 from longspan.core.protocols import Limits
 from longspan.core.steps import Link
 from longspan.jobs import JobMaker
-from longspan.model.sharding import check_degree
+from longspan.model.sharding import check_can_be_split, check_degree
 from longspan.model.source import prepare
 from longspan.model.store import read_info
 from longspan.policy import make_policy
@@ -177,6 +177,8 @@ class Deployment:
         """Raises ValueError when the model cannot be split as wanted."""
         shares_layers = options.get("exchange") == "gather_hidden"
         check_degree(self.info.specs, self._spec.tp, self._spec.instances if shares_layers else 1)
+        if shares_layers or self._spec.tp > 1:
+            check_can_be_split(self.files, self.info.specs)
 
     def restart(self) -> None:
         """Starts new workers in place of lost ones; every request goes on where it was.

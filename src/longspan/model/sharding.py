@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 
 from longspan.attn.spec import AttnSpec
 from longspan.core.heads import HeadShare, cut_evenly, deal_heads
-from longspan.model.files import ModelError
+from longspan.model.files import ModelError, ModelFiles
+from longspan.model.support import build_skeleton, load_config
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 _ROUTER = re.compile(r"\.gate\.weight$")
@@ -151,6 +152,17 @@ def check_degree(specs: Sequence[AttnSpec], tp: int, num_sharing: int = 1) -> No
                     f"exchange gather_hidden splits {len(share.heads)} query heads and {len(share.kv_heads)} KV heads "
                     f"between {num_sharing} instances, and one would have none: use fewer, or another exchange"
                 )
+
+
+def check_can_be_split(files: ModelFiles, specs: tuple[AttnSpec, ...]) -> None:
+    """Raises ModelError unless it is known how to split every weight of a layer, and where its attention is."""
+    skeleton = build_skeleton(load_config(files.config_dir, files.trust_remote_code), files.trust_remote_code)
+    shard = Shard(index=0, size=2, specs=specs)
+    for name, weight in skeleton.named_parameters():
+        shard.cut(name, weight)
+    layers = getattr(skeleton, skeleton.base_model_prefix)
+    if len(attention_modules(skeleton)) != len(specs) or not hasattr(layers, "rotary_emb"):
+        raise ModelError(f"{skeleton.config.model_type} cannot be split by heads: its attention is not of a known form")
 
 
 def sum_partial_results(module: PreTrainedModel, shard: Shard, reduce: Callable[[Tensor], Tensor]) -> None:
