@@ -11,6 +11,7 @@ from longspan.core.engine import Engine, EngineConfig
 from longspan.core.protocols import Limits
 from longspan.core.steps import Link
 from longspan.jobs import JobMaker
+from longspan.model.profiles import subject_of
 from longspan.model.sharding import check_degree
 from longspan.model.source import prepare
 from longspan.model.store import read_info
@@ -90,6 +91,7 @@ class Deployment:
         tokenizer = None if skip_tokenizer_init else arguments.require_tokenizer(files)
         self.info = read_info(files.weights)
         check_degree(self.info.specs, spec.tp)
+        self.subject = subject_of(files, device, tp=spec.tp, threads=threads, native=kernel is not None)
         num_blocks = num_gpu_blocks_override or arguments.num_blocks(
             self.info, files, device, spec, block_size, kv_cache_memory_bytes
         )

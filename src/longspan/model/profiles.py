@@ -1,0 +1,66 @@
+"""Where profiles are kept: a file per model, precision and machine in the cache folder."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import re
+from pathlib import Path
+
+import msgspec
+import torch
+
+from longspan.cost.profile import Profile, Subject
+from longspan.model.cache import cache_root, write_file
+from longspan.model.files import ModelError, ModelFiles
+
+
+def subject_of(files: ModelFiles, device: str, *, tp: int, threads: int, native: bool) -> Subject:
+    """What a profile would be of that is measured here; `native`: with the attention kernel of our own."""
+    folder = Path(files.name)
+    accelerator = f", {torch.cuda.get_device_name()}" if device == "cuda" else ""
+    return Subject(
+        model=str(folder.resolve()) if folder.is_dir() else files.name,
+        dtype=files.dtype,
+        device=device,
+        tp=tp,
+        threads=threads,
+        kernel="native" if native else "torch",
+        machine=_cpu_name() + accelerator,
+    )
+
+
+def profile_file(subject: Subject) -> Path:
+    """Where the profile of this subject is, or would be."""
+    digest = hashlib.sha256(msgspec.json.encode(subject)).hexdigest()[:12]
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", Path(subject.model).name)
+    return cache_root() / "profiles" / f"{name}-{digest}.json"
+
+
+def load_profile(subject: Subject) -> Profile | None:
+    """The profile of this subject, if there is one.
+
+    Raises:
+        ModelError: when the file is there and is none.
+    """
+    path = profile_file(subject)
+    try:
+        return Profile.from_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"the profile {path} cannot be read ({error}): remove it, or measure again") from error
+
+
+def save_profile(profile: Profile) -> None:
+    """Replaces the profile of its subject. Raises ModelError when the cache cannot be written to."""
+    write_file(profile_file(profile.subject), profile.to_json())
+
+
+def _cpu_name() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor() or platform.machine()
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1].strip() if found else platform.machine()
