@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,6 +17,8 @@ from longspan.core.protocols import Limits
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Forward, Free
+from longspan.cost.profile import Prefill, Profile, Subject
+from longspan.policy.choosing import Facts
 
 RANDOM_RUNS = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -37,6 +40,29 @@ class Job:
     abort_turn: int | None
 
 
+def machine(num_instances: int) -> Profile:
+    """Prompts of up to 30 tokens are quicker on one instance; of longer ones every exchange is the quickest of some."""
+    profile = Profile(
+        subject=Subject(model="m", dtype="d", device="d", tp=1, threads=1, kernel="k", machine="m"),
+    )
+    terms = {"local": (0, 4, 0, 0.0), "ring_kv": (60, 2, 1e-2, 0.0), "ring_q": (60, 2.4, 0, 0.0)}
+    terms |= {"alltoall": (80, 1.6, 5e-3, 0.0), "gather_kv": (60, 1.8, 2e-2, 1e-2), "chain": (60, 2, 0, 0.0)}
+    for (exchange, (a, b, c, d)), new, cached in itertools.product(terms.items(), (1, 10, 100), (0, 50)):
+        members = 1 if exchange == "local" else num_instances
+        if exchange == "local" or num_instances > 1:
+            seconds = a + b * new + c * cached * new + d * new * new
+            times = Prefill(
+                members=members,
+                exchange=exchange,  # type: ignore[arg-type]  # a name of one
+                new_tokens=new,
+                cached_tokens=cached,
+                seconds=(seconds,),
+            )
+            profile = profile.with_prefill(times)
+    return profile
+
+
+MACHINES = {number: machine(number) for number in range(1, 5)}
 SHARINGS: list[dict[str, str]] = [
     {},
     {"layout": "striped"},
@@ -55,7 +81,7 @@ def setups(draw: st.DrawFn) -> Setup:
     num_instances = draw(st.integers(1, 4))
     policy = draw(st.sampled_from(["chunked", "context"])) if num_instances == 1 else "context"
     options = {
-        "threshold": str(draw(st.integers(0, 60))),
+        "threshold": draw(st.sampled_from(["auto", *map(str, (0, 0, 5, 20, 40, 60))])),
         "long_share": str(draw(st.sampled_from([0.1, 0.5, 0.75, 1]))),
         **draw(st.sampled_from(SHARINGS)),
     }
@@ -78,6 +104,7 @@ def setups(draw: st.DrawFn) -> Setup:
         prefix_caching=draw(st.booleans()),
         max_steps_in_flight=draw(st.sampled_from([1, 2, 2])),
         uneven=draw(st.integers(0, 3)),
+        facts=Facts(profile=draw(st.sampled_from([None, MACHINES[num_instances]]))),
     )
 
 

@@ -10,12 +10,14 @@ from longspan import arguments
 from longspan.core.engine import Engine, EngineConfig
 from longspan.core.protocols import Limits
 from longspan.core.steps import Link
+from longspan.cost.shapes import typical_hardware
 from longspan.jobs import JobMaker
-from longspan.model.profiles import subject_of
+from longspan.model.profiles import load_profile, subject_of
 from longspan.model.sharding import check_degree
 from longspan.model.source import prepare
-from longspan.model.store import read_info
+from longspan.model.store import DTYPES, read_info
 from longspan.policy import make_policy
+from longspan.policy.choosing import Facts
 from longspan.runtime.launch import start_workers
 from longspan.runtime.local import LocalExecutor, MonotonicClock
 
@@ -83,7 +85,7 @@ class Deployment:
             block_size=block_size, max_model_len=max_model_len, num_gpu_blocks_override=num_gpu_blocks_override
         )
         limits = Limits(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
-        chosen = make_policy(policy, num_instances=spec.instances, options=policy_options or {})
+        make_policy(policy, num_instances=spec.instances, options=policy_options or {})
         kernel = arguments.attention_kernel(attention_backend, device, dtype)  # compiles: after the cheap checks
         self.files = files = prepare(
             model, dtype=dtype, load_format=load_format, seed=seed, trust_remote_code=trust_remote_code
@@ -92,6 +94,12 @@ class Deployment:
         self.info = read_info(files.weights)
         check_degree(self.info.specs, spec.tp)
         self.subject = subject_of(files, device, tp=spec.tp, threads=threads, native=kernel is not None)
+        self._facts = Facts(
+            shape=self.info.shape(DTYPES[dtype].itemsize),
+            hardware=typical_hardware(device, threads),
+            profile=load_profile(self.subject),
+        )
+        chosen = make_policy(policy, num_instances=spec.instances, options=policy_options or {}, facts=self._facts)
         num_blocks = num_gpu_blocks_override or arguments.num_blocks(
             self.info, files, device, spec, block_size, kv_cache_memory_bytes
         )
@@ -160,7 +168,7 @@ class Deployment:
             RuntimeError: when requests are unfinished.
         """
         num_instances = self.engine.config.num_instances
-        self.engine.set_policy(make_policy(policy, num_instances=num_instances, options=options))
+        self.engine.set_policy(make_policy(policy, num_instances=num_instances, options=options, facts=self._facts))
 
     def restart(self) -> None:
         """Starts new workers in place of lost ones; every request goes on where it was.

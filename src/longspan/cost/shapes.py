@@ -50,6 +50,16 @@ class Hardware:
         _check_positive(self)
 
 
+def typical_hardware(device: str, threads: int) -> Hardware:
+    """Speeds within a factor of a few, for want of measurements.
+
+    Of CPU threads that attend in float32, and messages between processes; of accelerators of 2023, and their links.
+    """
+    if device == "cuda":
+        return Hardware(flops_per_s=4e14, bytes_per_s=5e10)
+    return Hardware(flops_per_s=6e10 * threads, bytes_per_s=1.5e9)
+
+
 def _check_positive(numbers: ModelShape | Hardware) -> None:
     for field in fields(numbers):
         value = getattr(numbers, field.name)

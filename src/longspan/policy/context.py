@@ -1,8 +1,9 @@
 """Context parallelism for long prompts beside continuous batching for short ones (arXiv 2411.01783).
 
-A prompt longer than `threshold` tokens is dealt zigzag over all instances, chunk by chunk, and prefilled with ring
-pass-KV; its decode leaves KV where it is, rotates the home of new tokens per block, and moves queries. A shorter one
-stays on the instance where it is expected to finish its prefill first. Instances that share a request step together.
+A long prompt is dealt zigzag over all instances, chunk by chunk, and prefilled with ring pass-KV or what else is
+quickest; its decode leaves KV where it is, rotates the home of new tokens per block, and moves queries. A shorter one
+stays on the instance where it is expected to finish its prefill first. A prompt is long when all instances are expected
+to be done with it before one would be (`choosing.py`). Instances that share a request step together.
 Dealt prompts are prefilled one after the other; short ones may start meanwhile.
 """
 
@@ -11,15 +12,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from longspan.core.account import PrefixHit
 from longspan.core.protocols import ClusterView, Plan, Share
 from longspan.core.request import Request
 from longspan.core.runs import Deal
 from longspan.policy.batching import Batch, Budget, fill, single_share
+from longspan.policy.choosing import Chooser, Facts
 from longspan.policy.dealing import Room, Shape, deal_chunk, deal_to_last, holders
 from longspan.policy.options import parse_options
 from longspan.policy.sharing import SharingOptions
+
+_UNMEASURED_THRESHOLD = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,19 +32,20 @@ class ContextOptions(SharingOptions):
     """Options of `context`, besides those of how requests are shared.
 
     Attributes:
-        threshold: prompts of more tokens than this are dealt over all instances.
+        threshold: prompts of more tokens than this are dealt over all instances; `auto` goes by the profile of this
+            machine, and is 1024 without one.
         long_share: the part of a step's token budget that a dealt prompt may take while other requests are there.
 
     Raises:
         ValueError: for a value out of range.
     """
 
-    threshold: int = 1024
+    threshold: int | Literal["auto"] = "auto"
     long_share: float = 0.75
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.threshold < 0:
+        if self.threshold != "auto" and self.threshold < 0:
             raise ValueError(f"threshold must be at least 0, but {self.threshold} given")
         if not 0 < self.long_share <= 1:
             raise ValueError(f"long_share must be above 0 and at most 1, but {self.long_share} given")
@@ -48,16 +54,17 @@ class ContextOptions(SharingOptions):
 class Context:
     """See the module. `grow` and `admit` are its `Placement`."""
 
-    def __init__(self, num_instances: int, options: ContextOptions) -> None:
+    def __init__(self, num_instances: int, options: ContextOptions, facts: Facts) -> None:
         self._everyone = tuple(range(num_instances))
         self._options = options
+        self._chooser = Chooser(num_instances, facts, options.wanted)
 
     @classmethod
-    def create(cls, num_instances: int, options: Mapping[str, str]) -> Context:
+    def create(cls, num_instances: int, options: Mapping[str, str], facts: Facts) -> Context:
         """Raises ValueError for an unknown option or a bad value."""
         parsed = parse_options("context", ContextOptions, options)
         parsed.check_group(num_instances)
-        return cls(num_instances, parsed)
+        return cls(num_instances, parsed, facts)
 
     def capacity_tokens(self, *, num_blocks: int, block_size: int) -> int:
         """All pools together: a request that outgrows one instance is dealt over all."""
@@ -95,8 +102,13 @@ class Context:
         return in_turn
 
     def _is_dealt(self, request: Request, view: ClusterView) -> bool:
-        too_large = self._is_too_large(request, view)
-        return len(self._everyone) > 1 and (request.num_tokens > self._options.threshold or too_large)
+        return len(self._everyone) > 1 and (self._is_long(request.num_tokens) or self._is_too_large(request, view))
+
+    def _is_long(self, num_tokens: int) -> bool:
+        if self._options.threshold != "auto":
+            return num_tokens > self._options.threshold
+        shares = self._chooser.shares(num_tokens)
+        return num_tokens > _UNMEASURED_THRESHOLD if shares is None else shares
 
     def _is_too_large(self, request: Request, view: ClusterView) -> bool:
         return request.blocks_for(request.num_tokens) > view.account.pool(0).num_blocks
@@ -135,8 +147,10 @@ class Context:
             blocks=tuple(budget.blocks[i] - cost[i] for i in group),
             block_size=request.block_size,
         )
-        exchange = self._options.exchange_for(request.num_tokens - start)
-        shape = self._options.shape if request.num_tokens - start > 1 else Shape()
+        exchange, shape = self._options.of_decode, Shape()
+        if request.num_tokens - start > 1:
+            exchange = self._options.wanted or self._chooser.exchange(request.num_tokens - start, start)
+            shape = self._options.shape
         owners = [group.index(ref.instance) for ref in table]
         dealt: Deal | None = None
         held: tuple[int, ...] = ()
