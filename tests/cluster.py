@@ -237,7 +237,7 @@ class CheckedExecutor:
         assert len(part.group) == len(part.runs) == len(set(part.group))
         assert all(0 <= ref.block < self._setup.num_blocks for ref in part.blocks)
         assert (part.exchange == "local") == (len(part.group) == 1)
-        by_default = self._setup.options.get("exchange", "auto") == "auto" and self._setup.facts == Facts()
+        by_default = self._setup.options.get("exchange", "auto") == "auto" and self._setup.facts.profile is None
         assert not by_default or part.exchange != "ring_q" or part.stop == part.start + 1
         assert (part.sample is not None) == (part.stop >= request.num_known)
         assert UNKNOWN not in part.tokens[:-1], "at most the last token is yet to be sampled"

@@ -17,6 +17,7 @@ from longspan.core.protocols import Limits
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Forward, Free
+from longspan.cost.partition_table import Entry, PartitionTable
 from longspan.cost.profile import Prefill, Profile, Subject
 from longspan.policy.choosing import Facts
 
@@ -74,16 +75,25 @@ SHARINGS: list[dict[str, str]] = [
     {"exchange": "chain", "layout": "contiguous"},
     {"exchange": "chain", "home": "computed"},
 ]
+CHAINS: list[dict[str, str]] = [{}, {"partition": "even"}, {"partition": "predicted", "home": "computed"}]
+TABLE = PartitionTable(
+    tuple(
+        Entry(model="m", members=members, length=length, fractions=fractions)
+        for members, fractions in ((2, (0.7, 0.3)), (3, (0.5, 0.3, 0.2)), (4, (0.1, 0.2, 0.3, 0.4)))
+        for length, fractions in ((20, fractions), (100, fractions[::-1]))
+    )
+)
 
 
 @st.composite
 def setups(draw: st.DrawFn) -> Setup:
     num_instances = draw(st.integers(1, 4))
-    policy = draw(st.sampled_from(["chunked", "context"])) if num_instances == 1 else "context"
+    policies = ["chunked", "context", "runahead"] if num_instances == 1 else ["context", "context", "runahead"]
+    policy = draw(st.sampled_from(policies))
     options = {
         "threshold": draw(st.sampled_from(["auto", *map(str, (0, 0, 5, 20, 40, 60))])),
         "long_share": str(draw(st.sampled_from([0.1, 0.5, 0.75, 1]))),
-        **draw(st.sampled_from(SHARINGS)),
+        **draw(st.sampled_from(CHAINS if policy == "runahead" else SHARINGS)),
     }
     if options.get("layout") == "contiguous" and draw(st.booleans()):
         weights = draw(st.lists(st.integers(1, 9), min_size=num_instances, max_size=num_instances))
@@ -95,7 +105,7 @@ def setups(draw: st.DrawFn) -> Setup:
         num_blocks=num_blocks,
         block_size=block_size,
         policy=policy,
-        options=options if policy == "context" else {},
+        options=options if policy != "chunked" else {},
         max_model_len=draw(st.integers(2, most)) if draw(st.booleans()) else most,
         max_num_batched_tokens=draw(st.integers(1, 80)),
         max_num_seqs=draw(st.integers(1, 6)),
@@ -104,7 +114,7 @@ def setups(draw: st.DrawFn) -> Setup:
         prefix_caching=draw(st.booleans()),
         max_steps_in_flight=draw(st.sampled_from([1, 2, 2])),
         uneven=draw(st.integers(0, 3)),
-        facts=Facts(profile=draw(st.sampled_from([None, MACHINES[num_instances]]))),
+        facts=Facts(profile=draw(st.sampled_from([None, MACHINES[num_instances]])), partitions=TABLE, model="m"),
     )
 
 

@@ -12,7 +12,7 @@ from longspan.core.protocols import Limits
 from longspan.core.steps import Link
 from longspan.cost.shapes import typical_hardware
 from longspan.jobs import JobMaker
-from longspan.model.profiles import load_profile, subject_of
+from longspan.model.profiles import load_partitions, load_profile, subject_of
 from longspan.model.sharding import check_degree
 from longspan.model.source import prepare
 from longspan.model.store import DTYPES, read_info
@@ -31,7 +31,7 @@ class Deployment:
         threads_per_rank: CPU threads per worker; by default the cores are shared evenly.
         attention_backend: `native` is a kernel of our own, compiled on first use, for bfloat16 on CPUs with
             AVX512_BF16; `torch` is PyTorch's; `auto` takes the former where it can be had.
-        policy: `auto`, `chunked` or `context`, with `policy_options`.
+        policy: `auto`, `chunked`, `context` or `runahead`, with `policy_options`.
         seed: of the random numbers of requests that bring no seed, and of dummy weights.
         skip_tokenizer_init: serve token ids only; no tokenizer files are needed.
         load_format: `auto`, or `dummy` for random weights.
@@ -98,6 +98,8 @@ class Deployment:
             shape=self.info.shape(DTYPES[dtype].itemsize),
             hardware=typical_hardware(device, threads),
             profile=load_profile(self.subject),
+            model=self.subject.model,
+            partitions=load_partitions(self.subject),
         )
         chosen = make_policy(policy, num_instances=spec.instances, options=policy_options or {}, facts=self._facts)
         num_blocks = num_gpu_blocks_override or arguments.num_blocks(

@@ -1,4 +1,4 @@
-"""Where profiles are kept: a file per model, precision and machine in the cache folder."""
+"""Where profiles and tables of partitions are kept: a file per model, precision and machine in the cache folder."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from longspan.cost.partition_table import PartitionTable
 from longspan.cost.profile import Profile, Subject
 from longspan.model.cache import cache_root, write_file
 from longspan.model.files import ModelError, ModelFiles
@@ -50,6 +51,31 @@ def load_profile(subject: Subject) -> Profile | None:
         return None
     except (OSError, ValueError) as error:
         raise ModelError(f"the profile {path} cannot be read ({error}): remove it, or measure again") from error
+
+
+def partitions_file(subject: Subject) -> Path:
+    """Where its table of partitions is, or would be: beside the profile."""
+    return profile_file(subject).with_suffix(".partitions.json")
+
+
+def load_partitions(subject: Subject) -> PartitionTable:
+    """The partitions that were searched with this subject; none if nobody did.
+
+    Raises:
+        ModelError: when the file is there and is no table.
+    """
+    path = partitions_file(subject)
+    try:
+        return PartitionTable.from_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return PartitionTable()
+    except (OSError, ValueError) as error:
+        raise ModelError(f"the table {path} cannot be read ({error}): remove it, or search again") from error
+
+
+def save_partitions(subject: Subject, table: PartitionTable) -> None:
+    """Replaces the table. Raises ModelError when the cache cannot be written to."""
+    write_file(partitions_file(subject), table.to_json())
 
 
 def save_profile(profile: Profile) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from longspan.core.steps import Exchange
 from longspan.cost.exchange_rules import ring_kv_or_ring_q
@@ -22,14 +22,14 @@ class Facts:
         shape, hardware: what rules go by.
         profile: what was measured.
         model: what the table of partitions calls it.
-        partitions: searched ones.
+        partitions: searched ones; None when nobody looked for them yet, so that nothing is refused for want of one.
     """
 
     shape: ModelShape | None = None
     hardware: Hardware | None = None
     profile: Profile | None = None
     model: str = ""
-    partitions: PartitionTable = field(default_factory=PartitionTable)
+    partitions: PartitionTable | None = None
 
 
 class Chooser:

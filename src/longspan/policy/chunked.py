@@ -35,6 +35,9 @@ class Chunked:
         """All of the one pool."""
         return num_blocks * block_size
 
+    def check(self, num_prompt_tokens: int) -> None:
+        """Any prompt will do."""
+
     def plan(self, view: ClusterView) -> Plan:
         """One batch on instance 0 whenever it can take a step."""
         batch = None if view.full else fill(view, frozenset({0}), self)

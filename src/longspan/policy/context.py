@@ -22,14 +22,15 @@ from longspan.policy.batching import Batch, Budget, fill, single_share
 from longspan.policy.choosing import Chooser, Facts
 from longspan.policy.dealing import Room, Shape, deal_chunk, deal_to_last, holders
 from longspan.policy.options import parse_options
+from longspan.policy.partitions import Partitions
 from longspan.policy.sharing import SharingOptions
 
 _UNMEASURED_THRESHOLD = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContextOptions(SharingOptions):
-    """Options of `context`, besides those of how requests are shared.
+class LengthOptions:
+    """Which prompts are long, and how they get on with others.
 
     Attributes:
         threshold: prompts of more tokens than this are dealt over all instances; `auto` goes by the profile of this
@@ -44,19 +45,33 @@ class ContextOptions(SharingOptions):
     long_share: float = 0.75
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.threshold != "auto" and self.threshold < 0:
             raise ValueError(f"threshold must be at least 0, but {self.threshold} given")
         if not 0 < self.long_share <= 1:
             raise ValueError(f"long_share must be above 0 and at most 1, but {self.long_share} given")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ContextOptions(LengthOptions, SharingOptions):
+    """Options of `context`: which prompts are shared, and how.
+
+    Raises:
+        ValueError: for a value out of range, or options that contradict each other.
+    """
+
+    def __post_init__(self) -> None:
+        LengthOptions.__post_init__(self)
+        SharingOptions.__post_init__(self)
+
+
 class Context:
     """See the module. `grow` and `admit` are its `Placement`."""
 
-    def __init__(self, num_instances: int, options: ContextOptions, facts: Facts) -> None:
+    def __init__(
+        self, num_instances: int, options: ContextOptions, facts: Facts, partitions: Partitions | None = None
+    ) -> None:
         self._everyone = tuple(range(num_instances))
-        self._options = options
+        self._options, self._partitions = options, partitions
         self._chooser = Chooser(num_instances, facts, options.wanted)
 
     @classmethod
@@ -69,6 +84,11 @@ class Context:
     def capacity_tokens(self, *, num_blocks: int, block_size: int) -> int:
         """All pools together: a request that outgrows one instance is dealt over all."""
         return len(self._everyone) * num_blocks * block_size
+
+    def check(self, num_prompt_tokens: int) -> None:
+        """Raises ValueError for a prompt that is to be cut as a search found, when nobody searched."""
+        if self._partitions is not None and self._is_long(num_prompt_tokens):
+            self._partitions.check(num_prompt_tokens)
 
     def plan(self, view: ClusterView) -> Plan:
         """One batch per set of instances that share requests, where all of the set can take a step."""
@@ -150,7 +170,7 @@ class Context:
         exchange, shape = self._options.of_decode, Shape()
         if request.num_tokens - start > 1:
             exchange = self._options.wanted or self._chooser.exchange(request.num_tokens - start, start)
-            shape = self._options.shape
+            shape = self._shape(request.num_tokens)
         owners = [group.index(ref.instance) for ref in table]
         dealt: Deal | None = None
         held: tuple[int, ...] = ()
@@ -172,6 +192,11 @@ class Context:
             exchange=exchange,
             hit=hit,
         )
+
+    def _shape(self, num_tokens: int) -> Shape:
+        """How a prompt of this length is dealt."""
+        shape = self._options.shape
+        return shape if self._partitions is None else replace(shape, fractions=self._partitions.fractions(num_tokens))
 
     def _long_share(self, view: ClusterView) -> int:
         tokens = view.limits.max_num_batched_tokens
