@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from test_profile import SUBJECT, prefill
 
 from longspan.cost.exchange_rules import ring_kv_or_ring_q
-from longspan.cost.profile import SHARED, Profile, prompts_of
+from longspan.cost.profile import Profile
+from longspan.cost.profile_plan import SHARED, prompts_of
 from longspan.cost.shapes import Hardware, ModelShape
 from longspan.policy.choosing import Chooser, Facts
 
@@ -47,7 +48,7 @@ def test_slow_links_share_nothing(members: int, length: int) -> None:
 @given(st.integers(2, 8), LENGTHS, LENGTHS)
 def test_who_shares_a_prompt_shares_longer_ones(members: int, length: int, more: int) -> None:
     """A group that starts late pays off from some length on."""
-    chooser = Chooser(members, Facts(profile=machine(members, link_s=1e-6, start_s=0.05)))
+    chooser = Chooser(members, Facts(profile=machine(members, link_s=0.0, start_s=0.05)))
     assert not chooser.shares(64)
     assert chooser.shares(100_000)
     assert not chooser.shares(length) or chooser.shares(length + more)

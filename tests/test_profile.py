@@ -8,16 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longspan.cost.profile import (
-    SHARED,
-    Prefill,
-    Profile,
-    Subject,
-    default_lengths,
-    missing,
-    prompts_of,
-)
-from longspan.cost.time_fit import fit_times
+from longspan.cost.profile import Prefill, Profile, Subject, Transfer, TransferKind
+from longspan.cost.profile_plan import SHARED, default_lengths, kinds_of_links, missing, prompts_of
+from longspan.cost.shapes import ModelShape
+from longspan.cost.time_fit import Times, fit_link, fit_times
 
 SUBJECT = Subject(
     model="m", dtype="float32", device="cpu", tp=1, threads=1, kernel="torch", machine="a processor of some kind"
@@ -70,6 +64,33 @@ def test_errors_are_those_of_the_samples() -> None:
     assert fit.max_error < 0.2
 
 
+def test_predictions_are_what_was_measured_where_it_was() -> None:
+    draw = random.Random(1)
+    samples = tuple((n, p, (1e-3 * n + 1e-7 * n * n) * draw.uniform(0.8, 1.2)) for n, p in PROMPTS)
+    fit = fit_times(samples)
+    assert fit is not None
+    times = Times(fit=fit, samples=samples)
+    for new, cached, seconds in samples:
+        assert times.seconds(new, cached) == pytest.approx(seconds, rel=1e-3)
+    errors = [seconds / fit.seconds(new, cached) for new, cached, seconds in samples]
+    for new, cached in ((700, 0), (100_000, 100_000), (1, 0)):
+        correction = times.seconds(new, cached) / fit.seconds(new, cached)
+        assert min(errors) <= correction <= max(errors)
+
+
+@given(st.floats(0, 1e-2), st.floats(1e3, 1e12))
+def test_a_link_is_found_again(start_s: float, bytes_per_s: float) -> None:
+    link = fit_link([(size, start_s + size / bytes_per_s) for size in (2**12, 2**16, 2**20, 2**24)])
+    assert link is not None and link.max_error < 1e-6
+    assert link.bytes_per_s == pytest.approx(bytes_per_s, rel=1e-3)
+    assert link.start_s == pytest.approx(start_s, rel=1e-3, abs=1e-6 * 2**12 / bytes_per_s)
+
+
+@pytest.mark.parametrize("samples", [[], [(5, 1.0)], [(5, 1.0), (5, 2.0)], [(1, 1.0), (1000, 0.5)]])
+def test_links_of_one_size_or_without_bytes_have_no_speed(samples: list[tuple[int, float]]) -> None:
+    assert fit_link(samples) is None
+
+
 def test_times_without_duration_are_refused() -> None:
     with pytest.raises(ValueError, match="takes some time"):
         fit_times([(1, 0, 1.0), (2, 0, 0.0)])
@@ -118,6 +139,52 @@ def test_fits_and_rules_are_of_groups() -> None:
     assert ring is not None and ring.missed == ()
     assert [ring.rule.choose(2048, 0), ring.rule.choose(64, 2048)] == ["ring_kv", "ring_q"]
     assert profile.ring_rule(1) is None
+
+
+def transfer(kind: TransferKind, num_bytes: int, *seconds: float, members: int = 2) -> Transfer:
+    return Transfer(kind=kind, members=members, num_bytes=num_bytes, seconds=seconds)
+
+
+def test_links_are_of_a_kind_and_a_number_of_ranks() -> None:
+    profile = Profile(subject=SUBJECT)
+    assert profile.link("alltoall", 2) is None
+    for size in (1000, 2000):
+        profile = profile.with_transfer(transfer("alltoall", size, 5.0))
+        profile = profile.with_transfer(transfer("alltoall", size, 9.0, 1e-3 + size * 1e-6, 0.0001))
+        profile = profile.with_transfer(transfer("alltoall", size, size * 1e-3, members=3))
+    assert profile.links == [("alltoall", 2), ("alltoall", 3)]
+    two, three = profile.link("alltoall", 2), profile.link("alltoall", 3)
+    assert two is not None and two.bytes_per_s == pytest.approx(1e6)
+    assert three is not None and three.bytes_per_s == pytest.approx(1e3)
+    assert Profile.from_json(profile.to_json()) == profile
+
+
+@pytest.mark.parametrize("wrong", [(0, 1.0), (5, 0.0), (5,)])
+def test_what_is_no_transfer_is_refused(wrong: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="not a measured transfer"):
+        transfer("host_copy", int(wrong[0]), *wrong[1:])
+
+
+def test_every_number_of_ranks_has_links_of_its_own() -> None:
+    assert kinds_of_links(1) == {("host_copy", 1)}
+    assert kinds_of_links(3) - kinds_of_links(2) == {("alltoall", 3), ("all_gather", 3)}
+
+
+def test_hardware_as_it_showed() -> None:
+    """10 GFLOP/s in attention, which is 4 * heads * head_dim operations for each pair and layer."""
+    shape = ModelShape(num_layers=10, hidden_size=1, num_heads=5, num_kv_heads=5, head_dim=50, bytes_per_element=4)
+    pair_s = 10 * 4 * 5 * 50 / 1e10
+    profile = Profile(subject=SUBJECT)
+    for new, cached in PROMPTS:
+        seconds = 1e-3 * new + pair_s * new * (cached + new / 2)
+        profile = profile.with_prefill(prefill(new, cached, seconds, members=1, exchange="local"))
+    assert profile.hardware(shape) is None, "no link is known"
+    for size in (1000, 2000):
+        profile = profile.with_transfer(transfer("point_to_point", size, size / 1e8))
+    hardware = profile.hardware(shape)
+    assert hardware is not None
+    assert hardware.flops_per_s == pytest.approx(1e10, rel=1e-3)
+    assert hardware.bytes_per_s == pytest.approx(1e8)
 
 
 # ---------------------------------------------------------------- what to measure

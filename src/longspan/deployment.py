@@ -10,7 +10,8 @@ from longspan import arguments
 from longspan.core.engine import Engine, EngineConfig
 from longspan.core.protocols import Limits
 from longspan.core.steps import Link
-from longspan.cost.shapes import typical_hardware
+from longspan.cost.profile import Subject
+from longspan.cost.shapes import ModelShape, typical_hardware
 from longspan.jobs import JobMaker
 from longspan.model.profiles import load_partitions, load_profile, subject_of
 from longspan.model.sharding import check_degree
@@ -94,14 +95,8 @@ class Deployment:
         self.info = read_info(files.weights)
         check_degree(self.info.specs, spec.tp)
         self.subject = subject_of(files, device, tp=spec.tp, threads=threads, native=kernel is not None)
-        self._facts = Facts(
-            shape=self.info.shape(DTYPES[dtype].itemsize),
-            hardware=typical_hardware(device, threads),
-            profile=load_profile(self.subject),
-            model=self.subject.model,
-            partitions=load_partitions(self.subject),
-        )
-        chosen = make_policy(policy, num_instances=spec.instances, options=policy_options or {}, facts=self._facts)
+        self.facts = _facts(self.subject, self.info.shape(DTYPES[dtype].itemsize))
+        chosen = make_policy(policy, num_instances=spec.instances, options=policy_options or {}, facts=self.facts)
         num_blocks = num_gpu_blocks_override or arguments.num_blocks(
             self.info, files, device, spec, block_size, kv_cache_memory_bytes
         )
@@ -170,7 +165,7 @@ class Deployment:
             RuntimeError: when requests are unfinished.
         """
         num_instances = self.engine.config.num_instances
-        self.engine.set_policy(make_policy(policy, num_instances=num_instances, options=options, facts=self._facts))
+        self.engine.set_policy(make_policy(policy, num_instances=num_instances, options=options, facts=self.facts))
 
     def restart(self) -> None:
         """Starts new workers in place of lost ones; every request goes on where it was.
@@ -191,3 +186,16 @@ class Deployment:
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+
+def _facts(subject: Subject, shape: ModelShape) -> Facts:
+    """With what was measured on this machine, if anything was."""
+    profile = load_profile(subject)
+    measured = None if profile is None else profile.hardware(shape)
+    return Facts(
+        shape=shape,
+        hardware=measured or typical_hardware(subject.device, subject.threads),
+        profile=profile,
+        model=subject.model,
+        partitions=load_partitions(subject),
+    )

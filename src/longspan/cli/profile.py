@@ -12,7 +12,6 @@ from rich.console import Console
 
 from longspan.cli.bundles import bundled
 from longspan.cli.options import EngineOptions, ModelArgument, id_list
-from longspan.cli.profile_report import as_fields, tables
 from longspan.core.parallel import ParallelSpec
 
 if TYPE_CHECKING:
@@ -30,31 +29,47 @@ def profile(
         typer.Option(metavar="N,N,...", help="Prompt lengths; if not given, 512, 1024 and so on up to the longest."),
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 3,
+    partitions: Annotated[
+        bool, typer.Option("--partitions", help="Also search how chains cut prompts, for the policy runahead.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and no tables.")] = False,
     engine: EngineOptions = _ENGINE,
 ) -> int:
     """Measures how fast this machine is with a model, alone and in groups, so that policies choose by it.
 
     Prompts are timed on one instance and on groups of two and more, with every exchange. Each time is kept in the cache
-    folder at once: run it again after it was stopped, and it goes on. What was measured is not measured again.
+    folder at once: run it again after it was stopped, and it goes on. What was measured is not measured again. The
+    speeds of links between ranks are measured, too.
     """
-    from longspan.cli.profile_run import measure  # noqa: PLC0415 - other verbs need none of it
+    from longspan.cli import profile_partitions, profile_report, profile_run  # noqa: PLC0415 - other verbs need no numpy
 
+    _check(engine)
+    spec = ParallelSpec.parse(engine.arguments()["parallel"])
+    if partitions and spec.instances == 1:
+        raise ValueError("--partitions are of prompts over several instances, but there is 1: give --parallel")
+    wanted = None if lengths is None else id_list("--lengths", lengths)
+    start = partial(_start, model, engine, spec)
+    found = profile_run.measure(start, spec.instances, wanted, repeats)
+    found = profile_run.measure_links(found, spec.instances)
+    if partitions:
+        table = profile_partitions.search_partitions(start, found, spec.instances, wanted, repeats)
+    else:
+        table = profile_partitions.known_partitions(found)
+    if as_json:
+        typer.echo(json.dumps(profile_report.as_fields(found, table)))
+    else:
+        for one in profile_report.tables(found, table):
+            Console().print(one)
+    return 0
+
+
+def _check(engine: EngineOptions) -> None:
     if (engine.policy, engine.exchange, engine.layout, engine.fractions) != ("auto", "auto", "auto", None):
         raise ValueError("profile tries the exchanges itself: leave out --policy, --exchange, --layout and --fractions")
     if engine.policy_option:
         raise ValueError(f"profile sets options of policies itself: leave out -o {engine.policy_option[0]}")
     if not engine.enable_prefix_caching:
         raise ValueError("profile measures prompts behind cached ones: leave out --no-enable-prefix-caching")
-    spec = ParallelSpec.parse(engine.arguments()["parallel"])
-    wanted = None if lengths is None else id_list("--lengths", lengths)
-    found = measure(partial(_start, model, engine, spec), spec.instances, wanted, repeats)
-    if as_json:
-        typer.echo(json.dumps(as_fields(found)))
-    else:
-        for table in tables(found):
-            Console().print(table)
-    return 0
 
 
 def _start(model: str, engine: EngineOptions, spec: ParallelSpec, instances: int) -> LLM:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from longspan.core.sampling import SamplingParams
-from longspan.cost.profile import Prefill, Profile, Task, default_lengths, missing, prompts_of
+from longspan.cost.profile import Prefill, Profile
+from longspan.cost.profile_plan import Task, default_lengths, kinds_of_links, missing, prompts_of
 
 if TYPE_CHECKING:
     from longspan.llm import LLM
@@ -52,6 +53,19 @@ def measure(start: Start, most_members: int, lengths: Sequence[int] | None, repe
     return profile
 
 
+def measure_links(profile: Profile, num_ranks: int) -> Profile:
+    """With the speeds of links between so many ranks, measured unless they were."""
+    from longspan.model.profiles import save_profile  # noqa: PLC0415 - loads torch
+    from longspan.runtime.links import time_links  # noqa: PLC0415 - loads torch
+
+    if kinds_of_links(num_ranks) <= set(profile.links):
+        return profile
+    for transfer in time_links(num_ranks, profile.subject.device):
+        profile = profile.with_transfer(transfer)
+    save_profile(profile)
+    return profile
+
+
 def _prompts(lengths: Sequence[int] | None, max_model_len: int) -> list[tuple[int, int]]:
     if lengths is None:
         return prompts_of(default_lengths(max_model_len), max_model_len)
@@ -85,19 +99,27 @@ def _warm_up(llm: LLM, members: int) -> None:
 
 
 def _timed(llm: LLM, task: Task, *, seed: int) -> float:
-    """Seconds to the first token of a random prompt, whose first `cached_tokens` have been computed before."""
     if task.members > 1:
         llm.set_policy("context", {"exchange": task.exchange, "threshold": "0"})
+    return timed(llm, task.new_tokens, task.cached_tokens, seed=seed)
+
+
+def timed(llm: LLM, new_tokens: int, cached_tokens: int, *, seed: int) -> float:
+    """Seconds to the first token of a random prompt, whose first `cached_tokens` have been computed before.
+
+    Raises:
+        ValueError: when those did not stay.
+        WorkerLostError: when a worker dies.
+    """
     draw = random.Random(seed)
-    length = task.cached_tokens + task.new_tokens
-    prompt = [draw.randrange(llm.info.vocab_size) for _ in range(length)]
-    if task.cached_tokens:
-        llm.generate(prompt[: task.cached_tokens], _ONE_TOKEN, use_tqdm=False)
+    prompt = [draw.randrange(llm.info.vocab_size) for _ in range(cached_tokens + new_tokens)]
+    if cached_tokens:
+        llm.generate(prompt[:cached_tokens], _ONE_TOKEN, use_tqdm=False)
     [output] = llm.generate(prompt, _ONE_TOKEN, use_tqdm=False)
-    if task.cached_tokens and output.metrics.num_cached_tokens < task.cached_tokens:
+    if cached_tokens and output.metrics.num_cached_tokens < cached_tokens:
         raise ValueError(
-            f"of {task.cached_tokens} tokens only {output.metrics.num_cached_tokens} stayed cached: allow more KV "
-            "memory, or give shorter --lengths"
+            f"of {cached_tokens} tokens only {output.metrics.num_cached_tokens} stayed cached: allow more KV memory, "
+            "or give shorter --lengths"
         )
     assert output.metrics.ttft_s is not None, "a token was asked for"
     return output.metrics.ttft_s

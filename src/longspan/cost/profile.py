@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable
-from itertools import chain
-from typing import Self
+from typing import Literal, Self
 
 import msgspec
 
 from longspan.core.steps import Exchange
 from longspan.cost.ring_fit import RingFit, RingSample, fit_appendix_d
-from longspan.cost.time_fit import TimeFit, fit_times
+from longspan.cost.shapes import Hardware, ModelShape
+from longspan.cost.time_fit import LinkFit, Sample, TimeFit, Times, fit_link, fit_times
 
 
 class Subject(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,11 +60,29 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return statistics.median(self.seconds)
 
 
+TransferKind = Literal["point_to_point", "alltoall", "all_gather", "host_copy"]
+"""One way between two ranks; among all ranks, each to each its own or the same; between a device and its host."""
+
+
+class Transfer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds of a call in which each rank that sends anything sends so many bytes, time after time."""
+
+    kind: TransferKind
+    members: int
+    num_bytes: int
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if self.num_bytes < 1 or not self.seconds or min(self.seconds) <= 0:
+            raise ValueError(f"not a measured transfer: {self}")
+
+
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything measured of a subject so far."""
 
     subject: Subject
     prefills: tuple[Prefill, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
 
     def with_prefill(self, prefill: Prefill) -> Self:
         """A profile that also has these times, beside those that it has of such a prefill."""
@@ -75,11 +92,22 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         joined = msgspec.structs.replace(prefill, seconds=seconds)
         return msgspec.structs.replace(self, prefills=(*kept, joined))
 
+    def with_transfer(self, transfer: Transfer) -> Self:
+        """A profile with these times of such a transfer, in place of those that it has."""
+        key = transfer.kind, transfer.members, transfer.num_bytes
+        kept = tuple(one for one in self.transfers if (one.kind, one.members, one.num_bytes) != key)
+        return msgspec.structs.replace(self, transfers=(*kept, transfer))
+
     def find(self, members: int, exchange: Exchange, new_tokens: int, cached_tokens: int) -> Prefill | None:
         """What was measured of such a prefill, if it was."""
         wanted = (members, exchange, new_tokens, cached_tokens)
         found = (p for p in self.prefills if (p.members, p.exchange, p.new_tokens, p.cached_tokens) == wanted)
         return next(found, None)
+
+    @property
+    def links(self) -> list[tuple[TransferKind, int]]:
+        """Of which kinds of transfers, among how many ranks, there are times."""
+        return sorted({(transfer.kind, transfer.members) for transfer in self.transfers})
 
     @property
     def num_times(self) -> int:
@@ -88,12 +116,29 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def fits(self) -> dict[tuple[int, Exchange], TimeFit]:
         """By members and exchange, as far as there are measurements enough."""
-        samples = defaultdict(list)
+        return {kind: times.fit for kind, times in self.times().items()}
+
+    def times(self) -> dict[tuple[int, Exchange], Times]:
+        """The same, to predict from."""
+        samples: dict[tuple[int, Exchange], list[Sample]] = defaultdict(list)
         for prefill in self.prefills:
             kind = prefill.members, prefill.exchange
             samples[kind].append((prefill.new_tokens, prefill.cached_tokens, prefill.median_s))
         fits = ((kind, fit_times(of_kind)) for kind, of_kind in sorted(samples.items()))
-        return {kind: fit for kind, fit in fits if fit is not None}
+        return {kind: Times(fit=fit, samples=tuple(samples[kind])) for kind, fit in fits if fit is not None}
+
+    def hardware(self, shape: ModelShape) -> Hardware | None:
+        """Speeds that one instance and one link showed; None where either was not measured."""
+        alone, link = self.fits().get((1, "local")), self.link("point_to_point", 2)
+        if alone is None or link is None or alone.pair_s == 0:
+            return None
+        flops = 4 * shape.num_heads * shape.head_dim * shape.num_layers
+        return Hardware(flops_per_s=flops / alone.pair_s, bytes_per_s=link.bytes_per_s)
+
+    def link(self, kind: TransferKind, members: int) -> LinkFit | None:
+        """How fast such transfers are among so many ranks; None when that was not measured."""
+        found = (t for t in self.transfers if (t.kind, t.members) == (kind, members))
+        return fit_link([(t.num_bytes, statistics.median(t.seconds)) for t in found])
 
     def ring_rule(self, members: int) -> RingFit | None:
         """Appendix D's rule from prefills that so many members did with both rings; None when there is none."""
@@ -120,49 +165,3 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             return msgspec.json.decode(text, type=cls)
         except msgspec.DecodeError as error:
             raise ValueError(f"not a profile: {error}") from error
-
-
-class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """One prefill to measure, once."""
-
-    members: int
-    exchange: Exchange
-    new_tokens: int
-    cached_tokens: int
-
-
-SHARED: tuple[Exchange, ...] = ("ring_kv", "ring_q", "alltoall", "gather_kv", "chain")
-"""The exchanges of groups that are measured."""
-
-_PARTIAL_PARTS = (32, 4)
-"""Of so many cached tokens, one part in so many is new."""
-
-
-def default_lengths(max_model_len: int) -> tuple[int, ...]:
-    """512, 1024, 2048 and so on up to the longest prompt, which leaves room for one token; fewer for small models."""
-    doubled = (512 * 2**power for power in range(max_model_len.bit_length()))
-    shorter = [length for length in doubled if length < max_model_len - 1]
-    return tuple(sorted({*(shorter or [max(1, max_model_len // 2 - 1)]), max_model_len - 1}))
-
-
-def prompts_of(lengths: Iterable[int], max_model_len: int) -> list[tuple[int, int]]:
-    """New and cached tokens of the prefills to measure: every length, and as much cached with a part of it behind."""
-    every = sorted(set(lengths))
-    partial = ((max(1, cached // part), cached) for cached in every for part in _PARTIAL_PARTS)
-    return [(n, p) for n, p in dict.fromkeys(chain(((n, 0) for n in every), partial)) if n + p < max_model_len]
-
-
-def missing(profile: Profile, members: int, prompts: Iterable[tuple[int, int]], repeats: int) -> list[Task]:
-    """What is left to measure for groups of so many, in an order in which exchanges take turns: machines drift."""
-    exchanges: tuple[Exchange, ...] = SHARED if members > 1 else ("local",)
-    tasks = []
-    for new, cached in prompts:
-        done = {exchange: profile.find(members, exchange, new, cached) for exchange in exchanges}
-        counts = {exchange: len(found.seconds) if found else 0 for exchange, found in done.items()}
-        tasks += [
-            Task(members=members, exchange=exchange, new_tokens=new, cached_tokens=cached)
-            for repeat in range(repeats)
-            for exchange in exchanges
-            if counts[exchange] <= repeat
-        ]
-    return tasks

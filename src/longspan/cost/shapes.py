@@ -23,6 +23,11 @@ class ModelShape:
     head_dim: int
     bytes_per_element: float
 
+    @property
+    def kv_bytes(self) -> float:
+        """Keys and values of one token in one layer."""
+        return 2 * self.num_kv_heads * self.head_dim * self.bytes_per_element
+
     def __post_init__(self) -> None:
         _check_positive(self)
         if self.num_heads % self.num_kv_heads:

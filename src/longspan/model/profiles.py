@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 
 import msgspec
-import torch
 
 from longspan.cost.partition_table import PartitionTable
 from longspan.cost.profile import Profile, Subject
@@ -19,7 +18,6 @@ from longspan.model.files import ModelError, ModelFiles
 def subject_of(files: ModelFiles, device: str, *, tp: int, threads: int, native: bool) -> Subject:
     """What a profile would be of that is measured here; `native`: with the attention kernel of our own."""
     folder = Path(files.name)
-    accelerator = f", {torch.cuda.get_device_name()}" if device == "cuda" else ""
     return Subject(
         model=str(folder.resolve()) if folder.is_dir() else files.name,
         dtype=files.dtype,
@@ -27,7 +25,7 @@ def subject_of(files: ModelFiles, device: str, *, tp: int, threads: int, native:
         tp=tp,
         threads=threads,
         kernel="native" if native else "torch",
-        machine=_cpu_name() + accelerator,
+        machine=f"{_cpu_name()}, {_gpu_name()}" if device == "cuda" else _cpu_name(),
     )
 
 
@@ -84,9 +82,19 @@ def save_profile(profile: Profile) -> None:
 
 
 def _cpu_name() -> str:
+    name = _found(Path("/proc/cpuinfo"), r"^model name\s*:\s*(.+)$")
+    return name or platform.processor() or platform.machine()
+
+
+def _gpu_name() -> str:
+    """As its driver says: asking CUDA would take memory of the device, in a process that computes nothing."""
+    files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+    return _found(files[0], r"^Model:\s*(.+)$") or "cuda" if files else "cuda"
+
+
+def _found(path: Path, pattern: str) -> str | None:
     try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        match = re.search(pattern, path.read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
-        return platform.processor() or platform.machine()
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return found[1].strip() if found else platform.machine()
+        return None
+    return match[1].strip() if match else None

@@ -45,18 +45,24 @@ class Chooser:
     """
 
     def __init__(self, num_instances: int, facts: Facts, exchange: Exchange | None = None) -> None:
-        fits = facts.profile.fits() if facts.profile is not None else {}
+        times = facts.profile.times() if facts.profile is not None else {}
         candidates = _CANDIDATES if exchange is None else (exchange,)
-        self._alone = fits.get((1, "local"))
-        self._shared = {name: fits[num_instances, name] for name in candidates if (num_instances, name) in fits}
+        self._alone = times.get((1, "local"))
+        self._shared = {name: times[num_instances, name] for name in candidates if (num_instances, name) in times}
         self._num_instances, self._facts = num_instances, facts
+        self._known: dict[int, bool] = {}
 
-    def shares(self, new_tokens: int, cached_tokens: int = 0) -> bool | None:
-        """Whether all instances are expected to be done before one alone would be; None when that was not measured."""
+    def shares(self, num_tokens: int) -> bool | None:
+        """Whether all instances are expected to be done with a prompt before one alone would be.
+
+        None when that was not measured. Every length is predicted once: it is asked of all that wait, at every step.
+        """
         if self._alone is None or not self._shared:
             return None
-        shared_s = min(fit.seconds(new_tokens, cached_tokens) for fit in self._shared.values())
-        return shared_s < self._alone.seconds(new_tokens, cached_tokens)
+        if num_tokens not in self._known:
+            shared_s = min(times.seconds(num_tokens) for times in self._shared.values())
+            self._known[num_tokens] = shared_s < self._alone.seconds(num_tokens)
+        return self._known[num_tokens]
 
     def exchange(self, new_tokens: int, cached_tokens: int) -> Exchange:
         """The one expected to be quickest for what is left of a prompt.
