@@ -33,34 +33,48 @@ def machine(members: int, *, link_s: float, start_s: float = 0.0, exchanges: tup
     return profile
 
 
+def two_or_four() -> Profile:
+    """A group of four starts later than one of two, and is quicker in the end; three were not measured."""
+    profile = machine(2, link_s=0.0, start_s=0.05)
+    for one in machine(4, link_s=0.0, start_s=0.2).prefills:
+        profile = profile if one.members == 1 else profile.with_prefill(one)
+    return profile
+
+
 @given(st.integers(2, 8), st.integers(1000, 200_000))
 def test_free_links_share_long_prompts(members: int, length: int) -> None:
     chooser = Chooser(members, Facts(profile=machine(members, link_s=0.0)))
-    assert chooser.shares(length) is True
+    assert chooser.members(length) == members
 
 
 @given(st.integers(2, 8), LENGTHS)
 def test_slow_links_share_nothing(members: int, length: int) -> None:
     chooser = Chooser(members, Facts(profile=machine(members, link_s=1e-1)))
-    assert chooser.shares(length) is False
+    assert chooser.members(length) == 1
 
 
 @given(st.integers(2, 8), LENGTHS, LENGTHS)
 def test_who_shares_a_prompt_shares_longer_ones(members: int, length: int, more: int) -> None:
     """A group that starts late pays off from some length on."""
     chooser = Chooser(members, Facts(profile=machine(members, link_s=0.0, start_s=0.05)))
-    assert not chooser.shares(64)
-    assert chooser.shares(100_000)
-    assert not chooser.shares(length) or chooser.shares(length + more)
+    assert (chooser.members(64), chooser.members(100_000)) == (1, members)
+    assert chooser.members(length) == 1 or chooser.members(length + more) == members
+
+
+def test_more_members_for_longer_prompts() -> None:
+    chooser = Chooser(4, Facts(profile=two_or_four()))
+    found = [chooser.members(length) for length in (100, 400, 1500, 3000, 10_000, 100_000)]
+    assert found == [1, 1, 2, 2, 4, 4]
+    assert Chooser(3, Facts(profile=two_or_four())).members(100_000) == 2
 
 
 def test_the_quickest_exchange_is_taken() -> None:
     chooser = Chooser(2, Facts(profile=machine(2, link_s=1e-5)))
-    assert chooser.exchange(4096, 0) == "ring_kv"
+    assert chooser.exchange(4096, 0, 2) == "ring_kv"
     only = Chooser(2, Facts(profile=machine(2, link_s=1e-5)), "gather_kv")
-    assert only.exchange(4096, 0) == "gather_kv"
+    assert only.exchange(4096, 0, 2) == "gather_kv"
     chains = Chooser(2, Facts(profile=machine(2, link_s=0.0, exchanges=("chain",))))
-    assert chains.exchange(4096, 0) == "ring_kv", "a chain needs a layout of its own"
+    assert chains.exchange(4096, 0, 2) == "ring_kv", "a chain needs a layout of its own"
 
 
 @pytest.mark.parametrize(
@@ -75,15 +89,15 @@ def test_the_quickest_exchange_is_taken() -> None:
 )
 def test_what_was_not_measured_is_not_known(profile: Profile | None) -> None:
     chooser = Chooser(2, Facts(profile=profile))
-    assert chooser.shares(100_000) is None
-    assert chooser.exchange(1, 100_000) == "ring_kv"
+    assert chooser.members(100_000) is None
+    assert chooser.exchange(1, 100_000, 2) == "ring_kv"
 
 
 @given(st.integers(1, 5000), st.integers(0, 5000), st.integers(2, 8))
 def test_without_measurements_algorithm_5_chooses_behind_cached_tokens(new: int, cached: int, members: int) -> None:
     chooser = Chooser(members, Facts(shape=SHAPE, hardware=HARDWARE))
     expected = ring_kv_or_ring_q(SHAPE, HARDWARE, new, cached, members) if cached else "ring_kv"
-    assert chooser.exchange(new, cached) == expected
+    assert chooser.exchange(new, cached, members) == expected
 
 
 # ---------------------------------------------------------------- the policy
@@ -103,6 +117,30 @@ def test_the_policy_goes_by_the_profile() -> None:
     assert groups(machine(2, link_s=1e-1), {}, 300, 3000) == [(1, "local")] * 2
     late = machine(2, link_s=1e-6, start_s=0.2)
     assert groups(late, {}, 3000, 6000) == [(1, "local"), (2, "ring_kv")]
+
+
+def test_groups_are_of_those_who_hold_the_prefix_or_have_least_to_do() -> None:
+    cluster = Cluster(Setup(num_instances=4, num_blocks=4096, facts=Facts(profile=two_or_four())))
+    first, second = cluster.add(range(3000), max_tokens=50), cluster.add(range(1, 3001), max_tokens=50)
+    cluster.run()
+    assert [cluster.parts_of(request)[0].group for request in (first, second)] == [(0, 1), (2, 3)]
+    turn = cluster.add([*second.prompt, *second.output, 5], max_tokens=1)
+    long = cluster.add(range(2, 20_000), max_tokens=1)
+    cluster.run()
+    assert cluster.parts_of(turn)[0].group == (2, 3)
+    assert turn.metrics.num_cached_tokens > 3000
+    assert cluster.parts_of(long)[0].group == (0, 1, 2, 3)
+
+
+def test_a_group_that_is_too_small_grows_to_all() -> None:
+    """Two pools hold 2,048 tokens: a prompt of 3,000 would be quickest on two instances, but does not fit."""
+    cluster = Cluster(Setup(num_instances=4, num_blocks=64, facts=Facts(profile=two_or_four())))
+    fits, large = cluster.add(range(2000), max_tokens=100), cluster.add(range(1, 3000), max_tokens=1)
+    cluster.run()
+    assert fits.output == cluster.expected_output(fits)
+    groups = [part.group for part in cluster.parts_of(fits)]
+    assert (len(groups[0]), len(groups[-1])) == (2, 4)
+    assert len(cluster.parts_of(large)[0].group) == 4
 
 
 def test_without_a_profile_the_threshold_is_1024() -> None:

@@ -217,7 +217,9 @@ def test_a_real_engine_is_measured(
     ) as llm:
         [output] = llm.generate([[5] * 128], SamplingParams(max_tokens=2), use_tqdm=False)
         assert output.metrics.exchanges["prefill"] == {"chain": 1}
-        with pytest.raises(ValueError, match="partition=searched has none for 100 tokens, only for 64, 128"):
+        with pytest.raises(
+            ValueError, match="partition=searched has none for 100 tokens on 2 instances, only for 64, 128"
+        ):
             llm.generate([[5] * 100], use_tqdm=False)
     with LLM(str(folder), instances=2, skip_tokenizer_init=True, block_size=16) as llm:
         assert llm.facts.profile is not None

@@ -67,7 +67,9 @@ def test_short_prompts_stay_on_one_instance() -> None:
 
 def test_a_prompt_that_nobody_searched_is_refused() -> None:
     running = cluster(partition="searched")
-    with pytest.raises(ValueError, match=r"none for 1,601 tokens, only for 1,600, 3,200: .*--partitions"):
+    with pytest.raises(
+        ValueError, match=r"none for 1,601 tokens on 2 instances, only for 1,600, 3,200: .*--partitions"
+    ):
         running.add(range(1601), max_tokens=3)
     running.assert_at_rest()
 

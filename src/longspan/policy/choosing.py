@@ -33,14 +33,11 @@ class Facts:
 
 
 class Chooser:
-    """Predicts what all instances would take for a prefill, and what one would; the quicker one is chosen.
-
-    Groups of some instances are not considered: what they leave idle has nothing to do while a prompt is alone, and the
-    next dealt prompt waits for it anyway.
+    """Predicts what groups of every size would take for a prefill, and what one instance would; the quickest is chosen.
 
     Args:
-        num_instances: of the group.
-        facts: times of groups of other sizes in its profile do not count.
+        num_instances: there are.
+        facts: what to predict from.
         exchange: the only candidate; None for any that suits all layouts.
     """
 
@@ -48,30 +45,36 @@ class Chooser:
         times = facts.profile.times() if facts.profile is not None else {}
         candidates = _CANDIDATES if exchange is None else (exchange,)
         self._alone = times.get((1, "local"))
-        self._shared = {name: times[num_instances, name] for name in candidates if (num_instances, name) in times}
-        self._num_instances, self._facts = num_instances, facts
-        self._known: dict[int, bool] = {}
+        self._shared = {
+            members: {name: times[members, name] for name in candidates if (members, name) in times}
+            for members in range(2, num_instances + 1)
+        }
+        self._facts = facts
+        self._known: dict[int, int] = {}
 
-    def shares(self, num_tokens: int) -> bool | None:
-        """Whether all instances are expected to be done with a prompt before one alone would be.
+    def members(self, num_tokens: int) -> int | None:
+        """How many instances are expected to be done with a prompt first; the fewest of equals.
 
         None when that was not measured. Every length is predicted once: it is asked of all that wait, at every step.
         """
-        if self._alone is None or not self._shared:
+        measured = {members: times for members, times in self._shared.items() if times}
+        if self._alone is None or not measured:
             return None
         if num_tokens not in self._known:
-            shared_s = min(times.seconds(num_tokens) for times in self._shared.values())
-            self._known[num_tokens] = shared_s < self._alone.seconds(num_tokens)
+            seconds = {1: self._alone.seconds(num_tokens)}
+            for members, times in measured.items():
+                seconds[members] = min(one.seconds(num_tokens) for one in times.values())
+            self._known[num_tokens] = min(seconds, key=seconds.__getitem__)
         return self._known[num_tokens]
 
-    def exchange(self, new_tokens: int, cached_tokens: int) -> Exchange:
-        """The one expected to be quickest for what is left of a prompt.
+    def exchange(self, new_tokens: int, cached_tokens: int, members: int) -> Exchange:
+        """The one expected to be quickest for what is left of a prompt, in a group of so many.
 
         Without measurements `ring_kv`, or behind cached tokens what Algorithm 5 says of a known model and hardware.
         """
-        if self._shared:
-            return min(self._shared, key=lambda name: self._shared[name].seconds(new_tokens, cached_tokens))
+        if times := self._shared[members]:
+            return min(times, key=lambda name: times[name].seconds(new_tokens, cached_tokens))
         shape, hardware = self._facts.shape, self._facts.hardware
         if cached_tokens == 0 or shape is None or hardware is None:
             return "ring_kv"
-        return ring_kv_or_ring_q(shape, hardware, new_tokens, cached_tokens, self._num_instances)
+        return ring_kv_or_ring_q(shape, hardware, new_tokens, cached_tokens, members)

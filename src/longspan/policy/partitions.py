@@ -16,7 +16,7 @@ class Partitions:
 
     Attributes:
         model: whose entries of the table count.
-        members: of the chain.
+        members: of the longest chain.
 
     Raises:
         ValueError: when pieces are to be searched or predicted ones, and the table has none for this model and group.
@@ -34,21 +34,22 @@ class Partitions:
                 f"with this model, precision and number of threads: {_REMEDY}"
             )
 
-    def check(self, length: int) -> None:
-        """Raises ValueError when a prompt of this length was to be searched, and was not."""
-        known = self.table.lengths(self.model, self.members)
-        if self.kind == "searched" and self.members > 1 and length not in known:
-            lengths = ", ".join(f"{length:,}" for length in known)
+    def check(self, length: int, members: int) -> None:
+        """Raises ValueError when a prompt of this length was to be searched for so many members, and was not."""
+        known = self.table.lengths(self.model, members)
+        if self.kind == "searched" and members > 1 and length not in known:
+            lengths = ", ".join(f"{length:,}" for length in known) or "none"
             raise ValueError(
-                f"partition=searched has none for {length:,} tokens, only for {lengths}: {_REMEDY} or predicted"
+                f"partition=searched has none for {length:,} tokens on {members} instances, only for {lengths}: "
+                f"{_REMEDY} or predicted"
             )
 
-    def fractions(self, length: int) -> tuple[float, ...]:
-        """Of a prompt of this length; empty for even pieces.
+    def fractions(self, length: int, members: int) -> tuple[float, ...]:
+        """Of a prompt of this length for so many members; empty for even pieces.
 
         A request that gave its KV up and comes back longer than its prompt was has no entry of its own: a searched
         partition is then a predicted one.
         """
         if self.kind == "even":
             return ()
-        return self.table.predict(self.model, self.members, length) or ()
+        return self.table.predict(self.model, members, length) or ()
