@@ -16,6 +16,7 @@ from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import UNKNOWN, BlockRef, Completion, Forward, Free, Part, Step
 from longspan.policy import make_policy
+from longspan.policy.choosing import Facts
 from longspan.runtime.requests import RankRequests
 from longspan.sim.clock import VirtualClock
 from longspan.sim.executor import SimExecutor
@@ -40,6 +41,7 @@ class Setup:
     prefix_caching: bool = True
     max_steps_in_flight: int = 2
     uneven: int = 0
+    facts: Facts = field(default_factory=Facts)
 
     def lag_s(self, instance: int, step: int) -> float:
         """Instances end their steps at different times unless `uneven` is 0."""
@@ -66,7 +68,7 @@ class Cluster:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.clock = VirtualClock()
-        policy = make_policy(setup.policy, num_instances=setup.num_instances, options=setup.options)
+        policy = make_policy(setup.policy, num_instances=setup.num_instances, options=setup.options, facts=setup.facts)
         capacity = policy.capacity_tokens(num_blocks=setup.num_blocks, block_size=setup.block_size)
         self.executor = CheckedExecutor(SimExecutor(clock=self.clock, vocab_size=VOCAB, lag_s=setup.lag_s), setup)
         self.engine = Engine(
@@ -235,8 +237,8 @@ class CheckedExecutor:
         assert len(part.group) == len(part.runs) == len(set(part.group))
         assert all(0 <= ref.block < self._setup.num_blocks for ref in part.blocks)
         assert (part.exchange == "local") == (len(part.group) == 1)
-        wanted = self._setup.options.get("exchange", "auto")
-        assert wanted != "auto" or part.exchange != "ring_q" or part.stop == part.start + 1
+        by_default = self._setup.options.get("exchange", "auto") == "auto" and self._setup.facts.profile is None
+        assert not by_default or part.exchange != "ring_q" or part.stop == part.start + 1
         assert (part.sample is not None) == (part.stop >= request.num_known)
         assert UNKNOWN not in part.tokens[:-1], "at most the last token is yet to be sampled"
         assert (part.unknown_on is not None) == (part.tokens[-1] == UNKNOWN)

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longspan.cost.chain import LayerCost, chain, gather_kv
+from longspan.cost.chain import LayerCost, chain, gather_kv, layer_cost
 from longspan.cost.partition import even, search
+from longspan.cost.time_fit import LinkFit, TimeFit
 
 FREE = LayerCost(
     qkv_s=1.0, rest_s=2.0, attention_s=0.5, kv_bytes=0, bytes_per_s=1.0, latency_s=0.0, dense=True
@@ -55,6 +56,15 @@ def test_a_later_member_waits_for_the_keys_of_an_earlier_one() -> None:
     assert chain(FREE, 1, (3, 1)).ttft_s == 3 + 2 + 2
     assert chain(FREE, 2, (3, 1)).ttft_s == 16.5 + 2 + 2
     assert chain(FREE, 2, (3, 1)).busy_s == (27.0, 10.0)
+
+
+def test_a_layer_costs_what_one_instance_showed() -> None:
+    """Alone, all layers together take the fitted time, but for what every prompt takes."""
+    alone = TimeFit(start_s=0.5, token_s=1e-3, cached_s=2e-6, square_s=1e-6, mean_error=0, max_error=0, num_samples=9)
+    link = LinkFit(start_s=1e-4, bytes_per_s=1e9, max_error=0)
+    cost = layer_cost(alone, link, num_layers=6, kv_bytes=100)
+    assert (cost.latency_s, cost.bytes_per_s, cost.kv_bytes) == (1e-4, 1e9, 100)
+    assert chain(cost, 6, (4000,)).ttft_s == pytest.approx(alone.seconds(4000) - 0.5, rel=1e-3)
 
 
 def test_messages_by_hand() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,6 +17,9 @@ from longspan.core.protocols import Limits
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Forward, Free
+from longspan.cost.partition_table import Entry, PartitionTable
+from longspan.cost.profile import Prefill, Profile, Subject
+from longspan.policy.choosing import Facts
 
 RANDOM_RUNS = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -37,6 +41,31 @@ class Job:
     abort_turn: int | None
 
 
+def machine(num_instances: int) -> Profile:
+    """Short prompts are quicker on one instance, longer ones on two, three or four; every exchange is best for some."""
+    profile = Profile(
+        subject=Subject(model="m", dtype="d", device="d", tp=1, threads=1, kernel="k", machine="m"),
+    )
+    terms = {"local": (0, 2, 0, 0.0), "ring_kv": (60, 2, 1e-2, 0.0), "ring_q": (60, 2.4, 0, 0.0)}
+    terms |= {"alltoall": (80, 1.6, 5e-3, 0.0), "gather_kv": (60, 1.8, 2e-2, 1e-2), "chain": (60, 2, 0, 0.0)}
+    sizes = range(1, num_instances + 1)
+    for (exchange, (a, b, c, d)), members, new, cached in itertools.product(
+        terms.items(), sizes, (1, 10, 100), (0, 50)
+    ):
+        if (exchange == "local") == (members == 1):
+            seconds = a * members / 2 + (b * new + c * cached * new + d * new * new) * 2 / members
+            times = Prefill(
+                members=members,
+                exchange=exchange,  # type: ignore[arg-type]  # a name of one
+                new_tokens=new,
+                cached_tokens=cached,
+                seconds=(seconds,),
+            )
+            profile = profile.with_prefill(times)
+    return profile
+
+
+MACHINES = {number: machine(number) for number in range(1, 5)}
 SHARINGS: list[dict[str, str]] = [
     {},
     {"layout": "striped"},
@@ -48,16 +77,25 @@ SHARINGS: list[dict[str, str]] = [
     {"exchange": "chain", "layout": "contiguous"},
     {"exchange": "chain", "home": "computed"},
 ]
+CHAINS: list[dict[str, str]] = [{}, {"partition": "even"}, {"partition": "predicted", "home": "computed"}]
+TABLE = PartitionTable(
+    tuple(
+        Entry(model="m", members=members, length=length, fractions=fractions)
+        for members, fractions in ((2, (0.7, 0.3)), (3, (0.5, 0.3, 0.2)), (4, (0.1, 0.2, 0.3, 0.4)))
+        for length, fractions in ((20, fractions), (100, fractions[::-1]))
+    )
+)
 
 
 @st.composite
 def setups(draw: st.DrawFn) -> Setup:
     num_instances = draw(st.integers(1, 4))
-    policy = draw(st.sampled_from(["chunked", "context"])) if num_instances == 1 else "context"
+    policies = ["chunked", "context", "runahead"] if num_instances == 1 else ["context", "context", "runahead"]
+    policy = draw(st.sampled_from(policies))
     options = {
-        "threshold": str(draw(st.integers(0, 60))),
+        "threshold": draw(st.sampled_from(["auto", *map(str, (0, 0, 5, 20, 40, 60))])),
         "long_share": str(draw(st.sampled_from([0.1, 0.5, 0.75, 1]))),
-        **draw(st.sampled_from(SHARINGS)),
+        **draw(st.sampled_from(CHAINS if policy == "runahead" else SHARINGS)),
     }
     if options.get("layout") == "contiguous" and draw(st.booleans()):
         weights = draw(st.lists(st.integers(1, 9), min_size=num_instances, max_size=num_instances))
@@ -69,7 +107,7 @@ def setups(draw: st.DrawFn) -> Setup:
         num_blocks=num_blocks,
         block_size=block_size,
         policy=policy,
-        options=options if policy == "context" else {},
+        options=options if policy != "chunked" else {},
         max_model_len=draw(st.integers(2, most)) if draw(st.booleans()) else most,
         max_num_batched_tokens=draw(st.integers(1, 80)),
         max_num_seqs=draw(st.integers(1, 6)),
@@ -78,6 +116,7 @@ def setups(draw: st.DrawFn) -> Setup:
         prefix_caching=draw(st.booleans()),
         max_steps_in_flight=draw(st.sampled_from([1, 2, 2])),
         uneven=draw(st.integers(0, 3)),
+        facts=Facts(profile=draw(st.sampled_from([None, MACHINES[num_instances]])), partitions=TABLE, model="m"),
     )
 
 

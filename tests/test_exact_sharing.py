@@ -87,7 +87,7 @@ def smollm2() -> Oracle:
 @pytest.mark.parametrize("exchange", EXCHANGES[1:])
 def test_smollm2(smollm2: Oracle, exchange: str) -> None:
     prompt = list(topic_tokens()[:1500])
-    with LLM(instances=2, policy_options={"exchange": exchange}) as llm:
+    with LLM(instances=2, policy_options={"exchange": exchange, "threshold": "1000"}) as llm:
         [output] = llm.generate([prompt], GREEDY)
         assert llm.bytes_exchanged[exchange] > 0
     assert_exact(output, smollm2.complete(prompt, 6))

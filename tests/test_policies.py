@@ -29,7 +29,7 @@ def test_auto_is_chunked_on_one_instance_and_context_on_several(instances: int, 
 @pytest.mark.parametrize(
     ("name", "instances", "options", "message"),
     [
-        ("fast", 1, {}, "unknown policy 'fast': choose from auto, chunked, context"),
+        ("fast", 1, {}, "unknown policy 'fast': choose from auto, chunked, context, runahead"),
         ("chunked", 2, {}, "policy chunked runs on 1 instance, but 2 given"),
         ("chunked", 1, {"threshold": "9"}, "policy chunked has no option 'threshold': it has none"),
         (
@@ -38,7 +38,7 @@ def test_auto_is_chunked_on_one_instance_and_context_on_several(instances: int, 
             {"treshold": "9"},
             "policy context has no option 'treshold': its options are exchange, layout, .*, threshold, long_share",
         ),
-        ("context", 2, {"threshold": "many"}, "policy context: option .*int.*threshold"),
+        ("context", 2, {"threshold": "many"}, "policy context: option .*'many'.*threshold"),
         ("context", 2, {"threshold": "-1"}, "threshold must be at least 0, but -1 given"),
         ("context", 2, {"threshold": "1.5"}, "policy context: option .*threshold"),
         ("context", 2, {"long_share": "0"}, "long_share must be above 0 and at most 1, but 0.0 given"),

@@ -10,11 +10,15 @@ from longspan import arguments
 from longspan.core.engine import Engine, EngineConfig
 from longspan.core.protocols import Limits
 from longspan.core.steps import Link
+from longspan.cost.profile import Subject
+from longspan.cost.shapes import ModelShape, typical_hardware
 from longspan.jobs import JobMaker
+from longspan.model.profiles import load_partitions, load_profile, subject_of
 from longspan.model.sharding import check_can_be_split, check_degree
 from longspan.model.source import prepare
-from longspan.model.store import read_info
+from longspan.model.store import DTYPES, read_info
 from longspan.policy import make_policy
+from longspan.policy.choosing import Facts
 from longspan.runtime.launch import start_workers
 from longspan.runtime.local import LocalExecutor, MonotonicClock
 
@@ -28,7 +32,7 @@ class Deployment:
         threads_per_rank: CPU threads per worker; by default the cores are shared evenly.
         attention_backend: `native` is a kernel of our own, compiled on first use, for bfloat16 on CPUs with
             AVX512_BF16; `torch` is PyTorch's; `auto` takes the former where it can be had.
-        policy: `auto`, `chunked` or `context`, with `policy_options`.
+        policy: `auto`, `chunked`, `context` or `runahead`, with `policy_options`.
         seed: of the random numbers of requests that bring no seed, and of dummy weights.
         skip_tokenizer_init: serve token ids only; no tokenizer files are needed.
         load_format: `auto`, or `dummy` for random weights.
@@ -85,7 +89,7 @@ class Deployment:
         )
         arguments.check_timeout(step_timeout_s)
         limits = Limits(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
-        chosen = make_policy(policy, num_instances=spec.instances, options=policy_options or {})
+        make_policy(policy, num_instances=spec.instances, options=policy_options or {})
         kernel = arguments.attention_kernel(attention_backend, device, dtype)  # compiles: after the cheap checks
         self.files = files = prepare(
             model, dtype=dtype, load_format=load_format, seed=seed, trust_remote_code=trust_remote_code
@@ -94,6 +98,9 @@ class Deployment:
         self.info = read_info(files.weights)
         self._spec = spec
         self._check_sharing(policy_options or {})
+        self.subject = subject_of(files, device, tp=spec.tp, threads=threads, native=kernel is not None)
+        self.facts = _facts(self.subject, self.info.shape(DTYPES[dtype].itemsize))
+        chosen = make_policy(policy, num_instances=spec.instances, options=policy_options or {}, facts=self.facts)
         num_blocks = num_gpu_blocks_override or arguments.num_blocks(
             self.info, files, device, spec, block_size, kv_cache_memory_bytes
         )
@@ -163,7 +170,8 @@ class Deployment:
             RuntimeError: when requests are unfinished.
         """
         self._check_sharing(options)
-        self.engine.set_policy(make_policy(policy, num_instances=self._spec.instances, options=options))
+        num_instances = self._spec.instances
+        self.engine.set_policy(make_policy(policy, num_instances=num_instances, options=options, facts=self.facts))
 
     def reset_prefix_cache(self) -> None:
         """Forgets the KV of finished requests, so that no prompt starts from any of it.
@@ -199,3 +207,16 @@ class Deployment:
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+
+def _facts(subject: Subject, shape: ModelShape) -> Facts:
+    """With what was measured on this machine, if anything was."""
+    profile = load_profile(subject)
+    measured = None if profile is None else profile.hardware(shape)
+    return Facts(
+        shape=shape,
+        hardware=measured or typical_hardware(subject.device, subject.threads),
+        profile=profile,
+        model=subject.model,
+        partitions=load_partitions(subject),
+    )

@@ -19,6 +19,7 @@ from longspan.cli.batch import batch
 from longspan.cli.bench import bench
 from longspan.cli.chat import chat
 from longspan.cli.generate import generate
+from longspan.cli.profile import profile
 from longspan.cli.serve import serve
 from longspan.core.errors import WorkerLostError
 
@@ -32,6 +33,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(serve)
 app.command()(batch)
+app.command()(profile)
 app.add_typer(bench, name="bench")
 
 

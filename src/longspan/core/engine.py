@@ -94,9 +94,10 @@ class Engine:
         `grammar` is what `params.structured_outputs` asks for, see `Sampling`.
 
         Raises:
-            ValueError: when the prompt is empty or leaves no room for one output token.
+            ValueError: when the prompt is empty, leaves no room for one output token, or is refused by the policy.
         """
         check_length(len(prompt), self.config.max_model_len)
+        self._policy.check(len(prompt))
         assert (leader is None) == (choice == 0), "the first choice leads the others"
         room = self.config.max_model_len - len(prompt)
         request = Request(

@@ -90,6 +90,9 @@ class Policy(Protocol):
         last token of a request may be unknown. Only requests that no step in flight names can be preempted.
         """
 
+    def check(self, num_prompt_tokens: int) -> None:
+        """Raises ValueError for a prompt that it cannot place as its options say."""
+
     def capacity_tokens(self, *, num_blocks: int, block_size: int) -> int:
         """The longest request, in tokens, that is sure to fit when it is alone and every pool has `num_blocks`."""
 

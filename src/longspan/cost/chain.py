@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
 
+from longspan.cost.time_fit import LinkFit, TimeFit
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCost:
@@ -37,6 +39,22 @@ class LayerCost:
                 raise ValueError(f"{field.name} must not be negative, but {getattr(self, field.name)} given")
         if self.bytes_per_s == 0:
             raise ValueError("bytes_per_s must be above 0, but 0 given")
+
+
+def layer_cost(alone: TimeFit, link: LinkFit, *, num_layers: int, kv_bytes: float) -> LayerCost:
+    """What the times of one instance say of a layer.
+
+    They do not tell projections from what is behind attention, so all counts as that.
+    """
+    return LayerCost(
+        qkv_s=0.0,
+        rest_s=alone.token_s / num_layers,
+        attention_s=alone.pair_s / num_layers,
+        kv_bytes=kv_bytes,
+        bytes_per_s=link.bytes_per_s,
+        latency_s=link.start_s,
+        dense=False,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ SplitChoice = Literal["alltoall", "gather_hidden"]
 
 def pass_kv_bytes(shape: ModelShape, new_tokens: int, cached_tokens: int) -> float:
     """All keys and values of a layer: what N hops of `ring_kv` carry (Table 3, §3.4)."""
-    return 2 * (new_tokens + cached_tokens) * shape.num_kv_heads * shape.head_dim * shape.bytes_per_element
+    return (new_tokens + cached_tokens) * shape.kv_bytes
 
 
 def pass_q_bytes(shape: ModelShape, new_tokens: int) -> float:

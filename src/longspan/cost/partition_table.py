@@ -52,6 +52,10 @@ class PartitionTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         kept = (other for other in self.partitions if _key(other) != _key(entry))
         return PartitionTable((*kept, entry))
 
+    def lengths(self, model: str, members: int) -> tuple[int, ...]:
+        """For which prompts there is an entry, ascending."""
+        return tuple(sorted(e.length for e in self.partitions if (e.model, e.members) == (model, members)))
+
     def predict(self, model: str, members: int, length: int) -> tuple[float, ...] | None:
         """Fractions for a prompt of this length, between those of the two nearest lengths known for model and members.
 

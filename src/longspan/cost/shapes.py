@@ -23,6 +23,11 @@ class ModelShape:
     head_dim: int
     bytes_per_element: float
 
+    @property
+    def kv_bytes(self) -> float:
+        """Keys and values of one token in one layer."""
+        return 2 * self.num_kv_heads * self.head_dim * self.bytes_per_element
+
     def __post_init__(self) -> None:
         _check_positive(self)
         if self.num_heads % self.num_kv_heads:
@@ -48,6 +53,16 @@ class Hardware:
 
     def __post_init__(self) -> None:
         _check_positive(self)
+
+
+def typical_hardware(device: str, threads: int) -> Hardware:
+    """Speeds within a factor of a few, for want of measurements.
+
+    Of CPU threads that attend in float32, and messages between processes; of accelerators of 2023, and their links.
+    """
+    if device == "cuda":
+        return Hardware(flops_per_s=4e14, bytes_per_s=5e10)
+    return Hardware(flops_per_s=6e10 * threads, bytes_per_s=1.5e9)
 
 
 def _check_positive(numbers: ModelShape | Hardware) -> None:

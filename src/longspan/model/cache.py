@@ -38,6 +38,14 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
     return folder
 
 
+def write_file(path: Path, text: str) -> None:
+    """Puts a file into the cache, or replaces it: others see the old text or the new. Raises as `build_once` does."""
+    _make_writable(path.parent)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(path)
+
+
 def _make_writable(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedConfig
 
 from longspan.attn.spec import AttnSpec
+from longspan.cost.shapes import ModelShape
 from longspan.model.files import ModelError
 from longspan.model.rope import rope_switch_length
 
@@ -28,6 +29,18 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     specs: tuple[AttnSpec, ...]
     rope_switch_length: int | None
+
+    def shape(self, bytes_per_element: int) -> ModelShape:
+        """Its sizes, of the first layer if they differ, for rules about attention alone: no hidden size is known."""
+        spec = self.specs[0]
+        return ModelShape(
+            num_layers=self.num_layers,
+            hidden_size=spec.num_heads * spec.head_dim,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            bytes_per_element=bytes_per_element,
+        )
 
     def to_json(self) -> str:
         """The inverse of `from_json`."""

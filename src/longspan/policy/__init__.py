@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from longspan.core.protocols import Policy
+from longspan.policy import runahead
+from longspan.policy.choosing import Facts
 from longspan.policy.chunked import Chunked
 from longspan.policy.context import Context
 
-_POLICIES: dict[str, Callable[[int, Mapping[str, str]], Policy]] = {
+_POLICIES: dict[str, Callable[[int, Mapping[str, str], Facts], Policy]] = {
     "chunked": Chunked.create,
     "context": Context.create,
+    "runahead": runahead.create,
 }
 
 
-def make_policy(name: str, *, num_instances: int, options: Mapping[str, str]) -> Policy:
+def make_policy(name: str, *, num_instances: int, options: Mapping[str, str], facts: Facts | None = None) -> Policy:
     """The policy of that name; `auto` is `chunked` on one instance and `context` on several.
+
+    It chooses by the `facts` known of model and hardware.
 
     Raises:
         ValueError: for an unknown name or option, a bad value, or a policy that cannot run on so many instances.
@@ -24,4 +29,4 @@ def make_policy(name: str, *, num_instances: int, options: Mapping[str, str]) ->
         name = "chunked" if num_instances == 1 else "context"
     if name not in _POLICIES:
         raise ValueError(f"unknown policy {name!r}: choose from auto, {', '.join(_POLICIES)}")
-    return _POLICIES[name](num_instances, options)
+    return _POLICIES[name](num_instances, options, facts or Facts())

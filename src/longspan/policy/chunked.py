@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from longspan.core.protocols import ClusterView, Plan, Share
 from longspan.core.request import Request
 from longspan.policy.batching import Budget, fill, single_share
+from longspan.policy.choosing import Facts
 from longspan.policy.options import parse_options
 
 
@@ -20,8 +21,9 @@ class Chunked:
     """Running requests in the order of admission, then waiting ones, as long as the tokens of the step last."""
 
     @classmethod
-    def create(cls, num_instances: int, options: Mapping[str, str]) -> Chunked:
+    def create(cls, num_instances: int, options: Mapping[str, str], facts: Facts) -> Chunked:
         """Raises ValueError on several instances, or for an option."""
+        del facts  # there is nothing to choose
         if num_instances != 1:
             raise ValueError(
                 f"policy chunked runs on 1 instance, but {num_instances} given: use --policy context or auto"
@@ -32,6 +34,9 @@ class Chunked:
     def capacity_tokens(self, *, num_blocks: int, block_size: int) -> int:
         """All of the one pool."""
         return num_blocks * block_size
+
+    def check(self, num_prompt_tokens: int) -> None:
+        """Any prompt will do."""
 
     def plan(self, view: ClusterView) -> Plan:
         """One batch on instance 0 whenever it can take a step."""

@@ -1,8 +1,9 @@
 """Context parallelism for long prompts beside continuous batching for short ones (arXiv 2411.01783).
 
-A prompt longer than `threshold` tokens is dealt zigzag over all instances, chunk by chunk, and prefilled with ring
-pass-KV; its decode leaves KV where it is, rotates the home of new tokens per block, and moves queries. A shorter one
-stays on the instance where it is expected to finish its prefill first. Instances that share a request step together.
+A long prompt is dealt zigzag over several instances, chunk by chunk, and prefilled with ring pass-KV or what else is
+quickest; its decode leaves KV where it is, rotates the home of new tokens per block, and moves queries. A shorter one
+stays on the instance where it is expected to finish its prefill first. How many instances take a prompt is decided by
+which number is expected to be done with it first (`choosing.py`). Instances that share a request step together.
 Dealt prompts are prefilled one after the other; short ones may start meanwhile.
 """
 
@@ -11,57 +12,83 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from longspan.core.account import PrefixHit
 from longspan.core.protocols import ClusterView, Plan, Share
 from longspan.core.request import Request
 from longspan.core.runs import Deal
 from longspan.policy.batching import Batch, Budget, fill, single_share
+from longspan.policy.choosing import Chooser, Facts
 from longspan.policy.dealing import Room, Shape, deal_chunk, deal_to_last, holders
 from longspan.policy.options import parse_options
+from longspan.policy.partitions import Partitions
 from longspan.policy.sharing import SharingOptions
+
+_UNMEASURED_THRESHOLD = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContextOptions(SharingOptions):
-    """Options of `context`, besides those of how requests are shared.
+class LengthOptions:
+    """Which prompts are long, and how they get on with others.
 
     Attributes:
-        threshold: prompts of more tokens than this are dealt over all instances.
+        threshold: prompts of more tokens than this are dealt over all instances; `auto` deals them over as many as pay
+            off by the profile of this machine, and is 1024 without one.
         long_share: the part of a step's token budget that a dealt prompt may take while other requests are there.
 
     Raises:
         ValueError: for a value out of range.
     """
 
-    threshold: int = 1024
+    threshold: int | Literal["auto"] = "auto"
     long_share: float = 0.75
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.threshold < 0:
+        if self.threshold != "auto" and self.threshold < 0:
             raise ValueError(f"threshold must be at least 0, but {self.threshold} given")
         if not 0 < self.long_share <= 1:
             raise ValueError(f"long_share must be above 0 and at most 1, but {self.long_share} given")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ContextOptions(LengthOptions, SharingOptions):
+    """Options of `context`: which prompts are shared, and how.
+
+    Raises:
+        ValueError: for a value out of range, or options that contradict each other.
+    """
+
+    def __post_init__(self) -> None:
+        LengthOptions.__post_init__(self)
+        SharingOptions.__post_init__(self)
+
+
 class Context:
     """See the module. `grow` and `admit` are its `Placement`."""
 
-    def __init__(self, num_instances: int, options: ContextOptions) -> None:
+    def __init__(
+        self, num_instances: int, options: ContextOptions, facts: Facts, partitions: Partitions | None = None
+    ) -> None:
         self._everyone = tuple(range(num_instances))
-        self._options = options
+        self._options, self._partitions = options, partitions
+        self._chooser = Chooser(num_instances, facts, options.wanted)
 
     @classmethod
-    def create(cls, num_instances: int, options: Mapping[str, str]) -> Context:
+    def create(cls, num_instances: int, options: Mapping[str, str], facts: Facts) -> Context:
         """Raises ValueError for an unknown option or a bad value."""
         parsed = parse_options("context", ContextOptions, options)
         parsed.check_group(num_instances)
-        return cls(num_instances, parsed)
+        return cls(num_instances, parsed, facts)
 
     def capacity_tokens(self, *, num_blocks: int, block_size: int) -> int:
         """All pools together: a request that outgrows one instance is dealt over all."""
         return len(self._everyone) * num_blocks * block_size
+
+    def check(self, num_prompt_tokens: int) -> None:
+        """Raises ValueError for a prompt that is to be cut as a search found, when nobody searched."""
+        if self._partitions is not None:
+            self._partitions.check(num_prompt_tokens, self._num_members(num_prompt_tokens))
 
     def plan(self, view: ClusterView) -> Plan:
         """One batch per set of instances that share requests, where all of the set can take a step."""
@@ -74,46 +101,63 @@ class Context:
     def _fill(self, view: ClusterView, teams: Iterable[frozenset[int]], taken: frozenset[int]) -> Batch | None:
         """A step of the teams that have no member among the `taken`; None when somebody in flight is in the way."""
         able = frozenset(i for team in teams if not taken.intersection(team) for i in team)
-        if not able or (self._gathering(view) and len(able) < len(self._everyone)):
+        if not able or len(able) < self._gathering(view):
             return Batch()
         return fill(replace(view, waiting=self._in_turn(view)), able, self)
 
-    def _gathering(self, view: ClusterView) -> bool:
-        """Whether a prompt to be dealt waits first in line: instances that could take a step wait for the others."""
+    def _gathering(self, view: ClusterView) -> int:
+        """How many instances the prompt that waits first in line is to be dealt to: until so many can take a step,
+        those that could wait for others.
+        """
         waiting = self._in_turn(view)
-        return bool(waiting) and self._is_dealt(waiting[0], view)
+        return self._group_size(waiting[0], view) if waiting else 0
 
     def _in_turn(self, view: ClusterView) -> list[Request]:
         """Who may be admitted: dealt prompts one after the other, each as fast as it goes; short ones pass those."""
         prefilling = any(len(r.group) > 1 and r.num_tokens - r.num_scheduled > 1 for r in view.running)
         in_turn = []
         for request in view.waiting:
-            dealt = self._is_dealt(request, view)
+            dealt = self._group_size(request, view) > 1
             if not (dealt and prefilling):
                 in_turn.append(request)
             prefilling = prefilling or dealt
         return in_turn
 
-    def _is_dealt(self, request: Request, view: ClusterView) -> bool:
-        too_large = self._is_too_large(request, view)
-        return len(self._everyone) > 1 and (request.num_tokens > self._options.threshold or too_large)
+    def _group_size(self, request: Request, view: ClusterView) -> int:
+        """How many instances a request is for: all, when it is too large for as many as it would be quickest on."""
+        members = self._num_members(request.num_tokens)
+        return len(self._everyone) if self._is_too_large(request, view, members) else members
 
-    def _is_too_large(self, request: Request, view: ClusterView) -> bool:
-        return request.blocks_for(request.num_tokens) > view.account.pool(0).num_blocks
+    def _num_members(self, num_tokens: int) -> int:
+        everyone, threshold = len(self._everyone), self._options.threshold
+        members = self._chooser.members(num_tokens) if threshold == "auto" else None
+        if members is None:
+            limit = _UNMEASURED_THRESHOLD if threshold == "auto" else threshold
+            members = everyone if num_tokens > limit else 1
+        return everyone if members > 1 and self._options.fractions else members
+
+    def _is_too_large(self, request: Request, view: ClusterView, members: int) -> bool:
+        return request.blocks_for(request.num_tokens) > members * view.account.pool(0).num_blocks
 
     def admit(self, request: Request, view: ClusterView, budget: Budget) -> Share | None:
-        """Deals a long prompt over everyone; puts a short one where its prefill is expected to end first."""
-        if self._is_dealt(request, view):
-            if any(i not in budget.tokens or budget.seqs[i] <= 0 for i in self._everyone):
+        """Deals a long prompt over a group; puts a short one where its prefill is expected to end first."""
+        if (members := self._group_size(request, view)) > 1:
+            group = self._group(request, view, budget, members)
+            if len(group) < members:
                 return None
-            hit = view.account.match(request, self._everyone)
-            return self._dealt_share(request, view, budget, self._everyone, hit)
+            return self._dealt_share(request, view, budget, group, view.account.match(request, group))
         hits = {i: view.account.match(request, (i,)) for i in self._everyone}
         able = [i for i in self._everyone if budget.seqs[i] > 0 and _has_room(request, i, hits[i], budget)]
         home = min(able, key=lambda i: (budget.load[i] - hits[i].num_tokens, i), default=None)
         if home is None or home not in budget.tokens:
             return None
         return single_share(request, home, hits[home].num_tokens, budget, hits[home])
+
+    def _group(self, request: Request, view: ClusterView, budget: Budget, members: int) -> tuple[int, ...]:
+        """So many that can take it now, if there are: who holds most of its prefix, then who has the least to do."""
+        able = [i for i in self._everyone if i in budget.tokens and budget.seqs[i] > 0]
+        held = Counter(ref.instance for ref in view.account.match(request, self._everyone).refs)
+        return tuple(sorted(sorted(able, key=lambda i: (-held[i], budget.load[i], i))[:members]))
 
     def grow(self, request: Request, view: ClusterView, budget: Budget) -> Share | None:
         """The next chunk of a prompt, or the next token of a decode, which the end of a chain goes on with alone."""
@@ -135,12 +179,14 @@ class Context:
             blocks=tuple(budget.blocks[i] - cost[i] for i in group),
             block_size=request.block_size,
         )
-        exchange = self._options.exchange_for(request.num_tokens - start)
-        shape = self._options.shape if request.num_tokens - start > 1 else Shape()
+        exchange, shape = self._options.of_decode, Shape()
+        if request.num_tokens - start > 1:
+            exchange = self._options.wanted or self._chooser.exchange(request.num_tokens - start, start, len(group))
+            shape = self._shape(request.num_tokens, len(group))
         owners = [group.index(ref.instance) for ref in table]
         dealt: Deal | None = None
         held: tuple[int, ...] = ()
-        if exchange == "chain" and self._options.home == "last" and not self._is_too_large(request, view):
+        if exchange == "chain" and self._options.home == "last" and not self._is_too_large(request, view, 1):
             dealt, held = deal_to_last(start, request.num_tokens, owners, room, shape)
         if dealt is None:
             dealt = deal_chunk(start, request.num_tokens, owners, room, shape)
@@ -158,6 +204,12 @@ class Context:
             exchange=exchange,
             hit=hit,
         )
+
+    def _shape(self, num_tokens: int, members: int) -> Shape:
+        """How a prompt of this length is dealt to so many."""
+        if self._partitions is None:
+            return self._options.shape
+        return replace(self._options.shape, fractions=self._partitions.fractions(num_tokens, members))
 
     def _long_share(self, view: ClusterView) -> int:
         tokens = view.limits.max_num_batched_tokens

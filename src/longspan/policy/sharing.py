@@ -19,7 +19,8 @@ class SharingOptions:
     """How requests are shared.
 
     Attributes:
-        exchange: of prefill, and of decode where it can be; `auto` moves keys in prefill and queries in decode.
+        exchange: of prefill, and of decode where it can be; `auto` chooses for each step of prefill what is expected to
+            be quickest, and moves queries in decode.
         layout: of prefill; `auto` is zigzag, or contiguous for a chain or when fractions are given.
         fractions: of a contiguous layout, one per instance (`0.6,0.4`); empty for even pieces.
         dense: with `gather_kv`, compute the scores that causality hides, too, as KV-Runahead's baseline does.
@@ -65,8 +66,15 @@ class SharingOptions:
         fractions = parse_fractions(self.fractions) if self.fractions else ()
         return Shape(layout=layout, fractions=fractions, chained=self.exchange == "chain")
 
-    def exchange_for(self, num_tokens: int) -> Exchange:
-        """Of a span of so many tokens: one is a decode."""
-        if self.exchange == "auto" or (num_tokens == 1 and self.exchange in _NOT_FOR_DECODE):
-            return "ring_q" if num_tokens == 1 else "ring_kv"
+    @property
+    def wanted(self) -> Exchange | None:
+        """The exchange of prefill; None when it is to be chosen."""
+        if self.exchange == "auto":
+            return None
         return "gather_kv_dense" if self.dense else self.exchange
+
+    @property
+    def of_decode(self) -> Exchange:
+        """The exchange of single tokens."""
+        wanted = self.wanted
+        return "ring_q" if wanted is None or wanted in _NOT_FOR_DECODE else wanted

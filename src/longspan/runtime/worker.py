@@ -21,13 +21,14 @@ import zmq
 from torch import Tensor
 
 from longspan.attn import native
-from longspan.attn.comm import CommError, TorchTransport, join
+from longspan.attn.comm import CommError
 from longspan.core.steps import Forward, Sampled, Scored, TokenLogprobs
 from longspan.kv.pool import KvPool
 from longspan.model.adapter import Model
 from longspan.model.files import ModelFiles
 from longspan.model.store import DTYPES
 from longspan.runtime.batch import Packed, PromptRows, pack
+from longspan.runtime.devices import connect, open_device
 from longspan.runtime.exchange import StepAttention, StepComm
 from longspan.runtime.guides import Vocabulary
 from longspan.runtime.messages import (
@@ -58,7 +59,7 @@ class Worker:
 
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
-        self._device = _device(config)
+        self._device = open_device(config.device, config.rank)
         self._dtype = DTYPES[config.dtype]
         files = ModelFiles(
             name=config.model_name,
@@ -85,8 +86,11 @@ class Worker:
         )
         self.watch = Stopwatch(enabled=config.record_times, device=self._device)
         self.watch.watch_linear(self._model.module)
-        transport = _join(config) if config.world_size > 1 else None
-        self._transport = None if transport is None else TimedTransport(transport, self.watch)
+        self._transport = None
+        if config.world_size > 1:
+            store = f"{config.run_dir}/rendezvous"
+            transport = connect(config.device, store, config.rank, config.world_size)
+            self._transport = TimedTransport(transport, self.watch)
 
     def forget(self, request_ids: tuple[int, ...]) -> None:
         """Drops requests."""
@@ -222,21 +226,3 @@ def _exit_with_controller(run_dir: str, lifeline: int) -> None:
     _log.warning("the controller is gone")
     shutil.rmtree(run_dir, ignore_errors=True)
     os._exit(1)
-
-
-def _device(config: WorkerConfig) -> torch.device:
-    if config.device == "cpu":
-        return torch.device("cpu")
-    device = torch.device("cuda", config.rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
-
-
-def _join(config: WorkerConfig) -> TorchTransport:
-    """Meets the other ranks through a file in the run folder.
-
-    NCCL needs a device of its own per rank; ranks that share one are connected by gloo through host memory.
-    """
-    nccl = config.device == "cuda" and torch.cuda.device_count() >= config.world_size
-    join(f"{config.run_dir}/rendezvous", config.rank, config.world_size, backend="nccl" if nccl else "gloo")
-    return TorchTransport(staged=config.device == "cuda" and not nccl)

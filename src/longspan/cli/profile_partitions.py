@@ -1,0 +1,109 @@
+"""What `longspan profile --partitions` does: searches how to cut prompts for chains, by timing or by the model."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from longspan.cli.profile_run import Start, timed
+from longspan.cost import chain
+from longspan.cost.partition import Partition, cut, search
+from longspan.cost.partition_table import Entry, PartitionTable
+from longspan.cost.profile import Profile
+from longspan.cost.profile_plan import default_lengths
+
+if TYPE_CHECKING:
+    from longspan.llm import LLM
+
+Clock = Callable[[Partition], float]
+"""Seconds to the first token of a prompt that is cut like this."""
+
+
+def known_partitions(profile: Profile) -> PartitionTable:
+    """What was searched on this machine before. Raises ValueError when the stored table cannot be read."""
+    from longspan.model.profiles import load_partitions  # noqa: PLC0415 - loads torch
+
+    return load_partitions(profile.subject)
+
+
+def search_partitions(
+    start: Start, profile: Profile, most_members: int, lengths: Sequence[int] | None, repeats: int
+) -> PartitionTable:
+    """The table of this machine with partitions for chains of 2 to `most_members`, of these lengths as far as possible.
+
+    Those of 2 members are searched by timing prompts, and kept once they are found; those of more by the model of a
+    chain, which is quick, so they are always searched anew, from what other entries predict for their length.
+
+    Raises:
+        ValueError: when the profile does not tell what a prompt costs, or a stored table cannot be read.
+        WorkerLostError: when a worker dies.
+    """
+    from longspan.model.profiles import save_partitions  # noqa: PLC0415 - loads torch
+
+    table = known_partitions(profile)
+    with start(2) as llm:
+        wanted = lengths or default_lengths(llm.max_model_len)
+        size = llm.engine.config.block_size
+        plan = [(n, length) for n in range(2, most_members + 1) for length in sorted(set(wanted)) if length >= n * size]
+        known = table.lengths(profile.subject.model, 2)
+        plan = [(n, length) for n, length in plan if n > 2 or length not in known]
+        layer, num_layers = _layer(llm, profile)
+        with closing(tqdm(plan, desc="partitions", unit="prompt", dynamic_ncols=True, disable=None)) as bar:
+            for members, length in bar:
+                if members == 2:
+                    best = search(_measured(llm, repeats, bar), length, members, size)
+                else:
+                    seed = _seed(table.predict(profile.subject.model, members, length), length, size)
+                    best = search(_modelled(layer, num_layers), length, members, size, seed)
+                table = table.with_entry(_entry(profile.subject.model, best))
+                save_partitions(profile.subject, table)
+    return table
+
+
+def _entry(model: str, partition: Partition) -> Entry:
+    length = sum(partition)
+    fractions = tuple(piece / length for piece in partition)
+    return Entry(model=model, members=len(partition), length=length, fractions=fractions)
+
+
+def _seed(predicted: tuple[float, ...] | None, length: int, size: int) -> Partition | None:
+    """What was predicted, in blocks, if it leaves nobody without any."""
+    if predicted is None:
+        return None
+    seed = cut(predicted, length, size)
+    return seed if min(seed) else None
+
+
+def _measured(llm: LLM, repeats: int, bar: tqdm[tuple[int, int]]) -> Clock:
+    num_timed = 0
+
+    def seconds(partition: Partition) -> float:
+        nonlocal num_timed
+        length, times = sum(partition), []
+        fractions = ",".join(repr(piece / length) for piece in partition)
+        llm.set_policy("context", {"exchange": "chain", "fractions": fractions, "threshold": "0"})
+        for _ in range(repeats):
+            num_timed += 1
+            times.append(timed(llm, length, 0, seed=num_timed + length * 1000))
+        bar.set_postfix_str(f"{length:,} as {', '.join(map(str, partition))}: {statistics.median(times):.3f} s")
+        return statistics.median(times)
+
+    return seconds
+
+
+def _modelled(layer: chain.LayerCost, num_layers: int) -> Clock:
+    return lambda partition: chain.chain(layer, num_layers, partition).ttft_s
+
+
+def _layer(llm: LLM, profile: Profile) -> tuple[chain.LayerCost, int]:
+    """What a layer costs by the profile, and how many there are."""
+    alone, link = profile.fits().get((1, "local")), profile.link("point_to_point", 2)
+    shape = llm.facts.shape
+    if alone is None or link is None or shape is None:
+        raise ValueError("partitions follow from prompts of at least two lengths on one instance: give more --lengths")
+    kv_bytes = shape.kv_bytes / profile.subject.tp
+    return chain.layer_cost(alone, link, num_layers=shape.num_layers, kv_bytes=kv_bytes), shape.num_layers

@@ -1,0 +1,125 @@
+"""What `longspan profile` does: starts groups of instances, and times prompts on them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from longspan.core.sampling import SamplingParams
+from longspan.cost.profile import Prefill, Profile
+from longspan.cost.profile_plan import Task, default_lengths, kinds_of_links, missing, prompts_of
+
+if TYPE_CHECKING:
+    from longspan.llm import LLM
+
+Start = Callable[[int], "LLM"]
+"""Starts so many instances."""
+
+_ONE_TOKEN = SamplingParams(max_tokens=1)
+_WARM_UP_TOKENS = 256
+
+
+def measure(start: Start, most_members: int, lengths: Sequence[int] | None, repeats: int) -> Profile:
+    """The profile of this machine, with everything measured that it lacked of groups of 1 to `most_members`.
+
+    Everything is saved once it is measured.
+
+    Raises:
+        ValueError: for lengths that are no prompts of the model, or a stored profile that cannot be read.
+        WorkerLostError: when a worker dies.
+    """
+    from longspan.model.profiles import load_profile, save_profile  # noqa: PLC0415 - loads torch
+
+    profile: Profile | None = None
+    prompts: list[tuple[int, int]] = []
+    for members in range(most_members, 0, -1):
+        if profile is not None and not missing(profile, members, prompts, repeats):
+            continue
+        with start(members) as llm:
+            if profile is None:
+                profile = load_profile(llm.subject) or Profile(subject=llm.subject)
+                prompts = _prompts(lengths, llm.max_model_len)
+            tasks = missing(profile, members, prompts, repeats)
+            if tasks:
+                _warm_up(llm, members)
+            for task in _shown(tasks, members):
+                seconds = _timed(llm, task, seed=profile.num_times + 1)
+                profile = profile.with_prefill(_measured(task, seconds))
+                save_profile(profile)
+    assert profile is not None, "there is at least one instance"
+    return profile
+
+
+def measure_links(profile: Profile, num_ranks: int) -> Profile:
+    """With the speeds of links between so many ranks, measured unless they were."""
+    from longspan.model.profiles import save_profile  # noqa: PLC0415 - loads torch
+    from longspan.runtime.links import time_links  # noqa: PLC0415 - loads torch
+
+    if kinds_of_links(num_ranks) <= set(profile.links):
+        return profile
+    for transfer in time_links(num_ranks, profile.subject.device):
+        profile = profile.with_transfer(transfer)
+    save_profile(profile)
+    return profile
+
+
+def _prompts(lengths: Sequence[int] | None, max_model_len: int) -> list[tuple[int, int]]:
+    if lengths is None:
+        return prompts_of(default_lengths(max_model_len), max_model_len)
+    if not lengths or min(lengths) < 1 or max(lengths) >= max_model_len:
+        given = ",".join(map(str, lengths))
+        raise ValueError(f"--lengths are from 1 to {max_model_len - 1} tokens with this model, but {given} given")
+    return prompts_of(lengths, max_model_len)
+
+
+def _shown(tasks: Sequence[Task], members: int) -> Iterator[Task]:
+    name = "one instance" if members == 1 else f"{members} instances"
+    yield from tqdm(tasks, desc=name, unit="prompt", dynamic_ncols=True, disable=None if tasks else True)
+
+
+def _measured(task: Task, seconds: float) -> Prefill:
+    return Prefill(
+        members=task.members,
+        exchange=task.exchange,
+        new_tokens=task.new_tokens,
+        cached_tokens=task.cached_tokens,
+        seconds=(seconds,),
+    )
+
+
+def _warm_up(llm: LLM, members: int) -> None:
+    """First calls are slower: threads and connections start, memory is touched."""
+    length = min(_WARM_UP_TOKENS, llm.max_model_len - 1)
+    for exchange in ("ring_kv", "alltoall") if members > 1 else ("local",):
+        task = Task(members=members, exchange=exchange, new_tokens=length, cached_tokens=0)
+        _timed(llm, task, seed=0)
+
+
+def _timed(llm: LLM, task: Task, *, seed: int) -> float:
+    if task.members > 1:
+        llm.set_policy("context", {"exchange": task.exchange, "threshold": "0"})
+    return timed(llm, task.new_tokens, task.cached_tokens, seed=seed)
+
+
+def timed(llm: LLM, new_tokens: int, cached_tokens: int, *, seed: int) -> float:
+    """Seconds to the first token of a random prompt, whose first `cached_tokens` have been computed before.
+
+    Raises:
+        ValueError: when those did not stay.
+        WorkerLostError: when a worker dies.
+    """
+    draw = random.Random(seed)
+    prompt = [draw.randrange(llm.info.vocab_size) for _ in range(cached_tokens + new_tokens)]
+    if cached_tokens:
+        llm.generate(prompt[:cached_tokens], _ONE_TOKEN, use_tqdm=False)
+    [output] = llm.generate(prompt, _ONE_TOKEN, use_tqdm=False)
+    if cached_tokens and output.metrics.num_cached_tokens < cached_tokens:
+        raise ValueError(
+            f"of {cached_tokens} tokens only {output.metrics.num_cached_tokens} stayed cached: allow more KV memory, "
+            "or give shorter --lengths"
+        )
+    assert output.metrics.ttft_s is not None, "a token was asked for"
+    return output.metrics.ttft_s

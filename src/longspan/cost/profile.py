@@ -1,0 +1,167 @@
+"""What was measured on one machine with one model: prefills alone and in groups, and links. Text in, text out."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from typing import Literal, Self
+
+import msgspec
+
+from longspan.core.steps import Exchange
+from longspan.cost.ring_fit import RingFit, RingSample, fit_appendix_d
+from longspan.cost.shapes import Hardware, ModelShape
+from longspan.cost.time_fit import LinkFit, Sample, TimeFit, Times, fit_link, fit_times
+
+
+class Subject(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a profile is of. Times of one subject say nothing of another.
+
+    Attributes:
+        tp: ranks of an instance.
+        threads: of a rank.
+        kernel: of attention, `native` or `torch`.
+        machine: the processor, and the accelerator if that computes.
+    """
+
+    model: str
+    dtype: str
+    device: str
+    tp: int
+    threads: int
+    kernel: str
+    machine: str
+
+
+class Prefill(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds to the first token of a prompt, time after time.
+
+    Attributes:
+        members: how many instances shared it; with one, the exchange is `local`.
+        cached_tokens: whose KV was there before.
+    """
+
+    members: int
+    exchange: Exchange
+    new_tokens: int
+    cached_tokens: int
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        timed = self.seconds and min(self.seconds) > 0
+        if self.members < 1 or self.new_tokens < 1 or self.cached_tokens < 0 or not timed:
+            raise ValueError(f"not a measured prefill: {self}")
+        if (self.members == 1) != (self.exchange == "local"):
+            raise ValueError(f"{self.members} members do not prefill with exchange {self.exchange}")
+
+    @property
+    def median_s(self) -> float:
+        """Of all times."""
+        return statistics.median(self.seconds)
+
+
+TransferKind = Literal["point_to_point", "alltoall", "all_gather", "host_copy"]
+"""One way between two ranks; among all ranks, each to each its own or the same; between a device and its host."""
+
+
+class Transfer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds of a call in which each rank that sends anything sends so many bytes, time after time."""
+
+    kind: TransferKind
+    members: int
+    num_bytes: int
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if self.num_bytes < 1 or not self.seconds or min(self.seconds) <= 0:
+            raise ValueError(f"not a measured transfer: {self}")
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything measured of a subject so far."""
+
+    subject: Subject
+    prefills: tuple[Prefill, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
+
+    def with_prefill(self, prefill: Prefill) -> Self:
+        """A profile that also has these times, beside those that it has of such a prefill."""
+        before = self.find(prefill.members, prefill.exchange, prefill.new_tokens, prefill.cached_tokens)
+        kept = tuple(one for one in self.prefills if one is not before)
+        seconds = (*(before.seconds if before else ()), *prefill.seconds)
+        joined = msgspec.structs.replace(prefill, seconds=seconds)
+        return msgspec.structs.replace(self, prefills=(*kept, joined))
+
+    def with_transfer(self, transfer: Transfer) -> Self:
+        """A profile with these times of such a transfer, in place of those that it has."""
+        key = transfer.kind, transfer.members, transfer.num_bytes
+        kept = tuple(one for one in self.transfers if (one.kind, one.members, one.num_bytes) != key)
+        return msgspec.structs.replace(self, transfers=(*kept, transfer))
+
+    def find(self, members: int, exchange: Exchange, new_tokens: int, cached_tokens: int) -> Prefill | None:
+        """What was measured of such a prefill, if it was."""
+        wanted = (members, exchange, new_tokens, cached_tokens)
+        found = (p for p in self.prefills if (p.members, p.exchange, p.new_tokens, p.cached_tokens) == wanted)
+        return next(found, None)
+
+    @property
+    def links(self) -> list[tuple[TransferKind, int]]:
+        """Of which kinds of transfers, among how many ranks, there are times."""
+        return sorted({(transfer.kind, transfer.members) for transfer in self.transfers})
+
+    @property
+    def num_times(self) -> int:
+        """How many prompts have been timed."""
+        return sum(len(prefill.seconds) for prefill in self.prefills)
+
+    def fits(self) -> dict[tuple[int, Exchange], TimeFit]:
+        """By members and exchange, as far as there are measurements enough."""
+        return {kind: times.fit for kind, times in self.times().items()}
+
+    def times(self) -> dict[tuple[int, Exchange], Times]:
+        """The same, to predict from."""
+        samples: dict[tuple[int, Exchange], list[Sample]] = defaultdict(list)
+        for prefill in self.prefills:
+            kind = prefill.members, prefill.exchange
+            samples[kind].append((prefill.new_tokens, prefill.cached_tokens, prefill.median_s))
+        fits = ((kind, fit_times(of_kind)) for kind, of_kind in sorted(samples.items()))
+        return {kind: Times(fit=fit, samples=tuple(samples[kind])) for kind, fit in fits if fit is not None}
+
+    def hardware(self, shape: ModelShape) -> Hardware | None:
+        """Speeds that one instance and one link showed; None where either was not measured."""
+        alone, link = self.fits().get((1, "local")), self.link("point_to_point", 2)
+        if alone is None or link is None or alone.pair_s == 0:
+            return None
+        flops = 4 * shape.num_heads * shape.head_dim * shape.num_layers
+        return Hardware(flops_per_s=flops / alone.pair_s, bytes_per_s=link.bytes_per_s)
+
+    def link(self, kind: TransferKind, members: int) -> LinkFit | None:
+        """How fast such transfers are among so many ranks; None when that was not measured."""
+        found = (t for t in self.transfers if (t.kind, t.members) == (kind, members))
+        return fit_link([(t.num_bytes, statistics.median(t.seconds)) for t in found])
+
+    def ring_rule(self, members: int) -> RingFit | None:
+        """Appendix D's rule from prefills that so many members did with both rings; None when there is none."""
+        times = {(p.exchange, p.new_tokens, p.cached_tokens): p.median_s for p in self.prefills if p.members == members}
+        samples = [
+            RingSample(new_tokens=new, cached_tokens=cached, ring_kv_s=seconds, ring_q_s=times["ring_q", new, cached])
+            for (exchange, new, cached), seconds in times.items()
+            if exchange == "ring_kv" and ("ring_q", new, cached) in times
+        ]
+        return fit_appendix_d(samples) if samples else None
+
+    def to_json(self) -> str:
+        """As text for a file."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1).decode() + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """What `to_json` wrote.
+
+        Raises:
+            ValueError: for text that is no such profile, with what is wrong with it and where.
+        """
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"not a profile: {error}") from error

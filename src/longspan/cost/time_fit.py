@@ -1,0 +1,142 @@
+"""Seconds of a prefill by its lengths, and of a transfer by its bytes, fitted to measurements."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Sample = tuple[int, int, float]
+"""New tokens, cached tokens before them, seconds."""
+
+_FEWEST_LENGTHS = 2
+_SAME_PLACE = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeFit:
+    """T(L, P) = start_s + token_s L + cached_s P L + square_s L², for L new tokens behind P cached ones.
+
+    No term is negative, so that predictions are monotone in both lengths, also beyond what was measured.
+
+    Attributes:
+        mean_error, max_error: of the samples it was fitted to, relative to what was measured.
+        num_samples: how many those were.
+    """
+
+    start_s: float
+    token_s: float
+    cached_s: float
+    square_s: float
+    mean_error: float
+    max_error: float
+    num_samples: int
+
+    @property
+    def pair_s(self) -> float:
+        """Of a query and a key. Both quadratic terms have a say, and this is their mean: a prompt has L²/2 pairs."""
+        return (self.cached_s + 2 * self.square_s) / 2
+
+    def seconds(self, new_tokens: int, cached_tokens: int = 0) -> float:
+        """Of a prefill of so many tokens."""
+        per_token = self.token_s + self.cached_s * cached_tokens + self.square_s * new_tokens
+        return self.start_s + per_token * new_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """A fit, corrected by what it missed its samples by: near a sample it says what was measured there.
+
+    The correction is the mean of measured over fitted seconds. A sample weighs less with the square of its distance, in
+    doublings of new and of cached tokens.
+    """
+
+    fit: TimeFit
+    samples: tuple[Sample, ...]
+
+    def seconds(self, new_tokens: int, cached_tokens: int = 0) -> float:
+        """Of a prefill of so many tokens."""
+        fitted = self.fit.seconds(new_tokens, cached_tokens)
+        weight = corrections = 0.0
+        for new, cached, seconds in self.samples:
+            octaves = math.log2(new / new_tokens), math.log2((cached + 1) / (cached_tokens + 1))
+            nearness = 1 / max(octaves[0] ** 2 + octaves[1] ** 2, _SAME_PLACE)
+            if expected := self.fit.seconds(new, cached):
+                weight += nearness
+                corrections += nearness * seconds / expected
+        return fitted * corrections / weight if weight else fitted
+
+
+def fit_times(samples: Sequence[Sample]) -> TimeFit | None:
+    """Non-negative least squares over relative errors, so that short prompts count as much as long ones.
+
+    Returns:
+        None for samples of fewer than two lengths, which say nothing of other lengths.
+
+    Raises:
+        ValueError: for a time that is not positive.
+    """
+    if len({(new, cached) for new, cached, _ in samples}) < _FEWEST_LENGTHS:
+        return None
+    if min(seconds for _, _, seconds in samples) <= 0:
+        raise ValueError("a prefill takes some time, but a sample of none was given")
+    new, cached, seconds = np.array(samples, dtype=np.float64).T
+    terms = np.column_stack([np.ones(len(samples)), new, cached * new, new * new])
+    (start_s, token_s, cached_s, square_s), errors = _least_squares(terms, seconds)
+    return TimeFit(
+        start_s=start_s,
+        token_s=token_s,
+        cached_s=cached_s,
+        square_s=square_s,
+        mean_error=float(errors.mean()),
+        max_error=float(errors.max()),
+        num_samples=len(samples),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkFit:
+    """T(bytes) = start_s + bytes / bytes_per_s; `max_error` is relative, of the samples it was fitted to."""
+
+    start_s: float
+    bytes_per_s: float
+    max_error: float
+
+
+def fit_link(samples: Sequence[tuple[int, float]]) -> LinkFit | None:
+    """The same for transfers, from (bytes, seconds); None where more bytes take no longer."""
+    num_bytes, seconds = np.array(samples, dtype=np.float64).reshape(-1, 2).T
+    if len(set(num_bytes)) < _FEWEST_LENGTHS:
+        return None
+    (start_s, byte_s), errors = _least_squares(np.column_stack([np.ones(len(samples)), num_bytes]), seconds)
+    if not byte_s:
+        return None
+    return LinkFit(start_s=start_s, bytes_per_s=1 / byte_s, max_error=float(errors.max()))
+
+
+def _least_squares(terms: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[list[float], NDArray[np.float64]]:
+    """What each column of `terms` [samples, terms] weighs, none below 0, and the relative error of each sample.
+
+    Few terms are solved outright: of the ordinary fits of all subsets of them, the best one in which none is negative
+    is the solution. Where samples do not tell terms apart, the fewest are used.
+    """
+    num_terms = terms.shape[1]
+    relative = terms / seconds[:, None]
+    scale = relative.max(axis=0)
+    scale[scale == 0] = 1.0
+    relative = relative / scale
+    best, least = np.zeros(num_terms), np.inf
+    sizes = range(1, num_terms + 1)
+    for chosen in (list(c) for size in sizes for c in itertools.combinations(range(num_terms), size)):
+        found, _, rank, _ = np.linalg.lstsq(relative[:, chosen], np.ones(len(seconds)), rcond=None)
+        if rank < len(chosen) or found.min() < 0:
+            continue
+        missed = float(np.square(relative[:, chosen] @ found - 1).sum())
+        if missed < least - 1e-12:
+            best, least = np.zeros(num_terms), missed
+            best[chosen] = found
+    return [float(value) for value in best / scale], np.abs(relative @ best - 1)

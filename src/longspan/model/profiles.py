@@ -1,0 +1,100 @@
+"""Where profiles and tables of partitions are kept: a file per model, precision and machine in the cache folder."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import re
+from pathlib import Path
+
+import msgspec
+
+from longspan.cost.partition_table import PartitionTable
+from longspan.cost.profile import Profile, Subject
+from longspan.model.cache import cache_root, write_file
+from longspan.model.files import ModelError, ModelFiles
+
+
+def subject_of(files: ModelFiles, device: str, *, tp: int, threads: int, native: bool) -> Subject:
+    """What a profile would be of that is measured here; `native`: with the attention kernel of our own."""
+    folder = Path(files.name)
+    return Subject(
+        model=str(folder.resolve()) if folder.is_dir() else files.name,
+        dtype=files.dtype,
+        device=device,
+        tp=tp,
+        threads=threads,
+        kernel="native" if native else "torch",
+        machine=f"{_cpu_name()}, {_gpu_name()}" if device == "cuda" else _cpu_name(),
+    )
+
+
+def profile_file(subject: Subject) -> Path:
+    """Where the profile of this subject is, or would be."""
+    digest = hashlib.sha256(msgspec.json.encode(subject)).hexdigest()[:12]
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", Path(subject.model).name)
+    return cache_root() / "profiles" / f"{name}-{digest}.json"
+
+
+def load_profile(subject: Subject) -> Profile | None:
+    """The profile of this subject, if there is one.
+
+    Raises:
+        ModelError: when the file is there and is none.
+    """
+    path = profile_file(subject)
+    try:
+        return Profile.from_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"the profile {path} cannot be read ({error}): remove it, or measure again") from error
+
+
+def partitions_file(subject: Subject) -> Path:
+    """Where its table of partitions is, or would be: beside the profile."""
+    return profile_file(subject).with_suffix(".partitions.json")
+
+
+def load_partitions(subject: Subject) -> PartitionTable:
+    """The partitions that were searched with this subject; none if nobody did.
+
+    Raises:
+        ModelError: when the file is there and is no table.
+    """
+    path = partitions_file(subject)
+    try:
+        return PartitionTable.from_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return PartitionTable()
+    except (OSError, ValueError) as error:
+        raise ModelError(f"the table {path} cannot be read ({error}): remove it, or search again") from error
+
+
+def save_partitions(subject: Subject, table: PartitionTable) -> None:
+    """Replaces the table. Raises ModelError when the cache cannot be written to."""
+    write_file(partitions_file(subject), table.to_json())
+
+
+def save_profile(profile: Profile) -> None:
+    """Replaces the profile of its subject. Raises ModelError when the cache cannot be written to."""
+    write_file(profile_file(profile.subject), profile.to_json())
+
+
+def _cpu_name() -> str:
+    name = _found(Path("/proc/cpuinfo"), r"^model name\s*:\s*(.+)$")
+    return name or platform.processor() or platform.machine()
+
+
+def _gpu_name() -> str:
+    """As its driver says: asking CUDA would take memory of the device, in a process that computes nothing."""
+    files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+    return _found(files[0], r"^Model:\s*(.+)$") or "cuda" if files else "cuda"
+
+
+def _found(path: Path, pattern: str) -> str | None:
+    try:
+        match = re.search(pattern, path.read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        return None
+    return match[1].strip() if match else None

@@ -1,0 +1,80 @@
+"""How many instances share a prompt, and by which exchange: by measured times, or by rules where nobody measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from longspan.core.steps import Exchange
+from longspan.cost.exchange_rules import ring_kv_or_ring_q
+from longspan.cost.partition_table import PartitionTable
+from longspan.cost.profile import Profile
+from longspan.cost.shapes import Hardware, ModelShape
+
+_CANDIDATES: tuple[Exchange, ...] = ("ring_kv", "ring_q", "alltoall", "gather_kv")
+"""What any layout can be computed with, so that every step may take another. A chain cannot."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is known of a model and its hardware when a policy is made.
+
+    Attributes:
+        shape, hardware: what rules go by.
+        profile: what was measured.
+        model: what the table of partitions calls it.
+        partitions: searched ones; None when nobody looked for them yet, so that nothing is refused for want of one.
+    """
+
+    shape: ModelShape | None = None
+    hardware: Hardware | None = None
+    profile: Profile | None = None
+    model: str = ""
+    partitions: PartitionTable | None = None
+
+
+class Chooser:
+    """Predicts what groups of every size would take for a prefill, and what one instance would; the quickest is chosen.
+
+    Args:
+        num_instances: there are.
+        facts: what to predict from.
+        exchange: the only candidate; None for any that suits all layouts.
+    """
+
+    def __init__(self, num_instances: int, facts: Facts, exchange: Exchange | None = None) -> None:
+        times = facts.profile.times() if facts.profile is not None else {}
+        candidates = _CANDIDATES if exchange is None else (exchange,)
+        self._alone = times.get((1, "local"))
+        self._shared = {
+            members: {name: times[members, name] for name in candidates if (members, name) in times}
+            for members in range(2, num_instances + 1)
+        }
+        self._facts = facts
+        self._known: dict[int, int] = {}
+
+    def members(self, num_tokens: int) -> int | None:
+        """How many instances are expected to be done with a prompt first; the fewest of equals.
+
+        None when that was not measured. Every length is predicted once: it is asked of all that wait, at every step.
+        """
+        measured = {members: times for members, times in self._shared.items() if times}
+        if self._alone is None or not measured:
+            return None
+        if num_tokens not in self._known:
+            seconds = {1: self._alone.seconds(num_tokens)}
+            for members, times in measured.items():
+                seconds[members] = min(one.seconds(num_tokens) for one in times.values())
+            self._known[num_tokens] = min(seconds, key=seconds.__getitem__)
+        return self._known[num_tokens]
+
+    def exchange(self, new_tokens: int, cached_tokens: int, members: int) -> Exchange:
+        """The one expected to be quickest for what is left of a prompt, in a group of so many.
+
+        Without measurements `ring_kv`, or behind cached tokens what Algorithm 5 says of a known model and hardware.
+        """
+        if times := self._shared[members]:
+            return min(times, key=lambda name: times[name].seconds(new_tokens, cached_tokens))
+        shape, hardware = self._facts.shape, self._facts.hardware
+        if cached_tokens == 0 or shape is None or hardware is None:
+            return "ring_kv"
+        return ring_kv_or_ring_q(shape, hardware, new_tokens, cached_tokens, members)

@@ -1,0 +1,159 @@
+"""How many instances share a prompt and by which exchange, on machines made up of plain numbers."""
+
+from __future__ import annotations
+
+import pytest
+from cluster import Cluster, Setup
+from hypothesis import given
+from hypothesis import strategies as st
+from test_profile import SUBJECT, prefill
+
+from longspan.cost.exchange_rules import ring_kv_or_ring_q
+from longspan.cost.profile import Profile
+from longspan.cost.profile_plan import SHARED, prompts_of
+from longspan.cost.shapes import Hardware, ModelShape
+from longspan.policy.choosing import Chooser, Facts
+
+SHAPE = ModelShape(num_layers=4, hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=8, bytes_per_element=4)
+HARDWARE = Hardware(flops_per_s=1e12, bytes_per_s=1e9)
+PROMPTS = prompts_of([256, 1024, 4096, 16384], 40_000)
+LENGTHS = st.integers(1, 200_000)
+
+
+def machine(members: int, *, link_s: float, start_s: float = 0.0, exchanges: tuple[str, ...] = SHARED) -> Profile:
+    """Computes 0.1 ms a token and 10 ns a pair; a token's keys take `link_s`, its query and output five times that."""
+    profile = Profile(subject=SUBJECT)
+    for new, cached in PROMPTS:
+        compute_s = 1e-4 * new + 1e-8 * new * (cached + new / 2)
+        profile = profile.with_prefill(prefill(new, cached, 1e-3 + compute_s, members=1, exchange="local"))
+        for exchange in exchanges:
+            sent = 5 * new if exchange == "ring_q" else (new + cached) * (1 if exchange == "ring_kv" else 1.5)
+            seconds = 1e-3 + start_s + compute_s / members + link_s * sent
+            profile = profile.with_prefill(prefill(new, cached, seconds, members=members, exchange=exchange))
+    return profile
+
+
+def two_or_four() -> Profile:
+    """A group of four starts later than one of two, and is quicker in the end; three were not measured."""
+    profile = machine(2, link_s=0.0, start_s=0.05)
+    for one in machine(4, link_s=0.0, start_s=0.2).prefills:
+        profile = profile if one.members == 1 else profile.with_prefill(one)
+    return profile
+
+
+@given(st.integers(2, 8), st.integers(1000, 200_000))
+def test_free_links_share_long_prompts(members: int, length: int) -> None:
+    chooser = Chooser(members, Facts(profile=machine(members, link_s=0.0)))
+    assert chooser.members(length) == members
+
+
+@given(st.integers(2, 8), LENGTHS)
+def test_slow_links_share_nothing(members: int, length: int) -> None:
+    chooser = Chooser(members, Facts(profile=machine(members, link_s=1e-1)))
+    assert chooser.members(length) == 1
+
+
+@given(st.integers(2, 8), LENGTHS, LENGTHS)
+def test_who_shares_a_prompt_shares_longer_ones(members: int, length: int, more: int) -> None:
+    """A group that starts late pays off from some length on."""
+    chooser = Chooser(members, Facts(profile=machine(members, link_s=0.0, start_s=0.05)))
+    assert (chooser.members(64), chooser.members(100_000)) == (1, members)
+    assert chooser.members(length) == 1 or chooser.members(length + more) == members
+
+
+def test_more_members_for_longer_prompts() -> None:
+    chooser = Chooser(4, Facts(profile=two_or_four()))
+    found = [chooser.members(length) for length in (100, 400, 1500, 3000, 10_000, 100_000)]
+    assert found == [1, 1, 2, 2, 4, 4]
+    assert Chooser(3, Facts(profile=two_or_four())).members(100_000) == 2
+
+
+def test_the_quickest_exchange_is_taken() -> None:
+    chooser = Chooser(2, Facts(profile=machine(2, link_s=1e-5)))
+    assert chooser.exchange(4096, 0, 2) == "ring_kv"
+    only = Chooser(2, Facts(profile=machine(2, link_s=1e-5)), "gather_kv")
+    assert only.exchange(4096, 0, 2) == "gather_kv"
+    chains = Chooser(2, Facts(profile=machine(2, link_s=0.0, exchanges=("chain",))))
+    assert chains.exchange(4096, 0, 2) == "ring_kv", "a chain needs a layout of its own"
+
+
+@pytest.mark.parametrize(
+    "profile",
+    [
+        None,
+        Profile(subject=SUBJECT),
+        machine(3, link_s=0.0),
+        machine(2, link_s=0.0, exchanges=()),
+        machine(2, link_s=0.0, exchanges=("chain",)),
+    ],
+)
+def test_what_was_not_measured_is_not_known(profile: Profile | None) -> None:
+    chooser = Chooser(2, Facts(profile=profile))
+    assert chooser.members(100_000) is None
+    assert chooser.exchange(1, 100_000, 2) == "ring_kv"
+
+
+@given(st.integers(1, 5000), st.integers(0, 5000), st.integers(2, 8))
+def test_without_measurements_algorithm_5_chooses_behind_cached_tokens(new: int, cached: int, members: int) -> None:
+    chooser = Chooser(members, Facts(shape=SHAPE, hardware=HARDWARE))
+    expected = ring_kv_or_ring_q(SHAPE, HARDWARE, new, cached, members) if cached else "ring_kv"
+    assert chooser.exchange(new, cached, members) == expected
+
+
+# ---------------------------------------------------------------- the policy
+
+
+def groups(profile: Profile | None, options: dict[str, str], *lengths: int) -> list[tuple[int, str]]:
+    """How many instances begin with prompts of these lengths, and by which exchange."""
+    cluster = Cluster(Setup(num_instances=2, num_blocks=4096, options=options, facts=Facts(profile=profile)))
+    requests = [cluster.add(range(length), max_tokens=1) for length in lengths]
+    cluster.run()
+    parts = [cluster.parts_of(request)[0] for request in requests]
+    return [(len(part.group), part.exchange) for part in parts]
+
+
+def test_the_policy_goes_by_the_profile() -> None:
+    assert groups(machine(2, link_s=0.0), {}, 300, 3000)[1][0] == 2
+    assert groups(machine(2, link_s=1e-1), {}, 300, 3000) == [(1, "local")] * 2
+    late = machine(2, link_s=1e-6, start_s=0.2)
+    assert groups(late, {}, 3000, 6000) == [(1, "local"), (2, "ring_kv")]
+
+
+def test_groups_are_of_those_who_hold_the_prefix_or_have_least_to_do() -> None:
+    cluster = Cluster(Setup(num_instances=4, num_blocks=4096, facts=Facts(profile=two_or_four())))
+    first, second = cluster.add(range(3000), max_tokens=50), cluster.add(range(1, 3001), max_tokens=50)
+    cluster.run()
+    assert [cluster.parts_of(request)[0].group for request in (first, second)] == [(0, 1), (2, 3)]
+    turn = cluster.add([*second.prompt, *second.output, 5], max_tokens=1)
+    long = cluster.add(range(2, 20_000), max_tokens=1)
+    cluster.run()
+    assert cluster.parts_of(turn)[0].group == (2, 3)
+    assert turn.metrics.num_cached_tokens > 3000
+    assert cluster.parts_of(long)[0].group == (0, 1, 2, 3)
+
+
+def test_a_group_that_is_too_small_grows_to_all() -> None:
+    """Two pools hold 2,048 tokens: a prompt of 3,000 would be quickest on two instances, but does not fit."""
+    cluster = Cluster(Setup(num_instances=4, num_blocks=64, facts=Facts(profile=two_or_four())))
+    fits, large = cluster.add(range(2000), max_tokens=100), cluster.add(range(1, 3000), max_tokens=1)
+    cluster.run()
+    assert fits.output == cluster.expected_output(fits)
+    groups = [part.group for part in cluster.parts_of(fits)]
+    assert (len(groups[0]), len(groups[-1])) == (2, 4)
+    assert len(cluster.parts_of(large)[0].group) == 4
+
+
+def test_without_a_profile_the_threshold_is_1024() -> None:
+    assert groups(None, {}, 1024, 1025) == [(1, "local"), (2, "ring_kv")]
+    assert groups(None, {"threshold": "auto"}, 1024, 1025) == [(1, "local"), (2, "ring_kv")]
+
+
+def test_a_threshold_counts_before_the_profile() -> None:
+    assert groups(machine(2, link_s=1e-1), {"threshold": "500"}, 500, 501) == [(1, "local"), (2, "ring_kv")]
+
+
+def test_an_exchange_that_was_asked_for_is_predicted_alone() -> None:
+    """With ring_q five times as many bytes move, so sharing pays off later, or never."""
+    slow = machine(2, link_s=1.5e-5)
+    assert groups(slow, {}, 2000) == [(2, "ring_kv")]
+    assert groups(slow, {"exchange": "ring_q"}, 2000) == [(1, "local")]

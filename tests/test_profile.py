@@ -1,0 +1,213 @@
+"""Profiles and the fits that follow from them, as plain data."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longspan.cost.profile import Prefill, Profile, Subject, Transfer, TransferKind
+from longspan.cost.profile_plan import SHARED, default_lengths, kinds_of_links, missing, prompts_of
+from longspan.cost.shapes import ModelShape
+from longspan.cost.time_fit import Times, fit_link, fit_times
+
+SUBJECT = Subject(
+    model="m", dtype="float32", device="cpu", tp=1, threads=1, kernel="torch", machine="a processor of some kind"
+)
+COEFFICIENTS = st.tuples(
+    st.floats(1e-4, 1e-2), st.sampled_from([0.0, 1e-5, 1e-3]), st.sampled_from([0.0, 1e-8, 1e-7]), st.just(5e-8)
+)
+PROMPTS = prompts_of([512, 1024, 2048, 4096], 8192)
+
+
+def prefill(new: int, cached: int, *seconds: float, members: int = 2, exchange: str = "ring_kv") -> Prefill:
+    return Prefill(
+        members=members,
+        exchange=exchange,  # type: ignore[arg-type]  # a name of one
+        new_tokens=new,
+        cached_tokens=cached,
+        seconds=seconds,
+    )
+
+
+@given(COEFFICIENTS)
+def test_a_fit_finds_what_made_the_times(coefficients: tuple[float, float, float, float]) -> None:
+    a, b, c, d = coefficients
+    fit = fit_times([(n, p, a + b * n + c * p * n + d * n * n) for n, p in PROMPTS])
+    assert fit is not None and fit.max_error < 1e-6
+    for new, cached in ((100, 0), (30_000, 50_000)):
+        assert fit.seconds(new, cached) == pytest.approx(a + b * new + c * cached * new + d * new * new, rel=1e-4)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9999), st.integers(0, 9999), st.floats(1e-3, 1e3)), min_size=1, max_size=12))
+@settings(deadline=None)
+def test_no_term_is_negative_whatever_was_measured(samples: list[tuple[int, int, float]]) -> None:
+    fit = fit_times(samples)
+    if fit is None:
+        assert len({sample[:2] for sample in samples}) == 1
+        return
+    assert min(fit.start_s, fit.token_s, fit.cached_s, fit.square_s) >= 0
+    assert 0 <= fit.mean_error <= fit.max_error
+    assert fit.seconds(20_000, 20_000) >= fit.seconds(10_000, 10_000) >= fit.seconds(1)
+
+
+def test_errors_are_those_of_the_samples() -> None:
+    draw = random.Random(0)
+    samples = [(n, p, (1e-3 * n + 1e-7 * n * n) * draw.uniform(0.9, 1.1)) for n, p in PROMPTS for _ in range(3)]
+    fit = fit_times(samples)
+    assert fit is not None and fit.num_samples == len(samples)
+    errors = [abs(fit.seconds(n, p) / seconds - 1) for n, p, seconds in samples]
+    assert fit.mean_error == pytest.approx(sum(errors) / len(errors))
+    assert fit.max_error == pytest.approx(max(errors))
+    assert fit.max_error < 0.2
+
+
+def test_predictions_are_what_was_measured_where_it_was() -> None:
+    draw = random.Random(1)
+    samples = tuple((n, p, (1e-3 * n + 1e-7 * n * n) * draw.uniform(0.8, 1.2)) for n, p in PROMPTS)
+    fit = fit_times(samples)
+    assert fit is not None
+    times = Times(fit=fit, samples=samples)
+    for new, cached, seconds in samples:
+        assert times.seconds(new, cached) == pytest.approx(seconds, rel=1e-3)
+    errors = [seconds / fit.seconds(new, cached) for new, cached, seconds in samples]
+    for new, cached in ((700, 0), (100_000, 100_000), (1, 0)):
+        correction = times.seconds(new, cached) / fit.seconds(new, cached)
+        assert min(errors) <= correction <= max(errors)
+
+
+@given(st.floats(0, 1e-2), st.floats(1e3, 1e12))
+def test_a_link_is_found_again(start_s: float, bytes_per_s: float) -> None:
+    link = fit_link([(size, start_s + size / bytes_per_s) for size in (2**12, 2**16, 2**20, 2**24)])
+    assert link is not None and link.max_error < 1e-6
+    assert link.bytes_per_s == pytest.approx(bytes_per_s, rel=1e-3)
+    assert link.start_s == pytest.approx(start_s, rel=1e-3, abs=1e-6 * 2**12 / bytes_per_s)
+
+
+@pytest.mark.parametrize("samples", [[], [(5, 1.0)], [(5, 1.0), (5, 2.0)], [(1, 1.0), (1000, 0.5)]])
+def test_links_of_one_size_or_without_bytes_have_no_speed(samples: list[tuple[int, float]]) -> None:
+    assert fit_link(samples) is None
+
+
+def test_times_without_duration_are_refused() -> None:
+    with pytest.raises(ValueError, match="takes some time"):
+        fit_times([(1, 0, 1.0), (2, 0, 0.0)])
+
+
+def test_times_add_up_and_survive_the_file() -> None:
+    profile = Profile(subject=SUBJECT).with_prefill(prefill(512, 0, 3.0)).with_prefill(prefill(512, 0, 1.0, 2.0))
+    profile = profile.with_prefill(prefill(512, 8, 9.0))
+    found = profile.find(2, "ring_kv", 512, 0)
+    assert found is not None and found.seconds == (3.0, 1.0, 2.0)
+    assert (found.median_s, profile.num_times) == (2.0, 4)
+    assert profile.find(3, "ring_kv", 512, 0) is None
+    assert Profile.from_json(profile.to_json()) == profile
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", '{"subject": {}, "prefills": []}', '{"prefills": [{"members": 2, "exchange": "local"}]}']
+)
+def test_what_is_no_profile_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="not a profile: "):
+        Profile.from_json(text)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"members": 1}, {"exchange": "local"}, {"new": 0}, {"cached": -1}, {"seconds": ()}, {"seconds": (0.0,)}],
+)
+def test_what_is_no_prefill_is_refused(wrong: dict[str, object]) -> None:
+    given_ = {"new": 5, "cached": 0, "seconds": (1.0,), "members": 2, "exchange": "ring_kv"} | wrong
+    new, cached, seconds = given_.pop("new"), given_.pop("cached"), given_.pop("seconds")
+    with pytest.raises(ValueError, match=r"not a measured prefill|do not prefill"):
+        prefill(new, cached, *seconds, **given_)  # type: ignore[arg-type, misc]  # wrong on purpose
+
+
+def test_fits_and_rules_are_of_groups() -> None:
+    profile = Profile(subject=SUBJECT)
+    assert profile.fits() == {} and profile.ring_rule(2) is None
+    for new, cached in PROMPTS:
+        kv, q = 1e-4 * (new + cached), 3e-4 * new
+        profile = profile.with_prefill(prefill(new, cached, kv)).with_prefill(
+            prefill(new, cached, q, exchange="ring_q")
+        )
+        profile = profile.with_prefill(prefill(new, cached, 1e-3 * new, members=1, exchange="local"))
+    assert list(profile.fits()) == [(1, "local"), (2, "ring_kv"), (2, "ring_q")]
+    ring = profile.ring_rule(2)
+    assert ring is not None and ring.missed == ()
+    assert [ring.rule.choose(2048, 0), ring.rule.choose(64, 2048)] == ["ring_kv", "ring_q"]
+    assert profile.ring_rule(1) is None
+
+
+def transfer(kind: TransferKind, num_bytes: int, *seconds: float, members: int = 2) -> Transfer:
+    return Transfer(kind=kind, members=members, num_bytes=num_bytes, seconds=seconds)
+
+
+def test_links_are_of_a_kind_and_a_number_of_ranks() -> None:
+    profile = Profile(subject=SUBJECT)
+    assert profile.link("alltoall", 2) is None
+    for size in (1000, 2000):
+        profile = profile.with_transfer(transfer("alltoall", size, 5.0))
+        profile = profile.with_transfer(transfer("alltoall", size, 9.0, 1e-3 + size * 1e-6, 0.0001))
+        profile = profile.with_transfer(transfer("alltoall", size, size * 1e-3, members=3))
+    assert profile.links == [("alltoall", 2), ("alltoall", 3)]
+    two, three = profile.link("alltoall", 2), profile.link("alltoall", 3)
+    assert two is not None and two.bytes_per_s == pytest.approx(1e6)
+    assert three is not None and three.bytes_per_s == pytest.approx(1e3)
+    assert Profile.from_json(profile.to_json()) == profile
+
+
+@pytest.mark.parametrize("wrong", [(0, 1.0), (5, 0.0), (5,)])
+def test_what_is_no_transfer_is_refused(wrong: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="not a measured transfer"):
+        transfer("host_copy", int(wrong[0]), *wrong[1:])
+
+
+def test_every_number_of_ranks_has_links_of_its_own() -> None:
+    assert kinds_of_links(1) == {("host_copy", 1)}
+    assert kinds_of_links(3) - kinds_of_links(2) == {("alltoall", 3), ("all_gather", 3)}
+
+
+def test_hardware_as_it_showed() -> None:
+    """10 GFLOP/s in attention, which is 4 * heads * head_dim operations for each pair and layer."""
+    shape = ModelShape(num_layers=10, hidden_size=1, num_heads=5, num_kv_heads=5, head_dim=50, bytes_per_element=4)
+    pair_s = 10 * 4 * 5 * 50 / 1e10
+    profile = Profile(subject=SUBJECT)
+    for new, cached in PROMPTS:
+        seconds = 1e-3 * new + pair_s * new * (cached + new / 2)
+        profile = profile.with_prefill(prefill(new, cached, seconds, members=1, exchange="local"))
+    assert profile.hardware(shape) is None, "no link is known"
+    for size in (1000, 2000):
+        profile = profile.with_transfer(transfer("point_to_point", size, size / 1e8))
+    hardware = profile.hardware(shape)
+    assert hardware is not None
+    assert hardware.flops_per_s == pytest.approx(1e10, rel=1e-3)
+    assert hardware.bytes_per_s == pytest.approx(1e8)
+
+
+# ---------------------------------------------------------------- what to measure
+
+
+@given(st.integers(2, 200_000))
+def test_default_lengths_are_prompts_of_the_model(max_model_len: int) -> None:
+    lengths = default_lengths(max_model_len)
+    assert list(lengths) == sorted(set(lengths))
+    assert lengths[0] >= 1 and lengths[-1] < max_model_len
+    prompts = prompts_of(lengths, max_model_len)
+    assert all(new >= 1 and new + cached < max_model_len for new, cached in prompts)
+    assert {(length, 0) for length in lengths} <= set(prompts)
+    if max_model_len > 513:
+        assert lengths[-1] == max_model_len - 1
+
+
+def test_what_is_missing_is_measured_in_turns_and_once() -> None:
+    profile, prompts = Profile(subject=SUBJECT), [(512, 0), (16, 512)]
+    tasks = missing(profile, 2, prompts, 2)
+    assert [task.exchange for task in tasks] == list(SHARED) * 4
+    for task in tasks[:7]:
+        profile = profile.with_prefill(prefill(task.new_tokens, task.cached_tokens, 1.0, exchange=task.exchange))
+    assert missing(profile, 2, prompts, 2) == tasks[7:]
+    assert len(missing(profile, 2, prompts, 3)) == 30 - 7
+    assert [task.exchange for task in missing(profile, 1, prompts, 2)] == ["local"] * 4

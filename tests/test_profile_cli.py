@@ -1,0 +1,226 @@
+"""`longspan profile`: what it asks of the engine, keeps, goes on with and prints; at the end with a real engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fake_llm import FakeLLM, run
+from test_profile import SUBJECT
+from tiny_models import make_tiny
+
+import longspan
+from longspan.core.sampling import SamplingParams
+from longspan.cost.profile import Profile, Transfer
+from longspan.cost.profile_plan import SHARED, kinds_of_links
+from longspan.cost.shapes import ModelShape
+from longspan.llm import LLM
+from longspan.model.profiles import load_partitions, load_profile, profile_file, save_profile
+from longspan.policy.choosing import Facts
+from longspan.runtime import links
+
+SHAPE = ModelShape(num_layers=4, hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=8, bytes_per_element=4)
+LENGTHS = ("--lengths", "8,100")
+NUM_PROMPTS = 6  # 8, 100; behind 8: 1, 2; behind 100: 3, 25
+
+
+class Machine(FakeLLM):
+    """Takes 1 ms per token, on n instances 1/n of that, and 2 ms for every token with ring_q.
+
+    In a chain of two, the last one needs three times as long for its tokens.
+    """
+
+    started: list[Machine]
+    link_calls: list[int]
+    failure_after: int | None = None
+    failure_in_chains_of: int | None = None
+    cached = True
+    info = SimpleNamespace(vocab_size=50)
+    subject = SUBJECT
+    facts = Facts(shape=SHAPE)
+    engine = SimpleNamespace(config=SimpleNamespace(block_size=8))
+
+    def __init__(self, model: str, **arguments: Any) -> None:
+        super().__init__(model, **arguments)
+        Machine.started.append(self)
+        self.policy: dict[str, str] = {}
+        self.prompts: list[list[int]] = []
+
+    def set_policy(self, policy: str, options: dict[str, str]) -> None:
+        assert policy == "context"
+        self.policy = options
+
+    def generate(self, prompt: list[int], params: object, *, use_tqdm: bool) -> list[object]:
+        del params, use_tqdm
+        if "fractions" in self.policy and len(prompt) == self.failure_in_chains_of:
+            raise KeyboardInterrupt
+        if self.failure_after == sum(len(one.prompts) for one in self.started):
+            raise KeyboardInterrupt
+        cached = max((len(p) for p in self.prompts if self.cached and prompt[: len(p)] == p), default=0)
+        self.prompts.append(prompt)
+        per_token = 2e-3 if self.policy.get("exchange") == "ring_q" else 1e-3
+        ttft_s = per_token * (len(prompt) - cached) / int(self.arguments["parallel"].partition("x")[0])
+        if "fractions" in self.policy:
+            pieces = map(float, self.policy["fractions"].split(","))
+            ttft_s = per_token * len(prompt) * max(piece * cost for piece, cost in zip(pieces, (2, 6), strict=True))
+        return [SimpleNamespace(metrics=SimpleNamespace(ttft_s=ttft_s, num_cached_tokens=cached))]
+
+
+@pytest.fixture(autouse=True)
+def machine(fake_llm: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    del fake_llm
+    monkeypatch.setitem(vars(longspan), "LLM", Machine)
+    monkeypatch.setattr(Machine, "started", [], raising=False)
+    monkeypatch.setattr(Machine, "link_calls", [], raising=False)
+    monkeypatch.setattr(links, "time_links", time_links)
+    monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path))
+
+
+def time_links(num_ranks: int, device: str) -> list[Transfer]:
+    """A gigabyte per second."""
+    assert device == "cpu"
+    Machine.link_calls.append(num_ranks)
+    return [
+        Transfer(kind=kind, members=members, num_bytes=size, seconds=(size / 1e9,))
+        for kind, members in kinds_of_links(num_ranks)
+        for size in (1000, 9000)
+    ]
+
+
+def stored() -> Profile:
+    found = load_profile(SUBJECT)
+    assert found is not None
+    return found
+
+
+def test_groups_are_measured_with_every_exchange_and_one_instance_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("profile", "m", "--parallel", "3", "--repeats", "2", "--threads-per-rank", "1", "--json", *LENGTHS) == 0
+    assert [one.arguments["parallel"] for one in Machine.started] == ["3", "2", "1"]
+    assert {one.arguments["threads_per_rank"] for one in Machine.started} == {1}
+    assert all(one.closed for one in Machine.started)
+    profile = stored()
+    assert profile.num_times == 2 * NUM_PROMPTS * (2 * len(SHARED) + 1)
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["subject"]["model"] == "m" and len(shown["prefills"]) == len(profile.prefills)
+    for fit in shown["fits"]:
+        expected = (2e-3 if fit["exchange"] == "ring_q" else 1e-3) / fit["members"]
+        assert fit["token_s"] == pytest.approx(expected)
+        assert fit["max_error"] < 1e-6
+    assert [(rule["members"], rule["num_missed"]) for rule in shown["ring_rules"]] == [(2, 0), (3, 0)]
+    assert {(link["kind"], link["members"]) for link in shown["links"]} == kinds_of_links(3)
+    assert all(link["bytes_per_s"] == pytest.approx(1e9) for link in shown["links"])
+    assert (Machine.link_calls, shown["partitions"]) == ([3], [])
+
+
+def test_it_goes_on_where_it_was_stopped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(Machine, "failure_after", 14)
+    assert run("profile", "m", "--parallel", "2", "--repeats", "1", *LENGTHS) == 130
+    assert Machine.started[-1].closed
+    before = stored()
+    assert 0 < before.num_times < NUM_PROMPTS * len(SHARED)
+    monkeypatch.setattr(Machine, "failure_after", None)
+    assert run("profile", "m", "--parallel", "2", "--repeats", "1", *LENGTHS) == 0
+    assert {len(prefill.seconds) for prefill in stored().prefills} == {1}
+    assert stored().num_times == NUM_PROMPTS * (len(SHARED) + 1)
+    num_prompts = [len(one.prompts) for one in Machine.started]
+    assert run("profile", "m", "--parallel", "2", "--repeats", "1", *LENGTHS) == 0
+    assert [len(one.prompts) for one in Machine.started] == [*num_prompts, 0], "nothing is measured again"
+    assert "2 gather_kv" in capsys.readouterr().out
+    assert Machine.link_calls == [2]
+
+
+def test_partitions_are_searched_kept_and_not_searched_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two members are timed: three quarters of the prompt to the first one. Three are modelled."""
+    command = ("profile", "m", "--parallel", "3", "--repeats", "1", "--lengths", "16,96,160,320", "--partitions")
+    monkeypatch.setattr(Machine, "failure_in_chains_of", 320)
+    assert run(*command) == 130
+    table = load_partitions(SUBJECT)
+    assert [(entry.members, entry.length) for entry in table.partitions] == [(2, 16), (2, 96), (2, 160)]
+    monkeypatch.setattr(Machine, "failure_in_chains_of", None)
+    num_started = len(Machine.started)
+    assert run(*command, "--json") == 0
+    timed = [len(prompt) for one in Machine.started[num_started:] for prompt in one.prompts]
+    assert set(timed) == {320}
+    table = load_partitions(SUBJECT)
+    assert table.lengths("m", 2) == (16, 96, 160, 320)
+    assert table.lengths("m", 3) == (96, 160, 320), "three pieces need three blocks"
+    assert table.predict("m", 2, 320) == (0.75, 0.25)
+    three = table.predict("m", 3, 320)
+    assert three is not None and three[0] >= three[2]
+    shown = json.loads(capsys.readouterr().out)["partitions"]
+    assert [entry["length"] for entry in shown if entry["members"] == 3] == [96, 160, 320]
+    assert run("profile", "m", "--parallel", "3", "--repeats", "1", "--lengths", "16,96,160,320") == 0
+    assert "0.750, 0.250" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--exchange", "ring_q"], "leave out"),
+        (["--policy", "context"], "leave out"),
+        (["-o", "threshold=3"], "leave out -o threshold=3"),
+        (["--no-enable-prefix-caching"], "leave out"),
+        (["--lengths", "8,1000"], "from 1 to 999 tokens with this model, but 8,1000 given"),
+        (["--lengths", "0"], "from 1 to 999"),
+        (["--lengths", "x"], "whole numbers"),
+        (["--repeats", "0"], "repeats"),
+        (["--partitions"], "--partitions are of prompts over several instances, but there is 1"),
+        (["--partitions", "--parallel", "2", "--lengths", "999"], "give more --lengths"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("profile", "m", *arguments) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+
+
+def test_cached_tokens_that_did_not_stay_are_no_measurement(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Machine, "cached", False)
+    assert run("profile", "m", *LENGTHS) == 2
+    assert "of 8 tokens only 0 stayed cached" in capsys.readouterr().err
+    assert all(prefill.cached_tokens == 0 for prefill in stored().prefills)
+
+
+def test_a_file_that_is_no_profile_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    save_profile(Profile(subject=SUBJECT))
+    profile_file(SUBJECT).write_text("{}")
+    assert run("profile", "m", *LENGTHS) == 2
+    assert "remove it" in capsys.readouterr().err
+
+
+def test_a_real_engine_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(vars(longspan), "LLM", LLM)
+    folder = make_tiny("llama", tmp_path / "tiny")
+    engine = ("--parallel", "2", "--block-size", "16", "--max-model-len", "300")
+    command = ("profile", str(folder), *engine, "--lengths", "64,128", "--repeats", "1", "--partitions", "--json")
+    assert run(*command) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["subject"]["model"] == str(folder.resolve())
+    assert len(shown["prefills"]) == NUM_PROMPTS * (len(SHARED) + 1)
+    assert [(fit["members"], fit["exchange"]) for fit in shown["fits"]] == [
+        (1, "local"),
+        *((2, name) for name in sorted(SHARED)),
+    ]
+    assert [(entry["members"], entry["length"]) for entry in shown["partitions"]] == [(2, 64), (2, 128)]
+    sharing = {"partition": "searched", "threshold": "10"}
+    with LLM(
+        str(folder), instances=2, skip_tokenizer_init=True, block_size=16, policy="runahead", policy_options=sharing
+    ) as llm:
+        [output] = llm.generate([[5] * 128], SamplingParams(max_tokens=2), use_tqdm=False)
+        assert output.metrics.exchanges["prefill"] == {"chain": 1}
+        with pytest.raises(
+            ValueError, match="partition=searched has none for 100 tokens on 2 instances, only for 64, 128"
+        ):
+            llm.generate([[5] * 100], use_tqdm=False)
+    with LLM(str(folder), instances=2, skip_tokenizer_init=True, block_size=16) as llm:
+        assert llm.facts.profile is not None
+        assert llm.facts.profile.num_times == len(shown["prefills"])

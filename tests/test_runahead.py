@@ -1,0 +1,95 @@
+"""KV-Runahead's policy on a simulated cluster: who computes how much of a prompt, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+from cluster import Cluster, Setup
+
+from longspan.core.request import Request
+from longspan.cost.partition_table import Entry, PartitionTable
+from longspan.policy import make_policy
+from longspan.policy.choosing import Facts
+
+TABLE = PartitionTable(
+    (
+        Entry(model="m", members=2, length=1600, fractions=(0.75, 0.25)),
+        Entry(model="m", members=2, length=3200, fractions=(0.5, 0.5)),
+        Entry(model="other", members=2, length=2000, fractions=(0.1, 0.9)),
+        Entry(model="m", members=3, length=2000, fractions=(0.2, 0.2, 0.6)),
+    )
+)
+
+
+def cluster(table: PartitionTable = TABLE, **options: str) -> Cluster:
+    return Cluster(
+        Setup(
+            num_instances=2,
+            num_blocks=4096,
+            policy="runahead",
+            options=options,
+            facts=Facts(model="m", partitions=table),
+            max_num_batched_tokens=10_000,
+        )
+    )
+
+
+def pieces(running: Cluster, length: int) -> list[int]:
+    """How many tokens of a prompt each instance computes, in the order of the prompt."""
+    request: Request = running.add([length % 7, *range(length - 1)], max_tokens=3)
+    running.run()
+    assert request.output == running.expected_output(request)
+    parts = running.parts_of(request)
+    assert (parts[0].exchange, parts[-1].group) == ("chain", (1,)), "the last one decodes alone"
+    assert parts[0].runs[0][0].start == 0
+    return [sum(map(len, runs)) for runs in parts[0].runs]
+
+
+def test_partitions_of_every_kind() -> None:
+    assert pieces(cluster(partition="even"), 1600) == [800, 800]
+    assert pieces(cluster(partition="searched"), 1600) == [1200, 400]
+    predicted = cluster(partition="predicted")
+    assert pieces(predicted, 1600) == [1200, 400]
+    assert pieces(predicted, 2400) == [1504, 896], "five eighths, in whole blocks"
+    assert pieces(predicted, 4800) == [2400, 2400]
+
+
+def test_by_default_what_was_searched_counts() -> None:
+    assert pieces(cluster(), 1600) == [1200, 400]
+    assert pieces(cluster(PartitionTable()), 1600) == [800, 800]
+
+
+def test_short_prompts_stay_on_one_instance() -> None:
+    running = cluster(partition="searched")
+    request = running.add(range(100), max_tokens=3)
+    running.run()
+    assert [len(part.group) for part in running.parts_of(request)] == [1, 1, 1]
+
+
+def test_a_prompt_that_nobody_searched_is_refused() -> None:
+    running = cluster(partition="searched")
+    with pytest.raises(
+        ValueError, match=r"none for 1,601 tokens on 2 instances, only for 1,600, 3,200: .*--partitions"
+    ):
+        running.add(range(1601), max_tokens=3)
+    running.assert_at_rest()
+
+
+@pytest.mark.parametrize("kind", ["searched", "predicted"])
+def test_without_a_table_the_remedy_is_named(kind: str) -> None:
+    facts = Facts(model="m", partitions=TABLE)
+    with pytest.raises(ValueError, match=rf"partition={kind} needs .* 4 instances .*longspan profile --partitions"):
+        make_policy("runahead", num_instances=4, options={"partition": kind}, facts=facts)
+    make_policy("runahead", num_instances=1, options={"partition": kind})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"exchange": "ring_kv"}, "no option 'exchange': its options are threshold, long_share, partition, home"),
+        ({"partition": "best"}, "policy runahead: option .*'best'.*partition"),
+        ({"threshold": "-1"}, "threshold must be at least 0"),
+    ],
+)
+def test_what_it_refuses(options: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_policy("runahead", num_instances=2, options=options)
