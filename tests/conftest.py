@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import io
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# The same examples on every run, so that what was green stays green; LONGSPAN_RANDOM_TESTS=1 looks for new ones.
+settings.register_profile("repeatable", derandomize=True)
+if "LONGSPAN_RANDOM_TESTS" not in os.environ:
+    settings.load_profile("repeatable")
 
 
 @pytest.fixture
