@@ -11,6 +11,8 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import psutil
 import pytest
@@ -18,7 +20,7 @@ from tiny_models import make_tiny
 
 from longspan import LLM, SamplingParams
 from longspan.core.errors import WorkerLostError
-from longspan.runtime import launch
+from longspan.runtime import launch, local
 
 LONG = SamplingParams(temperature=0, max_tokens=4)
 
@@ -187,3 +189,18 @@ def test_after_shutdown_there_is_a_clear_error() -> None:
     llm.shutdown()
     with pytest.raises(RuntimeError, match="was shut down"):
         llm.generate([[1, 2, 3]], LONG)
+
+
+def test_what_was_begun_of_an_executor_is_ended_when_a_worker_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """At once, and not whenever it is collected: the error refers to it, and it to its sockets."""
+
+    def refuse(*_: object) -> NoReturn:
+        raise OSError("no process")
+
+    monkeypatch.setattr(local, "start_worker", refuse)
+    config: Any = SimpleNamespace(run_dir=local.make_run_dir(), tp=1, rank=0)
+    with pytest.raises(OSError, match="no process"):
+        local.LocalExecutor([config], log_dir=tmp_path, step_timeout_s=1.0)
+    assert not Path(config.run_dir).exists()

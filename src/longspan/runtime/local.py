@@ -80,18 +80,22 @@ class LocalExecutor:
         self._partial: dict[int, list[Done]] = {}
         self._working_since_s: dict[int, float] = {}  # by rank: when it reported a step, or got one while it had none
         self._processes: list[WorkerProcess] = []
-        self._finalizer = weakref.finalize(
-            self, _clean_up, self._processes, self._commands, self._context, Path(run_dir)
-        )
         self._reports = self._context.socket(zmq.PULL)
+        self._finalizer = weakref.finalize(
+            self, _clean_up, self._processes, self._commands, self._reports, self._context, Path(run_dir)
+        )
         self._reports.bind(report_address(run_dir))
         self.interrupt: zmq.Socket[bytes] | None = None
         self.worker_times: list[dict[str, float]] = [{} for _ in configs]
         self._decoder = msgspec.msgpack.Decoder(Report)
         log_dir.mkdir(parents=True, exist_ok=True)
-        for config in configs:
-            self._start(config)
-        self._wait_until_ready(len(configs))
+        try:
+            for config in configs:
+                self._start(config)
+            self._wait_until_ready(len(configs))
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -258,10 +262,14 @@ def _describe(code: int) -> str:
 def _clean_up(
     processes: Sequence[WorkerProcess],
     commands: Sequence[zmq.Socket[bytes]],
+    reports: zmq.Socket[bytes],
     context: zmq.Context[zmq.Socket[bytes]],
     run_dir: Path,
 ) -> None:
-    """Ends all workers; nothing is left of them: no process, no socket, no file but the logs."""
+    """Ends all workers; nothing is left of them: no process, no socket, no file but the logs.
+
+    It is given all sockets of this thread: a context waits for ever for one that is garbage, but not closed yet.
+    """
     stop = msgspec.msgpack.encode(Stop())
     for socket in commands:
         socket.send(stop)
@@ -271,5 +279,6 @@ def _clean_up(
             process.wait(max(0.0, deadline - time.monotonic()))
         except TimeoutError:
             process.destroy()
+    reports.close(linger=0)
     context.destroy(linger=0)
     shutil.rmtree(run_dir, ignore_errors=True)
