@@ -8,9 +8,13 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from oracle import Oracle
 
 # The same examples on every run, so that what was green stays green; LONGSPAN_RANDOM_TESTS=1 looks for new ones.
 settings.register_profile("repeatable", derandomize=True)
@@ -67,3 +71,20 @@ def type_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
 
     return put
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint of every tiny model."""
+    from tiny_models import TINY, make_tiny
+
+    root = tmp_path_factory.mktemp("tiny")
+    return {name: make_tiny(name, root / name) for name in TINY}
+
+
+@pytest.fixture(scope="session")
+def oracles(folders: dict[str, Path]) -> dict[str, Oracle]:
+    """What Hugging Face says of them; see `Oracle` for longrope."""
+    from oracle import Oracle
+
+    return {name: Oracle(folder, use_cache=name != "llama-longrope") for name, folder in folders.items()}

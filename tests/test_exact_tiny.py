@@ -7,23 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from oracle import Oracle, assert_exact
-from tiny_models import TINY, make_tiny
+from tiny_models import TINY
 
 from longspan import LLM, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, output_logits=True)
 LENGTHS = (1, 2, 17, 40, 100, 333)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("tiny")
-    return {name: make_tiny(name, root / name) for name in TINY}
-
-
-@pytest.fixture(scope="module")
-def oracles(folders: dict[str, Path]) -> dict[str, Oracle]:
-    return {name: Oracle(folder, use_cache=name != "llama-longrope") for name, folder in folders.items()}
 
 
 @pytest.mark.parametrize("instances", [2, 3])

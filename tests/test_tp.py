@@ -8,24 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 from oracle import Oracle, assert_exact
-from tiny_models import BASE, TINY, make_tiny, write_checkpoint
+from tiny_models import BASE, TINY, write_checkpoint
 from transformers import Olmo2Config
 
 from longspan import LLM, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, output_logits=True)
 LENGTHS = (1, 17, 40, 160)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("tiny")
-    return {name: make_tiny(name, root / name) for name in TINY}
-
-
-@pytest.fixture(scope="module")
-def oracles(folders: dict[str, Path]) -> dict[str, Oracle]:
-    return {name: Oracle(folder, use_cache=name != "llama-longrope") for name, folder in folders.items()}
 
 
 @pytest.mark.parametrize(
