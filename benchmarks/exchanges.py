@@ -76,7 +76,7 @@ class Runner:
             options = _chain([tokens / length for tokens in partition])
             return statistics.median(self.ttft_s(length, options) for _ in range(3))
 
-        return search(ttft_s, length, 2, BLOCK * -(-length // (BLOCK * _MOST_CUTS)))
+        return search(ttft_s, length, 2, BLOCK * -(-length // (BLOCK * _MOST_CUTS)), noisy=True)
 
     def learn(self, lengths: Sequence[int], table: PartitionTable, repeats: int) -> None:
         """Times every exchange that `auto` may take, and lets it know."""

@@ -24,7 +24,8 @@ import torch.distributed as dist
 import typer
 
 from longspan.attn.cases import EXCHANGES, IN_ORDER, member_case, random_batch, random_spec
-from longspan.attn.comm import Group, TorchTransport, join
+from longspan.attn.comm import Group, TorchTransport, meet
+from longspan.attn.exchanges.gather_hidden import hidden_hops
 from longspan.core.places import hosts_of, places_of_ranks
 from longspan.core.steps import Link
 
@@ -147,7 +148,7 @@ def _work(check: Check, rank: int, store: str, report: Connection) -> None:
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     found = {name: Found() for name in check.names}
-    join(store, rank, len(check.hosts), timeout_s=_TIMEOUT_S)
+    meet(store, rank, len(check.hosts), timeout_s=_TIMEOUT_S)
     transport = TorchTransport()
     for name, one in _compare(check, rank, transport):
         found[name].add(one)
@@ -170,7 +171,7 @@ def _compare(check: Check, rank: int, transport: TorchTransport) -> Iterator[tup
         wanted = torch.cat([request.wanted(rank, spec) for request in batch], dim=1)
         for name in names:
             group = Group(transport, range(size), rank, hosts=check.hosts, name=name, first_tag=tag)
-            tag += size + 1
+            tag += hidden_hops(size)  # no exchange has more
             error = (EXCHANGES[name](group, case, spec) - wanted).abs().nan_to_num(torch.inf)
             transport.flush()
             yield name, Found(error.max().item() if error.numel() else 0.0, group.sent)

@@ -205,11 +205,6 @@ class Completion:
     scored: tuple[Scored, ...] = ()
 
 
-def members_with_queries(runs: Deal) -> tuple[int, ...]:
-    """Indices of the members of a group that compute tokens of a deal."""
-    return tuple(member for member, member_runs in enumerate(runs) if member_runs)
-
-
 def held_runs(table: list[BlockRef], group: tuple[int, ...], num_tokens: int, block_size: int) -> Deal:
     """Which of a request's first `num_tokens` tokens each member of `group` holds, ascending and joined."""
     held: dict[int, list[Run]] = {instance: [] for instance in group}

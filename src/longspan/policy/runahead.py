@@ -23,9 +23,12 @@ class RunaheadOptions(LengthOptions):
     Attributes:
         partition: `even` pieces (KVR-E), those `searched` for prompts of exactly this length (KVR-S), or `predicted`
             from the two nearest lengths (KVR-P); `auto` is predicted if anything was searched, else even.
+        exchange, layout: there is one of each.
         home: as of `context`.
     """
 
+    exchange: Literal["auto", "chain"] = "auto"
+    layout: Literal["auto", "contiguous"] = "auto"
     partition: Literal["auto", "even", "searched", "predicted"] = "auto"
     home: Literal["last", "computed"] = "last"
 
