@@ -9,7 +9,7 @@ import pytest
 from tiny_models import make_tiny
 
 from longspan import LLM, SamplingParams
-from longspan.core.heads import deal_heads
+from longspan.core.heads import deal_heads, spread_heads
 from longspan.core.runs import deal
 
 HOSTS, MEMBERS, TOKENS, BLOCK = 2, 4, 200, 16
@@ -46,7 +46,8 @@ def formula(llm: LLM, exchange: str, tokens: list[int]) -> int:
         case "ring_q":
             return (MEMBERS - 1) * heads * (2 * dim * 4 + 4) * TOKENS
         case "alltoall":
-            return dim * 4 * sum(2 * tokens[i] * (len(shares[j].heads) + len(shares[j].kv_heads)) for i, j in others)
+            spread = spread_heads(heads, kv_heads, MEMBERS)
+            return dim * 4 * sum(2 * tokens[i] * (len(spread[j].heads) + len(spread[j].kv_heads)) for i, j in others)
         case "chain":
             return of_a_key * sum((MEMBERS - 1 - i) * count for i, count in enumerate(tokens))
         case _:

@@ -22,7 +22,7 @@ from longspan.attn.comm import Group, Transport
 from longspan.attn.exchanges.chain import chain, chain_start
 from longspan.attn.exchanges.local import local
 from longspan.attn.spec import AttnSpec
-from longspan.core.heads import deal_heads
+from longspan.core.heads import deal_heads, spread_heads
 from longspan.core.runs import Deal, Run, coalesce, deal, positions
 from longspan.core.steps import Link
 
@@ -162,7 +162,7 @@ def bytes_of_ring_q(case: Case) -> int:
 
 
 def bytes_of_alltoall(case: Case) -> int:
-    shares = deal_heads(case.spec.num_heads, case.spec.num_kv_heads, case.size)
+    shares = spread_heads(case.spec.num_heads, case.spec.num_kv_heads, case.size)
     vectors = sum(
         2 * len(shares[other].heads) * len(positions(request.q_runs[member]))
         + 2 * len(shares[other].kv_heads) * seen(request, member, case.spec)

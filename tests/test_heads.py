@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longspan.core.heads import deal_heads
+from longspan.core.heads import deal_heads, spread_heads, uniform_pieces
 
 
 @given(st.integers(1, 16), st.integers(1, 16), st.integers(1, 40))
@@ -43,6 +45,24 @@ def test_examples(case: tuple[int, int, int], counts: list[int], kv_heads: list[
     shares = deal_heads(*case)
     assert [len(share.heads) for share in shares] == counts
     assert [tuple(share.kv_heads) for share in shares] == kv_heads
+
+
+@given(st.integers(1, 16), st.integers(1, 16), st.integers(1, 40))
+def test_spread(num_kv_heads: int, readers: int, num_members: int) -> None:
+    shares = spread_heads(num_kv_heads * readers, num_kv_heads, num_members)
+    counts = [len(share.heads) for share in shares]
+    assert [head for share in shares for head in share.heads] == list(range(num_kv_heads * readers))
+    assert max(counts) - min(counts) <= 1
+    for share in shares:
+        assert set(share.kv_heads) == {head // readers for head in share.heads}
+        pieces = uniform_pieces(share, readers)
+        assert [head for piece in pieces for head in piece.heads] == list(share.heads)
+        assert len(pieces) <= 3
+        for piece in pieces:
+            read = Counter(head // readers for head in piece.heads)
+            assert set(read) == set(piece.kv_heads) and len(set(read.values())) == 1
+    if num_kv_heads % num_members == 0:
+        assert shares == deal_heads(num_kv_heads * readers, num_kv_heads, num_members)
 
 
 @pytest.mark.parametrize("case", [(5, 2, 2), (4, 0, 2), (0, 1, 1), (4, 2, 0)])

@@ -24,9 +24,7 @@ def deal_heads(num_heads: int, num_kv_heads: int, num_members: int) -> tuple[Hea
     Raises:
         ValueError: when the query heads are no multiple of the KV heads, or there is no member.
     """
-    if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads or num_members < 1:
-        raise ValueError(f"{num_heads} query heads on {num_kv_heads} KV heads cannot be dealt to {num_members} members")
-    readers = num_heads // num_kv_heads
+    readers = _readers(num_heads, num_kv_heads, num_members)
     if num_members <= num_kv_heads:
         return tuple(
             HeadShare(range(first * readers, last * readers), range(first, last))
@@ -37,6 +35,39 @@ def deal_heads(num_heads: int, num_kv_heads: int, num_members: int) -> tuple[Hea
         for head, (first_member, last_member) in enumerate(cut_evenly(num_members, num_kv_heads))
         for first, last in cut_evenly(readers, last_member - first_member)
     )
+
+
+def spread_heads(num_heads: int, num_kv_heads: int, num_members: int) -> tuple[HeadShare, ...]:
+    """Deals query heads to members as evenly as possible, in order; KV heads go to all who read them.
+
+    Raises:
+        ValueError: when the query heads are no multiple of the KV heads, or there is no member.
+    """
+    readers = _readers(num_heads, num_kv_heads, num_members)
+    return tuple(
+        HeadShare(
+            range(first, last), range(first // readers, -(-last // readers) if last > first else first // readers)
+        )
+        for first, last in cut_evenly(num_heads, num_members)
+    )
+
+
+def uniform_pieces(share: HeadShare, readers: int) -> list[HeadShare]:
+    """A share cut so that in each piece all KV heads have equally many readers; a KV head has `readers` in all."""
+    first, last = share.heads.start, share.heads.stop
+    borders = (-(-first // readers) * readers, last // readers * readers)
+    cuts = sorted({first, last, *(border for border in borders if first < border < last)})
+    return [
+        HeadShare(range(start, stop), range(start // readers, -(-stop // readers)))
+        for start, stop in itertools.pairwise(cuts)
+    ]
+
+
+def _readers(num_heads: int, num_kv_heads: int, num_members: int) -> int:
+    """Query heads per KV head."""
+    if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads or num_members < 1:
+        raise ValueError(f"{num_heads} query heads on {num_kv_heads} KV heads cannot be dealt to {num_members} members")
+    return num_heads // num_kv_heads
 
 
 def cut_evenly(total: int, num_pieces: int) -> list[tuple[int, int]]:

@@ -1,7 +1,7 @@
 """Heads are scattered and the sequence is gathered, then back: SP-NTP (CSPS §3.2.1; DeepSpeed's Ulysses).
 
-Each member computes attention for its share of the heads, over all tokens at once. A member that shares a KV head
-with others gets a copy of it, and one that has no head just sends its queries, keys and values away.
+Each member computes attention for its share of the heads, over all tokens at once. Query heads are dealt evenly;
+members that read the same KV head get a copy each, and one without heads just sends its queries, keys and values away.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from longspan.attn.comm import Group, Message
 from longspan.attn.member import MemberPart, MemberParts, attend_runs, by_position, gather_runs, num_tokens
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
-from longspan.core.heads import HeadShare, deal_heads
+from longspan.core.heads import HeadShare, spread_heads, uniform_pieces
 from longspan.core.runs import coalesce, places
 
 
@@ -24,7 +24,7 @@ def alltoall(group: Group, parts: MemberParts, q: Tensor, kv: PagedKv, spec: Att
     """Attention of several requests at once; see `ring_kv` for the arguments."""
     me, members = group.rank, range(group.size)
     others = [member for member in members if member != me]
-    shares = deal_heads(spec.num_heads, spec.num_kv_heads, group.size)
+    shares = spread_heads(spec.num_heads, spec.num_kv_heads, group.size)
     leaving = {member: _tokens(parts, me, shares[member], q, kv, spec) for member in others}
     coming = {member: _room(parts, member, shares[me], q, spec) for member in others}
     pending = group.start(sends=leaving, receives=coming, hop=0)
@@ -32,16 +32,26 @@ def alltoall(group: Group, parts: MemberParts, q: Tensor, kv: PagedKv, spec: Att
     pending.wait()
     results = {asker: _results(parts, asker, shares[me], q) for asker in members}
     if shares[me].heads:
-        mine = replace(spec, num_heads=len(shares[me].heads), num_kv_heads=len(shares[me].kv_heads))
-        for index, part in enumerate(parts):
-            tensors = [[coming[member].tensors[3 * index + kind] for member in members] for kind in range(3)]
-            _attend(part, tensors, mine, [results[asker].tensors[index] for asker in members])
+        for piece in uniform_pieces(shares[me], spec.num_heads // spec.num_kv_heads):
+            heads, kv_heads = _inside(piece.heads, shares[me].heads), _inside(piece.kv_heads, shares[me].kv_heads)
+            mine = replace(spec, num_heads=len(piece.heads), num_kv_heads=len(piece.kv_heads))
+            for index, part in enumerate(parts):
+                tensors = [
+                    [coming[member].tensors[3 * index + kind][chosen] for member in members]
+                    for kind, chosen in enumerate((heads, kv_heads, kv_heads))
+                ]
+                _attend(part, tensors, mine, [results[asker].tensors[index][heads] for asker in members])
     answers = {member: _results(parts, me, shares[member], q) for member in others}
     group.start(sends={asker: results[asker] for asker in others}, receives=answers, hop=1).wait()
     answers[me] = results[me]
     for member, share in enumerate(shares):
         for part, answer in zip(parts, answers[member].tensors, strict=True):
             out[share.heads.start : share.heads.stop, part.rows] = answer
+
+
+def _inside(some: range, of: range) -> slice:
+    """Where heads are among those of a share."""
+    return slice(some.start - of.start, some.stop - of.start)
 
 
 def _attend(part: MemberPart, tensors: Sequence[Sequence[Tensor]], spec: AttnSpec, results: Sequence[Tensor]) -> None:
