@@ -72,13 +72,14 @@ class Context:
     ) -> None:
         self._everyone = tuple(range(num_instances))
         self._options, self._partitions = options, partitions
-        self._chooser = Chooser(num_instances, facts, options.wanted)
+        self._chooser = Chooser(num_instances, facts, options.wanted, options.weights)
 
     @classmethod
     def create(cls, num_instances: int, options: Mapping[str, str], facts: Facts) -> Context:
         """Raises ValueError for an unknown option or a bad value."""
         parsed = parse_options("context", ContextOptions, options)
         parsed.check_group(num_instances)
+        parsed.check_tp(facts.tp)
         return cls(num_instances, parsed, facts)
 
     def capacity_tokens(self, *, num_blocks: int, block_size: int) -> int:
@@ -201,7 +202,7 @@ class Context:
             stop=max(run.stop for runs in dealt for run in runs),
             runs=dealt,
             holders=tuple(group[member] for member in held),
-            exchange=exchange,
+            exchange=self._chooser.of_step(exchange, sum(len(run) for runs in dealt for run in runs), len(group)),
             hit=hit,
         )
 
