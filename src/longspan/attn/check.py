@@ -25,7 +25,7 @@ import typer
 
 from longspan.attn.cases import EXCHANGES, IN_ORDER, member_case, random_batch, random_spec
 from longspan.attn.comm import Group, TorchTransport, join
-from longspan.core.parallel import hosts_of_ranks
+from longspan.core.places import hosts_of, places_of_ranks
 from longspan.core.steps import Link
 
 _MOST_ERROR = 1e-5
@@ -74,8 +74,9 @@ def main(
     seed: Annotated[int, typer.Option(help="Of the random cases.")] = 0,
     cases: Annotated[int, typer.Option(min=1, help="How many of them, for each exchange.")] = 20,
     hosts: Annotated[
-        int, typer.Option(min=1, envvar="LONGSPAN_HOSTS", help="Hosts on which the ranks pretend to lie.")
-    ] = 1,
+        str,
+        typer.Option(envvar="LONGSPAN_HOSTS", help="Hosts on which the ranks pretend to lie, or rack-host of each."),
+    ] = "1",
 ) -> None:
     """Compares exchanges with attention on one device; exit code 1 when an error exceeds 1e-5."""
     names = tuple(name for name in EXCHANGES if exchange in ("all", name.partition(",")[0]))
@@ -83,7 +84,7 @@ def main(
         known = ", ".join(dict.fromkeys(name.partition(",")[0] for name in EXCHANGES))
         raise typer.BadParameter(f"unknown exchange {exchange!r}: choose all, {known}", param_hint="--exchange")
     try:
-        hosts_of_all = hosts_of_ranks(ranks, hosts)
+        hosts_of_all = hosts_of(places_of_ranks(ranks, hosts))
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--hosts") from error
     signal.signal(signal.SIGTERM, _on_sigterm)

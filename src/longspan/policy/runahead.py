@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from longspan.cost.partition_table import PartitionTable
 from longspan.policy.choosing import Facts
 from longspan.policy.context import Context, ContextOptions, LengthOptions
 from longspan.policy.options import parse_options
@@ -38,14 +37,13 @@ def create(num_instances: int, options: Mapping[str, str], facts: Facts) -> Cont
         ValueError: for an unknown option, a bad value, or a partition that was not searched.
     """
     parsed = parse_options("runahead", RunaheadOptions, options)
-    table, kind = facts.partitions, parsed.partition
-    if table is None:
-        table, kind = PartitionTable(), "even"
-    if kind == "auto":
-        kind = "predicted" if table.lengths(facts.model, num_instances) else "even"
+    if parsed.partition == "auto" or facts.partitions is None:
+        partitions = Partitions.best(facts.partitions, facts.model, num_instances)
+    else:
+        partitions = Partitions(kind=parsed.partition, table=facts.partitions, model=facts.model, members=num_instances)
     return Context(
         num_instances,
         ContextOptions(exchange="chain", home=parsed.home, threshold=parsed.threshold, long_share=parsed.long_share),
         facts,
-        Partitions(kind=kind, table=table, model=facts.model, members=num_instances),
+        partitions,
     )
