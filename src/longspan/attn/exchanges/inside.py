@@ -12,14 +12,9 @@ import torch
 from torch import Tensor
 
 from longspan.attn.comm import Group, Message
-from longspan.attn.gather import gather_hops, gather_rows
+from longspan.attn.gather import gather_rows
 from longspan.attn.spec import AttnSpec
 from longspan.core.heads import HeadShare, cut_evenly, deal_heads
-
-
-def inside_hops(size: int) -> int:
-    """Hops that one layer numbers in an instance of `size` ranks."""
-    return 2 + gather_hops(size)
 
 
 class Inside:
