@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Literal
+
 import pytest
 from cluster import Cluster, Setup
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 from test_profile import SUBJECT, prefill
 
 from longspan.core.places import Place
 from longspan.core.runs import Run
-from longspan.cost.exchange_rules import ring_kv_or_ring_q
+from longspan.core.steps import Exchange
+from longspan.cost.exchange_rules import ring_kv_or_ring_q, whole_weights_pay
 from longspan.cost.partition_table import Entry, PartitionTable
-from longspan.cost.profile import Profile
+from longspan.cost.profile import Profile, Transfer
 from longspan.cost.profile_plan import SHARED, prompts_of
 from longspan.cost.shapes import Hardware, ModelShape
 from longspan.policy.choosing import Chooser, Facts
@@ -103,6 +108,65 @@ def test_without_measurements_algorithm_5_chooses_behind_cached_tokens(new: int,
     chooser = Chooser(members, Facts(shape=SHAPE, hardware=HARDWARE))
     expected = ring_kv_or_ring_q(SHAPE, HARDWARE, new, cached, members) if cached else "ring_kv"
     assert chooser.exchange(new, cached, members) == expected
+
+
+# ---------------------------------------------------------------- whole weights on split instances
+
+
+SPLIT = replace(SHAPE, num_kv_heads=1)  # eight query heads read one KV head, so that little is swapped inside instances
+
+
+@given(st.integers(2, 8), st.integers(2, 5000), st.sampled_from((2, 4, 8)))
+def test_alltoall_takes_whole_weights_where_they_send_less(members: int, new: int, tp: int) -> None:
+    """On CPUs from the host, so that it does not depend on the length."""
+    chooser = Chooser(members, Facts(shape=SPLIT, tp=tp))
+    pays = whole_weights_pay(SPLIT, new, members, tp, "host")
+    assert pays == (tp > 2)
+    assert chooser.of_step("alltoall", new, members) == ("alltoall_host" if pays else "alltoall")
+    assert chooser.of_step("ring_kv", new, members) == "ring_kv"
+
+
+@pytest.mark.parametrize("source", ["host", "peers"])
+def test_whole_weights_can_be_forced(source: Literal["host", "peers"]) -> None:
+    """Of prompts; a single token is computed with the shares of heads."""
+    chooser = Chooser(2, Facts(tp=2), "alltoall", weights=source)
+    assert chooser.of_step("alltoall", 2, 2) == f"alltoall_{source}"
+    assert chooser.of_step("alltoall", 1, 2) == "alltoall"
+    for tp in (None, 1):
+        assert Chooser(2, Facts(tp=tp), "alltoall").of_step("alltoall", 100, 2) == "alltoall"
+
+
+@pytest.mark.parametrize(
+    ("host_s", "peer_s", "length", "expected"),
+    [
+        (1e-9, 1e-8, 3000, "alltoall_host"),
+        (1e-8, 1e-9, 3000, "alltoall_peers"),
+        (1e-8, 1e-9, 30, "alltoall"),  # too few tokens for weights that links carry
+        (None, 1e-9, 30, "alltoall_host"),
+    ],
+)
+def test_on_accelerators_measured_links_decide(
+    host_s: float | None, peer_s: float, length: int, expected: Exchange
+) -> None:
+    """What a byte takes from the host and from a peer."""
+    profile = Profile(subject=structs.replace(SUBJECT, device="cuda"))
+    for size in (10**4, 10**6):
+        if host_s is not None:
+            seconds = (host_s * size,)
+            profile = profile.with_transfer(Transfer(kind="host_copy", members=1, num_bytes=size, seconds=seconds))
+        seconds = (peer_s * size,)
+        profile = profile.with_transfer(Transfer(kind="point_to_point", members=2, num_bytes=size, seconds=seconds))
+    chooser = Chooser(2, Facts(shape=SPLIT, profile=profile, tp=4))
+    assert chooser.of_step("alltoall", length, 2) == expected
+
+
+def test_decodes_keep_shares_of_heads() -> None:
+    options = {"exchange": "alltoall", "threshold": "20", "weights": "peers"}
+    cluster = Cluster(Setup(num_instances=2, options=options, facts=Facts(tp=2)))
+    request = cluster.add(range(100), max_tokens=5)
+    cluster.run()
+    assert [part.exchange for part in cluster.parts_of(request)] == ["alltoall_peers", *["alltoall"] * 4]
+    assert request.metrics.exchanges == {"prefill": {"alltoall": 1}, "decode": {"alltoall": 4}}
 
 
 # ---------------------------------------------------------------- the policy

@@ -61,9 +61,23 @@ def test_prompts_and_turns(llm: LLM, oracle: Oracle, sharing: dict[str, str]) ->
         with pytest.raises(ValueError, match=r"gather_hidden splits 2 query heads and 1 KV heads between"):
             llm.set_policy("context", options)  # tp2 leaves one of two ranks with a single KV head
         return
+    assert_prompts_and_turns(llm, oracle, options)
+
+
+@pytest.mark.parametrize("weights", ["host", "peers"])
+@pytest.mark.parametrize("llm", ["2xtp2"], indirect=True)
+def test_whole_weights(llm: LLM, oracle: Oracle, weights: str) -> None:
+    before = llm.bytes_exchanged
+    assert_prompts_and_turns(llm, oracle, {"threshold": "20", "exchange": "alltoall", "weights": weights})
+    fetched = llm.bytes_exchanged.get("weights", 0) - before.get("weights", 0)
+    assert (fetched > 0) == (weights == "peers")
+
+
+def assert_prompts_and_turns(llm: LLM, oracle: Oracle, options: dict[str, str]) -> None:
     llm.set_policy("context", options)
     llm.reset_prefix_cache()
     before = llm.bytes_exchanged
+    num_instances = len(llm.num_free_blocks)
     rng = np.random.default_rng(num_instances)  # the same for all, so that the oracle answers once
     prompts = [rng.integers(3, 199, length).tolist() for length in (1, 17, 40, 300)]
     for prompt, output in zip(prompts, llm.generate(prompts, GREEDY), strict=True):

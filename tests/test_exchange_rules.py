@@ -15,13 +15,18 @@ from longspan.cost.exchange_rules import (
     alltoall_bytes,
     alltoall_or_gather_hidden,
     alltoall_threshold,
+    cheaper_weights,
     gather_hidden_bytes,
     pass_kv_bytes,
     pass_q_bytes,
     ring_kv_or_ring_q,
+    summed_bytes,
+    whole_bytes,
+    whole_weights_pay,
 )
 from longspan.cost.ring_fit import RingSample, fit_appendix_d
 from longspan.cost.shapes import Hardware, ModelShape
+from longspan.cost.time_fit import LinkFit
 
 LLAMA_405B = ModelShape(
     num_layers=126, hidden_size=16384, num_heads=128, num_kv_heads=8, head_dim=128, bytes_per_element=2
@@ -252,6 +257,43 @@ def test_the_threshold_is_where_the_choice_turns(shape: ModelShape, length: int,
     assume(not math.isclose(length, threshold, rel_tol=1e-9))
     expected = "alltoall" if length > threshold else "gather_hidden"
     assert alltoall_or_gather_hidden(shape, length, num_members) == expected
+
+
+@given(st.integers(1, 300_000), st.integers(2, 32), st.integers(2, 8))
+def test_whole_weights_are_those_of_supplement_a(length: int, tp: int, num_members: int) -> None:
+    """For every instance (4 d² + 4 L d / N) (N - 1) elements, and what the supplement has no need of: all tokens go to
+    all ranks again, L d (N - 1). Summing takes its 2 L d (N - 1).
+    """
+    d, others = 16384, tp - 1
+    sent = whole_bytes(MULTI_HEAD, length, num_members, tp, "peers")
+    assert sent == pytest.approx(2 * (num_members * 4 * d**2 + 4 * length * d / tp + length * d) * others)
+    assert summed_bytes(MULTI_HEAD, length, tp) == 2 * 2 * length * d * others
+
+
+@given(shapes(), st.integers(1, 500_000), st.integers(1, 500_000), st.integers(1, 8), st.integers(2, 16))
+def test_whole_weights_that_pay_pay_for_more_tokens(
+    shape: ModelShape, length: int, more: int, num_members: int, tp: int
+) -> None:
+    """Those of the host for any length or none; and wherever those of peers do."""
+    pays = {source: whole_weights_pay(shape, length, num_members, tp, source) for source in ("host", "peers")}
+    later = {source: whole_weights_pay(shape, length + more, num_members, tp, source) for source in ("host", "peers")}
+    assert later["host"] == pays["host"] >= later["peers"] >= pays["peers"]
+
+
+def test_whole_weights_pay_from_three_ranks_on() -> None:
+    """Llama3-405B: two ranks swap (17 / 16) d for the d that they save; three (17 / 24) d, and eight (17 / 64) d."""
+    assert [whole_weights_pay(LLAMA_405B, 1000, 2, tp, "host") for tp in (2, 3, 8)] == [False, True, True]
+    threshold = 2 * 16384 * 2 * (17 / 16) / (1 - 2 * (17 / 16) / 8)
+    assert not whole_weights_pay(LLAMA_405B, int(threshold), 2, 8, "peers")
+    assert whole_weights_pay(LLAMA_405B, int(threshold) + 1, 2, 8, "peers")
+
+
+def test_weights_are_from_where_they_come_sooner() -> None:
+    slow, fast = (LinkFit(start_s=0.0, bytes_per_s=speed, max_error=0.0) for speed in (1e9, 1e10))
+    assert cheaper_weights(LLAMA_405B, 8, host=fast, peers=slow) == "host"
+    assert cheaper_weights(LLAMA_405B, 8, host=slow, peers=fast) == "peers"
+    assert cheaper_weights(LLAMA_405B, 2, host=slow, peers=slow) == "peers", "they lack only half"
+    assert cheaper_weights(LLAMA_405B, 2, host=None, peers=fast) == "host"
 
 
 def test_bad_numbers_are_named() -> None:

@@ -16,6 +16,7 @@ from longspan.core.runs import Deal, Layout
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Forward, Free
 from longspan.policy import make_policy
+from longspan.policy.choosing import Facts
 from longspan.policy.chunked import Chunked
 from longspan.policy.context import Context, teams_of
 from longspan.policy.dealing import Room, Shape, deal_chunk, holders
@@ -56,6 +57,8 @@ def test_auto_is_chunked_on_one_instance_and_context_on_several(instances: int, 
         ("context", 2, {"exchange": "chain", "layout": "zigzag"}, "exchange chain passes keys .* zigzag given"),
         ("context", 2, {"layout": "striped", "fractions": "0.5,0.5"}, "fractions are for layout contiguous"),
         ("context", 2, {"dense": "true"}, "dense is for exchange gather_kv, but auto given"),
+        ("context", 2, {"weights": "host"}, "weights are for exchange alltoall, but auto given"),
+        ("context", 2, {"exchange": "alltoall", "weights": "disk"}, "policy context: option .*weights"),
         ("context", 2, {"fractions": "0.5,0.6"}, "add up to 1"),
         ("context", 3, {"fractions": "0.5,0.5"}, "fractions 0.5,0.5 are 2, but there are 3 instances"),
     ],
@@ -63,6 +66,15 @@ def test_auto_is_chunked_on_one_instance_and_context_on_several(instances: int, 
 def test_what_a_policy_refuses(name: str, instances: int, options: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_policy(name, num_instances=instances, options=options)
+
+
+def test_whole_weights_need_instances_that_are_split() -> None:
+    """Which is not known where nobody says how many ranks an instance has."""
+    options = {"exchange": "alltoall", "weights": "host"}
+    with pytest.raises(ValueError, match="weights=host is for instances split by tensor parallelism, but tp is 1"):
+        make_policy("context", num_instances=2, options=options, facts=Facts(tp=1))
+    for tp in (None, 2):
+        make_policy("context", num_instances=2, options=options, facts=Facts(tp=tp))
 
 
 def test_options_are_read_from_text() -> None:

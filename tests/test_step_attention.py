@@ -22,7 +22,8 @@ from longspan.core.runs import deal, positions
 from longspan.core.steps import BlockRef, Forward, Free, Part, Sampling
 from longspan.kv.pool import KvPool
 from longspan.runtime.batch import pack
-from longspan.runtime.exchange import StepAttention, StepComm
+from longspan.runtime.exchange import StepAttention
+from longspan.runtime.step_comm import StepComm
 from longspan.runtime.timing import Stopwatch
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -90,7 +90,7 @@ class Deployment:
         )
         arguments.check_timeout(step_timeout_s)
         limits = Limits(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
-        make_policy(policy, num_instances=spec.instances, options=policy_options or {})
+        make_policy(policy, num_instances=spec.instances, options=policy_options or {}, facts=Facts(tp=spec.tp))
         kernel = arguments.attention_kernel(attention_backend, device, dtype)  # compiles: after the cheap checks
         self.files = files = prepare(
             model, dtype=dtype, load_format=load_format, seed=seed, trust_remote_code=trust_remote_code
@@ -220,5 +220,6 @@ def _facts(subject: Subject, shape: ModelShape, places: tuple[Place, ...]) -> Fa
         profile=profile,
         model=subject.model,
         partitions=load_partitions(subject),
+        tp=subject.tp,
         places=places,
     )

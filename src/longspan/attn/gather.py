@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from longspan.attn.comm import Group, Message
@@ -30,23 +31,47 @@ def all_gather(group: Group, blocks: Sequence[Message], *, hop: int = 0) -> None
     Raises:
         CommError: when a peer is gone.
     """
-    me, here = group.rank, group.hosts[group.rank]
-    others = [owner for owner in range(group.size) if owner != me]
-    group.start(
-        sends=dict.fromkeys(_receivers(group, me), blocks[me]),
-        receives={owner: blocks[owner] for owner in others if me in _receivers(group, owner)},
-        hop=hop,
-    ).wait()
-    neighbours = [member for member in others if group.hosts[member] == here]
-    pending = []
-    for owner in others:
-        if group.hosts[owner] != here and neighbours:
-            carrier = _partner(group, owner, here)
-            sends = dict.fromkeys(neighbours, blocks[owner]) if carrier == me else {}
-            receives = {} if carrier == me else {carrier: blocks[owner]}
-            pending.append(group.start(sends=sends, receives=receives, hop=hop + 1 + owner))
-    for one in pending:
-        one.wait()
+    Gathering(group, blocks, hop=hop).wait()
+
+
+class Gathering:
+    """An `all_gather` under way, until `wait`. Meanwhile this member's own block must not change."""
+
+    def __init__(self, group: Group, blocks: Sequence[Message], *, hop: int = 0) -> None:
+        self._group, self._blocks, self._hop = group, blocks, hop
+        self._others = [owner for owner in range(group.size) if owner != group.rank]
+        self._first = group.start(
+            sends=dict.fromkeys(_receivers(group, group.rank), blocks[group.rank]),
+            receives={owner: blocks[owner] for owner in self._others if group.rank in _receivers(group, owner)},
+            hop=hop,
+        )
+
+    def wait(self) -> None:
+        """Returns when all blocks are there, some of which are only now spread on this host."""
+        self._first.wait()
+        group, blocks, me = self._group, self._blocks, self._group.rank
+        here = group.hosts[me]
+        neighbours = [member for member in self._others if group.hosts[member] == here]
+        pending = []
+        for owner in self._others:
+            if group.hosts[owner] != here and neighbours:
+                carrier = _partner(group, owner, here)
+                sends = dict.fromkeys(neighbours, blocks[owner]) if carrier == me else {}
+                receives = {} if carrier == me else {carrier: blocks[owner]}
+                pending.append(group.start(sends=sends, receives=receives, hop=self._hop + 1 + owner))
+        for one in pending:
+            one.wait()
+
+
+def gather_rows(group: Group, mine: Tensor, counts: Sequence[int], *, hop: int = 0) -> Tensor:
+    """The rows `[all rows, width]` of all members, in their order, from this member's; `counts` has how many each has.
+
+    `hop` is the first of `gather_hops` hops.
+    """
+    blocks = [Message([((count, mine.shape[1]), mine.dtype)], mine.device) for count in counts]
+    blocks[group.rank].tensors[0].copy_(mine)
+    all_gather(group, blocks, hop=hop)
+    return torch.cat([block.tensors[0] for block in blocks])
 
 
 def reduce_scatter(group: Group, blocks: Sequence[Tensor], *, hop: int = 0) -> Tensor:

@@ -14,7 +14,7 @@ from longspan.core.ordering import StepOrder
 from longspan.core.protocols import Clock, ClusterView, Executor, Limits, Load, Policy, Share
 from longspan.core.request import FinishReason, Request, RequestMetrics, check_length
 from longspan.core.sampling import SamplingParams
-from longspan.core.steps import UNKNOWN, Completion, Exchange, Forward, Free, Link, Part, Sample, Sampled, Scored
+from longspan.core.steps import EXCHANGE_NAMES, UNKNOWN, Completion, Forward, Free, Link, Part, Sample, Sampled, Scored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +68,7 @@ class Engine:
             )
         self.config = config
         self.account = self._new_account()
-        names = [exchange for exchange in get_args(Exchange) if exchange != "local"]
-        self.bytes_sent: Counter[tuple[str, Link]] = Counter(dict.fromkeys(product(names, get_args(Link)), 0))
+        self.bytes_sent: Counter[tuple[str, Link]] = Counter(dict.fromkeys(product(EXCHANGE_NAMES, get_args(Link)), 0))
         self.num_preemptions = self.num_prefix_queries = self.num_prefix_hits = 0
         self._policy, self._executor, self._clock = policy, executor, clock
         self._requests: dict[int, Request] = {}
@@ -345,7 +344,7 @@ class Engine:
             request.num_computed = part.stop
             request.metrics.num_computed_tokens += part.stop - part.start
             kind = "decode" if part.start >= len(request.prompt) else "partial_prefill" if part.start else "prefill"
-            request.metrics.count(kind, part.exchange)
+            request.metrics.count(kind, part.exchange_name)
             self.account.publish(request, part.start)
             if request.finish_reason is not None and not request.in_flight:
                 self._drop(request)

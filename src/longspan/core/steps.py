@@ -3,15 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from longspan.core.runs import Deal, Run
 
-Exchange = Literal["local", "ring_kv", "ring_q", "alltoall", "gather_kv", "gather_kv_dense", "gather_hidden", "chain"]
+Exchange = Literal[
+    "local",
+    "ring_kv",
+    "ring_q",
+    "alltoall",
+    "alltoall_host",
+    "alltoall_peers",
+    "gather_kv",
+    "gather_kv_dense",
+    "gather_hidden",
+    "chain",
+]
 """How Q, K, V travel: `local` not at all, `ring_kv` keys and values, `ring_q` queries and partial outputs, `alltoall`
-heads, `gather_kv` keys and values at once (`gather_kv_dense` computes what causality hides, too), `gather_hidden` the
-hidden states before them, `chain` the keys and values of each member to the next.
+heads (after the ranks of an instance have each made all heads of some tokens, with whole weights of the `host` or of
+each other, the `peers`), `gather_kv` keys and values at once (`gather_kv_dense` computes what causality hides, too),
+`gather_hidden` the hidden states before them, `chain` the keys and values of each member to the next.
 """
+
+WHOLE: tuple[Exchange, ...] = ("alltoall_host", "alltoall_peers")
+"""Those for which each rank of an instance needs the whole weights of a layer's attention."""
+
+
+def shown_name(exchange: Exchange) -> str:
+    """What users know an exchange by: `alltoall`, wherever the weights are from."""
+    return "alltoall" if exchange in WHOLE else exchange
+
+
+EXCHANGE_NAMES = tuple(dict.fromkeys(shown_name(exchange) for exchange in get_args(Exchange) if exchange != "local"))
+"""What exchanges are counted as."""
 
 Link = Literal["same_host", "other_host"]
 """Where the two ends of a message lie."""
@@ -145,6 +169,11 @@ class Part:
     new_output: tuple[int, ...] = ()
     targets: tuple[int, ...] = ()
     rope_length: int = 0
+
+    @property
+    def exchange_name(self) -> str:
+        """See `shown_name`."""
+        return shown_name(self.exchange)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,9 +16,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from longspan.cost.shapes import Hardware, ModelShape
+from longspan.cost.time_fit import LinkFit
 
 RingChoice = Literal["ring_kv", "ring_q"]
 SplitChoice = Literal["alltoall", "gather_hidden"]
+WeightSource = Literal["host", "peers"]
+"""Whence a rank of an instance gets the whole weights of a layer: its host's copy, or the shares of the others."""
 
 
 def pass_kv_bytes(shape: ModelShape, new_tokens: int, cached_tokens: int) -> float:
@@ -134,6 +137,52 @@ def alltoall_threshold(shape: ModelShape, num_members: int) -> float:
     saved_per_token = gather_hidden_bytes(shape, 1, num_members) - per_token
     weights = _attention_weights(shape) * (num_members - 1) * shape.bytes_per_element
     return weights / saved_per_token if saved_per_token > 0 else math.inf
+
+
+def summed_bytes(shape: ModelShape, length: int, tp: int) -> float:
+    """What the ranks of all instances send for a layer whose heads they share, beside what instances exchange.
+
+    Each instance sums outputs of its tokens over `tp` ranks: 2 L d (t - 1) elements in all, as `gather_hidden_bytes`.
+    """
+    return gather_hidden_bytes(shape, length, tp)
+
+
+def whole_bytes(shape: ModelShape, length: int, num_members: int, tp: int, weights: WeightSource) -> float:
+    """The same for whole weights, with which each rank makes all heads of its part of its instance's tokens.
+
+    Inside instances, queries, keys and values go to the ranks of their heads and outputs back, as in `alltoall_bytes`
+    for L tokens and t ranks; then all ranks get all outputs, L d (t - 1) elements. Weights of `peers` are 2 (H_q +
+    H_kv) head_dim d (t - 1) elements for each of the instances, however many tokens there are; those of the `host` take
+    no link.
+    """
+    elements = float(length * shape.hidden_size * (tp - 1))
+    if weights == "peers":
+        elements += num_members * _attention_weights(shape) * (tp - 1)
+    return alltoall_bytes(shape, length, tp, gathers_weights=False) + elements * shape.bytes_per_element
+
+
+def whole_weights_pay(shape: ModelShape, length: int, num_members: int, tp: int, weights: WeightSource) -> bool:
+    """Whether `alltoall` with whole weights moves fewer bytes for `length` tokens of a step than with shares of heads.
+
+    Between instances both move the same. With H_q head_dim = d, two ranks never gain; with few KV heads three do.
+
+    Raises:
+        ValueError: when instances are not split.
+    """
+    return whole_bytes(shape, length, num_members, tp, weights) < summed_bytes(shape, length, tp)
+
+
+def cheaper_weights(shape: ModelShape, tp: int, *, host: LinkFit | None, peers: LinkFit | None) -> WeightSource:
+    """Whence the whole weights of a layer come sooner; the host where either link was not measured.
+
+    Args:
+        host: copies from a rank's host.
+        peers: what each of `tp` ranks sends to the others.
+    """
+    if host is None or peers is None:
+        return "host"
+    num_bytes = _attention_weights(shape) * shape.bytes_per_element
+    return "host" if host.seconds(num_bytes) <= peers.seconds(num_bytes * (tp - 1) / tp) else "peers"
 
 
 def _attention_weights(shape: ModelShape) -> int:

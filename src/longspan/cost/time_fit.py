@@ -106,6 +106,10 @@ class LinkFit:
     bytes_per_s: float
     max_error: float
 
+    def seconds(self, num_bytes: float) -> float:
+        """Of a transfer of so many."""
+        return self.start_s + num_bytes / self.bytes_per_s
+
 
 def fit_link(samples: Sequence[tuple[int, float]]) -> LinkFit | None:
     """The same for transfers, from (bytes, seconds); None where more bytes take no longer."""

@@ -1,11 +1,14 @@
 """A Hugging Face causal language model, unmodified, whose attention is done by whoever calls `Model.forward`."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from longspan.attn.comm import Group
+from longspan.core.steps import Exchange
 from longspan.model.bridge import SERVE, Attend
 from longspan.model.files import ModelFiles
 from longspan.model.info import ModelInfo
@@ -14,6 +17,7 @@ from longspan.model.sharding import Shard, attention_modules, sum_partial_result
 from longspan.model.shared_layers import SharedLayer
 from longspan.model.store import DTYPES, map_tensors, read_info
 from longspan.model.support import build_skeleton, check_supported, load_config
+from longspan.model.whole_weights import HostWeights, PeerWeights, WholeWeights
 
 __all__ = ["Attend", "Model", "ModelInfo", "check_supported"]
 
@@ -33,15 +37,24 @@ class Model:
             often, in the same order.
     """
 
-    def __init__(self, module: PreTrainedModel, info: ModelInfo, longrope: PinnedLongRope | None, shard: Shard) -> None:
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        info: ModelInfo,
+        longrope: PinnedLongRope | None,
+        shard: Shard,
+        stored: Mapping[str, Tensor],
+    ) -> None:
         self.module = module
         self.info = info
         self.specs = shard.local_specs
-        self._longrope = longrope
+        self._longrope, self._shard = longrope, shard
         self.reduce: Reduce | None = None
+        attentions = attention_modules(module)
         if shard.size > 1:
             sum_partial_results(module, shard, self._sum)
-        self.shared_layers = [SharedLayer(attention, self.specs) for attention in attention_modules(module)]
+            self._host_weights = HostWeights(_stored_weights(module, attentions, stored), module.device)
+        self.shared_layers = [SharedLayer(attention, self.specs) for attention in attentions]
         self._inputs: tuple[Tensor, Tensor]
         self._output: object
         getattr(module, module.base_model_prefix).register_forward_hook(self._keep_output)
@@ -56,10 +69,11 @@ class Model:
         module = build_skeleton(config, files.trust_remote_code, dtype=DTYPES[files.dtype], attn_implementation=SERVE)
         info = read_info(files.weights)
         shard = Shard(index=tp_index, size=tp, specs=info.specs)
-        _fill(module, map_tensors(files.weights), device, shard)
+        stored = map_tensors(files.weights)
+        _fill(module, stored, device, shard)
         switch_length = info.rope_switch_length
         longrope = None if switch_length is None else pin_longrope(module, switch_length)
-        return cls(module, info, longrope, shard)
+        return cls(module, info, longrope, shard, stored)
 
     @torch.no_grad()
     def forward(
@@ -105,6 +119,25 @@ class Model:
         cos, sin = layers.rotary_emb(like, positions[None])
         return cos, sin
 
+    def whole_weights(self, exchange: Exchange, connect: Callable[[], Group]) -> WholeWeights:
+        """Of a share of a model: where the whole weights of its attention layers are from in an exchange of `WHOLE`.
+
+        `connect` gives the group of the instance's ranks, for weights of peers.
+        """
+        if exchange == "alltoall_host":
+            return self._host_weights
+        shares = [dict(attention.named_parameters()) for attention in attention_modules(self.module)]
+        return PeerWeights(shares, self._shard, connect)
+
+    @contextmanager
+    def without_sums(self) -> Iterator[None]:
+        """For a while, outputs are those of whole weights, and nothing is summed."""
+        before, self.reduce = self.reduce, lambda whole: whole
+        try:
+            yield
+        finally:
+            self.reduce = before
+
     def _sum(self, partial: Tensor) -> Tensor:
         assert self.reduce is not None, "a share of a model needs the sums over all shares"
         return self.reduce(partial)
@@ -148,6 +181,17 @@ def _fill(model: nn.Module, tensors: Mapping[str, Tensor], device: torch.device,
         # Some modules write to their buffers (longrope does): a private copy, they are small.
         _set(model, name, tensors[name].to(device, copy=True))
     _assert_nothing_left(model)
+
+
+def _stored_weights(
+    module: nn.Module, attentions: Sequence[nn.Module], stored: Mapping[str, Tensor]
+) -> list[dict[str, Tensor]]:
+    """The stored parameters of each attention module, by their names in it."""
+    paths = {attention: path for path, attention in module.named_modules()}
+    return [
+        {name: stored[f"{paths[attention]}.{name}"] for name, _ in attention.named_parameters()}
+        for attention in attentions
+    ]
 
 
 def _set(model: nn.Module, name: str, value: Tensor) -> None:

@@ -17,7 +17,8 @@ from longspan.model.rope import rope_switch_length
 class ModelInfo:
     """Facts of a model.
 
-    `context_length` is in tokens (prompt and output together); `specs` has one entry per layer.
+    `context_length` is in tokens (prompt and output together); `specs` has one entry per layer; `hidden_size` is the
+    width of what passes from layer to layer.
     `rope_switch_length` is set for longrope models: a request whose length (tokens) is above it uses the long
     factors, for all of its tokens.
     """
@@ -25,17 +26,18 @@ class ModelInfo:
     architecture: str
     num_layers: int
     vocab_size: int
+    hidden_size: int
     context_length: int
     eos_token_ids: tuple[int, ...]
     specs: tuple[AttnSpec, ...]
     rope_switch_length: int | None
 
     def shape(self, bytes_per_element: int) -> ModelShape:
-        """Its sizes, of the first layer if they differ, for rules about attention alone: no hidden size is known."""
+        """Its sizes, of the first layer if they differ."""
         spec = self.specs[0]
         return ModelShape(
             num_layers=self.num_layers,
-            hidden_size=spec.num_heads * spec.head_dim,
+            hidden_size=self.hidden_size,
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
@@ -67,6 +69,7 @@ def gather_info(
         architecture=architecture,
         num_layers=config.num_hidden_layers,
         vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
         context_length=_context_length(config),
         eos_token_ids=_eos_token_ids(config, config_dir),
         specs=specs,

@@ -1,4 +1,6 @@
-"""Attention layers, unmodified, computed for a share of their heads over tokens that several instances gathered."""
+"""Attention layers, unmodified, computed with other weights than their own: for a share of their heads over tokens that
+several instances gathered, or for all heads where the layer has a share of them.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from longspan.attn.spec import AttnSpec
+from longspan.model.joining import Weights
 from longspan.model.sharding import Shard, head_counts
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -49,9 +52,13 @@ class SharedLayer:
         if (index, size) not in self._shares:
             cut = {name: shard.cut(f"layers.{self._layer}.{_NAME}.{name}", weight) for name, weight in self._weights()}
             self._shares[index, size] = cut
+        return self.compute_with(self._shares[index, size], shard.local_specs[self._layer], hidden, rotary, attend)
+
+    def compute_with(self, weights: Weights, spec: AttnSpec, hidden: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
+        """The output `[tokens, hidden]` of other weights, with the heads of `spec`."""
         arguments = {"hidden_states": hidden[None], "position_embeddings": rotary, "attention_mask": None}
-        with head_counts(self._module, shard.local_specs[self._layer]):
-            output = functional_call(self._module, self._shares[index, size], (), {**arguments, "attend": attend})
+        with head_counts(self._module, spec):
+            output = functional_call(self._module, dict(weights), (), {**arguments, "attend": attend})
         return output[0][0]  # type: ignore[no-any-return]
 
     def _weights(self) -> list[tuple[str, Tensor]]:

@@ -25,7 +25,7 @@ from longspan.model.info import ModelInfo, gather_info
 from longspan.model.quiet import quiet_transformers
 from longspan.model.support import load_config
 
-FORMAT = 1
+FORMAT = 2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SOURCES = ("*.json", "*.safetensors", "*.bin", "*.py")
 

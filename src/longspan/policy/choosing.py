@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from longspan.core.places import Place
 from longspan.core.steps import Exchange
-from longspan.cost.exchange_rules import ring_kv_or_ring_q
+from longspan.cost.exchange_rules import WeightSource, cheaper_weights, ring_kv_or_ring_q, whole_weights_pay
 from longspan.cost.partition_table import PartitionTable
 from longspan.cost.profile import Profile
 from longspan.cost.shapes import Hardware, ModelShape
@@ -23,6 +24,7 @@ class Facts:
         profile: what was measured.
         model: what the table of partitions calls it.
         partitions: searched ones; None when nobody looked for them yet, so that nothing is refused for want of one.
+        tp: ranks of an instance; None when that is not known yet.
         places: of the instances; none given means all are near each other.
     """
 
@@ -31,6 +33,7 @@ class Facts:
     profile: Profile | None = None
     model: str = ""
     partitions: PartitionTable | None = None
+    tp: int | None = None
     places: tuple[Place, ...] = ()
 
     def place(self, instance: int) -> Place:
@@ -46,10 +49,17 @@ class Chooser:
         facts: what to predict from.
         exchange: the only candidate; None for all that a layout can be computed with.
         chains: whether prompts may be cut into consecutive pieces, as a chain needs.
+        weights: whence `alltoall` gets whole weights on instances that are split.
     """
 
     def __init__(
-        self, num_instances: int, facts: Facts, exchange: Exchange | None = None, *, chains: bool = False
+        self,
+        num_instances: int,
+        facts: Facts,
+        exchange: Exchange | None = None,
+        *,
+        chains: bool = False,
+        weights: Literal["auto", WeightSource] = "auto",
     ) -> None:
         times = facts.profile.times() if facts.profile is not None else {}
         candidates: tuple[Exchange, ...] = (*_OF_ANY_LAYOUT, "chain") if chains else _OF_ANY_LAYOUT
@@ -59,7 +69,7 @@ class Chooser:
             members: {name: times[members, name] for name in candidates if (members, name) in times}
             for members in range(2, num_instances + 1)
         }
-        self._facts = facts
+        self._facts, self._weights = facts, weights
         self._known: dict[int, int] = {}
 
     def members(self, num_tokens: int) -> int | None:
@@ -88,3 +98,24 @@ class Chooser:
         if cached_tokens == 0 or shape is None or hardware is None:
             return "ring_kv"
         return ring_kv_or_ring_q(shape, hardware, new_tokens, cached_tokens, members)
+
+    def of_step(self, exchange: Exchange, new_tokens: int, members: int) -> Exchange:
+        """How a step computes so many tokens of a request: `alltoall` of several with whole weights where these are
+        wanted, or send less; every other exchange as it is.
+        """
+        shape, tp, weights = self._facts.shape, self._facts.tp or 1, self._weights
+        if exchange != "alltoall" or new_tokens == 1 or tp == 1:
+            return exchange
+        if weights == "auto":
+            if shape is None or not whole_weights_pay(shape, new_tokens, members, tp, self._source(shape, tp)):
+                return exchange
+            weights = self._source(shape, tp)
+        return "alltoall_host" if weights == "host" else "alltoall_peers"
+
+    def _source(self, shape: ModelShape, tp: int) -> WeightSource:
+        """The host on CPUs, which map its copy; else what measured links say."""
+        profile = self._facts.profile
+        if profile is None or profile.subject.device == "cpu":
+            return "host"
+        peers = profile.link("all_gather", tp) or profile.link("point_to_point", 2)
+        return cheaper_weights(shape, tp, host=profile.link("host_copy", 1), peers=peers)

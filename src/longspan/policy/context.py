@@ -74,13 +74,14 @@ class Context:
         self._everyone = tuple(sorted(range(num_instances), key=facts.place))
         self._host = {i: facts.place(i).host_id for i in self._everyone}
         self._options, self._partitions = options, partitions
-        self._chooser = Chooser(num_instances, facts, options.wanted, chains=options.chains)
+        self._chooser = Chooser(num_instances, facts, options.wanted, chains=options.chains, weights=options.weights)
 
     @classmethod
     def create(cls, num_instances: int, options: Mapping[str, str], facts: Facts) -> Context:
         """Raises ValueError for an unknown option or a bad value."""
         parsed = parse_options("context", ContextOptions, options)
         parsed.check_group(num_instances)
+        parsed.check_tp(facts.tp)
         partitions = None
         if parsed.wanted is None and not parsed.fractions:  # a chain is cut as well as is known
             partitions = Partitions.best(facts.partitions, facts.model, num_instances)
@@ -210,7 +211,7 @@ class Context:
             stop=max(run.stop for runs in dealt for run in runs),
             runs=dealt,
             holders=tuple(group[member] for member in held),
-            exchange=exchange,
+            exchange=self._chooser.of_step(exchange, sum(len(run) for runs in dealt for run in runs), len(group)),
             hit=hit,
         )
 

@@ -24,6 +24,9 @@ class SharingOptions:
         layout: of prefill; `auto` is zigzag, or contiguous for a chain or when fractions are given.
         fractions: of a contiguous layout, one per instance (`0.6,0.4`); empty for even pieces.
         dense: with `gather_kv`, compute the scores that causality hides, too, as KV-Runahead's baseline does.
+        weights: with `alltoall` and tensor parallelism, every rank computes prefills with the whole weights of a layer,
+            and gets them from the `host`, whose copy CPUs map, or from the `peers` in its instance; `auto` does so
+            where it sends fewer bytes than summing outputs, and takes what is quicker.
         home: where a chain leaves the KV: all of it with the `last` instance while that has room, which then decodes
             alone, or each token's where it was `computed`.
 
@@ -35,6 +38,7 @@ class SharingOptions:
     layout: Literal["auto", "zigzag", "striped", "contiguous"] = "auto"
     fractions: str = ""
     dense: bool = False
+    weights: Literal["auto", "host", "peers"] = "auto"
     home: Literal["last", "computed"] = "last"
 
     def __post_init__(self) -> None:
@@ -47,6 +51,8 @@ class SharingOptions:
             raise ValueError(f"fractions are for layout contiguous, but {self.layout} given: leave one of them out")
         if self.dense and self.exchange != "gather_kv":
             raise ValueError(f"dense is for exchange gather_kv, but {self.exchange} given: leave one of them out")
+        if self.weights != "auto" and self.exchange != "alltoall":
+            raise ValueError(f"weights are for exchange alltoall, but {self.exchange} given: leave one of them out")
         if self.fractions:
             parse_fractions(self.fractions)
 
@@ -59,6 +65,14 @@ class SharingOptions:
     def shape(self, exchange: Exchange) -> Shape:
         """How prompts are dealt for an exchange."""
         return self._shapes[exchange == "chain"]
+
+    def check_tp(self, tp: int | None) -> None:
+        """Raises ValueError when weights are to be made whole that are, on instances of one rank; None is unknown."""
+        if self.weights != "auto" and tp == 1:
+            raise ValueError(
+                f"weights={self.weights} is for instances split by tensor parallelism, but tp is 1: leave it out, or "
+                "split them with --parallel, such as 2xtp2"
+            )
 
     @cached_property
     def _shapes(self) -> tuple[Shape, Shape]:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longspan.attn.member import MemberPart, MemberParts
+from longspan.attn.member import MemberPart, MemberParts, num_tokens
 from longspan.core.runs import Run
-from longspan.core.steps import UNKNOWN, BlockRef, Exchange, Forward, Part, Sample, held_runs
+from longspan.core.steps import UNKNOWN, WHOLE, BlockRef, Exchange, Forward, Part, Sample, held_runs
 from longspan.runtime.requests import RankRequests
 from longspan.runtime.unknown import UnknownToken
 
@@ -22,7 +22,7 @@ class Channel:
     Attributes:
         number: among the exchanging channels of the whole Forward, so that all members know it by the same number.
         rank: this member's index in the group.
-        slots: of a `chain`, and of `gather_hidden`, for each part: what this member stores of the new tokens that it
+        slots: of a `chain`, and of `SHARED` exchanges, for each part: what this member stores of the new tokens that it
             has or gets.
         rope_lengths: of each part.
     """
@@ -34,6 +34,11 @@ class Channel:
     parts: MemberParts
     slots: tuple[Slots, ...]
     rope_lengths: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Those of this member, which follow each other."""
+        return sum(num_tokens(part.q_runs[self.rank]) for part in self.parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +69,7 @@ class Packed:
 
     Attributes:
         tokens, positions, rope_lengths: `[tokens]` int64, one packed row.
-        num_alone: tokens before those of `gather_hidden` parts, which come last; None when there are no such parts.
+        num_alone: tokens before those of `SHARED` exchanges, which come last; None when there are no such parts.
         slots: where the KV of tokens goes that are stored before the exchange: of all parts whose channel has none.
         channels: in the same order on every rank.
         keep: `[n]` indices of the tokens whose logits are sampled by `samples`, for `request_ids`.
@@ -123,7 +128,7 @@ def pack(forward: Forward, requests: RankRequests, *, instance: int, block_size:
                 (row, table[positions[row] // block_size], positions[row]) for row in range(first, len(tokens))
             )
         channels.setdefault((part.exchange, part.group), []).append((packed, kept, part.rope_length))
-        if part.exchange == "gather_hidden" and num_alone is None:
+        if part.exchange in SHARED and num_alone is None:
             num_alone = first
         if part.sample is not None and part.sample.instance == instance:
             sampled.append((part.request_id, part.sample, len(tokens) - 1))
@@ -145,18 +150,21 @@ def pack(forward: Forward, requests: RankRequests, *, instance: int, block_size:
     )
 
 
-_STORED_AFTERWARDS = ("chain", "gather_hidden")
+SHARED: tuple[Exchange, ...] = ("gather_hidden", *WHOLE)
+"""Exchanges that compute attention layers with other weights than the model's, for tokens that come last in the row."""
+
+_STORED_AFTERWARDS = ("chain", *SHARED)
 """Exchanges that hand over what is to be stored."""
 
 
 def _shared_last(parts: Sequence[Part]) -> list[Part]:
-    """Those of `gather_hidden` after all others, by group."""
-    return sorted(parts, key=lambda part: (1, part.group) if part.exchange == "gather_hidden" else (0, ()))
+    """Those of `SHARED` exchanges after all others, by exchange and group."""
+    return sorted(parts, key=lambda part: (1, part.exchange, part.group) if part.exchange in SHARED else (0, "", ()))
 
 
 def _has_afterwards(part: Part, me: int) -> list[int]:
     """The positions of the new tokens that a member has after the exchange: its own, or those up to its own."""
-    if part.exchange == "gather_hidden":
+    if part.exchange in SHARED:
         return [position for run in part.runs[me] for position in run.positions]
     ends = (run.stop for runs in part.runs[: me + 1] for run in runs)
     return list(range(part.start, max(ends, default=part.start)))

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from longspan.attn.all_reduce import all_reduce
-from longspan.attn.comm import Group, Transport
+from longspan.attn.comm import Group
 from longspan.attn.exchanges.alltoall import alltoall
 from longspan.attn.exchanges.chain import ChainStart, chain, chain_start
-from longspan.attn.exchanges.gather_hidden import GatherHidden, hidden_hops
+from longspan.attn.exchanges.gather_hidden import GatherHidden
 from longspan.attn.exchanges.gather_kv import gather_kv
 from longspan.attn.exchanges.local import local
 from longspan.attn.exchanges.ring_kv import ring_kv
@@ -21,11 +19,12 @@ from longspan.attn.exchanges.ring_q import ring_q
 from longspan.attn.member import MemberParts
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
-from longspan.core.steps import Link
 from longspan.kv.pool import KvPool
 from longspan.model.adapter import Model
-from longspan.runtime.batch import Channel, Packed, Slots
+from longspan.runtime.batch import SHARED, Channel, Packed, Slots
+from longspan.runtime.step_comm import StepComm
 from longspan.runtime.timing import Stopwatch
+from longspan.runtime.whole import WholeStep
 
 _EXCHANGES: dict[str, Callable[[Group, MemberParts, Tensor, PagedKv, AttnSpec, Tensor], None]] = {
     "ring_kv": ring_kv,
@@ -34,63 +33,6 @@ _EXCHANGES: dict[str, Callable[[Group, MemberParts, Tensor, PagedKv, AttnSpec, T
     "gather_kv": gather_kv,
     "gather_kv_dense": partial(gather_kv, dense=True),
 }
-_CHANNELS = 16
-"""Channels of one Forward, over all ranks, that get tags of their own."""
-_NUM_TAGS = 2**31
-
-
-class StepComm:
-    """One step's groups; `hosts` has the host of every rank.
-
-    Exchanges connect ranks of different instances that have the same place in theirs, and so the same heads. Tags are
-    unique per (step, layer, channel, hop) among the steps that can be in flight.
-    """
-
-    def __init__(
-        self,
-        transport: Transport | None,
-        number: int,
-        *,
-        rank: int,
-        hosts: Sequence[int],
-        num_layers: int,
-        tp: int = 1,
-    ) -> None:
-        self.sent: Counter[tuple[str, Link]] = Counter()
-        self._transport, self._hosts = transport, hosts
-        self._tp, (self._instance, self._tp_index) = tp, divmod(rank, tp)
-        self._num_layers, self._hops = num_layers, hidden_hops(len(hosts))  # no exchange has more
-        self._num_sums = 0
-        per_step = (num_layers + 1) * _CHANNELS * self._hops
-        self._first_tag = number % (_NUM_TAGS // per_step) * per_step
-
-    def channel(self, layer: int, channel: Channel) -> Group:
-        """The members of a channel in one layer."""
-        ranks = [instance * self._tp + self._tp_index for instance in channel.members]
-        return self._group(ranks, channel.rank, channel.exchange, self._tag(layer, channel.number))
-
-    def everyone(self) -> Group | None:
-        """All instances, for what travels before the first layer; None when there is only one rank."""
-        if self._transport is None:
-            return None
-        everyone = range(self._tp_index, len(self._hosts), self._tp)
-        return self._group(everyone, self._instance, "tokens", self._tag(self._num_layers, 0))
-
-    def all_reduce(self, partial: Tensor) -> Tensor:
-        """The sum over the ranks of this instance, who call it in the same order; no exchange is between them."""
-        tag = self._first_tag + self._num_sums * self._hops
-        self._num_sums += 1
-        ranks = range(self._instance * self._tp, (self._instance + 1) * self._tp)
-        return all_reduce(self._group(ranks, self._tp_index, "all_reduce", tag), partial)
-
-    def _group(self, ranks: Sequence[int], index: int, name: str, first_tag: int) -> Group:
-        assert self._transport is not None, "a group of several ranks has a transport"
-        hosts = [self._hosts[rank] for rank in ranks]
-        return Group(self._transport, ranks, index, hosts=hosts, name=name, first_tag=first_tag, sent=self.sent)
-
-    def _tag(self, layer: int, channel: int) -> int:
-        assert channel < _CHANNELS, "a step has few kinds of groups and exchanges"
-        return self._first_tag + (layer * _CHANNELS + channel) * self._hops
 
 
 class StepAttention:
@@ -109,8 +51,13 @@ class StepAttention:
         self._packed, self._comm, self._pool, self._specs, self._watch = packed, comm, pool, specs, watch
         self._model = model
         self.num_alone = packed.num_alone
-        self._shared = [channel for channel in packed.channels if channel.exchange == "gather_hidden"]
-        self._rotary = [_rotary(channel, model, packed.tokens.device) for channel in self._shared]
+        self._shared = [channel for channel in packed.channels if channel.exchange in SHARED]
+        hidden = [channel for channel in self._shared if channel.exchange == "gather_hidden"]
+        self._rotary = {channel.number: _rotary(channel, model, packed.tokens.device) for channel in hidden}
+        self._whole: WholeStep | None = None
+        if len(hidden) < len(self._shared):
+            assert model is not None, "layers are shared by ranks that have a model"
+            self._whole = WholeStep(packed, comm, model=model, pool=pool, store=self._store_parts, watch=watch)
         self._chains: dict[int, ChainStart] = {}
         self._start_chains(0)
 
@@ -123,7 +70,7 @@ class StepAttention:
             for channel in self._packed.channels:
                 if channel.exchange == "chain":
                     self._chain(layer, channel, q, k, v, out)
-                elif channel.exchange != "gather_hidden":
+                elif channel.exchange not in SHARED:
                     self._exchange(layer, channel, q, kv, out)
             self._start_chains(layer + 1)
             return out
@@ -138,20 +85,26 @@ class StepAttention:
                 self._share(layer, torch.empty(0, width, dtype=dtype, device=device))
 
     def share(self, layer: int, hidden: Tensor) -> Tensor:
-        """The output of a layer's attention for the tokens of `gather_hidden`, see `model.shared_layers`."""
+        """The output of a layer's attention for the tokens of `SHARED` exchanges, see `model.shared_layers`."""
         if not self.num_alone:  # the model has not asked for the other exchanges
             self._attend_nothing(layer, hidden.dtype, hidden.device)
         return self._share(layer, hidden)
 
     def _share(self, layer: int, hidden: Tensor) -> Tensor:
+        if self._whole is not None:
+            self._whole.begin(layer)
         outputs, start = [], 0
-        for channel, rotary in zip(self._shared, self._rotary, strict=True):
-            count = sum(len(slots.rows) for slots in channel.slots)
-            outputs.append(self._share_channel(layer, channel, rotary, hidden[start : start + count]))
-            start += count
+        for channel in self._shared:
+            rows = slice(start, start + channel.num_tokens)
+            if channel.exchange == "gather_hidden":
+                outputs.append(self._gather_hidden(layer, channel, hidden[rows]))
+            else:
+                assert self._whole is not None, "it has the other shared channels"
+                outputs.append(self._whole.output(layer, channel, hidden[rows]))
+            start = rows.stop
         return torch.cat(outputs)
 
-    def _share_channel(self, layer: int, channel: Channel, rotary: tuple[Tensor, Tensor], hidden: Tensor) -> Tensor:
+    def _gather_hidden(self, layer: int, channel: Channel, hidden: Tensor) -> Tensor:
         assert self._model is not None, "layers are shared by ranks that have a model"
         group, kv = self._comm.channel(layer, channel), self._pool.layer(layer)
         shared = GatherHidden(group, channel.parts, kv, self._specs[layer])
@@ -159,15 +112,11 @@ class StepAttention:
         def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with self._watch.during("attention"):
                 out, keys, values = shared.attend(q, k, v)
-                start = 0
-                for slots in channel.slots:
-                    rows = slice(start, start + len(slots.rows))
-                    self._store(layer, slots, keys[:, rows], values[:, rows])
-                    start = rows.stop
+                self._store_parts(layer, channel, keys, values)
                 return out
 
         gathered = shared.gather(hidden)
-        layers = self._model.shared_layers
+        rotary, layers = self._rotary[channel.number], self._model.shared_layers
         return shared.scatter(layers[layer].compute(gathered, rotary, attend, index=channel.rank, size=group.size))
 
     def _attend_nothing(self, layer: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -190,6 +139,14 @@ class StepAttention:
         found = chain(group, channel.parts, q, k, v, kv, spec, out, started=started)
         for (keys, values), slots in zip(found, channel.slots, strict=True):
             self._store(layer, slots, keys, values)
+
+    def _store_parts(self, layer: int, channel: Channel, k: Tensor, v: Tensor) -> None:
+        """All new keys and values of this member's tokens of a shared channel."""
+        start = 0
+        for slots in channel.slots:
+            rows = slice(start, start + len(slots.rows))
+            self._store(layer, slots, k[:, rows], v[:, rows])
+            start = rows.stop
 
     def _store(self, layer: int, slots: Slots, k: Tensor, v: Tensor) -> None:
         if len(slots.rows) == k.shape[1]:  # all of them

@@ -29,7 +29,7 @@ from longspan.model.files import ModelFiles
 from longspan.model.store import DTYPES
 from longspan.runtime.batch import Packed, PromptRows, pack
 from longspan.runtime.devices import connect, open_device
-from longspan.runtime.exchange import StepAttention, StepComm
+from longspan.runtime.exchange import StepAttention
 from longspan.runtime.guides import Vocabulary
 from longspan.runtime.messages import (
     Command,
@@ -46,6 +46,7 @@ from longspan.runtime.messages import (
 )
 from longspan.runtime.requests import RankRequest, RankRequests
 from longspan.runtime.sampler import sample, token_logprobs
+from longspan.runtime.step_comm import StepComm
 from longspan.runtime.timing import Stopwatch, TimedTransport
 from longspan.runtime.unknown import resolve
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from longspan.attn.comm import Group, Message
-from longspan.attn.gather import all_gather, gather_hops, reduce_scatter
+from longspan.attn.gather import gather_hops, gather_rows, reduce_scatter
 from longspan.attn.member import MemberParts, attend_runs, by_position, gather_runs, num_tokens
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
@@ -50,10 +50,7 @@ class GatherHidden:
 
     def gather(self, hidden: Tensor) -> Tensor:
         """All tokens' hidden states `[all tokens, hidden]` from this member's `[tokens, hidden]`."""
-        blocks = [Message([((count, hidden.shape[1]), hidden.dtype)], hidden.device) for count in self.counts]
-        blocks[self._group.rank].tensors[0].copy_(hidden)
-        all_gather(self._group, blocks)
-        return torch.cat([block.tensors[0] for block in blocks])
+        return gather_rows(self._group, hidden, self.counts)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Attention of this member's heads, for all tokens.
