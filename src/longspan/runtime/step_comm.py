@@ -13,7 +13,7 @@ from longspan.attn.exchanges.gather_hidden import hidden_hops
 from longspan.core.steps import Link, shown_name
 from longspan.runtime.batch import Channel
 
-_CHANNELS = 16
+_CHANNELS = 1024
 """Channels of one Forward, over all ranks, that get tags of their own."""
 _NUM_TAGS = 2**31
 
