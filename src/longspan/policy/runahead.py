@@ -24,11 +24,12 @@ class RunaheadOptions(LengthOptions):
     Attributes:
         partition: `even` pieces (KVR-E), those `searched` for prompts of exactly this length (KVR-S), or `predicted`
             from the two nearest lengths (KVR-P); `auto` is predicted if anything was searched, else even.
-        home: as of `context`.
+        home, rotate: as of `context`.
     """
 
     partition: Literal["auto", "even", "searched", "predicted"] = "auto"
     home: Literal["last", "computed"] = "last"
+    rotate: Literal["block", "token"] = "block"
 
 
 def create(num_instances: int, options: Mapping[str, str], facts: Facts) -> Context:
@@ -45,7 +46,13 @@ def create(num_instances: int, options: Mapping[str, str], facts: Facts) -> Cont
         kind = "predicted" if table.lengths(facts.model, num_instances) else "even"
     return Context(
         num_instances,
-        ContextOptions(exchange="chain", home=parsed.home, threshold=parsed.threshold, long_share=parsed.long_share),
+        ContextOptions(
+            exchange="chain",
+            home=parsed.home,
+            rotate=parsed.rotate,
+            threshold=parsed.threshold,
+            long_share=parsed.long_share,
+        ),
         facts,
         Partitions(kind=kind, table=table, model=facts.model, members=num_instances),
     )
