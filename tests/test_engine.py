@@ -235,6 +235,17 @@ def test_a_request_that_outgrows_its_instance_is_dealt_over_all() -> None:
     assert [part.group for part in cluster.parts_of(request)][::79] == [(0,), (0, 1)]
 
 
+@pytest.mark.parametrize("rotate", ["block", "token"])
+def test_a_request_that_outgrows_its_group_is_dealt_over_all(rotate: str) -> None:
+    """Two of three instances were quickest for its prompt; nobody else is there to make room."""
+    facts = Facts(profile=MACHINES[3])
+    cluster = Cluster(Setup(num_instances=3, num_blocks=4, options={"rotate": rotate}, facts=facts))
+    request = cluster.add(range(40), max_tokens=130)
+    cluster.run()
+    assert request.output == cluster.expected_output(request)
+    assert [part.group for part in cluster.parts_of(request)][::129] == [(0, 1), (0, 1, 2)]
+
+
 def test_a_prefix_that_fills_one_instance_leaves_room_on_the_others() -> None:
     cluster = Cluster(Setup(num_instances=2, num_blocks=4, options={"threshold": "70"}))
     cluster.add(range(64), max_tokens=1)
