@@ -3,6 +3,9 @@
 All settings share the same two workers; they take turns on every single measurement, so that a machine that gets slower
 or faster meanwhile does so for all of them. A prompt is computed in one step. Random prompts, no prefix is reused.
 
+First chains are searched, then every exchange is timed for a profile, as `longspan profile --partitions` would; `auto`
+goes by both. What is printed is measured after that.
+
 Efficiency is T1 / (2 T2), and what two instances could reach is measured beside it: two prompts at once, one on each
 instance, against one alone. Sharing caches and memory costs time that no exchange can win back.
 """
@@ -15,6 +18,8 @@ import random
 import statistics
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -22,12 +27,15 @@ from rich.progress import track
 from rich.table import Table
 
 from longspan import LLM, SamplingParams
+from longspan.core.steps import Exchange
 from longspan.cost.partition import Partition, search
 from longspan.cost.partition_table import Entry, PartitionTable
+from longspan.cost.profile import Prefill, Profile
 
 ONE, BOTH = "one instance", "two prompts at once"
 BLOCK = 64
-_MODEL = "smollm2-135m"
+_MOST_CUTS = 32
+"""How finely a prompt is cut in the search: finer differences drown in noise."""
 _SINGLE = {"threshold": "1000000"}
 _TOKEN = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 _SHARED = {"threshold": "0"}
@@ -40,6 +48,7 @@ _EXCHANGES = {
     "gather_hidden": {**_SHARED, "exchange": "gather_hidden"},
     "chain, even (KVR-E)": {**_SHARED, "exchange": "chain"},
 }
+_PROFILED: tuple[Exchange, ...] = ("ring_kv", "ring_q", "alltoall", "gather_kv")
 _SEARCHED, _PREDICTED, _AUTO = "chain, searched (KVR-S)", "chain, predicted (KVR-P)", "auto"
 Samples = dict[int, dict[str, list[float]]]
 
@@ -49,12 +58,15 @@ class Runner:
 
     def __init__(self, llm: LLM) -> None:
         self._llm, self._random = llm, random.Random(0)
+        self.taken: dict[str, dict[str, int]] = {}
+        """The exchanges of the latest prompt."""
 
     def ttft_s(self, length: int, options: dict[str, str], *, num_prompts: int = 1) -> float:
         """Until the last of `num_prompts` prompts has its first token, when all are asked at once."""
         self._llm.set_policy("context", options)
         prompts = [[self._random.randrange(10, 49_000) for _ in range(length)] for _ in range(num_prompts)]
         outputs = self._llm.generate(prompts, _TOKEN, use_tqdm=False)
+        self.taken = outputs[-1].metrics.exchanges
         return max(output.metrics.ttft_s or 0.0 for output in outputs)
 
     def searched(self, length: int) -> Partition:
@@ -64,7 +76,21 @@ class Runner:
             options = _chain([tokens / length for tokens in partition])
             return statistics.median(self.ttft_s(length, options) for _ in range(3))
 
-        return search(ttft_s, length, 2, BLOCK)
+        return search(ttft_s, length, 2, BLOCK * -(-length // (BLOCK * _MOST_CUTS)), noisy=True)
+
+    def learn(self, lengths: Sequence[int], table: PartitionTable, repeats: int) -> None:
+        """Times every exchange that `auto` may take, and lets it know."""
+        model, profile = self._llm.facts.model, Profile(subject=self._llm.subject)
+        for _ in track(range(repeats), "profiling"):
+            for length in lengths:
+                settings = {(2, name): {**_SHARED, "exchange": name} for name in _PROFILED}
+                chain = _chain(table.predict(model, 2, length) or ())
+                for (members, exchange), options in {(1, "local"): _SINGLE, **settings, (2, "chain"): chain}.items():
+                    seconds = (self.ttft_s(length, options),)
+                    profile = profile.with_prefill(
+                        Prefill(members=members, exchange=exchange, new_tokens=length, cached_tokens=0, seconds=seconds)
+                    )
+        self._llm.facts = replace(self._llm.facts, profile=profile, partitions=table)
 
 
 def main() -> None:
@@ -72,6 +98,7 @@ def main() -> None:
     options = _options()
     console = Console()
     settings: dict[int, dict[str, dict[str, str]]] = {}
+    taken: dict[int, str] = {}
     samples: Samples = {length: defaultdict(list) for length in options.lengths}
     with LLM(
         instances=2,
@@ -86,43 +113,47 @@ def main() -> None:
             runner.ttft_s(min(options.lengths), setting)
         lengths = track(options.lengths, "searching", console=console)
         partitions = {length: runner.searched(length) for length in lengths}
+        table = _table_of(partitions, llm.facts.model)
+        runner.learn(options.lengths, table, options.repeats)
         for length in options.lengths:
-            settings[length] = _settings(length, partitions)
+            settings[length] = _settings(length, table, llm.facts.model)
         for _ in track(range(options.repeats), "measuring", console=console):
             for length, named in settings.items():
                 samples[length][ONE].append(runner.ttft_s(length, _SINGLE))
                 samples[length][BOTH].append(runner.ttft_s(length, _SINGLE, num_prompts=2))
                 for name, setting in named.items():
                     samples[length][name].append(runner.ttft_s(length, setting))
-    console.print(_table(samples))
+                taken[length] = ", ".join(runner.taken["prefill"])  # auto comes last
+    console.print(_report(samples))
     for length, partition in partitions.items():
-        console.print(f"{length} tokens: searched partition {partition[0]} + {partition[1]}", highlight=False)
+        cut = f"{partition[0]} + {partition[1]}"
+        console.print(f"{length} tokens: searched partition {cut}; auto took {taken[length]}", highlight=False)
     if options.json:
         options.json.write_text(json.dumps({"partitions": partitions, "samples": samples}, indent=1) + "\n")
 
 
-def _settings(length: int, partitions: dict[int, Partition]) -> dict[str, dict[str, str]]:
+def _table_of(partitions: dict[int, Partition], model: str) -> PartitionTable:
+    entries = (
+        Entry(model=model, members=2, length=length, fractions=tuple(tokens / length for tokens in partition))
+        for length, partition in partitions.items()
+    )
+    return PartitionTable(tuple(entries))
+
+
+def _settings(length: int, table: PartitionTable, model: str) -> dict[str, dict[str, str]]:
     """Policy options of everything that is measured at a length; KVR-P knows the other lengths only."""
-    table = PartitionTable()
-    for other, partition in partitions.items():
-        if other != length:
-            fractions = tuple(tokens / other for tokens in partition)
-            table = table.with_entry(Entry(model=_MODEL, members=2, length=other, fractions=fractions))
-    predicted = table.predict(_MODEL, 2, length)
-    found: dict[str, dict[str, str]] = {
-        **_EXCHANGES,
-        _SEARCHED: _chain([tokens / length for tokens in partitions[length]]),
-    }
-    if predicted is not None:
+    others = PartitionTable(tuple(entry for entry in table.partitions if entry.length != length))
+    found: dict[str, dict[str, str]] = {**_EXCHANGES, _SEARCHED: _chain(table.predict(model, 2, length) or ())}
+    if (predicted := others.predict(model, 2, length)) is not None:
         found[_PREDICTED] = _chain(predicted)
     return {**found, _AUTO: {}}
 
 
-def _chain(fractions: list[float] | tuple[float, ...]) -> dict[str, str]:
+def _chain(fractions: Sequence[float]) -> dict[str, str]:
     return {**_SHARED, "exchange": "chain", "fractions": ",".join(f"{fraction:.6f}" for fraction in fractions)}
 
 
-def _table(samples: Samples) -> Table:
+def _report(samples: Samples) -> Table:
     """Medians, and beside each how far apart its samples are."""
     table = Table(title="Time to first token in seconds, and efficiency T1 / (2 T2)")
     table.add_column("")
@@ -149,7 +180,7 @@ def _cell(times: list[float], one: float, *, halved: bool) -> str:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8000], metavar="TOKENS")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write every sample there")
     options = parser.parse_args()
     if options.repeats < 1 or min(options.lengths) < 2 * BLOCK:

@@ -8,7 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_profile import SUBJECT, prefill
 
+from longspan.core.places import Place
+from longspan.core.runs import Run
 from longspan.cost.exchange_rules import ring_kv_or_ring_q
+from longspan.cost.partition_table import Entry, PartitionTable
 from longspan.cost.profile import Profile
 from longspan.cost.profile_plan import SHARED, prompts_of
 from longspan.cost.shapes import Hardware, ModelShape
@@ -75,6 +78,8 @@ def test_the_quickest_exchange_is_taken() -> None:
     assert only.exchange(4096, 0, 2) == "gather_kv"
     chains = Chooser(2, Facts(profile=machine(2, link_s=0.0, exchanges=("chain",))))
     assert chains.exchange(4096, 0, 2) == "ring_kv", "a chain needs a layout of its own"
+    chains = Chooser(2, Facts(profile=machine(2, link_s=0.0, exchanges=("chain",))), chains=True)
+    assert chains.exchange(4096, 0, 2) == "chain"
 
 
 @pytest.mark.parametrize(
@@ -117,6 +122,36 @@ def test_the_policy_goes_by_the_profile() -> None:
     assert groups(machine(2, link_s=1e-1), {}, 300, 3000) == [(1, "local")] * 2
     late = machine(2, link_s=1e-6, start_s=0.2)
     assert groups(late, {}, 3000, 6000) == [(1, "local"), (2, "ring_kv")]
+
+
+def test_the_policy_takes_a_chain_where_the_layout_lets_it() -> None:
+    chained = machine(2, link_s=0.0, exchanges=("chain",))
+    assert groups(chained, {}, 3000) == groups(chained, {"layout": "contiguous"}, 3000) == [(2, "chain")]
+    assert groups(chained, {"layout": "zigzag"}, 3000) == [(2, "ring_kv")]
+
+
+def test_a_chain_that_was_chosen_is_cut_as_was_searched_and_decodes_alone() -> None:
+    table = PartitionTable((Entry(model="m", members=2, length=3200, fractions=(0.75, 0.25)),))
+    facts = Facts(profile=machine(2, link_s=0.0, exchanges=("chain",)), model="m", partitions=table)
+    cluster = Cluster(Setup(num_instances=2, num_blocks=4096, facts=facts, max_num_batched_tokens=4000))
+    request = cluster.add(range(3200), max_tokens=20)
+    cluster.run()
+    prefill, *decodes = cluster.parts_of(request)
+    assert prefill.runs == ((Run(0, 2400),), (Run(2400, 3200),))
+    assert {(part.exchange, part.group) for part in decodes} == {("local", (1,))}
+    assert request.metrics.kv_tokens_per_instance == [0, 3200]
+
+
+def test_groups_are_in_order_of_proximity_and_on_as_few_hosts_as_can_be() -> None:
+    places = tuple(Place(host=host, device=i) for i, host in enumerate((1, 0, 1, 0, 2)))
+    facts = Facts(profile=two_or_four(), places=places)
+    cluster = Cluster(Setup(num_instances=5, num_blocks=4096, facts=facts))
+    requests = [cluster.add(range(first, first + 3000), max_tokens=50) for first in range(2)]
+    cluster.run()
+    assert [cluster.parts_of(request)[0].group for request in requests] == [(1, 3), (0, 2)]
+    long = cluster.add(range(2, 20_000), max_tokens=1)
+    cluster.run()
+    assert cluster.parts_of(long)[0].group == (1, 3, 0, 2)
 
 
 def test_groups_are_of_those_who_hold_the_prefix_or_have_least_to_do() -> None:

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan import arguments
-from longspan.core.parallel import ParallelSpec, hosts_of_ranks
+from longspan.core.parallel import ParallelSpec
+from longspan.core.places import Place, hosts_of, places_of_ranks
 
 
 @given(st.integers(1, 10_000))
@@ -55,27 +56,35 @@ def test_every_text_is_read_or_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "num_hosts", "hosts"), [(1, 1, (0,)), (4, 2, (0, 0, 1, 1)), (3, 2, (0, 0, 1)), (3, 3, (0, 1, 2))]
+    ("num_ranks", "given", "hosts"),
+    [
+        (1, "1", (0,)),
+        (4, "2", (0, 0, 1, 1)),
+        (3, "2", (0, 0, 1)),
+        (3, " 3 ", (0, 1, 2)),
+        (4, "0-0,1-0,0-0,0-1", (0, 1, 0, 2)),
+        (2, "0-12, 0-12", (0, 0)),
+    ],
 )
-def test_neighbours_share_a_host(num_ranks: int, num_hosts: int, hosts: tuple[int, ...]) -> None:
-    assert hosts_of_ranks(num_ranks, num_hosts) == hosts
+def test_ranks_lie_on_hosts(num_ranks: int, given: str, hosts: tuple[int, ...]) -> None:
+    assert hosts_of(places_of_ranks(num_ranks, given)) == hosts
 
 
-@pytest.mark.parametrize("num_hosts", [0, -1, 4])
-def test_no_host_is_empty(num_hosts: int) -> None:
-    with pytest.raises(ValueError, match=f"3 ranks lie on 1 to 3 hosts, but {num_hosts} given"):
-        hosts_of_ranks(3, num_hosts)
+def test_neighbours_are_near() -> None:
+    racks = places_of_ranks(5, "1-0,0-1,0-0,0-1,1-0")
+    assert sorted(range(5), key=racks.__getitem__) == [2, 1, 3, 0, 4]
+    assert racks[3] == Place(rack=0, host=1, device=3)
 
 
 def test_pretended_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LONGSPAN_HOSTS", raising=False)
-    assert arguments.hosts(4) == (0, 0, 0, 0)
+    assert hosts_of(arguments.places(4)) == (0, 0, 0, 0)
     monkeypatch.setenv("LONGSPAN_HOSTS", "2")
-    assert arguments.hosts(4) == (0, 0, 1, 1)
+    assert hosts_of(arguments.places(4)) == (0, 0, 1, 1)
 
 
-@pytest.mark.parametrize("given", ["0", "3", "-1", "two", "1.5", " "])
+@pytest.mark.parametrize("given", ["0", "3", "-1", "two", "1.5", " ", "0-0", "0-0,0-1,0-2", "0-0,1", "0-0,0--1"])
 def test_impossible_hosts_are_refused(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LONGSPAN_HOSTS", given)
-    with pytest.raises(ValueError, match=f"LONGSPAN_HOSTS.* 2 ranks .* 1 to 2, but {given!r} given"):
-        arguments.hosts(2)
+    with pytest.raises(ValueError, match=f"LONGSPAN_HOSTS: .*2 ranks .*but '?{given}'? given"):
+        arguments.places(2)

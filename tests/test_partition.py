@@ -194,6 +194,21 @@ def test_noise_does_not_break_the_search(members: int, blocks: int, seed: int) -
     assert measured() == (best, times)
 
 
+def test_a_noisy_search_asks_the_best_again() -> None:
+    """The first time an uneven cut is measured it is lucky; measured once more it is not."""
+    asked: Counter[Partition] = Counter()
+
+    def ttft(partition: Partition) -> float:
+        asked[partition] += 1
+        lucky = asked[partition] == 1 and partition[0] == 640
+        return max(partition) - (500 if lucky else 0)
+
+    assert search(ttft, 1024, 2, 64) == (640, 384)
+    asked.clear()
+    assert search(ttft, 1024, 2, 64, noisy=True) == (512, 512)
+    assert sorted(asked.values())[-3:] == [2, 2, 2] and sum(asked.values()) == len(asked) + 3
+
+
 def test_partitions_that_do_not_fit_are_left() -> None:
     """Infinity for everything but a narrow strip, which holds the even pieces."""
     best, _ = limited(lambda p: abs(p[0] - 600) if p[0] >= 500 else math.inf, 1024, 2, 16)

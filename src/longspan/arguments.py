@@ -10,7 +10,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from longspan.attn import native
-from longspan.core.parallel import ParallelSpec, hosts_of_ranks
+from longspan.core.parallel import ParallelSpec
+from longspan.core.places import Place, places_of_ranks
 from longspan.kv.pool import bytes_per_block
 from longspan.model.cache import cache_root
 from longspan.model.files import ModelFiles
@@ -41,14 +42,16 @@ def threads_per_rank(threads: int | None, num_ranks: int) -> int:
     return threads
 
 
-def hosts(num_ranks: int) -> tuple[int, ...]:
-    """The host of each rank: this one, or as many pretended ones as LONGSPAN_HOSTS says; ValueError for no number."""
-    given = os.environ.get(_HOSTS) or "1"
-    if not given.isdecimal() or not 1 <= int(given) <= num_ranks:
-        raise ValueError(
-            f"{_HOSTS}, over how many hosts {num_ranks} ranks pretend to lie, is 1 to {num_ranks}, but {given!r} given"
-        )
-    return hosts_of_ranks(num_ranks, int(given))
+def places(num_ranks: int) -> tuple[Place, ...]:
+    """Where each rank is: on this host, or where LONGSPAN_HOSTS pretends, see `places_of_ranks`.
+
+    Raises:
+        ValueError: when it is neither a number of hosts nor a host for each rank.
+    """
+    try:
+        return places_of_ranks(num_ranks, os.environ.get(_HOSTS) or "1")
+    except ValueError as error:
+        raise ValueError(f"{_HOSTS}: {error}") from error
 
 
 def at_least_one(**values: int | None) -> None:

@@ -8,6 +8,7 @@ from typing import Self, get_args
 
 from longspan import arguments
 from longspan.core.engine import Engine, EngineConfig
+from longspan.core.places import Place, hosts_of
 from longspan.core.protocols import Limits
 from longspan.core.steps import Link
 from longspan.cost.profile import Subject
@@ -81,7 +82,7 @@ class Deployment:
         step_timeout_s: float = 300.0,
     ) -> None:
         spec = arguments.parallel_spec(parallel, instances, tp, pp)
-        hosts = arguments.hosts(spec.num_ranks)
+        places = arguments.places(spec.num_ranks)
         threads = arguments.threads_per_rank(threads_per_rank, spec.num_ranks)
         arguments.check_device(device)
         arguments.at_least_one(
@@ -99,7 +100,7 @@ class Deployment:
         self._spec = spec
         self._check_sharing(policy_options or {})
         self.subject = subject_of(files, device, tp=spec.tp, threads=threads, native=kernel is not None)
-        self.facts = _facts(self.subject, self.info.shape(DTYPES[dtype].itemsize))
+        self.facts = _facts(self.subject, self.info.shape(DTYPES[dtype].itemsize), places[:: spec.tp])
         chosen = make_policy(policy, num_instances=spec.instances, options=policy_options or {}, facts=self.facts)
         num_blocks = num_gpu_blocks_override or arguments.num_blocks(
             self.info, files, device, spec, block_size, kv_cache_memory_bytes
@@ -110,7 +111,7 @@ class Deployment:
         self._start_workers = partial(
             start_workers,
             *(files, spec, device, threads, num_blocks, block_size),
-            hosts=hosts,
+            hosts=hosts_of(places),
             attention_kernel=kernel,
             record_times=record_times,
             step_timeout_s=step_timeout_s,
@@ -209,8 +210,8 @@ class Deployment:
         self.shutdown()
 
 
-def _facts(subject: Subject, shape: ModelShape) -> Facts:
-    """With what was measured on this machine, if anything was."""
+def _facts(subject: Subject, shape: ModelShape, places: tuple[Place, ...]) -> Facts:
+    """With what was measured on this machine, if anything was; `places` are those of the instances."""
     profile = load_profile(subject)
     measured = None if profile is None else profile.hardware(shape)
     return Facts(
@@ -219,4 +220,5 @@ def _facts(subject: Subject, shape: ModelShape) -> Facts:
         profile=profile,
         model=subject.model,
         partitions=load_partitions(subject),
+        places=places,
     )

@@ -24,8 +24,9 @@ import torch.distributed as dist
 import typer
 
 from longspan.attn.cases import EXCHANGES, IN_ORDER, member_case, random_batch, random_spec
-from longspan.attn.comm import Group, TorchTransport, join
-from longspan.core.parallel import hosts_of_ranks
+from longspan.attn.comm import Group, TorchTransport, meet
+from longspan.attn.exchanges.gather_hidden import hidden_hops
+from longspan.core.places import hosts_of, places_of_ranks
 from longspan.core.steps import Link
 
 _MOST_ERROR = 1e-5
@@ -74,8 +75,9 @@ def main(
     seed: Annotated[int, typer.Option(help="Of the random cases.")] = 0,
     cases: Annotated[int, typer.Option(min=1, help="How many of them, for each exchange.")] = 20,
     hosts: Annotated[
-        int, typer.Option(min=1, envvar="LONGSPAN_HOSTS", help="Hosts on which the ranks pretend to lie.")
-    ] = 1,
+        str,
+        typer.Option(envvar="LONGSPAN_HOSTS", help="Hosts on which the ranks pretend to lie, or rack-host of each."),
+    ] = "1",
 ) -> None:
     """Compares exchanges with attention on one device; exit code 1 when an error exceeds 1e-5."""
     names = tuple(name for name in EXCHANGES if exchange in ("all", name.partition(",")[0]))
@@ -83,7 +85,7 @@ def main(
         known = ", ".join(dict.fromkeys(name.partition(",")[0] for name in EXCHANGES))
         raise typer.BadParameter(f"unknown exchange {exchange!r}: choose all, {known}", param_hint="--exchange")
     try:
-        hosts_of_all = hosts_of_ranks(ranks, hosts)
+        hosts_of_all = hosts_of(places_of_ranks(ranks, hosts))
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--hosts") from error
     signal.signal(signal.SIGTERM, _on_sigterm)
@@ -146,7 +148,7 @@ def _work(check: Check, rank: int, store: str, report: Connection) -> None:
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     found = {name: Found() for name in check.names}
-    join(store, rank, len(check.hosts), timeout_s=_TIMEOUT_S)
+    meet(store, rank, len(check.hosts), timeout_s=_TIMEOUT_S)
     transport = TorchTransport()
     for name, one in _compare(check, rank, transport):
         found[name].add(one)
@@ -169,7 +171,7 @@ def _compare(check: Check, rank: int, transport: TorchTransport) -> Iterator[tup
         wanted = torch.cat([request.wanted(rank, spec) for request in batch], dim=1)
         for name in names:
             group = Group(transport, range(size), rank, hosts=check.hosts, name=name, first_tag=tag)
-            tag += size + 1
+            tag += hidden_hops(size)  # no exchange has more
             error = (EXCHANGES[name](group, case, spec) - wanted).abs().nan_to_num(torch.inf)
             transport.flush()
             yield name, Found(error.max().item() if error.numel() else 0.0, group.sent)

@@ -139,7 +139,7 @@ class _Verified:
             message.verify(self._tag)
 
 
-def join(store: str, rank: int, world_size: int, *, backend: str = "gloo", timeout_s: float | None = None) -> None:
+def meet(store: str, rank: int, world_size: int, *, backend: str = "gloo", timeout_s: float | None = None) -> None:
     """Makes the process group of all ranks of this host, who meet through the file `store`.
 
     gloo listens on the loopback interface only. `timeout_s` is how long a transfer may take, by default PyTorch's.
@@ -168,7 +168,10 @@ class TorchTransport:
         """See `Transport`."""
         if not self.tagged:
             return self._start_grouped(sends, receives)
-        targets = [(peer, buffer.cpu() if self._staged else buffer, buffer) for peer, buffer in receives]
+        targets = [
+            (peer, torch.empty_like(buffer, device="cpu") if self._staged else buffer, buffer)
+            for peer, buffer in receives
+        ]
         with _peer_errors():
             works = [(_work(dist.irecv(host, peer, self._group, tag)), host, buffer) for peer, host, buffer in targets]
             for peer, buffer in sends:

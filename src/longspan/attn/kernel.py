@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from longspan.attn import native
-from longspan.attn.merge import merge
+from longspan.attn.merge import merge, merge_each
 from longspan.attn.spec import AttnSpec
 from longspan.core.runs import Relation
 
@@ -135,7 +135,7 @@ def _diagonal(q: Tensor, k: Tensor, v: Tensor, lower: int, upper: int, spec: Att
         out, lse = torch.cat([out, rest_out], dim=1), torch.cat([lse, rest_lse], dim=1)
     if upper > 0:
         before_out, before_lse = _full(q, k[:, :upper], v[:, :upper], spec)
-        merged, lse = merge(torch.stack([out, before_out]), torch.stack([lse, before_lse]))
+        merged, lse = merge_each([(out, lse), (before_out, before_lse)])
         out = merged.to(q.dtype)
     return out, lse
 

@@ -60,7 +60,10 @@ def ring_kv(
 
     Raises:
         ValueError: when tensors, runs and options do not fit each other. It says what would; the other members wait.
-        CommError: when a peer is gone, or did not call the same.
+        CommError: when a peer is gone.
+
+    All members call the same, with tensors of the same type and the same options: gloo ends a process that gets more
+    bytes than it expects.
     """
     return _exchange(_ring_kv, "ring_kv", group, (q, k, v), runs, **options)
 
@@ -123,6 +126,7 @@ def _exchange(
     softcap: float | None = None,
 ) -> Tensor:
     q, k, v = tensors
+    group.check(q)
     spec = spec_of(q, k, v, scale=scale, window=window, softcap=softcap)
     kv_runs = runs if kv_runs is None else kv_runs
     parts = parts_of(runs, kv_runs, rank=group.rank, size=group.size, num_queries=q.shape[1], num_keys=k.shape[1])

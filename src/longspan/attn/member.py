@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from longspan.attn.comm import Message
 from longspan.attn.kernel import Partial, attend
-from longspan.attn.merge import merge
+from longspan.attn.merge import merge_each
 from longspan.attn.paged import PagedKv, PagedPlan, Reads
 from longspan.attn.spec import AttnSpec
 from longspan.core.runs import Deal, Relation, Run, clip, places, relate
@@ -53,6 +54,7 @@ class MemberParts(Sequence[MemberPart]):
         self._parts = tuple(parts)
         self._plans: dict[tuple[tuple[int, ...], int, int, int | None], PagedPlan] = {}
         self._visits: dict[tuple[int, int, int | None], tuple[int, ...]] = {}
+        self._rows: dict[tuple[int, ...], slice | Tensor] = {}
 
     def __getitem__(self, index: int) -> MemberPart:  # type: ignore[override]  # nobody slices them
         return self._parts[index]
@@ -68,6 +70,17 @@ class MemberParts(Sequence[MemberPart]):
                 index for index, part in enumerate(self) if part.q_runs[asker] and part.needed(holder, window)
             )
         return self._visits[key]
+
+    def rows(self, indices: tuple[int, ...], device: torch.device) -> slice | Tensor:
+        """Which of this member's tokens are queries of these parts: a slice where they are neighbours."""
+        if indices not in self._rows:
+            places = [self[index].rows for index in indices if self[index].rows.start < self[index].rows.stop]
+            if all(one.stop == following.start for one, following in itertools.pairwise(places)):
+                self._rows[indices] = slice(places[0].start, places[-1].stop) if places else slice(0, 0)
+            else:
+                rows = [row for place in places for row in range(place.start, place.stop)]
+                self._rows[indices] = torch.tensor(rows, device=device)
+        return self._rows[indices]
 
     def plan(self, indices: tuple[int, ...], asker: int, holder: int, kv: PagedKv, window: int | None) -> PagedPlan:
         """How the single queries of `asker` in these parts read the blocks of `holder`, who is this member."""
@@ -156,14 +169,6 @@ def attend_runs(
     return torch.cat([out for out, _ in results], dim=1), torch.cat([lse for _, lse in results], dim=1)
 
 
-def merge_partials(partials: Sequence[Partial], dtype: torch.dtype) -> Tensor:
-    """The output of all partial results together."""
-    if len(partials) == 1:
-        return partials[0][0]
-    out, _ = merge(torch.stack([out for out, _ in partials]), torch.stack([lse for _, lse in partials]))
-    return out.to(dtype)
-
-
 def _attend_run(q: Tensor, q_run: Run, k: Tensor, v: Tensor, kv_runs: Sequence[Run], spec: AttnSpec) -> Partial:
     partials = [
         attend(q, k[:, start:stop], v[:, start:stop], relation, spec)
@@ -173,7 +178,7 @@ def _attend_run(q: Tensor, q_run: Run, k: Tensor, v: Tensor, kv_runs: Sequence[R
         return torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
     if len(partials) == 1:
         return partials[0]
-    out, lse = merge(torch.stack([out for out, _ in partials]), torch.stack([lse for _, lse in partials]))
+    out, lse = merge_each(partials)
     return out.to(q.dtype), lse
 
 

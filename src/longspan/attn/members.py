@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import platform
 from collections import Counter
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from longspan.attn.comm import Group, TorchTransport, Transport
 from longspan.attn.gather import gather_hops
@@ -36,6 +40,14 @@ class Members:
         self.sent: Counter[tuple[str, Link]] = Counter()
         self._transport, self._ranks, self._hosts = transport, tuple(ranks), hosts
         self._calls = itertools.count()
+
+    def check(self, tensor: Tensor) -> None:
+        """Raises ValueError for a tensor that this group cannot send."""
+        if not self._transport.tagged and tensor.device.type != "cuda":
+            raise ValueError(
+                f"q, k and v are on {tensor.device}, but NCCL connects CUDA devices only: move them there, or join a "
+                "group with the backend gloo"
+            )
 
     def begin(self, name: str) -> Group:
         """The group of the next call of an exchange. Its tags are new, so that no call takes another's messages."""
@@ -73,7 +85,7 @@ def join(process_group: dist.ProcessGroup | None = None, *, hosts: Sequence[int]
     Args:
         process_group: with the backend gloo, for tensors on any device, or nccl.
         hosts: for each member a number of the host on which it lies: `gather_kv` sends each byte to another host once.
-            By default all are on one.
+            By default the members tell each other their hosts' names.
 
     Raises:
         ValueError: when this process is not in the process group, its backend is another, or a host is missing.
@@ -93,5 +105,15 @@ def join(process_group: dist.ProcessGroup | None = None, *, hosts: Sequence[int]
         raise ValueError(f"hosts {tuple(hosts)} are {len(hosts)}, but the group has {size} members: one host for each")
     if backend == "nccl":  # connects ranks in its first call, which must be everybody's: exchanges leave some out
         dist.barrier(process_group)
+    hosts = _hosts(process_group, size, backend) if hosts is None else hosts
     transport = TorchTransport(process_group, staged=backend != "nccl")
     return Members(transport, dist.get_process_group_ranks(process_group), rank, hosts=hosts)
+
+
+def _hosts(process_group: dist.ProcessGroup | None, size: int, backend: str) -> tuple[int, ...]:
+    """A number for each member's host: of its name, so that it has the same length everywhere."""
+    digest = hashlib.blake2b(platform.node().encode(), digest_size=7).digest()
+    mine = torch.tensor([int.from_bytes(digest)], device="cuda" if backend == "nccl" else "cpu")
+    found = [torch.empty_like(mine) for _ in range(size)]
+    dist.all_gather(found, mine, process_group)
+    return tuple(int(number) for number in found)

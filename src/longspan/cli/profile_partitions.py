@@ -55,7 +55,7 @@ def search_partitions(
         with closing(tqdm(plan, desc="partitions", unit="prompt", dynamic_ncols=True, disable=None)) as bar:
             for members, length in bar:
                 if members == 2:
-                    best = search(_measured(llm, repeats, bar), length, members, size)
+                    best = search(_measured(llm, repeats, bar), length, members, size, noisy=True)
                 else:
                     seed = _seed(table.predict(profile.subject.model, members, length), length, size)
                     best = search(_modelled(layer, num_layers), length, members, size, seed)

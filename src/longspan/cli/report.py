@@ -76,7 +76,8 @@ def stats_table(
     if metrics.tbt_s:
         table.add_row("median time between tokens", f"{statistics.median(metrics.tbt_s) * 1e3:.1f} ms")
     for exchange, num_bytes in sorted(bytes_exchanged.items(), key=lambda item: item[0] == "total"):
-        table.add_row("bytes exchanged" if exchange == "total" else f"bytes by {exchange}", f"{num_bytes:,}")
+        if num_bytes or exchange == "total":
+            table.add_row("bytes exchanged" if exchange == "total" else f"bytes by {exchange}", f"{num_bytes:,}")
     if bytes_between_hosts["total"]:
         table.add_row("of these between hosts", f"{bytes_between_hosts['total']:,}")
     return table

@@ -52,14 +52,3 @@ class ParallelSpec:
         tp = f"tp{self.tp}" if self.tp > 1 else ""
         pp = f"pp{self.pp}" if self.pp > 1 else ""
         return f"{self.instances}{'x' if tp or pp else ''}{tp}{pp}"
-
-
-def hosts_of_ranks(num_ranks: int, num_hosts: int) -> tuple[int, ...]:
-    """The host of each rank when neighbours share one, as evenly as possible.
-
-    Raises:
-        ValueError: when there are more hosts than ranks, or none.
-    """
-    if not 1 <= num_hosts <= num_ranks:
-        raise ValueError(f"{num_ranks} ranks lie on 1 to {num_ranks} hosts, but {num_hosts} given")
-    return tuple(rank * num_hosts // num_ranks for rank in range(num_ranks))

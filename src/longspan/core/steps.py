@@ -205,8 +205,3 @@ class Completion:
     sampled: tuple[Sampled, ...]
     bytes_sent: BytesSent
     scored: tuple[Scored, ...] = ()
-
-
-def members_with_queries(runs: Deal) -> tuple[int, ...]:
-    """Indices of the members of a group that compute tokens of a deal."""
-    return tuple(member for member, member_runs in enumerate(runs) if member_runs)

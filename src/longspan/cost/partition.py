@@ -16,6 +16,7 @@ Partition = tuple[int, ...]
 """Tokens of every member, in the order of the prompt; all but the last are multiples of the block size."""
 
 _SUM_TOLERANCE = 1e-3
+_CONFIRMED = 3
 
 
 def even(length: int, members: int, align: int) -> Partition:
@@ -60,7 +61,13 @@ def check_fractions(fractions: Sequence[float]) -> None:
 
 
 def search(
-    ttft: Callable[[Partition], float], length: int, members: int, align: int, seed: Partition | None = None
+    ttft: Callable[[Partition], float],
+    length: int,
+    members: int,
+    align: int,
+    seed: Partition | None = None,
+    *,
+    noisy: bool = False,
 ) -> Partition:
     """The partition with the shortest time to first token, by a hierarchical grid search (Fig. 6).
 
@@ -72,17 +79,17 @@ def search(
     For two members and no seed this is binary search, and finds the best cut when time falls and then rises with it.
     For more members nothing guarantees the best (`docs/log.md` says how near it comes).
 
-    No partition is evaluated twice. For m members and `levels = 1 + log2(first stride / align)`, evaluations are at
-    most `1 + levels * (m - 1) * neighbours`, with `neighbours = m * (m - 1) * (m * m - m + 2) / 4`: 2 for two members,
-    12 for three, 42 for four, 812 for eight.
+    No partition is evaluated twice, unless it is `noisy`. For m members and `levels = 1 + log2(first stride / align)`,
+    evaluations are at most `1 + levels * (m - 1) * neighbours`, with `neighbours = m * (m - 1) * (m * m - m + 2) / 4`:
+    2 for two members, 12 for three, 42 for four, 812 for eight.
 
     Args:
-        ttft: seconds, measured or modelled; infinity for a partition that does not fit. When it is noisy, the result is
-            still the one that measured best.
+        ttft: seconds, measured or modelled; infinity for a partition that does not fit.
         length: tokens of the prompt.
         members: how many share it. Each keeps at least a token.
         align: tokens of a block.
         seed: a partition to start from, usually one predicted from other lengths.
+        noisy: measure the best three once more, and return the one that is best then: the luckiest of many need not be.
 
     Returns:
         The best partition evaluated; with fewer blocks than members, even pieces, without evaluating any.
@@ -108,7 +115,13 @@ def search(
             best = min(known, key=known.__getitem__)
             if best == center:
                 break
-    return best
+    return _confirmed(known, ttft) if noisy else best
+
+
+def _confirmed(known: dict[Partition, float], ttft: Callable[[Partition], float]) -> Partition:
+    """Of the best few, the one that is best when they are measured again."""
+    again = {partition: ttft(partition) for partition in sorted(known, key=known.__getitem__)[:_CONFIRMED]}
+    return min(again, key=again.__getitem__)
 
 
 def _shifts(members: int) -> list[tuple[int, ...]]:

@@ -128,12 +128,12 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return {kind: Times(fit=fit, samples=tuple(samples[kind])) for kind, fit in fits if fit is not None}
 
     def hardware(self, shape: ModelShape) -> Hardware | None:
-        """Speeds that one instance and one link showed; None where either was not measured."""
+        """Speeds that one instance showed, and the links of all its ranks together; None where one was not measured."""
         alone, link = self.fits().get((1, "local")), self.link("point_to_point", 2)
         if alone is None or link is None or alone.pair_s == 0:
             return None
         flops = 4 * shape.num_heads * shape.head_dim * shape.num_layers
-        return Hardware(flops_per_s=flops / alone.pair_s, bytes_per_s=link.bytes_per_s)
+        return Hardware(flops_per_s=flops / alone.pair_s, bytes_per_s=link.bytes_per_s * self.subject.tp)
 
     def link(self, kind: TransferKind, members: int) -> LinkFit | None:
         """How fast such transfers are among so many ranks; None when that was not measured."""

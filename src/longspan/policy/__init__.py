@@ -27,6 +27,11 @@ def make_policy(name: str, *, num_instances: int, options: Mapping[str, str], fa
     """
     if name == "auto":
         name = "chunked" if num_instances == 1 else "context"
+        if num_instances == 1 and options:
+            raise ValueError(
+                f"option {next(iter(options))!r} is of prompts that instances share, but there is 1 instance: give "
+                "--parallel 2 or more, or a --policy that has this option"
+            )
     if name not in _POLICIES:
         raise ValueError(f"unknown policy {name!r}: choose from auto, {', '.join(_POLICIES)}")
     return _POLICIES[name](num_instances, options, facts or Facts())

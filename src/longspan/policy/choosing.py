@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from longspan.core.places import Place
 from longspan.core.steps import Exchange
 from longspan.cost.exchange_rules import ring_kv_or_ring_q
 from longspan.cost.partition_table import PartitionTable
 from longspan.cost.profile import Profile
 from longspan.cost.shapes import Hardware, ModelShape
 
-_CANDIDATES: tuple[Exchange, ...] = ("ring_kv", "ring_q", "alltoall", "gather_kv")
-"""What any layout can be computed with, so that every step may take another. A chain cannot."""
+_OF_ANY_LAYOUT: tuple[Exchange, ...] = ("ring_kv", "ring_q", "alltoall", "gather_kv")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +23,7 @@ class Facts:
         profile: what was measured.
         model: what the table of partitions calls it.
         partitions: searched ones; None when nobody looked for them yet, so that nothing is refused for want of one.
+        places: of the instances; none given means all are near each other.
     """
 
     shape: ModelShape | None = None
@@ -30,6 +31,11 @@ class Facts:
     profile: Profile | None = None
     model: str = ""
     partitions: PartitionTable | None = None
+    places: tuple[Place, ...] = ()
+
+    def place(self, instance: int) -> Place:
+        """Where an instance is: its first rank."""
+        return self.places[instance] if self.places else Place(device=instance)
 
 
 class Chooser:
@@ -38,12 +44,16 @@ class Chooser:
     Args:
         num_instances: there are.
         facts: what to predict from.
-        exchange: the only candidate; None for any that suits all layouts.
+        exchange: the only candidate; None for all that a layout can be computed with.
+        chains: whether prompts may be cut into consecutive pieces, as a chain needs.
     """
 
-    def __init__(self, num_instances: int, facts: Facts, exchange: Exchange | None = None) -> None:
+    def __init__(
+        self, num_instances: int, facts: Facts, exchange: Exchange | None = None, *, chains: bool = False
+    ) -> None:
         times = facts.profile.times() if facts.profile is not None else {}
-        candidates = _CANDIDATES if exchange is None else (exchange,)
+        candidates: tuple[Exchange, ...] = (*_OF_ANY_LAYOUT, "chain") if chains else _OF_ANY_LAYOUT
+        candidates = candidates if exchange is None else (exchange,)
         self._alone = times.get((1, "local"))
         self._shared = {
             members: {name: times[members, name] for name in candidates if (members, name) in times}

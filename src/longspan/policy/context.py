@@ -18,6 +18,7 @@ from longspan.core.account import PrefixHit
 from longspan.core.protocols import ClusterView, Plan, Share
 from longspan.core.request import Request
 from longspan.core.runs import Deal
+from longspan.core.steps import Exchange
 from longspan.policy.batching import Batch, Budget, fill, rotated_share, single_share
 from longspan.policy.choosing import Chooser, Facts
 from longspan.policy.dealing import Room, Shape, deal_chunk, deal_to_last, holders
@@ -70,16 +71,20 @@ class Context:
     def __init__(
         self, num_instances: int, options: ContextOptions, facts: Facts, partitions: Partitions | None = None
     ) -> None:
-        self._everyone = tuple(range(num_instances))
+        self._everyone = tuple(sorted(range(num_instances), key=facts.place))
+        self._host = {i: facts.place(i).host_id for i in self._everyone}
         self._options, self._partitions = options, partitions
-        self._chooser = Chooser(num_instances, facts, options.wanted)
+        self._chooser = Chooser(num_instances, facts, options.wanted, chains=options.chains)
 
     @classmethod
     def create(cls, num_instances: int, options: Mapping[str, str], facts: Facts) -> Context:
         """Raises ValueError for an unknown option or a bad value."""
         parsed = parse_options("context", ContextOptions, options)
         parsed.check_group(num_instances)
-        return cls(num_instances, parsed, facts)
+        partitions = None
+        if parsed.wanted is None and not parsed.fractions:  # a chain is cut as well as is known
+            partitions = Partitions.best(facts.partitions, facts.model, num_instances)
+        return cls(num_instances, parsed, facts, partitions)
 
     def capacity_tokens(self, *, num_blocks: int, block_size: int) -> int:
         """All pools together: a request that outgrows one instance is dealt over all."""
@@ -154,15 +159,19 @@ class Context:
         return single_share(request, home, hits[home].num_tokens, budget, hits[home])
 
     def _group(self, request: Request, view: ClusterView, budget: Budget, members: int) -> tuple[int, ...]:
-        """So many that can take it now, if there are: who holds most of its prefix, then who has the least to do."""
+        """So many that can take it now, if there are, in order of proximity: who holds most of its prefix, then who has
+        the least to do, then hosts with most of them.
+        """
         able = [i for i in self._everyone if i in budget.tokens and budget.seqs[i] > 0]
         held = Counter(ref.instance for ref in view.account.match(request, self._everyone).refs)
-        return tuple(sorted(sorted(able, key=lambda i: (-held[i], budget.load[i], i))[:members]))
+        near = Counter(self._host[i] for i in able)
+        best = sorted(able, key=lambda i: (-held[i], budget.load[i], -near[self._host[i]]))[:members]
+        return tuple(i for i in able if i in best)
 
     def grow(self, request: Request, view: ClusterView, budget: Budget) -> Share | None:
         """The next chunk of a prompt, or the next token of a decode, which the end of a chain goes on with alone."""
         ends = request.group[-1:]
-        alone = self._options.exchange == "chain" and all(ref.instance in ends for ref in request.table)
+        alone = all(ref.instance in ends for ref in request.table)
         is_single = request.num_tokens - request.num_scheduled == 1
         if len(request.group) == 1 or (alone and is_single):
             return single_share(request, ends[0], request.num_scheduled, budget)
@@ -185,7 +194,7 @@ class Context:
         exchange, shape = self._options.of_decode, Shape()
         if request.num_tokens - start > 1:
             exchange = self._options.wanted or self._chooser.exchange(request.num_tokens - start, start, len(group))
-            shape = self._shape(request.num_tokens, len(group))
+            shape = self._shape(exchange, request.num_tokens, len(group))
         owners = [group.index(ref.instance) for ref in table]
         dealt: Deal | None = None
         held: tuple[int, ...] = ()
@@ -208,11 +217,12 @@ class Context:
             hit=hit,
         )
 
-    def _shape(self, num_tokens: int, members: int) -> Shape:
+    def _shape(self, exchange: Exchange, num_tokens: int, members: int) -> Shape:
         """How a prompt of this length is dealt to so many."""
-        if self._partitions is None:
-            return self._options.shape
-        return replace(self._options.shape, fractions=self._partitions.fractions(num_tokens, members))
+        shape = self._options.shape(exchange)
+        if exchange != "chain" or self._partitions is None:
+            return shape
+        return replace(shape, fractions=self._partitions.fractions(num_tokens, members))
 
     def _long_share(self, view: ClusterView) -> int:
         tokens = view.limits.max_num_batched_tokens

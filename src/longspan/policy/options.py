@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import TypeVar
+from typing import TypeVar, get_args, get_type_hints
 
 import msgspec
 
@@ -25,4 +25,13 @@ def parse_options(policy: str, kind: type[OptionsT], options: Mapping[str, str])
     try:
         return msgspec.convert(dict(options), kind, strict=False)
     except msgspec.ValidationError as error:
-        raise ValueError(f"policy {policy}: option {error}") from error
+        raise ValueError(f"policy {policy}: {_explained(error, kind, options)}") from error
+
+
+def _explained(error: msgspec.ValidationError, kind: type, options: Mapping[str, str]) -> str:
+    """The message of a value of the wrong type, with what would be right where that can be listed."""
+    key = str(error).rpartition("$.")[2].rstrip("`")
+    choices = get_args(get_type_hints(kind).get(key))
+    if key in options and choices and all(isinstance(choice, str) for choice in choices):
+        return f"option {key} is one of {', '.join(choices)}, but {options[key]!r} given"
+    return f"option {error}"

@@ -34,6 +34,13 @@ class Partitions:
                 f"with this model, precision and number of threads: {_REMEDY}"
             )
 
+    @classmethod
+    def best(cls, table: PartitionTable | None, model: str, members: int) -> Partitions:
+        """Predicted pieces if anything was searched for such chains, else even ones."""
+        table = table or PartitionTable()
+        kind: Literal["even", "predicted"] = "predicted" if table.lengths(model, members) else "even"
+        return cls(kind=kind, table=table, model=model, members=members)
+
     def check(self, length: int, members: int) -> None:
         """Raises ValueError when a prompt of this length was to be searched for so many members, and was not."""
         known = self.table.lengths(self.model, members)

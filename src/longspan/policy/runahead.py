@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from longspan.cost.partition_table import PartitionTable
 from longspan.policy.choosing import Facts
 from longspan.policy.context import Context, ContextOptions, LengthOptions
 from longspan.policy.options import parse_options
@@ -24,9 +23,12 @@ class RunaheadOptions(LengthOptions):
     Attributes:
         partition: `even` pieces (KVR-E), those `searched` for prompts of exactly this length (KVR-S), or `predicted`
             from the two nearest lengths (KVR-P); `auto` is predicted if anything was searched, else even.
+        exchange, layout: there is one of each.
         home, rotate: as of `context`.
     """
 
+    exchange: Literal["auto", "chain"] = "auto"
+    layout: Literal["auto", "contiguous"] = "auto"
     partition: Literal["auto", "even", "searched", "predicted"] = "auto"
     home: Literal["last", "computed"] = "last"
     rotate: Literal["block", "token"] = "block"
@@ -39,11 +41,10 @@ def create(num_instances: int, options: Mapping[str, str], facts: Facts) -> Cont
         ValueError: for an unknown option, a bad value, or a partition that was not searched.
     """
     parsed = parse_options("runahead", RunaheadOptions, options)
-    table, kind = facts.partitions, parsed.partition
-    if table is None:
-        table, kind = PartitionTable(), "even"
-    if kind == "auto":
-        kind = "predicted" if table.lengths(facts.model, num_instances) else "even"
+    if parsed.partition == "auto" or facts.partitions is None:
+        partitions = Partitions.best(facts.partitions, facts.model, num_instances)
+    else:
+        partitions = Partitions(kind=parsed.partition, table=facts.partitions, model=facts.model, members=num_instances)
     return Context(
         num_instances,
         ContextOptions(
@@ -54,5 +55,5 @@ def create(num_instances: int, options: Mapping[str, str], facts: Facts) -> Cont
             long_share=parsed.long_share,
         ),
         facts,
-        Partitions(kind=kind, table=table, model=facts.model, members=num_instances),
+        partitions,
     )

@@ -57,19 +57,27 @@ class SharingOptions:
 
     def check_group(self, size: int) -> None:
         """Raises ValueError when there are not as many fractions as instances."""
-        if self.fractions and len(self.shape.fractions) != size:
-            raise ValueError(
-                f"fractions {self.fractions} are {len(self.shape.fractions)}, but there are {size} instances"
-            )
+        given = len(parse_fractions(self.fractions)) if self.fractions else size
+        if given != size:
+            raise ValueError(f"fractions {self.fractions} are {given}, but there are {size} instances")
+
+    def shape(self, exchange: Exchange) -> Shape:
+        """How prompts are dealt for an exchange."""
+        return self._shapes[exchange == "chain"]
 
     @cached_property
-    def shape(self) -> Shape:
-        """How prompts are dealt."""
+    def _shapes(self) -> tuple[Shape, Shape]:
+        """For all exchanges but chains, and for chains."""
         layout = self.layout
         if layout == "auto":
-            layout = "contiguous" if self.fractions or self.exchange == "chain" else "zigzag"
+            layout = "contiguous" if self.fractions else "zigzag"
         fractions = parse_fractions(self.fractions) if self.fractions else ()
-        return Shape(layout=layout, fractions=fractions, chained=self.exchange == "chain")
+        return Shape(layout=layout, fractions=fractions), Shape(layout="contiguous", fractions=fractions, chained=True)
+
+    @property
+    def chains(self) -> bool:
+        """Whether the layout can be that of a chain."""
+        return self.layout in {"auto", "contiguous"}
 
     @property
     def wanted(self) -> Exchange | None:

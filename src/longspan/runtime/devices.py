@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from longspan.attn.comm import TorchTransport, join
+from longspan.attn.comm import TorchTransport, meet
 
 
 def open_device(kind: str, rank: int) -> torch.device:
@@ -22,5 +22,5 @@ def connect(kind: str, store: str, rank: int, world_size: int, *, timeout_s: flo
     NCCL needs a device of its own per rank; ranks that share one are connected by gloo through host memory.
     """
     nccl = kind == "cuda" and torch.cuda.device_count() >= world_size
-    join(store, rank, world_size, backend="nccl" if nccl else "gloo", timeout_s=timeout_s)
+    meet(store, rank, world_size, backend="nccl" if nccl else "gloo", timeout_s=timeout_s)
     return TorchTransport(staged=kind == "cuda" and not nccl)

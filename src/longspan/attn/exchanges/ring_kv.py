@@ -11,7 +11,8 @@ from torch import Tensor
 
 from longspan.attn.comm import Group
 from longspan.attn.kernel import Partial
-from longspan.attn.member import MemberParts, attend_runs, kv_message, kv_room, merge_partials
+from longspan.attn.member import MemberParts, attend_runs, kv_message, kv_room
+from longspan.attn.merge import merge_each
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
 
@@ -26,7 +27,7 @@ def ring_kv(group: Group, parts: MemberParts, q: Tensor, kv: PagedKv, spec: Attn
         kv: this layer of this member's pool, the keys and values of this step included.
         out: of q's shape; the rows of the parts are written.
     """
-    partials: list[list[Partial]] = [[] for _ in parts]
+    found: list[Partial | None] = [None] * len(parts)
     needed = [[part.needed(source, spec.window) for part in parts] for source in range(group.size)]
     message = kv_message(parts, needed[group.rank], group.rank, kv)
     for hop in range(group.size):
@@ -38,13 +39,15 @@ def ring_kv(group: Group, parts: MemberParts, q: Tensor, kv: PagedKv, spec: Attn
                 receives={(group.rank - 1) % group.size: incoming},
                 hop=hop,
             )
-        visitors = zip(parts, needed[source], message.tensors[::2], message.tensors[1::2], partials, strict=True)
-        for part, runs, k, v, found in visitors:
+        visitors = zip(parts, needed[source], message.tensors[::2], message.tensors[1::2], strict=True)
+        for index, (part, runs, k, v) in enumerate(visitors):
             if part.q_runs[group.rank] and k.shape[1]:
-                found.append(attend_runs(q[:, part.rows], part.q_runs[group.rank], k, v, runs, spec))
+                partial = attend_runs(q[:, part.rows], part.q_runs[group.rank], k, v, runs, spec)
+                before = found[index]
+                found[index] = partial if before is None else merge_each([before, partial])
         if hop + 1 < group.size:
             pending.wait()
             message = incoming
-    for part, found in zip(parts, partials, strict=True):
-        if found:
-            out[:, part.rows] = merge_partials(found, q.dtype)
+    for part, result in zip(parts, found, strict=True):
+        if result is not None:
+            out[:, part.rows] = result[0]

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from longspan.attn.comm import Group, Message
 from longspan.attn.kernel import Partial
-from longspan.attn.member import MemberParts, attend_held, merge_partials, num_tokens
+from longspan.attn.member import MemberParts, attend_held, num_tokens
+from longspan.attn.merge import merge_each
 from longspan.attn.paged import PagedKv, attend_paged
 from longspan.attn.spec import AttnSpec
 
@@ -53,31 +54,25 @@ class _Found:
     def __init__(self, parts: MemberParts, rank: int, q: Tensor) -> None:
         self._parts, self._q = parts, q
         self._all = tuple(index for index, part in enumerate(parts) if part.q_runs[rank])
-        self._partials: list[Partial] = []
+        self._sum: Partial | None = None
 
-    def rows(self, indices: Sequence[int]) -> list[int]:
+    def rows(self, indices: Sequence[int]) -> slice | Tensor:
         """Where the queries of these parts are."""
-        return [row for index in indices for row in _range(self._parts[index].rows)]
+        return self._parts.rows(tuple(indices), self._q.device)
 
     def add(self, indices: tuple[int, ...], partial: Partial) -> None:
         """Takes in the results of all queries of these parts."""
         if indices != self._all:
-            place = {row: place for place, row in enumerate(self.rows(self._all))}
-            places = [place[row] for row in self.rows(indices)]
-            shape = (self._q.shape[0], len(place), self._q.shape[2])
-            out, lse = self._q.new_zeros(shape), torch.full(shape[:2], -torch.inf, device=self._q.device)
-            out[:, places], lse[:, places] = partial
-            partial = out, lse
-        self._partials.append(partial)
+            out, lse = torch.zeros_like(self._q), torch.full(self._q.shape[:2], -torch.inf, device=self._q.device)
+            rows = self.rows(indices)
+            out[:, rows], lse[:, rows] = partial
+            partial = out[:, self.rows(self._all)], lse[:, self.rows(self._all)]
+        self._sum = partial if self._sum is None else merge_each([self._sum, partial])
 
     def write(self, out: Tensor) -> None:
         """Merges all results into the queries' rows."""
-        if self._partials:
-            out[:, self.rows(self._all)] = merge_partials(self._partials, out.dtype)
-
-
-def _range(rows: slice) -> range:
-    return range(rows.start, rows.stop)
+        if self._sum is not None:
+            out[:, self.rows(self._all)] = self._sum[0].to(out.dtype)
 
 
 def _meet(

@@ -1,0 +1,69 @@
+"""What real workers count as sent, against the formulas of docs/exchanges.md, to the byte."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tiny_models import make_tiny
+
+from longspan import LLM, SamplingParams
+from longspan.core.heads import deal_heads
+from longspan.core.runs import deal
+
+HOSTS, MEMBERS, TOKENS, BLOCK = 2, 4, 200, 16
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    folder: Path = tmp_path_factory.mktemp("tiny")
+    make_tiny("llama", folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LONGSPAN_HOSTS", str(HOSTS))
+        with LLM(
+            str(folder),
+            instances=MEMBERS,
+            skip_tokenizer_init=True,
+            block_size=BLOCK,
+            max_num_batched_tokens=2 * TOKENS,
+            enable_prefix_caching=False,
+        ) as started:
+            yield started
+
+
+def formula(llm: LLM, exchange: str, tokens: list[int]) -> int:
+    """Bytes of one layer when each member computes so many of a prompt's tokens."""
+    spec, shape = llm.info.specs[0], llm.facts.shape
+    assert shape is not None
+    heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+    of_a_key = 2 * kv_heads * dim * 4
+    shares = deal_heads(heads, kv_heads, MEMBERS)
+    others = [(i, j) for i in range(MEMBERS) for j in range(MEMBERS) if i != j]
+    match exchange:
+        case "ring_kv" | "gather_kv":
+            return (MEMBERS - 1) * of_a_key * TOKENS
+        case "ring_q":
+            return (MEMBERS - 1) * heads * (2 * dim * 4 + 4) * TOKENS
+        case "alltoall":
+            return dim * 4 * sum(2 * tokens[i] * (len(shares[j].heads) + len(shares[j].kv_heads)) for i, j in others)
+        case "chain":
+            return of_a_key * sum((MEMBERS - 1 - i) * count for i, count in enumerate(tokens))
+        case _:
+            makers = [min(m for m, share in enumerate(shares) if head in share.kv_heads) for head in range(kv_heads)]
+            travelling = sum(tokens[i] * sum(maker != i for maker in makers) for i in range(MEMBERS))
+            return 2 * (MEMBERS - 1) * TOKENS * shape.hidden_size * 4 + 2 * dim * 4 * travelling
+
+
+@pytest.mark.parametrize("exchange", ["ring_kv", "ring_q", "gather_kv", "alltoall", "gather_hidden", "chain"])
+def test_bytes_are_those_of_the_formula(llm: LLM, exchange: str) -> None:
+    llm.set_policy("context", {"exchange": exchange, "threshold": "10"})
+    before, crossed_before = llm.bytes_exchanged, llm.bytes_between_hosts
+    llm.generate([[5] * TOKENS], SamplingParams(max_tokens=1), use_tqdm=False)
+    sent = llm.bytes_exchanged[exchange] - before.get(exchange, 0)
+    layout = "contiguous" if exchange == "chain" else "zigzag"
+    tokens = [sum(map(len, runs)) for runs in deal(layout, 0, TOKENS, MEMBERS, align=BLOCK)]
+    assert sent == formula(llm, exchange, tokens) * llm.info.num_layers
+    if exchange == "gather_kv":
+        crossed = llm.bytes_between_hosts[exchange] - crossed_before.get(exchange, 0)
+        assert crossed * (MEMBERS - 1) == sent * (HOSTS - 1), "each byte goes to the other host once"
