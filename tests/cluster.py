@@ -13,6 +13,7 @@ import torch
 from longspan.core.engine import Engine, EngineConfig
 from longspan.core.protocols import Limits
 from longspan.core.request import Request
+from longspan.core.rotation import Rotation
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import UNKNOWN, BlockRef, Completion, Forward, Free, Part, Step
 from longspan.policy import make_policy
@@ -46,6 +47,33 @@ class Setup:
     def lag_s(self, instance: int, step: int) -> float:
         """Instances end their steps at different times unless `uneven` is 0."""
         return zlib.crc32(f"{self.uneven} {instance} {step}".encode()) % 64 / 100 if self.uneven else 0.0
+
+
+@dataclass(kw_only=True)
+class Slots:
+    """Where the tokens of a request lie, told by counting them one by one.
+
+    Attributes:
+        of: block and offset of each token up to the end of its latest part.
+        held: tokens of each instance.
+    """
+
+    size: int
+    of: list[tuple[BlockRef, int]] = field(default_factory=list)
+    held: Counter[int] = field(default_factory=Counter)
+
+    def follow(self, part: Part, table: Sequence[BlockRef]) -> None:
+        """Counts the tokens that are new since the part before."""
+        rotates_from = part.stop if part.rotation is None else part.rotation.start
+        for position in range(len(self.of), part.stop):
+            if position < rotates_from:
+                ref, offset = table[position // self.size], position % self.size
+            else:
+                home = min(part.group, key=lambda instance: self.held[instance])  # of equals the first
+                own = [ref for ref in table if ref.instance == home]
+                ref, offset = own[self.held[home] // self.size], self.held[home] % self.size
+            self.of.append((ref, offset))
+            self.held[ref.instance] += 1
 
 
 def rank_requests() -> RankRequests:
@@ -212,7 +240,8 @@ class CheckedExecutor:
         """Tables first: a block may be named by two requests only if neither writes it."""
         tables = [self._ranks[instance].apply(part).table for instance in part.group]
         assert all(table == tables[0] for table in tables)
-        live = self.live.setdefault(part.request_id, _Live(group=part.group, next_start=part.start))
+        fresh = _Live(group=part.group, next_start=part.start, slots=Slots(size=self._setup.block_size))
+        live = self.live.setdefault(part.request_id, fresh)
         assert set(part.group) <= set(live.group), "a group only shrinks until the request is freed"
         live.group = part.group
         for ref in live.table[part.first_block :]:
@@ -221,6 +250,9 @@ class CheckedExecutor:
         for ref in part.blocks:
             self._owners[ref].add(part.request_id)
         assert len(set(live.table)) == len(live.table)
+        assert live.rotation in (None, part.rotation), "once homes rotate by token they go on"
+        live.rotation = part.rotation
+        live.slots.follow(part, live.table)
 
     def _check_span(self, part: Part) -> None:
         request, live = self.requests[part.request_id], self.live[part.request_id]
@@ -251,28 +283,23 @@ class CheckedExecutor:
             assert runs and runs[-1].stop == part.stop, "who computes the last token samples"
 
     def _check_blocks(self, part: Part) -> None:
-        size, table = self._setup.block_size, self.live[part.request_id].table
-        assert len(table) == -(-part.stop // size), "blocks for all tokens and no more"
-        assert {ref.instance for ref in table} <= set(part.group)
+        live, names = self.live[part.request_id], self._names(part.request_id)
+        slots = live.slots.of
+        assert {ref for ref, _ in slots} == set(live.table), "blocks for all tokens and no more"
+        assert {ref.instance for ref in live.table} <= set(part.group)
         for member, runs in enumerate(part.runs):
-            holders = {table[position // size].instance for run in runs for position in run.positions}
+            holders = {slots[position][0].instance for run in runs for position in run.positions}
             assert holders <= set(part.group[member:] if part.exchange == "chain" else [part.group[member]])
-        for index, ref in enumerate(table):
-            if (index + 1) * size > part.start:
-                assert self._owners[ref] == {part.request_id}, "a block that is written belongs to one request"
-        self._check_slots(part.request_id, part.start)
-
-    def _check_slots(self, request_id: int, stop: int) -> None:
-        """The first `stop` tokens' KV lie where the table says."""
-        size, names = self._setup.block_size, self._names(request_id)
-        for index, ref in enumerate(self.live[request_id].table):
-            held = names[index * size : min(stop, (index + 1) * size)]
-            assert self._slots[ref][: len(held)] == held, f"block {index} of request {request_id} holds other tokens"
+        for ref, _ in slots[part.start :]:
+            assert self._owners[ref] == {part.request_id}, "a block that is written belongs to one request"
+        stored = [self._slots[ref][offset] for ref, offset in slots[: part.start]]
+        assert stored == names[: part.start], f"the blocks of request {part.request_id} hold other tokens"
 
     def _write(self, part: Part) -> None:
-        size, names, table = self._setup.block_size, self._names(part.request_id), self.live[part.request_id].table
+        names, slots = self._names(part.request_id), self.live[part.request_id].slots.of
         for position in range(part.start, part.stop):
-            self._slots[table[position // size]][position % size] = names[position]
+            ref, offset = slots[position]
+            self._slots[ref][offset] = names[position]
 
     def _names(self, request_id: int) -> list[int]:
         """Names every position of a request by all tokens up to it."""
@@ -301,6 +328,8 @@ class CheckedExecutor:
 class _Live:
     group: tuple[int, ...]
     next_start: int
+    slots: Slots
+    rotation: Rotation | None = None
     sampled_on: int | None = None
     table: list[BlockRef] = field(default_factory=list)
     names: list[int] = field(default_factory=list)

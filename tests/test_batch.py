@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cluster import Cluster, Setup, rank_requests
+from cluster import Cluster, Setup, Slots, rank_requests
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -22,10 +22,11 @@ CPU = torch.device("cpu")
     st.sampled_from([1, 4, 16]),
     st.integers(4, 90),
     st.lists(st.tuples(st.integers(1, 150), st.integers(1, 12)), min_size=1, max_size=6),
+    st.sampled_from(["block", "token"]),
 )
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 def test_ranks_see_what_the_parts_say(
-    num_instances: int, size: int, tokens: int, requests: list[tuple[int, int]]
+    num_instances: int, size: int, tokens: int, requests: list[tuple[int, int]], rotate: str
 ) -> None:
     """All steps of a random run, packed for every rank."""
     cluster = Cluster(
@@ -33,7 +34,7 @@ def test_ranks_see_what_the_parts_say(
             num_instances=num_instances,
             block_size=size,
             num_blocks=200 // size,
-            options={"threshold": "40"} if num_instances > 1 else {},
+            options={"threshold": "40", "rotate": rotate} if num_instances > 1 else {},
             max_num_batched_tokens=tokens,
             rope_switch_length=100,
         )
@@ -43,27 +44,32 @@ def test_ranks_see_what_the_parts_say(
     cluster.run()
     ranks = [rank_requests() for _ in range(num_instances)]
     tables: dict[int, list[BlockRef]] = {}
+    slots: dict[int, Slots] = {}
     for step in cluster.executor.steps:
         if isinstance(step, Free):
             for rank in ranks:
                 rank.forget(step.request_ids)
             for request_id in step.request_ids:
                 tables.pop(request_id, None)
+                slots.pop(request_id, None)
             continue
         for part in step.parts:
             tables[part.request_id] = [*tables.get(part.request_id, [])[: part.first_block], *part.blocks]
+            slots.setdefault(part.request_id, Slots(size=size)).follow(part, tables[part.request_id])
         for instance in step.instances:
             packed = pack(step, ranks[instance], instance=instance, block_size=size, device=CPU)
-            check(packed, step, instance, tables, size)
+            check(packed, step, instance, tables, slots)
 
 
-def check(packed: Packed, forward: Forward, instance: int, tables: dict[int, list[BlockRef]], size: int) -> None:
+def check(
+    packed: Packed, forward: Forward, instance: int, tables: dict[int, list[BlockRef]], told: dict[int, Slots]
+) -> None:
     mine = [part for part in forward.parts if instance in part.group]
     rows = [(part, position) for part in mine for run in runs_of(part, instance) for position in run.positions]
     assert packed.tokens.tolist() == [part.tokens[position - part.start] for part, position in rows]
     assert packed.positions.tolist() == [position for _, position in rows]
     assert packed.rope_lengths.tolist() == [part.rope_length for part, _ in rows]
-    wanted = [(tables[part.request_id][position // size], position % size) for part, position in rows]
+    wanted = [told[part.request_id].of[position] for part, position in rows]
     assert all(ref.instance == instance for ref, _ in wanted)
     slots = packed.slots
     assert slots.rows.tolist() == list(range(len(rows)))
@@ -79,11 +85,11 @@ def check(packed: Packed, forward: Forward, instance: int, tables: dict[int, lis
         for seen, part in zip(channel.parts, expected, strict=True):
             assert [rows[i] for i in range(len(rows))[seen.rows]] == [row for row in rows if row[0] is part]
             assert seen.q_runs == part.runs
-            table = tables[part.request_id]
+            refs = [ref for ref, _ in told[part.request_id].of]
             for member, runs in zip(part.group, seen.kv_runs, strict=True):
-                held = [p for p in range(part.stop) if table[p // size].instance == member]
+                held = [position for position, ref in enumerate(refs) if ref.instance == member]
                 assert [p for run in runs for p in run.positions] == held
-            assert seen.blocks == tuple(ref.block for ref in table if ref.instance == instance)
+            assert seen.blocks == tuple(ref.block for ref in tables[part.request_id] if ref.instance == instance)
     sampled = [part for part in mine if part.sample is not None and part.sample.instance == instance]
     assert packed.request_ids == tuple(part.request_id for part in sampled)
     assert packed.samples == tuple(part.sample for part in sampled)

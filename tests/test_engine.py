@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from statistics import median
@@ -95,6 +96,7 @@ def setups(draw: st.DrawFn) -> Setup:
     options = {
         "threshold": draw(st.sampled_from(["auto", *map(str, (0, 0, 5, 20, 40, 60))])),
         "long_share": str(draw(st.sampled_from([0.1, 0.5, 0.75, 1]))),
+        "rotate": draw(st.sampled_from(["block", "token"])),
         **draw(st.sampled_from(CHAINS if policy == "runahead" else SHARINGS)),
     }
     if options.get("layout") == "contiguous" and draw(st.booleans()):
@@ -231,6 +233,17 @@ def test_a_request_that_outgrows_its_instance_is_dealt_over_all() -> None:
     cluster.run()
     assert request.output == cluster.expected_output(request)
     assert [part.group for part in cluster.parts_of(request)][::79] == [(0,), (0, 1)]
+
+
+@pytest.mark.parametrize("rotate", ["block", "token"])
+def test_a_request_that_outgrows_its_group_is_dealt_over_all(rotate: str) -> None:
+    """Two of three instances were quickest for its prompt; nobody else is there to make room."""
+    facts = Facts(profile=MACHINES[3])
+    cluster = Cluster(Setup(num_instances=3, num_blocks=4, options={"rotate": rotate}, facts=facts))
+    request = cluster.add(range(40), max_tokens=130)
+    cluster.run()
+    assert request.output == cluster.expected_output(request)
+    assert [part.group for part in cluster.parts_of(request)][::129] == [(0, 1), (0, 1, 2)]
 
 
 def test_a_prefix_that_fills_one_instance_leaves_room_on_the_others() -> None:
@@ -493,11 +506,9 @@ def test_a_long_prompt_waits_for_idle_instances_no_longer_than_one_step() -> Non
 
 
 def held_per_instance(cluster: Cluster, request: Request) -> list[int]:
-    counts = [0] * cluster.setup.num_instances
-    size = cluster.setup.block_size
-    for index, ref in enumerate(request.table):
-        counts[ref.instance] += max(0, min(size, request.num_computed - index * size))
-    return counts
+    slots = cluster.executor.live[request.id].slots.of[: request.num_computed]
+    counts = Counter(ref.instance for ref, _ in slots)
+    return [counts[instance] for instance in range(cluster.setup.num_instances)]
 
 
 @pytest.mark.parametrize("num_instances", [2, 3, 4])
@@ -516,6 +527,75 @@ def test_the_home_of_a_long_decode_rotates(num_instances: int) -> None:
     assert {part.exchange for part in decodes} == {"ring_q"}
     assert len({part.sample.instance for part in decodes if part.sample is not None}) == num_instances
     cluster.run()
+
+
+@pytest.mark.parametrize("num_instances", [2, 3, 4])
+@pytest.mark.parametrize("sharing", [{}, {"exchange": "chain", "home": "computed"}], ids=["auto", "chain"])
+def test_a_decode_that_rotates_by_token_is_even_to_the_token(num_instances: int, sharing: dict[str, str]) -> None:
+    options = {"threshold": "50", "rotate": "token", **sharing}
+    cluster = Cluster(Setup(num_instances=num_instances, options=options))
+    request = cluster.add(range(100), max_tokens=2001)
+    spreads = []
+    while len(request.output) < 2000:
+        cluster.step()
+        held = held_per_instance(cluster, request)
+        spreads.append(max(held) - min(held))
+    assert sum(held) == 100 + 1999
+    assert 1 < spreads[0] <= 2 * 16, "the prompt's own deal"
+    assert max(spreads[2 * 16 * num_instances :]) <= 1
+    homes = Counter(part.sample.instance for part in cluster.parts_of(request)[1:] if part.sample is not None)
+    assert max(homes.values()) - min(homes.values()) <= 2 * 16
+    cluster.run()
+
+
+def test_what_rotates_by_token_keeps_its_prompt_for_the_next_turn() -> None:
+    cluster = Cluster(Setup(num_instances=3, options={"threshold": "50", "rotate": "token"}))
+    first = cluster.add(range(60), max_tokens=50)
+    cluster.run()
+    second = cluster.add([*first.prompt, *first.output, 1, 2, 3], max_tokens=5)
+    cluster.run()
+    third = cluster.add([*second.prompt, *second.output], max_tokens=5)
+    cluster.run()
+    assert second.metrics.num_cached_tokens == 60, "the tail of the prompt, too, whose block was written on"
+    assert third.metrics.num_cached_tokens == len(second.prompt)
+
+
+@pytest.mark.parametrize("num_instances", [2, 3])
+def test_what_rotates_by_token_gives_way_and_ends_without_a_trace(num_instances: int) -> None:
+    """Requests that grow at the same time with little room, two of which are aborted, in flight."""
+    options = {"threshold": "20", "rotate": "token"}
+    cluster = Cluster(Setup(num_instances=num_instances, num_blocks=12, block_size=8, options=options))
+    requests = [cluster.add([number] * (21 + number), max_tokens=60) for number in range(3 * num_instances)]
+    short = [cluster.add([number] * 5, max_tokens=40) for number in range(10, 14)]
+    gone: list[Request] = []
+    while cluster.engine.has_unfinished:
+        cluster.step()
+        decoding = [r for r in requests if r.rotation is not None and len(r.output) > 15 and r not in gone]
+        if len(gone) < 2 and decoding:
+            cluster.step(0.0)
+            assert in_flight(cluster, decoding[-1])
+            gone.append(decoding[-1])
+            cluster.engine.finish(gone[-1], "abort")
+    cluster.assert_at_rest()
+    assert len(gone) == 2
+    assert requests[0].metrics.num_preemptions == 0, "who came first gives way to nobody"
+    rotations = [{part.rotation for part in cluster.parts_of(r)} - {None} for r in requests]
+    assert any(len(own) > 1 for own in rotations), "another one after a preemption"
+    for request in (*requests, *short):
+        expected = cluster.expected_output(request)
+        assert request.output == (expected[: len(request.output)] if request in gone else expected)
+
+
+def test_what_rotates_by_token_waits_for_those_before_it() -> None:
+    """Its home is full of an older request's blocks: to compute all again, and again, would not help."""
+    options = {"threshold": "50", "rotate": "token"}
+    cluster = Cluster(Setup(num_instances=2, num_blocks=4, options=options))
+    older, long = cluster.add([1] * 33, max_tokens=15), cluster.add(range(70), max_tokens=20)
+    cluster.run()
+    assert older.metrics.finished_s is not None and long.metrics.finished_s is not None
+    assert older.metrics.finished_s < long.metrics.finished_s
+    assert max(long.metrics.tbt_s) > 5 * median(long.metrics.tbt_s), "it has waited"
+    assert (older.metrics.num_preemptions, long.metrics.num_preemptions) == (0, 0)
 
 
 @settings(RANDOM_RUNS, max_examples=60)

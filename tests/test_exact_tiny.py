@@ -34,3 +34,33 @@ def test_prompts_packed_together(
         outputs = llm.generate(prompts, GREEDY)
     for prompt, output in zip(prompts, outputs, strict=True):
         assert_exact(output, oracles[name].complete(prompt, 32))
+
+
+DECODES: list[dict[str, str]] = [
+    {},
+    {"exchange": "ring_kv"},
+    {"exchange": "alltoall"},
+    {"exchange": "gather_kv"},
+    {"exchange": "gather_kv", "dense": "true"},
+]
+
+
+@pytest.mark.parametrize(("name", "parallel"), [("llama", "2xtp2"), ("mistral-window", "3"), ("gemma2", "4")])
+def test_decode_that_rotates_by_token(
+    folders: dict[str, Path], oracles: dict[str, Oracle], name: str, parallel: str
+) -> None:
+    """With every exchange that decodes, into sliding windows too; the second turn computes the first answer again."""
+    prompts = [np.random.default_rng(length).integers(3, 199, length).tolist() for length in (40, 100, 333)]
+    with LLM(
+        str(folders[name]), parallel=parallel, skip_tokenizer_init=True, block_size=16, max_num_batched_tokens=48
+    ) as llm:
+        for exchange in DECODES:
+            llm.set_policy("context", {"threshold": "20", "rotate": "token", **exchange})
+            llm.reset_prefix_cache()
+            outputs = llm.generate(prompts, GREEDY)
+            for prompt, output in zip(prompts, outputs, strict=True):
+                assert_exact(output, oracles[name].complete(prompt, 32))
+            turn = [*prompts[1], *outputs[1].outputs[0].token_ids, 7]
+            [output] = llm.generate([turn], GREEDY)
+            assert output.metrics.num_cached_tokens == len(prompts[1])
+            assert_exact(output, oracles[name].complete(turn, 32))

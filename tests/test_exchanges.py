@@ -23,7 +23,8 @@ from longspan.attn.exchanges.chain import chain, chain_start
 from longspan.attn.exchanges.local import local
 from longspan.attn.spec import AttnSpec
 from longspan.core.heads import deal_heads, spread_heads
-from longspan.core.runs import Deal, Run, coalesce, deal, positions
+from longspan.core.rotation import Rotation
+from longspan.core.runs import Deal, Run, clip, coalesce, deal, positions
 from longspan.core.steps import Link
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -90,7 +91,16 @@ def requests(draw: st.DrawFn, num_members: int, *, in_order: bool = False) -> Re
     cached = draw(deals(0, start, num_members))
     new = draw(st.one_of(st.just(q_runs), deals(start, stop, num_members)))
     kv_runs = tuple(coalesce([*old, *more]) for old, more in zip(cached, new, strict=True))
+    if stop == start + 1 and draw(st.booleans()):
+        kv_runs = rotated(kv_runs, draw(st.integers(0, start)), stop)
     return Request(q_runs=q_runs, kv_runs=kv_runs, seed=draw(st.integers(0, 99)))
+
+
+def rotated(kv_runs: Deal, start: int, stop: int) -> Deal:
+    """The same up to `start`; homes rotate by token from there on."""
+    before = [clip(runs, 0, start) for runs in kv_runs]
+    rotation = Rotation(start=start, held=tuple(len(positions(runs)) for runs in before))
+    return tuple((*runs, *rotation.runs(member, stop)) for member, runs in enumerate(before))
 
 
 def spec_of(window: int | None = None, softcap: float | None = None, heads: tuple[int, int] = HEADS[0]) -> AttnSpec:

@@ -82,11 +82,22 @@ def test_without_a_table_the_remedy_is_named(kind: str) -> None:
     make_policy("runahead", num_instances=1, options={"partition": kind})
 
 
+def test_what_lies_where_it_was_computed_can_rotate_by_token() -> None:
+    running = cluster(home="computed", rotate="token")
+    request = running.add(range(1600), max_tokens=1000)
+    running.run()
+    first, *decodes = running.parts_of(request)
+    assert (first.exchange, request.metrics.kv_tokens_per_instance) == ("chain", [1200, 400])
+    homes = [part.sample.instance for part in decodes if part.sample is not None]
+    assert homes == [1] * 800 + [0, 1] * 99 + [0], "the last one had the shorter piece"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"exchange": "ring_kv"}, "no option 'exchange': its options are threshold, long_share, partition, home"),
-        ({"partition": "best"}, "policy runahead: option .*'best'.*partition"),
+        ({"exchange": "ring_kv"}, "option exchange is one of auto, chain, but 'ring_kv' given"),
+        ({"dense": "true"}, "no option 'dense': its options are threshold, .*, partition, home, rotate"),
+        ({"partition": "best"}, "option partition is one of auto, even, searched, predicted, but 'best' given"),
         ({"threshold": "-1"}, "threshold must be at least 0"),
     ],
 )

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
+from longspan.core.homes import Homes
 from longspan.core.runs import Deal, Layout, Run, clip, coalesce, deal, relate
-from longspan.core.steps import BlockRef, held_runs
+from longspan.core.steps import BlockRef
 
 STARTS, LENGTHS, STEPS = st.integers(0, 40), st.integers(0, 9), st.integers(1, 5)
 LAYOUTS: list[Layout] = ["zigzag", "striped", "contiguous", "single"]
@@ -190,10 +191,10 @@ def test_clip_keeps_what_lies_behind(positions: set[int], start: int) -> None:
 
 
 @given(st.lists(st.integers(0, 2), max_size=12), st.integers(1, 5), st.integers(0, 60))
-def test_held_runs_follow_the_table(instances: list[int], block_size: int, num_tokens: int) -> None:
+def test_homes_follow_the_table(instances: list[int], block_size: int, num_tokens: int) -> None:
     assume(num_tokens <= len(instances) * block_size)
     table = [BlockRef(instance, 7) for instance in instances]
-    held = held_runs(table, (2, 0, 1), num_tokens, block_size)
+    held = Homes(table=table, group=(2, 0, 1), block_size=block_size).held(num_tokens)
     for instance, runs in zip((2, 0, 1), held, strict=True):
         expected = [p for p in range(num_tokens) if instances[p // block_size] == instance]
         assert [p for run in runs for p in run.positions] == expected

@@ -28,8 +28,9 @@ from longspan.attn.comm import Group, Transport
 from longspan.attn.exchanges.inside import Inside
 from longspan.attn.spec import AttnSpec
 from longspan.core.heads import cut_evenly, deal_heads
+from longspan.core.homes import Homes
 from longspan.core.runs import deal, positions
-from longspan.core.steps import WHOLE, BlockRef, Exchange, Forward, Part, Sample, Sampling, held_runs
+from longspan.core.steps import WHOLE, BlockRef, Exchange, Forward, Part, Sample, Sampling
 from longspan.kv.pool import KvPool
 from longspan.model.adapter import Model
 from longspan.model.joining import join, share_message
@@ -226,7 +227,7 @@ def expected_bytes(forwards: Sequence[Forward], number: int, model: Model, tp: i
         length = part.stop - part.start
         summed += length * {"gather_hidden": 1 + len(part.group)}.get(part.exchange, 2 - (part.exchange in WHOLE))
         if part.exchange in WHOLE:
-            kv_runs = held_runs(tables[part.request_id], part.group, part.stop, BLOCK)
+            kv_runs = Homes(table=tables[part.request_id], group=part.group, block_size=BLOCK).held(part.stop)
             request = Request(q_runs=part.runs, kv_runs=kv_runs, seed=0)
             for place in range(tp):
                 for spec in Shard(index=place, size=tp, specs=model.info.specs).local_specs:

@@ -128,18 +128,17 @@ def gather_runs(part: MemberPart, runs: Sequence[Run], member: int, kv: PagedKv,
 
 
 def by_position(all_runs: Sequence[Sequence[Run]], tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors `[heads, tokens, head_dim]` of disjoint runs as one, in order of position."""
+    """Tensors `[heads, tokens, head_dim]` of disjoint runs as one, in order of position; the runs leave no gap."""
     filled = [(runs, tensor) for runs, tensor in zip(all_runs, tensors, strict=True) if runs]
     if len(filled) == 1:
         return filled[0][1]
     num_heads, _, dim = tensors[0].shape
     joined = tensors[0].new_empty(num_heads, sum(num_tokens(runs) for runs, _ in filled), dim)
-    for stretches, (_, tensor) in zip(places([runs for runs, _ in filled]), filled, strict=True):
+    for own_places, (runs, tensor) in zip(places([runs for runs, _ in filled]), filled, strict=True):
         offset = 0
-        for place in stretches:
-            length = place.stop - place.start
-            joined[:, place] = tensor[:, offset : offset + length]
-            offset += length
+        for place, run in zip(own_places, runs, strict=True):
+            joined[:, place] = tensor[:, offset : offset + len(run)]
+            offset += len(run)
     return joined
 
 

@@ -124,5 +124,8 @@ class KvAccount:
 
 
 def _num_namable(request: Request) -> int:
-    """Tokens whose KV is computed and whose ids are known: of an aborted request the last sampled ones are not."""
-    return min(request.num_computed, request.num_known)
+    """Tokens that others can be offered: computed ones whose ids are known (of an aborted request the last sampled ones
+    are not), up to where homes rotate by token: no block then holds neighbours.
+    """
+    num_tokens = min(request.num_computed, request.num_known)
+    return num_tokens if request.rotation is None else min(num_tokens, request.rotation.start)

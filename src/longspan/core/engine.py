@@ -273,7 +273,7 @@ class Engine:
         assert share.start == request.num_scheduled, "spans of a request follow each other"
         assert set(share.group) <= set(request.group), "others have not been told of the request"
         tokens = request.tokens(share.start, share.stop)
-        request.group = share.group
+        request.group, request.rotation = share.group, share.rotation
         unknown_on = request.sampler if tokens[-1] == UNKNOWN else None
         first_block, request.sent_blocks = request.sent_blocks, len(request.table)
         first_output, new_output = self._new_output(request)
@@ -294,6 +294,7 @@ class Engine:
             new_output=new_output,
             targets=request.prompt[share.start + 1 : share.stop + 1] if request.scores_prompt else (),
             rope_length=request.rope_length,
+            rotation=request.rotation,
         )
         request.num_scheduled = share.stop
         if part.sample is not None:
@@ -397,11 +398,8 @@ class Engine:
         metrics.last_token_s = now
 
     def _kv_tokens(self, request: Request) -> list[int]:
-        counts = [0] * self.config.num_instances
-        size = self.config.block_size
-        for index, ref in enumerate(request.table):
-            counts[ref.instance] += max(0, min(size, request.num_computed - index * size))
-        return counts
+        held = dict(zip(request.group, request.homes.counts(request.num_computed), strict=True))
+        return [held.get(instance, 0) for instance in range(self.config.num_instances)]
 
     def _rope_length(self, num_tokens: int) -> int:
         switch = self.config.rope_switch_length

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from longspan.core.account import KvAccount, PrefixHit
 from longspan.core.request import Request
+from longspan.core.rotation import Rotation
 from longspan.core.runs import Deal
 from longspan.core.steps import Completion, Exchange, Step
 
@@ -59,6 +60,7 @@ class Share:
     Attributes:
         runs: of the span `[start, stop)`, per member of `group`.
         holders: the instances of the new blocks that the span needs, in order of position.
+        rotation: by which the span, a single token, is homed; None where blocks are.
         hit: for a request that is admitted: the prefix that it starts from.
     """
 
@@ -69,6 +71,7 @@ class Share:
     runs: Deal
     holders: tuple[int, ...]
     exchange: Exchange
+    rotation: Rotation | None = None
     hit: PrefixHit | None = None
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from longspan.core.blocks import ROOT, chain_key
+from longspan.core.homes import Homes
+from longspan.core.rotation import Rotation
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import UNKNOWN, BlockRef, Sampling, TokenLogprobs
 
@@ -56,7 +58,8 @@ class Request:
         num_promised: tokens there will be when all steps in flight are done; they can be scheduled already.
         admission: counts admissions; a request that was preempted stands behind those that were not.
         group: the instances that hold its KV, in ring order; empty while it waits. It can shrink, not grow.
-        table: entry b is the block of tokens `[b * block_size, (b + 1) * block_size)`.
+        table: its blocks; `homes` says what lies where.
+        rotation: by which its latest tokens are homed; None while blocks are.
         sampler: the instance that samples, or has sampled, its latest token.
         sent_blocks: how many entries of `table` the ranks of `group` know.
         sent_output: how many output tokens they know; counted if it `keeps_history` only.
@@ -85,6 +88,7 @@ class Request:
     admission: int = 0
     group: tuple[int, ...] = ()
     table: list[BlockRef] = field(default_factory=list)
+    rotation: Rotation | None = None
     sampler: int = 0
     sent_blocks: int = 0
     sent_output: int = 0
@@ -169,7 +173,7 @@ class Request:
 
     def lose_kv(self) -> None:
         """It waits again, and no rank knows anything of it."""
-        self.group = ()
+        self.group, self.rotation = (), None
         self.table.clear()
         self.num_computed = self.num_scheduled = self.num_promised = 0
         self.sent_blocks = self.sent_output = 0
@@ -179,8 +183,15 @@ class Request:
         self.rope_length = length
         self._keys.clear()
 
+    @property
+    def homes(self) -> Homes:
+        """Where its tokens lie while it has a group."""
+        return Homes(table=self.table, group=self.group, block_size=self.block_size, rotation=self.rotation)
+
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that so many tokens fill."""
+        """Blocks that so many tokens fill or begin: all there are, if tokens rotate."""
+        if self.rotation is not None:
+            return self.rotation.num_blocks(num_tokens, self.block_size)
         return -(-num_tokens // self.block_size)
 
 

@@ -162,15 +162,25 @@ def positions(runs: Iterable[Run]) -> list[int]:
 
 
 def clip(runs: Iterable[Run], start: int, stop: int | None = None) -> tuple[Run, ...]:
-    """The part of ascending runs of step 1 that lies at `start` or later, and below `stop`."""
-    tops = ((run, run.stop if stop is None else min(run.stop, stop)) for run in runs)
-    return tuple(Run(max(run.start, start), top) for run, top in tops if top > max(run.start, start))
+    """The part of ascending runs that lies at `start` or later, and below `stop`."""
+    clipped = []
+    for run in runs:
+        first = run.start + max(0, -(-(start - run.start) // run.step)) * run.step
+        top = run.stop if stop is None else min(run.stop, stop)
+        if first < top:
+            clipped.append(Run(first, top, run.step))
+    return tuple(clipped)
+
+
+def stretch(runs: Iterable[Run]) -> Run:
+    """The positions of some disjoint runs, which together have no gap."""
+    filled = [run.positions for run in runs if len(run)]
+    start, stop = min(run[0] for run in filled), max(run[-1] for run in filled) + 1
+    assert sum(len(run) for run in filled) == stop - start, "the runs together are one"
+    return Run(start, stop)
 
 
 def places(deal: Sequence[Sequence[Run]]) -> list[list[slice]]:
-    """Where the tokens of each run, of disjoint ones of step 1, stand when all are in order of position."""
-    offset, starts = 0, {}
-    for run in sorted((run for runs in deal for run in runs), key=lambda run: run.start):
-        starts[run.start] = offset
-        offset += len(run)
-    return [[slice(starts[run.start], starts[run.start] + len(run)) for run in runs] for runs in deal]
+    """Where the tokens of each run stand when those of all, which have no gap, are in order of position."""
+    first = stretch(run for runs in deal for run in runs).start
+    return [[slice(run.start - first, run.stop - first, run.step) for run in runs] for runs in deal]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from longspan.core.runs import Deal, Run
+from longspan.core.rotation import Rotation
+from longspan.core.runs import Deal
 
 Exchange = Literal[
     "local",
@@ -140,9 +141,8 @@ class Part:
         tokens: ids of the span's tokens.
         group: the instances that work on it, in ring order.
         runs: of the span, per member of `group`; ranks never re-deal.
-        first_block, blocks: the request's block table is cut to `first_block` entries, then extended by `blocks`; entry
-            b holds tokens `[b * block_size, (b + 1) * block_size)`. Who computes a token also holds it, but in a
-            `chain` anybody after them can.
+        first_block, blocks: the request's block table is cut to `first_block` entries, then extended by `blocks`.
+            `Homes` says what lies where. Who computes a token also holds it, but in a `chain` anybody after them can.
         tokens: the span's token ids. The last is `UNKNOWN` when the step that samples it was still in flight.
         unknown_on: the instance that samples that unknown token, in a step before this one.
         sampling: with the first part that these ranks see of a request, None later.
@@ -151,6 +151,7 @@ class Part:
         targets: when prompt logprobs are wanted, the token that follows each of the span's tokens inside the prompt.
         sample: None when the span does not reach the request's last token.
         rope_length: the length that length-dependent rotary embeddings of this request are pinned to.
+        rotation: by which the request's latest tokens are homed; None when they are homed block by block.
     """
 
     request_id: int
@@ -169,6 +170,7 @@ class Part:
     new_output: tuple[int, ...] = ()
     targets: tuple[int, ...] = ()
     rope_length: int = 0
+    rotation: Rotation | None = None
 
     @property
     def exchange_name(self) -> str:
@@ -232,16 +234,3 @@ class Completion:
     sampled: tuple[Sampled, ...]
     bytes_sent: BytesSent
     scored: tuple[Scored, ...] = ()
-
-
-def held_runs(table: list[BlockRef], group: tuple[int, ...], num_tokens: int, block_size: int) -> Deal:
-    """Which of a request's first `num_tokens` tokens each member of `group` holds, ascending and joined."""
-    held: dict[int, list[Run]] = {instance: [] for instance in group}
-    for index, ref in enumerate(table[: -(-num_tokens // block_size)]):
-        runs = held[ref.instance]
-        start, stop = index * block_size, min(num_tokens, (index + 1) * block_size)
-        if runs and runs[-1].stop == start:
-            runs[-1] = Run(runs[-1].start, stop)
-        else:
-            runs.append(Run(start, stop))
-    return tuple(tuple(held[instance]) for instance in group)

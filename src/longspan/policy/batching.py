@@ -15,8 +15,9 @@ from typing import Protocol
 from longspan.core.account import PrefixHit
 from longspan.core.protocols import ClusterView, Share
 from longspan.core.request import Request
-from longspan.core.runs import Run
-from longspan.core.steps import BlockRef
+from longspan.core.rotation import Rotation
+from longspan.core.runs import Run, deal
+from longspan.core.steps import BlockRef, Exchange
 
 
 @dataclass(kw_only=True)
@@ -126,6 +127,9 @@ def fill(view: ClusterView, instances: frozenset[int], placement: Placement) -> 
         share = placement.grow(request, view, budget)
         while share is not None and not budget.fits(Counter(share.holders)):
             victim = _victim(request, queue, share, budget)
+            if victim is request and _can_wait(share, view):
+                share = None
+                continue
             if victim.in_flight:
                 return None
             batch.preempted.append(victim)
@@ -148,6 +152,18 @@ def _victim(request: Request, later: Sequence[Request], share: Share, budget: Bu
     short = {i for i, number in Counter(share.holders).items() if budget.blocks[i] < number}
     holding = (r for r in reversed(later) if any(ref.instance in short for ref in r.table))
     return next(holding, request)
+
+
+def _can_wait(share: Share, view: ClusterView) -> bool:
+    """Whether a share that lacks a block, and for which nobody who came later can give way, will get one in time.
+
+    One that rotates by token can take no other member's, but does while others hold blocks there: they come first. A
+    home that is full of its own blocks means that the request outgrows its group.
+    """
+    if share.rotation is None:
+        return False
+    [home] = share.holders
+    return sum(ref.instance == home for ref in share.request.table) < view.account.pool(home).num_blocks
 
 
 def _admit_waiting(view: ClusterView, budget: Budget, placement: Placement, batch: Batch) -> None:
@@ -179,4 +195,27 @@ def single_share(
         holders=(instance,) * (request.blocks_for(stop) - num_held),
         exchange="local",
         hit=hit,
+    )
+
+
+def rotated_share(request: Request, exchange: Exchange, budget: Budget) -> Share | None:
+    """The next token of a decode that rotates by token, or None when its home has no tokens left to give.
+
+    When the home has to begin a block and none is free there, the share asks for it all the same: who came later gives
+    way, or else it waits.
+    """
+    start, group = request.num_scheduled, request.group
+    rotation = request.rotation or Rotation(start=start, held=request.homes.counts(start))
+    home, num_before = rotation.place(start)
+    if budget.tokens[group[home]] <= 0:
+        return None
+    return Share(
+        request=request,
+        group=group,
+        start=start,
+        stop=start + 1,
+        runs=deal("single", start, start + 1, len(group), head=home),
+        holders=() if num_before % request.block_size else (group[home],),
+        exchange=exchange,
+        rotation=rotation,
     )

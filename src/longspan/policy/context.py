@@ -1,7 +1,7 @@
 """Context parallelism for long prompts beside continuous batching for short ones (arXiv 2411.01783).
 
 A long prompt is dealt zigzag over several instances, chunk by chunk, and prefilled with ring pass-KV or what else is
-quickest; its decode leaves KV where it is, rotates the home of new tokens per block, and moves queries. A shorter one
+quickest; its decode leaves KV where it is, rotates the home of new blocks or tokens, and moves queries. A shorter one
 stays on the instance where it is expected to finish its prefill first. How many instances take a prompt is decided by
 which number is expected to be done with it first (`choosing.py`). Instances that share a request step together.
 Dealt prompts are prefilled one after the other; short ones may start meanwhile.
@@ -19,7 +19,7 @@ from longspan.core.protocols import ClusterView, Plan, Share
 from longspan.core.request import Request
 from longspan.core.runs import Deal
 from longspan.core.steps import Exchange
-from longspan.policy.batching import Batch, Budget, fill, single_share
+from longspan.policy.batching import Batch, Budget, fill, rotated_share, single_share
 from longspan.policy.choosing import Chooser, Facts
 from longspan.policy.dealing import Room, Shape, deal_chunk, deal_to_last, holders
 from longspan.policy.options import parse_options
@@ -173,8 +173,11 @@ class Context:
         """The next chunk of a prompt, or the next token of a decode, which the end of a chain goes on with alone."""
         ends = request.group[-1:]
         alone = all(ref.instance in ends for ref in request.table)
-        if len(request.group) == 1 or (alone and request.num_tokens - request.num_scheduled == 1):
+        is_single = request.num_tokens - request.num_scheduled == 1
+        if len(request.group) == 1 or (alone and is_single):
             return single_share(request, ends[0], request.num_scheduled, budget)
+        if self._options.rotate == "token" and is_single and request.num_scheduled >= len(request.prompt):
+            return rotated_share(request, self._options.of_decode, budget)
         return self._dealt_share(request, view, budget, request.group, None)
 
     def _dealt_share(

@@ -24,13 +24,14 @@ class RunaheadOptions(LengthOptions):
         partition: `even` pieces (KVR-E), those `searched` for prompts of exactly this length (KVR-S), or `predicted`
             from the two nearest lengths (KVR-P); `auto` is predicted if anything was searched, else even.
         exchange, layout: there is one of each.
-        home: as of `context`.
+        home, rotate: as of `context`.
     """
 
     exchange: Literal["auto", "chain"] = "auto"
     layout: Literal["auto", "contiguous"] = "auto"
     partition: Literal["auto", "even", "searched", "predicted"] = "auto"
     home: Literal["last", "computed"] = "last"
+    rotate: Literal["block", "token"] = "block"
 
 
 def create(num_instances: int, options: Mapping[str, str], facts: Facts) -> Context:
@@ -46,7 +47,13 @@ def create(num_instances: int, options: Mapping[str, str], facts: Facts) -> Cont
         partitions = Partitions(kind=parsed.partition, table=facts.partitions, model=facts.model, members=num_instances)
     return Context(
         num_instances,
-        ContextOptions(exchange="chain", home=parsed.home, threshold=parsed.threshold, long_share=parsed.long_share),
+        ContextOptions(
+            exchange="chain",
+            home=parsed.home,
+            rotate=parsed.rotate,
+            threshold=parsed.threshold,
+            long_share=parsed.long_share,
+        ),
         facts,
         partitions,
     )

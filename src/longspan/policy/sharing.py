@@ -29,6 +29,10 @@ class SharingOptions:
             where it sends fewer bytes than summing outputs, and takes what is quicker.
         home: where a chain leaves the KV: all of it with the `last` instance while that has room, which then decodes
             alone, or each token's where it was `computed`.
+        rotate: who holds new tokens of a decode: by `block`, the member with the fewest blocks takes the next block; by
+            `token`, the one with the fewest tokens takes the next token. What members hold then differs by one token at
+            most once it has evened out, but the next turn of a conversation computes the answer again: only blocks with
+            neighbouring tokens are found again.
 
     Raises:
         ValueError: for options that contradict each other.
@@ -40,6 +44,7 @@ class SharingOptions:
     dense: bool = False
     weights: Literal["auto", "host", "peers"] = "auto"
     home: Literal["last", "computed"] = "last"
+    rotate: Literal["block", "token"] = "block"
 
     def __post_init__(self) -> None:
         if self.exchange == "chain" and self.layout not in {"auto", "contiguous"}:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from longspan.attn.member import MemberPart, MemberParts, num_tokens
+from longspan.core.homes import Homes
 from longspan.core.runs import Run
-from longspan.core.steps import UNKNOWN, WHOLE, BlockRef, Exchange, Forward, Part, Sample, held_runs
+from longspan.core.steps import UNKNOWN, WHOLE, BlockRef, Exchange, Forward, Part, Sample
 from longspan.runtime.requests import RankRequests
 from longspan.runtime.unknown import UnknownToken
 
@@ -105,6 +106,7 @@ def pack(forward: Forward, requests: RankRequests, *, instance: int, block_size:
             unknown.extend(_unknown(part, instance, -1))
             continue
         table = requests.apply(part).table
+        homes = Homes(table=table, group=part.group, block_size=block_size, rotation=part.rotation)
         me, first = part.group.index(instance), len(tokens)
         runs = part.runs[me]
         for run in runs:
@@ -114,19 +116,15 @@ def pack(forward: Forward, requests: RankRequests, *, instance: int, block_size:
         packed = MemberPart(
             rows=slice(first, len(tokens)),
             q_runs=part.runs,
-            kv_runs=held_runs(table, part.group, part.stop, block_size),
-            blocks=tuple(ref.block for ref in table if ref.instance == instance),
+            kv_runs=homes.held(part.stop),
+            blocks=homes.blocks(instance),
         )
         kept = None
         if part.exchange in _STORED_AFTERWARDS:
             after = _has_afterwards(part, me)
-            kept = _slots(
-                ((row, table[at // block_size], at) for row, at in enumerate(after)), instance, block_size, device
-            )
+            kept = _slots(((row, *homes.slot(at)) for row, at in enumerate(after)), instance, device)
         else:
-            stored.extend(
-                (row, table[positions[row] // block_size], positions[row]) for row in range(first, len(tokens))
-            )
+            stored.extend((row, *homes.slot(positions[row])) for row in range(first, len(tokens)))
         channels.setdefault((part.exchange, part.group), []).append((packed, kept, part.rope_length))
         if part.exchange in SHARED and num_alone is None:
             num_alone = first
@@ -140,7 +138,7 @@ def pack(forward: Forward, requests: RankRequests, *, instance: int, block_size:
         positions=torch.tensor(positions, dtype=torch.int64, device=device),
         rope_lengths=torch.tensor(rope_lengths, dtype=torch.int64, device=device),
         num_alone=num_alone,
-        slots=_slots(stored, instance, block_size, device),
+        slots=_slots(stored, instance, device),
         channels=_channels(forward, channels, instance),
         keep=torch.tensor([row for _, _, row in sampled], dtype=torch.int64, device=device),
         samples=tuple(wish for _, wish, _ in sampled),
@@ -170,9 +168,9 @@ def _has_afterwards(part: Part, me: int) -> list[int]:
     return list(range(part.start, max(ends, default=part.start)))
 
 
-def _slots(tokens: Iterable[tuple[int, BlockRef, int]], instance: int, block_size: int, device: torch.device) -> Slots:
-    """Of tokens given as row, block, and position: those whose block is this instance's."""
-    own = [(row, ref.block, position % block_size) for row, ref, position in tokens if ref.instance == instance]
+def _slots(tokens: Iterable[tuple[int, BlockRef, int]], instance: int, device: torch.device) -> Slots:
+    """Of tokens given as row, block, and offset: those whose block is this instance's."""
+    own = [(row, ref.block, offset) for row, ref, offset in tokens if ref.instance == instance]
     rows, blocks, offsets = torch.tensor(own, dtype=torch.int64, device=device).view(-1, 3).unbind(1)
     return Slots(rows=rows, blocks=blocks, offsets=offsets)
 

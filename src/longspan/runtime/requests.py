@@ -17,7 +17,7 @@ class RankRequest:
     """One request on one rank.
 
     Attributes:
-        table: entry b is the block of tokens `[b * block_size, (b + 1) * block_size)`, on whichever instance.
+        table: its blocks, on whichever instance; `Homes` says what lies where.
         history: the tokens that penalties count; None without penalties.
         guide: the state of the grammar that the output must follow; None without one.
         num_counted: output tokens that `history` and `guide` contain.

@@ -17,7 +17,7 @@ from longspan.attn.member import MemberPart, MemberParts, attend_runs, by_positi
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
 from longspan.core.heads import HeadShare, spread_heads, uniform_pieces
-from longspan.core.runs import coalesce, places
+from longspan.core.runs import coalesce, places, stretch
 
 
 def alltoall(group: Group, parts: MemberParts, q: Tensor, kv: PagedKv, spec: AttnSpec, out: Tensor) -> None:
@@ -61,13 +61,13 @@ def _attend(part: MemberPart, tensors: Sequence[Sequence[Tensor]], spec: AttnSpe
     if not q_runs:
         return
     needed = [part.needed(member, spec.window) for member in range(len(part.q_runs))]
-    kv_runs = coalesce(run for runs in needed for run in runs)
+    keys = stretch(run for runs in needed for run in runs)
     out, _ = attend_runs(
-        by_position(part.q_runs, q), q_runs, by_position(needed, k), by_position(needed, v), kv_runs, spec
+        by_position(part.q_runs, q), q_runs, by_position(needed, k), by_position(needed, v), (keys,), spec
     )
-    for result, stretches in zip(results, places(part.q_runs), strict=True):
-        if stretches:
-            torch.cat([out[:, place] for place in stretches], dim=1, out=result)
+    for result, own_places in zip(results, places(part.q_runs), strict=True):
+        if own_places:
+            torch.cat([out[:, place] for place in own_places], dim=1, out=result)
 
 
 def _tokens(parts: MemberParts, me: int, share: HeadShare, q: Tensor, kv: PagedKv, spec: AttnSpec) -> Message:

@@ -17,7 +17,7 @@ from longspan.attn.comm import Group, Message, Pending
 from longspan.attn.member import MemberPart, MemberParts, attend_runs, by_position, kv_message, kv_room
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
-from longspan.core.runs import Run, clip, coalesce
+from longspan.core.runs import Run, clip, coalesce, stretch
 
 KeysAndValues = tuple[Tensor, Tensor]
 """Two tensors `[kv_heads, tokens, head_dim]`."""
@@ -100,8 +100,8 @@ def chain(  # noqa: PLR0917 - those of the other exchanges, and the new keys and
             held = [*(runs[index] for runs in cached), _new(part, me + 1)]
             messages = [*started.cached, grown]
             keys, values = (by_position(held, [one.tensors[2 * index + kind] for one in messages]) for kind in (0, 1))
-            kv_runs = coalesce(run for runs in held for run in runs)
-            out[:, part.rows] = attend_runs(q[:, part.rows], part.q_runs[me], keys, values, kv_runs, spec)[0]
+            seen = stretch(run for runs in held for run in runs)
+            out[:, part.rows] = attend_runs(q[:, part.rows], part.q_runs[me], keys, values, (seen,), spec)[0]
     return found
 
 

@@ -21,7 +21,7 @@ from longspan.attn.member import MemberParts, attend_runs, by_position, gather_r
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
 from longspan.core.heads import deal_heads
-from longspan.core.runs import Run, clip, coalesce, places
+from longspan.core.runs import Run, clip, coalesce, places, stretch
 
 
 def hidden_hops(size: int) -> int:
@@ -96,13 +96,13 @@ class GatherHidden:
         if not q_runs:
             return
         held = [*(self._cached(holder)[index] for holder in range(self._group.size)), *part.q_runs]
-        kv_runs = coalesce(run for runs in held for run in runs)
+        seen = stretch(run for runs in held for run in runs)
         keys = by_position(held, [*(tensors[0] for tensors in cached), *k])
         values = by_position(held, [*(tensors[1] for tensors in cached), *v])
-        found, _ = attend_runs(by_position(part.q_runs, q), q_runs, keys, values, kv_runs, spec)
-        for place, stretches in zip(rows, places(part.q_runs), strict=True):
-            if stretches:
-                out[:, place] = torch.cat([found[:, stretch] for stretch in stretches], dim=1)
+        found, _ = attend_runs(by_position(part.q_runs, q), q_runs, keys, values, (seen,), spec)
+        for own, own_places in zip(rows, places(part.q_runs), strict=True):
+            if own_places:
+                out[:, own] = torch.cat([found[:, place] for place in own_places], dim=1)
 
     def _rows(self, index: int) -> list[slice]:
         """Where the tokens of a part are among all gathered ones, by member."""

@@ -13,7 +13,7 @@ from longspan.attn.kernel import attend_dense
 from longspan.attn.member import MemberParts, attend_runs, by_position, kv_message, kv_room, split_queries
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
-from longspan.core.runs import coalesce, relate
+from longspan.core.runs import relate, stretch
 
 
 def gather_kv(
@@ -36,14 +36,13 @@ def gather_kv(
             continue
         held = [runs[index] for runs in needed]
         k, v = (by_position(held, [block.tensors[2 * index + kind] for block in blocks]) for kind in (0, 1))
-        kv_runs = coalesce(run for runs in held for run in runs)
+        keys = stretch(run for runs in held for run in runs)
         queries = q[:, part.rows]
         if dense:
-            [run] = kv_runs  # the members hold all tokens in sight, one after the other
             outs = [
-                attend_dense(rows, k, v, relate(q_run, run, spec.window), spec)
+                attend_dense(rows, k, v, relate(q_run, keys, spec.window), spec)
                 for q_run, rows in split_queries(queries, q_runs)
             ]
             out[:, part.rows] = torch.cat(outs, dim=1)
         else:
-            out[:, part.rows] = attend_runs(queries, q_runs, k, v, kv_runs, spec)[0]
+            out[:, part.rows] = attend_runs(queries, q_runs, k, v, (keys,), spec)[0]

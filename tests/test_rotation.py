@@ -1,0 +1,57 @@
+"""Decode that rotates by token, against members that look for the one with the fewest tokens."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longspan.core.rotation import Rotation
+from longspan.core.runs import clip, places
+
+HELD = st.lists(st.integers(0, 40), min_size=1, max_size=6).map(tuple)
+STARTS, NUMBERS = st.integers(0, 20), st.integers(0, 200)
+
+
+def homes_one_by_one(held: tuple[int, ...], num_tokens: int) -> list[tuple[int, int]]:
+    """Who holds each token, and how many that one held before."""
+    counts, homes = list(held), []
+    for _ in range(num_tokens):
+        home = counts.index(min(counts))
+        homes.append((home, counts[home]))
+        counts[home] += 1
+    return homes
+
+
+@given(HELD, STARTS, NUMBERS, st.integers(1, 16))
+def test_the_fewest_come_first(held: tuple[int, ...], start: int, num_tokens: int, block_size: int) -> None:
+    rotation, stop = Rotation(start=start, held=held), start + num_tokens
+    homes = homes_one_by_one(held, num_tokens)
+    assert [rotation.place(position) for position in range(start, stop)] == homes
+    num_blocks = 0
+    for member, before in enumerate(held):
+        runs = rotation.runs(member, stop)
+        own = [start + index for index, (home, _) in enumerate(homes) if home == member]
+        assert [position for run in runs for position in run.positions] == own
+        assert all(len(run) for run in runs) and len(runs) <= len(held)
+        assert rotation.num_held(member, stop) == before + len(own)
+        num_blocks += -(-(before + len(own)) // block_size)
+    assert rotation.num_blocks(stop, block_size) == num_blocks
+
+
+@given(HELD, STARTS, NUMBERS, st.integers(0, 240), st.none() | st.integers(0, 240))
+def test_what_is_left_in_sight_has_its_places(
+    held: tuple[int, ...], start: int, num_tokens: int, low: int, high: int | None
+) -> None:
+    rotation, stop = Rotation(start=start, held=held), start + num_tokens
+    whole = [rotation.runs(member, stop) for member in range(len(held))]
+    clipped = [clip(runs, low, high) for runs in whole]
+    for runs, left in zip(whole, clipped, strict=True):
+        positions = [position for run in runs for position in run.positions]
+        assert [position for run in left for position in run.positions] == [
+            position for position in positions if low <= position and (high is None or position < high)
+        ]
+    in_sight = range(max(start, low), stop if high is None else min(stop, high))
+    if in_sight:
+        rows = list(in_sight)
+        found = [[rows[place] for place in member_places] for member_places in places(clipped)]
+        assert found == [[list(run.positions) for run in runs] for runs in clipped]
