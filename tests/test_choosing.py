@@ -161,7 +161,7 @@ def test_on_accelerators_measured_links_decide(
 
 
 def test_decodes_keep_shares_of_heads() -> None:
-    options = {"exchange": "alltoall", "threshold": "20", "weights": "peers"}
+    options = {"exchange": "alltoall", "decode": "alltoall", "threshold": "20", "weights": "peers"}
     cluster = Cluster(Setup(num_instances=2, options=options, facts=Facts(tp=2)))
     request = cluster.add(range(100), max_tokens=5)
     cluster.run()
@@ -204,6 +204,30 @@ def test_a_chain_that_was_chosen_is_cut_as_was_searched_and_decodes_alone() -> N
     assert prefill.runs == ((Run(0, 2400),), (Run(2400, 3200),))
     assert {(part.exchange, part.group) for part in decodes} == {("local", (1,))}
     assert request.metrics.kv_tokens_per_instance == [0, 3200]
+
+
+def test_chains_end_where_there_is_room() -> None:
+    """Each leaves all its KV on one instance: 12 of 19 blocks and more on 4 times 60, so nobody has to give way."""
+    options = {"exchange": "chain", "threshold": "100"}
+    cluster = Cluster(Setup(num_instances=4, num_blocks=60, options=options, max_num_batched_tokens=200))
+    requests = [cluster.add(range(first, first + 200), max_tokens=100) for first in range(12)]
+    cluster.run()
+    assert {request.metrics.num_preemptions for request in requests} == {0}
+    held = [sum(column) for column in zip(*(r.metrics.kv_tokens_per_instance for r in requests), strict=True)]
+    assert held == [600] * 4
+
+
+@pytest.mark.parametrize("facts", [Facts(), Facts(profile=machine(4, link_s=1e-5))], ids=["unmeasured", "measured"])
+def test_a_short_turn_stays_with_the_instance_that_has_the_conversation(facts: Facts) -> None:
+    cluster = Cluster(Setup(num_instances=4, num_blocks=4096, options={"exchange": "chain"}, facts=facts))
+    request = cluster.add(range(3000), max_tokens=20)
+    cluster.run()
+    first, *_, last = cluster.parts_of(request)
+    assert (len(first.group), last.group) == (4, (3,))
+    turn = cluster.add([*request.prompt, *request.output, *range(30)], max_tokens=2)
+    cluster.run()
+    assert [(part.group, part.exchange) for part in cluster.parts_of(turn)] == [((3,), "local")] * 2
+    assert turn.metrics.num_cached_tokens > 2900
 
 
 def test_groups_are_in_order_of_proximity_and_on_as_few_hosts_as_can_be() -> None:

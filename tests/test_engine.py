@@ -243,7 +243,7 @@ def test_a_request_that_outgrows_its_group_is_dealt_over_all(rotate: str) -> Non
     request = cluster.add(range(40), max_tokens=130)
     cluster.run()
     assert request.output == cluster.expected_output(request)
-    assert [part.group for part in cluster.parts_of(request)][::129] == [(0, 1), (0, 1, 2)]
+    assert [sorted(part.group) for part in cluster.parts_of(request)][::129] == [[0, 1], [0, 1, 2]]
 
 
 def test_a_prefix_that_fills_one_instance_leaves_room_on_the_others() -> None:

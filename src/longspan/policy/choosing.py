@@ -70,9 +70,9 @@ class Chooser:
             for members in range(2, num_instances + 1)
         }
         self._facts, self._weights = facts, weights
-        self._known: dict[int, int] = {}
+        self._known: dict[tuple[int, int], int] = {}
 
-    def members(self, num_tokens: int) -> int | None:
+    def members(self, new_tokens: int, cached_tokens: int = 0) -> int | None:
         """How many instances are expected to be done with a prompt first; the fewest of equals.
 
         None when that was not measured. Every length is predicted once: it is asked of all that wait, at every step.
@@ -80,15 +80,16 @@ class Chooser:
         measured = {members: times for members, times in self._shared.items() if times}
         if self._alone is None or not measured:
             return None
-        if num_tokens not in self._known:
-            seconds = {1: self._alone.seconds(num_tokens)}
+        lengths = new_tokens, cached_tokens
+        if lengths not in self._known:
+            seconds = {1: self._alone.seconds(*lengths)}
             for members, times in measured.items():
-                seconds[members] = min(one.seconds(num_tokens) for one in times.values())
-            self._known[num_tokens] = min(seconds, key=seconds.__getitem__)
-        return self._known[num_tokens]
+                seconds[members] = min(one.seconds(*lengths) for one in times.values())
+            self._known[lengths] = min(seconds, key=seconds.__getitem__)
+        return self._known[lengths]
 
     def exchange(self, new_tokens: int, cached_tokens: int, members: int) -> Exchange:
-        """The one expected to be quickest for what is left of a prompt, in a group of so many.
+        """The one expected to be quickest for a step of a prompt, in a group of so many.
 
         Without measurements `ring_kv`, or behind cached tokens what Algorithm 5 says of a known model and hardware.
         """

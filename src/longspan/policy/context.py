@@ -130,16 +130,23 @@ class Context:
         return in_turn
 
     def _group_size(self, request: Request, view: ClusterView) -> int:
-        """How many instances a request is for: all, when it is too large for as many as it would be quickest on."""
+        """How many instances a request is for: all, when it is too large for as many as it would be quickest on.
+
+        Of what one instance has cached only the rest is to be computed, which may be quickest there.
+        """
         members = self._num_members(request.num_tokens)
+        if members > 1:
+            hit = view.account.match(request, self._everyone)
+            if len({ref.instance for ref in hit.refs}) == 1:
+                members = self._num_members(request.num_tokens - hit.num_tokens, hit.num_tokens)
         return len(self._everyone) if self._is_too_large(request, view, members) else members
 
-    def _num_members(self, num_tokens: int) -> int:
+    def _num_members(self, new_tokens: int, cached_tokens: int = 0) -> int:
         everyone, threshold = len(self._everyone), self._options.threshold
-        members = self._chooser.members(num_tokens) if threshold == "auto" else None
+        members = self._chooser.members(new_tokens, cached_tokens) if threshold == "auto" else None
         if members is None:
             limit = _UNMEASURED_THRESHOLD if threshold == "auto" else threshold
-            members = everyone if num_tokens > limit else 1
+            members = everyone if new_tokens > limit else 1
         return everyone if members > 1 and self._options.fractions else members
 
     def _is_too_large(self, request: Request, view: ClusterView, members: int) -> bool:
@@ -151,7 +158,10 @@ class Context:
             group = self._group(request, view, budget, members)
             if len(group) < members:
                 return None
-            return self._dealt_share(request, view, budget, group, view.account.match(request, group))
+            hit = view.account.match(request, group)
+            if self._exchange(request.num_tokens - hit.num_tokens, hit.num_tokens, members) == "chain":
+                group = _ending_at_home(group, hit, budget)
+            return self._dealt_share(request, view, budget, group, hit)
         hits = {i: view.account.match(request, (i,)) for i in self._everyone}
         able = [i for i in self._everyone if budget.seqs[i] > 0 and _has_room(request, i, hits[i], budget)]
         home = min(able, key=lambda i: (budget.load[i] - hits[i].num_tokens, i), default=None)
@@ -171,13 +181,12 @@ class Context:
 
     def grow(self, request: Request, view: ClusterView, budget: Budget) -> Share | None:
         """The next chunk of a prompt, or the next token of a decode, which the end of a chain goes on with alone."""
-        ends = request.group[-1:]
-        alone = all(ref.instance in ends for ref in request.table)
+        end = request.group[-1]
         is_single = request.num_tokens - request.num_scheduled == 1
-        if len(request.group) == 1 or (alone and is_single):
-            return single_share(request, ends[0], request.num_scheduled, budget)
+        if len(request.group) == 1 or (is_single and all(ref.instance == end for ref in request.table)):
+            return single_share(request, end, request.num_scheduled, budget)
         if self._options.rotate == "token" and is_single and request.num_scheduled >= len(request.prompt):
-            return rotated_share(request, self._options.of_decode, budget)
+            return rotated_share(request, self._options.decode, budget)
         return self._dealt_share(request, view, budget, request.group, None)
 
     def _dealt_share(
@@ -192,14 +201,15 @@ class Context:
             blocks=tuple(budget.blocks[i] - cost[i] for i in group),
             block_size=request.block_size,
         )
-        exchange, shape = self._options.of_decode, Shape()
+        exchange: Exchange = self._options.decode
+        shape = Shape()
         if request.num_tokens - start > 1:
-            exchange = self._options.wanted or self._chooser.exchange(request.num_tokens - start, start, len(group))
+            exchange = self._exchange(min(request.num_tokens - start, sum(room.tokens)), start, len(group))
             shape = self._shape(exchange, request.num_tokens, len(group))
         owners = [group.index(ref.instance) for ref in table]
         dealt: Deal | None = None
         held: tuple[int, ...] = ()
-        if exchange == "chain" and self._options.home == "last" and not self._is_too_large(request, view, 1):
+        if exchange == "chain" and self._options.home != "computed" and not self._is_too_large(request, view, 1):
             dealt, held = deal_to_last(start, request.num_tokens, owners, room, shape)
         if dealt is None:
             dealt = deal_chunk(start, request.num_tokens, owners, room, shape)
@@ -218,6 +228,10 @@ class Context:
             hit=hit,
         )
 
+    def _exchange(self, new_tokens: int, cached_tokens: int, members: int) -> Exchange:
+        """Of a step of prefill."""
+        return self._options.wanted or self._chooser.exchange(new_tokens, cached_tokens, members)
+
     def _shape(self, exchange: Exchange, num_tokens: int, members: int) -> Shape:
         """How a prompt of this length is dealt to so many."""
         shape = self._options.shape(exchange)
@@ -229,6 +243,14 @@ class Context:
         tokens = view.limits.max_num_batched_tokens
         alone = len(view.waiting) + len(view.running) <= 1
         return tokens if alone else max(1, int(tokens * self._options.long_share))
+
+
+def _ending_at_home(group: tuple[int, ...], hit: PrefixHit, budget: Budget) -> tuple[int, ...]:
+    """The same ring, with whoever is to keep the KV at its end: who has most of it, then who has most room."""
+    held = Counter(ref.instance for ref in hit.refs)
+    home = max(reversed(group), key=lambda i: (held[i], budget.blocks[i] - budget.reserved[i]))
+    after = group.index(home) + 1
+    return group[after:] + group[:after]
 
 
 def _has_room(request: Request, instance: int, hit: PrefixHit, budget: Budget) -> bool:

@@ -30,7 +30,7 @@ class RunaheadOptions(LengthOptions):
     exchange: Literal["auto", "chain"] = "auto"
     layout: Literal["auto", "contiguous"] = "auto"
     partition: Literal["auto", "even", "searched", "predicted"] = "auto"
-    home: Literal["last", "computed"] = "last"
+    home: Literal["auto", "last", "computed"] = "auto"
     rotate: Literal["block", "token"] = "block"
 
 

@@ -10,17 +10,14 @@ from longspan.core.steps import Exchange
 from longspan.cost.partition import parse_fractions
 from longspan.policy.dealing import Shape
 
-_NOT_FOR_DECODE = ("chain", "gather_hidden")
-"""A single token has nobody before or after it in a chain, and no reason to have its layers computed by everybody."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class SharingOptions:
     """How requests are shared.
 
     Attributes:
-        exchange: of prefill, and of decode where it can be; `auto` chooses for each step of prefill what is expected to
-            be quickest, and moves queries in decode.
+        exchange: of prefill; `auto` chooses for each step what is expected to be quickest.
+        decode: the exchange of single tokens. All but `ring_q` move the KV of the whole request for each of them.
         layout: of prefill; `auto` is zigzag, or contiguous for a chain or when fractions are given.
         fractions: of a contiguous layout, one per instance (`0.6,0.4`); empty for even pieces.
         dense: with `gather_kv`, compute the scores that causality hides, too, as KV-Runahead's baseline does.
@@ -28,7 +25,7 @@ class SharingOptions:
             and gets them from the `host`, whose copy CPUs map, or from the `peers` in its instance; `auto` does so
             where it sends fewer bytes than summing outputs, and takes what is quicker.
         home: where a chain leaves the KV: all of it with the `last` instance while that has room, which then decodes
-            alone, or each token's where it was `computed`.
+            alone, or each token's where it was `computed`; `auto` is last.
         rotate: who holds new tokens of a decode: by `block`, the member with the fewest blocks takes the next block; by
             `token`, the one with the fewest tokens takes the next token. What members hold then differs by one token at
             most once it has evened out, but the next turn of a conversation computes the answer again: only blocks with
@@ -39,11 +36,12 @@ class SharingOptions:
     """
 
     exchange: Literal["auto", "ring_kv", "ring_q", "alltoall", "gather_kv", "gather_hidden", "chain"] = "auto"
+    decode: Literal["ring_q", "ring_kv", "alltoall", "gather_kv"] = "ring_q"
     layout: Literal["auto", "zigzag", "striped", "contiguous"] = "auto"
     fractions: str = ""
     dense: bool = False
     weights: Literal["auto", "host", "peers"] = "auto"
-    home: Literal["last", "computed"] = "last"
+    home: Literal["auto", "last", "computed"] = "auto"
     rotate: Literal["block", "token"] = "block"
 
     def __post_init__(self) -> None:
@@ -58,6 +56,8 @@ class SharingOptions:
             raise ValueError(f"dense is for exchange gather_kv, but {self.exchange} given: leave one of them out")
         if self.weights != "auto" and self.exchange != "alltoall":
             raise ValueError(f"weights are for exchange alltoall, but {self.exchange} given: leave one of them out")
+        if self.home != "auto" and self.exchange not in {"auto", "chain"}:
+            raise ValueError(f"home is for exchange chain, but {self.exchange} given: leave one of them out")
         if self.fractions:
             parse_fractions(self.fractions)
 
@@ -99,9 +99,3 @@ class SharingOptions:
         if self.exchange == "auto":
             return None
         return "gather_kv_dense" if self.dense else self.exchange
-
-    @property
-    def of_decode(self) -> Exchange:
-        """The exchange of single tokens."""
-        wanted = self.wanted
-        return "ring_q" if wanted is None or wanted in _NOT_FOR_DECODE else wanted
