@@ -17,6 +17,7 @@ from longspan.model.smollm2 import smollm2_folder
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, output_logits=True)
 EXCHANGES = ("auto", "ring_kv", "ring_q", "alltoall", "gather_kv", "gather_hidden", "chain")
+DECODES = ("ring_kv", "ring_q", "alltoall", "gather_kv")
 LAYOUTS = ("zigzag", "striped", "contiguous")
 SHARINGS = [
     *({"exchange": exchange, "layout": layout} for exchange, layout in itertools.product(EXCHANGES, LAYOUTS)),
@@ -55,6 +56,8 @@ def test_prompts_and_turns(llm: LLM, oracle: Oracle, sharing: dict[str, str]) ->
     """Prompts of mixed lengths at once, the longest in several chunks, then two more turns of one conversation."""
     num_instances = len(llm.num_free_blocks)
     options = {"threshold": "20", **sharing}
+    if sharing.get("exchange") in DECODES:
+        options["decode"] = sharing["exchange"]
     if "fractions" in options:
         options["fractions"] = UNEVEN[num_instances]
     if sharing.get("exchange") == "gather_hidden" and num_instances > 2 and len(llm.worker_pids) > num_instances:
