@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Literal
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 from test_profile import SUBJECT, prefill
 
+from longspan.core.account import PrefixHit
 from longspan.core.places import Place
 from longspan.core.runs import Run
 from longspan.core.steps import Exchange
@@ -215,6 +217,51 @@ def test_chains_end_where_there_is_room() -> None:
     assert {request.metrics.num_preemptions for request in requests} == {0}
     held = [sum(column) for column in zip(*(r.metrics.kv_tokens_per_instance for r in requests), strict=True)]
     assert held == [600] * 4
+
+
+@pytest.mark.parametrize("options", [{}, {"home": "computed"}])
+@pytest.mark.parametrize("num_instances", [2, 3])
+def test_turns_of_a_chain_that_is_too_large_for_its_end(num_instances: int, options: dict[str, str]) -> None:
+    """What the end of a chain cannot keep, all do."""
+    setup = Setup(
+        num_instances=num_instances, num_blocks=10, options={"exchange": "chain", "threshold": "20", **options}
+    )
+    for length in range(1, 41):
+        cluster = Cluster(setup)
+        request = cluster.add(range(170), max_tokens=10)
+        cluster.run()
+        turn = cluster.add([*request.prompt, *request.output, *range(length)], max_tokens=3)
+        cluster.run()
+        assert turn.output == cluster.expected_output(turn)
+
+
+@pytest.mark.parametrize("options", [{"layout": "contiguous"}, {"exchange": "chain", "home": "computed"}])
+def test_a_prompt_that_happens_to_lie_with_the_last_is_decoded_by_all(options: dict[str, str]) -> None:
+    cluster = Cluster(Setup(num_instances=3, options={"threshold": "0", **options}))
+    request = cluster.add(range(5), max_tokens=400)
+    cluster.run()
+    held = Counter(ref.instance for part in cluster.parts_of(request) for ref in part.blocks)
+    assert max(held.values()) - min(held[i] for i in range(3)) <= 1
+
+
+def test_a_long_line_is_looked_through_quickly() -> None:
+    """Of those who wait only the first has its prefix looked up."""
+    cluster = Cluster(Setup(num_instances=2, num_blocks=4096, max_num_seqs=2, options={"threshold": "100"}))
+    cluster.add(range(2000), max_tokens=1)
+    cluster.run()
+    for number in range(50):
+        cluster.add([*range(2000), number], max_tokens=1)
+    account, calls = cluster.engine.account, 0
+    match = account.match
+
+    def counted(*arguments: object) -> PrefixHit:
+        nonlocal calls
+        calls += 1
+        return match(*arguments)  # type: ignore[arg-type]
+
+    account.match = counted  # type: ignore[method-assign]
+    cluster.step()
+    assert 0 < calls < 40
 
 
 @pytest.mark.parametrize("facts", [Facts(), Facts(profile=machine(4, link_s=1e-5))], ids=["unmeasured", "measured"])

@@ -273,7 +273,7 @@ class Engine:
         assert share.start == request.num_scheduled, "spans of a request follow each other"
         assert set(share.group) <= set(request.group), "others have not been told of the request"
         tokens = request.tokens(share.start, share.stop)
-        request.group, request.rotation = share.group, share.rotation
+        request.group, request.rotation, request.keeper = share.group, share.rotation, share.keeper
         unknown_on = request.sampler if tokens[-1] == UNKNOWN else None
         first_block, request.sent_blocks = request.sent_blocks, len(request.table)
         first_output, new_output = self._new_output(request)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_RACK_AND_HOST = re.compile(r"(\d+)-(\d+)")
+_RACK_AND_HOST = re.compile(r"([0-9]+)-([0-9]+)")
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -33,7 +33,7 @@ def places_of_ranks(num_ranks: int, hosts: str) -> tuple[Place, ...]:
     Raises:
         ValueError: for neither, more hosts than ranks, or not one host for each rank.
     """
-    if hosts.strip().isdecimal():
+    if hosts.isascii() and hosts.strip().isdecimal():
         num_hosts = int(hosts)
         if not 1 <= num_hosts <= num_ranks:
             raise ValueError(f"{num_ranks} ranks lie on 1 to {num_ranks} hosts, but {num_hosts} given")

@@ -61,6 +61,7 @@ class Share:
         runs: of the span `[start, stop)`, per member of `group`.
         holders: the instances of the new blocks that the span needs, in order of position.
         rotation: by which the span, a single token, is homed; None where blocks are.
+        keeper: the member that keeps all that is computed of the request from now on; None when all members do.
         hit: for a request that is admitted: the prefix that it starts from.
     """
 
@@ -72,6 +73,7 @@ class Share:
     holders: tuple[int, ...]
     exchange: Exchange
     rotation: Rotation | None = None
+    keeper: int | None = None
     hit: PrefixHit | None = None
 
 

@@ -60,6 +60,7 @@ class Request:
         group: the instances that hold its KV, in ring order; empty while it waits. It can shrink, not grow.
         table: its blocks; `homes` says what lies where.
         rotation: by which its latest tokens are homed; None while blocks are.
+        keeper: the member that keeps all that is computed of it from now on; None when all members do.
         sampler: the instance that samples, or has sampled, its latest token.
         sent_blocks: how many entries of `table` the ranks of `group` know.
         sent_output: how many output tokens they know; counted if it `keeps_history` only.
@@ -89,6 +90,7 @@ class Request:
     group: tuple[int, ...] = ()
     table: list[BlockRef] = field(default_factory=list)
     rotation: Rotation | None = None
+    keeper: int | None = None
     sampler: int = 0
     sent_blocks: int = 0
     sent_output: int = 0
@@ -173,7 +175,7 @@ class Request:
 
     def lose_kv(self) -> None:
         """It waits again, and no rank knows anything of it."""
-        self.group, self.rotation = (), None
+        self.group, self.rotation, self.keeper = (), None, None
         self.table.clear()
         self.num_computed = self.num_scheduled = self.num_promised = 0
         self.sent_blocks = self.sent_output = 0

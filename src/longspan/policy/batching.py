@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -53,8 +52,7 @@ class Budget:
         )
         for request in view.running:
             missing = request.blocks_for(request.num_tokens) - len(request.table)
-            homes = _homes(request.group, {ref.instance for ref in request.table})
-            budget._seat(request.group, request.num_tokens - request.num_computed, homes, missing)
+            budget._seat(request.group, request.num_tokens - request.num_computed, request.keeper, missing)
         return budget
 
     def fits(self, blocks: Counter[int]) -> bool:
@@ -67,9 +65,9 @@ class Budget:
         assert hit is not None, "an admission names its prefix"
         if self.adopted.intersection(hit.refs):
             return False
-        whole = request.blocks_for(request.num_tokens) - len(hit.refs) + cost.total()
-        room = sum(self.blocks[i] - self.reserved[i] for i in _homes_of(share))
-        return whole <= room and self.fits(Counter(share.holders) + cost)
+        missing = request.blocks_for(request.num_tokens) - len(hit.refs)
+        room = sum(self.blocks[i] - self.reserved[i] - cost[i] for i in _keepers(share.group, share.keeper))
+        return missing <= room and self.fits(Counter(share.holders) + cost)
 
     def grow(self, share: Share) -> None:
         """Gives a running request's share its tokens and blocks."""
@@ -84,28 +82,24 @@ class Budget:
         hit, request = share.hit, share.request
         assert hit is not None, "an admission names its prefix"
         missing = request.blocks_for(request.num_tokens) - len(hit.refs)
-        self._seat(share.group, request.num_tokens - share.start, _homes_of(share), missing)
+        self._seat(share.group, request.num_tokens - share.start, share.keeper, missing)
         self.grow(share)
         self.blocks.subtract(cost)
         self.claimed.update(hit.refs)
         if hit.adopts_last:
             self.adopted.add(hit.refs[-1])
 
-    def _seat(self, group: Sequence[int], num_tokens: int, homes: Sequence[int], num_blocks: int) -> None:
-        """A request takes a seat on every member, which share the tokens it still needs; `homes` share the blocks."""
+    def _seat(self, group: Sequence[int], num_tokens: int, keeper: int | None, num_blocks: int) -> None:
+        """A request takes a seat on every member; these share the tokens it still needs, its keepers the blocks."""
         self.seqs.subtract(group)
         self.load.update(dict.fromkeys(group, -(-num_tokens // len(group))))
-        self.reserved.update(dict.fromkeys(homes, -(-num_blocks // len(homes))))
+        keepers = _keepers(group, keeper)
+        self.reserved.update(dict.fromkeys(keepers, -(-num_blocks // len(keepers))))
 
 
-def _homes_of(share: Share) -> Sequence[int]:
-    """Who will hold what a request computes from its first share on: at the end of a chain its last member alone."""
-    return _homes(share.group, set(share.holders)) if share.exchange == "chain" else share.group
-
-
-def _homes(group: Sequence[int], holders: AbstractSet[int]) -> Sequence[int]:
-    """Who will hold what is still to come of a request: the last member alone if it holds all so far."""
-    return group[-1:] if holders == {group[-1]} else group
+def _keepers(group: Sequence[int], keeper: int | None) -> Sequence[int]:
+    """Who will hold what is still to come of a request."""
+    return group if keeper is None else (keeper,)
 
 
 class Placement(Protocol):

@@ -12,6 +12,7 @@ from longspan.cost.partition_table import PartitionTable
 from longspan.cost.profile import Profile
 from longspan.cost.shapes import Hardware, ModelShape
 
+_MOST_KNOWN = 100_000
 _OF_ANY_LAYOUT: tuple[Exchange, ...] = ("ring_kv", "ring_q", "alltoall", "gather_kv")
 
 
@@ -82,6 +83,8 @@ class Chooser:
             return None
         lengths = new_tokens, cached_tokens
         if lengths not in self._known:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
             seconds = {1: self._alone.seconds(*lengths)}
             for members, times in measured.items():
                 seconds[members] = min(one.seconds(*lengths) for one in times.values())

@@ -99,9 +99,10 @@ class Context:
     def plan(self, view: ClusterView) -> Plan:
         """One batch per set of instances that share requests, where all of the set can take a step."""
         teams = teams_of((r.group for r in view.running), self._everyone)
-        batch = self._fill(view, teams, view.full) or self._fill(view, teams, view.busy) or Batch()
-        teams = teams_of((share.group for share in batch.shares), self._everyone)
-        batches = (tuple(s for s in batch.shares if team.issuperset(s.group)) for team in teams)
+        waiting = replace(view, waiting=self._in_turn(view))
+        batch = self._fill(waiting, teams, view.full) or self._fill(waiting, teams, view.busy) or Batch()
+        teams = teams_of((_touched(share) for share in batch.shares), self._everyone)
+        batches = (tuple(s for s in batch.shares if team.issuperset(_touched(s))) for team in teams)
         return Plan(preempted=tuple(batch.preempted), batches=tuple(b for b in batches if b))
 
     def _fill(self, view: ClusterView, teams: Iterable[frozenset[int]], taken: frozenset[int]) -> Batch | None:
@@ -109,21 +110,23 @@ class Context:
         able = frozenset(i for team in teams if not taken.intersection(team) for i in team)
         if not able or len(able) < self._gathering(view):
             return Batch()
-        return fill(replace(view, waiting=self._in_turn(view)), able, self)
+        return fill(view, able, self)
 
     def _gathering(self, view: ClusterView) -> int:
         """How many instances the prompt that waits first in line is to be dealt to: until so many can take a step,
         those that could wait for others.
         """
-        waiting = self._in_turn(view)
-        return self._group_size(waiting[0], view) if waiting else 0
+        return self._group_size(view.waiting[0], view) if view.waiting else 0
 
     def _in_turn(self, view: ClusterView) -> list[Request]:
-        """Who may be admitted: dealt prompts one after the other, each as fast as it goes; short ones pass those."""
+        """Who may be admitted: dealt prompts one after the other, each as fast as it goes; short ones pass those.
+
+        What is cached is looked up for the first in line alone: the line can be long.
+        """
         prefilling = any(len(r.group) > 1 and r.num_tokens - r.num_scheduled > 1 for r in view.running)
-        in_turn = []
-        for request in view.waiting:
-            dealt = self._group_size(request, view) > 1
+        in_turn: list[Request] = []
+        for index, request in enumerate(view.waiting):
+            dealt = (self._group_size(request, view) if index == 0 else self._num_members(request.num_tokens)) > 1
             if not (dealt and prefilling):
                 in_turn.append(request)
             prefilling = prefilling or dealt
@@ -181,9 +184,8 @@ class Context:
 
     def grow(self, request: Request, view: ClusterView, budget: Budget) -> Share | None:
         """The next chunk of a prompt, or the next token of a decode, which the end of a chain goes on with alone."""
-        end = request.group[-1]
         is_single = request.num_tokens - request.num_scheduled == 1
-        if len(request.group) == 1 or (is_single and all(ref.instance == end for ref in request.table)):
+        if (end := _alone(request, is_single=is_single)) is not None:
             return single_share(request, end, request.num_scheduled, budget)
         if self._options.rotate == "token" and is_single and request.num_scheduled >= len(request.prompt):
             return rotated_share(request, self._options.decode, budget)
@@ -209,8 +211,10 @@ class Context:
         owners = [group.index(ref.instance) for ref in table]
         dealt: Deal | None = None
         held: tuple[int, ...] = ()
+        keeper = None
         if exchange == "chain" and self._options.home != "computed" and not self._is_too_large(request, view, 1):
             dealt, held = deal_to_last(start, request.num_tokens, owners, room, shape)
+            keeper = None if dealt is None else group[-1]
         if dealt is None:
             dealt = deal_chunk(start, request.num_tokens, owners, room, shape)
             if dealt is None:
@@ -225,6 +229,7 @@ class Context:
             runs=dealt,
             holders=tuple(group[member] for member in held),
             exchange=self._chooser.of_step(exchange, sum(len(run) for runs in dealt for run in runs), len(group)),
+            keeper=keeper,
             hit=hit,
         )
 
@@ -243,6 +248,21 @@ class Context:
         tokens = view.limits.max_num_batched_tokens
         alone = len(view.waiting) + len(view.running) <= 1
         return tokens if alone else max(1, int(tokens * self._options.long_share))
+
+
+def _alone(request: Request, *, is_single: bool) -> int | None:
+    """The instance that goes on with a request by itself: the only one, or for single tokens the keeper of all KV."""
+    if len(request.group) == 1:
+        return request.group[0]
+    keeper = request.keeper
+    alone = keeper is not None and is_single and all(ref.instance == keeper for ref in request.table)
+    return keeper if alone else None
+
+
+def _touched(share: Share) -> tuple[int, ...]:
+    """The instances that a share's step names: also who passes on a token that was sampled elsewhere."""
+    request = share.request
+    return share.group if request.num_tokens == request.num_known else (*share.group, request.sampler)
 
 
 def _ending_at_home(group: tuple[int, ...], hit: PrefixHit, budget: Budget) -> tuple[int, ...]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from typing import TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import msgspec
 
@@ -20,7 +20,7 @@ def parse_options(policy: str, kind: type[OptionsT], options: Mapping[str, str])
     known = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # every options class is a dataclass
     for key in options:
         if key not in known:
-            valid = f"its options are {', '.join(known)}" if known else "it has none"
+            valid = f"its options are {', '.join(known)}" if known else "it has none, but context and others do"
             raise ValueError(f"policy {policy} has no option {key!r}: {valid}")
     try:
         return msgspec.convert(dict(options), kind, strict=False)
@@ -31,7 +31,19 @@ def parse_options(policy: str, kind: type[OptionsT], options: Mapping[str, str])
 def _explained(error: msgspec.ValidationError, kind: type, options: Mapping[str, str]) -> str:
     """The message of a value of the wrong type, with what would be right where that can be listed."""
     key = str(error).rpartition("$.")[2].rstrip("`")
-    choices = get_args(get_type_hints(kind).get(key))
-    if key in options and choices and all(isinstance(choice, str) for choice in choices):
-        return f"option {key} is one of {', '.join(choices)}, but {options[key]!r} given"
-    return f"option {error}"
+    if key not in options:
+        return str(error)
+    wanted = list(_wanted(get_type_hints(kind)[key]))
+    one_of = "one of " if len(wanted) > 1 else ""
+    return f"option {key} is {one_of}{', '.join(wanted)}, but {options[key]!r} given"
+
+
+def _wanted(hint: Any) -> Iterator[str]:  # noqa: ANN401 - a type, a union, a literal or what it lists
+    """What may be given for a type, in words."""
+    if isinstance(hint, str):
+        yield hint
+    elif choices := get_args(hint):
+        for choice in choices:
+            yield from _wanted(choice)
+    else:
+        yield from {bool: ("true", "false"), int: ("a whole number",), float: ("a number",)}[hint]

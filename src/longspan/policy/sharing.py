@@ -65,7 +65,9 @@ class SharingOptions:
         """Raises ValueError when there are not as many fractions as instances."""
         given = len(parse_fractions(self.fractions)) if self.fractions else size
         if given != size:
-            raise ValueError(f"fractions {self.fractions} are {given}, but there are {size} instances")
+            raise ValueError(
+                f"fractions {self.fractions} are {given}, but there are {size} instances: give one for each"
+            )
 
     def shape(self, exchange: Exchange) -> Shape:
         """How prompts are dealt for an exchange."""
