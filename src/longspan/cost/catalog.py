@@ -8,7 +8,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Literal
 
-from longspan.cost.efficiency import Attention, Efficiency, LinearCurve, LinkCurve, StreamCurve
+from longspan.cost.efficiency import Attention, Efficiency, LinearCurve, StreamCurve
 
 _GIB = 2**30
 
@@ -49,8 +49,9 @@ class LinkKind:
     Attributes:
         where: between devices inside a host, or between hosts.
         bytes_per_s: nominal, of a device, or of a host if `per_host`.
-        achieved: what part of that large messages reach; None for what all links reach.
+        achieved, collective: what part of that large messages, and rings of them, reach.
         latency_s: of the smallest message.
+        collective_s: of the smallest collective; between hosts, what each doubling of their number adds.
     """
 
     name: str
@@ -58,8 +59,10 @@ class LinkKind:
     where: Literal["inside", "between"]
     bytes_per_s: float
     per_host: bool
-    achieved: float | None
+    achieved: float
+    collective: float
     latency_s: float
+    collective_s: float
 
 
 def device(name: str) -> Device:
@@ -96,8 +99,10 @@ def link(name: str) -> LinkKind:
         where=entry["where"],
         bytes_per_s=entry["gbytes_per_s"] * 1e9,
         per_host=entry.get("per") == "host",
-        achieved=entry.get("achieved"),
+        achieved=entry["achieved"],
+        collective=entry["collective"],
         latency_s=entry["latency_us"] * 1e-6,
+        collective_s=entry["collective_us"] * 1e-6,
     )
 
 
@@ -122,7 +127,7 @@ def efficiency() -> Efficiency:
     return Efficiency(
         linear=LinearCurve(**table["linear"]),
         stream=StreamCurve(**table["stream"]),
-        link=LinkCurve(**table["link"]),
+        host_smooth=table["host"]["smooth"],
         attention={"flash": Attention(**table["flash"]), "eager": Attention(**table["eager"])},
     )
 

@@ -42,14 +42,6 @@ class StreamCurve:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinkCurve:
-    """Parts of a link's speed that large messages and collectives reach."""
-
-    point_to_point: float
-    collective: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Attention:
     """One way to compute attention, and what comes with the code that does.
 
@@ -60,6 +52,7 @@ class Attention:
         launch_us: the host's time per operator.
         memory_passes: how often received keys and values are read and written once more.
         score_bytes: memory traffic per score element, without fusion.
+        score_part: the part of the memory's speed that this traffic reaches.
         score_buffer_bytes: what is held per score element at once.
         kv_copies: how many copies of gathered keys and values are held.
         rendezvous: whether a message leaves only when its receiver asks for it.
@@ -72,6 +65,7 @@ class Attention:
     launch_us: float
     memory_passes: int
     score_bytes: float
+    score_part: float
     score_buffer_bytes: float
     kv_copies: int
     rendezvous: bool
@@ -80,9 +74,14 @@ class Attention:
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """All constants; `attention` by the kernels that compute it."""
+    """All constants.
+
+    Attributes:
+        host_smooth: how sharply the time of the host, which starts operators, and that of the device meet.
+        attention: by the kernels that compute it.
+    """
 
     linear: LinearCurve
     stream: StreamCurve
-    link: LinkCurve
+    host_smooth: float
     attention: dict[Kernels, Attention]

@@ -32,7 +32,7 @@ class Cluster:
 
     Attributes:
         link: the name of the slowest link between devices that work together: between hosts if there are several.
-        link_bytes_per_s: what that link reaches, if somebody measured it.
+        link_bytes_per_s: the nominal speed of that link, in place of its own.
 
     Raises:
         ValueError: for numbers below 1, or unknown names.
@@ -76,7 +76,7 @@ def roofline(model: Architecture, cluster: Cluster, spec: ParallelSpec, kernels:
     slowest = 1 if cluster.hosts > 1 else 0
     names[slowest], measured[slowest] = cluster.link or names[slowest], cluster.link_bytes_per_s
     inside, between = (
-        wire(catalog.link(name), constants.link, speed) for name, speed in zip(names, measured, strict=True)
+        wire(catalog.link(name), speed) for name, speed in zip(names, measured, strict=True)
     )
     chip = Chip(
         device=device,
@@ -84,9 +84,7 @@ def roofline(model: Architecture, cluster: Cluster, spec: ParallelSpec, kernels:
         attention=constants.attention[kernels],
         bytes_per_element=model.attention.bytes_per_element,
     )
-    topology = Topology(
-        tp=spec.tp, gpus_per_host=cluster.gpus_per_host, inside=inside, between=between, curve=constants.link
-    )
+    topology = Topology(tp=spec.tp, gpus_per_host=cluster.gpus_per_host, inside=inside, between=between)
     return Roofline(layer=Layer(model=model, chip=chip, tp=spec.tp), topology=topology)
 
 

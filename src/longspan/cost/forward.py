@@ -94,7 +94,7 @@ class Roofline:
         if layer.chip.attention.unfused or not all(channel.decode for channel in channels):
             launch_s = num_layers * layer.chip.attention.launch_us * 1e-6
             for instance, breakdown in found.items():
-                breakdown.launch_s = max(0.0, launches[instance] * launch_s - breakdown.total_s)
+                breakdown.launch_s = self._waiting_s(breakdown.total_s, launches[instance] * launch_s)
         return found
 
     def _computed(self, tokens: float, sampled: float) -> Breakdown:
@@ -110,6 +110,11 @@ class Roofline:
             all_reduce_s=shape.num_layers * reduced_s,
             head_s=layer.head_s(sampled) if sampled else 0.0,
         )
+
+    def _waiting_s(self, device_s: float, host_s: float) -> float:
+        """How much longer it takes since the host has to start everything."""
+        smooth = self.layer.chip.efficiency.host_smooth
+        return float((device_s**smooth + host_s**smooth) ** (1 / smooth)) - device_s
 
     def _chain(self, channel: Channel, found: dict[int, Breakdown]) -> None:
         """Adds a chain; all else that its members compute comes behind its attention, layer by layer."""

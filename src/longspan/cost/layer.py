@@ -112,12 +112,14 @@ class Layer:
             + chip.linear_s(tokens, width, shape.hidden_size, model.ffn_bytes)
         )
         curve, element = chip.efficiency.stream, chip.bytes_per_element
-        add_s = chip.stream_s(3 * tokens * shape.hidden_size * element, curve.add)
+        # Norms are not limited by the memory, and take the addition before them along.
+        added = 3 * tokens * shape.hidden_size * element
+        add_s = 2 * chip.stream_s(added, curve.add) if chip.attention.unfused else 0.0
         touched = 5 if chip.attention.unfused and model.gated else 1 + wide
         activation = curve.add if chip.attention.unfused else curve.activation
         activation_s = chip.stream_s(touched * tokens * width * element, activation)
         norm_s = 0.0 if model.parallel else self._norm_s(tokens)
-        return LayerSeconds(linear_s=linear_s, elementwise_s=2 * add_s + activation_s + norm_s)
+        return LayerSeconds(linear_s=linear_s, elementwise_s=add_s + activation_s + norm_s)
 
     def _norm_s(self, tokens: float) -> float:
         if not tokens:

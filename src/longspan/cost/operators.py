@@ -7,9 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from longspan.cost.catalog import Device
-from longspan.cost.efficiency import Attention, Efficiency
+from longspan.cost.efficiency import Attention, Efficiency, LinearCurve
+
+Number = TypeVar("Number", float, NDArray[np.float64])
 
 _TILE = 128 * 128
 _ROWS = 128
@@ -60,13 +66,15 @@ class Chip:
         read_s = 2 * keys * kv_heads * head_dim * self.bytes_per_element
         memory_s = read_s / (self.device.bytes_per_s * self.efficiency.linear.memory)
         # Few queries are packed by KV head, and long keys cut for the whole device: then memory decides.
-        return self.start_s + (memory_s if queries * heads < _ROWS * kv_heads else max(compute_s, memory_s))
+        if queries * heads < _ROWS * kv_heads:
+            return 2 * self.start_s + memory_s  # and one operator more puts the cuts together
+        return self.start_s + max(compute_s, memory_s)
 
     def scores_s(self, *, scores: float, heads: float, head_dim: int) -> float:
         """Attention without fusion over so many scores of each head, hidden ones included."""
         if not scores:
             return 0.0
-        traffic_s = scores * heads * self.attention.score_bytes / (self.device.bytes_per_s * self.efficiency.stream.add)
+        traffic_s = scores * heads * self.attention.score_bytes / (self.device.bytes_per_s * self.attention.score_part)
         products = 4 * scores * heads * head_dim
         return traffic_s + products / (self._peak * self.efficiency.linear.compute)
 
@@ -77,13 +85,39 @@ class Chip:
 
 @lru_cache(maxsize=65536)
 def _linear_s(chip: Chip, rows: float, inputs: float, outputs: float, weight_bytes: float) -> float:
-    curve, device = chip.efficiency.linear, chip.device
     if not rows:
         return 0.0
-    waves = rows * outputs / (_TILE * device.units)
+    device = chip.device
+    return product_s(
+        chip.efficiency.linear,
+        rows,
+        inputs,
+        outputs,
+        weight_bytes=weight_bytes,
+        bytes_per_element=chip.bytes_per_element,
+        peak=device.peak(weight_bytes),
+        bytes_per_s=device.bytes_per_s,
+        units=device.units,
+    )
+
+
+def product_s(
+    curve: LinearCurve,
+    rows: Number,
+    inputs: Number,
+    outputs: Number,
+    *,
+    weight_bytes: float,
+    bytes_per_element: float,
+    peak: Number,
+    bytes_per_s: Number,
+    units: Number,
+) -> Number:
+    """Seconds of a product of [rows, inputs] and weights [inputs, outputs], of numbers or arrays of them."""
+    waves = rows * outputs / (_TILE * units)
     filled = waves / (waves + curve.half_wave) * inputs / (inputs + curve.half_depth)
-    compute_s = 2 * rows * inputs * outputs / (device.peak(weight_bytes) * curve.compute * filled)
-    moved = inputs * outputs * weight_bytes + rows * (inputs + outputs) * chip.bytes_per_element
-    memory_s = moved / (device.bytes_per_s * curve.memory)
-    power = curve.smooth
-    return float((compute_s**power + memory_s**power) ** (1 / power)) + curve.start_us * 1e-6
+    compute_s = 2 * rows * inputs * outputs / (peak * curve.compute * filled)
+    moved = inputs * outputs * weight_bytes + rows * (inputs + outputs) * bytes_per_element
+    memory_s = moved / (bytes_per_s * curve.memory)
+    joined: Number = (compute_s**curve.smooth + memory_s**curve.smooth) ** (1 / curve.smooth)
+    return joined + curve.start_us * 1e-6

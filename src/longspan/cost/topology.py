@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 
 from longspan.cost.catalog import LinkKind
-from longspan.cost.efficiency import LinkCurve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,25 +14,33 @@ class Wire:
 
     Attributes:
         bytes_per_s: that large messages between two devices reach, one way.
-        host_bytes_per_s: that all devices of a host reach together; infinity where they do not share.
+        ring_bytes_per_s: the same of rings of messages, as collectives send them.
+        shared: whether these are of a host, whose devices share them.
         latency_s: of the smallest message.
+        collective_s: of the smallest collective; between hosts, of each doubling of their number.
     """
 
     bytes_per_s: float
-    host_bytes_per_s: float
+    ring_bytes_per_s: float
+    shared: bool
     latency_s: float
+    collective_s: float
 
     def flow(self, flows: int) -> float:
         """Bytes per second of each of so many messages that leave a host at once."""
-        return min(self.bytes_per_s, self.host_bytes_per_s / flows)
+        return self.bytes_per_s / flows if self.shared else self.bytes_per_s
 
 
-def wire(kind: LinkKind, curve: LinkCurve, bytes_per_s: float | None = None) -> Wire:
-    """A link as messages find it; `bytes_per_s` replaces what it reaches by what somebody measured."""
-    reached = kind.bytes_per_s * (curve.point_to_point if kind.achieved is None else kind.achieved)
-    reached = reached if bytes_per_s is None else bytes_per_s
-    shared = reached if kind.per_host else math.inf
-    return Wire(bytes_per_s=reached, host_bytes_per_s=shared, latency_s=kind.latency_s)
+def wire(kind: LinkKind, bytes_per_s: float | None = None) -> Wire:
+    """A link as messages find it, of another nominal speed if one is given."""
+    nominal = kind.bytes_per_s if bytes_per_s is None else bytes_per_s
+    return Wire(
+        bytes_per_s=nominal * kind.achieved,
+        ring_bytes_per_s=nominal * kind.collective,
+        shared=kind.per_host,
+        latency_s=kind.latency_s,
+        collective_s=kind.collective_s,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,14 +49,12 @@ class Topology:
 
     Attributes:
         inside, between: how messages of one host, and of different hosts, travel.
-        curve: what collectives reach.
     """
 
     tp: int
     gpus_per_host: int
     inside: Wire
     between: Wire
-    curve: LinkCurve
 
     def host(self, instance: int) -> int:
         """Of an instance's first rank."""
@@ -75,7 +80,7 @@ class Topology:
         here = self._members_per_host(group)
         outside = num_bytes * (len(group) - here) / (len(group) - 1)
         flows = here * min(self.tp, self.gpus_per_host)
-        return self.between.latency_s + max(
+        return self.between.collective_s * math.ceil(math.log2(len(group) // here)) + max(
             outside / self.between.flow(flows), (num_bytes - outside) / self.inside.bytes_per_s
         )
 
@@ -105,12 +110,12 @@ class Topology:
         here = -(-members // hosts)
         speeds, latency_s = [], 0.0
         if here > 1:
-            # A ring's own fraction of a link's speed, against that of single messages.
-            speeds.append(self.inside.bytes_per_s * self.curve.collective / self.curve.point_to_point)
-            latency_s += self.inside.latency_s * math.log2(here)
+            speeds.append(self.inside.ring_bytes_per_s)
+            latency_s += self.inside.collective_s
         if hosts > 1:
-            speeds.append(min(self.between.bytes_per_s * here, self.between.host_bytes_per_s / rings))
-            latency_s += self.between.latency_s * math.ceil(math.log2(hosts))
+            network = self.between.ring_bytes_per_s
+            speeds.append(network / rings if self.between.shared else network * here)
+            latency_s += self.between.collective_s * math.ceil(math.log2(hosts))
         return latency_s + num_bytes / min(speeds)
 
     def _members_per_host(self, group: tuple[int, ...]) -> int:
