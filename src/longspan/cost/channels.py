@@ -69,20 +69,24 @@ class ChannelTime:
         return self.attention_s + self.exposed_s + self.overhead_s
 
 
-def share_of(runs: Iterable[Run], *, held: float, width: int | None = None) -> Share:
-    """The share of a member that computes some runs.
+def share_of(runs: Iterable[Run], *, cached: float, width: int) -> Share:
+    """The share of a member that computes some runs, and holds them with `cached` keys of earlier steps.
 
-    Args:
-        held: keys that it holds.
-        width: how many keys the rectangles of plain products span; where the runs end if not given.
+    Its rectangles span `width` keys.
     """
-    queries, pairs, end = 0, 0.0, 0
+    queries, pairs = 0, 0.0
     for run in runs:
-        span = run.positions
-        queries += len(span)
-        pairs += len(span) * ((span[0] + span[-1]) / 2 + 1) if span else 0.0
-        end = max(end, run.stop)
-    return Share(queries=queries, pairs=pairs, scores=queries * (end if width is None else width), held=held)
+        number = -(-(run.stop - run.start) // run.step)
+        queries += number
+        pairs += number * (run.start + (number - 1) * run.step / 2 + 1)
+    return Share(queries=queries, pairs=pairs, scores=queries * width, held=cached + queries)
+
+
+def chain_share_of(runs: Sequence[Run]) -> Share:
+    """The share of a member of a chain: it gets all keys before its own, which its rectangles end with."""
+    end = max((run.stop for run in runs), default=0)
+    share = share_of(runs, cached=0, width=end)
+    return Share(queries=share.queries, pairs=share.pairs, scores=share.scores, held=end)
 
 
 def attention_s(layer: Layer, share: Share, *, keys: float, pieces: int = 1, head_parts: int = 1) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from longspan.cost.chain import Member, skewed
 from longspan.cost.channels import Channel, ChannelTime, attention_s, channel_time, copies_s
@@ -56,7 +56,7 @@ class Breakdown:
 
     def as_dict(self) -> dict[str, float]:
         """Seconds by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return {one.name: getattr(self, one.name) for one in fields(self)}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,6 +65,7 @@ class Roofline:
 
     layer: Layer
     topology: Topology
+    _known: dict[tuple[float, float], dict[str, float]] = field(default_factory=dict, repr=False)
 
     def times(
         self, channels: Sequence[Channel], tokens: Mapping[int, float], sampled: Mapping[int, float]
@@ -77,7 +78,7 @@ class Roofline:
             sampled: for how many of them it computes the output head.
         """
         layer, num_layers = self.layer, self.layer.model.attention.num_layers
-        found = {instance: self._computed(tokens[instance], sampled.get(instance, 0)) for instance in tokens}
+        found = {instance: Breakdown(**self._computed(tokens[instance], sampled.get(instance, 0))) for instance in tokens}
         launches = dict.fromkeys(tokens, layer.num_launches)
         chains = []
         for channel in channels:
@@ -97,19 +98,24 @@ class Roofline:
                 breakdown.launch_s = self._waiting_s(breakdown.total_s, launches[instance] * launch_s)
         return found
 
-    def _computed(self, tokens: float, sampled: float) -> Breakdown:
-        layer, shape = self.layer, self.layer.model.attention
-        before, behind = layer.before(tokens), layer.behind(tokens)
-        reduced_s = 0.0
-        if layer.tp > 1 and tokens:
-            sums = 1 if layer.model.parallel else 2
-            reduced_s = sums * self.topology.all_reduce_s(tokens * shape.hidden_size * layer.chip.bytes_per_element)
-        return Breakdown(
-            linear_s=shape.num_layers * (before.linear_s + behind.linear_s),
-            elementwise_s=shape.num_layers * (before.elementwise_s + behind.elementwise_s),
-            all_reduce_s=shape.num_layers * reduced_s,
-            head_s=layer.head_s(sampled) if sampled else 0.0,
-        )
+    def _computed(self, tokens: float, sampled: float) -> dict[str, float]:
+        """What does not depend on channels, as fields of `Breakdown`."""
+        key = tokens, sampled
+        if key not in self._known:
+            layer, shape = self.layer, self.layer.model.attention
+            before, behind = layer.before(tokens), layer.behind(tokens)
+            reduced_s = 0.0
+            if layer.tp > 1 and tokens:
+                sums = 1 if layer.model.parallel else 2
+                reduced = tokens * shape.hidden_size * layer.chip.bytes_per_element
+                reduced_s = sums * self.topology.all_reduce_s(reduced)
+            self._known[key] = {
+                "linear_s": shape.num_layers * (before.linear_s + behind.linear_s),
+                "elementwise_s": shape.num_layers * (before.elementwise_s + behind.elementwise_s),
+                "all_reduce_s": shape.num_layers * reduced_s,
+                "head_s": layer.head_s(sampled) if sampled else 0.0,
+            }
+        return self._known[key]
 
     def _waiting_s(self, device_s: float, host_s: float) -> float:
         """How much longer it takes since the host has to start everything."""
