@@ -29,6 +29,7 @@ _HALF = 2
 _NAMES = ("compute", "half_wave", "half_depth", "memory", "smooth", "start_us")
 _START = (0.75, 0.1, 50.0, 0.8, 2.0, 4.0)
 _BEYOND_CACHES = 2**26
+_KIND = ("network", "collective", "num_workers", "devices_per_node")
 _SMALL, _LARGE = 2**16, 2**25
 _STREAMS = {
     "norm": ("input_layernorm_ms", "post_attention_layernorm_ms"),
@@ -225,15 +226,14 @@ def _print_links(lines: list[dict[str, str]]) -> None:
             print(f"{field} = {part:.3f}, latency {1e6 * start_s:.1f} us")
     for network in _LINKS:
         for collective, ranks in (("send_recv", "2"), ("all_reduce", "2"), ("all_reduce", "16")):
-            starts = [
+            wanted = (network, collective, ranks, "8" if ranks == "16" else "1")
+            times = [
                 1e3 * float(line["median_ms"])
                 for line in lines
-                if (line["network"], line["collective"], line["num_workers"]) == (network, collective, ranks)
-                and line["devices_per_node"] == ("8" if ranks == "16" else "1")
-                and int(line["size"]) <= _SMALL
+                if tuple(line[field] for field in _KIND) == wanted and int(line["size"]) <= _SMALL
             ]
-            if starts:
-                print(f"# {network}, {collective} of {ranks} ranks on 2 hosts: latency {np.median(starts):.1f} us")
+            if times:
+                print(f"# {network}, {collective} of {ranks} ranks on 2 hosts: latency {np.median(times):.1f} us")
 
 
 if __name__ == "__main__":

@@ -31,6 +31,15 @@ class Share:
     scores: float
     held: float
 
+    def times(self, number: int) -> Share:
+        """Of so many requests alike."""
+        return Share(
+            queries=number * self.queries,
+            pairs=number * self.pairs,
+            scores=number * self.scores,
+            held=number * self.held,
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Channel:
@@ -124,7 +133,7 @@ def channel_time(layer: Layer, topology: Topology, channel: Channel) -> ChannelT
         return _ring_q(layer, topology, channel)
     if exchange in ("gather_kv", "gather_kv_dense"):
         return _gather_kv(layer, topology, channel)
-    assert exchange != "chain" and exchange != "local", f"a group of {len(channel.group)} with exchange {exchange}"
+    assert exchange not in {"chain", "local"}, f"a group of {len(channel.group)} with exchange {exchange}"
     return _by_heads(layer, topology, channel)
 
 
