@@ -36,7 +36,7 @@ def _read(model: str) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{file} cannot be read as a config.json: {error}") from None
     if not isinstance(config, dict):
-        raise ValueError(f"{file} must be a JSON object, as a model's config.json is")  # noqa: TRY004 - a user's mistake
+        raise ValueError(f"{file} must be a JSON object, as a model's config.json is")
     return config
 
 

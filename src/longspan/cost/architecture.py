@@ -40,7 +40,7 @@ class Architecture:
     """A model's sizes.
 
     Attributes:
-        attention: of the part that exchanges depend on; its precision is that of everything but the feed-forward layers.
+        attention: of the part that exchanges depend on; its precision is that of all but the feed-forward layers.
         ffn_bytes: of a weight in the feed-forward layers.
         gated: three matrices in the feed-forward layers, two otherwise.
         tied: whether the output head is the embedding.

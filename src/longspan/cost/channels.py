@@ -119,7 +119,7 @@ def copies_s(layer: Layer, keys: float) -> float:
     passes = layer.chip.attention.memory_passes
     if not passes:
         return 0.0
-    return layer.chip.stream_s(2 * passes * keys * layer.kv_bytes, layer.chip.efficiency.stream.add)
+    return layer.chip.stream_s(2 * passes * keys * layer.kv_bytes)
 
 
 def channel_time(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
@@ -246,4 +246,4 @@ def _hop_s(layer: Layer, channel: Channel) -> float:
 def _merge_s(layer: Layer, queries: float) -> float:
     elements = queries * layer.heads * layer.model.attention.head_dim
     chip = layer.chip
-    return chip.stream_s(elements * chip.attention.merge_bytes, chip.efficiency.stream.add)
+    return chip.stream_s(elements * chip.attention.merge_bytes)
