@@ -100,17 +100,17 @@ def chain_share_of(runs: Sequence[Run]) -> Share:
 
 def attention_s(layer: Layer, share: Share, *, keys: float, pieces: int = 1, head_parts: int = 1) -> float:
     """Seconds of a member's attention over `keys`, as so many equal pieces, for a part of the heads."""
-    shape = layer.model.attention
-    heads = layer.heads / head_parts
-    if layer.chip.attention.unfused:
-        return layer.chip.scores_s(scores=share.scores, heads=heads, head_dim=shape.head_dim)
-    return pieces * layer.chip.attention_s(
+    chip, head_dim = layer.chip, layer.model.attention.head_dim
+    heads, kv_heads = layer.heads / head_parts, max(1.0, layer.kv_heads / head_parts)
+    if chip.attention.unfused:
+        return chip.scores_s(scores=share.scores, keys=keys, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    return pieces * chip.attention_s(
         queries=share.queries,
         pairs=share.pairs / pieces,
         keys=keys / pieces,
         heads=heads,
-        kv_heads=max(1.0, layer.kv_heads / head_parts),
-        head_dim=shape.head_dim,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
     )
 
 

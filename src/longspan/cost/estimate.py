@@ -213,7 +213,7 @@ def _levelled(model: Roofline, prompt: Prompt, block: int) -> tuple[int, ...]:
     token_s = (layer.before(prompt.new).total_s + layer.behind(prompt.new).total_s) / prompt.new
     whole = Share(queries=prompt.new, pairs=prompt.new**2, scores=prompt.new**2, held=prompt.new)
     score_s = attention_s(layer, whole, keys=prompt.new) / prompt.new**2
-    pieces, start = [], prompt.cached
+    pieces: list[float] = []
     low, high = 0.0, prompt.new * (token_s + score_s * (prompt.new + prompt.cached))
     for _ in range(50):
         level, start, pieces = (low + high) / 2, prompt.cached, []
