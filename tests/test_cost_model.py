@@ -266,6 +266,12 @@ def test_a_decode_step_takes_what_its_estimate_says() -> None:
     assert seconds == {0: pytest.approx(estimate_decode(model_on(), 1, "local", 4096, 8).seconds)}
 
 
+def test_chains_leave_decoding_to_one_member() -> None:
+    chained, alone = (estimate_decode(model_on(instances=4), n, "chain", 4096, 8) for n in (4, 1))
+    assert chained == alone
+    assert estimate_decode(model_on(instances=4), 4, "ring_q", 4096, 8).partition == (2, 2, 2, 2)
+
+
 def test_batched_decodes_share_the_weights_and_prompts_pay_for_themselves() -> None:
     cost = step_cost(4)
 
