@@ -142,6 +142,13 @@ def test_even_chains_send_half_of_a_gather() -> None:
     assert prefill(4, "chain", 4096).bytes_exchanged == prefill(4, "gather_kv", 4096).bytes_exchanged / 2
 
 
+def test_cached_keys_do_not_run_through_chains() -> None:
+    """Each of four members gets the three quarters of them that it lacks, once; new ones are as if nothing was cached."""
+    kv_bytes = 32 * model_on().layer.model.attention.kv_bytes
+    sent = prefill(4, "chain", 12288, 8192).bytes_exchanged
+    assert sent == prefill(4, "chain", 4096).bytes_exchanged + 3 * 8192 * kv_bytes
+
+
 def test_a_message_of_a_rendezvous_waits_for_its_receiver() -> None:
     """Layers of 1 + 2 s and messages of 4 s: eagerly sent, the second is under way while the receiver computes."""
     pair = [Member(before_s=1, behind_s=2, message_s=4), Member(before_s=1, behind_s=2, message_s=0)]

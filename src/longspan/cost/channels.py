@@ -98,6 +98,11 @@ def chain_share_of(runs: Sequence[Run]) -> Share:
     return Share(queries=share.queries, pairs=share.pairs, scores=share.scores, held=end)
 
 
+def cached_in_chain(channel: Channel) -> float:
+    """Keys of earlier steps. They go to all readers at once, and do not run through the chain."""
+    return max(0.0, channel.shares[0].held - channel.shares[0].queries)
+
+
 def attention_s(layer: Layer, share: Share, *, keys: float, pieces: int = 1, head_parts: int = 1) -> float:
     """Seconds of a member's attention over `keys`, as so many equal pieces, for a part of the heads."""
     chip, head_dim = layer.chip, layer.model.attention.head_dim
@@ -223,7 +228,8 @@ def exchanged_bytes(layer: Layer, channel: Channel) -> float:
     if members == 1:
         return 0.0
     if channel.exchange == "chain":
-        return kv_bytes * sum(share.held for share in channel.shares[:-1])
+        cached = cached_in_chain(channel)
+        return kv_bytes * sum(max(share.held, cached) for share in channel.shares[:-1])
     if channel.exchange in ("ring_kv", "gather_kv", "gather_kv_dense"):
         return (members - 1) * kv_bytes * held
     if channel.exchange == "ring_q":
