@@ -143,7 +143,7 @@ def test_even_chains_send_half_of_a_gather() -> None:
 
 
 def test_cached_keys_do_not_run_through_chains() -> None:
-    """Each of four members gets the three quarters of them that it lacks, once; new ones are as if nothing was cached."""
+    """Each of four members gets the three quarters of them that it lacks; new ones travel as if nothing was cached."""
     kv_bytes = 32 * model_on().layer.model.attention.kv_bytes
     sent = prefill(4, "chain", 12288, 8192).bytes_exchanged
     assert sent == prefill(4, "chain", 4096).bytes_exchanged + 3 * 8192 * kv_bytes
