@@ -1,0 +1,260 @@
+"""What one prompt, or one step of decoding, costs on a cluster: the answer of `longspan estimate`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, Literal
+
+from longspan.core.runs import Run, deal
+from longspan.core.steps import Exchange
+from longspan.cost.channels import Channel, Share, attention_s, chain_share_of, exchanged_bytes, share_of
+from longspan.cost.forward import Breakdown, Roofline
+from longspan.cost.memory import Memory, memory
+from longspan.cost.partition import cut, even, search
+
+Phase = Literal["prefill", "decode"]
+Fractions = tuple[float, ...] | Literal["search"] | None
+_BLOCK = 128
+"""Pieces of a chain are whole blocks of so many tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What is predicted.
+
+    Attributes:
+        seconds: to the first token, or between tokens.
+        lower_bound_s: of a prefill, equation 2 of KV-Runahead, from the time of one instance; of a decode step, all
+            weights and keys at the memory's full speed.
+        flops_per_gpu_s: operations per second and device, counted as in Context Parallelism, Appendix A.
+        mfu: that as a part of the peak in 16 bits.
+        partition: tokens of each instance.
+    """
+
+    phase: Phase
+    seconds: float
+    lower_bound_s: float
+    breakdown: Breakdown
+    bytes_exchanged: float
+    memory: Memory
+    flops_per_gpu_s: float
+    mfu: float
+    partition: tuple[int, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """What `--json` prints."""
+        communication_s = self.breakdown.exposed_communication_s
+        return {
+            "ttft_s" if self.phase == "prefill" else "tbt_s": self.seconds,
+            "lower_bound_s": self.lower_bound_s,
+            "compute_s": self.seconds - communication_s,
+            "exposed_communication_s": communication_s,
+            "bytes_exchanged": round(self.bytes_exchanged),
+            "memory_gib_per_gpu": self.memory.used / 2**30,
+            "fits": self.memory.fits,
+            "memory": self.memory.arithmetic,
+            "mfu": self.mfu,
+            "tflops_per_gpu_s": self.flops_per_gpu_s / 1e12,
+            "partition": list(self.partition),
+            "breakdown": self.breakdown.as_dict(),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """`batch` prompts alike, of `new` tokens behind `cached` ones, dealt to a group.
+
+    Raises:
+        ValueError: without new tokens or prompts, or for a group without an exchange.
+    """
+
+    exchange: Exchange
+    group: tuple[int, ...]
+    new: int
+    cached: int
+    batch: int
+
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise ValueError(f"batch must be at least 1, but {self.batch} given")
+        if self.new < 1 or self.cached < 0:
+            total = self.new + self.cached
+            raise ValueError(f"a prompt has at least 1 new token, but {total} tokens with {self.cached} cached given")
+        if len(self.group) > 1 and self.exchange == "local":
+            raise ValueError(f"{len(self.group)} instances share a prompt by an exchange: choose one, such as ring_kv")
+
+    def channel(self, partition: Sequence[int] | None) -> Channel:
+        """With pieces of `partition` tokens one after the other, or zigzag ones."""
+        members, total = len(self.group), self.new + self.cached
+        if partition is None:
+            runs = deal("zigzag" if members > 1 else "single", 0, self.new, members)
+        else:
+            ends = accumulate(partition)
+            runs = tuple((Run(end - size, end),) if size else () for end, size in zip(ends, partition, strict=True))
+        moved = [tuple(Run(self.cached + run.start, self.cached + run.stop) for run in member) for member in runs]
+        if self.exchange == "chain":
+            shares = [chain_share_of(member) for member in moved]
+        else:
+            shares = [share_of(member, cached=self.cached / members, width=total) for member in moved]
+        return Channel(
+            exchange=self.exchange,
+            group=self.group,
+            shares=tuple(share.times(self.batch) for share in shares),
+            keys=total * self.batch,
+            decode=False,
+        )
+
+
+def estimate_prefill(
+    model: Roofline,
+    instances: int,
+    exchange: Exchange,
+    length: int,
+    cached: int = 0,
+    *,
+    fractions: Fractions = None,
+    batch: int = 1,
+) -> Estimate:
+    """`batch` prompts of `length` tokens of which the first `cached` have been computed, all dealt to all instances.
+
+    Chains, and whatever gets fractions, are dealt contiguously, the rest zigzag.
+
+    Raises:
+        ValueError: without new tokens or prompts, for no exchange, or another number of fractions.
+    """
+    if instances == 1:
+        exchange = "local"
+    prompt = Prompt(exchange=exchange, group=tuple(range(instances)), new=length - cached, cached=cached, batch=batch)
+    channel = prompt.channel(_partition(model, prompt, fractions))
+    found = _times(model, channel, batch)
+    slowest = max(found.values(), key=lambda breakdown: breakdown.total_s)
+    last = found[channel.group[-1]] if exchange == "chain" else slowest
+    alone = replace(prompt, exchange="local", group=(0,)).channel(None)
+    alone_s = _times(model, alone, batch)[0].total_s
+    shape = model.layer.model.attention
+    pairs = sum(share.pairs for share in channel.shares)
+    flops = (
+        2 * model.layer.model.num_parameters * prompt.new * batch
+        + 4 * pairs * shape.num_heads * shape.head_dim * shape.num_layers
+    )
+    return _estimate(
+        model,
+        channel,
+        phase="prefill",
+        breakdown=last,
+        lower_bound_s=alone_s / 2 * (1 / instances + 1 / instances**2),
+        flops=flops,
+    )
+
+
+def estimate_decode(model: Roofline, instances: int, exchange: Exchange, length: int, batch: int = 1) -> Estimate:
+    """One token of each of `batch` requests, behind `length` tokens each, which lie evenly on all instances.
+
+    A chain leaves all of them with its last member, which decodes alone.
+
+    Raises:
+        ValueError: without tokens or requests, or for an exchange that decoding has no use for.
+    """
+    if length < 1 or batch < 1:
+        raise ValueError(f"decoding is of at least 1 request behind 1 token, but {batch} behind {length} given")
+    if exchange == "chain":
+        instances = 1
+    channel = decode_channel("local" if instances == 1 else exchange, tuple(range(instances)), length, batch)
+    breakdown = max(_times(model, channel).values(), key=lambda one: one.total_s)
+    layer, shape = model.layer, model.layer.model.attention
+    read = layer.model.weight_bytes * instances + batch * length * shape.kv_bytes * shape.num_layers
+    flops = batch * (2 * layer.model.num_parameters + 4 * length * shape.num_heads * shape.head_dim * shape.num_layers)
+    bound_s = read / (instances * layer.tp * layer.chip.device.bytes_per_s)
+    return _estimate(model, channel, phase="decode", breakdown=breakdown, lower_bound_s=bound_s, flops=flops)
+
+
+def decode_channel(exchange: Exchange, group: tuple[int, ...], length: int, batch: int) -> Channel:
+    """The channel of one token of each request, whose keys lie evenly on all members, and whose homes do, too."""
+    members, keys = len(group), batch * length
+    shares = []
+    for member in range(members):
+        queries = batch // members + (member < batch % members)
+        held = keys / members
+        shares.append(Share(queries=queries, pairs=queries * length, scores=queries * length, held=held))
+    return Channel(exchange=exchange, group=group, shares=tuple(shares), keys=keys, decode=True)
+
+
+def _partition(model: Roofline, prompt: Prompt, fractions: Fractions) -> tuple[int, ...] | None:
+    members = len(prompt.group)
+    if fractions is None:
+        return even(prompt.new, members, 1) if prompt.exchange == "chain" else None
+    if not isinstance(fractions, tuple):
+        return _searched(model, prompt)
+    if len(fractions) != members:
+        raise ValueError(f"{len(fractions)} fractions given for {members} instances: give one for each")
+    return cut(fractions, prompt.new, 1)
+
+
+def _searched(model: Roofline, prompt: Prompt) -> tuple[int, ...]:
+    """The best of two searches, from even pieces and from pieces that take equally long alone."""
+
+    def ttft_s(partition: tuple[int, ...]) -> float:
+        found = _times(model, prompt.channel(partition), prompt.batch)
+        if prompt.exchange == "chain":
+            return found[prompt.group[-1]].total_s
+        return max(breakdown.total_s for breakdown in found.values())
+
+    members = len(prompt.group)
+    block = min(_BLOCK, max(1, prompt.new // (4 * members)))
+    seeds = (None, _levelled(model, prompt, block))
+    found = (search(ttft_s, prompt.new, members, block, seed) for seed in seeds)
+    return min(found, key=ttft_s)
+
+
+def _levelled(model: Roofline, prompt: Prompt, block: int) -> tuple[int, ...]:
+    """Pieces whose tokens and scores together cost the same: earlier ones see fewer keys, so they are longer."""
+    layer, members = model.layer, len(prompt.group)
+    token_s = (layer.before(prompt.new).total_s + layer.behind(prompt.new).total_s) / prompt.new
+    whole = Share(queries=prompt.new, pairs=prompt.new**2, scores=prompt.new**2, held=prompt.new)
+    score_s = attention_s(layer, whole, keys=prompt.new) / prompt.new**2
+    pieces: list[float] = []
+    low, high = 0.0, prompt.new * (token_s + score_s * (prompt.new + prompt.cached))
+    for _ in range(50):
+        level, start, pieces = (low + high) / 2, prompt.cached, []
+        for _ in range(members):
+            linear = token_s + score_s * start
+            piece = (math.sqrt(linear**2 + 4 * score_s * level) - linear) / (2 * score_s)
+            pieces.append(piece)
+            start += math.ceil(piece)
+        low, high = (level, high) if sum(pieces) < prompt.new else (low, level)
+    total = sum(pieces)
+    return cut([piece / total for piece in pieces], prompt.new, block)
+
+
+def _times(model: Roofline, channel: Channel, batch: int = 1) -> dict[int, Breakdown]:
+    tokens = {instance: share.queries for instance, share in zip(channel.group, channel.shares, strict=True)}
+    if channel.decode:
+        sampled = dict(tokens)
+    else:
+        sampled = {channel.group[-1] if channel.exchange == "chain" else channel.group[0]: batch}
+    return model.times([channel], tokens, sampled)
+
+
+def _estimate(
+    model: Roofline, channel: Channel, *, phase: Phase, breakdown: Breakdown, lower_bound_s: float, flops: float
+) -> Estimate:
+    layer, shape = model.layer, model.layer.model.attention
+    queries = [share.queries for share in channel.shares]
+    sums = 1 if layer.model.parallel else 2
+    reduced = sums * 2 * (layer.tp - 1) * sum(queries) * shape.hidden_size * layer.chip.bytes_per_element
+    seconds = breakdown.total_s
+    rate = flops / seconds / (len(queries) * layer.tp)
+    return Estimate(
+        phase=phase,
+        seconds=seconds,
+        lower_bound_s=lower_bound_s,
+        breakdown=breakdown,
+        bytes_exchanged=shape.num_layers * (exchanged_bytes(layer, channel) + reduced),
+        memory=memory(layer, channel, max(queries)),
+        flops_per_gpu_s=rate,
+        mfu=rate / layer.chip.device.peak(2),
+        partition=tuple(queries),
+    )
