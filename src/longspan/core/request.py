@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -53,6 +54,7 @@ class Request:
     """Counters instead of phases: `num_computed <= num_scheduled <= num_tokens`.
 
     Attributes:
+        prompt: token ids; any sequence that does not change, whose slices are such sequences.
         choice, leader: which of the `n` outputs of a prompt this is; all but the first wait until it has computed the
             prompt, whose KV they share.
         num_promised: tokens there will be when all steps in flight are done; they can be scheduled already.
@@ -69,7 +71,7 @@ class Request:
     """
 
     id: int
-    prompt: tuple[int, ...]
+    prompt: Sequence[int]
     params: SamplingParams
     seed: int
     block_size: int
@@ -130,12 +132,12 @@ class Request:
         """Whether the logprobs of its prompt are still to be reported."""
         return self.params.prompt_logprobs is not None and self.leader is None and not self.output
 
-    def tokens(self, start: int, stop: int) -> tuple[int, ...]:
+    def tokens(self, start: int, stop: int) -> Sequence[int]:
         """Token ids at positions `[start, stop)`, `UNKNOWN` where steps in flight will sample them."""
         num_prompt = len(self.prompt)
         if stop <= num_prompt:
             return self.prompt[start:stop]
-        known = self.prompt[start:] + tuple(self.output[max(0, start - num_prompt) : stop - num_prompt])
+        known = (*self.prompt[start:], *self.output[max(0, start - num_prompt) : stop - num_prompt])
         return known + (UNKNOWN,) * (stop - start - len(known))
 
     def sampling(self, eos_token_ids: tuple[int, ...]) -> Sampling:
@@ -182,6 +184,14 @@ class Request:
         """Changes the pinned length, and with it every prefix key."""
         self.rope_length = length
         self._keys.clear()
+
+    @property
+    def homes_to_come(self) -> tuple[int, ...]:
+        """Who will hold what is still to come of it: the last member alone if it holds all so far, as after a chain."""
+        group = self.group
+        if len(group) > 1 and self.table and all(ref.instance == group[-1] for ref in self.table):
+            return group[-1:]
+        return group
 
     @property
     def homes(self) -> Homes:

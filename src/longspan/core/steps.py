@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -157,7 +158,7 @@ class Part:
     request_id: int
     start: int
     stop: int
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]
     group: tuple[int, ...]
     runs: Deal
     exchange: Exchange
@@ -168,7 +169,7 @@ class Part:
     sampling: Sampling | None = None
     first_output: int = 0
     new_output: tuple[int, ...] = ()
-    targets: tuple[int, ...] = ()
+    targets: Sequence[int] = ()
     rope_length: int = 0
     rotation: Rotation | None = None
 
