@@ -121,7 +121,9 @@ def test_times_of_a_request_add_up() -> None:
     request = cluster.add(range(64), max_tokens=4)
     cluster.run()
     metrics = request.metrics
-    assert metrics.ttft_s is not None and metrics.ttft_s == pytest.approx(2 * LinearCost().seconds(cluster.forwards[0])[0])
+    assert metrics.ttft_s is not None and metrics.ttft_s == pytest.approx(
+        2 * LinearCost().seconds(cluster.forwards[0])[0]
+    )
     assert len(metrics.tbt_s) == 3
     assert metrics.last_token_s == metrics.finished_s == cluster.clock.now()
     assert metrics.ttft_s + sum(metrics.tbt_s) == pytest.approx(cluster.clock.now())

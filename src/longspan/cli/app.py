@@ -21,6 +21,7 @@ from longspan.cli.chat import chat
 from longspan.cli.generate import generate
 from longspan.cli.profile import profile
 from longspan.cli.serve import serve
+from longspan.cli.simulate import simulate
 from longspan.core.errors import WorkerLostError
 
 app = typer.Typer(
@@ -34,6 +35,7 @@ app.command()(chat)
 app.command()(serve)
 app.command()(batch)
 app.command()(profile)
+app.command()(simulate)
 app.add_typer(bench, name="bench")
 
 
