@@ -65,12 +65,51 @@ class Timeline:
     busy_s: tuple[float, ...]
 
 
-def chain(cost: LayerCost, num_layers: int, partition: Sequence[int]) -> Timeline:
-    """A prefill whose members hold consecutive pieces of a prompt and hand KV down the line (§4.1, Fig. 7).
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """What a layer costs one member of a chain, in seconds.
+
+    Attributes:
+        before_s: until its own keys and values are there.
+        behind_s: attention and everything after it.
+        message_s: keys and values, all up to its own, on their way to the next member.
+        latency_s: of that message, besides.
+    """
+
+    before_s: float
+    behind_s: float
+    message_s: float
+    latency_s: float = 0.0
+
+
+def skewed(members: Sequence[Member], num_layers: int, *, rendezvous: bool = False) -> list[float]:
+    """When each member of a chain is done (§4.1, Fig. 7).
 
     In every layer a member projects its tokens while its predecessor's message is under way, and attends once all KV up
     to its own is there; it leaves for the successor at that moment, while attention runs. So layers run skewed, and
     nobody waits for a later member. A link carries one message after the other.
+
+    With `rendezvous`, a message also waits until its receiver has come to the same layer.
+    """
+    free_s, link_free_s = [0.0] * len(members), [0.0] * len(members)
+    for _ in range(num_layers):
+        arrived_s = ready_s = 0.0
+        for index, member in enumerate(members):
+            if index and rendezvous:
+                previous = members[index - 1]
+                begun_s = max(ready_s, free_s[index], link_free_s[index - 1])
+                link_free_s[index - 1] = begun_s + previous.message_s
+                arrived_s = link_free_s[index - 1] + previous.latency_s
+            ready_s = max(free_s[index] + member.before_s, arrived_s)
+            if not rendezvous:
+                link_free_s[index] = max(ready_s, link_free_s[index]) + member.message_s
+                arrived_s = link_free_s[index] + member.latency_s
+            free_s[index] = ready_s + member.behind_s
+    return free_s
+
+
+def chain(cost: LayerCost, num_layers: int, partition: Sequence[int]) -> Timeline:
+    """A prefill whose members hold consecutive pieces of a prompt and hand KV down the line, see `skewed`.
 
     Raises:
         ValueError: when no member has tokens, or one has fewer than none.
@@ -78,15 +117,16 @@ def chain(cost: LayerCost, num_layers: int, partition: Sequence[int]) -> Timelin
     last = _last_with_tokens(partition)
     held = list(accumulate(partition))
     compute_s = _compute_s(cost, partition, held)
-    free_s, link_free_s = [0.0] * len(partition), [0.0] * len(partition)
-    for _ in range(num_layers):
-        arrived_s = 0.0
-        for member, tokens in enumerate(partition):
-            ready_s = max(free_s[member] + cost.qkv_s * tokens, arrived_s)
-            link_free_s[member] = max(ready_s, link_free_s[member]) + held[member] * cost.kv_bytes / cost.bytes_per_s
-            arrived_s = link_free_s[member] + cost.latency_s
-            free_s[member] = ready_s + compute_s[member]
-    return _timeline(cost, num_layers, partition, compute_s, free_s[last])
+    members = [
+        Member(
+            before_s=cost.qkv_s * tokens,
+            behind_s=compute,
+            message_s=keys * cost.kv_bytes / cost.bytes_per_s,
+            latency_s=cost.latency_s,
+        )
+        for tokens, compute, keys in zip(partition, compute_s, held, strict=True)
+    ]
+    return _timeline(cost, num_layers, partition, compute_s, skewed(members, num_layers)[last])
 
 
 def gather_kv(cost: LayerCost, num_layers: int, partition: Sequence[int]) -> Timeline:

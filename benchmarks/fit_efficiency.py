@@ -1,0 +1,242 @@
+"""Fits the constants of `cost/data/efficiency.toml` to Vidur's profiles, and says how well they hold for what was left out.
+
+    python benchmarks/fit_efficiency.py PROFILES
+
+PROFILES is a folder with linear_layers.csv.gz and collectives.csv.gz: median milliseconds of operators and collectives, from
+the repository of the Vidur simulator (MIT). Prints the tables [linear] and [stream], and what links.toml has of NVLink.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longspan.cost import catalog
+from longspan.cost.efficiency import LinearCurve
+from longspan.cost.operators import product_s
+
+Array = NDArray[np.float64]
+_DEVICES = {"a100": "a100-sxm-80g", "h100": "h100-sxm-80g", "a40": "a40"}
+_LINKS = {"a100_dgx": "nvlink3", "h100_dgx": "nvlink4"}
+_HALF = 2
+_NAMES = ("compute", "half_wave", "half_depth", "memory", "smooth", "start_us")
+_START = (0.75, 0.1, 50.0, 0.8, 2.0, 4.0)
+_BEYOND_CACHES = 2**26
+_SMALL, _LARGE = 2**16, 2**25
+_STREAMS = {
+    "norm": ("input_layernorm_ms", "post_attention_layernorm_ms"),
+    "rotary": ("attn_rope_ms",),
+    "activation": ("mlp_act_ms",),
+    "add": ("add_ms",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A line of linear_layers.csv: the sizes of a layer's rank, and its times."""
+
+    device: str
+    model: str
+    tokens: int
+    hidden: int
+    heads: float
+    kv_heads: float
+    head_dim: int
+    wide: float
+    milliseconds: dict[str, float]
+
+    @property
+    def products(self) -> dict[str, tuple[float, float]]:
+        """Inputs and outputs of the matrix products, by column."""
+        queries = self.heads * self.head_dim
+        return {
+            "attn_pre_proj_ms": (self.hidden, queries + 2 * self.kv_heads * self.head_dim),
+            "attn_post_proj_ms": (queries, self.hidden),
+            "mlp_up_proj_ms": (self.hidden, 2 * self.wide),
+            "mlp_down_proj_ms": (self.wide, self.hidden),
+        }
+
+    def stream_bytes(self, name: str) -> float:
+        """What an element-wise operator reads and writes."""
+        elements = {
+            "norm": 2 * self.hidden,
+            "rotary": 2 * (self.heads + self.kv_heads) * self.head_dim,
+            "activation": 3 * self.wide,
+            "add": 3 * self.hidden,
+        }
+        return _HALF * self.tokens * elements[name]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Products:
+    """Matrix products as arrays, all [products]; `groups` has device and model of each."""
+
+    sizes: Array
+    seconds: Array
+    groups: NDArray[np.str_]
+
+    def where(self, chosen: NDArray[np.bool_]) -> Products:
+        """Some of them."""
+        return Products(sizes=self.sizes[:, chosen], seconds=self.seconds[chosen], groups=self.groups[:, chosen])
+
+    def predicted(self, constants: Array) -> Array:
+        """Seconds with these constants, in the order of `_NAMES`."""
+        rows, inputs, outputs, peak, bytes_per_s, units = self.sizes
+        curve = LinearCurve(**dict(zip(_NAMES, constants.tolist(), strict=True)))
+        return product_s(
+            curve,
+            rows,
+            inputs,
+            outputs,
+            weight_bytes=_HALF,
+            bytes_per_element=_HALF,
+            peak=peak,
+            bytes_per_s=bytes_per_s,
+            units=units,
+        )
+
+    def error(self, constants: Array) -> float:
+        """Mean of the relative errors."""
+        return float(np.abs(self.predicted(constants) / self.seconds - 1).mean())
+
+
+def main(folder: Path) -> None:
+    """Prints everything."""
+    rows = [_row(fields) for fields in _lines(folder / "linear_layers.csv.gz")]
+    products = _products(rows)
+    fitted = _fit(products)
+    print("[linear]", *(f"{name} = {value:.3g}" for name, value in zip(_NAMES, fitted, strict=True)), sep="\n")
+    print(f"# mean error {products.error(fitted):.1%} of {len(products.seconds)} products")
+    for group in np.unique(products.groups):
+        left = (products.groups == group).any(axis=0)
+        missed = products.where(left).error(_fit(products.where(~left)))
+        print(f"# fitted without {group}: mean error {missed:.1%} of {left.sum()} products left out")
+    print("\n[stream]")
+    starts = []
+    for name in _STREAMS:
+        found = _streams(rows, name)
+        parts = [num_bytes / seconds / speed for num_bytes, seconds, speed in found if num_bytes > _BEYOND_CACHES]
+        starts += [seconds for num_bytes, seconds, _ in found if num_bytes < _SMALL]
+        print(f"{name} = {np.median(parts):.3f}  # quartiles {np.quantile(parts, [0.25, 0.75]).round(3).tolist()}")
+    print(f"start_us = {1e6 * float(np.median(starts)):.1f}")
+    _print_links(_lines(folder / "collectives.csv.gz"))
+
+
+def _lines(file: Path) -> list[dict[str, str]]:
+    with gzip.open(file, "rt", encoding="utf-8") as lines:
+        return list(csv.DictReader(lines))
+
+
+def _row(fields: dict[str, str]) -> Row:
+    ranks, heads, hidden = (int(fields[name]) for name in ("num_tensor_parallel_workers", "n_head", "n_embd"))
+    return Row(
+        device=fields["gpu"],
+        model=fields["model"],
+        tokens=int(fields["num_tokens"]),
+        hidden=hidden,
+        heads=heads / ranks,
+        kv_heads=max(1.0, int(fields["n_kv_head"]) / ranks),
+        head_dim=hidden // heads,
+        wide=int(fields["n_expanded_embd"]) / ranks,
+        milliseconds={name: float(value) for name, value in fields.items() if name.endswith("_ms") and value},
+    )
+
+
+def _products(rows: list[Row]) -> Products:
+    sizes, seconds, groups = [], [], []
+    for row in rows:
+        device = catalog.device(_DEVICES[row.device])
+        for column, (inputs, outputs) in row.products.items():
+            if row.milliseconds.get(column):
+                sizes.append((row.tokens, inputs, outputs, device.flops_per_s, device.bytes_per_s, device.units))
+                seconds.append(1e-3 * row.milliseconds[column])
+                groups.append((row.device, row.model))
+    return Products(sizes=np.array(sizes, dtype=np.float64).T, seconds=np.array(seconds), groups=np.array(groups).T)
+
+
+def _fit(products: Products) -> Array:
+    """Constants that minimise a robust sum of logarithmic errors, in which outliers count by their size only."""
+
+    def errors(logs: Array) -> Array:
+        return np.log(products.predicted(np.exp(logs)) / products.seconds)
+
+    return np.exp(_minimise(errors, np.log(_START)))
+
+
+def _minimise(errors: Callable[[Array], Array], at: Array, scale: float = 0.1) -> Array:
+    """Levenberg's method on sqrt(1 + (error / scale)²), with slopes by differences."""
+    damping, step = 1e-3, 1e-5
+    found = errors(at)
+    for _ in range(60):
+        slopes = np.stack([(errors(at + shift) - found) / step for shift in step * np.eye(len(at))], axis=1)
+        weights = 1 / np.sqrt(1 + (found / scale) ** 2)
+        curvature, slope = slopes.T @ (slopes * weights[:, None]), slopes.T @ (weights * found)
+        before = np.sqrt(1 + (found / scale) ** 2).sum()
+        while damping < 1e9:
+            tried = at - np.linalg.solve(curvature + damping * np.diag(np.diag(curvature) + 1e-9), slope)
+            missed = errors(tried)
+            after = np.sqrt(1 + (missed / scale) ** 2).sum()
+            if after < before:
+                break
+            damping *= 4
+        else:
+            return at
+        at, found, damping = tried, missed, damping / 4
+        if before - after < 1e-9 * before:
+            break
+    return at
+
+
+def _streams(rows: list[Row], name: str) -> list[tuple[float, float, float]]:
+    """Bytes, seconds, and the memory's speed, of one kind of operator on A100 and H100."""
+    return [
+        (row.stream_bytes(name), 1e-3 * row.milliseconds[column], catalog.device(_DEVICES[row.device]).bytes_per_s)
+        for row in rows
+        for column in _STREAMS[name]
+        if row.milliseconds.get(column) and row.device != "a40"  # its memory is slow enough for kernels to reach it
+    ]
+
+
+def _print_links(lines: list[dict[str, str]]) -> None:
+    for network, name in _LINKS.items():
+        speed = catalog.link(name).bytes_per_s
+        print(f"\n[{name}]  # {network}")
+        for collective, field in (("send_recv", "achieved"), ("all_reduce", "collective")):
+            large, starts = [], []
+            for line in lines:
+                ranks, inside = int(line["num_workers"]), line["num_workers"] == line["devices_per_node"]
+                if line["network"] != network or line["collective"] != collective or not inside:
+                    continue
+                num_bytes, seconds = int(line["size"]), 1e-3 * float(line["median_ms"])
+                passed = num_bytes * (2 * (ranks - 1) / ranks if collective == "all_reduce" else 1)
+                if num_bytes >= _LARGE:
+                    large.append((passed, seconds))
+                elif num_bytes <= _SMALL:
+                    starts.append(seconds)
+            start_s = float(np.median(starts))
+            part = np.median([passed / (seconds - start_s) / speed for passed, seconds in large])
+            print(f"{field} = {part:.3f}, latency {1e6 * start_s:.1f} us")
+    for network in _LINKS:
+        for collective, ranks in (("send_recv", "2"), ("all_reduce", "2"), ("all_reduce", "16")):
+            starts = [
+                1e3 * float(line["median_ms"])
+                for line in lines
+                if (line["network"], line["collective"], line["num_workers"]) == (network, collective, ranks)
+                and line["devices_per_node"] == ("8" if ranks == "16" else "1")
+                and int(line["size"]) <= _SMALL
+            ]
+            if starts:
+                print(f"# {network}, {collective} of {ranks} ranks on 2 hosts: latency {np.median(starts):.1f} us")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("give the folder with linear_layers.csv.gz and collectives.csv.gz")
+    main(Path(sys.argv[1]))

@@ -1,0 +1,142 @@
+"""The sizes of a decoder-only model that decide what it computes, from its config.json in Hugging Face's format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from longspan.cost.shapes import ModelShape
+
+_OTHER_NAMES = {
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "num_hidden_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads"),
+    "intermediate_size": ("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim"),
+    "vocab_size": ("vocab_size", "padded_vocab_size"),
+    "num_key_value_heads": ("num_key_value_heads", "num_kv_heads", "multi_query_group_num"),
+    "head_dim": ("head_dim", "kv_channels"),
+}
+_TWO_MATRICES = {"falcon", "gpt2", "gpt_neox", "gptj", "opt", "bloom", "mpt", "phi", "starcoder2", "gpt_bigcode", "nemotron"}
+_LAYER_NORM = _TWO_MATRICES - {"nemotron"} | {"stablelm", "cohere"}
+_NO_ROTARY = {"gpt2", "opt", "bloom", "mpt", "gpt_bigcode"}
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """A model's sizes.
+
+    Attributes:
+        attention: of the part that exchanges depend on; its precision is that of everything but the feed-forward layers.
+        ffn_bytes: of a weight in the feed-forward layers.
+        gated: three matrices in the feed-forward layers, two otherwise.
+        tied: whether the output head is the embedding.
+        rms_norm: norms without mean; layer norms otherwise.
+        rotary: whether positions turn queries and keys.
+        parallel: attention and feed-forward layers read the same norm and are added at once.
+
+    Raises:
+        ValueError: for a size that is not positive.
+    """
+
+    name: str
+    attention: ModelShape
+    intermediate_size: int
+    vocab_size: int
+    ffn_bytes: float
+    gated: bool = True
+    tied: bool = False
+    rms_norm: bool = True
+    rotary: bool = True
+    parallel: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("intermediate_size", "vocab_size", "ffn_bytes"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} of {self.name} must be above 0, but {getattr(self, name)} given")
+
+    @property
+    def attention_weights(self) -> int:
+        """Elements of the four projections of one layer."""
+        shape = self.attention
+        return 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim * shape.hidden_size
+
+    @property
+    def ffn_weights(self) -> int:
+        """Elements of the feed-forward matrices of one layer."""
+        return (3 if self.gated else 2) * self.attention.hidden_size * self.intermediate_size
+
+    @property
+    def head_weights(self) -> int:
+        """Elements of the output head."""
+        return self.vocab_size * self.attention.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        """Of all matrices; norms and biases are left out."""
+        layers = self.attention.num_layers * (self.attention_weights + self.ffn_weights)
+        return layers + self.head_weights * (1 if self.tied else 2)
+
+    @property
+    def weight_bytes(self) -> float:
+        """Of all matrices in their precisions."""
+        shape = self.attention
+        layer = self.attention_weights * shape.bytes_per_element + self.ffn_weights * self.ffn_bytes
+        ends = self.head_weights * (1 if self.tied else 2) * shape.bytes_per_element
+        return shape.num_layers * layer + ends
+
+
+def from_config(
+    config: Mapping[str, Any], *, name: str, bytes_per_element: float = 2, ffn_bytes: float | None = None
+) -> Architecture:
+    """Reads a config.json, also one that nests the language model under `text_config`.
+
+    Raises:
+        ValueError: when a field is missing or no positive number, with its name; for mixtures of experts.
+    """
+    config = config.get("text_config", config)
+    if any((config.get(key) or 0) > 1 for key in _EXPERTS):
+        raise ValueError(f"the config of {name} has experts in its feed-forward layers, whose cost is not modelled")
+    kind = str(config.get("model_type", ""))
+    hidden_size = _size(config, "hidden_size", name)
+    num_heads = _size(config, "num_attention_heads", name)
+    shape = ModelShape(
+        num_layers=_size(config, "num_hidden_layers", name),
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=_kv_heads(config, num_heads, name),
+        head_dim=_size(config, "head_dim", name, default=hidden_size // num_heads),
+        bytes_per_element=bytes_per_element,
+    )
+    return Architecture(
+        name=name,
+        attention=shape,
+        intermediate_size=_size(config, "intermediate_size", name, default=4 * hidden_size),
+        vocab_size=_size(config, "vocab_size", name),
+        ffn_bytes=bytes_per_element if ffn_bytes is None else ffn_bytes,
+        gated=kind not in _TWO_MATRICES,
+        tied=bool(config.get("tie_word_embeddings", False)),
+        rms_norm=kind not in _LAYER_NORM,
+        rotary=kind not in _NO_ROTARY and not config.get("alibi", False),
+        parallel=bool(config.get("parallel_attn", kind in ("gpt_neox", "gptj", "phi", "cohere"))),
+    )
+
+
+def _kv_heads(config: Mapping[str, Any], num_heads: int, name: str) -> int:
+    """Falcon and GPT-BigCode say by flags that there is one; both may also state a number that then does not count."""
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        return 1
+    if config.get("model_type") == "falcon" and not config.get("new_decoder_architecture"):
+        return num_heads
+    return _size(config, "num_key_value_heads", name, default=num_heads)
+
+
+def _size(config: Mapping[str, Any], field: str, name: str, default: int | None = None) -> int:
+    found = next((config[key] for key in _OTHER_NAMES[field] if config.get(key) is not None), default)
+    if found is None:
+        raise ValueError(f"the config of {name} has no {field}: add it")
+    if not isinstance(found, int) or found < 1:
+        raise ValueError(f"{field} of {name} must be a positive whole number, but {found!r} given")
+    return found
+

@@ -1,0 +1,145 @@
+"""Devices, links, models and efficiency constants, as the data files beside this one have them."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any, Literal
+
+from longspan.cost.efficiency import Attention, Efficiency, LinearCurve, StreamCurve
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """A kind of device by its data sheet.
+
+    Attributes:
+        flops_per_s, fp8_flops_per_s, fp32_flops_per_s: of dense matrix products; 0 for what it cannot do.
+        bytes_per_s: of its memory.
+        units: how many tiles of a matrix product it computes at a time.
+        link, network: names of what connects those of one host, and hosts.
+    """
+
+    name: str
+    source: str
+    flops_per_s: float
+    fp8_flops_per_s: float
+    fp32_flops_per_s: float
+    bytes_per_s: float
+    memory_bytes: float
+    units: int
+    link: str
+    network: str
+
+    def peak(self, bytes_per_weight: float) -> float:
+        """Operations per second with weights of so many bytes: those of 16 bits where narrower ones cannot be used."""
+        if bytes_per_weight >= 4:
+            return self.fp32_flops_per_s
+        return self.fp8_flops_per_s if bytes_per_weight <= 1 and self.fp8_flops_per_s else self.flops_per_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkKind:
+    """A kind of link, one way.
+
+    Attributes:
+        where: between devices inside a host, or between hosts.
+        bytes_per_s: nominal, of a device, or of a host if `per_host`.
+        achieved, collective: what part of that large messages, and rings of them, reach.
+        latency_s: of the smallest message.
+        collective_s: of the smallest collective; between hosts, what each doubling of their number adds.
+    """
+
+    name: str
+    source: str
+    where: Literal["inside", "between"]
+    bytes_per_s: float
+    per_host: bool
+    achieved: float
+    collective: float
+    latency_s: float
+    collective_s: float
+
+
+def device(name: str) -> Device:
+    """A device by its name, such as `a100-sxm-80g`.
+
+    Raises:
+        ValueError: for an unknown name, with all known ones.
+    """
+    entry = _entry("hardware", "hardware", name)
+    return Device(
+        name=name,
+        source=entry["source"],
+        flops_per_s=entry["tflops"] * 1e12,
+        fp8_flops_per_s=entry["tflops_fp8"] * 1e12,
+        fp32_flops_per_s=entry["tflops_fp32"] * 1e12,
+        bytes_per_s=entry["memory_gbytes_per_s"] * 1e9,
+        memory_bytes=entry["memory_gib"] * _GIB,
+        units=entry["units"],
+        link=entry["link"],
+        network=entry["network"],
+    )
+
+
+def link(name: str) -> LinkKind:
+    """A link by its name, such as `nvlink3`.
+
+    Raises:
+        ValueError: for an unknown name, with all known ones.
+    """
+    entry = _entry("links", "link", name)
+    return LinkKind(
+        name=name,
+        source=entry["source"],
+        where=entry["where"],
+        bytes_per_s=entry["gbytes_per_s"] * 1e9,
+        per_host=entry.get("per") == "host",
+        achieved=entry["achieved"],
+        collective=entry["collective"],
+        latency_s=entry["latency_us"] * 1e-6,
+        collective_s=entry["collective_us"] * 1e-6,
+    )
+
+
+def model_config(name: str) -> dict[str, Any]:
+    """The fields of a known model's config.json.
+
+    Raises:
+        ValueError: for an unknown name, with all known ones.
+    """
+    return dict(_entry("models", "model", name))
+
+
+def names(file: Literal["hardware", "links", "models"]) -> tuple[str, ...]:
+    """What a data file has."""
+    return tuple(_table(file))
+
+
+@cache
+def efficiency() -> Efficiency:
+    """The constants."""
+    table = _table("efficiency")
+    return Efficiency(
+        linear=LinearCurve(**table["linear"]),
+        stream=StreamCurve(**table["stream"]),
+        host_smooth=table["host"]["smooth"],
+        attention={"flash": Attention(**table["flash"]), "eager": Attention(**table["eager"])},
+    )
+
+
+def _entry(file: str, what: str, name: str) -> dict[str, Any]:
+    table = _table(file)
+    if name not in table:
+        raise ValueError(f"unknown {what} {name!r}: known are {', '.join(table)}")
+    entry: dict[str, Any] = table[name]
+    return entry
+
+
+@cache
+def _table(file: str) -> dict[str, Any]:
+    return tomllib.loads((files("longspan.cost") / "data" / f"{file}.toml").read_text(encoding="utf-8"))

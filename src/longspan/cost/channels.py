@@ -1,0 +1,240 @@
+"""Seconds per layer of attention and what is exchanged for it, by exchange, as each really overlaps.
+
+A channel is all that a step does in one group by one exchange; `chain`, whose layers run skewed, is in `forward.py`.
+Bytes are as in docs/exchanges.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from longspan.core.runs import Run
+from longspan.core.steps import Exchange
+from longspan.cost.layer import Layer
+from longspan.cost.topology import Topology
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """What one member has of a channel.
+
+    Attributes:
+        queries: tokens it computes.
+        pairs: of these and the keys they see, wherever those lie.
+        scores: the same as rectangles, hidden pairs included, as plain products compute them.
+        held: keys that it holds, those it computes included; in a chain all up to its own.
+    """
+
+    queries: int
+    pairs: float
+    scores: float
+    held: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Channel:
+    """The parts of a step that have one group and exchange.
+
+    Attributes:
+        shares: one per member, in ring order.
+        keys: that all of the parts' queries see together.
+        decode: whether all its queries are single tokens, so that a step is a recorded graph without launches.
+    """
+
+    exchange: Exchange
+    group: tuple[int, ...]
+    shares: tuple[Share, ...]
+    keys: float
+    decode: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChannelTime:
+    """Seconds of a channel in one layer; all members take as long, since they wait for each other.
+
+    Attributes:
+        attention_s: of the member with the most.
+        exposed_s: communication that nothing hides.
+        overhead_s: hops, merges, copies.
+    """
+
+    attention_s: float
+    exposed_s: float = 0.0
+    overhead_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """All."""
+        return self.attention_s + self.exposed_s + self.overhead_s
+
+
+def share_of(runs: Iterable[Run], *, cached: float, width: int) -> Share:
+    """The share of a member that computes some runs, and holds them with `cached` keys of earlier steps.
+
+    Its rectangles span `width` keys.
+    """
+    queries, pairs = 0, 0.0
+    for run in runs:
+        number = -(-(run.stop - run.start) // run.step)
+        queries += number
+        pairs += number * (run.start + (number - 1) * run.step / 2 + 1)
+    return Share(queries=queries, pairs=pairs, scores=queries * width, held=cached + queries)
+
+
+def chain_share_of(runs: Sequence[Run]) -> Share:
+    """The share of a member of a chain: it gets all keys before its own, which its rectangles end with."""
+    end = max((run.stop for run in runs), default=0)
+    share = share_of(runs, cached=0, width=end)
+    return Share(queries=share.queries, pairs=share.pairs, scores=share.scores, held=end)
+
+
+def attention_s(layer: Layer, share: Share, *, keys: float, pieces: int = 1, head_parts: int = 1) -> float:
+    """Seconds of a member's attention over `keys`, as so many equal pieces, for a part of the heads."""
+    shape = layer.model.attention
+    heads = layer.heads / head_parts
+    if layer.chip.attention.unfused:
+        return layer.chip.scores_s(scores=share.scores, heads=heads, head_dim=shape.head_dim)
+    return pieces * layer.chip.attention_s(
+        queries=share.queries,
+        pairs=share.pairs / pieces,
+        keys=keys / pieces,
+        heads=heads,
+        kv_heads=max(1.0, layer.kv_heads / head_parts),
+        head_dim=shape.head_dim,
+    )
+
+
+def copies_s(layer: Layer, keys: float) -> float:
+    """Of making received keys and values contiguous."""
+    passes = layer.chip.attention.memory_passes
+    if not passes:
+        return 0.0
+    return layer.chip.stream_s(2 * passes * keys * layer.kv_bytes, layer.chip.efficiency.stream.add)
+
+
+def channel_time(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
+    """Of any channel but a chain."""
+    if len(channel.group) == 1:
+        return ChannelTime(attention_s=attention_s(layer, channel.shares[0], keys=channel.keys))
+    exchange = channel.exchange
+    if exchange == "ring_kv":
+        return _ring_kv(layer, topology, channel)
+    if exchange == "ring_q":
+        return _ring_q(layer, topology, channel)
+    if exchange in ("gather_kv", "gather_kv_dense"):
+        return _gather_kv(layer, topology, channel)
+    assert exchange != "chain" and exchange != "local", f"a group of {len(channel.group)} with exchange {exchange}"
+    return _by_heads(layer, topology, channel)
+
+
+def _ring_kv(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
+    """In each hop keys and values travel while those before them are used; the last are not sent on."""
+    members = len(channel.group)
+    busiest = _busiest(channel.shares)
+    attended_s = attention_s(layer, busiest, keys=channel.keys, pieces=members)
+    largest = max(share.held for share in channel.shares)
+    sent_s = topology.hop_s(largest * layer.kv_bytes, channel.group)
+    return ChannelTime(
+        attention_s=attended_s,
+        exposed_s=(members - 1) * max(0.0, sent_s - attended_s / members),
+        overhead_s=(members - 1) * (_hop_s(layer, channel) + _merge_s(layer, busiest.queries)),
+    )
+
+
+def _ring_q(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
+    """Queries travel while those before them are used; partial outputs go back at once, which nothing hides."""
+    members, shape = len(channel.group), layer.model.attention
+    queries = sum(share.queries for share in channel.shares)
+    most = max(share.queries for share in channel.shares)
+    largest = max(share.held for share in channel.shares)
+    part = largest / max(1.0, sum(share.held for share in channel.shares))
+    asked = Share(
+        queries=max(1, queries // members),
+        pairs=part * sum(share.pairs for share in channel.shares),
+        scores=part * sum(share.scores for share in channel.shares),
+        held=largest,
+    )
+    attended_s = attention_s(layer, asked, keys=part * channel.keys, pieces=members)
+    width = layer.heads * shape.head_dim * layer.chip.bytes_per_element
+    sent_s = topology.hop_s(most * width, channel.group)
+    returned = (queries - queries / members) * (width + 4 * layer.heads)
+    return ChannelTime(
+        attention_s=attended_s,
+        exposed_s=(members - 1) * max(0.0, sent_s - attended_s / members)
+        + topology.alltoall_s(returned, channel.group),
+        overhead_s=(members - 1) * _hop_s(layer, channel) + members * _merge_s(layer, most),
+    )
+
+
+def _gather_kv(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
+    """Everybody waits until everybody has all keys and values."""
+    largest = max(share.held for share in channel.shares)
+    return ChannelTime(
+        attention_s=attention_s(layer, _busiest(channel.shares), keys=channel.keys),
+        exposed_s=topology.gather_s(largest * layer.kv_bytes, channel.group),
+        overhead_s=copies_s(layer, channel.keys),
+    )
+
+
+def _by_heads(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
+    """`alltoall` and `gather_hidden`: each member attends with some heads for all tokens."""
+    members, shape = len(channel.group), layer.model.attention
+    shares = channel.shares
+    every = Share(
+        queries=sum(share.queries for share in shares),
+        pairs=sum(share.pairs for share in shares),
+        scores=sum(share.scores for share in shares),
+        held=channel.keys,
+    )
+    most = max(share.queries for share in shares)
+    element = layer.chip.bytes_per_element
+    if channel.exchange == "gather_hidden":
+        exposed_s = 2 * topology.gather_s(most * shape.hidden_size * element, channel.group)
+        moved = most * layer.kv_bytes
+        exposed_s += topology.alltoall_s(moved * (members - 1) / members, channel.group)
+    else:
+        outputs = most * layer.heads * shape.head_dim * element * (members - 1) / members
+        kv_heads = max(1.0, layer.kv_heads / members)
+        held = max(share.held for share in shares)
+        keys = held * layer.kv_bytes * kv_heads / layer.kv_heads * (members - 1)
+        exposed_s = topology.alltoall_s(outputs + keys, channel.group) + topology.alltoall_s(outputs, channel.group)
+    return ChannelTime(
+        attention_s=attention_s(layer, every, keys=channel.keys, head_parts=members), exposed_s=exposed_s
+    )
+
+
+def exchanged_bytes(layer: Layer, channel: Channel) -> float:
+    """What all ranks together send for a channel in one layer."""
+    shape, members = layer.model.attention, len(channel.group)
+    element = layer.chip.bytes_per_element
+    queries = sum(share.queries for share in channel.shares)
+    held = sum(share.held for share in channel.shares)
+    kv_bytes = 2 * shape.num_kv_heads * shape.head_dim * element
+    if members == 1:
+        return 0.0
+    if channel.exchange == "chain":
+        return kv_bytes * sum(share.held for share in channel.shares[:-1])
+    if channel.exchange in ("ring_kv", "gather_kv", "gather_kv_dense"):
+        return (members - 1) * kv_bytes * held
+    if channel.exchange == "ring_q":
+        return (members - 1) * queries * shape.num_heads * (2 * shape.head_dim * element + 4)
+    kv_heads = max(shape.num_kv_heads, min(members, shape.num_heads))
+    others = (members - 1) / members
+    if channel.exchange == "gather_hidden":
+        return 2 * (members - 1) * queries * shape.hidden_size * element + kv_bytes * queries * others
+    return 2 * shape.head_dim * element * (shape.num_heads * queries + kv_heads * held) * others
+
+
+def _busiest(shares: Sequence[Share]) -> Share:
+    return max(shares, key=lambda share: share.pairs)
+
+
+def _hop_s(layer: Layer, channel: Channel) -> float:
+    return 0.0 if channel.decode else layer.chip.attention.hop_us * 1e-6
+
+
+def _merge_s(layer: Layer, queries: float) -> float:
+    elements = queries * layer.heads * layer.model.attention.head_dim
+    chip = layer.chip
+    return chip.stream_s(elements * chip.attention.merge_bytes, chip.efficiency.stream.add)

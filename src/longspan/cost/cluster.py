@@ -1,0 +1,76 @@
+"""A model on a cluster, by the names of both: what `estimate` and simulated steps are computed from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from longspan.core.parallel import ParallelSpec
+from longspan.cost import catalog
+from longspan.cost.architecture import Architecture
+from longspan.cost.efficiency import Kernels
+from longspan.cost.forward import Roofline
+from longspan.cost.layer import Layer
+from longspan.cost.operators import Chip
+from longspan.cost.topology import Topology, wire
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Devices, and what connects them.
+
+    Attributes:
+        link: the name of the slowest link between devices that work together: between hosts if there are several.
+        link_bytes_per_s: the nominal speed of that link, in place of its own.
+
+    Raises:
+        ValueError: for numbers below 1, or unknown names.
+    """
+
+    hardware: str
+    gpus_per_host: int
+    hosts: int = 1
+    link: str | None = None
+    link_bytes_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("gpus_per_host", "hosts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, but {getattr(self, name)} given")
+        if self.link_bytes_per_s is not None and not self.link_bytes_per_s > 0:
+            raise ValueError(f"a link carries more than 0 bytes per second, but {self.link_bytes_per_s:g} given")
+
+    @property
+    def num_gpus(self) -> int:
+        """Of all hosts."""
+        return self.gpus_per_host * self.hosts
+
+
+def roofline(model: Architecture, cluster: Cluster, spec: ParallelSpec, kernels: Kernels = "flash") -> Roofline:
+    """The cost model of so many instances of a model on a cluster.
+
+    Raises:
+        ValueError: for unknown names, more ranks than devices, or heads that so many ranks cannot share.
+    """
+    if spec.num_ranks > cluster.num_gpus:
+        raise ValueError(
+            f"{spec} needs {spec.instances} * {spec.tp} = {spec.num_ranks} GPUs, but there are {cluster.hosts} hosts * "
+            f"{cluster.gpus_per_host} = {cluster.num_gpus}: use more hosts or fewer ranks"
+        )
+    if model.attention.num_heads < spec.tp:
+        raise ValueError(f"tp({spec.tp}) ranks cannot share {model.attention.num_heads} query heads: use a smaller tp")
+    constants, device = catalog.efficiency(), catalog.device(cluster.hardware)
+    names = [device.link, device.network]
+    measured: list[float | None] = [None, None]
+    slowest = 1 if cluster.hosts > 1 else 0
+    names[slowest], measured[slowest] = cluster.link or names[slowest], cluster.link_bytes_per_s
+    inside, between = (
+        wire(catalog.link(name), speed) for name, speed in zip(names, measured, strict=True)
+    )
+    chip = Chip(
+        device=device,
+        efficiency=constants,
+        attention=constants.attention[kernels],
+        bytes_per_element=model.attention.bytes_per_element,
+    )
+    topology = Topology(tp=spec.tp, gpus_per_host=cluster.gpus_per_host, inside=inside, between=between)
+    return Roofline(layer=Layer(model=model, chip=chip, tp=spec.tp), topology=topology)

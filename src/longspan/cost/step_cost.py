@@ -1,0 +1,120 @@
+"""What a step takes on every instance, by the roofline: the cost that a simulated cluster runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from longspan.core.parallel import ParallelSpec
+from longspan.core.steps import Exchange, Forward, Part
+from longspan.cost.architecture import Architecture
+from longspan.cost.channels import Channel, Share, chain_share_of, share_of
+from longspan.cost.cluster import Cluster, roofline
+from longspan.cost.efficiency import Kernels
+from longspan.cost.forward import Roofline
+
+_NOTHING = Share(queries=0, pairs=0.0, scores=0.0, held=0.0)
+
+
+class StepCost(Protocol):
+    """Predicts how long a Forward takes."""
+
+    def seconds(self, forward: Forward) -> dict[int, float]:
+        """Of each instance that takes part, from the moment all of them have begun."""
+        ...
+
+
+class RooflineCost:
+    """Seconds of Forwards whose parts may differ in group and exchange, from the operators that `estimate` uses.
+
+    Linear layers are computed over all tokens of an instance together, attention and messages by channel: the parts of one
+    group and exchange. Keys of earlier steps count as spread evenly over the group, except that the last member of a chain has
+    them all.
+
+    Raises:
+        ValueError: see `roofline`.
+    """
+
+    def __init__(
+        self, model: Architecture, cluster: Cluster, spec: ParallelSpec, *, kernels: Kernels = "flash"
+    ) -> None:
+        self._model: Roofline = roofline(model, cluster, spec, kernels)
+
+    def seconds(self, forward: Forward) -> dict[int, float]:
+        """See `StepCost`. An instance that only passes a token on takes no time."""
+        tokens = dict.fromkeys(forward.instances, 0)
+        sampled: dict[int, int] = {}
+        decodes: dict[tuple[tuple[int, ...], Exchange], _Decodes] = {}
+        prompts: dict[tuple[tuple[int, ...], Exchange, int], list[Part]] = {}
+        for part in forward.parts:
+            group, exchange = part.group, part.exchange
+            if part.sample is not None:
+                instance = part.sample.instance
+                sampled[instance] = sampled.get(instance, 0) + 1
+            if part.stop - part.start == 1:
+                found = decodes.get((group, exchange))
+                if found is None:
+                    found = decodes[group, exchange] = _Decodes(len(group))
+                tokens[group[found.add(part)]] += 1
+                continue
+            # Each chain has pieces of its own.
+            prompts.setdefault((group, exchange, part.request_id if exchange == "chain" else -1), []).append(part)
+        channels = [found.channel(group, exchange) for (group, exchange), found in decodes.items()]
+        for parts in prompts.values():
+            channel = _channel(parts)
+            channels.append(channel)
+            for instance, share in zip(channel.group, channel.shares, strict=True):
+                tokens[instance] += share.queries
+        times = self._model.times(channels, tokens, sampled)
+        return {instance: breakdown.total_s for instance, breakdown in times.items()}
+
+
+class _Decodes:
+    """Single tokens of several requests in one group by one exchange."""
+
+    def __init__(self, members: int) -> None:
+        self._queries, self._seen, self._keys = [0] * members, [0] * members, 0
+
+    def add(self, part: Part) -> int:
+        """Counts one; returns the member that computes it."""
+        member = 0 if len(part.runs) == 1 else next(index for index, runs in enumerate(part.runs) if runs)
+        self._queries[member] += 1
+        self._seen[member] += part.stop
+        self._keys += part.stop
+        return member
+
+    def channel(self, group: tuple[int, ...], exchange: Exchange) -> Channel:
+        held = self._keys / len(group)
+        shares = tuple(
+            Share(queries=queries, pairs=seen, scores=seen, held=held)
+            for queries, seen in zip(self._queries, self._seen, strict=True)
+        )
+        exchange = "ring_q" if exchange == "chain" else exchange
+        return Channel(exchange=exchange, group=group, shares=shares, keys=self._keys, decode=True)
+
+
+def _channel(parts: Sequence[Part]) -> Channel:
+    """Of prompts."""
+    first = parts[0]
+    group, exchange = first.group, first.exchange
+    members = len(group)
+    shares = [_NOTHING] * members
+    for part in parts:
+        for index, runs in enumerate(part.runs):
+            if exchange == "chain" and members > 1:
+                share = chain_share_of(runs)
+            else:
+                share = share_of(runs, cached=part.start / members, width=part.stop)
+            shares[index] = share if len(parts) == 1 else _sum(shares[index], share)
+    return Channel(
+        exchange=exchange, group=group, shares=tuple(shares), keys=sum(part.stop for part in parts), decode=False
+    )
+
+
+def _sum(one: Share, other: Share) -> Share:
+    return Share(
+        queries=one.queries + other.queries,
+        pairs=one.pairs + other.pairs,
+        scores=one.scores + other.scores,
+        held=one.held + other.held,
+    )
