@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -22,16 +22,35 @@ _results = partial(typer.Option, rich_help_panel="Results")
 class ClusterOptions:
     """What the cluster is made of."""
 
+    hardware: Annotated[
+        str | None, _cluster(metavar="NAME", help="A device such as a100-sxm-80g; an unknown name lists all.")
+    ] = None
     profile: Annotated[
         Path | None,
-        _cluster(metavar="FILE", help="What longspan profile measured; instances are then of that machine."),
+        _cluster(metavar="FILE", help="Instead: what longspan profile measured; instances are of that machine."),
     ] = None
     hosts: Annotated[int, _cluster(help="How many hosts.")] = 1
-    gpus_per_host: Annotated[int | None, _cluster(help="Devices of each.", show_default="as --parallel needs")] = None
+    gpus_per_host: Annotated[
+        int | None, _cluster(help="Devices of each.", show_default="what --parallel needs, or else 8")
+    ] = None
     parallel: Annotated[
         str | None,
         _cluster(metavar="SPEC", help=r"\[N]\[xtpT]: N instances of T devices each.", show_default="one per device"),
     ] = None
+    link: Annotated[
+        str | None, _cluster(metavar="NAME", help="What connects hosts, or the devices of a single host.")
+    ] = None
+    link_gbytes_per_s: Annotated[float | None, _cluster(metavar="X", help="Its nominal speed, one way.")] = None
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32"], _cluster(help="Of weights, keys and values; auto: 16 bits.")
+    ] = "auto"
+    ffn_dtype: Annotated[
+        Literal["bfloat16", "float16", "float32", "fp8"] | None,
+        _cluster(help="Of the feed-forward weights, if another."),
+    ] = None
+    attention: Annotated[
+        Literal["flash", "eager"], _cluster(help="Fused, or as Hugging Face's single operators compute it.")
+    ] = "flash"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +148,7 @@ _FAULTS, _RESULTS = FaultOptions(), ResultOptions()
 
 @bundled()
 def simulate(
-    model: Annotated[str, typer.Argument(help="What is served.")],
+    model: Annotated[str, typer.Argument(help="A name such as llama-3-8b, a folder with a config.json, or a hub id.")],
     *,
     cluster: ClusterOptions = _CLUSTER,
     scheduling: SchedulingOptions = _SCHEDULING,
@@ -139,8 +158,8 @@ def simulate(
 ) -> int:
     """Serves a workload on a cluster that is not there, by the policies that serve, and tells times and rates.
 
-    Steps take what the profile of a machine says. Times are of a virtual clock; the same options give the same numbers.
+    Steps take what longspan estimate computes, or what the profile of a machine says. Times are of a virtual clock; the same options give the same numbers.
     """
-    from longspan.cli.simulate_run import run_simulation  # noqa: PLC0415  # numpy and the engine, which other verbs lack
+    from longspan.cli.simulate_run import run_simulation  # noqa: PLC0415  # numpy and the engine
 
     return run_simulation(model, cluster, scheduling, workload, faults, results)

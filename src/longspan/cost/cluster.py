@@ -63,9 +63,7 @@ def roofline(model: Architecture, cluster: Cluster, spec: ParallelSpec, kernels:
     measured: list[float | None] = [None, None]
     slowest = 1 if cluster.hosts > 1 else 0
     names[slowest], measured[slowest] = cluster.link or names[slowest], cluster.link_bytes_per_s
-    inside, between = (
-        wire(catalog.link(name), speed) for name, speed in zip(names, measured, strict=True)
-    )
+    inside, between = (wire(catalog.link(name), speed) for name, speed in zip(names, measured, strict=True))
     chip = Chip(
         device=device,
         efficiency=constants,

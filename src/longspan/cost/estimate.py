@@ -126,9 +126,7 @@ def prefill_channel(
         runs = deal(layout, cached, total, members)
     else:
         ends = [cached + sum(partition[: index + 1]) for index in range(members)]
-        runs = tuple(
-            (Run(end - tokens, end),) if tokens else () for end, tokens in zip(ends, partition, strict=True)
-        )
+        runs = tuple((Run(end - tokens, end),) if tokens else () for end, tokens in zip(ends, partition, strict=True))
     if exchange == "chain":
         shares = tuple(chain_share_of(member) for member in runs)
     else:

@@ -78,7 +78,9 @@ class Roofline:
             sampled: for how many of them it computes the output head.
         """
         layer, num_layers = self.layer, self.layer.model.attention.num_layers
-        found = {instance: Breakdown(**self._computed(tokens[instance], sampled.get(instance, 0))) for instance in tokens}
+        found = {
+            instance: Breakdown(**self._computed(tokens[instance], sampled.get(instance, 0))) for instance in tokens
+        }
         launches = dict.fromkeys(tokens, layer.num_launches)
         chains = []
         for channel in channels:

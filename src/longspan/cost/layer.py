@@ -28,9 +28,7 @@ class LayerSeconds:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Layer:
-    """One layer of a model whose heads and feed-forward layers are split between `tp` ranks.
-
-    """
+    """One layer of a model whose heads and feed-forward layers are split between `tp` ranks."""
 
     model: Architecture
     chip: Chip
@@ -105,9 +103,7 @@ class Layer:
             return LayerSeconds(linear_s=0.0, elementwise_s=0.0)
         width, wide = model.intermediate_size / self.tp, 2 if model.gated else 1
         linear_s = (
-            chip.linear_s(
-                tokens, self.heads * shape.head_dim, shape.hidden_size, shape.bytes_per_element
-            )
+            chip.linear_s(tokens, self.heads * shape.head_dim, shape.hidden_size, shape.bytes_per_element)
             + chip.linear_s(tokens, shape.hidden_size, wide * width, model.ffn_bytes)
             + chip.linear_s(tokens, width, shape.hidden_size, model.ffn_bytes)
         )

@@ -7,17 +7,10 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from longspan.core.steps import Completion, Forward, Part, Sample, Sampled, Step
+from longspan.cost.step_cost import StepCost
 from longspan.sim.clock import VirtualClock
-
-
-class StepCost(Protocol):
-    """How long steps take."""
-
-    def seconds(self, forward: Forward) -> Mapping[int, float]:
-        """Seconds of each instance that computes, from the moment all instances of the step are free."""
 
 
 @dataclass(frozen=True, kw_only=True)

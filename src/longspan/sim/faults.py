@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from longspan.core.steps import Forward
-from longspan.sim.executor import StepCost
+from longspan.cost.step_cost import StepCost
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from longspan.core.runs import Layout, deal
 from longspan.core.steps import Exchange, Forward, Part
 from longspan.cost.profile import Prefill, Profile, Subject
-from longspan.sim.executor import StepCost
+from longspan.cost.step_cost import StepCost
 
 
 def predicted_profile(

@@ -16,9 +16,10 @@ from longspan.core.engine import Engine, EngineConfig
 from longspan.core.protocols import Policy
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
+from longspan.cost.step_cost import StepCost
 from longspan.sim.arrivals import Arrival
 from longspan.sim.clock import VirtualClock
-from longspan.sim.executor import Ran, SimExecutor, StepCost
+from longspan.sim.executor import Ran, SimExecutor
 from longspan.sim.faults import Faults, SlowedCost
 from longspan.sim.result import Result, Served
 from longspan.sim.tokens import Texts
