@@ -158,7 +158,8 @@ def simulate(
 ) -> int:
     """Serves a workload on a cluster that is not there, by the policies that serve, and tells times and rates.
 
-    Steps take what longspan estimate computes, or what the profile of a machine says. Times are of a virtual clock; the same options give the same numbers.
+    Steps take what longspan estimate computes, or what the profile of a machine says. Times are of a virtual clock; the
+    same options give the same numbers.
     """
     from longspan.cli.simulate_run import run_simulation  # noqa: PLC0415  # numpy and the engine
 
