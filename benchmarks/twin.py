@@ -2,7 +2,7 @@
 
     python benchmarks/twin.py [--policies chunked context] [--num-requests 60] [--load 0.9]
 
-Times, their percentiles and errors, and where each request was placed, side by side. What was measured before with these
+Percentiles of times, errors, and where each request was placed, side by side. What was measured before with these
 options is read from the cache folder, so that a second run only serves.
 """
 

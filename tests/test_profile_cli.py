@@ -70,7 +70,6 @@ class Machine(FakeLLM):
             ttft_s = per_token * len(prompt) * max(piece * cost for piece, cost in zip(pieces, (2, 6), strict=True))
         return [SimpleNamespace(metrics=SimpleNamespace(ttft_s=ttft_s, num_cached_tokens=cached))]
 
-
     def _decode(self, prompts: list[list[int]], params: SamplingParams) -> list[object]:
         """5 ms, and for each request 1 ms and 10 us per token; until all have started, nonsense."""
         assert all(prompt in self.prompts for prompt in prompts), "their KV was computed before"
