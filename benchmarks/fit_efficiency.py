@@ -1,9 +1,9 @@
-"""Fits the constants of `cost/data/efficiency.toml` to Vidur's profiles, and says how well they hold for what was left out.
+"""Fits constants of `cost/data/efficiency.toml` to Vidur's profiles, and says how well they hold for what was left out.
 
     python benchmarks/fit_efficiency.py PROFILES
 
-PROFILES is a folder with linear_layers.csv.gz and collectives.csv.gz: median milliseconds of operators and collectives, from
-the repository of the Vidur simulator (MIT). Prints the tables [linear] and [stream], and what links.toml has of NVLink.
+PROFILES is a folder with linear_layers.csv.gz and collectives.csv.gz: median milliseconds of operators and collectives,
+from the repository of the Vidur simulator (MIT). Prints the tables [linear] and [stream], and what links.toml has of NVLink.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ _HALF = 2
 _NAMES = ("compute", "half_wave", "half_depth", "memory", "smooth", "start_us")
 _START = (0.75, 0.1, 50.0, 0.8, 2.0, 4.0)
 _BEYOND_CACHES = 2**26
+_KIND = ("network", "collective", "num_workers", "devices_per_node")
 _SMALL, _LARGE = 2**16, 2**25
 _STREAMS = {
     "norm": ("input_layernorm_ms", "post_attention_layernorm_ms"),
@@ -119,12 +120,19 @@ def main(folder: Path) -> None:
         missed = products.where(left).error(_fit(products.where(~left)))
         print(f"# fitted without {group}: mean error {missed:.1%} of {left.sum()} products left out")
     print("\n[stream]")
-    starts = []
-    for name in _STREAMS:
-        found = _streams(rows, name)
-        parts = [num_bytes / seconds / speed for num_bytes, seconds, speed in found if num_bytes > _BEYOND_CACHES]
-        starts += [seconds for num_bytes, seconds, _ in found if num_bytes < _SMALL]
-        print(f"{name} = {np.median(parts):.3f}  # quartiles {np.quantile(parts, [0.25, 0.75]).round(3).tolist()}")
+    starts = [seconds for name in _STREAMS for num_bytes, seconds, _ in _streams(rows, name) if num_bytes < _SMALL]
+    added = [(n, seconds, device) for n, seconds, device in _streams(rows, "add") if n > _BEYOND_CACHES]
+    add = float(np.median([n / seconds / device.bytes_per_s for n, seconds, device in added]))
+    for name in list(_STREAMS)[:-1]:
+        rates = []
+        for num_bytes, seconds, device in _streams(rows, name):
+            rest = (seconds / num_bytes) ** 2 - (1 / (add * device.bytes_per_s)) ** 2
+            if num_bytes > _BEYOND_CACHES and rest > 0:
+                rates.append((device.name, rest**-0.5 / device.units / device.clock_hz))
+        by_device = {kind: float(np.median([r for k, r in rates if k == kind])) for kind, _ in rates}
+        shown = ", ".join(f"{kind}: {rate:.2f}" for kind, rate in sorted(by_device.items()))
+        print(f"{name} = {np.mean(list(by_device.values())):.2f}  # {shown}")
+    print(f"add = {add:.3f}")
     print(f"start_us = {1e6 * float(np.median(starts)):.1f}")
     _print_links(_lines(folder / "collectives.csv.gz"))
 
@@ -194,13 +202,13 @@ def _minimise(errors: Callable[[Array], Array], at: Array, scale: float = 0.1) -
     return at
 
 
-def _streams(rows: list[Row], name: str) -> list[tuple[float, float, float]]:
-    """Bytes, seconds, and the memory's speed, of one kind of operator on A100 and H100."""
+def _streams(rows: list[Row], name: str) -> list[tuple[float, float, catalog.Device]]:
+    """Bytes, seconds and device of one kind of operator."""
     return [
-        (row.stream_bytes(name), 1e-3 * row.milliseconds[column], catalog.device(_DEVICES[row.device]).bytes_per_s)
+        (row.stream_bytes(name), 1e-3 * row.milliseconds[column], catalog.device(_DEVICES[row.device]))
         for row in rows
         for column in _STREAMS[name]
-        if row.milliseconds.get(column) and row.device != "a40"  # its memory is slow enough for kernels to reach it
+        if row.milliseconds.get(column)
     ]
 
 
@@ -225,15 +233,14 @@ def _print_links(lines: list[dict[str, str]]) -> None:
             print(f"{field} = {part:.3f}, latency {1e6 * start_s:.1f} us")
     for network in _LINKS:
         for collective, ranks in (("send_recv", "2"), ("all_reduce", "2"), ("all_reduce", "16")):
-            starts = [
+            wanted = (network, collective, ranks, "8" if ranks == "16" else "1")
+            times = [
                 1e3 * float(line["median_ms"])
                 for line in lines
-                if (line["network"], line["collective"], line["num_workers"]) == (network, collective, ranks)
-                and line["devices_per_node"] == ("8" if ranks == "16" else "1")
-                and int(line["size"]) <= _SMALL
+                if tuple(line[field] for field in _KIND) == wanted and int(line["size"]) <= _SMALL
             ]
-            if starts:
-                print(f"# {network}, {collective} of {ranks} ranks on 2 hosts: latency {np.median(starts):.1f} us")
+            if times:
+                print(f"# {network}, {collective} of {ranks} ranks on 2 hosts: latency {np.median(times):.1f} us")
 
 
 if __name__ == "__main__":

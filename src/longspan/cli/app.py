@@ -18,6 +18,7 @@ import longspan
 from longspan.cli.batch import batch
 from longspan.cli.bench import bench
 from longspan.cli.chat import chat
+from longspan.cli.estimate import estimate
 from longspan.cli.generate import generate
 from longspan.cli.profile import profile
 from longspan.cli.serve import serve
@@ -36,6 +37,7 @@ app.command()(serve)
 app.command()(batch)
 app.command()(profile)
 app.command()(simulate)
+app.command()(estimate)
 app.add_typer(bench, name="bench")
 
 

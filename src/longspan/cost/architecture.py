@@ -17,7 +17,19 @@ _OTHER_NAMES = {
     "num_key_value_heads": ("num_key_value_heads", "num_kv_heads", "multi_query_group_num"),
     "head_dim": ("head_dim", "kv_channels"),
 }
-_TWO_MATRICES = {"falcon", "gpt2", "gpt_neox", "gptj", "opt", "bloom", "mpt", "phi", "starcoder2", "gpt_bigcode", "nemotron"}
+_TWO_MATRICES = {
+    "falcon",
+    "gpt2",
+    "gpt_neox",
+    "gptj",
+    "opt",
+    "bloom",
+    "mpt",
+    "phi",
+    "starcoder2",
+    "gpt_bigcode",
+    "nemotron",
+}
 _LAYER_NORM = _TWO_MATRICES - {"nemotron"} | {"stablelm", "cohere"}
 _NO_ROTARY = {"gpt2", "opt", "bloom", "mpt", "gpt_bigcode"}
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -28,7 +40,7 @@ class Architecture:
     """A model's sizes.
 
     Attributes:
-        attention: of the part that exchanges depend on; its precision is that of everything but the feed-forward layers.
+        attention: of the part that exchanges depend on; its precision is that of all but the feed-forward layers.
         ffn_bytes: of a weight in the feed-forward layers.
         gated: three matrices in the feed-forward layers, two otherwise.
         tied: whether the output head is the embedding.
@@ -139,4 +151,3 @@ def _size(config: Mapping[str, Any], field: str, name: str, default: int | None 
     if not isinstance(found, int) or found < 1:
         raise ValueError(f"{field} of {name} must be a positive whole number, but {found!r} given")
     return found
-

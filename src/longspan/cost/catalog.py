@@ -21,6 +21,7 @@ class Device:
         flops_per_s, fp8_flops_per_s, fp32_flops_per_s: of dense matrix products; 0 for what it cannot do.
         bytes_per_s: of its memory.
         units: how many tiles of a matrix product it computes at a time.
+        clock_hz: of these.
         link, network: names of what connects those of one host, and hosts.
     """
 
@@ -32,6 +33,7 @@ class Device:
     bytes_per_s: float
     memory_bytes: float
     units: int
+    clock_hz: float
     link: str
     network: str
 
@@ -81,6 +83,7 @@ def device(name: str) -> Device:
         bytes_per_s=entry["memory_gbytes_per_s"] * 1e9,
         memory_bytes=entry["memory_gib"] * _GIB,
         units=entry["units"],
+        clock_hz=entry["clock_ghz"] * 1e9,
         link=entry["link"],
         network=entry["network"],
     )

@@ -31,6 +31,15 @@ class Share:
     scores: float
     held: float
 
+    def times(self, number: int) -> Share:
+        """Of so many requests alike."""
+        return Share(
+            queries=number * self.queries,
+            pairs=number * self.pairs,
+            scores=number * self.scores,
+            held=number * self.held,
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Channel:
@@ -110,7 +119,7 @@ def copies_s(layer: Layer, keys: float) -> float:
     passes = layer.chip.attention.memory_passes
     if not passes:
         return 0.0
-    return layer.chip.stream_s(2 * passes * keys * layer.kv_bytes, layer.chip.efficiency.stream.add)
+    return layer.chip.stream_s(2 * passes * keys * layer.kv_bytes)
 
 
 def channel_time(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
@@ -124,7 +133,7 @@ def channel_time(layer: Layer, topology: Topology, channel: Channel) -> ChannelT
         return _ring_q(layer, topology, channel)
     if exchange in ("gather_kv", "gather_kv_dense"):
         return _gather_kv(layer, topology, channel)
-    assert exchange != "chain" and exchange != "local", f"a group of {len(channel.group)} with exchange {exchange}"
+    assert exchange not in {"chain", "local"}, f"a group of {len(channel.group)} with exchange {exchange}"
     return _by_heads(layer, topology, channel)
 
 
@@ -237,4 +246,4 @@ def _hop_s(layer: Layer, channel: Channel) -> float:
 def _merge_s(layer: Layer, queries: float) -> float:
     elements = queries * layer.heads * layer.model.attention.head_dim
     chip = layer.chip
-    return chip.stream_s(elements * chip.attention.merge_bytes, chip.efficiency.stream.add)
+    return chip.stream_s(elements * chip.attention.merge_bytes)

@@ -32,7 +32,13 @@ class LinearCurve:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamCurve:
-    """Parts of the memory's speed that element-wise operators reach, and microseconds of the smallest."""
+    """How fast element-wise operators read and write.
+
+    Attributes:
+        norm, rotary, activation: bytes per clock and unit, which limit these beside the memory.
+        add: the part of the memory's speed that is reached.
+        start_us: of the smallest.
+    """
 
     norm: float
     rotary: float

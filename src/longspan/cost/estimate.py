@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, Literal
 
-from longspan.core.runs import Layout, Run, deal
+from longspan.core.runs import Run, deal
 from longspan.core.steps import Exchange
-from longspan.cost.channels import Channel, Share, chain_share_of, exchanged_bytes, share_of
+from longspan.cost.channels import Channel, Share, attention_s, chain_share_of, exchanged_bytes, share_of
 from longspan.cost.forward import Breakdown, Roofline
 from longspan.cost.memory import Memory, memory
 from longspan.cost.partition import cut, even, search
 
 Phase = Literal["prefill", "decode"]
-Fractions = Sequence[float] | Literal["search"] | None
+Fractions = tuple[float, ...] | Literal["search"] | None
 _BLOCK = 128
 """Pieces of a chain are whole blocks of so many tokens."""
 
@@ -25,8 +27,8 @@ class Estimate:
 
     Attributes:
         seconds: to the first token, or between tokens.
-        lower_bound_s: of a prefill, equation 2 of KV-Runahead, from the time of one instance; of a decode step, all weights
-            and keys at the memory's full speed.
+        lower_bound_s: of a prefill, equation 2 of KV-Runahead, from the time of one instance; of a decode step, all
+            weights and keys at the memory's full speed.
         flops_per_gpu_s: operations per second and device, counted as in Context Parallelism, Appendix A.
         mfu: that as a part of the peak in 16 bits.
         partition: tokens of each instance.
@@ -61,32 +63,83 @@ class Estimate:
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """`batch` prompts alike, of `new` tokens behind `cached` ones, dealt to a group.
+
+    Raises:
+        ValueError: without new tokens or prompts, or for a group without an exchange.
+    """
+
+    exchange: Exchange
+    group: tuple[int, ...]
+    new: int
+    cached: int
+    batch: int
+
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise ValueError(f"batch must be at least 1, but {self.batch} given")
+        if self.new < 1 or self.cached < 0:
+            total = self.new + self.cached
+            raise ValueError(f"a prompt has at least 1 new token, but {total} tokens with {self.cached} cached given")
+        if len(self.group) > 1 and self.exchange == "local":
+            raise ValueError(f"{len(self.group)} instances share a prompt by an exchange: choose one, such as ring_kv")
+
+    def channel(self, partition: Sequence[int] | None) -> Channel:
+        """With pieces of `partition` tokens one after the other, or zigzag ones."""
+        members, total = len(self.group), self.new + self.cached
+        if partition is None:
+            runs = deal("zigzag" if members > 1 else "single", 0, self.new, members)
+        else:
+            ends = accumulate(partition)
+            runs = tuple((Run(end - size, end),) if size else () for end, size in zip(ends, partition, strict=True))
+        moved = [tuple(Run(self.cached + run.start, self.cached + run.stop) for run in member) for member in runs]
+        if self.exchange == "chain":
+            shares = [chain_share_of(member) for member in moved]
+        else:
+            shares = [share_of(member, cached=self.cached / members, width=total) for member in moved]
+        return Channel(
+            exchange=self.exchange,
+            group=self.group,
+            shares=tuple(share.times(self.batch) for share in shares),
+            keys=total * self.batch,
+            decode=False,
+        )
+
+
 def estimate_prefill(
-    model: Roofline, instances: int, exchange: Exchange, length: int, cached: int = 0, fractions: Fractions = None
+    model: Roofline,
+    instances: int,
+    exchange: Exchange,
+    length: int,
+    cached: int = 0,
+    *,
+    fractions: Fractions = None,
+    batch: int = 1,
 ) -> Estimate:
-    """A prompt of `length` tokens of which the first `cached` have been computed, dealt to all instances.
+    """`batch` prompts of `length` tokens of which the first `cached` have been computed, all dealt to all instances.
 
     Chains, and whatever gets fractions, are dealt contiguously, the rest zigzag.
 
     Raises:
-        ValueError: without new tokens, for an exchange that cannot be, or fractions of something that is no chain's.
+        ValueError: without new tokens or prompts, for no exchange, or another number of fractions.
     """
-    new = length - cached
-    if new < 1 or cached < 0:
-        raise ValueError(f"a prompt has at least 1 new token, but {length} tokens with {cached} cached given")
-    exchange = "local" if instances == 1 else exchange
-    if instances > 1 and exchange == "local":
-        raise ValueError(f"{instances} instances share a prompt by an exchange: choose one, such as ring_kv")
-    partition = _partition(model, instances, exchange, new, cached, fractions)
-    channel = prefill_channel(exchange, tuple(range(instances)), partition, new, cached)
-    found = _times(model, channel)
+    if instances == 1:
+        exchange = "local"
+    prompt = Prompt(exchange=exchange, group=tuple(range(instances)), new=length - cached, cached=cached, batch=batch)
+    channel = prompt.channel(_partition(model, prompt, fractions))
+    found = _times(model, channel, batch)
     slowest = max(found.values(), key=lambda breakdown: breakdown.total_s)
     last = found[channel.group[-1]] if exchange == "chain" else slowest
-    alone = prefill_channel("local", (0,), None, new, cached)
-    alone_s = _times(model, alone)[0].total_s
+    alone = replace(prompt, exchange="local", group=(0,)).channel(None)
+    alone_s = _times(model, alone, batch)[0].total_s
     shape = model.layer.model.attention
     pairs = sum(share.pairs for share in channel.shares)
-    flops = 2 * model.layer.model.num_parameters * new + 4 * pairs * shape.num_heads * shape.head_dim * shape.num_layers
+    flops = (
+        2 * model.layer.model.num_parameters * prompt.new * batch
+        + 4 * pairs * shape.num_heads * shape.head_dim * shape.num_layers
+    )
     return _estimate(
         model,
         channel,
@@ -116,24 +169,6 @@ def estimate_decode(model: Roofline, instances: int, exchange: Exchange, length:
     return _estimate(model, channel, phase="decode", breakdown=breakdown, lower_bound_s=bound_s, flops=flops)
 
 
-def prefill_channel(
-    exchange: Exchange, group: tuple[int, ...], partition: Sequence[int] | None, new: int, cached: int
-) -> Channel:
-    """The channel of one prompt: pieces of `partition` tokens one after the other, or zigzag ones."""
-    members, total = len(group), new + cached
-    if partition is None:
-        layout: Layout = "zigzag" if members > 1 else "single"
-        runs = deal(layout, cached, total, members)
-    else:
-        ends = [cached + sum(partition[: index + 1]) for index in range(members)]
-        runs = tuple((Run(end - tokens, end),) if tokens else () for end, tokens in zip(ends, partition, strict=True))
-    if exchange == "chain":
-        shares = tuple(chain_share_of(member) for member in runs)
-    else:
-        shares = tuple(share_of(member, cached=cached / members, width=total) for member in runs)
-    return Channel(exchange=exchange, group=group, shares=shares, keys=total, decode=False)
-
-
 def decode_channel(exchange: Exchange, group: tuple[int, ...], length: int, batch: int) -> Channel:
     """The channel of one token of each request, whose keys lie evenly on all members, and whose homes do, too."""
     members, keys = len(group), batch * length
@@ -145,31 +180,59 @@ def decode_channel(exchange: Exchange, group: tuple[int, ...], length: int, batc
     return Channel(exchange=exchange, group=group, shares=tuple(shares), keys=keys, decode=True)
 
 
-def _partition(
-    model: Roofline, instances: int, exchange: Exchange, new: int, cached: int, fractions: Fractions
-) -> tuple[int, ...] | None:
+def _partition(model: Roofline, prompt: Prompt, fractions: Fractions) -> tuple[int, ...] | None:
+    members = len(prompt.group)
     if fractions is None:
-        return even(new, instances, 1) if exchange == "chain" else None
-    if fractions != "search":
-        assert not isinstance(fractions, str), "the other word"
-        if len(fractions) != instances:
-            raise ValueError(f"{len(fractions)} fractions given for {instances} instances: give one for each")
-        return cut(fractions, new, 1)
-    group = tuple(range(instances))
+        return even(prompt.new, members, 1) if prompt.exchange == "chain" else None
+    if not isinstance(fractions, tuple):
+        return _searched(model, prompt)
+    if len(fractions) != members:
+        raise ValueError(f"{len(fractions)} fractions given for {members} instances: give one for each")
+    return cut(fractions, prompt.new, 1)
+
+
+def _searched(model: Roofline, prompt: Prompt) -> tuple[int, ...]:
+    """The best of two searches, from even pieces and from pieces that take equally long alone."""
 
     def ttft_s(partition: tuple[int, ...]) -> float:
-        found = _times(model, prefill_channel(exchange, group, partition, new, cached))
-        return found[group[-1]].total_s if exchange == "chain" else max(one.total_s for one in found.values())
+        found = _times(model, prompt.channel(partition), prompt.batch)
+        if prompt.exchange == "chain":
+            return found[prompt.group[-1]].total_s
+        return max(breakdown.total_s for breakdown in found.values())
 
-    return search(ttft_s, new, instances, min(_BLOCK, max(1, new // (4 * instances))))
+    members = len(prompt.group)
+    block = min(_BLOCK, max(1, prompt.new // (4 * members)))
+    seeds = (None, _levelled(model, prompt, block))
+    found = (search(ttft_s, prompt.new, members, block, seed) for seed in seeds)
+    return min(found, key=ttft_s)
 
 
-def _times(model: Roofline, channel: Channel) -> dict[int, Breakdown]:
+def _levelled(model: Roofline, prompt: Prompt, block: int) -> tuple[int, ...]:
+    """Pieces whose tokens and scores together cost the same: earlier ones see fewer keys, so they are longer."""
+    layer, members = model.layer, len(prompt.group)
+    token_s = (layer.before(prompt.new).total_s + layer.behind(prompt.new).total_s) / prompt.new
+    whole = Share(queries=prompt.new, pairs=prompt.new**2, scores=prompt.new**2, held=prompt.new)
+    score_s = attention_s(layer, whole, keys=prompt.new) / prompt.new**2
+    pieces, start = [], prompt.cached
+    low, high = 0.0, prompt.new * (token_s + score_s * (prompt.new + prompt.cached))
+    for _ in range(50):
+        level, start, pieces = (low + high) / 2, prompt.cached, []
+        for _ in range(members):
+            linear = token_s + score_s * start
+            piece = (math.sqrt(linear**2 + 4 * score_s * level) - linear) / (2 * score_s)
+            pieces.append(piece)
+            start += math.ceil(piece)
+        low, high = (level, high) if sum(pieces) < prompt.new else (low, level)
+    total = sum(pieces)
+    return cut([piece / total for piece in pieces], prompt.new, block)
+
+
+def _times(model: Roofline, channel: Channel, batch: int = 1) -> dict[int, Breakdown]:
     tokens = {instance: share.queries for instance, share in zip(channel.group, channel.shares, strict=True)}
     if channel.decode:
         sampled = dict(tokens)
     else:
-        sampled = {channel.group[-1] if channel.exchange == "chain" else channel.group[0]: 1}
+        sampled = {channel.group[-1] if channel.exchange == "chain" else channel.group[0]: batch}
     return model.times([channel], tokens, sampled)
 
 

@@ -94,7 +94,7 @@ class Layer:
             curve = chip.efficiency.stream
             unfused = chip.attention.unfused
             per_element = _ROTARY_BYTES if unfused else 2 * chip.bytes_per_element
-            elementwise_s += chip.stream_s(elements * per_element, curve.add if unfused else curve.rotary)
+            elementwise_s += chip.stream_s(elements * per_element, None if unfused else curve.rotary)
         return LayerSeconds(linear_s=linear_s, elementwise_s=elementwise_s)
 
     def _compute_behind(self, tokens: float) -> LayerSeconds:
@@ -110,9 +110,9 @@ class Layer:
         curve, element = chip.efficiency.stream, chip.bytes_per_element
         # Norms are not limited by the memory, and take the addition before them along.
         added = 3 * tokens * shape.hidden_size * element
-        add_s = 2 * chip.stream_s(added, curve.add) if chip.attention.unfused else 0.0
+        add_s = 2 * chip.stream_s(added) if chip.attention.unfused else 0.0
         touched = 5 if chip.attention.unfused and model.gated else 1 + wide
-        activation = curve.add if chip.attention.unfused else curve.activation
+        activation = None if chip.attention.unfused else curve.activation
         activation_s = chip.stream_s(touched * tokens * width * element, activation)
         norm_s = 0.0 if model.parallel else self._norm_s(tokens)
         return LayerSeconds(linear_s=linear_s, elementwise_s=add_s + activation_s + norm_s)
@@ -124,4 +124,4 @@ class Layer:
         unfused = chip.attention.unfused and self.model.rms_norm
         per_element = _NORM_BYTES if unfused else 2 * chip.bytes_per_element
         elements = tokens * self.model.attention.hidden_size
-        return chip.stream_s(elements * per_element, curve.add if unfused else curve.norm)
+        return chip.stream_s(elements * per_element, None if unfused else curve.norm)

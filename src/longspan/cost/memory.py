@@ -20,7 +20,7 @@ class Memory:
 
     Attributes:
         scores: of attention without fusion.
-        activations: the larger of the hidden states around attention with its scores, and those in the feed-forward layers.
+        activations: hidden states, and those in the feed-forward layers as far as they exceed the scores.
         capacity: of the device.
     """
 

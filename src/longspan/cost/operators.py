@@ -5,6 +5,7 @@ Element counts are of one rank. Sums of several operators are in `layer.py`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeVar
@@ -39,9 +40,11 @@ class Chip:
         """A product of [rows, inputs] and weights [inputs, outputs], of `weight_bytes` per element."""
         return _linear_s(self, rows, inputs, outputs, weight_bytes)
 
-    def stream_s(self, num_bytes: float, part: float) -> float:
-        """An element-wise operator that reads and writes so many bytes, at this part of the memory's speed."""
-        return self.start_s + num_bytes / (self.device.bytes_per_s * part)
+    def stream_s(self, num_bytes: float, per_clock: float | None = None) -> float:
+        """An element-wise operator that reads and writes so many bytes, of which a unit does `per_clock` at most."""
+        limit = None if per_clock is None else per_clock * self.device.units * self.device.clock_hz
+        part = self.efficiency.stream.add
+        return self.start_s + num_bytes * stream_byte_s(part * self.device.bytes_per_s, limit)
 
     @property
     def start_s(self) -> float:
@@ -81,6 +84,11 @@ class Chip:
     @property
     def _peak(self) -> float:
         return self.device.peak(self.bytes_per_element)
+
+
+def stream_byte_s(memory: float, limit: float | None) -> float:
+    """Seconds per byte where the memory, and maybe the units, have such speeds: both slow each other down."""
+    return 1 / memory if limit is None else math.hypot(1 / memory, 1 / limit)
 
 
 @lru_cache(maxsize=65536)

@@ -27,9 +27,9 @@ class StepCost(Protocol):
 class RooflineCost:
     """Seconds of Forwards whose parts may differ in group and exchange, from the operators that `estimate` uses.
 
-    Linear layers are computed over all tokens of an instance together, attention and messages by channel: the parts of one
-    group and exchange. Keys of earlier steps count as spread evenly over the group, except that the last member of a chain has
-    them all.
+    Linear layers are computed over all tokens of an instance together, attention and messages by channel: the parts of
+    one group and exchange. Keys of earlier steps count as spread evenly over the group, except that the members of a
+    chain have them all.
 
     Raises:
         ValueError: see `roofline`.

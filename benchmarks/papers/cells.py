@@ -1,0 +1,110 @@
+"""What papers measured beside what the cost model predicts, and whether that is near enough."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from longspan.core.parallel import ParallelSpec
+from longspan.core.steps import Exchange
+from longspan.cost import catalog
+from longspan.cost.architecture import Architecture, from_config
+from longspan.cost.cluster import Cluster, roofline
+from longspan.cost.efficiency import Kernels
+from longspan.cost.estimate import Estimate, Fractions, estimate_decode, estimate_prefill
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One number of a paper.
+
+    Attributes:
+        tolerance: the largest relative error that counts as near.
+    """
+
+    name: str
+    paper: float
+    ours: float
+    tolerance: float
+    unit: str = "s"
+
+    @property
+    def error(self) -> float:
+        """Relative, positive when ours is larger."""
+        return self.ours / self.paper - 1
+
+    @property
+    def near(self) -> bool:
+        """Whether it is within the tolerance."""
+        return abs(self.error) <= self.tolerance
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A model on devices, as `longspan estimate` has them."""
+
+    model: str
+    hardware: str
+    gpus_per_host: int = 8
+    hosts: int = 1
+    kernels: Kernels = "flash"
+    ffn_bytes: float | None = None
+    link: str | None = None
+    link_gbytes_per_s: float | None = None
+
+    def prefill(
+        self, parallel: str, exchange: Exchange, length: int, cached: int = 0, fractions: Fractions = None
+    ) -> Estimate:
+        """See `estimate_prefill`."""
+        spec = ParallelSpec.parse(parallel)
+        cost = roofline(self._model, self._cluster, spec, self.kernels)
+        return estimate_prefill(cost, spec.instances, exchange, length, cached, fractions=fractions)
+
+    def decode(self, parallel: str, length: int, batch: int = 1) -> Estimate:
+        """See `estimate_decode`."""
+        spec = ParallelSpec.parse(parallel)
+        cost = roofline(self._model, self._cluster, spec, self.kernels)
+        return estimate_decode(cost, spec.instances, "ring_q", length, batch)
+
+    @property
+    def _model(self) -> Architecture:
+        return from_config(catalog.model_config(self.model), name=self.model, ffn_bytes=self.ffn_bytes)
+
+    @property
+    def _cluster(self) -> Cluster:
+        return Cluster(
+            hardware=self.hardware,
+            gpus_per_host=self.gpus_per_host,
+            hosts=self.hosts,
+            link=self.link,
+            link_bytes_per_s=None if self.link_gbytes_per_s is None else self.link_gbytes_per_s * 1e9,
+        )
+
+
+def mean_error(cells: Sequence[Cell]) -> float:
+    """Mean of the absolute relative errors."""
+    return statistics.fmean(abs(cell.error) for cell in cells)
+
+
+def report(title: str, cells: Sequence[Cell], *, mean_tolerance: float | None = None) -> bool:
+    """Prints a row per cell, and the errors of all together; returns whether all are near enough."""
+    table = Table("", "paper", "ours", "error", "", title=title)
+    for cell in cells:
+        mark = "" if cell.near else f"[red]more than {cell.tolerance:.0%}"
+        table.add_row(
+            cell.name, f"{cell.paper:g} {cell.unit}", f"{cell.ours:.3g} {cell.unit}", f"{cell.error:+.1%}", mark
+        )
+    Console().print(table)
+    mean, worst = mean_error(cells), max(cells, key=lambda cell: abs(cell.error))
+    far = [cell for cell in cells if not cell.near]
+    passed = not far and (mean_tolerance is None or mean <= mean_tolerance)
+    wanted = "" if mean_tolerance is None else f" (wanted: at most {mean_tolerance:.0%})"
+    print(
+        f"{title}: {'pass' if passed else 'FAIL'}: mean error {mean:.1%}{wanted}, worst {worst.error:+.1%} "
+        f"({worst.name}), {len(far)} of {len(cells)} cells too far\n"
+    )
+    return passed

@@ -1,0 +1,126 @@
+"""The verb `estimate`: what a prompt or a step of decoding costs on devices that need not be here."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Literal, cast
+
+import typer
+
+from longspan.cli.lengths import length
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from longspan.core.steps import Exchange
+    from longspan.cost.cluster import Cluster
+    from longspan.cost.estimate import Estimate, Fractions
+
+_cluster = partial(typer.Option, rich_help_panel="Devices")
+_work = partial(typer.Option, rich_help_panel="What is computed")
+_EXCHANGES = Literal["auto", "ring_kv", "ring_q", "alltoall", "gather_kv", "gather_hidden", "chain"]
+
+
+def estimate(
+    model: Annotated[str, typer.Argument(help="A name such as llama-3-8b, a folder with a config.json, or a hub id.")],
+    *,
+    hardware: Annotated[str, _cluster(help="A device such as h100-sxm-80g; an unknown name lists all.")],
+    gpus_per_host: Annotated[int, _cluster(help="Devices of each host.")] = 8,
+    hosts: Annotated[int, _cluster(help="Hosts.")] = 1,
+    link: Annotated[
+        str | None, _cluster(metavar="NAME", help="What connects hosts, or the devices of a single host.")
+    ] = None,
+    link_gbytes_per_s: Annotated[float | None, _cluster(metavar="X", help="Its nominal speed, one way.")] = None,
+    parallel: Annotated[str, _work(metavar="SPEC", help=r"\[N]\[xtpT]: N instances, each of T ranks.")] = "1",
+    exchange: Annotated[
+        _EXCHANGES, _work(help="How instances share prompts; auto: ring_kv, and ring_q to decode.")
+    ] = "auto",
+    fractions: Annotated[
+        str | None, _work(metavar="F,F,...|search", help="How much of a contiguous prompt each instance gets.")
+    ] = None,
+    context: Annotated[
+        str, _work(metavar="L", help="Tokens of the context, cached ones included; 8K is 8192, 8k 8000.")
+    ],
+    cached: Annotated[str, _work(metavar="P", help="How many of them have been computed before.")] = "0",
+    phase: Annotated[Literal["prefill", "decode"], _work(help="The whole prompt, or one token behind it.")] = "prefill",
+    batch: Annotated[int, _work(help="Requests at a time.")] = 1,
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32"], _work(help="Of weights, keys and values; auto: 16 bits.")
+    ] = "auto",
+    ffn_dtype: Annotated[
+        Literal["bfloat16", "float16", "float32", "fp8"] | None, _work(help="Of the feed-forward weights, if another.")
+    ] = None,
+    attention: Annotated[
+        Literal["flash", "eager"], _work(help="Fused, or as Hugging Face's single operators compute it.")
+    ] = "flash",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and no table.")] = False,
+) -> None:
+    """Predicts time to first token, or between tokens, from data sheets, with memory and communication.
+
+    Nothing is run. docs/cost.md says how it is computed, and how far it is from what papers measured.
+    """
+    from longspan.cli.model_config import architecture  # noqa: PLC0415 - other verbs need none of it
+    from longspan.core.parallel import ParallelSpec  # noqa: PLC0415
+    from longspan.cost.cluster import Cluster, roofline  # noqa: PLC0415
+    from longspan.cost.estimate import estimate_decode, estimate_prefill  # noqa: PLC0415
+
+    if link is not None and link_gbytes_per_s is not None:
+        raise ValueError(f"--link {link} and --link-gbytes-per-s {link_gbytes_per_s:g} both give its speed: give one")
+    spec = ParallelSpec.parse(parallel)
+    cluster = Cluster(
+        hardware=hardware,
+        gpus_per_host=gpus_per_host,
+        hosts=hosts,
+        link=link,
+        link_bytes_per_s=None if link_gbytes_per_s is None else link_gbytes_per_s * 1e9,
+    )
+    cost = roofline(architecture(model, dtype=dtype, ffn_dtype=ffn_dtype), cluster, spec, attention)
+    tokens, known = length("--context", context), length("--cached", cached)
+    if phase == "prefill":
+        chosen = cast("Exchange", "ring_kv" if exchange == "auto" else exchange)
+        shares = _fractions(fractions)
+        found = estimate_prefill(cost, spec.instances, chosen, tokens, known, fractions=shares, batch=batch)
+    else:
+        if fractions is not None or known:
+            raise ValueError("--fractions and --cached are of prompts: leave them out with --phase decode")
+        chosen = cast("Exchange", "ring_q" if exchange == "auto" else exchange)
+        found = estimate_decode(cost, spec.instances, chosen, tokens, batch)
+    _print(found, cluster, as_json=as_json)
+
+
+def _fractions(text: str | None) -> Fractions:
+    from longspan.cost.partition import parse_fractions  # noqa: PLC0415
+
+    if text is None or text == "search":
+        return cast("Fractions", text)
+    return parse_fractions(text)
+
+
+def _print(found: Estimate, cluster: Cluster, *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(found.as_json()))
+    else:
+        from rich.console import Console  # noqa: PLC0415
+
+        Console().print(_table(found, cluster))
+    if not found.memory.fits:
+        typer.echo(f"longspan: does not fit: {found.memory.arithmetic}", err=True)
+
+
+def _table(found: Estimate, cluster: Cluster) -> Table:
+    from rich.table import Table  # noqa: PLC0415
+
+    table = Table("", "", title=f"{found.phase} on {cluster.hosts} × {cluster.gpus_per_host} {cluster.hardware}")
+    name = "time to first token" if found.phase == "prefill" else "time between tokens"
+    table.add_row(name, f"{found.seconds:.4g} s")
+    table.add_row("lower bound", f"{found.lower_bound_s:.4g} s")
+    for part, seconds in found.breakdown.as_dict().items():
+        if seconds:
+            table.add_row(f"  {part.removesuffix('_s').replace('_', ' ')}", f"{seconds:.4g} s")
+    table.add_row("exchanged", f"{found.bytes_exchanged / 1e9:.4g} GB")
+    table.add_row("memory", found.memory.arithmetic)
+    table.add_row("utilisation", f"{found.mfu:.1%}, {found.flops_per_gpu_s / 1e12:.0f} TFLOP/s per GPU")
+    if len(set(found.partition)) > 1:
+        table.add_row("tokens", ", ".join(map(str, found.partition)))
+    return table
