@@ -169,9 +169,9 @@ def _print(name: str, num_instances: int, real: Times, simulated: Times) -> None
     print(f"{'':10}{'real, s':>12}{'simulated, s':>14}{'error':>9}")
     for what in ("ttft_s", "tbt_s"):
         for percent in PERCENTS:
-            one, other = (float(np.percentile(getattr(times, what), percent)) for times in (real, simulated))
+            took_s, said_s = (float(np.percentile(getattr(times, what), percent)) for times in (real, simulated))
             label = f"{what[:4].upper() if what == 'ttft_s' else 'TBT'} P{percent}"
-            print(f"{label:10}{one:12.4f}{other:14.4f}{other / one - 1:9.1%}")
+            print(f"{label:10}{took_s:12.4f}{said_s:14.4f}{said_s / took_s - 1:9.1%}")
     pairs = list(zip(real.placements, simulated.placements, strict=False))
     same = sum(one == other for one, other in pairs)
     print(f"placements, request: group (real | simulated); {same} of {len(pairs)} the same")

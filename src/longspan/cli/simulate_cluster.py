@@ -11,11 +11,12 @@ from longspan.cli.model_config import architecture
 from longspan.cli.simulate import ClusterOptions, SchedulingOptions
 from longspan.core.parallel import ParallelSpec
 from longspan.core.places import Place, places_of_ranks
+from longspan.core.runs import Run
 from longspan.core.steps import Exchange
 from longspan.cost import catalog
+from longspan.cost.channels import Channel, share_of
 from longspan.cost.cluster import Cluster as Devices
 from longspan.cost.cluster import roofline
-from longspan.cost.estimate import prefill_channel
 from longspan.cost.fitted_cost import FittedCost
 from longspan.cost.forward import Roofline
 from longspan.cost.memory import memory
@@ -134,7 +135,9 @@ def _computed(
 def _num_blocks(line: Roofline, scheduling: SchedulingOptions) -> int:
     """What the memory holds beside weights and the activations of a full step."""
     tokens, layer = scheduling.max_num_batched_tokens, line.layer
-    full = memory(layer, prefill_channel("local", (0,), None, tokens, 0), tokens)
+    share = share_of((Run(0, tokens),), cached=0.0, width=tokens)
+    whole = Channel(exchange="local", group=(0,), shares=(share,), keys=tokens, decode=False)
+    full = memory(layer, whole, tokens)
     block = scheduling.block_size * layer.kv_bytes * layer.model.attention.num_layers
     found = int((_USED_MEMORY * full.capacity - full.used + full.kv) // block)
     if found < 1:

@@ -291,11 +291,11 @@ class Engine:
         if request.metrics.scheduled_s is None:
             request.metrics.scheduled_s = self._clock.now()
             if request.leader is None:
-                self.num_prefix_queries += len(request.prompt)
-                self.num_prefix_hits += min(hit.num_tokens, len(request.prompt))
+                self.num_prefix_queries += request.num_prompt
+                self.num_prefix_hits += min(hit.num_tokens, request.num_prompt)
         request.num_computed = request.num_scheduled = hit.num_tokens
         if not request.metrics.num_computed_tokens:
-            request.metrics.num_cached_tokens = min(hit.num_tokens, len(request.prompt))
+            request.metrics.num_cached_tokens = min(hit.num_tokens, request.num_prompt)
 
     def _part(self, share: Share) -> Part:
         request = share.request
@@ -334,7 +334,7 @@ class Engine:
     def _promise(self, request: Request) -> None:
         """The token being sampled can be scheduled, unless it is the last or the first with other rotary factors."""
         num_tokens = request.num_scheduled + 1
-        goes_on = num_tokens - len(request.prompt) < request.max_tokens
+        goes_on = num_tokens - request.num_prompt < request.max_tokens
         if goes_on and self._rope_length(num_tokens) == request.rope_length:
             request.num_promised = num_tokens
 
@@ -345,7 +345,7 @@ class Engine:
         return Sample(
             instance=request.sampler,
             position=position,
-            below_minimum=position - len(request.prompt) < request.params.min_tokens,
+            below_minimum=position - request.num_prompt < request.params.min_tokens,
         )
 
     def _begin(self, forward: Forward) -> None:
@@ -372,7 +372,7 @@ class Engine:
             assert request.num_computed == part.start, "steps complete in order"
             request.num_computed = part.stop
             request.metrics.num_computed_tokens += part.stop - part.start
-            kind = "decode" if part.start >= len(request.prompt) else "partial_prefill" if part.start else "prefill"
+            kind = "decode" if part.start >= request.num_prompt else "partial_prefill" if part.start else "prefill"
             request.metrics.count(kind, part.exchange_name)
             self.account.publish(request, part.start)
             if request.finish_reason is not None and not request.in_flight:

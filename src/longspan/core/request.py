@@ -57,6 +57,7 @@ class Request:
         prompt: token ids; any sequence that does not change, whose slices are such sequences.
         choice, leader: which of the `n` outputs of a prompt this is; all but the first wait until it has computed the
             prompt, whose KV they share.
+        num_prompt: tokens of the prompt.
         num_promised: tokens there will be when all steps in flight are done; they can be scheduled already.
         admission: counts admissions; a request that was preempted stands behind those that were not.
         group: the instances that hold its KV, in ring order; empty while it waits. It can shrink, not grow.
@@ -97,17 +98,22 @@ class Request:
     rope_length: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    num_prompt: int = field(init=False)
     _keys: list[bytes] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.prompt)
 
     @property
     def num_known(self) -> int:
         """Prompt and output tokens known so far."""
-        return len(self.prompt) + len(self.output)
+        return self.num_prompt + len(self.output)
 
     @property
     def num_tokens(self) -> int:
         """Tokens that can be scheduled: the known ones and those that steps in flight will sample."""
-        return max(self.num_known, self.num_promised)
+        num_known = self.num_prompt + len(self.output)
+        return num_known if num_known > self.num_promised else self.num_promised
 
     @property
     def in_flight(self) -> bool:
@@ -134,10 +140,12 @@ class Request:
 
     def tokens(self, start: int, stop: int) -> Sequence[int]:
         """Token ids at positions `[start, stop)`, `UNKNOWN` where steps in flight will sample them."""
-        num_prompt = len(self.prompt)
+        num_prompt = self.num_prompt
         if stop <= num_prompt:
             return self.prompt[start:stop]
-        known = (*self.prompt[start:], *self.output[max(0, start - num_prompt) : stop - num_prompt])
+        known = tuple(self.output[max(0, start - num_prompt) : stop - num_prompt])
+        if start < num_prompt:
+            known = (*self.prompt[start:], *known)
         return known + (UNKNOWN,) * (stop - start - len(known))
 
     def sampling(self, eos_token_ids: tuple[int, ...]) -> Sampling:

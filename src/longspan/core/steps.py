@@ -190,7 +190,8 @@ class Forward:
     def instances(self) -> tuple[int, ...]:
         """The instances that take part, ascending: they compute, or pass on a token."""
         members = {instance for part in self.parts for instance in part.group}
-        return tuple(sorted(members | {part.unknown_on for part in self.parts if part.unknown_on is not None}))
+        members.update([part.unknown_on for part in self.parts if part.unknown_on is not None])
+        return tuple(sorted(members)) if len(members) > 1 else tuple(members)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

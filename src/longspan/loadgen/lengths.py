@@ -106,7 +106,7 @@ def draw_lengths(lengths: Lengths, num: int, rng: np.random.Generator) -> list[i
 # Ranges and means of the prompts in the traces of Tetris (§7.1), whose 4k is 4,000 here. It does not say how long
 # answers are: these are ours, of the same kind.
 NAMED: dict[str, tuple[Lengths, Lengths]] = {
-    name: (Bounded(low=low, high=high, mean=mean), Bounded(low=16, high=1024, mean=128))
+    name: (Bounded(low=low, high=high, mean=mean), Bounded(low=4, high=256, mean=32))
     for name, low, high, mean in (
         ("short", 4_000, 95_000, 23_600),
         ("medium", 8_000, 142_000, 32_800),

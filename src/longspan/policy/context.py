@@ -99,7 +99,8 @@ class Context:
 
     def plan(self, view: ClusterView) -> Plan:
         """One batch per set of instances that share requests, where all of the set can take a step."""
-        teams = teams_of({r.group for r in view.running.shared}, ())
+        shared = view.running.shared
+        teams = teams_of({r.group for r in shared}, ()) if shared else []
         batch = self._fill(view, teams, view.full) or self._fill(view, teams, view.busy) or Batch()
         return Plan(preempted=tuple(batch.preempted), batches=_by_team(batch.shares))
 
@@ -185,7 +186,7 @@ class Context:
         is_single = request.num_tokens - request.num_scheduled == 1
         if len(request.group) == 1 or (is_single and all(ref.instance == end for ref in request.table)):
             return single_share(request, end, request.num_scheduled, budget)
-        if self._options.rotate == "token" and is_single and request.num_scheduled >= len(request.prompt):
+        if self._options.rotate == "token" and is_single and request.num_scheduled >= request.num_prompt:
             return rotated_share(request, self._options.decode, budget)
         return self._dealt_share(request, view, budget, request.group, None)
 
@@ -270,7 +271,10 @@ def teams_of(groups: Iterable[tuple[int, ...]], everyone: tuple[int, ...]) -> li
 
 def _by_team(shares: Sequence[Share]) -> tuple[tuple[Share, ...], ...]:
     """A batch for each set of instances that these shares connect, in ascending order."""
-    teams = teams_of({share.group for share in shares}, ())
+    groups = {share.group for share in shares}
+    if len(groups) <= 1:
+        return (tuple(shares),) if shares else ()
+    teams = teams_of(groups, ())
     team_of = {i: number for number, team in enumerate(teams) for i in team}
     batches: list[list[Share]] = [[] for _ in teams]
     for share in shares:

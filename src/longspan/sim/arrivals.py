@@ -33,12 +33,13 @@ def prompt_of(
     Equal numbers give equal tokens: `shared` among those that share a beginning, `blocks` of `block_len` tokens each
     among themselves, and `name` among prompts.
     """
-    beginning = [text(3 * shared, min(shared_len, num_tokens))]
+    beginning: list[Sequence[int]] = [text(3 * shared, min(shared_len, num_tokens))]
     left = num_tokens - len(beginning[0])
     for block in blocks:
         beginning.append(text(3 * block + 1, min(block_len, left)))
         left -= len(beginning[-1])
-    return Texts([*beginning, text(3 * name + 2, left)])
+    own = text(3 * name + 2, left)
+    return Texts([*beginning, own]) if left < num_tokens else own
 
 
 def conversations(arrivals: Sequence[Arrival], *, turns: int, think_s: float) -> list[Arrival]:
