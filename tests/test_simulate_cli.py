@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -140,11 +141,11 @@ def test_page_and_trace(profile: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert {event["tid"] for event in chunks} == {0, 1}
     for instance in (0, 1):
         times = sorted((one["ts"], one["ts"] + one["dur"]) for one in chunks if one["tid"] == instance)
-        assert all(later[0] >= earlier[1] - 1e-3 for earlier, later in zip(times, times[1:], strict=False))
+        assert all(later[0] >= earlier[1] - 1e-3 for earlier, later in pairwise(times))
     requests = {event["id"]: event for event in events if event["ph"] == "e"}
     assert len(requests) == 12
     assert max(event["ts"] for event in requests.values()) == pytest.approx(1e6 * found["makespan_s"])
-    prompts = {name: 0 for name in range(12)}
+    prompts = dict.fromkeys(range(12), 0)
     for event in chunks:
         if event["cat"] == "prefill" and event["tid"] == event["args"]["group"][0]:
             prompts[int(event["name"].split()[1])] += event["args"]["stop"] - event["args"]["start"]
