@@ -3,7 +3,8 @@
     python benchmarks/fit_efficiency.py PROFILES
 
 PROFILES is a folder with linear_layers.csv.gz and collectives.csv.gz: median milliseconds of operators and collectives,
-from the repository of the Vidur simulator (MIT). Prints the tables [linear] and [stream], and what links.toml has of NVLink.
+from the repository of the Vidur simulator (MIT). Prints the tables [linear] and [stream], and what links.toml has of
+NVLink.
 """
 
 from __future__ import annotations
@@ -232,15 +233,15 @@ def _print_links(lines: list[dict[str, str]]) -> None:
             part = np.median([passed / (seconds - start_s) / speed for passed, seconds in large])
             print(f"{field} = {part:.3f}, latency {1e6 * start_s:.1f} us")
     for network in _LINKS:
-        for collective, ranks in (("send_recv", "2"), ("all_reduce", "2"), ("all_reduce", "16")):
-            wanted = (network, collective, ranks, "8" if ranks == "16" else "1")
+        for collective, on_2 in (("send_recv", "2"), ("all_reduce", "2"), ("all_reduce", "16")):
+            wanted = (network, collective, on_2, "8" if on_2 == "16" else "1")
             times = [
                 1e3 * float(line["median_ms"])
                 for line in lines
                 if tuple(line[field] for field in _KIND) == wanted and int(line["size"]) <= _SMALL
             ]
             if times:
-                print(f"# {network}, {collective} of {ranks} ranks on 2 hosts: latency {np.median(times):.1f} us")
+                print(f"# {network}, {collective} of {on_2} ranks on 2 hosts: latency {np.median(times):.1f} us")
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ def test_import_contracts_hold() -> None:
         "longspan.core",
         "longspan.attn",
         "longspan.cost.ring_fit",
+        "longspan.cost.step_cost",
         "longspan.policy",
         "longspan.sim",
         "longspan.core.engine",

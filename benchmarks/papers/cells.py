@@ -14,7 +14,7 @@ from longspan.core.steps import Exchange
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture, from_config
 from longspan.cost.cluster import Cluster, roofline
-from longspan.cost.efficiency import Kernels
+from longspan.cost.efficiency import Efficiency, Kernels
 from longspan.cost.estimate import Estimate, Fractions, estimate_decode, estimate_prefill
 
 
@@ -55,19 +55,20 @@ class Setting:
     ffn_bytes: float | None = None
     link: str | None = None
     link_gbytes_per_s: float | None = None
+    constants: Efficiency | None = None
 
     def prefill(
         self, parallel: str, exchange: Exchange, length: int, cached: int = 0, fractions: Fractions = None
     ) -> Estimate:
         """See `estimate_prefill`."""
         spec = ParallelSpec.parse(parallel)
-        cost = roofline(self._model, self._cluster, spec, self.kernels)
+        cost = roofline(self._model, self._cluster, spec, self.kernels, self.constants)
         return estimate_prefill(cost, spec.instances, exchange, length, cached, fractions=fractions)
 
     def decode(self, parallel: str, length: int, batch: int = 1) -> Estimate:
         """See `estimate_decode`."""
         spec = ParallelSpec.parse(parallel)
-        cost = roofline(self._model, self._cluster, spec, self.kernels)
+        cost = roofline(self._model, self._cluster, spec, self.kernels, self.constants)
         return estimate_decode(cost, spec.instances, "ring_q", length, batch)
 
     @property

@@ -2,8 +2,8 @@
 
     python benchmarks/papers/context_parallelism.py
 
-128K is read as 128,000 tokens (the paper's P + T = 128000) and 1M as 1,000,000 (its FLOP count). Weights of the feed-forward
-layers are FP8, all else bfloat16. TTIT is said to grow to 47 and 71 ms with 4 hosts.
+128K is read as 128,000 tokens (the paper's P + T = 128000) and 1M as 1,000,000 (its FLOP count). Weights of the
+feed-forward layers are FP8, all else bfloat16. TTIT is said to grow to 47 and 71 ms with 4 hosts.
 """
 
 from __future__ import annotations

@@ -8,8 +8,12 @@ TSP is `gather_kv`, KVR-S a `chain` with searched pieces. The paper's 1k is 1,02
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 
 from cells import Cell, Setting, report
+
+from longspan.cost.efficiency import Efficiency
 
 _TABLES = {
     "llama-7b": {  # TSP and KVR-S on 4 GPUs, then on 8
@@ -51,19 +55,20 @@ def seconds(on: Setting, method: str, gpus: int, length: int) -> float:
     return on.prefill(str(gpus), "chain", length, fractions="search").seconds
 
 
-def tables_1_and_2() -> list[Cell]:
-    """The given rows."""
+def tables_1_and_2(constants: Efficiency | None = None, methods: Sequence[str] = ("TSP", "KVR-S")) -> list[Cell]:
+    """The given rows of these methods."""
     columns = (("TSP", 4), ("KVR-S", 4), ("TSP", 8), ("KVR-S", 8))
     return [
         Cell(
             name=f"{model}, {method}, {gpus} GPUs, {thousands}k",
             paper=paper,
-            ours=seconds(setting(model), method, gpus, 1024 * thousands),
+            ours=seconds(replace(setting(model), constants=constants), method, gpus, 1024 * thousands),
             tolerance=_TOLERANCE,
         )
         for model, rows in _TABLES.items()
         for thousands, row in rows.items()
         for (method, gpus), paper in zip(columns, row, strict=True)
+        if method in methods
     ]
 
 

@@ -111,13 +111,13 @@ def check_chain(parts: MemberParts) -> None:
         ValueError: when members do not have neighbouring runs in their order, or do not hold the keys of their queries.
     """
     for index, part in enumerate(parts):
-        ordered = [run for runs in part.q_runs for run in runs]
-        if any(before.stop != after.start for before, after in itertools.pairwise(ordered)):
+        if not part.is_in_order:
             raise ValueError(
                 f"runs[{index}] {_text(part.q_runs)}: in a chain each member goes on where the one before ends, "
                 "as in deal('contiguous', ...)"
             )
-        new = [clip(runs, ordered[0].start) if ordered else () for runs in part.kv_runs]
+        start = part.span_start
+        new = [() if start is None else clip(runs, start) for runs in part.kv_runs]
         if new != list(part.q_runs):
             raise ValueError(
                 f"kv_runs[{index}]: members hold the new keys {_text(new)}, but in a chain those of their own queries, "

@@ -40,11 +40,25 @@ class MemberPart:
 
     def needed(self, member: int, window: int | None) -> tuple[Run, ...]:
         """The runs that `member` holds and that some query of the group may still see."""
-        if self.span_start is None:
-            return ()
-        if window is None:
-            return self.kv_runs[member]
-        return clip(self.kv_runs[member], self.span_start - window + 1)
+        start = self.span_start
+        return () if start is None else clip(self.kv_runs[member], _in_sight(start, window))
+
+    def cached(self, holder: int, window: int | None, asker: int | None = None) -> tuple[Run, ...]:
+        """What `holder` has from before the span and some query of `asker`, or of anybody, may still see."""
+        runs = self.q_runs if asker is None else self.q_runs[asker : asker + 1]
+        first = min((own[0].start for own in runs if own), default=None)
+        return () if first is None else clip(self.kv_runs[holder], _in_sight(first, window), self.span_start)
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether the members' queries follow each other, as in a chain."""
+        runs = [run for member_runs in self.q_runs for run in member_runs]
+        return all(one.stop == following.start for one, following in itertools.pairwise(runs))
+
+
+def _in_sight(query: int, window: int | None) -> int:
+    """The first position that a query may see."""
+    return 0 if window is None else max(0, query - window + 1)
 
 
 class MemberParts(Sequence[MemberPart]):

@@ -60,21 +60,13 @@ def estimate(
 
     Nothing is run. docs/cost.md says how it is computed, and how far it is from what papers measured.
     """
-    from longspan.cli.model_config import architecture  # noqa: PLC0415 - other verbs need none of it
+    from longspan.cli.model_config import architecture, cluster_of  # noqa: PLC0415 - other verbs need none of it
     from longspan.core.parallel import ParallelSpec  # noqa: PLC0415
-    from longspan.cost.cluster import Cluster, roofline  # noqa: PLC0415
+    from longspan.cost.cluster import roofline  # noqa: PLC0415
     from longspan.cost.estimate import estimate_decode, estimate_prefill  # noqa: PLC0415
 
-    if link is not None and link_gbytes_per_s is not None:
-        raise ValueError(f"--link {link} and --link-gbytes-per-s {link_gbytes_per_s:g} both give its speed: give one")
     spec = ParallelSpec.parse(parallel)
-    cluster = Cluster(
-        hardware=hardware,
-        gpus_per_host=gpus_per_host,
-        hosts=hosts,
-        link=link,
-        link_bytes_per_s=None if link_gbytes_per_s is None else link_gbytes_per_s * 1e9,
-    )
+    cluster = cluster_of(hardware, gpus_per_host, hosts, link, link_gbytes_per_s)
     cost = roofline(architecture(model, dtype=dtype, ffn_dtype=ffn_dtype), cluster, spec, attention)
     tokens, known = length("--context", context), length("--cached", cached)
     if phase == "prefill":

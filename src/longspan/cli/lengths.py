@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_LENGTH = re.compile(r"(\d+(?:\.\d+)?)([kmgtKMGT])?")
+_LENGTH = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kmgtKMGT])?")
 _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 
 

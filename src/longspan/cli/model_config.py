@@ -1,4 +1,4 @@
-"""A model's sizes for verbs that run no model: from a known name, a folder, or the Hugging Face hub."""
+"""Models and clusters for verbs that run no model: by known names, a folder, or the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from longspan.cost.architecture import Architecture
+    from longspan.cost.cluster import Cluster
 
 BYTES = {"auto": 2.0, "bfloat16": 2.0, "float16": 2.0, "float32": 4.0, "fp8": 1.0}
 
@@ -24,6 +25,22 @@ def architecture(model: str, *, dtype: str = "auto", ffn_dtype: str | None = Non
     config = catalog.model_config(model) if model in catalog.names("models") else _read(model)
     ffn_bytes = None if ffn_dtype is None else BYTES[ffn_dtype]
     return from_config(config, name=model, bytes_per_element=BYTES[dtype], ffn_bytes=ffn_bytes)
+
+
+def cluster_of(
+    hardware: str, gpus_per_host: int, hosts: int, link: str | None, link_gbytes_per_s: float | None
+) -> Cluster:
+    """Devices by the flags of these verbs.
+
+    Raises:
+        ValueError: when the link is given twice, or for what `Cluster` refuses.
+    """
+    from longspan.cost.cluster import Cluster  # noqa: PLC0415
+
+    if link is not None and link_gbytes_per_s is not None:
+        raise ValueError(f"--link {link} and --link-gbytes-per-s {link_gbytes_per_s:g} both give its speed: give one")
+    speed = None if link_gbytes_per_s is None else link_gbytes_per_s * 1e9
+    return Cluster(hardware=hardware, gpus_per_host=gpus_per_host, hosts=hosts, link=link, link_bytes_per_s=speed)
 
 
 def _read(model: str) -> dict[str, Any]:

@@ -98,19 +98,24 @@ def chain_share_of(runs: Sequence[Run]) -> Share:
     return Share(queries=share.queries, pairs=share.pairs, scores=share.scores, held=end)
 
 
+def cached_in_chain(channel: Channel) -> float:
+    """Keys of earlier steps. They go to all readers at once, and do not run through the chain."""
+    return max(0.0, channel.shares[0].held - channel.shares[0].queries)
+
+
 def attention_s(layer: Layer, share: Share, *, keys: float, pieces: int = 1, head_parts: int = 1) -> float:
     """Seconds of a member's attention over `keys`, as so many equal pieces, for a part of the heads."""
-    shape = layer.model.attention
-    heads = layer.heads / head_parts
-    if layer.chip.attention.unfused:
-        return layer.chip.scores_s(scores=share.scores, heads=heads, head_dim=shape.head_dim)
-    return pieces * layer.chip.attention_s(
+    chip, head_dim = layer.chip, layer.model.attention.head_dim
+    heads, kv_heads = layer.heads / head_parts, max(1.0, layer.kv_heads / head_parts)
+    if chip.attention.unfused:
+        return chip.scores_s(scores=share.scores, keys=keys, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    return pieces * chip.attention_s(
         queries=share.queries,
         pairs=share.pairs / pieces,
         keys=keys / pieces,
         heads=heads,
-        kv_heads=max(1.0, layer.kv_heads / head_parts),
-        head_dim=shape.head_dim,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
     )
 
 
@@ -223,7 +228,8 @@ def exchanged_bytes(layer: Layer, channel: Channel) -> float:
     if members == 1:
         return 0.0
     if channel.exchange == "chain":
-        return kv_bytes * sum(share.held for share in channel.shares[:-1])
+        cached = cached_in_chain(channel)
+        return kv_bytes * sum(max(share.held, cached) for share in channel.shares[:-1])
     if channel.exchange in ("ring_kv", "gather_kv", "gather_kv_dense"):
         return (members - 1) * kv_bytes * held
     if channel.exchange == "ring_q":

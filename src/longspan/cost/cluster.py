@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from longspan.core.parallel import ParallelSpec
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture
-from longspan.cost.efficiency import Kernels
+from longspan.cost.efficiency import Efficiency, Kernels
 from longspan.cost.forward import Roofline
 from longspan.cost.layer import Layer
 from longspan.cost.operators import Chip
@@ -45,8 +45,14 @@ class Cluster:
         return self.gpus_per_host * self.hosts
 
 
-def roofline(model: Architecture, cluster: Cluster, spec: ParallelSpec, kernels: Kernels = "flash") -> Roofline:
-    """The cost model of so many instances of a model on a cluster.
+def roofline(
+    model: Architecture,
+    cluster: Cluster,
+    spec: ParallelSpec,
+    kernels: Kernels = "flash",
+    constants: Efficiency | None = None,
+) -> Roofline:
+    """The cost model of so many instances of a model on a cluster; `constants` replace those of efficiency.toml.
 
     Raises:
         ValueError: for unknown names, more ranks than devices, or heads that so many ranks cannot share.
@@ -58,7 +64,7 @@ def roofline(model: Architecture, cluster: Cluster, spec: ParallelSpec, kernels:
         )
     if model.attention.num_heads < spec.tp:
         raise ValueError(f"tp({spec.tp}) ranks cannot share {model.attention.num_heads} query heads: use a smaller tp")
-    constants, device = catalog.efficiency(), catalog.device(cluster.hardware)
+    constants, device = constants or catalog.efficiency(), catalog.device(cluster.hardware)
     names = [device.link, device.network]
     measured: list[float | None] = [None, None]
     slowest = 1 if cluster.hosts > 1 else 0

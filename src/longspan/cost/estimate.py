@@ -153,13 +153,15 @@ def estimate_prefill(
 def estimate_decode(model: Roofline, instances: int, exchange: Exchange, length: int, batch: int = 1) -> Estimate:
     """One token of each of `batch` requests, behind `length` tokens each, which lie evenly on all instances.
 
+    A chain leaves all of them with its last member, which decodes alone.
+
     Raises:
         ValueError: without tokens or requests, or for an exchange that decoding has no use for.
     """
     if length < 1 or batch < 1:
         raise ValueError(f"decoding is of at least 1 request behind 1 token, but {batch} behind {length} given")
     if exchange == "chain":
-        exchange = "ring_q"  # what a chain leaves with its last member is decoded there; spread keys are asked
+        instances = 1
     channel = decode_channel("local" if instances == 1 else exchange, tuple(range(instances)), length, batch)
     breakdown = max(_times(model, channel).values(), key=lambda one: one.total_s)
     layer, shape = model.layer, model.layer.model.attention
@@ -213,7 +215,7 @@ def _levelled(model: Roofline, prompt: Prompt, block: int) -> tuple[int, ...]:
     token_s = (layer.before(prompt.new).total_s + layer.behind(prompt.new).total_s) / prompt.new
     whole = Share(queries=prompt.new, pairs=prompt.new**2, scores=prompt.new**2, held=prompt.new)
     score_s = attention_s(layer, whole, keys=prompt.new) / prompt.new**2
-    pieces, start = [], prompt.cached
+    pieces: list[float] = []
     low, high = 0.0, prompt.new * (token_s + score_s * (prompt.new + prompt.cached))
     for _ in range(50):
         level, start, pieces = (low + high) / 2, prompt.cached, []

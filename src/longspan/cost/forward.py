@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from longspan.cost.chain import Member, skewed
-from longspan.cost.channels import Channel, ChannelTime, attention_s, channel_time, copies_s
+from longspan.cost.channels import Channel, ChannelTime, attention_s, cached_in_chain, channel_time, copies_s
 from longspan.cost.layer import Layer
 from longspan.cost.topology import Topology
 
@@ -127,7 +127,7 @@ class Roofline:
     def _chain(self, channel: Channel, found: dict[int, Breakdown]) -> None:
         """Adds a chain; all else that its members compute comes behind its attention, layer by layer."""
         num_layers = self.layer.model.attention.num_layers
-        members = []
+        members, cached = [], cached_in_chain(channel)
         for index, (instance, share) in enumerate(zip(channel.group, channel.shares, strict=True)):
             breakdown = found[instance]
             attended_s = attention_s(self.layer, share, keys=share.held)
@@ -140,7 +140,8 @@ class Roofline:
             if index + 1 < len(channel.group):
                 receiver = channel.group[index + 1]
                 latency_s = self.topology.send_s(0.0, instance, receiver)
-                sent_s = self.topology.send_s(share.held * self.layer.kv_bytes, instance, receiver) - latency_s
+                new = max(0.0, share.held - cached)
+                sent_s = self.topology.send_s(new * self.layer.kv_bytes, instance, receiver) - latency_s
             members.append(Member(before_s=before_s, behind_s=rest_s, message_s=sent_s, latency_s=latency_s))
         ends = skewed(members, num_layers, rendezvous=self.layer.chip.attention.rendezvous)
         for instance, end_s in zip(channel.group, ends, strict=True):

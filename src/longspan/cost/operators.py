@@ -66,20 +66,27 @@ class Chip:
         waves = max(queries, 1) * heads / (_ROWS * self.device.units)
         filled = waves / (waves + self.efficiency.linear.half_wave)
         compute_s = 4 * pairs * heads * head_dim / (self._peak * self.attention.attention * filled)
-        read_s = 2 * keys * kv_heads * head_dim * self.bytes_per_element
-        memory_s = read_s / (self.device.bytes_per_s * self.efficiency.linear.memory)
-        # Few queries are packed by KV head, and long keys cut for the whole device: then memory decides.
-        if queries * heads < _ROWS * kv_heads:
-            return 2 * self.start_s + memory_s  # and one operator more puts the cuts together
-        return self.start_s + max(compute_s, memory_s)
+        memory_s = self._read_s(keys, kv_heads, head_dim)
+        # Few queries are packed by KV head, and long keys cut for the whole device, and joined by a second operator.
+        packed = queries * heads < _ROWS * kv_heads
+        return 2 * self.start_s + (memory_s if packed else max(compute_s, memory_s))
 
-    def scores_s(self, *, scores: float, heads: float, head_dim: int) -> float:
-        """Attention without fusion over so many scores of each head, hidden ones included."""
+    def scores_s(self, *, scores: float, keys: float, heads: float, kv_heads: float, head_dim: int) -> float:
+        """Attention without fusion over so many scores of each head, hidden ones included, and keys of each KV head."""
         if not scores:
             return 0.0
         traffic_s = scores * heads * self.attention.score_bytes / (self.device.bytes_per_s * self.attention.score_part)
         products = 4 * scores * heads * head_dim
-        return traffic_s + products / (self._peak * self.efficiency.linear.compute)
+        return (
+            traffic_s
+            + products / (self._peak * self.efficiency.linear.compute)
+            + self._read_s(keys, kv_heads, head_dim)
+        )
+
+    def _read_s(self, keys: float, kv_heads: float, head_dim: int) -> float:
+        """Of reading keys and values once."""
+        num_bytes = 2 * keys * kv_heads * head_dim * self.bytes_per_element
+        return num_bytes / (self.device.bytes_per_s * self.efficiency.linear.memory)
 
     @property
     def _peak(self) -> float:

@@ -7,8 +7,6 @@ ends up with all new keys and values. What older steps have cached stays where i
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -17,7 +15,7 @@ from longspan.attn.comm import Group, Message, Pending
 from longspan.attn.member import MemberPart, MemberParts, attend_runs, by_position, kv_message, kv_room
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
-from longspan.core.runs import Run, clip, coalesce, stretch
+from longspan.core.runs import Run, coalesce, stretch
 
 KeysAndValues = tuple[Tensor, Tensor]
 """Two tensors `[kv_heads, tokens, head_dim]`."""
@@ -41,13 +39,13 @@ def chain_start(group: Group, parts: MemberParts, kv: PagedKv, spec: AttnSpec) -
     """
     me, members = group.rank, range(group.size)
     others = [member for member in members if member != me]
+    seen = {asker: tuple(_cached(parts, me, asker, spec)) for asker in members}
+    read = {runs: kv_message(parts, runs, me, kv) for runs in dict.fromkeys(seen.values())}  # most see the same
     cached = [
-        kv_message(parts, _cached(parts, me, me, spec), me, kv)
-        if holder == me
-        else kv_room(_cached(parts, holder, me, spec), spec.num_kv_heads, kv.keys)
+        read[seen[me]] if holder == me else kv_room(_cached(parts, holder, me, spec), spec.num_kv_heads, kv.keys)
         for holder in members
     ]
-    leaving = {asker: kv_message(parts, _cached(parts, me, asker, spec), me, kv) for asker in others}
+    leaving = {asker: read[seen[asker]] for asker in others}
     cached_arrival = group.start(sends=leaving, receives={holder: cached[holder] for holder in others}, hop=0)
     predecessor = kv_room([_new(part, me) for part in parts], spec.num_kv_heads, kv.keys)
     arrival = group.start(sends={}, receives={me - 1: predecessor} if me else {}, hop=1)
@@ -80,7 +78,7 @@ def chain(  # noqa: PLR0917 - those of the other exchanges, and the new keys and
         member those of the whole span, for its pool. They may still be on their way to the next member: read only.
     """
     me = group.rank
-    assert all(_is_in_order(part) for part in parts), "members have neighbouring runs in the order of the chain"
+    assert all(part.is_in_order for part in parts), "members have neighbouring runs in the order of the chain"
     started = started or chain_start(group, parts, kv, spec)
     started.arrival.wait()
     grown = kv_room([_new(part, me + 1) for part in parts], spec.num_kv_heads, q)
@@ -105,21 +103,11 @@ def chain(  # noqa: PLR0917 - those of the other exchanges, and the new keys and
     return found
 
 
-def _is_in_order(part: MemberPart) -> bool:
-    runs = [run for member_runs in part.q_runs for run in member_runs]
-    return all(one.stop == following.start for one, following in itertools.pairwise(runs))
-
-
 def _new(part: MemberPart, num_members: int) -> tuple[Run, ...]:
     """The new tokens of the first members."""
     return coalesce(run for runs in part.q_runs[:num_members] for run in runs)
 
 
-def _cached(parts: MemberParts, holder: int, asker: int, spec: AttnSpec) -> Sequence[tuple[Run, ...]]:
+def _cached(parts: MemberParts, holder: int, asker: int, spec: AttnSpec) -> list[tuple[Run, ...]]:
     """For each part what `holder` has from before the span that some query of `asker` may still see."""
-    found = []
-    for part in parts:
-        q_runs, window = part.q_runs[asker], spec.window
-        first = 0 if not q_runs or window is None else max(0, q_runs[0].start - window + 1)
-        found.append(clip(part.kv_runs[holder], first, part.span_start) if q_runs else ())
-    return found
+    return [part.cached(holder, spec.window, asker) for part in parts]

@@ -21,7 +21,7 @@ from longspan.attn.member import MemberParts, attend_runs, by_position, gather_r
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
 from longspan.core.heads import deal_heads
-from longspan.core.runs import Run, clip, coalesce, places, stretch
+from longspan.core.runs import Run, coalesce, places, stretch
 
 
 def hidden_hops(size: int) -> int:
@@ -143,10 +143,4 @@ class GatherHidden:
 
     def _cached(self, holder: int) -> list[tuple[Run, ...]]:
         """For each part what `holder` has from before the span that some query may still see."""
-        window = self._spec.window
-        found = []
-        for part in self._parts:
-            start = part.span_start
-            first = 0 if start is None or window is None else max(0, start - window + 1)
-            found.append(clip(part.kv_runs[holder], first, start) if start is not None else ())
-        return found
+        return [part.cached(holder, self._spec.window) for part in self._parts]

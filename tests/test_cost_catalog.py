@@ -1,0 +1,144 @@
+"""Data sheets and model sizes: the names that must be there, what they say, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from longspan.cost import catalog
+from longspan.cost.architecture import from_config
+from longspan.cost.efficiency import Attention
+
+MODELS = {  # billions of parameters, as their names or papers say
+    "llama-7b": 6.7,
+    "llama-7b-gqa8": 5.9,
+    "llama-7b-mqa": 5.7,
+    "llama-13b": 13.0,
+    "llama-30b": 32.5,
+    "llama-2-13b": 13.0,
+    "llama-2-70b": 69.0,
+    "llama-3-8b": 8.0,
+    "llama-3-15b": 15.0,
+    "llama-3-70b": 70.6,
+    "llama-3-405b": 405.9,
+    "codellama-34b": 33.7,
+    "falcon-1b": 1.31,
+    "falcon-7b": 6.9,
+    "glm-4-9b": 9.4,
+    "internlm2.5-7b": 7.7,
+    "smollm2-135m": 0.1345,
+}
+HARDWARE = (
+    "a100-sxm-80g",
+    "a100-sxm-40g",
+    "a100-pcie-40g",
+    "h100-sxm-80g",
+    "h100-96g-hbm2e-500w",
+    "h200-sxm",
+    "a10",
+    "l4",
+    "a40",
+)
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "intermediate_size": 128,
+    "vocab_size": 100,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_have_the_parameters_that_they_are_known_for(name: str) -> None:
+    model = from_config(catalog.model_config(name), name=name)
+    assert model.num_parameters / 1e9 == pytest.approx(MODELS[name], rel=0.02)
+    assert model.weight_bytes == pytest.approx(2 * model.num_parameters)
+    assert catalog.model_config(name)["source"]
+
+
+def test_no_model_is_listed_without_a_check() -> None:
+    assert set(catalog.names("models")) == set(MODELS)
+
+
+def test_devices_are_those_of_their_data_sheets() -> None:
+    assert set(HARDWARE) < set(catalog.names("hardware"))
+    meta = catalog.device("h100-96g-hbm2e-500w")
+    assert (meta.flops_per_s, meta.peak(1), meta.bytes_per_s, meta.memory_bytes) == (8e14, 1.6e15, 2.4e12, 96 * 2**30)
+    a100 = catalog.device("a100-sxm-80g")
+    assert a100.peak(1) == a100.peak(2) == 3.12e14  # weights of 8 bits are only stored so
+    assert a100.peak(4) < a100.peak(2)
+
+
+@pytest.mark.parametrize("name", catalog.names("hardware"))
+def test_every_device_has_a_source_and_links_for_both_places(name: str) -> None:
+    device = catalog.device(name)
+    assert device.source
+    assert catalog.link(device.link).where == "inside"
+    assert catalog.link(device.network).where == "between"
+
+
+@pytest.mark.parametrize("name", catalog.names("links"))
+def test_every_link_has_a_source_and_possible_numbers(name: str) -> None:
+    link = catalog.link(name)
+    assert link.source
+    assert 0 < link.achieved <= 1 and 0 < link.collective <= 1
+    assert 0 < link.latency_s <= link.collective_s < 1e-3
+
+
+def test_the_slow_links_of_the_papers() -> None:
+    tcp = catalog.link("tcp-100g")
+    assert tcp.bytes_per_s * tcp.achieved == pytest.approx(3e9)
+    assert catalog.link("efa-400g-per-host").per_host
+    assert not catalog.link("infiniband-8x200g").per_host
+
+
+def test_unknown_names_are_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"unknown hardware 'b200': known are a100-sxm-80g, .*, a40"):
+        catalog.device("b200")
+    with pytest.raises(ValueError, match=r"unknown link 'wifi': known are nvlink2, "):
+        catalog.link("wifi")
+    with pytest.raises(ValueError, match=r"unknown model 'gpt-5': known are llama-7b, "):
+        catalog.model_config("gpt-5")
+
+
+def test_attention_differs_by_kernels_and_by_nothing_else() -> None:
+    """One set of constants for each way to attend: no model, device or length has one of its own."""
+    constants = catalog.efficiency().attention
+    assert set(constants) == {"flash", "eager"}
+    assert all(isinstance(one, Attention) for one in constants.values())
+    assert constants["eager"].score_bytes == 29
+
+
+def test_configs_of_other_families() -> None:
+    gpt2 = from_config(
+        {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}, name="gpt2"
+    )
+    assert (gpt2.intermediate_size, gpt2.gated, gpt2.rotary, gpt2.rms_norm) == (3072, False, False, False)
+    nested = from_config({"model_type": "some-vlm", "text_config": {**TINY, "head_dim": 16}}, name="nested")
+    assert nested.attention.head_dim == 16
+    falcon = from_config(catalog.model_config("falcon-7b"), name="falcon-7b")
+    assert (falcon.attention.num_kv_heads, falcon.attention.head_dim, falcon.parallel) == (1, 64, True)
+    small = from_config(catalog.model_config("falcon-1b"), name="falcon-1b")
+    assert (small.attention.num_kv_heads, small.rotary, small.parallel) == (32, False, False)
+
+
+def test_mixed_precision_counts_the_feed_forward_layers_apart() -> None:
+    model = from_config(TINY, name="tiny", ffn_bytes=1)
+    assert model.weight_bytes == 2 * model.num_parameters - 2 * model.ffn_weights
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": None}, "the config of tiny has no hidden_size: add it"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers of tiny must be a positive whole number, but 0 given"),
+        ({"vocab_size": "many"}, "vocab_size of tiny must be a positive whole number, but 'many' given"),
+        ({"num_key_value_heads": 3}, "8 query heads do not share 3 KV heads evenly"),
+        ({"num_local_experts": 8}, "has experts in its feed-forward layers, whose cost is not modelled"),
+    ],
+)
+def test_bad_configs_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        from_config({**TINY, **change}, name="tiny")

@@ -1,0 +1,302 @@
+"""The cost model's laws: bounds, monotony, bytes as in docs/exchanges.md, and one result for one question."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longspan.core.parallel import ParallelSpec
+from longspan.core.runs import Run, deal
+from longspan.core.steps import Exchange, Forward, Part, Sample
+from longspan.cost import catalog
+from longspan.cost.architecture import from_config
+from longspan.cost.chain import Member, skewed
+from longspan.cost.channels import Channel, Share, channel_time, exchanged_bytes, share_of
+from longspan.cost.cluster import Cluster, roofline
+from longspan.cost.efficiency import Kernels
+from longspan.cost.estimate import Estimate, estimate_decode, estimate_prefill
+from longspan.cost.exchange_rules import alltoall_bytes
+from longspan.cost.forward import Roofline
+from longspan.cost.step_cost import RooflineCost
+
+EXCHANGES: tuple[Exchange, ...] = ("ring_kv", "ring_q", "alltoall", "gather_kv", "gather_hidden", "chain")
+KERNELS: tuple[Kernels, ...] = get_args(Kernels)
+A100S = Cluster(hardware="a100-sxm-80g", gpus_per_host=8, hosts=2)
+
+
+def model_on(
+    cluster: Cluster = A100S, instances: int = 1, tp: int = 1, kernels: Kernels = "flash", name: str = "llama-3-8b"
+) -> Roofline:
+    model = from_config(catalog.model_config(name), name=name)
+    return roofline(model, cluster, ParallelSpec(instances=instances, tp=tp), kernels)
+
+
+def prefill(instances: int, exchange: Exchange, length: int, cached: int = 0, **options: object) -> Estimate:
+    return estimate_prefill(model_on(instances=instances, **options), instances, exchange, length, cached)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """A random question."""
+
+    name: str
+    hardware: str
+    kernels: Kernels
+    instances: int
+    tp: int
+    exchange: Exchange
+    length: int
+
+    def model(self, link_bytes_per_s: float | None = None) -> Roofline:
+        cluster = Cluster(hardware=self.hardware, gpus_per_host=4, hosts=4, link_bytes_per_s=link_bytes_per_s)
+        return model_on(cluster, self.instances, self.tp, self.kernels, self.name)
+
+
+DRAWN = st.builds(
+    Drawn,
+    name=st.sampled_from(catalog.names("models")),
+    hardware=st.sampled_from(catalog.names("hardware")),
+    kernels=st.sampled_from(KERNELS),
+    instances=st.integers(1, 8),
+    tp=st.sampled_from((1, 2)),
+    exchange=st.sampled_from(EXCHANGES),
+    length=st.integers(1, 10**6),
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(DRAWN, st.floats(0, 0.99), st.integers(1, 64))
+def test_estimates_keep_their_bounds_and_add_up(drawn: Drawn, part: float, batch: int) -> None:
+    model = drawn.model()
+    for found in (
+        estimate_prefill(model, drawn.instances, drawn.exchange, drawn.length, int(part * drawn.length), batch=batch),
+        estimate_decode(model, drawn.instances, drawn.exchange, drawn.length, batch),
+    ):
+        assert 0 < found.lower_bound_s <= found.seconds
+        assert found.seconds == pytest.approx(sum(found.breakdown.as_dict().values()))
+        assert min(found.breakdown.as_dict().values()) >= -1e-12
+        assert 0 < found.mfu < 1
+        answer = found.as_json()
+        assert answer["compute_s"] + answer["exposed_communication_s"] == pytest.approx(found.seconds)
+        capacity = catalog.device(drawn.hardware).memory_bytes / 2**30
+        assert answer["fits"] == (answer["memory_gib_per_gpu"] <= capacity)
+
+
+@settings(max_examples=60, deadline=None)
+@given(DRAWN)
+def test_more_tokens_and_slower_links_take_longer(drawn: Drawn) -> None:
+    model = drawn.model(link_bytes_per_s=1e11)
+    found = estimate_prefill(model, drawn.instances, drawn.exchange, drawn.length).seconds
+    assert estimate_prefill(model, drawn.instances, drawn.exchange, 2 * drawn.length).seconds > found
+    slow = drawn.model(link_bytes_per_s=1e9)
+    assert estimate_prefill(slow, drawn.instances, drawn.exchange, drawn.length).seconds >= found
+
+
+def test_the_bound_is_equation_2() -> None:
+    alone = prefill(1, "local", 16384).seconds
+    assert prefill(4, "ring_kv", 16384).lower_bound_s == pytest.approx(alone / 2 * (1 / 4 + 1 / 16))
+
+
+def test_ring_kv_hides_messages_under_attention_and_gather_kv_nothing() -> None:
+    """A long prompt hides every hop inside a host; what a gather sends is as much, and shows."""
+    ring, gather = prefill(8, "ring_kv", 256_000), prefill(8, "gather_kv", 256_000)
+    assert ring.breakdown.exchange_s == 0 < gather.breakdown.exchange_s
+    assert ring.bytes_exchanged == gather.bytes_exchanged
+    short = prefill(16, "ring_kv", 1000)
+    assert short.breakdown.exchange_s > 0
+
+
+def test_a_share_counts_the_pairs_of_its_runs() -> None:
+    runs = (Run(3, 7), Run(10, 20, 4))
+    share = share_of(runs, cached=5, width=30)
+    seen = [position + 1 for run in runs for position in run.positions]
+    assert (share.queries, share.pairs) == (len(seen), sum(seen))
+    assert (share.scores, share.held) == (30 * len(seen), 5 + len(seen))
+
+
+@pytest.mark.parametrize("members", [2, 4, 8, 16])
+def test_bytes_are_those_of_the_rules(members: int) -> None:
+    model = model_on(instances=members)
+    shape, tokens = model.layer.model.attention, 1024
+    shares = tuple(share_of((), cached=0, width=0) for _ in range(members))
+    shares = tuple(replace(share, queries=tokens // members, held=tokens / members) for share in shares)
+    kv_bytes = tokens * shape.kv_bytes
+
+    def sent(exchange: Exchange) -> float:
+        channel = Channel(
+            exchange=exchange, group=tuple(range(members)), shares=shares, keys=float(tokens), decode=False
+        )
+        return exchanged_bytes(model.layer, channel)
+
+    assert sent("ring_kv") == sent("gather_kv") == (members - 1) * kv_bytes
+    assert sent("alltoall") == pytest.approx(alltoall_bytes(shape, tokens, members, gathers_weights=False))
+    assert sent("ring_q") == (members - 1) * tokens * shape.num_heads * (2 * shape.head_dim * 2 + 4)
+
+
+def test_even_chains_send_half_of_a_gather() -> None:
+    """Equations 5 and 7 of KV-Runahead."""
+    assert prefill(4, "chain", 4096).bytes_exchanged == prefill(4, "gather_kv", 4096).bytes_exchanged / 2
+
+
+def test_cached_keys_do_not_run_through_chains() -> None:
+    """Each of four members gets the three quarters of them that it lacks; new ones travel as if nothing was cached."""
+    kv_bytes = 32 * model_on().layer.model.attention.kv_bytes
+    sent = prefill(4, "chain", 12288, 8192).bytes_exchanged
+    assert sent == prefill(4, "chain", 4096).bytes_exchanged + 3 * 8192 * kv_bytes
+
+
+def test_a_message_of_a_rendezvous_waits_for_its_receiver() -> None:
+    """Layers of 1 + 2 s and messages of 4 s: eagerly sent, the second is under way while the receiver computes."""
+    pair = [Member(before_s=1, behind_s=2, message_s=4), Member(before_s=1, behind_s=2, message_s=0)]
+    assert skewed(pair, 1) == skewed(pair, 1, rendezvous=True) == [3, 1 + 4 + 2]
+    assert skewed(pair, 2) == [6, 5 + 4 + 2]  # the link is free at 5, the message there at 9
+    assert skewed(pair, 2, rendezvous=True) == [6, 7 + 4 + 2]  # it leaves at 7
+
+
+def test_unfused_attention_computes_hidden_scores_too() -> None:
+    """Twice the pairs of a causal mask, and rectangles in a chain, which has fewer of them."""
+    model = model_on(instances=2, kernels="eager")
+    whole = Share(queries=4096, pairs=4096 * 4097 / 2, scores=4096**2, held=4096)
+    alone = Channel(exchange="local", group=(0,), shares=(whole,), keys=4096, decode=False)
+    half = replace(alone, shares=(replace(whole, scores=whole.scores / 2),))
+    full_s, half_s = (channel_time(model.layer, model.topology, one).attention_s for one in (alone, half))
+    assert full_s == pytest.approx(2 * half_s, rel=0.01)
+    gathered, chained = prefill(2, "gather_kv", 16384, kernels="eager"), prefill(2, "chain", 16384, kernels="eager")
+    assert chained.memory.scores == gathered.memory.scores  # the last piece sees all keys either way
+    assert chained.seconds < gathered.seconds
+
+
+def test_searched_pieces_beat_even_ones_and_come_first_longer() -> None:
+    model = model_on(instances=4, kernels="eager", name="llama-7b")
+    even = estimate_prefill(model, 4, "chain", 8192)
+    searched = estimate_prefill(model, 4, "chain", 8192, fractions="search")
+    assert searched.seconds < even.seconds
+    assert sum(searched.partition) == 8192
+    assert searched.partition[0] > searched.partition[-1]
+
+
+def test_narrow_weights_are_smaller_and_faster_where_the_device_has_them() -> None:
+    config = catalog.model_config("llama-3-70b")
+    for hardware, faster in (("h100-sxm-80g", True), ("a100-sxm-80g", False)):
+        cluster = Cluster(hardware=hardware, gpus_per_host=8)
+        wide, narrow = (
+            estimate_prefill(
+                roofline(from_config(config, name="70b", ffn_bytes=size), cluster, ParallelSpec(tp=8)), 1, "local", 8192
+            )
+            for size in (2, 1)
+        )
+        assert narrow.memory.weights < wide.memory.weights
+        assert (narrow.seconds < 0.8 * wide.seconds) == faster
+
+
+def test_memory_says_what_does_not_fit() -> None:
+    found = prefill(1, "local", 256_000).memory
+    assert not found.fits
+    with pytest.raises(ValueError, match=r"out of memory: 15\.0 weights \+ 31\.2 KV \+ .* > 80\.0 GiB: use more GPUs"):
+        found.check()
+    prefill(2, "ring_kv", 256_000).memory.check()
+
+
+def test_devices_of_a_host_share_a_network_that_is_the_host_s() -> None:
+    """A ring of 16 GPUs crosses once, of 2 x tp8 with eight messages at a time."""
+    per_gpu, per_host = (
+        Cluster(hardware="a100-sxm-80g", gpus_per_host=8, hosts=2, link=name)
+        for name in ("rdma-400g", "efa-400g-per-host")
+    )
+    crossing = [model_on(cluster, 2, 8).topology.send_s(1e9, 0, 1) for cluster in (per_gpu, per_host)]
+    assert crossing[1] > 6 * crossing[0]
+    alone = model_on(per_host, 16, 1).topology
+    assert alone.send_s(1e9, 7, 8) == pytest.approx(1e9 / (50e9 * 0.92), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (ParallelSpec(instances=4, tp=8), r"4xtp8 needs 4 \* 8 = 32 GPUs, but there are 2 hosts \* 8 = 16"),
+        (ParallelSpec(tp=16), r"cannot share 9 query heads"),
+    ],
+)
+def test_impossible_clusters_are_refused(spec: ParallelSpec, message: str) -> None:
+    model = from_config(catalog.model_config("smollm2-135m"), name="smollm2-135m")
+    with pytest.raises(ValueError, match=message):
+        roofline(model, A100S, spec)
+
+
+def test_impossible_questions_are_refused() -> None:
+    model = model_on(instances=2)
+    with pytest.raises(ValueError, match="at least 1 new token, but 5 tokens with 5 cached"):
+        estimate_prefill(model, 2, "ring_kv", 5, 5)
+    with pytest.raises(ValueError, match="2 instances share a prompt by an exchange"):
+        estimate_prefill(model, 2, "local", 5)
+    with pytest.raises(ValueError, match="3 fractions given for 2 instances"):
+        estimate_prefill(model, 2, "chain", 5000, fractions=(0.2, 0.3, 0.5))
+    with pytest.raises(ValueError, match="gpus_per_host must be at least 1, but 0 given"):
+        Cluster(hardware="a10", gpus_per_host=0)
+
+
+def part(request: int, start: int, stop: int, group: tuple[int, ...], exchange: Exchange) -> Part:
+    layout = "single" if len(group) == 1 or stop - start == 1 else "contiguous" if exchange == "chain" else "zigzag"
+    return Part(
+        request_id=request,
+        start=start,
+        stop=stop,
+        tokens=(),
+        group=group,
+        runs=deal(layout, start, stop, len(group)),
+        exchange=exchange,
+        first_block=0,
+        blocks=(),
+        sample=Sample(instance=group[-1] if exchange == "chain" else group[0], position=stop),
+    )
+
+
+def step_cost(instances: int) -> RooflineCost:
+    model = from_config(catalog.model_config("llama-3-8b"), name="llama-3-8b")
+    return RooflineCost(model, A100S, ParallelSpec(instances=instances))
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("cached", [0, 4096])
+def test_a_step_of_one_prompt_takes_what_its_estimate_says(exchange: Exchange, cached: int) -> None:
+    forward = Forward(number=0, parts=(part(0, cached, 16384, (0, 1, 2, 3), exchange),))
+    seconds = step_cost(4).seconds(forward)
+    assert max(seconds.values()) == pytest.approx(prefill(4, exchange, 16384, cached).seconds, rel=1e-6)
+
+
+def test_a_decode_step_takes_what_its_estimate_says() -> None:
+    parts = tuple(part(request, 4095, 4096, (0,), "local") for request in range(8))
+    seconds = step_cost(4).seconds(Forward(number=0, parts=parts))
+    assert seconds == {0: pytest.approx(estimate_decode(model_on(), 1, "local", 4096, 8).seconds)}
+
+
+def test_chains_leave_decoding_to_one_member() -> None:
+    chained, alone = (estimate_decode(model_on(instances=4), n, "chain", 4096, 8) for n in (4, 1))
+    assert chained == alone
+    assert estimate_decode(model_on(instances=4), 4, "ring_q", 4096, 8).partition == (2, 2, 2, 2)
+
+
+def test_batched_decodes_share_the_weights_and_prompts_pay_for_themselves() -> None:
+    cost = step_cost(4)
+
+    def seconds(*parts: Part) -> dict[int, float]:
+        return cost.seconds(Forward(number=0, parts=parts))
+
+    one = seconds(part(0, 1000, 1001, (0,), "local"))[0]
+    many = seconds(*(part(request, 1000, 1001, (0,), "local") for request in range(16)))[0]
+    assert one < many < 2 * one
+    prompt = part(20, 0, 8192, (0, 1), "ring_kv")
+    both = seconds(prompt, *(part(request, 1000, 1001, (0,), "local") for request in range(16)))
+    assert max(seconds(prompt)[0], many) < both[0] < seconds(prompt)[0] + many
+    assert both[0] > both[1]
+
+
+def test_instances_of_a_step_end_by_what_they_do() -> None:
+    """A chain's members end one after the other; an instance that only passes a token on takes nothing."""
+    seconds = step_cost(4).seconds(Forward(number=0, parts=(part(0, 0, 65536, (0, 1, 2, 3), "chain"),)))
+    assert seconds[0] < seconds[1] < seconds[2] < seconds[3]
+    passed = replace(part(0, 10, 11, (0,), "local"), unknown_on=3)
+    assert step_cost(4).seconds(Forward(number=0, parts=(passed,)))[3] == 0

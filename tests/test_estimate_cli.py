@@ -1,0 +1,200 @@
+"""`longspan estimate`: its options, its JSON, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from fake_llm import run
+
+from longspan.cli.lengths import length
+from longspan.cost import catalog
+
+FIELDS = {
+    "ttft_s",
+    "lower_bound_s",
+    "compute_s",
+    "exposed_communication_s",
+    "bytes_exchanged",
+    "memory_gib_per_gpu",
+    "fits",
+    "mfu",
+    "breakdown",
+}
+BASE = ("estimate", "llama-3-8b", "--hardware", "a100-sxm-80g")
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert run(*arguments, "--json") == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_prefill_as_the_papers_have_it(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(
+        capsys,
+        *BASE,
+        "--gpus-per-host",
+        "8",
+        "--hosts",
+        "2",
+        "--parallel",
+        "16",
+        "--exchange",
+        "ring_kv",
+        "--context",
+        "64k",
+        "--phase",
+        "prefill",
+    )
+    assert set(found) >= FIELDS
+    assert found["ttft_s"] == pytest.approx(0.96, rel=0.1)
+    assert found["fits"] is True
+    assert sum(found["breakdown"].values()) == pytest.approx(found["ttft_s"])
+
+
+def test_decode_with_mixed_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(
+        capsys,
+        "estimate",
+        "llama-3-405b",
+        "--hardware",
+        "h100-96g-hbm2e-500w",
+        "--hosts",
+        "4",
+        "--parallel",
+        "4xtp8",
+        "--exchange",
+        "ring_q",
+        "--context",
+        "128000",
+        "--phase",
+        "decode",
+        "--ffn-dtype",
+        "fp8",
+    )
+    assert set(found) >= FIELDS - {"ttft_s"} | {"tbt_s"}
+    assert found["tbt_s"] == pytest.approx(0.071, rel=0.15)
+
+
+def test_links_by_name_and_by_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    rest = ("--parallel", "4", "--exchange", "gather_kv", "--context", "8K")
+    times = {
+        option: answer(capsys, *BASE, *rest, *option.split())["ttft_s"]
+        for option in ("--link nvlink3", "--link-gbytes-per-s 300", "--link pcie4-x16", "--link-gbytes-per-s 1")
+    }
+    assert times["--link nvlink3"] == times["--link-gbytes-per-s 300"] < times["--link pcie4-x16"]
+    assert times["--link-gbytes-per-s 1"] == max(times.values())
+
+
+def test_chains_with_fractions(capsys: pytest.CaptureFixture[str]) -> None:
+    rest = ("--parallel", "2", "--exchange", "chain", "--attention", "eager", "--context", "8K")
+    even, given, searched = (
+        answer(capsys, *BASE, *rest, *more) for more in ((), ("--fractions", "0.6,0.4"), ("--fractions", "search"))
+    )
+    assert even["partition"] == [4096, 4096]
+    assert given["partition"] == [4915, 3277]
+    assert searched["ttft_s"] <= given["ttft_s"] < even["ttft_s"]
+
+
+def test_cached_tokens_are_not_computed_again(capsys: pytest.CaptureFixture[str]) -> None:
+    whole = answer(capsys, *BASE, "--context", "32K")
+    rest = answer(capsys, *BASE, "--context", "32K", "--cached", "28K")
+    assert rest["ttft_s"] < whole["ttft_s"] / 4
+
+
+def test_what_does_not_fit_is_said_with_the_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*BASE, "--context", "256k", "--json") == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["fits"] is False
+    assert err.startswith("longspan: does not fit: 15.0 weights + 31.2 KV + ")
+
+
+def test_a_folder_a_file_and_the_hub(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(catalog.model_config("llama-3-8b")))
+    named = answer(capsys, *BASE, "--context", "4K")
+    rest = ("--hardware", "a100-sxm-80g", "--context", "4K")
+    monkeypatch.setattr(
+        huggingface_hub, "hf_hub_download", lambda repo, name: str(tmp_path / name) if repo == "a/b" else ""
+    )
+    for model in (str(tmp_path), str(file), "a/b"):
+        assert answer(capsys, "estimate", model, *rest) == named
+    file.write_text("{")
+    assert run("estimate", str(file), *rest) == 2
+    assert "cannot be read as a config.json" in capsys.readouterr().err
+    file.write_text("[]")
+    assert run("estimate", str(file), *rest) == 2
+    assert "must be a JSON object" in capsys.readouterr().err
+
+
+def test_a_model_that_the_hub_does_not_have(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent(repo: str, name: str) -> str:
+        raise OSError(f"no {name} of {repo}")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", absent)
+    assert run("estimate", "some/model", "--hardware", "a10", "--context", "1K") == 2
+    assert "'some/model' could not be fetched from the Hugging Face hub (no config.json of" in capsys.readouterr().err
+
+
+def test_without_json_it_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*BASE, "--parallel", "8", "--context", "64k") == 0
+    out = capsys.readouterr().out
+    assert "time to first token" in out and "attention" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("estimate", "nope", "--hardware", "a10", "--context", "1"), "unknown model 'nope': known are llama-7b, "),
+        (
+            ("estimate", "llama-7b", "--hardware", "a11", "--context", "1"),
+            "unknown hardware 'a11': known are a100-sxm-80g",
+        ),
+        ((*BASE, "--context", "8 K"), "--context must be a number of tokens such as 8192"),
+        ((*BASE, "--context", "1K", "--cached", "1K"), "at least 1 new token"),
+        ((*BASE, "--context", "1K", "--batch", "0"), "batch must be at least 1, but 0 given"),
+        ((*BASE, "--context", "1K", "--parallel", "64"), "64 GPUs, but there are 1 hosts * 8 = 8"),
+        ((*BASE, "--context", "1K", "--link", "wifi"), "unknown link 'wifi'"),
+        ((*BASE, "--context", "1K", "--link-gbytes-per-s", "0"), "more than 0 bytes per second, but 0 given"),
+        ((*BASE, "--context", "1K", "--link", "nvlink3", "--link-gbytes-per-s", "5"), "both give its speed"),
+        ((*BASE, "--context", "1K", "--phase", "decode", "--cached", "5"), "leave them out with --phase decode"),
+        ((*BASE, "--context", "1K", "--parallel", "2", "--fractions", "0.5"), "fractions must add up to 1"),
+        ((*BASE, "--context", "1K", "--dtype", "fp4"), "fp4"),
+    ],
+)
+def test_mistakes_are_refused_with_exit_code_2(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("8192", 8192),
+        ("8K", 8192),
+        ("8k", 8000),
+        ("1M", 2**20),
+        ("1m", 10**6),
+        ("25.6k", 25600),
+        ("0", 0),
+        ("2G", 2**31),
+    ],
+)
+def test_lengths_are_read_as_vllm_reads_them(text: str, tokens: int) -> None:
+    assert length("--context", text) == tokens
+
+
+@pytest.mark.parametrize("text", ["", "k", "-1", "1.5", "1.5K", "0.0001k", "8KB", "1e3", "٣"])
+def test_other_lengths_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"--context must be a (whole )?number of tokens"):
+        length("--context", text)
