@@ -20,7 +20,7 @@ from longspan.policy import make_policy
 from longspan.policy.choosing import Facts
 from longspan.runtime.requests import RankRequests
 from longspan.sim.clock import VirtualClock
-from longspan.sim.executor import SimExecutor
+from longspan.sim.executor import LinearCost, SimExecutor
 
 VOCAB = 64
 
@@ -47,6 +47,18 @@ class Setup:
     def lag_s(self, instance: int, step: int) -> float:
         """Instances end their steps at different times unless `uneven` is 0."""
         return zlib.crc32(f"{self.uneven} {instance} {step}".encode()) % 64 / 100 if self.uneven else 0.0
+
+
+@dataclass(frozen=True)
+class UnevenCost:
+    """A linear cost, after which each instance lags by its own time."""
+
+    setup: Setup
+
+    def seconds(self, forward: Forward) -> dict[int, float]:
+        """See `StepCost`."""
+        even = LinearCost().seconds(forward)
+        return {instance: time + self.setup.lag_s(instance, forward.number) for instance, time in even.items()}
 
 
 @dataclass(kw_only=True)
@@ -98,7 +110,7 @@ class Cluster:
         self.clock = VirtualClock()
         policy = make_policy(setup.policy, num_instances=setup.num_instances, options=setup.options, facts=setup.facts)
         capacity = policy.capacity_tokens(num_blocks=setup.num_blocks, block_size=setup.block_size)
-        self.executor = CheckedExecutor(SimExecutor(clock=self.clock, vocab_size=VOCAB, lag_s=setup.lag_s), setup)
+        self.executor = CheckedExecutor(SimExecutor(clock=self.clock, vocab_size=VOCAB, cost=UnevenCost(setup)), setup)
         self.engine = Engine(
             policy=policy,
             executor=self.executor,

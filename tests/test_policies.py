@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from longspan.core.account import KvAccount
 from longspan.core.protocols import ClusterView, Limits
 from longspan.core.request import Request, RequestMetrics
+from longspan.core.running import Running
 from longspan.core.runs import Deal, Layout
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Forward, Free
@@ -299,7 +300,7 @@ def view_of(account: KvAccount, requests: list[Request]) -> ClusterView:
         num_instances=2,
         limits=Limits(),
         waiting=[],
-        running=requests,
+        running=Running.of(requests, 2),
         busy=frozenset(),
         full=frozenset(),
         account=account,

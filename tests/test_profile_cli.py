@@ -53,8 +53,10 @@ class Machine(FakeLLM):
         assert policy == "context"
         self.policy = options
 
-    def generate(self, prompt: list[int], params: object, *, use_tqdm: bool) -> list[object]:
-        del params, use_tqdm
+    def generate(self, prompt: Any, params: SamplingParams, *, use_tqdm: bool) -> list[object]:
+        del use_tqdm
+        if isinstance(prompt[0], list):
+            return self._decode(prompt, params)
         if "fractions" in self.policy and len(prompt) == self.failure_in_chains_of:
             raise KeyboardInterrupt
         if self.failure_after == sum(len(one.prompts) for one in self.started):
@@ -67,6 +69,19 @@ class Machine(FakeLLM):
             pieces = map(float, self.policy["fractions"].split(","))
             ttft_s = per_token * len(prompt) * max(piece * cost for piece, cost in zip(pieces, (2, 6), strict=True))
         return [SimpleNamespace(metrics=SimpleNamespace(ttft_s=ttft_s, num_cached_tokens=cached))]
+
+    def _decode(self, prompts: list[list[int]], params: SamplingParams) -> list[object]:
+        """5 ms, and for each request 1 ms and 10 us per token; until all have started, nonsense."""
+        assert all(prompt in self.prompts for prompt in prompts), "their KV was computed before"
+        gap_s = 5e-3 + sum(1e-3 + 1e-5 * len(prompt) for prompt in prompts)
+        assert params.max_tokens is not None
+        tbt_s = [*[9.0] * len(prompts), *[gap_s] * (params.max_tokens - len(prompts) - 1)]
+        last = [9.0, *[gap_s] * (params.max_tokens - 2)]
+        times = [*[tbt_s] * (len(prompts) - 1), last]
+        return [
+            SimpleNamespace(metrics=SimpleNamespace(arrival_s=0.0, ttft_s=1.0 + place, tbt_s=gaps))
+            for place, gaps in enumerate(times)
+        ]
 
 
 @pytest.fixture(autouse=True)
@@ -109,6 +124,14 @@ def test_groups_are_measured_with_every_exchange_and_one_instance_alone(capsys: 
         expected = (2e-3 if fit["exchange"] == "ring_q" else 1e-3) / fit["members"]
         assert fit["token_s"] == pytest.approx(expected)
         assert fit["max_error"] < 1e-6
+    assert [(fit["members"], fit["exchange"]) for fit in shown["decode_fits"]] == [
+        (1, "local"),
+        (2, "ring_q"),
+        (3, "ring_q"),
+    ]
+    for fit in shown["decode_fits"]:
+        assert (fit["start_s"], fit["request_s"], fit["context_s"]) == pytest.approx((5e-3, 1e-3, 1e-5), rel=1e-3)
+    assert {len(decode["seconds"]) for decode in shown["decodes"]} == {2}
     assert [(rule["members"], rule["num_missed"]) for rule in shown["ring_rules"]] == [(2, 0), (3, 0)]
     assert {(link["kind"], link["members"]) for link in shown["links"]} == kinds_of_links(3)
     assert all(link["bytes_per_s"] == pytest.approx(1e9) for link in shown["links"])

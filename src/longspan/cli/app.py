@@ -22,6 +22,7 @@ from longspan.cli.estimate import estimate
 from longspan.cli.generate import generate
 from longspan.cli.profile import profile
 from longspan.cli.serve import serve
+from longspan.cli.simulate import simulate
 from longspan.core.errors import WorkerLostError
 
 app = typer.Typer(
@@ -35,6 +36,7 @@ app.command()(chat)
 app.command()(serve)
 app.command()(batch)
 app.command()(profile)
+app.command()(simulate)
 app.command()(estimate)
 app.add_typer(bench, name="bench")
 

@@ -22,6 +22,10 @@ def as_fields(profile: Profile, table: PartitionTable) -> dict[str, object]:
     fits = [
         {"members": members, "exchange": exchange, **asdict(fit)} for (members, exchange), fit in profile.fits().items()
     ]
+    decode_fits = [
+        {"members": members, "exchange": exchange, **asdict(fit)}
+        for (members, exchange), fit in profile.decode_fits().items()
+    ]
     groups = sorted({prefill.members for prefill in profile.prefills})
     rules = [
         {"members": members, **asdict(ring.rule), "num_missed": len(ring.missed)}
@@ -31,6 +35,7 @@ def as_fields(profile: Profile, table: PartitionTable) -> dict[str, object]:
     return {
         **msgspec.to_builtins(profile),
         "fits": fits,
+        "decode_fits": decode_fits,
         "ring_rules": rules,
         "links": links,
         **msgspec.to_builtins(table),
@@ -42,6 +47,7 @@ def tables(profile: Profile, table: PartitionTable) -> Iterator[Table]:
     subject = profile.subject
     yield _seconds(profile, f"{subject.model}, {subject.dtype}, {subject.threads} threads per rank, {subject.machine}")
     yield _fits(profile)
+    yield _decodes(profile)
     yield _links(profile)
     if table.partitions:
         yield _partitions(table)
@@ -66,6 +72,17 @@ def _fits(profile: Profile) -> Table:
         table.add_column(name, justify="right" if name else "left")
     for (members, exchange), fit in profile.fits().items():
         terms = (fit.start_s * 1e3, fit.token_s * 1e6, fit.cached_s * 1e9, fit.square_s * 1e9)
+        errors = (f"{fit.mean_error:.1%}", f"{fit.max_error:.1%}")
+        table.add_row(_name(members, exchange), *(f"{term:.4g}" for term in terms), *errors)
+    return table
+
+
+def _decodes(profile: Profile) -> Table:
+    table = Table(title="Seconds between tokens: a + b B + c B C for B requests behind C tokens", title_justify="left")
+    for name in ("", "a, ms", "b, ms", "c, µs", "mean error", "largest"):
+        table.add_column(name, justify="right" if name else "left")
+    for (members, exchange), fit in profile.decode_fits().items():
+        terms = (fit.start_s * 1e3, fit.request_s * 1e3, fit.context_s * 1e6)
         errors = (f"{fit.mean_error:.1%}", f"{fit.max_error:.1%}")
         table.add_row(_name(members, exchange), *(f"{term:.4g}" for term in terms), *errors)
     return table

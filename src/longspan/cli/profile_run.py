@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import random
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
 from longspan.core.sampling import SamplingParams
-from longspan.cost.profile import Prefill, Profile
-from longspan.cost.profile_plan import Task, default_lengths, kinds_of_links, missing, prompts_of
+from longspan.cost.profile import Decode, Prefill, Profile
+from longspan.cost.profile_plan import (
+    DECODE_STEPS,
+    DecodeTask,
+    Task,
+    default_lengths,
+    kinds_of_links,
+    missing,
+    missing_decodes,
+    prompts_of,
+)
 
 if TYPE_CHECKING:
     from longspan.llm import LLM
@@ -35,22 +45,31 @@ def measure(start: Start, most_members: int, lengths: Sequence[int] | None, repe
 
     profile: Profile | None = None
     prompts: list[tuple[int, int]] = []
+    most_tokens = 0
     for members in range(most_members, 0, -1):
-        if profile is not None and not missing(profile, members, prompts, repeats):
+        if profile is not None and not _left(profile, members, prompts, most_tokens, repeats):
             continue
         with start(members) as llm:
             if profile is None:
                 profile = load_profile(llm.subject) or Profile(subject=llm.subject)
-                prompts = _prompts(lengths, llm.max_model_len)
-            tasks = missing(profile, members, prompts, repeats)
-            if tasks:
+                prompts, most_tokens = _prompts(lengths, llm.max_model_len), llm.max_model_len
+            left = _left(profile, members, prompts, most_tokens, repeats)
+            if left:
                 _warm_up(llm, members)
-            for task in _shown(tasks, members):
-                seconds = _timed(llm, task, seed=profile.num_times + 1)
-                profile = profile.with_prefill(_measured(task, seconds))
+            for task in _shown(left, members):
+                profile = _measured(llm, profile, task)
                 save_profile(profile)
     assert profile is not None, "there is at least one instance"
     return profile
+
+
+def _left(
+    profile: Profile, members: int, prompts: Sequence[tuple[int, int]], most_tokens: int, repeats: int
+) -> list[Task | DecodeTask]:
+    """What is to be measured of groups of so many."""
+    whole = [new for new, cached in prompts if not cached]
+    decodes = missing_decodes(profile, members, whole, most_tokens, repeats)
+    return [*missing(profile, members, prompts, repeats), *decodes]
 
 
 def measure_links(profile: Profile, num_ranks: int) -> Profile:
@@ -75,19 +94,47 @@ def _prompts(lengths: Sequence[int] | None, max_model_len: int) -> list[tuple[in
     return prompts_of(lengths, max_model_len)
 
 
-def _shown(tasks: Sequence[Task], members: int) -> Iterator[Task]:
+def _shown(tasks: Sequence[Task | DecodeTask], members: int) -> Iterator[Task | DecodeTask]:
     name = "one instance" if members == 1 else f"{members} instances"
-    yield from tqdm(tasks, desc=name, unit="prompt", dynamic_ncols=True, disable=None if tasks else True)
+    yield from tqdm(tasks, desc=name, unit="time", dynamic_ncols=True, disable=None if tasks else True)
 
 
-def _measured(task: Task, seconds: float) -> Prefill:
-    return Prefill(
+def _measured(llm: LLM, profile: Profile, task: Task | DecodeTask) -> Profile:
+    """The profile with one more time."""
+    if isinstance(task, DecodeTask):
+        decode = Decode(
+            members=task.members,
+            exchange=task.exchange,
+            batch=task.batch,
+            context_tokens=task.context_tokens,
+            seconds=(_timed_decode(llm, task, seed=len(profile.decodes) + profile.num_times + 1),),
+        )
+        return profile.with_decode(decode)
+    prefill = Prefill(
         members=task.members,
         exchange=task.exchange,
         new_tokens=task.new_tokens,
         cached_tokens=task.cached_tokens,
-        seconds=(seconds,),
+        seconds=(_timed(llm, task, seed=profile.num_times + 1),),
     )
+    return profile.with_prefill(prefill)
+
+
+def _timed_decode(llm: LLM, task: DecodeTask, *, seed: int) -> float:
+    """Median seconds between tokens of random prompts once all decode together.
+
+    Their KV is computed before, so that each starts with a single token; dealt prompts still start one after the other.
+    """
+    if task.members > 1:
+        llm.set_policy("context", {"exchange": "ring_kv", "decode": task.exchange, "threshold": "0"})
+    draw = random.Random(seed)
+    prompts = [[draw.randrange(llm.info.vocab_size) for _ in range(task.context_tokens)] for _ in range(task.batch)]
+    for prompt in prompts:
+        llm.generate(prompt, _ONE_TOKEN, use_tqdm=False)
+    steps = SamplingParams(temperature=0.0, max_tokens=task.batch + DECODE_STEPS, ignore_eos=True)
+    outputs = llm.generate(prompts, steps, use_tqdm=False)
+    latest = max(outputs, key=lambda output: output.metrics.arrival_s + (output.metrics.ttft_s or 0.0))
+    return statistics.median(latest.metrics.tbt_s[1:DECODE_STEPS])
 
 
 def _warm_up(llm: LLM, members: int) -> None:

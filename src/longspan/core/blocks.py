@@ -32,7 +32,7 @@ class Content:
     """What a cached block holds: the first `len(tokens)` slots, after the prefix that `parent` names."""
 
     parent: bytes
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]
 
 
 class BlockPool:

@@ -10,11 +10,14 @@ from itertools import product
 from typing import get_args
 
 from longspan.core.account import KvAccount
+from longspan.core.occupancy import Occupancy
 from longspan.core.ordering import StepOrder
 from longspan.core.protocols import Clock, ClusterView, Executor, Limits, Load, Policy, Share
 from longspan.core.request import FinishReason, Request, RequestMetrics, check_length
+from longspan.core.running import Running
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import EXCHANGE_NAMES, UNKNOWN, Completion, Forward, Free, Link, Part, Sample, Sampled, Scored
+from longspan.core.waiting import Waiting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +75,10 @@ class Engine:
         self.num_preemptions = self.num_prefix_queries = self.num_prefix_hits = 0
         self._policy, self._executor, self._clock = policy, executor, clock
         self._requests: dict[int, Request] = {}
+        self._waiting = Waiting()
+        self._running = Running(config.num_instances)
         self._steps = StepOrder()
-        self._num_in_flight = [0] * config.num_instances
-        self._busy_s, self._busy_since_s = [0.0] * config.num_instances, [0.0] * config.num_instances
+        self._occupancy = Occupancy(config.num_instances, most=config.max_steps_in_flight)
         self._next_step = 0
         self._next_request = 0
         self._num_admissions = 0
@@ -82,7 +86,7 @@ class Engine:
 
     def add(
         self,
-        prompt: tuple[int, ...],
+        prompt: Sequence[int],
         params: SamplingParams,
         *,
         choice: int = 0,
@@ -116,6 +120,7 @@ class Engine:
         self._next_request += 1
         request.pin_rope_length(self._rope_length(len(prompt)))
         self._requests[request.id] = request
+        self._waiting.add(request)
         return request
 
     def _new_account(self) -> KvAccount:
@@ -137,16 +142,14 @@ class Engine:
 
     def load(self) -> Load:
         """How much there is to do, and how busy the instances have been."""
-        live = [request for request in self._requests.values() if request.finish_reason is None]
-        waiting = [request for request in live if not request.group and not request.must_wait]
-        now, busy = self._clock.now(), zip(self._num_in_flight, self._busy_s, self._busy_since_s, strict=True)
+        waiting = self._waiting.able()
         pools = [self.account.pool(i) for i in range(self.config.num_instances)]
         return Load(
-            num_running=sum(bool(request.group) for request in live),
+            num_running=len(self._running),
             num_waiting=len(waiting),
             num_waiting_tokens=sum(request.num_known for request in waiting),
             used_blocks=[self.config.num_blocks - pool.num_free for pool in pools],
-            busy_s=[done + (now - since if steps else 0.0) for steps, done, since in busy],
+            busy_s=self._occupancy.busy_s(self._clock.now()),
         )
 
     def finish(self, request: Request, reason: FinishReason) -> None:
@@ -156,6 +159,7 @@ class Engine:
         """
         if request.finish_reason is None:
             request.metrics.finished_s = self._clock.now()
+            self._leave(request)
         if request.finish_reason is None or (request.finish_reason, reason) == ("length", "stop"):
             request.finish_reason = reason
         if not request.in_flight and request.id in self._requests:
@@ -190,7 +194,9 @@ class Engine:
             self._end(forward)
         for request in list(self._requests.values()):
             if request.finish_reason is None:
+                self._leave(request)
                 request.lose_kv()
+                self._waiting.add(request)
             else:
                 del self._requests[request.id]
 
@@ -210,7 +216,7 @@ class Engine:
 
     def emit(self) -> None:
         """Emits what the policy plans, until no instance can be given another step; `step` does so first."""
-        while batches := self._plan():
+        while self._can_emit and (batches := self._plan()):
             self._emit_batches(batches)
 
     def _emit_batches(self, batches: Sequence[Sequence[Share]]) -> None:
@@ -237,17 +243,38 @@ class Engine:
             if plan.batches or not plan.preempted:
                 return plan.batches
 
+    @property
+    def _can_emit(self) -> bool:
+        """Whether there is anybody for whom, and an instance on which, a step could be planned."""
+        if self._occupancy.all_full:
+            return False
+        return bool(self._waiting) or not self._occupancy.full.issuperset(self._running.occupied)
+
+    @property
+    def has_ready(self) -> bool:
+        """Whether the next `step` takes a completion that is there already."""
+        return self._steps.has_ready
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold no KV and could run if there were room."""
+        return len(self._waiting.able())
+
+    def _leave(self, request: Request) -> None:
+        """The request neither waits nor runs."""
+        if request.group:
+            self._running.leave(request)
+        else:
+            self._waiting.remove(request)
+
     def _view(self) -> ClusterView:
-        live = [r for r in self._requests.values() if r.finish_reason is None]
         return ClusterView(
             num_instances=self.config.num_instances,
             limits=self.config.limits,
-            waiting=[r for r in live if not r.group and not r.must_wait],
-            running=sorted((r for r in live if r.group), key=lambda r: r.admission),
-            busy=frozenset(i for i, steps in enumerate(self._num_in_flight) if steps),
-            full=frozenset(
-                i for i, steps in enumerate(self._num_in_flight) if steps >= self.config.max_steps_in_flight
-            ),
+            waiting=self._waiting.able(),
+            running=self._running,
+            busy=frozenset(self._occupancy.busy),
+            full=frozenset(self._occupancy.full),
             account=self.account,
             now_s=self._clock.now(),
         )
@@ -255,18 +282,20 @@ class Engine:
     def _admit(self, share: Share) -> None:
         request, hit = share.request, share.hit
         assert hit is not None and hit.num_tokens == share.start, "an admitted request starts behind its prefix"
+        self._leave(request)
         self.account.take(request, hit)
         request.group = share.group
         self._num_admissions += 1
         request.admission = self._num_admissions
+        self._running.join(request)
         if request.metrics.scheduled_s is None:
             request.metrics.scheduled_s = self._clock.now()
             if request.leader is None:
-                self.num_prefix_queries += len(request.prompt)
-                self.num_prefix_hits += min(hit.num_tokens, len(request.prompt))
+                self.num_prefix_queries += request.num_prompt
+                self.num_prefix_hits += min(hit.num_tokens, request.num_prompt)
         request.num_computed = request.num_scheduled = hit.num_tokens
         if not request.metrics.num_computed_tokens:
-            request.metrics.num_cached_tokens = min(hit.num_tokens, len(request.prompt))
+            request.metrics.num_cached_tokens = min(hit.num_tokens, request.num_prompt)
 
     def _part(self, share: Share) -> Part:
         request = share.request
@@ -274,6 +303,7 @@ class Engine:
         assert set(share.group) <= set(request.group), "others have not been told of the request"
         tokens = request.tokens(share.start, share.stop)
         request.group, request.rotation, request.keeper = share.group, share.rotation, share.keeper
+        self._running.regroup(request)
         unknown_on = request.sampler if tokens[-1] == UNKNOWN else None
         first_block, request.sent_blocks = request.sent_blocks, len(request.table)
         first_output, new_output = self._new_output(request)
@@ -304,7 +334,7 @@ class Engine:
     def _promise(self, request: Request) -> None:
         """The token being sampled can be scheduled, unless it is the last or the first with other rotary factors."""
         num_tokens = request.num_scheduled + 1
-        goes_on = num_tokens - len(request.prompt) < request.max_tokens
+        goes_on = num_tokens - request.num_prompt < request.max_tokens
         if goes_on and self._rope_length(num_tokens) == request.rope_length:
             request.num_promised = num_tokens
 
@@ -315,20 +345,18 @@ class Engine:
         return Sample(
             instance=request.sampler,
             position=position,
-            below_minimum=position - len(request.prompt) < request.params.min_tokens,
+            below_minimum=position - request.num_prompt < request.params.min_tokens,
         )
 
     def _begin(self, forward: Forward) -> None:
-        for i in forward.instances:
-            if not self._num_in_flight[i]:
-                self._busy_since_s[i] = self._clock.now()
-            self._num_in_flight[i] += 1
+        instances = forward.instances
+        self._occupancy.begin(instances, self._clock.now())
+        self._running.changed(instances)
 
     def _end(self, forward: Forward) -> None:
-        for i in forward.instances:
-            self._num_in_flight[i] -= 1
-            if not self._num_in_flight[i]:
-                self._busy_s[i] += self._clock.now() - self._busy_since_s[i]
+        instances = forward.instances
+        self._occupancy.end(instances, self._clock.now())
+        self._running.changed(instances)
 
     def _new_output(self, request: Request) -> tuple[int, tuple[int, ...]]:
         if not request.keeps_history:
@@ -344,7 +372,7 @@ class Engine:
             assert request.num_computed == part.start, "steps complete in order"
             request.num_computed = part.stop
             request.metrics.num_computed_tokens += part.stop - part.start
-            kind = "decode" if part.start >= len(request.prompt) else "partial_prefill" if part.start else "prefill"
+            kind = "decode" if part.start >= request.num_prompt else "partial_prefill" if part.start else "prefill"
             request.metrics.count(kind, part.exchange_name)
             self.account.publish(request, part.start)
             if request.finish_reason is not None and not request.in_flight:
@@ -412,7 +440,12 @@ class Engine:
         assert not request.in_flight, "a step in flight names the request"
         self.account.release(request)
         self._executor.submit(Free(number=self._number(), request_ids=(request.id,)))
+        goes_on = request.finish_reason is None
+        if goes_on:
+            self._leave(request)
         request.lose_kv()
+        if goes_on:
+            self._waiting.add(request)
 
     def _drop(self, request: Request) -> None:
         if request.group:

@@ -6,7 +6,8 @@ is done early may go on with a later step, in which others have no part, and com
 
 from __future__ import annotations
 
-from collections import deque
+import heapq
+from collections import defaultdict, deque
 
 from longspan.core.steps import Completion, Forward
 
@@ -16,6 +17,7 @@ class StepOrder:
 
     def __init__(self) -> None:
         self._sent: dict[int, Forward] = {}
+        self._queues: defaultdict[int, deque[int]] = defaultdict(deque)  # of each instance, without those ready
         self._early: dict[int, Completion] = {}
         self._ready: deque[Completion] = deque()
 
@@ -25,19 +27,25 @@ class StepOrder:
     def send(self, forward: Forward) -> None:
         """A step with the highest number so far."""
         self._sent[forward.number] = forward
+        for instance in forward.instances:
+            self._queues[instance].append(forward.number)
 
     def complete(self, done: Completion) -> None:
         """What `take` gives from now on: all completions that wait for no earlier step on one of their instances."""
         self._early[done.number] = done
-        held: set[int] = set()
-        ready = {done.number for done in self._ready}
-        for number, forward in self._sent.items():
-            if number in ready:
+        candidates = [done.number]
+        while candidates:
+            number = heapq.heappop(candidates)
+            if number not in self._early:
                 continue
-            if number in self._early and held.isdisjoint(forward.instances):
-                self._ready.append(self._early.pop(number))
-            else:
-                held.update(forward.instances)
+            queues = [self._queues[instance] for instance in self._sent[number].instances]
+            if any(queue[0] != number for queue in queues):
+                continue
+            self._ready.append(self._early.pop(number))
+            for queue in queues:
+                queue.popleft()
+                if queue:
+                    heapq.heappush(candidates, queue[0])
 
     @property
     def has_ready(self) -> bool:
@@ -52,6 +60,8 @@ class StepOrder:
     def clear(self) -> list[Forward]:
         """Forgets everything; the steps that were not over."""
         steps = list(self._sent.values())
-        for kept in (self._sent, self._early, self._ready):
-            kept.clear()
+        self._sent.clear()
+        self._queues.clear()
+        self._early.clear()
+        self._ready.clear()
         return steps

@@ -9,6 +9,7 @@ from typing import Protocol
 from longspan.core.account import KvAccount, PrefixHit
 from longspan.core.request import Request
 from longspan.core.rotation import Rotation
+from longspan.core.running import Running
 from longspan.core.runs import Deal
 from longspan.core.steps import Completion, Exchange, Step
 
@@ -37,7 +38,7 @@ class ClusterView:
 
     Attributes:
         waiting: requests that hold no KV, first come first.
-        running: requests that hold KV, first admitted first.
+        running: requests that hold KV, first admitted first; also by instance.
         busy: instances that have a step in flight.
         full: instances that can be given no further step now.
         now_s: the engine's clock.
@@ -46,7 +47,7 @@ class ClusterView:
     num_instances: int
     limits: Limits
     waiting: Sequence[Request]
-    running: Sequence[Request]
+    running: Running
     busy: frozenset[int]
     full: frozenset[int]
     account: KvAccount

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -53,8 +54,10 @@ class Request:
     """Counters instead of phases: `num_computed <= num_scheduled <= num_tokens`.
 
     Attributes:
+        prompt: token ids; any sequence that does not change, whose slices are such sequences.
         choice, leader: which of the `n` outputs of a prompt this is; all but the first wait until it has computed the
             prompt, whose KV they share.
+        num_prompt: tokens of the prompt.
         num_promised: tokens there will be when all steps in flight are done; they can be scheduled already.
         admission: counts admissions; a request that was preempted stands behind those that were not.
         group: the instances that hold its KV, in ring order; empty while it waits. It can shrink, not grow.
@@ -70,7 +73,7 @@ class Request:
     """
 
     id: int
-    prompt: tuple[int, ...]
+    prompt: Sequence[int]
     params: SamplingParams
     seed: int
     block_size: int
@@ -97,17 +100,22 @@ class Request:
     rope_length: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    num_prompt: int = field(init=False)
     _keys: list[bytes] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.prompt)
 
     @property
     def num_known(self) -> int:
         """Prompt and output tokens known so far."""
-        return len(self.prompt) + len(self.output)
+        return self.num_prompt + len(self.output)
 
     @property
     def num_tokens(self) -> int:
         """Tokens that can be scheduled: the known ones and those that steps in flight will sample."""
-        return max(self.num_known, self.num_promised)
+        num_known = self.num_prompt + len(self.output)
+        return max(self.num_promised, num_known)
 
     @property
     def in_flight(self) -> bool:
@@ -132,12 +140,14 @@ class Request:
         """Whether the logprobs of its prompt are still to be reported."""
         return self.params.prompt_logprobs is not None and self.leader is None and not self.output
 
-    def tokens(self, start: int, stop: int) -> tuple[int, ...]:
+    def tokens(self, start: int, stop: int) -> Sequence[int]:
         """Token ids at positions `[start, stop)`, `UNKNOWN` where steps in flight will sample them."""
-        num_prompt = len(self.prompt)
+        num_prompt = self.num_prompt
         if stop <= num_prompt:
             return self.prompt[start:stop]
-        known = self.prompt[start:] + tuple(self.output[max(0, start - num_prompt) : stop - num_prompt])
+        known = tuple(self.output[max(0, start - num_prompt) : stop - num_prompt])
+        if start < num_prompt:
+            known = (*self.prompt[start:], *known)
         return known + (UNKNOWN,) * (stop - start - len(known))
 
     def sampling(self, eos_token_ids: tuple[int, ...]) -> Sampling:
@@ -184,6 +194,11 @@ class Request:
         """Changes the pinned length, and with it every prefix key."""
         self.rope_length = length
         self._keys.clear()
+
+    @property
+    def keepers(self) -> tuple[int, ...]:
+        """Who will hold what is still to come of it."""
+        return self.group if self.keeper is None else (self.keeper,)
 
     @property
     def homes(self) -> Homes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -157,7 +158,7 @@ class Part:
     request_id: int
     start: int
     stop: int
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]
     group: tuple[int, ...]
     runs: Deal
     exchange: Exchange
@@ -168,7 +169,7 @@ class Part:
     sampling: Sampling | None = None
     first_output: int = 0
     new_output: tuple[int, ...] = ()
-    targets: tuple[int, ...] = ()
+    targets: Sequence[int] = ()
     rope_length: int = 0
     rotation: Rotation | None = None
 
@@ -189,7 +190,8 @@ class Forward:
     def instances(self) -> tuple[int, ...]:
         """The instances that take part, ascending: they compute, or pass on a token."""
         members = {instance for part in self.parts for instance in part.group}
-        return tuple(sorted(members | {part.unknown_on for part in self.parts if part.unknown_on is not None}))
+        members.update([part.unknown_on for part in self.parts if part.unknown_on is not None])
+        return tuple(sorted(members)) if len(members) > 1 else tuple(members)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

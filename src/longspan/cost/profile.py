@@ -1,4 +1,4 @@
-"""What was measured on one machine with one model: prefills alone and in groups, and links. Text in, text out."""
+"""What was measured on one machine with one model: prefills and decodes alone and in groups, links. Also as text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 from longspan.core.steps import Exchange
 from longspan.cost.ring_fit import RingFit, RingSample, fit_appendix_d
 from longspan.cost.shapes import Hardware, ModelShape
-from longspan.cost.time_fit import LinkFit, Sample, TimeFit, Times, fit_link, fit_times
+from longspan.cost.time_fit import DecodeFit, LinkFit, Sample, TimeFit, Times, fit_decodes, fit_link, fit_times
 
 
 class Subject(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,6 +60,34 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return statistics.median(self.seconds)
 
 
+class Decode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds between tokens of several requests that decode together, time after time.
+
+    Attributes:
+        members: how many instances shared each of them; with one, the exchange is `local`.
+        batch: how many requests.
+        context_tokens: tokens of each before the new ones.
+    """
+
+    members: int
+    exchange: Exchange
+    batch: int
+    context_tokens: int
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        timed = self.seconds and min(self.seconds) > 0
+        if self.members < 1 or self.batch < 1 or self.context_tokens < 1 or not timed:
+            raise ValueError(f"not a measured decode: {self}")
+        if (self.members == 1) != (self.exchange == "local"):
+            raise ValueError(f"{self.members} members do not decode with exchange {self.exchange}")
+
+    @property
+    def median_s(self) -> float:
+        """Of all times."""
+        return statistics.median(self.seconds)
+
+
 TransferKind = Literal["point_to_point", "alltoall", "all_gather", "host_copy"]
 """One way between two ranks; among all ranks, each to each its own or the same; between a device and its host."""
 
@@ -83,6 +111,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     subject: Subject
     prefills: tuple[Prefill, ...] = ()
     transfers: tuple[Transfer, ...] = ()
+    decodes: tuple[Decode, ...] = ()
 
     def with_prefill(self, prefill: Prefill) -> Self:
         """A profile that also has these times, beside those that it has of such a prefill."""
@@ -103,6 +132,26 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         wanted = (members, exchange, new_tokens, cached_tokens)
         found = (p for p in self.prefills if (p.members, p.exchange, p.new_tokens, p.cached_tokens) == wanted)
         return next(found, None)
+
+    def with_decode(self, decode: Decode) -> Self:
+        """A profile that also has these times, beside those that it has of such a decode."""
+        before = self.find_decode(decode.members, decode.exchange, decode.batch, decode.context_tokens)
+        kept = tuple(one for one in self.decodes if one is not before)
+        joined = msgspec.structs.replace(decode, seconds=(*(before.seconds if before else ()), *decode.seconds))
+        return msgspec.structs.replace(self, decodes=(*kept, joined))
+
+    def find_decode(self, members: int, exchange: Exchange, batch: int, context_tokens: int) -> Decode | None:
+        """What was measured of such a decode, if it was."""
+        wanted = (members, exchange, batch, context_tokens)
+        return next((d for d in self.decodes if (d.members, d.exchange, d.batch, d.context_tokens) == wanted), None)
+
+    def decode_fits(self) -> dict[tuple[int, Exchange], DecodeFit]:
+        """By members and exchange, as far as there are measurements enough."""
+        samples: dict[tuple[int, Exchange], list[Sample]] = defaultdict(list)
+        for decode in self.decodes:
+            samples[decode.members, decode.exchange].append((decode.batch, decode.context_tokens, decode.median_s))
+        fits = ((kind, fit_decodes(of_kind)) for kind, of_kind in sorted(samples.items()))
+        return {kind: fit for kind, fit in fits if fit is not None}
 
     @property
     def links(self) -> list[tuple[TransferKind, int]]:

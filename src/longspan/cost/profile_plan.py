@@ -23,6 +23,12 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 SHARED: tuple[Exchange, ...] = ("ring_kv", "ring_q", "alltoall", "gather_kv", "chain")
 """The exchanges of groups that are measured."""
 
+DECODE_BATCHES = (1, 2, 4, 8)
+"""How many requests decode together."""
+
+DECODE_STEPS = 8
+"""Times between tokens that one measurement takes, once all requests have started."""
+
 _PARTIAL_PARTS = (32, 4)
 """Of so many cached tokens, one part in so many is new."""
 
@@ -63,3 +69,31 @@ def kinds_of_links(num_ranks: int) -> set[tuple[TransferKind, int]]:
     if num_ranks > 1:
         kinds |= {("point_to_point", 2), ("alltoall", num_ranks), ("all_gather", num_ranks)}
     return kinds
+
+
+class DecodeTask(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests that decode together, to measure once."""
+
+    members: int
+    exchange: Exchange
+    batch: int
+    context_tokens: int
+
+
+def missing_decodes(
+    profile: Profile, members: int, lengths: Iterable[int], max_model_len: int, repeats: int
+) -> list[DecodeTask]:
+    """What is left to measure of decodes in groups of so many: small and large batches behind the shortest, the middle
+    and the longest of `lengths`, as far as all tokens of a batch are no more than one long request has.
+    """
+    every = sorted(set(lengths))
+    contexts = sorted({every[0], every[len(every) // 2], every[-1]})
+    exchange: Exchange = "ring_q" if members > 1 else "local"
+    tasks = []
+    for batch in DECODE_BATCHES:
+        for context in contexts:
+            found = profile.find_decode(members, exchange, batch, context)
+            if batch * (context + batch + DECODE_STEPS) <= max_model_len:
+                task = DecodeTask(members=members, exchange=exchange, batch=batch, context_tokens=context)
+                tasks += [task] * max(0, repeats - (len(found.seconds) if found else 0))
+    return tasks

@@ -1,4 +1,4 @@
-"""Seconds of a prefill by its lengths, and of a transfer by its bytes, fitted to measurements."""
+"""Seconds of a prefill by its lengths, of decodes by batch and context, of a transfer by its bytes: fitted."""
 
 from __future__ import annotations
 
@@ -92,6 +92,42 @@ def fit_times(samples: Sequence[Sample]) -> TimeFit | None:
         token_s=token_s,
         cached_s=cached_s,
         square_s=square_s,
+        mean_error=float(errors.mean()),
+        max_error=float(errors.max()),
+        num_samples=len(samples),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeFit:
+    """T(B, C) = start_s + request_s B + context_s B C, for B requests that decode behind C tokens each.
+
+    `mean_error`, `max_error` and `num_samples` are as of `TimeFit`; no term is negative either.
+    """
+
+    start_s: float
+    request_s: float
+    context_s: float
+    mean_error: float
+    max_error: float
+    num_samples: int
+
+    def seconds(self, batch: int, context_tokens: float) -> float:
+        """Of one step of so many requests with so many tokens before each."""
+        return self.start_s + batch * (self.request_s + self.context_s * context_tokens)
+
+
+def fit_decodes(samples: Sequence[Sample]) -> DecodeFit | None:
+    """As `fit_times`, from (batch, context tokens of each, seconds); None for samples of fewer than two kinds."""
+    if len({(batch, context) for batch, context, _ in samples}) < _FEWEST_LENGTHS:
+        return None
+    batch, context, seconds = np.array(samples, dtype=np.float64).T
+    terms = np.column_stack([np.ones(len(samples)), batch, batch * context])
+    (start_s, request_s, context_s), errors = _least_squares(terms, seconds)
+    return DecodeFit(
+        start_s=start_s,
+        request_s=request_s,
+        context_s=context_s,
         mean_error=float(errors.mean()),
         max_error=float(errors.max()),
         num_samples=len(samples),

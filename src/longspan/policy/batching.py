@@ -7,8 +7,8 @@ Sarathi-Serve do, but for several instances at once).
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -18,6 +18,18 @@ from longspan.core.request import Request
 from longspan.core.rotation import Rotation
 from longspan.core.runs import Run, deal
 from longspan.core.steps import BlockRef, Exchange
+
+
+class PerInstance(dict[int, int]):
+    """A number of each instance, found out when somebody first asks for it."""
+
+    def __init__(self, find: Callable[[int], int]) -> None:
+        super().__init__()
+        self._find = find
+
+    def __missing__(self, instance: int) -> int:
+        found = self[instance] = self._find(instance)
+        return found
 
 
 @dataclass(kw_only=True)
@@ -31,31 +43,27 @@ class Budget:
         claimed, adopted: blocks that admissions of this plan begin with, and those of them that are taken over.
     """
 
-    tokens: Counter[int]
-    blocks: Counter[int]
-    seqs: Counter[int]
-    load: Counter[int]
-    reserved: Counter[int]
+    tokens: dict[int, int]
+    blocks: PerInstance
+    seqs: PerInstance
+    load: PerInstance
+    reserved: PerInstance
     claimed: set[BlockRef] = field(default_factory=set)
     adopted: set[BlockRef] = field(default_factory=set)
 
     @classmethod
     def of(cls, view: ClusterView, instances: Sequence[int]) -> Budget:
         """All there is when only these instances compute."""
-        everyone = range(view.num_instances)
-        budget = cls(
-            tokens=Counter(dict.fromkeys(instances, view.limits.max_num_batched_tokens)),
-            blocks=Counter({i: view.account.pool(i).num_free for i in everyone}),
-            seqs=Counter(dict.fromkeys(everyone, view.limits.max_num_seqs)),
-            load=Counter(),
-            reserved=Counter(),
+        account, running, limits = view.account, view.running, view.limits
+        return cls(
+            tokens=dict.fromkeys(instances, limits.max_num_batched_tokens),
+            blocks=PerInstance(lambda i: account.pool(i).num_free),
+            seqs=PerInstance(lambda i: limits.max_num_seqs - len(running.on(i))),
+            load=PerInstance(lambda i: running.due(i).tokens),
+            reserved=PerInstance(lambda i: running.due(i).blocks),
         )
-        for request in view.running:
-            missing = request.blocks_for(request.num_tokens) - len(request.table)
-            budget._seat(request.group, request.num_tokens - request.num_computed, request.keeper, missing)
-        return budget
 
-    def fits(self, blocks: Counter[int]) -> bool:
+    def fits(self, blocks: Mapping[int, int]) -> bool:
         """Whether so many blocks are free."""
         return all(self.blocks[instance] >= number for instance, number in blocks.items())
 
@@ -72,10 +80,10 @@ class Budget:
     def grow(self, share: Share) -> None:
         """Gives a running request's share its tokens and blocks."""
         for instance, runs in zip(share.group, share.runs, strict=True):
-            self.tokens[instance] -= sum(len(run) for run in runs)
+            self.tokens[instance] -= sum([len(run) for run in runs])
         for instance in share.holders:
-            self.blocks[instance] -= 1
             self.reserved[instance] = max(0, self.reserved[instance] - 1)
+            self.blocks[instance] -= 1
 
     def admit(self, share: Share, cost: Counter[int]) -> None:
         """Gives an admitted request's first share its tokens and blocks, and reserves the rest of its prompt."""
@@ -84,17 +92,20 @@ class Budget:
         missing = request.blocks_for(request.num_tokens) - len(hit.refs)
         self._seat(share.group, request.num_tokens - share.start, share.keeper, missing)
         self.grow(share)
-        self.blocks.subtract(cost)
+        for instance, number in cost.items():
+            self.blocks[instance] -= number
         self.claimed.update(hit.refs)
         if hit.adopts_last:
             self.adopted.add(hit.refs[-1])
 
     def _seat(self, group: Sequence[int], num_tokens: int, keeper: int | None, num_blocks: int) -> None:
         """A request takes a seat on every member; these share the tokens it still needs, its keepers the blocks."""
-        self.seqs.subtract(group)
-        self.load.update(dict.fromkeys(group, -(-num_tokens // len(group))))
+        for instance in group:
+            self.seqs[instance] -= 1
+            self.load[instance] += -(-num_tokens // len(group))
         keepers = _keepers(group, keeper)
-        self.reserved.update(dict.fromkeys(keepers, -(-num_blocks // len(keepers))))
+        for instance in keepers:
+            self.reserved[instance] += -(-num_blocks // len(keepers))
 
 
 def _keepers(group: Sequence[int], keeper: int | None) -> Sequence[int]:
@@ -120,18 +131,21 @@ class Batch:
     preempted: list[Request] = field(default_factory=list)
 
 
-def fill(view: ClusterView, instances: frozenset[int], placement: Placement) -> Batch | None:
+def fill(
+    view: ClusterView, instances: frozenset[int], placement: Placement, waiting: Iterable[Request] | None = None
+) -> Batch | None:
     """Plans one step of `instances`; a request takes part when its whole group is among them.
 
-    None when the step cannot be planned ahead: somebody must be preempted whom a step in flight names.
+    `waiting` are those who may be admitted, in turn; by default all who wait. None when the step cannot be planned
+    ahead: somebody must be preempted whom a step in flight names.
     """
     budget = Budget.of(view, sorted(instances))
     batch = Batch()
-    queue = [r for r in view.running if r.num_scheduled < r.num_tokens and instances.issuperset(r.group)]
+    queue = _runnable(view, instances)
     while queue:
-        request = queue.pop(0)
+        request = queue.popleft()
         share = placement.grow(request, view, budget)
-        while share is not None and not budget.fits(Counter(share.holders)):
+        while share is not None and share.holders and not budget.fits(Counter(share.holders)):
             victim = _victim(request, queue, share, budget)
             if victim is request and _can_wait(share, view):
                 share = None
@@ -139,7 +153,8 @@ def fill(view: ClusterView, instances: frozenset[int], placement: Placement) -> 
             if victim.in_flight:
                 return None
             batch.preempted.append(victim)
-            budget.blocks.update(view.account.reclaimable(victim))
+            for instance, number in view.account.reclaimable(victim).items():
+                budget.blocks[instance] += number
             if victim is request:
                 share = None
             else:
@@ -149,8 +164,20 @@ def fill(view: ClusterView, instances: frozenset[int], placement: Placement) -> 
             budget.grow(share)
             batch.shares.append(share)
     if not batch.preempted:
-        _admit_waiting(view, budget, placement, batch)
+        _admit_waiting(view.waiting if waiting is None else waiting, view, budget, placement, batch)
     return batch
+
+
+def _runnable(view: ClusterView, instances: frozenset[int]) -> deque[Request]:
+    """Who runs on these instances only and has something to compute, first admitted first."""
+    running = view.running
+    if len(instances) == 1:
+        [instance] = instances
+        found = list(running.on(instance))
+    else:
+        found = list({r.id: r for i in instances for r in running.on(i)}.values())
+    found.sort(key=lambda r: r.admission)
+    return deque(r for r in found if r.num_scheduled < r.num_tokens and instances.issuperset(r.group))
 
 
 def _victim(request: Request, later: Sequence[Request], share: Share, budget: Budget) -> Request:
@@ -172,8 +199,10 @@ def _can_wait(share: Share, view: ClusterView) -> bool:
     return sum(ref.instance == home for ref in share.request.table) < view.account.pool(home).num_blocks
 
 
-def _admit_waiting(view: ClusterView, budget: Budget, placement: Placement, batch: Batch) -> None:
-    for request in view.waiting:
+def _admit_waiting(
+    waiting: Iterable[Request], view: ClusterView, budget: Budget, placement: Placement, batch: Batch
+) -> None:
+    for request in waiting:
         share = placement.admit(request, view, budget)
         if share is None or share.hit is None:
             return

@@ -70,6 +70,7 @@ class Chooser:
             members: {name: times[members, name] for name in candidates if (members, name) in times}
             for members in range(2, num_instances + 1)
         }
+        self._measured = {members: found for members, found in self._shared.items() if found}
         self._facts, self._weights = facts, weights
         self._known: dict[tuple[int, int], int] = {}
 
@@ -78,15 +79,14 @@ class Chooser:
 
         None when that was not measured. Every length is predicted once: it is asked of all that wait, at every step.
         """
-        measured = {members: times for members, times in self._shared.items() if times}
-        if self._alone is None or not measured:
+        if self._alone is None or not self._measured:
             return None
         lengths = new_tokens, cached_tokens
         if lengths not in self._known:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
             seconds = {1: self._alone.seconds(*lengths)}
-            for members, times in measured.items():
+            for members, times in self._measured.items():
                 seconds[members] = min(one.seconds(*lengths) for one in times.values())
             self._known[lengths] = min(seconds, key=seconds.__getitem__)
         return self._known[lengths]

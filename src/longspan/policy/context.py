@@ -10,8 +10,9 @@ Dealt prompts are prefilled one after the other; short ones may start meanwhile.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Literal
 
 from longspan.core.account import PrefixHit
@@ -98,39 +99,39 @@ class Context:
 
     def plan(self, view: ClusterView) -> Plan:
         """One batch per set of instances that share requests, where all of the set can take a step."""
-        teams = teams_of((r.group for r in view.running), self._everyone)
-        waiting = replace(view, waiting=self._in_turn(view))
-        batch = self._fill(waiting, teams, view.full) or self._fill(waiting, teams, view.busy) or Batch()
-        teams = teams_of((_touched(share) for share in batch.shares), self._everyone)
-        batches = (tuple(s for s in batch.shares if team.issuperset(_touched(s))) for team in teams)
-        return Plan(preempted=tuple(batch.preempted), batches=tuple(b for b in batches if b))
+        shared = view.running.shared
+        teams = teams_of({r.group for r in shared}, ()) if shared else []
+        batch = self._fill(view, teams, view.full) or self._fill(view, teams, view.busy) or Batch()
+        return Plan(preempted=tuple(batch.preempted), batches=_by_team(batch.shares))
 
     def _fill(self, view: ClusterView, teams: Iterable[frozenset[int]], taken: frozenset[int]) -> Batch | None:
         """A step of the teams that have no member among the `taken`; None when somebody in flight is in the way."""
-        able = frozenset(i for team in teams if not taken.intersection(team) for i in team)
+        able = frozenset(self._everyone) - taken
+        for team in teams:
+            if not team.isdisjoint(taken):
+                able -= team
         if not able or len(able) < self._gathering(view):
             return Batch()
-        return fill(view, able, self)
+        return fill(view, able, self, self._in_turn(view))
 
     def _gathering(self, view: ClusterView) -> int:
         """How many instances the prompt that waits first in line is to be dealt to: until so many can take a step,
         those that could wait for others.
         """
-        return self._group_size(view.waiting[0], view) if view.waiting else 0
+        first = next(self._in_turn(view), None)
+        return 0 if first is None else self._group_size(first, view)
 
-    def _in_turn(self, view: ClusterView) -> list[Request]:
+    def _in_turn(self, view: ClusterView) -> Iterator[Request]:
         """Who may be admitted: dealt prompts one after the other, each as fast as it goes; short ones pass those.
 
         What is cached is looked up for the first in line alone: the line can be long.
         """
-        prefilling = any(len(r.group) > 1 and r.num_tokens - r.num_scheduled > 1 for r in view.running)
-        in_turn: list[Request] = []
+        prefilling = any(r.num_tokens - r.num_scheduled > 1 for r in view.running.shared)
         for index, request in enumerate(view.waiting):
             dealt = (self._group_size(request, view) if index == 0 else self._num_members(request.num_tokens)) > 1
             if not (dealt and prefilling):
-                in_turn.append(request)
+                yield request
             prefilling = prefilling or dealt
-        return in_turn
 
     def _group_size(self, request: Request, view: ClusterView) -> int:
         """How many instances a request is for: all, when it is too large for as many as it would be quickest on.
@@ -187,7 +188,7 @@ class Context:
         is_single = request.num_tokens - request.num_scheduled == 1
         if (end := _alone(request, is_single=is_single)) is not None:
             return single_share(request, end, request.num_scheduled, budget)
-        if self._options.rotate == "token" and is_single and request.num_scheduled >= len(request.prompt):
+        if self._options.rotate == "token" and is_single and request.num_scheduled >= request.num_prompt:
             return rotated_share(request, self._options.decode, budget)
         return self._dealt_share(request, view, budget, request.group, None)
 
@@ -245,8 +246,8 @@ class Context:
         return replace(shape, fractions=self._partitions.fractions(num_tokens, members))
 
     def _long_share(self, view: ClusterView) -> int:
-        tokens = view.limits.max_num_batched_tokens
-        alone = len(view.waiting) + len(view.running) <= 1
+        tokens, num_running = view.limits.max_num_batched_tokens, len(view.running)
+        alone = num_running <= 1 and len(list(islice(self._in_turn(view), 2))) + num_running <= 1
         return tokens if alone else max(1, int(tokens * self._options.long_share))
 
 
@@ -281,8 +282,21 @@ def _has_room(request: Request, instance: int, hit: PrefixHit, budget: Budget) -
 
 def teams_of(groups: Iterable[tuple[int, ...]], everyone: tuple[int, ...]) -> list[frozenset[int]]:
     """Splits the instances into the smallest sets such that no group reaches across two."""
-    teams = [frozenset({i}) for i in everyone]
+    team_of: dict[int, set[int]] = {i: {i} for i in everyone}
     for group in groups:
-        touched = [team for team in teams if team.intersection(group)]
-        teams = [team for team in teams if team not in touched] + [frozenset().union(*touched)]
-    return sorted(teams, key=min)
+        joined = set(group).union(*(team_of[i] for i in group if i in team_of))
+        team_of.update(dict.fromkeys(joined, joined))
+    return sorted(map(frozenset, {id(team): team for team in team_of.values()}.values()), key=min)
+
+
+def _by_team(shares: Sequence[Share]) -> tuple[tuple[Share, ...], ...]:
+    """A batch for each set of instances that these shares connect, in ascending order."""
+    groups = {_touched(share) for share in shares}
+    if len(groups) <= 1:
+        return (tuple(shares),) if shares else ()
+    teams = teams_of(groups, ())
+    team_of = {i: number for number, team in enumerate(teams) for i in team}
+    batches: list[list[Share]] = [[] for _ in teams]
+    for share in shares:
+        batches[team_of[share.group[0]]].append(share)
+    return tuple(tuple(batch) for batch in batches)

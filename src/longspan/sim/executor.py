@@ -5,33 +5,54 @@ from __future__ import annotations
 import heapq
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from longspan.core.steps import Completion, Forward, Part, Sample, Sampled, Step
+from longspan.cost.step_cost import StepCost
 from longspan.sim.clock import VirtualClock
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearCost:
-    """Seconds of a Forward: `base_s` plus `per_token_s` for every token of its busiest instance."""
+    """`base_s` plus `per_token_s` for every token of the busiest instance; all take that long."""
 
     base_s: float = 0.01
     per_token_s: float = 0.0005
 
-    def seconds(self, forward: Forward) -> float:
-        """Duration from the moment all its instances are free."""
+    def seconds(self, forward: Forward) -> dict[int, float]:
+        """See `StepCost`."""
         tokens: Counter[int] = Counter()
         for part in forward.parts:
             for instance, runs in zip(part.group, part.runs, strict=True):
                 tokens[instance] += sum(len(run) for run in runs)
-        return self.base_s + self.per_token_s * max(tokens.values())
+        return dict.fromkeys(forward.instances, self.base_s + self.per_token_s * max(tokens.values()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """A step as it ran, or will.
+
+    Attributes:
+        start_s: when all its instances were free, on the virtual clock.
+        ends_s: when each was done with it.
+    """
+
+    forward: Forward
+    start_s: float
+    ends_s: Mapping[int, float]
 
 
 class SimExecutor:
     """Implements `Executor` on a virtual clock. Instances work one step at a time, in order of step numbers.
 
-    `lag_s(instance, step)` is how much longer than its cost an instance takes for a step; its peers do not wait for it.
+    All instances of a step start together, once the last is free, and each ends by its own time. The step is complete
+    when the last has ended; of steps that end at the same moment the one with the lower number completes first.
+
+    Args:
+        cost: what steps take.
+        ready_s: no step starts before.
+        watch: is told of each step when its times are settled.
     """
 
     def __init__(
@@ -39,10 +60,12 @@ class SimExecutor:
         *,
         clock: VirtualClock,
         vocab_size: int,
-        cost: LinearCost | None = None,
-        lag_s: Callable[[int, int], float] = lambda instance, step: 0.0,  # noqa: ARG005
+        cost: StepCost | None = None,
+        ready_s: float = 0.0,
+        watch: Callable[[Ran], None] | None = None,
     ) -> None:
-        self._clock, self._vocab_size, self._cost, self._lag_s = clock, vocab_size, cost or LinearCost(), lag_s
+        self._clock, self._vocab_size, self._cost = clock, vocab_size, cost or LinearCost()
+        self._ready_s, self._watch = ready_s, watch
         self._free_at: dict[int, float] = {}
         self._due: list[tuple[float, int, Forward]] = []
         self._banned: dict[int, tuple[int, ...]] = {}
@@ -50,13 +73,10 @@ class SimExecutor:
     def submit(self, step: Step) -> None:
         """Plans a Forward's completion; a Free costs nothing."""
         if isinstance(step, Forward):
-            begun = {part.request_id: part.sampling for part in step.parts if part.sampling is not None}
-            self._banned.update((request_id, sampling.banned) for request_id, sampling in begun.items())
-            start = max(self._clock.now(), *(self._free_at.get(i, 0.0) for i in step.instances))
-            done = start + self._cost.seconds(step)
-            ends = {instance: done + self._lag_s(instance, step.number) for instance in step.instances}
-            self._free_at.update(ends)
-            heapq.heappush(self._due, (max(ends.values()), step.number, step))
+            for part in step.parts:
+                if part.sampling is not None and part.sampling.banned:
+                    self._banned[part.request_id] = part.sampling.banned
+            self._run(step)
         else:
             for request_id in step.request_ids:
                 self._banned.pop(request_id, None)
@@ -72,13 +92,23 @@ class SimExecutor:
         done = []
         while self._due and self._due[0][0] == end:
             _, _, forward = heapq.heappop(self._due)
-            sampled = tuple(self._invent(part, part.sample) for part in forward.parts if part.sample is not None)
+            sampled = tuple([self._invent(part, part.sample) for part in forward.parts if part.sample is not None])
             done.append(Completion(number=forward.number, sampled=sampled, bytes_sent={}))
         return done
 
+    def _run(self, forward: Forward) -> None:
+        instances = forward.instances
+        start = max(self._clock.now(), *(self._free_at.get(i, self._ready_s) for i in instances))
+        seconds = self._cost.seconds(forward)
+        ends = {instance: start + seconds.get(instance, 0.0) for instance in instances}
+        self._free_at.update(ends)
+        heapq.heappush(self._due, (max(ends.values()), forward.number, forward))
+        if self._watch is not None:
+            self._watch(Ran(forward=forward, start_s=start, ends_s=ends))
+
     def _invent(self, part: Part, sample: Sample) -> Sampled:
         """A token that depends on the request and the position only, so that recomputation gives it again."""
-        token = zlib.crc32(f"{part.request_id} {sample.position}".encode()) % self._vocab_size
-        while sample.below_minimum and token in self._banned[part.request_id]:
+        token = zlib.crc32(b"%d %d" % (part.request_id, sample.position)) % self._vocab_size
+        while sample.below_minimum and token in self._banned.get(part.request_id, ()):
             token = (token + 1) % self._vocab_size
         return Sampled(request_id=part.request_id, token=token)

@@ -1,0 +1,166 @@
+"""The verb `simulate`: what a policy would do on a cluster. `simulate_run` does it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from longspan.cli.bundles import bundled
+
+_cluster = partial(typer.Option, rich_help_panel="Cluster")
+_scheduling = partial(typer.Option, rich_help_panel="Scheduling and memory")
+_workload = partial(typer.Option, rich_help_panel="Requests")
+_faults = partial(typer.Option, rich_help_panel="What goes wrong")
+_results = partial(typer.Option, rich_help_panel="Results")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions:
+    """What the cluster is made of."""
+
+    hardware: Annotated[
+        str | None, _cluster(metavar="NAME", help="A device such as a100-sxm-80g; an unknown name lists all.")
+    ] = None
+    profile: Annotated[
+        Path | None,
+        _cluster(metavar="FILE", help="Instead: what longspan profile measured; instances are of that machine."),
+    ] = None
+    hosts: Annotated[int, _cluster(help="How many hosts.")] = 1
+    gpus_per_host: Annotated[
+        int | None, _cluster(help="Devices of each.", show_default="what --parallel needs, or else 8")
+    ] = None
+    parallel: Annotated[
+        str | None,
+        _cluster(metavar="SPEC", help=r"\[N]\[xtpT]: N instances of T devices each.", show_default="one per device"),
+    ] = None
+    link: Annotated[
+        str | None, _cluster(metavar="NAME", help="What connects hosts, or the devices of a single host.")
+    ] = None
+    link_gbytes_per_s: Annotated[float | None, _cluster(metavar="X", help="Its nominal speed, one way.")] = None
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32"], _cluster(help="Of weights, keys and values; auto: 16 bits.")
+    ] = "auto"
+    ffn_dtype: Annotated[
+        Literal["bfloat16", "float16", "float32", "fp8"] | None,
+        _cluster(help="Of the feed-forward weights, if another."),
+    ] = None
+    attention: Annotated[
+        Literal["flash", "eager"], _cluster(help="Fused, or as Hugging Face's single operators compute it.")
+    ] = "flash"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulingOptions:
+    """Who decides, and within which bounds: as of `longspan serve`."""
+
+    policy: Annotated[str, _scheduling(help="Who decides the steps, by the names of longspan serve.")] = "auto"
+    policy_option: Annotated[
+        list[str] | None,
+        _scheduling("--policy-option", "-o", metavar="KEY=VALUE", help="An option of the policy; repeatable."),
+    ] = None
+    max_model_len: Annotated[
+        int | None, _scheduling(help="Longest prompt plus output, in tokens.", show_default="what the KV pools hold")
+    ] = None
+    block_size: Annotated[int, _scheduling(help="Tokens per KV block.")] = 256
+    max_num_batched_tokens: Annotated[int, _scheduling(help="Most tokens of one step on one instance.")] = 8192
+    max_num_seqs: Annotated[int, _scheduling(help="Most requests that run at once on one instance.")] = 128
+    num_gpu_blocks_override: Annotated[
+        int | None, _scheduling(help="KV blocks of each instance.", show_default="what its memory holds")
+    ] = None
+    enable_prefix_caching: Annotated[
+        bool,
+        _scheduling(
+            "--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse the KV of prompts that begin alike."
+        ),
+    ] = True
+    async_scheduling: Annotated[
+        bool,
+        _scheduling("--async-scheduling/--no-async-scheduling", help="Plan and send a step while the last one runs."),
+    ] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadOptions:
+    """What is asked for and when."""
+
+    workload: Annotated[
+        str,
+        _workload(
+            metavar="short|medium|long|FILE",
+            help="Lengths as in Tetris's traces; or a trace (.csv, .jsonl, maybe .gz); or quantiles (.json).",
+        ),
+    ] = "short"
+    rate: Annotated[
+        float | None,
+        _workload(help="Requests per second; a trace with times is stretched to it.", show_default="a trace's own"),
+    ] = None
+    burstiness: Annotated[
+        float | None,
+        _workload(help="Shape of the gamma distribution of gaps: below 1 in bursts, above steadier.", show_default="1"),
+    ] = None
+    num_requests: Annotated[
+        int | None, _workload(help="Requests in all, each turn counted.", show_default="1000; all of a trace")
+    ] = None
+    output_len: Annotated[int | None, _workload(help="Output tokens of every request.")] = None
+    prefix_len: Annotated[int, _workload(help="Tokens, in addition, at the start that prompts share.")] = 0
+    num_prefixes: Annotated[int, _workload(help="How many different such starts there are.")] = 1
+    turns: Annotated[int, _workload(help="Requests of a conversation, which come one after the other.")] = 1
+    think_time: Annotated[float, _workload(metavar="S", help="From an answer to the next turn.")] = 10.0
+    seed: Annotated[int, _workload(help="Of times and lengths.")] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultOptions:
+    """Instances that are slow, workers that are lost."""
+
+    slow: Annotated[
+        list[str] | None, _faults(metavar="INSTANCE=FACTOR", help="It takes so many times longer; repeatable.")
+    ] = None
+    lose_worker_at: Annotated[
+        list[float] | None,
+        _faults(metavar="S", help="A worker is lost; all start anew, as a real engine's do; repeatable."),
+    ] = None
+    restart_time: Annotated[float, _faults(metavar="S", help="How long workers take to start anew.")] = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultOptions:
+    """What is told."""
+
+    as_json: Annotated[bool, _results("--json", help="Print one JSON object and no table.")] = False
+    find_max_rate: Annotated[
+        bool,
+        _results("--find-max-rate", help="Also find the rate up to which P99 TTFT stays below 25 times light load."),
+    ] = False
+    report: Annotated[
+        Path | None, _results(metavar="FILE.html", help="A page with pictures; needs longspan\\[report].")
+    ] = None
+    trace: Annotated[Path | None, _results(metavar="FILE.json", help="A trace for Perfetto or Chrome.")] = None
+
+
+_CLUSTER, _SCHEDULING, _WORKLOAD = ClusterOptions(), SchedulingOptions(), WorkloadOptions()
+_FAULTS, _RESULTS = FaultOptions(), ResultOptions()
+
+
+@bundled()
+def simulate(
+    model: Annotated[str, typer.Argument(help="A name such as llama-3-8b, a folder with a config.json, or a hub id.")],
+    *,
+    cluster: ClusterOptions = _CLUSTER,
+    scheduling: SchedulingOptions = _SCHEDULING,
+    workload: WorkloadOptions = _WORKLOAD,
+    faults: FaultOptions = _FAULTS,
+    results: ResultOptions = _RESULTS,
+) -> int:
+    """Serves a workload on a cluster that is not there, by the policies that serve, and tells times and rates.
+
+    Steps take what longspan estimate computes, or what the profile of a machine says. Times are of a virtual clock; the
+    same options give the same numbers.
+    """
+    from longspan.cli.simulate_run import run_simulation  # noqa: PLC0415  # numpy and the engine
+
+    return run_simulation(model, cluster, scheduling, workload, faults, results)

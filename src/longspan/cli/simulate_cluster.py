@@ -1,0 +1,199 @@
+"""The cluster of `longspan simulate`: how many instances there are, where, what they cost and what fits into them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from longspan.cli.model_config import architecture
+from longspan.cli.simulate import ClusterOptions, SchedulingOptions
+from longspan.core.parallel import ParallelSpec
+from longspan.core.places import Place, places_of_ranks
+from longspan.core.runs import Run
+from longspan.core.steps import Exchange
+from longspan.cost import catalog
+from longspan.cost.channels import Channel, share_of
+from longspan.cost.cluster import Cluster as Devices
+from longspan.cost.cluster import roofline
+from longspan.cost.fitted_cost import FittedCost
+from longspan.cost.forward import Roofline
+from longspan.cost.memory import memory
+from longspan.cost.partition_table import PartitionTable
+from longspan.cost.profile import Profile, Subject
+from longspan.cost.profile_plan import prompts_of
+from longspan.cost.shapes import Hardware
+from longspan.cost.step_cost import RooflineCost, StepCost
+from longspan.policy.choosing import Facts
+from longspan.sim.predicted import predicted_profile
+
+_GPUS_PER_HOST = 8
+_PROFILED_TOKENS = 2**20
+"""KV tokens of an instance whose memory nobody told."""
+_USED_MEMORY = 0.9
+"""How much of a device's memory is used, as vLLM's gpu_memory_utilization."""
+_PREDICTED_LENGTHS = tuple(512 * 4**power for power in range(6))
+_PREDICTED_EXCHANGES: tuple[Exchange, ...] = ("ring_kv", "ring_q", "alltoall", "gather_kv", "chain")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """What is simulated.
+
+    Attributes:
+        num_blocks: KV blocks of each instance.
+        words: what it is, for people.
+    """
+
+    num_instances: int
+    num_blocks: int
+    cost: StepCost
+    facts: Facts
+    words: str
+
+
+def cluster_of(model: str, options: ClusterOptions, scheduling: SchedulingOptions) -> Cluster:
+    """The cluster.
+
+    Raises:
+        ValueError: for degrees that do not fit the devices, unknown names, a model that does not fit the memory, or a
+            profile that cannot be read.
+    """
+    _at_least_one(
+        {
+            "--hosts": options.hosts,
+            "--gpus-per-host": options.gpus_per_host,
+            "--block-size": scheduling.block_size,
+            "--num-gpu-blocks-override": scheduling.num_gpu_blocks_override,
+            "--max-model-len": scheduling.max_model_len,
+        }
+    )
+    if (options.hardware is None) == (options.profile is None):
+        raise ValueError(
+            "give --hardware NAME (see longspan estimate) or --profile FILE (of longspan profile), and one"
+        )
+    spec = _spec(options)
+    if options.profile is not None:
+        return _measured(options.profile, options, spec, scheduling)
+    assert options.hardware is not None
+    return _computed(model, options.hardware, options, spec, scheduling)
+
+
+def _computed(
+    model: str, hardware: str, options: ClusterOptions, spec: ParallelSpec, scheduling: SchedulingOptions
+) -> Cluster:
+    """By data sheets."""
+    if options.link is not None and options.link_gbytes_per_s is not None:
+        raise ValueError(
+            f"--link {options.link} and --link-gbytes-per-s {options.link_gbytes_per_s:g} both give its speed: give one"
+        )
+    devices = Devices(
+        hardware=hardware,
+        hosts=options.hosts,
+        gpus_per_host=options.gpus_per_host or math.ceil(spec.num_ranks / options.hosts),
+        link=options.link,
+        link_bytes_per_s=None if options.link_gbytes_per_s is None else options.link_gbytes_per_s * 1e9,
+    )
+    sizes = architecture(model, dtype=options.dtype, ffn_dtype=options.ffn_dtype)
+    cost = RooflineCost(sizes, devices, spec, kernels=options.attention)
+    line = roofline(sizes, devices, spec, options.attention)
+    device, topology = catalog.device(hardware), line.topology
+    wire = topology.between if options.hosts > 1 else topology.inside
+    subject = Subject(
+        model=model,
+        dtype=options.dtype,
+        device="cuda",
+        tp=spec.tp,
+        threads=1,
+        kernel=options.attention,
+        machine=hardware,
+    )
+    return Cluster(
+        num_instances=spec.instances,
+        num_blocks=scheduling.num_gpu_blocks_override or _num_blocks(line, scheduling),
+        cost=cost,
+        facts=Facts(
+            shape=sizes.attention,
+            hardware=Hardware(flops_per_s=device.flops_per_s, bytes_per_s=wire.bytes_per_s),
+            profile=predicted_profile(
+                cost,
+                subject,
+                num_instances=spec.instances,
+                prompts=prompts_of(_PREDICTED_LENGTHS, 2 * _PREDICTED_LENGTHS[-1]),
+                exchanges=_PREDICTED_EXCHANGES,
+            ),
+            model=model,
+            partitions=PartitionTable(),
+            tp=spec.tp,
+            places=_places(options, spec),
+        ),
+        words=f"{options.hosts} × {devices.gpus_per_host} {hardware}",
+    )
+
+
+def _num_blocks(line: Roofline, scheduling: SchedulingOptions) -> int:
+    """What the memory holds beside weights and the activations of a full step."""
+    tokens, layer = scheduling.max_num_batched_tokens, line.layer
+    share = share_of((Run(0, tokens),), cached=0.0, width=tokens)
+    whole = Channel(exchange="local", group=(0,), shares=(share,), keys=tokens, decode=False)
+    full = memory(layer, whole, tokens)
+    block = scheduling.block_size * layer.kv_bytes * layer.model.attention.num_layers
+    found = int((_USED_MEMORY * full.capacity - full.used + full.kv) // block)
+    if found < 1:
+        raise ValueError(
+            f"no KV block fits into {_USED_MEMORY:.0%} of a device's memory beside a step of {tokens} tokens: "
+            f"{full.arithmetic}: use a larger tp, or fewer --max-num-batched-tokens"
+        )
+    return found
+
+
+def _measured(path: Path, options: ClusterOptions, spec: ParallelSpec, scheduling: SchedulingOptions) -> Cluster:
+    """By a profile."""
+    profile = _read(path)
+    if profile.subject.tp != spec.tp:
+        raise ValueError(f"--profile is of instances with tp {profile.subject.tp}, but --parallel {spec} given")
+    return Cluster(
+        num_instances=spec.instances,
+        num_blocks=scheduling.num_gpu_blocks_override or math.ceil(_PROFILED_TOKENS / scheduling.block_size),
+        cost=FittedCost(profile),
+        facts=Facts(
+            profile=profile,
+            model=profile.subject.model,
+            partitions=PartitionTable(),
+            tp=spec.tp,
+            places=_places(options, spec),
+        ),
+        words=f"{profile.subject.machine}, {profile.subject.threads} threads per rank",
+    )
+
+
+def _places(options: ClusterOptions, spec: ParallelSpec) -> tuple[Place, ...]:
+    """Of the first rank of each instance."""
+    return places_of_ranks(spec.num_ranks, str(options.hosts))[:: spec.tp]
+
+
+def _spec(options: ClusterOptions) -> ParallelSpec:
+    if options.parallel is None:
+        return ParallelSpec(instances=options.hosts * (options.gpus_per_host or _GPUS_PER_HOST))
+    spec = ParallelSpec.parse(options.parallel)
+    num_devices = spec.num_ranks if options.gpus_per_host is None else options.hosts * options.gpus_per_host
+    if spec.num_ranks != num_devices:
+        raise ValueError(
+            f"--parallel {spec}: instances({spec.instances}) * tp({spec.tp}) = {spec.num_ranks} devices, but "
+            f"--hosts {options.hosts} * --gpus-per-host {options.gpus_per_host} = {num_devices}: make them equal"
+        )
+    return spec
+
+
+def _at_least_one(numbers: Mapping[str, int | None]) -> None:
+    for flag, value in numbers.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{flag} must be at least 1, but {value} given")
+
+
+def _read(path: Path) -> Profile:
+    try:
+        return Profile.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--profile {str(path)!r} cannot be read: {error}") from None

@@ -1,0 +1,81 @@
+"""Seconds of a step from what was measured of prefills and decodes on one machine."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from longspan.core.steps import Exchange, Forward, Part
+from longspan.cost.profile import Profile
+from longspan.cost.time_fit import Times
+
+
+class FittedCost:
+    """A cost for the simulator: every instance of a part takes as long as the profile says of such a group.
+
+    A step is computed as one row of tokens, so it starts once: the largest prefill's start counts, or that of
+    decodes where there is no prefill. Beside a prefill, a decode costs a token of it and its own context.
+
+    Raises:
+        ValueError: for a profile that lacks one instance alone, with the remedy.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self._times, self._decodes = profile.times(), profile.decode_fits()
+        self._known: dict[tuple[int, Exchange, int, int], float] = {}
+        if (1, "local") not in self._times or (1, "local") not in self._decodes:
+            raise ValueError(
+                "the profile lacks prefills or decodes of one instance alone: run longspan profile with the same model "
+                "and options again, which measures what is missing"
+            )
+
+    def seconds(self, forward: Forward) -> dict[int, float]:
+        """Seconds of each instance."""
+        starts: defaultdict[int, float] = defaultdict(float)
+        rest: defaultdict[int, float] = defaultdict(float)
+        prefilling: set[int] = set()
+        for part in forward.parts:
+            if not self._decodes_in(part):
+                fixed = self._of_prefill(part).fit.start_s
+                whole = self._prefill_s(part)
+                prefilling.update(part.group)
+                for instance in part.group:
+                    starts[instance] = max(starts[instance], fixed)
+                    rest[instance] += max(0.0, whole - fixed)
+        for part in forward.parts:
+            if self._decodes_in(part):
+                self._add_decode(part, starts, rest, prefilling)
+        return {instance: starts[instance] + seconds for instance, seconds in rest.items()}
+
+    def _add_decode(self, part: Part, starts: dict[int, float], rest: dict[int, float], prefilling: set[int]) -> None:
+        fit = self._decodes[len(part.group), part.exchange]
+        context_s = fit.context_s * part.start
+        token_s = self._times[1, "local"].fit.token_s
+        for instance in part.group:
+            if instance in prefilling:
+                rest[instance] += token_s + context_s
+            else:
+                starts[instance] = max(starts[instance], fit.start_s)
+                rest[instance] += fit.request_s + context_s
+
+    def _decodes_in(self, part: Part) -> bool:
+        """Whether a part counts as a decode: a single token, by an exchange that decodes were measured with."""
+        return part.stop - part.start == 1 and (len(part.group), part.exchange) in self._decodes
+
+    def _prefill_s(self, part: Part) -> float:
+        key = len(part.group), part.exchange, part.stop - part.start, part.start
+        if key not in self._known:
+            self._known[key] = self._of_prefill(part).seconds(part.stop - part.start, part.start)
+        return self._known[key]
+
+    def _of_prefill(self, part: Part) -> Times:
+        kind = len(part.group), part.exchange
+        if kind not in self._times:
+            raise ValueError(_missing(*kind))
+        return self._times[kind]
+
+
+def _missing(members: int, exchange: str) -> str:
+    return (
+        f"the profile lacks times of {members} instances with exchange {exchange}: run longspan profile --parallel "
+        f"{members} or more, or choose other options of the policy"
+    )

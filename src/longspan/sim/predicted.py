@@ -1,0 +1,55 @@
+"""What a profile would have measured on a machine that is only known by its cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from longspan.core.runs import Layout, deal
+from longspan.core.steps import Exchange, Forward, Part
+from longspan.cost.profile import Prefill, Profile, Subject
+from longspan.cost.step_cost import StepCost
+
+
+def predicted_profile(
+    cost: StepCost,
+    subject: Subject,
+    *,
+    num_instances: int,
+    prompts: Iterable[tuple[int, int]],
+    exchanges: Sequence[Exchange],
+) -> Profile:
+    """Prefills, of (new, cached) tokens in one step each, on one instance and on groups of 2, 4, 8 and so on to all, so
+    that policies can choose as they do by a profile of real hardware.
+    """
+    sizes = {1, *(2**power for power in range(1, num_instances.bit_length()) if 2**power <= num_instances)}
+    prefills = [
+        Prefill(
+            members=members,
+            exchange=exchange,
+            new_tokens=new,
+            cached_tokens=cached,
+            seconds=(max(cost.seconds(_prefill(members, exchange, new, cached)).values()),),
+        )
+        for members in sorted(sizes | {num_instances})
+        for exchange in (exchanges if members > 1 else ("local",))
+        for new, cached in prompts
+    ]
+    return Profile(subject=subject, prefills=tuple(prefills))
+
+
+def _prefill(members: int, exchange: Exchange, new: int, cached: int) -> Forward:
+    """Dealt as policies deal it."""
+    layout: Layout = "single" if members == 1 else "contiguous" if exchange == "chain" else "zigzag"
+    part = Part(
+        request_id=0,
+        start=cached,
+        stop=cached + new,
+        tokens=range(new),
+        group=tuple(range(members)),
+        runs=deal(layout, cached, cached + new, members, head=0),
+        exchange=exchange,
+        first_block=0,
+        blocks=(),
+        sample=None,
+    )
+    return Forward(number=1, parts=(part,))

@@ -1,0 +1,183 @@
+"""A simulation: the engine and a policy as they serve, on a virtual clock.
+
+Order of what happens at one moment: first all completions, in the order of their steps; then losses of workers; then
+arrivals, in the order of their places. The same input therefore gives the same result.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+from longspan.core.engine import Engine, EngineConfig
+from longspan.core.protocols import Policy
+from longspan.core.request import Request
+from longspan.core.sampling import SamplingParams
+from longspan.cost.step_cost import StepCost
+from longspan.sim.arrivals import Arrival
+from longspan.sim.clock import VirtualClock
+from longspan.sim.executor import Ran, SimExecutor
+from longspan.sim.faults import Faults, SlowedCost
+from longspan.sim.result import Result, Served
+from longspan.sim.tokens import Texts
+
+_VOCAB_SIZE = 2**15
+_LOSS, _ARRIVAL = 0, 1
+_Event = tuple[float, int, int]
+"""When, what, and for an arrival its place."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watch:
+    """Who is told what happens.
+
+    Attributes:
+        ran: of each step, when its times are settled.
+        moment: of the engine, whenever it has planned and something has completed.
+        admitted: of a request's id in the engine, and its place among the arrivals.
+        lost: of the time, when a worker is.
+        finished: how many requests are, after each.
+    """
+
+    ran: Callable[[Ran], None] | None = None
+    moment: Callable[[float, Engine], None] | None = None
+    admitted: Callable[[int, int], None] | None = None
+    lost: Callable[[float], None] | None = None
+    finished: Callable[[int], None] | None = None
+
+
+def simulate(
+    arrivals: Sequence[Arrival],
+    config: EngineConfig,
+    policy: Policy,
+    cost: StepCost,
+    *,
+    faults: Faults | None = None,
+    watch: Watch | None = None,
+) -> Result:
+    """Serves all arrivals, and returns what became of them.
+
+    Raises:
+        ValueError: when the longest request does not fit the KV pools, or a fault names no instance.
+    """
+    faults = faults or Faults()
+    faults.check(config.num_instances)
+    slowed = SlowedCost(cost, faults.slow) if faults.slow else cost
+    return _Simulation(arrivals, config, policy, slowed, faults, watch or Watch()).run()
+
+
+@dataclass(kw_only=True)
+class _Counts:
+    max_queue: int = 0
+    served: list[Served] = field(default_factory=list)
+    refused: dict[int, str] = field(default_factory=dict)
+
+
+class _Simulation:
+    def __init__(
+        self,
+        arrivals: Sequence[Arrival],
+        config: EngineConfig,
+        policy: Policy,
+        cost: StepCost,
+        faults: Faults,
+        watch: Watch,
+    ) -> None:
+        self._arrivals, self._config, self._cost, self._faults, self._watch = arrivals, config, cost, faults, watch
+        self._clock = VirtualClock()
+        self._engine = Engine(policy=policy, executor=self._executor(0.0), clock=self._clock, config=config)
+        self._counts = _Counts()
+        self._places: dict[int, int] = {}
+        self._num_to_come = len(arrivals)
+        self._said: dict[int, tuple[Sequence[int], ...]] = {}  # before a further turn
+        self._further: dict[int, list[int]] = defaultdict(list)
+        self._events: list[_Event] = [(at, _LOSS, 0) for at in faults.lost_at_s]
+        for place, arrival in enumerate(arrivals):
+            if arrival.follows is None:
+                self._events.append((arrival.due_s, _ARRIVAL, place))
+            else:
+                self._further[arrival.follows].append(place)
+        heapq.heapify(self._events)
+
+    def _executor(self, ready_s: float) -> SimExecutor:
+        return SimExecutor(
+            clock=self._clock, vocab_size=_VOCAB_SIZE, cost=self._cost, ready_s=ready_s, watch=self._watch.ran
+        )
+
+    def run(self) -> Result:
+        """Until nothing is left to come or to do."""
+        engine, counts = self._engine, self._counts
+        while engine.has_unfinished or self._num_to_come:
+            if not engine.has_unfinished:
+                self._clock.advance_to(max(self._clock.now(), self._events[0][0]))
+            if not engine.has_ready:
+                self._deliver()
+            timeout_s = self._events[0][0] - self._clock.now() if self._events else None
+            for request in engine.step(timeout_s):
+                if request.finish_reason is not None:
+                    self._finish(request)
+            counts.max_queue = max(counts.max_queue, engine.num_waiting)
+            if self._watch.moment is not None:
+                self._watch.moment(self._clock.now(), engine)
+        return Result(
+            served=tuple(sorted(counts.served, key=lambda one: one.place)),
+            refused=counts.refused,
+            num_arrivals=len(self._arrivals),
+            makespan_s=max((one.finished_s for one in counts.served), default=0.0),
+            busy_s=tuple(engine.load().busy_s),
+            max_queue=counts.max_queue,
+            num_preemptions=engine.num_preemptions,
+        )
+
+    def _deliver(self) -> None:
+        """What is due by now."""
+        while self._events and self._events[0][0] <= self._clock.now():
+            _, kind, place = heapq.heappop(self._events)
+            if kind == _LOSS:
+                self._lose()
+            else:
+                self._add(place)
+
+    def _lose(self) -> None:
+        now = self._clock.now()
+        if self._watch.lost is not None:
+            self._watch.lost(now)
+        self._engine.restart(self._executor(now + self._faults.restart_s))
+
+    def _add(self, place: int) -> None:
+        arrival, said = self._arrivals[place], self._said.pop(place, None)
+        prompt = arrival.prompt if said is None else Texts([*said, arrival.prompt])
+        try:
+            request = self._engine.add(prompt, _params(arrival.output_len))
+        except ValueError as error:
+            self._refuse(place, str(error))
+            return
+        self._num_to_come -= 1
+        self._places[request.id] = place
+        if self._watch.admitted is not None:
+            self._watch.admitted(request.id, place)
+
+    def _refuse(self, place: int, reason: str) -> None:
+        """Nor do further turns of its conversation come."""
+        self._counts.refused[place] = reason
+        self._num_to_come -= 1
+        for further in self._further.pop(place, ()):
+            self._refuse(further, reason)
+
+    def _finish(self, request: Request) -> None:
+        place = self._places.pop(request.id)
+        served = Served.of(request, place)
+        self._counts.served.append(served)
+        for further in self._further.pop(place, ()):
+            self._said[further] = (request.prompt, tuple(request.output))
+            heapq.heappush(self._events, (served.finished_s + self._arrivals[further].due_s, _ARRIVAL, further))
+        if self._watch.finished is not None:
+            self._watch.finished(len(self._counts.served) + len(self._counts.refused))
+
+
+@cache
+def _params(output_len: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, seed=0)

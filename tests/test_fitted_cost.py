@@ -1,0 +1,132 @@
+"""Seconds of steps from a profile, and profiles from seconds of steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_profile import SUBJECT
+
+from longspan.core.runs import Run
+from longspan.core.steps import Forward, Part
+from longspan.cost.fitted_cost import FittedCost
+from longspan.cost.profile import Decode, Prefill, Profile
+from longspan.cost.time_fit import fit_decodes
+from longspan.sim.executor import LinearCost
+from longspan.sim.predicted import predicted_profile
+
+PREFILL = {1: (0.02, 1e-4, 2e-8, 1e-8), 2: (0.03, 6e-5, 1e-8, 5e-9)}
+DECODE = {1: (0.01, 1e-3, 1e-7), 2: (0.015, 8e-4, 5e-8)}
+
+
+def prefill_s(members: int, new: int, cached: int) -> float:
+    a, b, c, d = PREFILL[members]
+    return a + b * new + c * cached * new + d * new * new
+
+
+def decode_s(members: int, *contexts: int) -> float:
+    a, b, c = DECODE[members]
+    return a + sum(b + c * context for context in contexts)
+
+
+def profile(*, decodes: bool = True) -> Profile:
+    found = Profile(subject=SUBJECT)
+    for members, exchange in ((1, "local"), (2, "ring_kv")):
+        kind: dict[str, Any] = {"members": members, "exchange": exchange}
+        for new in (100, 1000, 4000):
+            for cached in (0, 500, 8000):
+                seconds = (prefill_s(members, new, cached),)
+                found = found.with_prefill(Prefill(new_tokens=new, cached_tokens=cached, seconds=seconds, **kind))
+        kind["exchange"] = "ring_q" if members > 1 else "local"
+        for batch in (1, 4, 8) if decodes else ():
+            for context in (100, 2000):
+                seconds = (decode_s(members, *[context] * batch),)
+                found = found.with_decode(Decode(batch=batch, context_tokens=context, seconds=seconds, **kind))
+    return found
+
+
+def part(name: int, start: int, stop: int, *group: int, exchange: str = "local") -> Part:
+    runs = ((Run(start, stop),), *((),) * (len(group) - 1))
+    kind: Any = exchange
+    return Part(
+        request_id=name,
+        start=start,
+        stop=stop,
+        tokens=range(stop - start),
+        group=group,
+        runs=runs,
+        exchange=kind,
+        first_block=0,
+        blocks=(),
+        sample=None,
+    )
+
+
+def seconds(*parts: Part) -> dict[int, float]:
+    return FittedCost(profile()).seconds(Forward(number=1, parts=parts))
+
+
+def test_one_prefill_takes_what_was_measured() -> None:
+    assert seconds(part(0, 500, 1500, 3)) == {3: pytest.approx(prefill_s(1, 1000, 500), rel=1e-3)}
+    shared = part(0, 500, 1500, 3, 5, exchange="ring_kv")
+    assert seconds(shared) == dict.fromkeys((3, 5), pytest.approx(prefill_s(2, 1000, 500), rel=1e-3))
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=9))
+def test_decodes_add_up_behind_one_start(contexts: list[int]) -> None:
+    parts = [part(name, context, context + 1, 0) for name, context in enumerate(contexts)]
+    assert seconds(*parts) == {0: pytest.approx(decode_s(1, *contexts), rel=1e-3)}
+    parts = [part(name, context, context + 1, 0, 1, exchange="ring_q") for name, context in enumerate(contexts)]
+    assert seconds(*parts) == dict.fromkeys((0, 1), pytest.approx(decode_s(2, *contexts), rel=1e-3))
+
+
+def test_a_mixed_step_starts_once() -> None:
+    found = seconds(part(0, 0, 1000, 0), part(1, 500, 1500, 0), part(2, 300, 301, 0), part(3, 50, 51, 1))
+    prefills = prefill_s(1, 1000, 0) + prefill_s(1, 1000, 500) - PREFILL[1][0]
+    beside = PREFILL[1][1] + DECODE[1][2] * 300
+    assert found == {0: pytest.approx(prefills + beside, rel=1e-3), 1: pytest.approx(decode_s(1, 50), rel=1e-3)}
+
+
+def test_what_was_not_measured_is_refused_with_the_remedy() -> None:
+    with pytest.raises(ValueError, match="lacks times of 3 instances with exchange ring_kv: run longspan profile"):
+        seconds(part(0, 0, 100, 0, 1, 2, exchange="ring_kv"))
+    with pytest.raises(ValueError, match="lacks prefills or decodes of one instance alone: run longspan profile"):
+        FittedCost(profile(decodes=False))
+
+
+def test_old_profiles_are_read_and_decodes_are_kept() -> None:
+    with_decodes = profile()
+    assert Profile.from_json(with_decodes.to_json()) == with_decodes
+    old = profile(decodes=False).to_json().replace(',\n "decodes": []', "")
+    assert '"decodes"' not in old and Profile.from_json(old) == profile(decodes=False)
+    twice = with_decodes.with_decode(with_decodes.decodes[0])
+    assert len(twice.decodes) == len(with_decodes.decodes) and len(twice.decodes[-1].seconds) == 2
+
+
+@given(st.floats(0, 1), st.floats(1e-6, 1e-2), st.floats(1e-9, 1e-5))
+def test_a_fit_of_decodes_finds_what_made_the_times(a: float, b: float, c: float) -> None:
+    fit = fit_decodes(
+        [(batch, context, a + b * batch + c * batch * context) for batch in (1, 4) for context in (9, 800)]
+    )
+    assert fit is not None and fit.max_error < 1e-6
+    assert fit.seconds(3, 70) == pytest.approx(a + 3 * b + 210 * c, rel=1e-3)
+
+
+@pytest.mark.parametrize("wrong", [{"batch": 0}, {"members": 2}, {"context_tokens": 0}, {"seconds": (0.0,)}])
+def test_what_is_no_decode_is_refused(wrong: dict[str, Any]) -> None:
+    given_: dict[str, Any] = {"members": 1, "exchange": "local", "batch": 1, "context_tokens": 9, "seconds": (1.0,)}
+    with pytest.raises(ValueError, match=r"not a measured decode|do not decode"):
+        Decode(**(given_ | wrong))
+
+
+def test_a_cost_becomes_the_profile_that_it_would_have_shown() -> None:
+    cost = LinearCost(base_s=0.5, per_token_s=0.001)
+    found = predicted_profile(
+        cost, SUBJECT, num_instances=6, prompts=[(1200, 0), (2400, 600)], exchanges=["ring_kv", "chain"]
+    )
+    assert sorted({prefill.members for prefill in found.prefills}) == [1, 2, 4, 6]
+    for prefill in found.prefills:
+        assert prefill.median_s == pytest.approx(0.5 + 0.001 * prefill.new_tokens / prefill.members, rel=0.01)
+    assert {prefill.exchange for prefill in found.prefills if prefill.members > 1} == {"ring_kv", "chain"}

@@ -1,0 +1,259 @@
+"""Simulations: the engine on a virtual clock, whatever comes and breaks; numbers that repeat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longspan.core.engine import Engine, EngineConfig
+from longspan.core.protocols import Limits
+from longspan.core.steps import Forward
+from longspan.policy import make_policy
+from longspan.sim.arrivals import Arrival, conversations, prompt_of
+from longspan.sim.executor import LinearCost, Ran
+from longspan.sim.faults import Faults
+from longspan.sim.result import Result, summary
+from longspan.sim.run import Watch, simulate
+
+COST = LinearCost(base_s=0.01, per_token_s=0.001)
+
+
+def config(num_instances: int = 1, **others: Any) -> EngineConfig:
+    sizes = {"num_blocks": 64, "block_size": 16, "max_model_len": 1024, "limits": Limits(max_num_batched_tokens=128)}
+    return EngineConfig(num_instances=num_instances, **(sizes | others))
+
+
+def run(arrivals: list[Arrival], num_instances: int = 1, options: dict[str, str] | None = None, **how: Any) -> Result:
+    policy = make_policy(how.pop("policy", "auto"), num_instances=num_instances, options=options or {})
+    others = {name: how.pop(name) for name in ("prefix_caching", "num_blocks", "max_model_len") if name in how}
+    return simulate(arrivals, config(num_instances, **others), policy, how.pop("cost", COST), **how)
+
+
+@st.composite
+def arrivals(draw: st.DrawFn) -> list[Arrival]:
+    lengths = draw(st.lists(st.tuples(st.integers(1, 300), st.integers(1, 12)), min_size=1, max_size=15))
+    times = sorted(draw(st.lists(st.floats(0, 3), min_size=len(lengths), max_size=len(lengths))))
+    shared = draw(st.integers(0, 40))
+    found = [
+        Arrival(due_s=time, prompt=prompt_of(place, length, shared_len=shared), output_len=output)
+        for place, (time, (length, output)) in enumerate(zip(times, lengths, strict=True))
+    ]
+    return conversations(found, turns=draw(st.integers(1, 3)), think_s=draw(st.floats(0, 1)))
+
+
+faults = st.builds(
+    Faults,
+    slow=st.dictionaries(st.integers(0, 1), st.floats(1, 3), max_size=2),
+    lost_at_s=st.lists(st.floats(0, 3), max_size=2).map(tuple),
+    restart_s=st.floats(0, 1),
+)
+
+
+@given(arrivals(), faults, st.sampled_from(["20", "100000"]))
+@settings(max_examples=60, deadline=None)
+def test_all_requests_finish_and_the_same_input_gives_the_same_result(
+    asked: list[Arrival], broken: Faults, threshold: str
+) -> None:
+    ran: list[tuple[int, float]] = []
+    clock: list[float] = []
+    watch = Watch(ran=lambda one: ran.append((one.forward.number, one.start_s)), moment=lambda at, _: clock.append(at))
+    first = run(asked, 2, {"threshold": threshold}, faults=broken, watch=watch)
+    assert clock == sorted(clock), "the clock does not go back"
+    assert [one.place for one in first.served] == list(range(len(asked)))
+    for one, arrival in zip(first.served, asked, strict=True):
+        assert one.num_output_tokens == arrival.output_len == len(one.tbt_s) + 1
+        assert one.arrival_s <= one.scheduled_s <= one.arrival_s + one.ttft_s <= one.finished_s
+        assert one.ttft_s + sum(one.tbt_s) == pytest.approx(one.e2e_s)
+        if arrival.follows is not None:
+            before = first.served[arrival.follows]
+            assert one.arrival_s >= before.finished_s + arrival.due_s - 1e-9
+            assert one.num_prompt_tokens == before.num_prompt_tokens + before.num_output_tokens + len(arrival.prompt)
+    again: list[tuple[int, float]] = []
+    second = run(
+        asked,
+        2,
+        {"threshold": threshold},
+        faults=broken,
+        watch=Watch(ran=lambda one: again.append((one.forward.number, one.start_s))),
+    )
+    assert (second, again) == (first, ran)
+
+
+def test_outputs_are_those_of_the_engine() -> None:
+    """Tokens depend on request and position only, through losses too."""
+    seen: dict[int, list[int]] = {}
+
+    def moment(_: float, engine: Engine) -> None:
+        for request in engine._requests.values():
+            seen[request.id] = list(request.output)
+            assert request.output == [
+                invented(request.id, len(request.prompt) + place) for place in range(len(request.output))
+            ]
+
+    asked = [Arrival(due_s=0.0, prompt=prompt_of(place, 50), output_len=20) for place in range(3)]
+    result = run(asked, faults=Faults(lost_at_s=(0.3,), restart_s=0.5), watch=Watch(moment=moment))
+    assert len(result.served) == 3 and all(len(output) >= 19 for output in seen.values())
+
+
+def invented(request_id: int, position: int) -> int:
+    import zlib
+
+    return zlib.crc32(f"{request_id} {position}".encode()) % 2**15
+
+
+@given(arrivals(), st.integers(1, 3))
+@settings(max_examples=40, deadline=None)
+def test_more_instances_are_never_later_when_requests_never_meet(asked: list[Arrival], num_instances: int) -> None:
+    """Each request alone, so that no other placement can pay: instances that nobody needs cost nothing."""
+    alone = [
+        Arrival(due_s=1000.0 * place, prompt=one.prompt, output_len=one.output_len) for place, one in enumerate(asked)
+    ]
+    few = run(alone, num_instances, policy="context", prefix_caching=False, options={"threshold": "100000"})
+    more = run(alone, num_instances + 1, policy="context", prefix_caching=False, options={"threshold": "100000"})
+    assert [one.finished_s for one in more.served] == pytest.approx([one.finished_s for one in few.served])
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=20), st.integers(1, 4))
+@settings(max_examples=40, deadline=None)
+def test_more_instances_end_no_later_with_equal_work(lengths: list[int], num_instances: int) -> None:
+    """One token out, equal prompts: the least loaded instance gets the next."""
+    asked = [Arrival(due_s=0.0, prompt=prompt_of(place, lengths[0]), output_len=1) for place, _ in enumerate(lengths)]
+    options = {"threshold": "100000"}
+    few = run(asked, num_instances, options, policy="context", prefix_caching=False)
+    more = run(asked, num_instances + 1, options, policy="context", prefix_caching=False)
+    assert more.makespan_s <= few.makespan_s + 1e-9
+
+
+# ---------------------------------------------------------------- what happens at one moment, and times per instance
+
+
+@dataclass(frozen=True)
+class OwnTimes:
+    """Instance i takes i + 1 seconds."""
+
+    def seconds(self, forward: Forward) -> dict[int, float]:
+        return {instance: instance + 1.0 for instance in forward.instances}
+
+
+def test_instances_start_together_and_end_by_their_own_times() -> None:
+    steps: list[Ran] = []
+    asked = [
+        Arrival(due_s=0.0, prompt=prompt_of(0, 64), output_len=1),
+        Arrival(due_s=0.0, prompt=prompt_of(1, 8), output_len=3),
+    ]
+    result = run(asked, 2, {"threshold": "32"}, cost=OwnTimes(), watch=Watch(ran=steps.append))
+    dealt = next(one for one in steps if len(one.forward.instances) == 2)
+    assert dealt.ends_s == {0: dealt.start_s + 1, 1: dealt.start_s + 2}
+    assert result.served[0].ttft_s == 2.0, "a step is complete when its last instance is done"
+    single = [one for one in steps if one.forward.instances == (0,)]
+    free = [max(one.ends_s.get(0, 0.0) for one in steps[: steps.index(this)]) for this in single]
+    assert [one.start_s for one in single] == pytest.approx(free), "who ended early goes on"
+
+
+def test_completions_come_before_losses_and_these_before_arrivals() -> None:
+    """All at 1.0: the request that ends then has ended, the one that runs starts anew, the third waits for that."""
+    cost = LinearCost(base_s=1.0, per_token_s=0.0)
+    asked = [
+        Arrival(due_s=0.0, prompt=prompt_of(0, 8), output_len=1),
+        Arrival(due_s=0.0, prompt=prompt_of(1, 8), output_len=2),
+        Arrival(due_s=1.0, prompt=prompt_of(2, 8), output_len=1),
+    ]
+    result = run(asked, cost=cost, faults=Faults(lost_at_s=(1.0,), restart_s=5.0))
+    assert [one.finished_s for one in result.served] == [1.0, 7.0, 7.0]
+    assert result.makespan_s == 7.0
+
+
+def test_a_straggler_takes_its_factor_longer() -> None:
+    asked = [Arrival(due_s=0.0, prompt=prompt_of(0, 100), output_len=3)]
+    one, other = run(asked), run(asked, faults=Faults(slow={0: 2.5}))
+    assert other.makespan_s == pytest.approx(2.5 * one.makespan_s)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"slow": {0: 0.0}}, "give a factor above 0"),
+        ({"slow": {0: float("nan")}}, "give a factor above 0"),
+        ({"slow": {-1: 2.0}}, "instance -1"),
+        ({"lost_at_s": (-1.0,)}, "-1.0 seconds"),
+        ({"restart_s": float("inf")}, "inf seconds"),
+    ],
+)
+def test_faults_that_cannot_be_are_refused(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Faults(**wrong)
+
+
+def test_an_instance_that_is_not_there_cannot_be_slow() -> None:
+    with pytest.raises(ValueError, match="instance 2 is to be slow, but there are 2"):
+        run([Arrival(due_s=0.0, prompt=prompt_of(0, 8), output_len=1)], 2, faults=Faults(slow={2: 2.0}))
+
+
+# ---------------------------------------------------------------- requests
+
+
+def test_who_asks_for_too_much_is_refused_with_all_that_follows() -> None:
+    asked = conversations(
+        [
+            Arrival(due_s=1.0 * place, prompt=prompt_of(place, 2000 if place == 2 else 9), output_len=2)
+            for place in range(6)
+        ],
+        turns=2,
+        think_s=0.0,
+    )
+    result = run(asked, num_blocks=64, max_model_len=1024)
+    assert sorted(result.refused) == [2, 3] and "2000 tokens" in result.refused[2]
+    assert [one.place for one in result.served] == [0, 1, 4, 5]
+
+
+def test_what_prompts_share_is_computed_once() -> None:
+    asked = [
+        Arrival(due_s=10.0 * place, prompt=prompt_of(place, 100, shared_len=64), output_len=1) for place in range(3)
+    ]
+    assert [one.num_cached_tokens for one in run(asked).served] == [0, 64, 64]
+    blocks = [(1, 2), (1, 3), (2, 1), (1, 2)]
+    asked = [
+        Arrival(due_s=10.0 * place, prompt=prompt_of(place, 100, blocks=names, block_len=32), output_len=1)
+        for place, names in enumerate(blocks)
+    ]
+    assert [one.num_cached_tokens for one in run(asked).served] == [0, 32, 0, 64]
+
+
+def test_a_turn_finds_all_that_was_said_before() -> None:
+    asked = conversations(
+        [Arrival(due_s=0.0, prompt=prompt_of(place, 40), output_len=7) for place in range(3)], turns=3, think_s=1.0
+    )
+    first, second, third = run(asked).served
+    assert (first.num_cached_tokens, second.num_cached_tokens, third.num_cached_tokens) == (0, 46, 93)
+
+
+def test_the_numbers_are_those_of_the_requests() -> None:
+    cost = LinearCost(base_s=1.0, per_token_s=0.0)
+    asked = [Arrival(due_s=2.0 * place, prompt=prompt_of(place, 10), output_len=place + 1) for place in range(2)]
+    result = run(asked, cost=cost)
+    assert summary(result) == {
+        "ttft_p50_s": 1.0,
+        "ttft_p99_s": 1.0,
+        "tbt_p50_s": 1.0,
+        "tbt_p99_s": 1.0,
+        "e2e_p50_s": 1.5,
+        "throughput_tokens_per_s": 23 / 4,
+        "max_queue": 0,
+        "utilisation": 3 / 4,
+        "num_completed": 2,
+        "makespan_s": 4.0,
+        "num_refused": 0,
+        "num_preemptions": 0,
+        "num_prompt_tokens": 20,
+        "num_output_tokens": 3,
+        "num_cached_tokens": 0,
+    }
+
+
+def test_the_longest_queue_is_told() -> None:
+    asked = [Arrival(due_s=0.0, prompt=prompt_of(place, 128), output_len=1) for place in range(5)]
+    assert run(asked).max_queue == 3, "with a step in flight and one behind it"

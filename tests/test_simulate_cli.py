@@ -1,0 +1,231 @@
+"""`longspan simulate`: its numbers, files and mistakes; the page opens in a browser if there is one."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import shutil
+import subprocess
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_llm import run
+from test_profile import SUBJECT
+
+from longspan.cost.profile import Decode, Prefill, Profile
+
+FIELDS = {
+    "ttft_p50_s",
+    "ttft_p99_s",
+    "tbt_p50_s",
+    "tbt_p99_s",
+    "e2e_p50_s",
+    "throughput_tokens_per_s",
+    "max_queue",
+    "utilisation",
+    "num_completed",
+    "makespan_s",
+}
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    """A machine that takes 10 ms and 50 us per token, shared evenly; 12 ms between tokens."""
+    found = Profile(subject=SUBJECT)
+    for members, exchange in ((1, "local"), (2, "ring_kv")):
+        for new, cached in ((1000, 0), (8000, 0), (1000, 8000)):
+            seconds = 0.01 + 5e-5 * new / members + 1e-10 * new * cached
+            sizes: dict[str, Any] = {"members": members, "exchange": exchange}
+            found = found.with_prefill(Prefill(new_tokens=new, cached_tokens=cached, seconds=(seconds,), **sizes))
+        for batch in (1, 4):
+            for context in (1000, 8000):
+                sizes = {"members": members, "exchange": "local" if members == 1 else "ring_q"}
+                seconds = 0.012 + 1e-9 * batch * context
+                found = found.with_decode(Decode(batch=batch, context_tokens=context, seconds=(seconds,), **sizes))
+    path = tmp_path / "profile.json"
+    path.write_text(found.to_json())
+    return path
+
+
+def simulated(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert run("simulate", "m", *arguments, "--json") == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert found.keys() >= FIELDS
+    return found
+
+
+def test_the_same_options_give_the_same_numbers(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--profile", str(profile), "--gpus-per-host", "2", "--rate", "1", "--num-requests", "20")
+    first = simulated(capsys, *options)
+    assert first == simulated(capsys, *options)
+    assert first != simulated(capsys, *options, "--seed", "1")
+    assert (first["num_completed"], first["num_refused"]) == (20, 0)
+    assert first["tbt_p50_s"] >= 0.012 and 0 < first["utilisation"] <= 1
+    slower = simulated(capsys, *options, "--slow", "0=3", "--slow", "1=3")
+    assert slower["ttft_p50_s"] > 2 * first["ttft_p50_s"]
+    lost = simulated(capsys, *options, "--lose-worker-at", "5", "--restart-time", "100")
+    assert lost["makespan_s"] > 105 and lost["num_completed"] == 20
+
+
+def test_roofline_clusters_of_data_sheets(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--hosts", "1", "--gpus-per-host", "4", "--rate", "2", "--num-requests", "10", "--output-len", "8")
+    assert run("simulate", "llama-3-8b", "--hardware", "a100-sxm-80g", *options, "--json") == 0
+    slow = json.loads(capsys.readouterr().out)
+    assert run("simulate", "llama-3-8b", "--hardware", "h100-sxm-80g", *options, "--json") == 0
+    quick = json.loads(capsys.readouterr().out)
+    assert 0 < quick["ttft_p50_s"] < slow["ttft_p50_s"] < 10
+    assert slow["num_completed"] == quick["num_completed"] == 10
+
+
+def test_a_rate_above_the_highest_makes_ttft_too_long(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--profile", str(profile), "--gpus-per-host", "1", "--num-requests", "80", "--output-len", "1")
+    options = (*options, "--policy", "chunked")
+    found = simulated(capsys, *options, "--rate", "0.1", "--find-max-rate")
+    limit = 25 * found["light_ttft_p99_s"]
+    assert simulated(capsys, *options, "--rate", str(found["max_rate"]))["ttft_p99_s"] < limit
+    assert simulated(capsys, *options, "--rate", str(found["max_rate"] * 1.05))["ttft_p99_s"] >= limit
+
+
+def test_too_few_requests_have_no_highest_rate(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--profile", str(profile), "--gpus-per-host", "2", "--num-requests", "3", "--rate", "1")
+    assert simulated(capsys, *options, "--find-max-rate")["max_rate"] is None
+
+
+def test_traces_quantiles_and_conversations_are_workloads(
+    profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = ("--profile", str(profile), "--gpus-per-host", "2", "--workload")
+    mooncake = tmp_path / "trace.jsonl.gz"
+    rows = [
+        {"timestamp": 4000 * i, "input_length": 1500, "output_length": 5, "hash_ids": [1, 2, 9 + i]} for i in range(4)
+    ]
+    mooncake.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+    found = simulated(capsys, *base, str(mooncake))
+    assert (found["num_completed"], found["num_prompt_tokens"], found["num_output_tokens"]) == (4, 6000, 20)
+    assert found["num_cached_tokens"] == 3 * 1024, "two blocks of 512 tokens are those of the first"
+    assert 12 < found["makespan_s"] < 13
+    stretched = simulated(capsys, *base, str(mooncake), "--rate", "0.1")
+    assert 40 < stretched["makespan_s"] < 41, "4 requests at 0.1 per second"
+    alone = simulated(capsys, *base, str(mooncake), "--no-enable-prefix-caching", "--num-requests", "2")
+    assert (alone["num_completed"], alone["num_cached_tokens"]) == (2, 0)
+    quantiles = tmp_path / "lengths.json"
+    quantiles.write_text(json.dumps({"input_len": {"0": 100, "1": 100}, "output_len": {"0": 3, "1": 3}}))
+    found = simulated(capsys, *base, str(quantiles), "--rate", "5", "--num-requests", "6", "--turns", "3")
+    assert (found["num_prompt_tokens"], found["num_cached_tokens"]) == (2 * (100 + 203 + 306), 2 * (102 + 205))
+    shared = simulated(
+        capsys,
+        *base,
+        str(quantiles),
+        "--rate",
+        "0.1",
+        "--num-requests",
+        "6",
+        "--prefix-len",
+        "512",
+        "--num-prefixes",
+        "2",
+    )
+    assert shared["num_prompt_tokens"] == 6 * 612 and shared["num_cached_tokens"] == 4 * 512
+
+
+def test_page_and_trace(profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, trace = tmp_path / "out.html", tmp_path / "out.json"
+    options = ("--profile", str(profile), "--gpus-per-host", "2", "--rate", "1", "--num-requests", "12")
+    found = simulated(capsys, *options, "--report", str(page), "--trace", str(trace))
+    events = json.loads(trace.read_text())["traceEvents"]
+    chunks = [event for event in events if event["ph"] == "X"]
+    assert {event["tid"] for event in chunks} == {0, 1}
+    for instance in (0, 1):
+        times = sorted((one["ts"], one["ts"] + one["dur"]) for one in chunks if one["tid"] == instance)
+        assert all(later[0] >= earlier[1] - 1e-3 for earlier, later in pairwise(times))
+    requests = {event["id"]: event for event in events if event["ph"] == "e"}
+    assert len(requests) == 12
+    assert max(event["ts"] for event in requests.values()) == pytest.approx(1e6 * found["makespan_s"])
+    prompts = dict.fromkeys(range(12), 0)
+    for event in chunks:
+        if event["cat"] == "prefill" and event["tid"] == event["args"]["group"][0]:
+            prompts[int(event["name"].split()[1])] += event["args"]["stop"] - event["args"]["start"]
+    assert sum(prompts.values()) == found["num_prompt_tokens"]
+    text = page.read_text()
+    assert all(f'id="{name}"' in text for name in ("instances", "ttft", "tbt", "queue", "kv"))
+    linked = re.findall(r'(?:src|href)="([^"]+)"', text.partition("</head>")[2])
+    assert not linked, "everything is in the page"
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+def test_the_page_opens_in_a_browser(profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "out.html"
+    simulated(
+        capsys,
+        "--profile",
+        str(profile),
+        "--gpus-per-host",
+        "2",
+        "--rate",
+        "1",
+        "--num-requests",
+        "9",
+        "--report",
+        str(page),
+    )
+    command = [
+        str(CHROMIUM),
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--virtual-time-budget=20000",
+        "--dump-dom",
+    ]
+    shown = subprocess.run([*command, page.as_uri()], check=True, capture_output=True, text=True, timeout=120).stdout
+    assert shown.count('class="main-svg"') >= 5, "plotly has drawn all pictures"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "give --hardware NAME (see longspan estimate) or --profile FILE"),
+        (("--profile", "nowhere.json", "--rate", "1"), "nowhere.json"),
+        (("--hardware", "a1", "--rate", "1"), "a100-sxm-80g"),
+        (
+            ("--profile", "P", "--parallel", "3", "--gpus-per-host", "2"),
+            "= 3 devices, but --hosts 1 * --gpus-per-host 2",
+        ),
+        (("--profile", "P", "--parallel", "2xtp2"), "of instances with tp 1"),
+        (("--profile", "P", "--hosts", "0"), "--hosts must be at least 1, but 0 given"),
+        (("--profile", "P", "--workload", "huge", "--rate", "1"), "none of short, medium, long, nor a file"),
+        (("--profile", "P"), "give --rate"),
+        (("--profile", "P", "--rate", "0"), "--rate must be above 0"),
+        (("--profile", "P", "--rate", "1", "--num-requests", "0"), "--num-requests must be at least 1"),
+        (("--profile", "P", "--rate", "1", "--turns", "0"), "at least 1 turn"),
+        (("--profile", "P", "--rate", "1", "--slow", "0"), "--slow"),
+        (("--profile", "P", "--rate", "1", "--slow", "0=x"), "--slow is INSTANCE=FACTOR"),
+        (("--profile", "P", "--rate", "1", "--slow", "9=2"), "instance 9 is to be slow, but there are 8"),
+        (("--profile", "P", "--rate", "1", "--policy", "best"), "unknown policy 'best'"),
+        (("--profile", "P", "--rate", "1", "--policy", "context", "-o", "x=1"), "has no option 'x'"),
+        (("--profile", "P", "--rate", "1", "--report", "no/where.html"), "the folder 'no' is not there"),
+        (
+            ("--profile", "P", "--rate", "1", "--gpus-per-host", "4", "--policy", "context", "-o", "threshold=9"),
+            "4 inst",
+        ),
+    ],
+)
+def test_mistakes_are_one_line(
+    arguments: tuple[str, ...], words: str, profile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [str(profile) if argument == "P" else argument for argument in arguments]
+    assert run("simulate", "llama-3-8b", *given, "--json") == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+
+
+def test_requests_that_are_too_long_are_told(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--profile", str(profile), "--gpus-per-host", "2", "--rate", "1", "--num-requests", "9")
+    assert run("simulate", "m", *options, "--max-model-len", "9000", "--json") == 0
+    shown = capsys.readouterr()
+    found = json.loads(shown.out)
+    assert 0 < found["num_refused"] < 9 and found["num_completed"] == 9 - found["num_refused"]
+    assert f"{found['num_refused']} requests were refused" in shown.err
