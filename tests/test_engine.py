@@ -511,16 +511,22 @@ def held_per_instance(cluster: Cluster, request: Request) -> list[int]:
     return [counts[instance] for instance in range(cluster.setup.num_instances)]
 
 
-@pytest.mark.parametrize("num_instances", [2, 3, 4])
-def test_the_home_of_a_long_decode_rotates(num_instances: int) -> None:
-    cluster = Cluster(Setup(num_instances=num_instances, options={"threshold": "50"}))
-    request = cluster.add(range(100), max_tokens=2001)
+def spreads_of_2000_tokens(cluster: Cluster, request: Request) -> list[int]:
+    """After each step of a long decode, by how many tokens the fullest and the emptiest instance differ."""
     spreads = []
     while len(request.output) < 2000:
         cluster.step()
         held = held_per_instance(cluster, request)
         spreads.append(max(held) - min(held))
-    assert sum(held) == 100 + 1999
+    assert sum(held) == len(request.prompt) + 1999
+    return spreads
+
+
+@pytest.mark.parametrize("num_instances", [2, 3, 4])
+def test_the_home_of_a_long_decode_rotates(num_instances: int) -> None:
+    cluster = Cluster(Setup(num_instances=num_instances, options={"threshold": "50"}))
+    request = cluster.add(range(100), max_tokens=2001)
+    spreads = spreads_of_2000_tokens(cluster, request)
     assert spreads[0] <= 2 * 16, "the prompt's own deal"
     assert max(spreads[16 * num_instances :]) <= 16, "one block at most from the first round on"
     decodes = [part for part in cluster.parts_of(request) if part.start >= 100]
@@ -535,12 +541,7 @@ def test_a_decode_that_rotates_by_token_is_even_to_the_token(num_instances: int,
     options = {"threshold": "50", "rotate": "token", **sharing}
     cluster = Cluster(Setup(num_instances=num_instances, options=options))
     request = cluster.add(range(100), max_tokens=2001)
-    spreads = []
-    while len(request.output) < 2000:
-        cluster.step()
-        held = held_per_instance(cluster, request)
-        spreads.append(max(held) - min(held))
-    assert sum(held) == 100 + 1999
+    spreads = spreads_of_2000_tokens(cluster, request)
     assert 1 < spreads[0] <= 2 * 16, "the prompt's own deal"
     assert max(spreads[2 * 16 * num_instances :]) <= 1
     homes = Counter(part.sample.instance for part in cluster.parts_of(request)[1:] if part.sample is not None)
