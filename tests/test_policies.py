@@ -18,8 +18,9 @@ from longspan.core.steps import Forward, Free
 from longspan.policy import make_policy
 from longspan.policy.choosing import Facts
 from longspan.policy.chunked import Chunked
-from longspan.policy.context import Context, teams_of
+from longspan.policy.context import Context
 from longspan.policy.dealing import Room, Shape, deal_chunk, holders
+from longspan.policy.teams import teams_of
 
 
 @pytest.mark.parametrize(("instances", "kind"), [(1, Chunked), (2, Context), (7, Context)])

@@ -8,7 +8,7 @@ Sarathi-Serve do, but for several instances at once).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -30,6 +30,7 @@ class Budget:
         load: tokens that running and admitted requests still have to compute there.
         reserved: free blocks that running requests will need for the tokens they have; admissions leave them alone.
         claimed, adopted: blocks that admissions of this plan begin with, and those of them that are taken over.
+        planned: by request id, the group that will hold a request whose group is still to grow.
     """
 
     tokens: Counter[int]
@@ -39,9 +40,12 @@ class Budget:
     reserved: Counter[int]
     claimed: set[BlockRef] = field(default_factory=set)
     adopted: set[BlockRef] = field(default_factory=set)
+    planned: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, view: ClusterView, instances: Sequence[int]) -> Budget:
+    def of(
+        cls, view: ClusterView, instances: Sequence[int], planned: Mapping[int, tuple[int, ...]] | None = None
+    ) -> Budget:
         """All there is when only these instances compute."""
         everyone = range(view.num_instances)
         budget = cls(
@@ -50,10 +54,11 @@ class Budget:
             seqs=Counter(dict.fromkeys(everyone, view.limits.max_num_seqs)),
             load=Counter(),
             reserved=Counter(),
+            planned=planned or {},
         )
         for request in view.running:
             missing = request.blocks_for(request.num_tokens) - len(request.table)
-            homes = _homes(request.group, {ref.instance for ref in request.table})
+            homes = budget._homes(request.id, request.group, {ref.instance for ref in request.table})
             budget._seat(request.group, request.num_tokens - request.num_computed, homes, missing)
         return budget
 
@@ -68,11 +73,13 @@ class Budget:
         if self.adopted.intersection(hit.refs):
             return False
         whole = request.blocks_for(request.num_tokens) - len(hit.refs) + cost.total()
-        room = sum(self.blocks[i] - self.reserved[i] for i in _homes_of(share))
+        room = sum(self.blocks[i] - self.reserved[i] for i in self._homes_of(share))
         return whole <= room and self.fits(Counter(share.holders) + cost)
 
     def grow(self, share: Share) -> None:
-        """Gives a running request's share its tokens and blocks."""
+        """Gives a running request's share its tokens and blocks, and a seat on each member that is new to it."""
+        if share.hit is None:
+            self.seqs.subtract(set(share.group).difference(share.request.group))
         for instance, runs in zip(share.group, share.runs, strict=True):
             self.tokens[instance] -= sum(len(run) for run in runs)
         for instance in share.holders:
@@ -84,7 +91,7 @@ class Budget:
         hit, request = share.hit, share.request
         assert hit is not None, "an admission names its prefix"
         missing = request.blocks_for(request.num_tokens) - len(hit.refs)
-        self._seat(share.group, request.num_tokens - share.start, _homes_of(share), missing)
+        self._seat(share.group, request.num_tokens - share.start, self._homes_of(share), missing)
         self.grow(share)
         self.blocks.subtract(cost)
         self.claimed.update(hit.refs)
@@ -97,15 +104,17 @@ class Budget:
         self.load.update(dict.fromkeys(group, -(-num_tokens // len(group))))
         self.reserved.update(dict.fromkeys(homes, -(-num_blocks // len(homes))))
 
+    def _homes_of(self, share: Share) -> Sequence[int]:
+        """Who will hold what a request computes from its first share on: the end of a chain alone."""
+        if share.exchange == "chain":
+            return self._homes(share.request.id, share.group, set(share.holders))
+        return self.planned.get(share.request.id, share.group)
 
-def _homes_of(share: Share) -> Sequence[int]:
-    """Who will hold what a request computes from its first share on: at the end of a chain its last member alone."""
-    return _homes(share.group, set(share.holders)) if share.exchange == "chain" else share.group
-
-
-def _homes(group: Sequence[int], holders: AbstractSet[int]) -> Sequence[int]:
-    """Who will hold what is still to come of a request: the last member alone if it holds all so far."""
-    return group[-1:] if holders == {group[-1]} else group
+    def _homes(self, request_id: int, group: Sequence[int], holders: AbstractSet[int]) -> Sequence[int]:
+        """Who will hold what is still to come of a request: the last member alone if it holds all so far."""
+        if request_id in self.planned:
+            return self.planned[request_id]
+        return group[-1:] if holders == {group[-1]} else group
 
 
 class Placement(Protocol):
@@ -126,12 +135,15 @@ class Batch:
     preempted: list[Request] = field(default_factory=list)
 
 
-def fill(view: ClusterView, instances: frozenset[int], placement: Placement) -> Batch | None:
+def fill(
+    view: ClusterView, instances: frozenset[int], placement: Placement, budget: Budget | None = None
+) -> Batch | None:
     """Plans one step of `instances`; a request takes part when its whole group is among them.
 
-    None when the step cannot be planned ahead: somebody must be preempted whom a step in flight names.
+    The `budget` is all there is, unless another is given. None when the step cannot be planned ahead: somebody must be
+    preempted whom a step in flight names.
     """
-    budget = Budget.of(view, sorted(instances))
+    budget = budget or Budget.of(view, sorted(instances))
     batch = Batch()
     queue = [r for r in view.running if r.num_scheduled < r.num_tokens and instances.issuperset(r.group)]
     while queue:
@@ -191,10 +203,18 @@ def _admit_waiting(view: ClusterView, budget: Budget, placement: Placement, batc
 
 
 def single_share(
-    request: Request, instance: int, start: int, budget: Budget, hit: PrefixHit | None = None
+    request: Request,
+    instance: int,
+    start: int,
+    budget: Budget,
+    hit: PrefixHit | None = None,
+    *,
+    most: int | None = None,
+    end: int | None = None,
 ) -> Share | None:
-    """As much of a request's remaining tokens as one instance has tokens left for."""
-    stop = min(request.num_tokens, start + budget.tokens[instance])
+    """As much of a request's remaining tokens as one instance has tokens left for; `most` of them, and up to `end`."""
+    tokens = budget.tokens[instance] if most is None else min(most, budget.tokens[instance])
+    stop = min(request.num_tokens if end is None else end, start + tokens)
     if stop <= start:
         return None
     num_held = len(hit.refs) if hit is not None else len(request.table)
