@@ -31,7 +31,7 @@ def test_auto_is_chunked_on_one_instance_and_context_on_several(instances: int, 
 @pytest.mark.parametrize(
     ("name", "instances", "options", "message"),
     [
-        ("fast", 1, {}, "unknown policy 'fast': choose from auto, chunked, context, runahead"),
+        ("fast", 1, {}, "unknown policy 'fast': choose from auto, chunked, context, runahead, tetris, fixed-sp"),
         ("chunked", 2, {}, "policy chunked runs on 1 instance, but 2 given"),
         ("chunked", 1, {"threshold": "9"}, "policy chunked has no option 'threshold': it has none"),
         (

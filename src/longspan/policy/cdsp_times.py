@@ -58,19 +58,18 @@ _HOP_S = 1e-3
 def measured_times(facts: Facts, exchanges: Collection[Exchange]) -> dict[int, SpTimes]:
     """Of every number of instances that was measured, with the quickest of these exchanges; empty without a profile.
 
-    The quickest is the one that takes the least time for all prompts measured with that number together.
+    The quickest is the one that takes the least time for all prompts of the profile together. Where none of these was
+    measured with a number of instances, it is the quickest of all others.
     """
     fits = facts.profile.fits() if facts.profile is not None else {}
     lengths = {(p.new_tokens, p.cached_tokens) for p in facts.profile.prefills} if facts.profile is not None else set()
-    by_size: dict[int, list[TimeFit]] = {}
-    for (members, exchange), fit in fits.items():
-        if exchange in exchanges or members == 1:
-            by_size.setdefault(members, []).append(fit)
-    return {
-        members: SpTimes.of(min(found, key=lambda fit: sum(fit.seconds(*one) for one in sorted(lengths))))
-        for members, found in by_size.items()
-        if all(fit.token_s + fit.square_s > 0 for fit in found)
-    }
+    ranked = sorted(
+        (members, exchange not in exchanges, sum(fit.seconds(*one) for one in sorted(lengths)), exchange)
+        for (members, exchange), fit in fits.items()
+        if fit.token_s + fit.square_s > 0
+    )
+    best = {members: exchange for members, _, _, exchange in reversed(ranked)}
+    return {members: SpTimes.of(fits[members, exchange]) for members, exchange in sorted(best.items())}
 
 
 def expected_times(facts: Facts, sizes: Collection[int]) -> dict[int, SpTimes]:
@@ -118,6 +117,8 @@ def check_sizes(sizes: Collection[int], num_instances: int, measured: Mapping[in
     Raises:
         ValueError: when there are not.
     """
+    if min(sizes) < 1:
+        raise ValueError(f"sp size {min(sizes)} is less than 1 instance")
     if max(sizes) > num_instances:
         raise ValueError(f"sp size {max(sizes)} is more than the {num_instances} instances: give --parallel more")
     missing = [size for size in sizes if measured and size not in measured]
