@@ -75,8 +75,11 @@ class Wandering:
 
     def _share(self, request: Request, view: ClusterView, budget: Budget, hit: PrefixHit | None) -> Share | None:
         draw = random.Random(f"{self._seed} {request.id} {request.num_scheduled}")
-        holders = {ref.instance for ref in request.table}
-        group = tuple(i for i in self._everyone if i in holders or draw.random() < 0.4) or self._everyone[:1]
+        known = {ref.instance for ref in request.table} or {draw.choice(self._everyone)}
+        seats = {i for i in self._everyone if budget.seqs[i] > 0 or i in request.group}
+        group = tuple(i for i in self._everyone if i in known or (i in seats and draw.random() < 0.4))
+        if not known <= seats:
+            return None
         if len(group) == 1:
             return single_share(request, group[0], request.num_scheduled, budget, hit, most=40)
         return self._shares.chunk(request, view, budget, group, hit, most=40, end=request.num_tokens)

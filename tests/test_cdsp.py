@@ -82,8 +82,9 @@ def test_plans_are_the_papers(case: tuple[list[int], list[float]], data: st.Data
     hosts, queue_s = case
     sizes = data.draw(sizes_of(len(hosts)))
     times = {size: data.draw(COEFFICIENTS) for size in sizes}
-    if data.draw(st.booleans()):
-        times = {size: ideal(size, start_s=0.01 * size) for size in sizes}
+    if data.draw(st.integers(0, 3)):
+        start_s = data.draw(st.sampled_from([0.0, 0.01, 0.05, 0.3]))
+        times = {size: ideal(size, start_s=start_s) for size in sizes}
     prompt = Prompt(
         new_tokens=data.draw(st.integers(1, 200_000)),
         improvement_rate=data.draw(st.sampled_from([0.0, 0.05, 0.3, 0.75])),
@@ -176,6 +177,15 @@ def test_a_chunk_that_is_too_short_is_left_out() -> None:
     for min_chunk, expected in ((100, [100, 9_900]), (101, [10_000])):
         plan = Planner(times, [0, 0], min_chunk_tokens=min_chunk).plan(Prompt(new_tokens=10_000), [0.0, 0.01 + 1e-9])
         assert plan is not None and [chunk.num_tokens for chunk in plan.chunks] == expected
+
+
+def test_a_chunk_has_as_many_tokens_as_there_is_time_for_after_its_start() -> None:
+    """Instance 1 is free in 0.3 s; a start takes 0.1 s on one, 0.2 s on two."""
+    planner = Planner({1: ideal(1, start_s=0.1), 2: ideal(2, start_s=0.2)}, [0, 0])
+    for free_s, expected in ((0.12, [200, 99_800]), (0.3, [2000, 98_000]), (0.1, [100_000])):
+        plan = planner.plan(Prompt(new_tokens=100_000), [0.0, free_s + 1e-9])
+        assert plan is not None and [chunk.num_tokens for chunk in plan.chunks] == expected
+        assert plan.ttft_s == pytest.approx(free_s + 0.2 + expected[-1] * 5e-5)
 
 
 def test_a_prompt_that_one_instance_cannot_hold_goes_to_several() -> None:

@@ -19,7 +19,7 @@ from longspan.policy.tetris import GroupOptions
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, output_logits=True)
 COUNTING = SamplingParams(
-    temperature=0, frequency_penalty=0.02, presence_penalty=0.01, max_tokens=30, ignore_eos=True, output_logits=True
+    temperature=0, frequency_penalty=0.5, presence_penalty=0.25, max_tokens=30, ignore_eos=True, output_logits=True
 )
 PLANS: dict[str, Plans] = {
     "2 then 4": {300: [(130, (0, 1)), (170, (0, 1, 2, 3))]},
@@ -85,7 +85,7 @@ def test_penalties_on_groups_that_change(llm: LLM) -> None:
         assert got.logits is not None
         counts = np.zeros(len(got.logits[0]), dtype=np.float32)
         for token, logits in zip(got.token_ids, got.logits, strict=True):
-            assert token == int((logits - 0.02 * counts - 0.01 * (counts > 0)).argmax())
+            assert token == int((logits - 0.5 * counts - 0.25 * (counts > 0)).argmax())
             counts[token] += 1
 
 

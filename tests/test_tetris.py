@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 from cluster import Cluster, Setup
+from forced_plans import Wandering, forced
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_engine import RANDOM_RUNS, Job, assert_lawful, jobs, play, setups_of
@@ -88,6 +89,39 @@ def test_any_workload_finishes_lawfully(setup: Setup, work: list[Job], timeouts:
 @given(setups(), st.lists(jobs(), min_size=1, max_size=6))
 def test_the_same_input_gives_the_same_steps(setup: Setup, work: list[Job]) -> None:
     assert play(setup, work).executor.steps == play(setup, work).executor.steps
+
+
+# ---------------------------------------------------------------- groups that grow
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("max_num_seqs", [2, 5])
+def test_groups_that_change_at_any_step(seed: int, max_num_seqs: int) -> None:
+    """Members that come later, also to a decode, are told everything; nobody takes more seats than there are."""
+    cluster = Cluster(Setup(num_instances=4, max_num_seqs=max_num_seqs, block_size=4, uneven=seed, num_blocks=500))
+    cluster.engine.set_policy(Wandering(4, seed))
+    requests = [cluster.add([n] * (5 + 40 * n), max_tokens=30, presence_penalty=0.5) for n in range(6)]
+    cluster.run()
+    assert_lawful(cluster)
+    growths = [
+        (before, after)
+        for request in requests
+        for before, after in itertools.pairwise(cluster.parts_of(request))
+        if not set(after.group) <= set(before.group)
+    ]
+    assert any(part.new_output for _, part in growths)
+    assert any(part.unknown_on is not None for _, part in growths)
+
+
+def test_who_waits_for_room_lets_pass_who_has_begun() -> None:
+    """The second prompt waits for blocks on instance 1 that are kept for the third, which would wait for its turn."""
+    cluster = Cluster(Setup(num_instances=2, num_blocks=10, max_num_batched_tokens=64))
+    plans = {100: [(100, (1,))], 128: [(128, (1,))], 192: [(64, (0,)), (128, (0, 1))]}
+    cluster.engine.set_policy(forced(plans, 2))
+    first, second, third = (cluster.add([n] * length, max_tokens=30) for n, length in enumerate(plans))
+    cluster.run()
+    assert_lawful(cluster)
+    assert last_step(cluster, first) < last_step(cluster, third) < first_step(cluster, second)
 
 
 # ---------------------------------------------------------------- turns

@@ -95,7 +95,7 @@ class Paper:
         low, high = 0, length
         while low < high:
             middle = (low + high + 1) // 2
-            if self.times[current].seconds(middle, computed(before)) <= budget_s:
+            if self.times[current].seconds(middle, computed(before)) <= budget_s + 1e-12:
                 low = middle
             else:
                 high = middle - 1

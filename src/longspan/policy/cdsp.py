@@ -20,6 +20,8 @@ from longspan.policy.cdsp_times import SpTimes
 
 _SLACK = 1 - 1e-9
 """Bounds are cut by so much, so that rounding never hides a better plan."""
+_ROUNDING = 1e-6
+"""The part of a token that rounding may cost a chunk, which would then be one token shorter than it has time for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,7 +151,7 @@ class _Search:
                 budget_s = extended.queue_s[following] - start_s
                 if budget_s <= times.start_s:
                     continue
-                tokens = int(times.most_tokens(budget_s, cached))
+                tokens = int(times.most_tokens(budget_s, cached) + _ROUNDING)
                 if tokens >= new or not self._pays(current, low, tokens, cached):
                     continue
                 end_s, left = start_s + times.seconds(tokens, cached), new - tokens
