@@ -254,7 +254,11 @@ class CheckedExecutor:
         assert all(table == tables[0] for table in tables)
         fresh = _Live(group=part.group, next_start=part.start, slots=Slots(size=self._setup.block_size))
         live = self.live.setdefault(part.request_id, fresh)
-        assert set(part.group) <= set(live.group), "a group only shrinks until the request is freed"
+        if not set(part.group) <= set(live.group):
+            assert live.rotation is None, "a group does not grow while homes rotate in it"
+            assert part.first_block == 0 and part.sampling is not None, "new members are told everything"
+            request = self.requests[part.request_id]
+            assert not request.keeps_history or part.new_output == tuple(request.output)
         live.group = part.group
         for ref in live.table[part.first_block :]:
             self._owners[ref].remove(part.request_id)

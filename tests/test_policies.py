@@ -19,8 +19,9 @@ from longspan.core.steps import Forward, Free
 from longspan.policy import make_policy
 from longspan.policy.choosing import Facts
 from longspan.policy.chunked import Chunked
-from longspan.policy.context import Context, teams_of
+from longspan.policy.context import Context
 from longspan.policy.dealing import Room, Shape, deal_chunk, holders
+from longspan.policy.teams import teams_of
 
 
 @pytest.mark.parametrize(("instances", "kind"), [(1, Chunked), (2, Context), (7, Context)])
@@ -31,7 +32,7 @@ def test_auto_is_chunked_on_one_instance_and_context_on_several(instances: int, 
 @pytest.mark.parametrize(
     ("name", "instances", "options", "message"),
     [
-        ("fast", 1, {}, "unknown policy 'fast': choose from auto, chunked, context, runahead"),
+        ("fast", 1, {}, "unknown policy 'fast': choose from auto, chunked, context, runahead, tetris, fixed-sp"),
         ("chunked", 2, {}, "policy chunked runs on 1 instance, but 2 given"),
         ("chunked", 1, {"threshold": "9"}, "policy chunked has no option 'threshold': it has none, but context"),
         (
@@ -206,15 +207,16 @@ def sizes(dealt: Deal) -> list[int]:
 
 @given(st.lists(st.sets(st.integers(0, 5), min_size=1).map(lambda group: tuple(sorted(group))), max_size=6))
 def test_teams_are_the_connected_instances(groups: list[tuple[int, ...]]) -> None:
-    teams = teams_of(groups, tuple(range(6)))
-    assert sorted(i for team in teams for i in team) == list(range(6))
+    teams = teams_of(groups)
+    named = sorted({i for group in groups for i in group})
+    assert sorted(i for team in teams for i in team) == named
     reach = {i: {i} for i in range(6)}
     for _ in range(6):
         for group in groups:
             joined = set().union(*(reach[i] for i in group))
             for i in joined:
                 reach[i] = joined | reach[i]
-    assert {frozenset(reach[i]) for i in range(6)} == set(teams)
+    assert {frozenset(reach[i]) for i in named} == set(teams)
 
 
 # ---------------------------------------------------------------- bounds and order of a batch

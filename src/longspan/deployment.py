@@ -33,7 +33,7 @@ class Deployment:
         threads_per_rank: CPU threads per worker; by default the cores are shared evenly.
         attention_backend: `native` is a kernel of our own, compiled on first use, for bfloat16 on CPUs with
             AVX512_BF16; `torch` is PyTorch's; `auto` takes the former where it can be had.
-        policy: `auto`, `chunked`, `context` or `runahead`, with `policy_options`.
+        policy: `auto`, `chunked`, `context`, `runahead`, `tetris` or `fixed-sp`, with `policy_options`.
         seed: of the random numbers of requests that bring no seed, and of dummy weights.
         skip_tokenizer_init: serve token ids only; no tokenizer files are needed.
         load_format: `auto`, or `dummy` for random weights.

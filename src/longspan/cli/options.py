@@ -58,7 +58,9 @@ class EngineOptions:
     trust_remote_code: Annotated[
         bool, _devices("--trust-remote-code", help="Run Python code that comes with the model.")
     ] = False
-    policy: Annotated[str, _scheduling(help="Who decides the steps: auto, chunked, context or runahead.")] = "auto"
+    policy: Annotated[
+        str, _scheduling(help="Who decides the steps: auto, chunked, context, runahead, tetris or fixed-sp.")
+    ] = "auto"
     exchange: Annotated[
         str, _scheduling(help="How queries, keys and values of a shared prompt travel; auto chooses per step.")
     ] = "auto"

@@ -300,7 +300,9 @@ class Engine:
     def _part(self, share: Share) -> Part:
         request = share.request
         assert share.start == request.num_scheduled, "spans of a request follow each other"
-        assert set(share.group) <= set(request.group), "others have not been told of the request"
+        if not set(share.group) <= set(request.group):
+            assert request.rotation is None, "homes that rotate do so in one group"
+            request.sent_blocks = request.sent_output = 0  # members that are new to it must hear everything
         tokens = request.tokens(share.start, share.stop)
         request.group, request.rotation, request.keeper = share.group, share.rotation, share.keeper
         self._running.regroup(request)

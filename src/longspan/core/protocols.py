@@ -87,7 +87,7 @@ class Plan:
 
 
 class Policy(Protocol):
-    """Decides the next steps. Pure: the same view gives the same plan."""
+    """Decides the next steps. Pure: the same views, one after the other, give the same plans."""
 
     def plan(self, view: ClusterView) -> Plan:
         """Shares for instances that are not full; an empty plan waits for the next event.

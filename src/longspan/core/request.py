@@ -60,7 +60,8 @@ class Request:
         num_prompt: tokens of the prompt.
         num_promised: tokens there will be when all steps in flight are done; they can be scheduled already.
         admission: counts admissions; a request that was preempted stands behind those that were not.
-        group: the instances that hold its KV, in ring order; empty while it waits. It can shrink, not grow.
+        group: the instances that hold its KV, in ring order; empty while it waits. It can shrink, and grow while no
+            `rotation` counts on it: then all members are told everything again.
         table: its blocks; `homes` says what lies where.
         rotation: by which its latest tokens are homed; None while blocks are.
         keeper: the member that keeps all that is computed of it from now on; None when all members do.

@@ -47,6 +47,10 @@ class Running:
     def __iter__(self) -> Iterator[Request]:
         return iter(self._all.values())
 
+    def get(self, request_id: int) -> Request | None:
+        """The one of that id, if it runs."""
+        return self._all.get(request_id)
+
     def on(self, instance: int) -> Collection[Request]:
         """Those that an instance has a part in."""
         return self._on[instance].values()

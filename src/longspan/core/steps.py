@@ -140,13 +140,14 @@ class Part:
     Attributes:
         start, stop: the span of token positions computed.
         tokens: ids of the span's tokens.
-        group: the instances that work on it, in ring order.
+        group: the instances that work on it, in ring order. All that hold its KV are among them.
         runs: of the span, per member of `group`; ranks never re-deal.
         first_block, blocks: the request's block table is cut to `first_block` entries, then extended by `blocks`.
             `Homes` says what lies where. Who computes a token also holds it, but in a `chain` anybody after them can.
         tokens: the span's token ids. The last is `UNKNOWN` when the step that samples it was still in flight.
         unknown_on: the instance that samples that unknown token, in a step before this one.
-        sampling: with the first part that these ranks see of a request, None later.
+        sampling: with the first part that a rank of the group sees of a request, None later; `first_block` and
+            `first_output` are then 0, and members that know the request keep what they remember.
         first_output, new_output: of a request with penalties or a grammar, the output tokens that became known since
             its last part, and which one the first of them is.
         targets: when prompt logprobs are wanted, the token that follows each of the span's tokens inside the prompt.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from longspan.core.protocols import Policy
-from longspan.policy import runahead
+from longspan.policy import runahead, tetris
 from longspan.policy.choosing import Facts
 from longspan.policy.chunked import Chunked
 from longspan.policy.context import Context
@@ -14,6 +14,8 @@ _POLICIES: dict[str, Callable[[int, Mapping[str, str], Facts], Policy]] = {
     "chunked": Chunked.create,
     "context": Context.create,
     "runahead": runahead.create,
+    "tetris": tetris.create_tetris,
+    "fixed-sp": tetris.create_fixed,
 }
 
 

@@ -16,6 +16,7 @@ from longspan.core.account import PrefixHit
 from longspan.core.protocols import ClusterView, Share
 from longspan.core.request import Request
 from longspan.core.rotation import Rotation
+from longspan.core.running import Running
 from longspan.core.runs import Run, deal
 from longspan.core.steps import BlockRef, Exchange
 
@@ -41,6 +42,7 @@ class Budget:
         load: tokens that running and admitted requests still have to compute there.
         reserved: free blocks that running requests will need for the tokens they have; admissions leave them alone.
         claimed, adopted: blocks that admissions of this plan begin with, and those of them that are taken over.
+        planned: by request id, the group that will hold a request whose group is still to grow.
     """
 
     tokens: dict[int, int]
@@ -50,17 +52,22 @@ class Budget:
     reserved: PerInstance
     claimed: set[BlockRef] = field(default_factory=set)
     adopted: set[BlockRef] = field(default_factory=set)
+    planned: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, view: ClusterView, instances: Sequence[int]) -> Budget:
+    def of(
+        cls, view: ClusterView, instances: Sequence[int], planned: Mapping[int, tuple[int, ...]] | None = None
+    ) -> Budget:
         """All there is when only these instances compute."""
         account, running, limits = view.account, view.running, view.limits
+        growing = _growing(running, planned or {})
         return cls(
             tokens=dict.fromkeys(instances, limits.max_num_batched_tokens),
             blocks=PerInstance(lambda i: account.pool(i).num_free),
             seqs=PerInstance(lambda i: limits.max_num_seqs - len(running.on(i))),
             load=PerInstance(lambda i: running.due(i).tokens),
-            reserved=PerInstance(lambda i: running.due(i).blocks),
+            reserved=PerInstance(lambda i: max(0, running.due(i).blocks + growing[i])),
+            planned=planned or {},
         )
 
     def fits(self, blocks: Mapping[int, int]) -> bool:
@@ -74,11 +81,14 @@ class Budget:
         if self.adopted.intersection(hit.refs):
             return False
         missing = request.blocks_for(request.num_tokens) - len(hit.refs)
-        room = sum(self.blocks[i] - self.reserved[i] - cost[i] for i in _keepers(share.group, share.keeper))
+        room = sum(self.blocks[i] - self.reserved[i] - cost[i] for i in self._keepers(share))
         return missing <= room and self.fits(Counter(share.holders) + cost)
 
     def grow(self, share: Share) -> None:
-        """Gives a running request's share its tokens and blocks."""
+        """Gives a running request's share its tokens and blocks, and a seat on each member that is new to it."""
+        if share.hit is None:
+            for instance in set(share.group).difference(share.request.group):
+                self.seqs[instance] -= 1
         for instance, runs in zip(share.group, share.runs, strict=True):
             self.tokens[instance] -= sum([len(run) for run in runs])
         for instance in share.holders:
@@ -90,7 +100,7 @@ class Budget:
         hit, request = share.hit, share.request
         assert hit is not None, "an admission names its prefix"
         missing = request.blocks_for(request.num_tokens) - len(hit.refs)
-        self._seat(share.group, request.num_tokens - share.start, share.keeper, missing)
+        self._seat(share.group, request.num_tokens - share.start, self._keepers(share), missing)
         self.grow(share)
         for instance, number in cost.items():
             self.blocks[instance] -= number
@@ -98,19 +108,33 @@ class Budget:
         if hit.adopts_last:
             self.adopted.add(hit.refs[-1])
 
-    def _seat(self, group: Sequence[int], num_tokens: int, keeper: int | None, num_blocks: int) -> None:
+    def _seat(self, group: Sequence[int], num_tokens: int, keepers: Sequence[int], num_blocks: int) -> None:
         """A request takes a seat on every member; these share the tokens it still needs, its keepers the blocks."""
         for instance in group:
             self.seqs[instance] -= 1
             self.load[instance] += -(-num_tokens // len(group))
-        keepers = _keepers(group, keeper)
         for instance in keepers:
             self.reserved[instance] += -(-num_blocks // len(keepers))
 
+    def _keepers(self, share: Share) -> Sequence[int]:
+        """Who will hold what is still to come of a request that is admitted."""
+        if share.keeper is not None:
+            return (share.keeper,)
+        return self.planned.get(share.request.id, share.group)
 
-def _keepers(group: Sequence[int], keeper: int | None) -> Sequence[int]:
-    """Who will hold what is still to come of a request."""
-    return group if keeper is None else (keeper,)
+
+def _growing(running: Running, planned: Mapping[int, tuple[int, ...]]) -> Counter[int]:
+    """By how many more blocks each instance will be asked when groups have grown as planned."""
+    more: Counter[int] = Counter()
+    for request_id, group in planned.items():
+        request = running.get(request_id)
+        if request is None:
+            continue
+        missing = request.blocks_for(request.num_tokens) - len(request.table)
+        for instances, sign in ((group, 1), (request.keepers, -1)):
+            for instance in instances:
+                more[instance] += sign * -(-missing // len(instances))
+    return more
 
 
 class Placement(Protocol):
@@ -132,14 +156,19 @@ class Batch:
 
 
 def fill(
-    view: ClusterView, instances: frozenset[int], placement: Placement, waiting: Iterable[Request] | None = None
+    view: ClusterView,
+    instances: frozenset[int],
+    placement: Placement,
+    waiting: Iterable[Request] | None = None,
+    budget: Budget | None = None,
 ) -> Batch | None:
     """Plans one step of `instances`; a request takes part when its whole group is among them.
 
-    `waiting` are those who may be admitted, in turn; by default all who wait. None when the step cannot be planned
-    ahead: somebody must be preempted whom a step in flight names.
+    `waiting` are those who may be admitted, in turn; by default all who wait. The `budget` is all there is, unless
+    another is given. None when the step cannot be planned ahead: somebody must be preempted whom a step in flight
+    names.
     """
-    budget = Budget.of(view, sorted(instances))
+    budget = budget or Budget.of(view, sorted(instances))
     batch = Batch()
     queue = _runnable(view, instances)
     while queue:
@@ -214,10 +243,18 @@ def _admit_waiting(
 
 
 def single_share(
-    request: Request, instance: int, start: int, budget: Budget, hit: PrefixHit | None = None
+    request: Request,
+    instance: int,
+    start: int,
+    budget: Budget,
+    hit: PrefixHit | None = None,
+    *,
+    most: int | None = None,
+    end: int | None = None,
 ) -> Share | None:
-    """As much of a request's remaining tokens as one instance has tokens left for."""
-    stop = min(request.num_tokens, start + budget.tokens[instance])
+    """As much of a request's remaining tokens as one instance has tokens left for; `most` of them, and up to `end`."""
+    tokens = budget.tokens[instance] if most is None else min(most, budget.tokens[instance])
+    stop = min(request.num_tokens if end is None else end, start + tokens)
     if stop <= start:
         return None
     num_held = len(hit.refs) if hit is not None else len(request.table)

@@ -10,22 +10,21 @@ Dealt prompts are prefilled one after the other; short ones may start meanwhile.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
 from longspan.core.account import PrefixHit
 from longspan.core.protocols import ClusterView, Plan, Share
 from longspan.core.request import Request
-from longspan.core.runs import Deal
-from longspan.core.steps import Exchange
-from longspan.policy.batching import Batch, Budget, fill, rotated_share, single_share
+from longspan.policy.batching import Batch, Budget, fill, single_share
 from longspan.policy.choosing import Chooser, Facts
-from longspan.policy.dealing import Room, Shape, deal_chunk, deal_to_last, holders
+from longspan.policy.group_shares import GroupShares, is_too_large
 from longspan.policy.options import parse_options
 from longspan.policy.partitions import Partitions
 from longspan.policy.sharing import SharingOptions
+from longspan.policy.teams import plan_for_teams
 
 _UNMEASURED_THRESHOLD = 1024
 
@@ -76,6 +75,7 @@ class Context:
         self._host = {i: facts.place(i).host_id for i in self._everyone}
         self._options, self._partitions = options, partitions
         self._chooser = Chooser(num_instances, facts, options.wanted, chains=options.chains, weights=options.weights)
+        self._shares = GroupShares(options, self._chooser, partitions)
 
     @classmethod
     def create(cls, num_instances: int, options: Mapping[str, str], facts: Facts) -> Context:
@@ -99,17 +99,10 @@ class Context:
 
     def plan(self, view: ClusterView) -> Plan:
         """One batch per set of instances that share requests, where all of the set can take a step."""
-        shared = view.running.shared
-        teams = teams_of({r.group for r in shared}, ()) if shared else []
-        batch = self._fill(view, teams, view.full) or self._fill(view, teams, view.busy) or Batch()
-        return Plan(preempted=tuple(batch.preempted), batches=_by_team(batch.shares))
+        return plan_for_teams(view, (), self._everyone, lambda able: self._fill(view, able))
 
-    def _fill(self, view: ClusterView, teams: Iterable[frozenset[int]], taken: frozenset[int]) -> Batch | None:
-        """A step of the teams that have no member among the `taken`; None when somebody in flight is in the way."""
-        able = frozenset(self._everyone) - taken
-        for team in teams:
-            if not team.isdisjoint(taken):
-                able -= team
+    def _fill(self, view: ClusterView, able: frozenset[int]) -> Batch | None:
+        """A step of these instances; None when somebody in flight is in the way."""
         if not able or len(able) < self._gathering(view):
             return Batch()
         return fill(view, able, self, self._in_turn(view))
@@ -143,7 +136,7 @@ class Context:
             hit = view.account.match(request, self._everyone)
             if len({ref.instance for ref in hit.refs}) == 1:
                 members = self._num_members(request.num_tokens - hit.num_tokens, hit.num_tokens)
-        return len(self._everyone) if self._is_too_large(request, view, members) else members
+        return len(self._everyone) if is_too_large(request, view, members) else members
 
     def _num_members(self, new_tokens: int, cached_tokens: int = 0) -> int:
         everyone, threshold = len(self._everyone), self._options.threshold
@@ -153,9 +146,6 @@ class Context:
             members = everyone if new_tokens > limit else 1
         return everyone if members > 1 and self._options.fractions else members
 
-    def _is_too_large(self, request: Request, view: ClusterView, members: int) -> bool:
-        return request.blocks_for(request.num_tokens) > members * view.account.pool(0).num_blocks
-
     def admit(self, request: Request, view: ClusterView, budget: Budget) -> Share | None:
         """Deals a long prompt over a group; puts a short one where its prefill is expected to end first."""
         if (members := self._group_size(request, view)) > 1:
@@ -163,9 +153,10 @@ class Context:
             if len(group) < members:
                 return None
             hit = view.account.match(request, group)
-            if self._exchange(request.num_tokens - hit.num_tokens, hit.num_tokens, members) == "chain":
+            if self._shares.exchange(request.num_tokens - hit.num_tokens, hit.num_tokens, members) == "chain":
                 group = _ending_at_home(group, hit, budget)
-            return self._dealt_share(request, view, budget, group, hit)
+            most = self._long_share(view)
+            return self._shares.chunk(request, view, budget, group, hit, most=most, end=request.num_tokens)
         hits = {i: view.account.match(request, (i,)) for i in self._everyone}
         able = [i for i in self._everyone if budget.seqs[i] > 0 and _has_room(request, i, hits[i], budget)]
         home = min(able, key=lambda i: (budget.load[i] - hits[i].num_tokens, i), default=None)
@@ -185,65 +176,7 @@ class Context:
 
     def grow(self, request: Request, view: ClusterView, budget: Budget) -> Share | None:
         """The next chunk of a prompt, or the next token of a decode, which the end of a chain goes on with alone."""
-        is_single = request.num_tokens - request.num_scheduled == 1
-        if (end := _alone(request, is_single=is_single)) is not None:
-            return single_share(request, end, request.num_scheduled, budget)
-        if self._options.rotate == "token" and is_single and request.num_scheduled >= request.num_prompt:
-            return rotated_share(request, self._options.decode, budget)
-        return self._dealt_share(request, view, budget, request.group, None)
-
-    def _dealt_share(
-        self, request: Request, view: ClusterView, budget: Budget, group: tuple[int, ...], hit: PrefixHit | None
-    ) -> Share | None:
-        table = list(hit.refs) if hit is not None else request.table
-        start = hit.num_tokens if hit is not None else request.num_scheduled
-        most = self._long_share(view)
-        cost = view.account.hit_cost(hit, budget.claimed) if hit is not None else Counter[int]()
-        room = Room(
-            tokens=tuple(min(budget.tokens[i], most) for i in group),
-            blocks=tuple(budget.blocks[i] - cost[i] for i in group),
-            block_size=request.block_size,
-        )
-        exchange: Exchange = self._options.decode
-        shape = Shape()
-        if request.num_tokens - start > 1:
-            exchange = self._exchange(min(request.num_tokens - start, sum(room.tokens)), start, len(group))
-            shape = self._shape(exchange, request.num_tokens, len(group))
-        owners = [group.index(ref.instance) for ref in table]
-        dealt: Deal | None = None
-        held: tuple[int, ...] = ()
-        keeper = None
-        if exchange == "chain" and self._options.home != "computed" and not self._is_too_large(request, view, 1):
-            dealt, held = deal_to_last(start, request.num_tokens, owners, room, shape)
-            keeper = None if dealt is None else group[-1]
-        if dealt is None:
-            dealt = deal_chunk(start, request.num_tokens, owners, room, shape)
-            if dealt is None:
-                return None
-            stop = max(run.stop for runs in dealt for run in runs)
-            held = holders(dealt, len(table), request.blocks_for(stop), request.block_size)
-        return Share(
-            request=request,
-            group=group,
-            start=start,
-            stop=max(run.stop for runs in dealt for run in runs),
-            runs=dealt,
-            holders=tuple(group[member] for member in held),
-            exchange=self._chooser.of_step(exchange, sum(len(run) for runs in dealt for run in runs), len(group)),
-            keeper=keeper,
-            hit=hit,
-        )
-
-    def _exchange(self, new_tokens: int, cached_tokens: int, members: int) -> Exchange:
-        """Of a step of prefill."""
-        return self._options.wanted or self._chooser.exchange(new_tokens, cached_tokens, members)
-
-    def _shape(self, exchange: Exchange, num_tokens: int, members: int) -> Shape:
-        """How a prompt of this length is dealt to so many."""
-        shape = self._options.shape(exchange)
-        if exchange != "chain" or self._partitions is None:
-            return shape
-        return replace(shape, fractions=self._partitions.fractions(num_tokens, members))
+        return self._shares.next(request, view, budget, self._long_share(view))
 
     def _long_share(self, view: ClusterView) -> int:
         tokens, num_running = view.limits.max_num_batched_tokens, len(view.running)
@@ -278,25 +211,3 @@ def _has_room(request: Request, instance: int, hit: PrefixHit, budget: Budget) -
     """Whether the prompt is likely to fit beside what is promised; `Budget.admits` has the last word."""
     missing = request.blocks_for(request.num_tokens) - len(hit.refs)
     return missing <= budget.blocks[instance] - budget.reserved[instance]
-
-
-def teams_of(groups: Iterable[tuple[int, ...]], everyone: tuple[int, ...]) -> list[frozenset[int]]:
-    """Splits the instances into the smallest sets such that no group reaches across two."""
-    team_of: dict[int, set[int]] = {i: {i} for i in everyone}
-    for group in groups:
-        joined = set(group).union(*(team_of[i] for i in group if i in team_of))
-        team_of.update(dict.fromkeys(joined, joined))
-    return sorted(map(frozenset, {id(team): team for team in team_of.values()}.values()), key=min)
-
-
-def _by_team(shares: Sequence[Share]) -> tuple[tuple[Share, ...], ...]:
-    """A batch for each set of instances that these shares connect, in ascending order."""
-    groups = {_touched(share) for share in shares}
-    if len(groups) <= 1:
-        return (tuple(shares),) if shares else ()
-    teams = teams_of(groups, ())
-    team_of = {i: number for number, team in enumerate(teams) for i in team}
-    batches: list[list[Share]] = [[] for _ in teams]
-    for share in shares:
-        batches[team_of[share.group[0]]].append(share)
-    return tuple(tuple(batch) for batch in batches)

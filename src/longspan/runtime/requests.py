@@ -33,8 +33,10 @@ class RankRequest:
 
     def apply(self, part: Part) -> None:
         """Takes in what a part says of blocks and output tokens."""
-        assert len(self.table) == part.first_block, "the controller has told this rank all earlier blocks"
-        self.table.extend(part.blocks)
+        known = len(self.table) - part.first_block
+        assert known == 0 or part.first_block == 0 <= known, "blocks are told once, or all again"
+        assert tuple(self.table[part.first_block :]) == part.blocks[:known], "what is told again has not changed"
+        self.table.extend(part.blocks[known:])
         if part.new_output:
             self._add(part.new_output[self.num_counted - part.first_output :])
 
@@ -78,7 +80,7 @@ class RankRequests:
 
     def apply(self, part: Part) -> RankRequest:
         """Brings a request up to date and returns it."""
-        if part.sampling is not None:
+        if part.sampling is not None and part.request_id not in self._requests:
             self._requests[part.request_id] = self._begin(part.sampling)
         request = self._requests[part.request_id]
         request.apply(part)

@@ -1,0 +1,195 @@
+"""Chunkwise dynamic sequence parallelism: how a prompt is cut into chunks on growing groups (Tetris §5.1).
+
+Small groups that are free soon begin while the larger one that the rest goes to is still busy. `Planner.plan` is
+Algorithm 1 with its chunks (Algorithm 3) and groups (GetGroup), and the single chunk of Algorithm 2 at every level. All
+of it is arithmetic on plain numbers.
+
+The search is the paper's. What makes it quick: groups are looked for once, not at every level (`cdsp_groups.py`), and
+what cannot beat the best plan so far, even if nobody had to wait, is not followed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from longspan.policy.cdsp_groups import Cluster, Groups
+from longspan.policy.cdsp_times import SpTimes
+
+_SLACK = 1 - 1e-9
+"""Bounds are cut by so much, so that rounding never hides a better plan."""
+_ROUNDING = 1e-6
+"""The part of a token that rounding may cost a chunk, which would then be one token shorter than it has time for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """`num_tokens` tokens of a prompt, computed by a group that contains those of the chunks before."""
+
+    num_tokens: int
+    group: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkPlan:
+    """The chunks of a prompt in order, and when the last is expected to end, seconds from now."""
+
+    chunks: tuple[Chunk, ...]
+    ttft_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """What is to be planned.
+
+    Attributes:
+        new_tokens: to compute.
+        cached_tokens: that were computed before, and lie on the instances `held`.
+        improvement_rate: a larger group must be quicker by this part of the time (Algorithm 2, line 13).
+        chunking: whether there may be several chunks.
+        instance_tokens: how many tokens one instance has room for; None is plenty.
+    """
+
+    new_tokens: int
+    cached_tokens: int = 0
+    held: tuple[int, ...] = ()
+    improvement_rate: float = 0.0
+    chunking: bool = True
+    instance_tokens: int | None = None
+
+
+class Planner:
+    """Plans for instances on `hosts` (a number for each instance's), with groups of the sizes that `times` has.
+
+    A chunk but the last is too short to pay (line 12 of Algorithm 1) below `min_chunk_tokens`, or when the next smaller
+    group that it could have is as quick.
+
+    Raises:
+        ValueError: without times, or for a size that is no number of these instances.
+    """
+
+    def __init__(self, times: Mapping[int, SpTimes], hosts: Sequence[int], *, min_chunk_tokens: int = 1) -> None:
+        sizes = sorted(times)
+        if not sizes or sizes[0] < 1 or sizes[-1] > len(hosts):
+            raise ValueError(f"groups have 1 to {len(hosts)} instances, but times are given for sizes {sizes}")
+        if min_chunk_tokens < 1:
+            raise ValueError(f"min_chunk_tokens must be at least 1, but {min_chunk_tokens} given")
+        self.times = dict(times)
+        self.min_chunk_tokens = min_chunk_tokens
+        self.cluster = Cluster(hosts, sizes)
+        self.by_size = [times[size] for size in sizes]
+        self.floors = [_floors(self.by_size[low:]) for low in range(len(sizes))]
+
+    @property
+    def largest(self) -> int:
+        """How many instances can have one prompt."""
+        return self.cluster.sizes[-1]
+
+    def seconds(self, size: int, new_tokens: int, cached_tokens: int) -> float:
+        """Of a chunk on so many instances."""
+        return self.times[size].seconds(new_tokens, cached_tokens)
+
+    def plan(self, prompt: Prompt, queue_s: Sequence[float]) -> ChunkPlan | None:
+        """The chunks with the least time to first token, when each instance is free `queue_s` seconds from now.
+
+        None when more instances hold a part than a group can have.
+        """
+        assert prompt.new_tokens > 0, "there is something to compute"
+        sizes = self.cluster.sizes
+        low = next((k for k, size in enumerate(sizes) if size >= len(prompt.held)), None)
+        if low is None:
+            return None
+        search = _Search(self, prompt)
+        groups = self.cluster.groups(queue_s, prompt.held)
+        ttft_s, chain = search.explore(groups, low, len(sizes) - 1, prompt.new_tokens, prompt.cached_tokens, 0.0)
+        chunks: list[Chunk] = []
+        found: _Chain | None = chain
+        while found is not None:
+            num_tokens, of_size, k, found = found
+            chunks.append(Chunk(num_tokens=num_tokens, group=of_size.group(k)))
+        return ChunkPlan(chunks=tuple(chunks), ttft_s=ttft_s)
+
+
+_Chain = tuple[int, Groups, int, "_Chain | None"]
+"""A chunk's tokens, its group (the k-th of some groups), and the chunks after it."""
+
+
+class _Search:
+    """One prompt's plan. Sizes are counted by `k`; times are seconds from now, but for those of Eq. 1."""
+
+    def __init__(self, planner: Planner, prompt: Prompt) -> None:
+        self._times, self._floors = planner.by_size, planner.floors
+        self._min_tokens = planner.min_chunk_tokens
+        self._keep = 1 - prompt.improvement_rate
+        self._chunking = prompt.chunking
+        sizes, room = planner.cluster.sizes, prompt.instance_tokens
+        self._most = [math.inf if room is None else size * room for size in sizes]
+        whole = prompt.cached_tokens + prompt.new_tokens
+        self._fewest = next((k for k, most in enumerate(self._most) if most >= whole), len(sizes) - 1)
+        self._best_s = math.inf
+
+    def explore(
+        self, groups: Groups, low: int, high: int, new: int, cached: int, elapsed_s: float
+    ) -> tuple[float, _Chain]:
+        """Algorithm 1: the best plan for `new` tokens with sizes `low` to `high`, from `elapsed_s` on (Eq. 2).
+
+        A chunk has as many tokens as its group computes before the following one is free (Algorithm 3).
+        """
+        ttft_s, k = self._single_chunk(groups.queue_s, low, high, new, cached, elapsed_s)
+        best_s = elapsed_s + ttft_s
+        best: _Chain = (new, groups, k, None)
+        self._best_s = min(self._best_s, best_s)
+        if not self._chunking or k <= low:
+            return best_s, best
+        groups = groups.inside(k)
+        for current in range(low, k):
+            times, extended = self._times[current], groups.after(current)
+            start_s = max(elapsed_s, groups.queue_s[current])
+            for following in range(current + 1, k + 1):
+                budget_s = extended.queue_s[following] - start_s
+                if budget_s <= times.start_s:
+                    continue
+                tokens = int(times.most_tokens(budget_s, cached) + _ROUNDING)
+                if tokens >= new or not self._pays(current, low, tokens, cached):
+                    continue
+                end_s, left = start_s + times.seconds(tokens, cached), new - tokens
+                least_s, token_s, pair_s = self._floors[following][k - following]
+                least_s += (token_s + pair_s * (cached + tokens + left / 2)) * left
+                if end_s + least_s * _SLACK >= self._best_s:
+                    continue
+                found_s, rest = self.explore(extended, following, k, left, cached + tokens, end_s)
+                if found_s < best_s:
+                    best_s, best = found_s, (tokens, groups, current, rest)
+        return best_s, best
+
+    def _single_chunk(
+        self, queue_s: Sequence[float], low: int, high: int, new: int, cached: int, elapsed_s: float
+    ) -> tuple[float, int]:
+        """Algorithm 2: seconds from `elapsed_s` on, and the size."""
+        best_s, best = math.inf, low
+        for k in range(max(low, min(self._fewest, high)), min(high + 1, len(queue_s))):
+            times = self._times[k]
+            ttft_s = times.start_s + (times.token_s + times.cached_s * cached + times.square_s * new) * new
+            if queue_s[k] > elapsed_s:
+                ttft_s += queue_s[k] - elapsed_s
+            if ttft_s < best_s * self._keep:
+                best_s, best = ttft_s, k
+        return best_s, best
+
+    def _pays(self, k: int, low: int, tokens: int, cached: int) -> bool:
+        """Whether a chunk is legal: it has room, and is not too short for its group."""
+        if tokens < self._min_tokens or cached + tokens > self._most[k]:
+            return False
+        return k == low or self._times[k].seconds(tokens, cached) < self._times[k - 1].seconds(tokens, cached)
+
+
+def _floors(times: Sequence[SpTimes]) -> list[tuple[float, float, float]]:
+    """The least coefficients of the first, the first two, and so on: of a start, a token, a query and a key.
+
+    Chunks of L tokens behind C have LC + L²/2 pairs, which add up to the same however a prompt is cut.
+    """
+    pairs_s = (min(one.cached_s, 2 * one.square_s) for one in times)
+    of_each = ((one.start_s for one in times), (one.token_s for one in times), pairs_s)
+    return list(zip(*(accumulate(terms, min) for terms in of_each), strict=True))

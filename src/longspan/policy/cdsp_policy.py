@@ -1,0 +1,292 @@
+"""Runs planned chunks on instances that prefill and decode: chunk after chunk on growing groups, in order of the plans.
+
+A prompt is planned when it is first seen, and again when it has lost its KV. From then on it stands in the queue of
+every instance that its chunks name, until it is scheduled to its end: each instance prefills one prompt at a time, and
+decodes beside it. Who waits for room lets those pass that run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Protocol
+
+from longspan.core.account import PrefixHit
+from longspan.core.protocols import ClusterView, Plan, Share
+from longspan.core.request import Request
+from longspan.policy.batching import Batch, Budget, fill, single_share
+from longspan.policy.cdsp import ChunkPlan, Prompt
+from longspan.policy.cdsp_queue import QueueTimes
+from longspan.policy.cdsp_rates import RateWatch
+from longspan.policy.group_shares import GroupShares
+from longspan.policy.teams import plan_for_teams
+
+
+class ChunkPlanner(Protocol):
+    """Decides the chunks of a prompt."""
+
+    @property
+    def largest(self) -> int:
+        """How many instances can have one prompt."""
+
+    def plan(self, prompt: Prompt, queue_s: Sequence[float]) -> ChunkPlan | None:
+        """The chunks, on instances that are free `queue_s` seconds from now; None when no group has all holders."""
+
+    def seconds(self, size: int, new_tokens: int, cached_tokens: int) -> float:
+        """Of a chunk on so many instances."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """A chunk as positions: up to `stop`, by `group` in ring order."""
+
+    stop: int
+    group: tuple[int, ...]
+
+
+@dataclass(kw_only=True, slots=True)
+class Planned:
+    """A request with its chunks.
+
+    Attributes:
+        begun: whether it has held KV since it was planned.
+    """
+
+    request: Request
+    start: int
+    spans: tuple[Span, ...]
+    begun: bool = False
+
+    @property
+    def group(self) -> tuple[int, ...]:
+        """All instances of its chunks."""
+        return self.spans[-1].group
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether steps have been sent for all of it."""
+        return self.request.num_scheduled >= self.spans[-1].stop
+
+    def span(self, position: int) -> Span:
+        """The chunk of a position."""
+        return next(span for span in self.spans if span.stop > position)
+
+    def left(self) -> list[tuple[int, int, tuple[int, ...]]]:
+        """What is still to be computed: new tokens, earlier tokens, and group of each chunk."""
+        done = self.request.num_computed if self.begun else self.start
+        found = []
+        for span in self.spans:
+            if span.stop > done:
+                found.append((span.stop - done, done, span.group))
+                done = span.stop
+        return found
+
+
+class Cdsp:
+    """A policy. `grow` and `admit` are its `Placement`.
+
+    Args:
+        everyone: the instances in order of proximity.
+        watch: says the improvement rate.
+    """
+
+    def __init__(
+        self,
+        everyone: tuple[int, ...],
+        planner: ChunkPlanner,
+        shares: GroupShares,
+        watch: RateWatch,
+        *,
+        chunking: bool = True,
+    ) -> None:
+        self._everyone, self._place = everyone, {i: place for place, i in enumerate(everyone)}
+        self._planner, self._shares, self._watch, self._chunking = planner, shares, watch, chunking
+        self._queue = QueueTimes(len(everyone))
+        self._plans: dict[int, Planned] = {}
+        """By request id, in order of their turns."""
+        self._first: dict[int, int] = {}
+        """Whose turn it is to prefill, by instance."""
+        self._num_decodes: Counter[int] = Counter()
+
+    def capacity_tokens(self, *, num_blocks: int, block_size: int) -> int:
+        """What the largest group holds."""
+        return self._planner.largest * num_blocks * block_size
+
+    def check(self, num_prompt_tokens: int) -> None:
+        """Any prompt will do."""
+
+    def plan(self, view: ClusterView) -> Plan:
+        """One batch per set of instances that share requests, where all of the set can take a step."""
+        self._look(view)
+        plan, stuck = self._plan_turns(view)
+        if stuck and self._let_running_pass() and not (plan.batches or plan.preempted):
+            plan, _ = self._plan_turns(view)
+        return plan
+
+    # ---------------------------------------------------------------- plans
+
+    def _look(self, view: ClusterView) -> None:
+        """Forgets plans that are done, and plans what is new."""
+        gone = set(self._plans)
+        for request in view.running:
+            planned = self._plans.get(request.id)
+            if planned is not None and request.num_computed < planned.spans[-1].stop:
+                planned.begun = True
+                gone.discard(request.id)
+        gone.difference_update(r.id for r in view.waiting if r.id in self._plans and not self._plans[r.id].begun)
+        for request_id in gone:
+            del self._plans[request_id]
+        arrived = [request for request in view.waiting if request.id not in self._plans]
+        for request in arrived:
+            if request.metrics.scheduled_s is None:
+                self._watch.arrived(request.metrics.arrival_s)
+        self._watch.renew(view.now_s)
+        if arrived and self._queue.is_old(view.now_s):
+            self._queue.correct(view.now_s, (self._seconds(planned) for planned in self._plans.values()))
+        for request in arrived:
+            self._plans[request.id] = self._planned(request, view)
+        self._num_decodes = Counter(i for r in view.running if r.id not in self._plans for i in r.group)
+
+    def _seconds(self, planned: Planned) -> list[tuple[float, tuple[int, ...]]]:
+        return [
+            (self._planner.seconds(len(group), new_tokens, cached_tokens), group)
+            for new_tokens, cached_tokens, group in planned.left()
+        ]
+
+    def _planned(self, request: Request, view: ClusterView) -> Planned:
+        """With what is cached, unless the instances that hold it are too many or too busy."""
+        now_s, queue_s = view.now_s, self._queue.waits_s(view.now_s)
+        fresh = Prompt(
+            new_tokens=request.num_tokens,
+            improvement_rate=self._watch.improvement_rate,
+            chunking=self._chunking,
+            instance_tokens=view.account.pool(0).num_blocks * request.block_size,
+        )
+        best, start = self._planner.plan(fresh, queue_s), 0
+        assert best is not None, "no instance holds anything"
+        hit = view.account.match(request, self._everyone)
+        if hit.num_tokens:
+            held = tuple(sorted({ref.instance for ref in hit.refs}))
+            rest = replace(
+                fresh, new_tokens=request.num_tokens - hit.num_tokens, cached_tokens=hit.num_tokens, held=held
+            )
+            behind = self._planner.plan(rest, queue_s)
+            if behind is not None and behind.ttft_s <= best.ttft_s:
+                best, start = behind, hit.num_tokens
+        self._queue.book(best.chunks[-1].group, now_s + best.ttft_s)
+        return Planned(request=request, start=start, spans=self._spans(best, start, request.block_size))
+
+    def _spans(self, plan: ChunkPlan, start: int, block_size: int) -> tuple[Span, ...]:
+        """Chunks end with blocks, so that none has two holders; one that has no whole block is left to the next."""
+        stops = list(accumulate((chunk.num_tokens for chunk in plan.chunks), initial=start))
+        ends = [stop // block_size * block_size for stop in stops[1:-1]] + stops[-1:]
+        spans, before = [], start
+        for end, chunk in zip(ends, plan.chunks, strict=True):
+            if end > before:
+                spans.append(Span(stop=end, group=tuple(sorted(chunk.group, key=self._place.__getitem__))))
+                before = end
+        return tuple(spans)
+
+    # ---------------------------------------------------------------- turns
+
+    def _plan_turns(self, view: ClusterView) -> tuple[Plan, bool]:
+        """What those do whose turn it is, and whether one of them waits for room."""
+        in_turn = self._in_turn()
+        groups = {p.request.id: p.group for p in self._plans.values() if p.begun and not p.is_scheduled}
+        waiting = [planned for planned in in_turn if not planned.begun]
+        groups.update((planned.request.id, planned.group) for planned in waiting)
+        budget = Budget.of(view, (), groups)
+        able = [planned for planned in waiting if _has_room(planned, view, budget)]
+        tried: list[Planned] = []
+        batches: list[Batch] = []
+
+        def step(instances: frozenset[int]) -> Batch | None:
+            tried[:] = [planned for planned in able if instances.issuperset(planned.spans[0].group)]
+            budget = Budget.of(view, sorted(instances), groups)
+            requests = [planned.request for planned in tried]
+            batch = fill(view, instances, self, requests, budget) if instances else Batch()
+            batches.append(batch or Batch())
+            return batch
+
+        joining = [p.span(p.request.num_scheduled).group for p in in_turn if p.begun]
+        beginning = [planned.spans[0].group for planned in able]
+        plan = plan_for_teams(view, [*joining, *beginning], self._everyone, step)
+        begun = {share.request.id for batch in batches[-1:] for share in batch.shares}
+        refused = any(planned.request.id not in begun for planned in tried)
+        return plan, refused or len(able) < len(waiting)
+
+    def _in_turn(self) -> list[Planned]:
+        """Who is first in the queue of every instance of the chunk that comes next."""
+        first = self._first = {}
+        found = []
+        for request_id, planned in self._plans.items():
+            if planned.is_scheduled:
+                continue
+            if len(first) == len(self._everyone):
+                break
+            for instance in planned.group:
+                first.setdefault(instance, request_id)
+            span = planned.span(planned.request.num_scheduled) if planned.begun else planned.spans[0]
+            if self._is_first(request_id, span.group):
+                found.append(planned)
+        return found
+
+    def _is_first(self, request_id: int, group: Iterable[int]) -> bool:
+        return all(self._first[instance] == request_id for instance in group)
+
+    def _let_running_pass(self) -> bool:
+        """Those that run come before those that wait, or else each could wait for the other. Whether that was new."""
+        before = list(self._plans)
+        self._plans = dict(sorted(self._plans.items(), key=lambda item: not item[1].begun))
+        return before != list(self._plans)
+
+    # ---------------------------------------------------------------- shares
+
+    def admit(self, request: Request, view: ClusterView, budget: Budget) -> Share | None:
+        """Begins with the first chunk that is not all cached on its own group."""
+        planned = self._plans[request.id]
+        for span in planned.spans:
+            hit = view.account.match(request, span.group)
+            if hit.num_tokens < span.stop:
+                break
+        return self._share(request, view, budget, span, hit)
+
+    def grow(self, request: Request, view: ClusterView, budget: Budget) -> Share | None:
+        """The next tokens of the chunk at hand, or the next token of a decode."""
+        planned = self._plans.get(request.id)
+        if planned is None or planned.is_scheduled:
+            return self._shares.next(request, view, budget, view.limits.max_num_batched_tokens)
+        return self._share(request, view, budget, planned.span(request.num_scheduled), None)
+
+    def _share(
+        self, request: Request, view: ClusterView, budget: Budget, span: Span, hit: PrefixHit | None
+    ) -> Share | None:
+        """Tokens of a chunk, if it is its turn and each member that is new to the request has a seat for it."""
+        group, new = span.group, set(span.group).difference(request.group)
+        if any(i not in budget.tokens for i in group) or any(budget.seqs[i] <= 0 for i in new):
+            return None
+        if not self._is_first(request.id, group):
+            return None
+        most = self._most(group, view)
+        if len(group) > 1:
+            return self._shares.chunk(request, view, budget, group, hit, most=most, end=span.stop)
+        start = request.num_scheduled if hit is None else hit.num_tokens
+        return single_share(request, group[0], start, budget, hit, most=most, end=span.stop)
+
+    def _most(self, group: Iterable[int], view: ClusterView) -> int:
+        """Tokens of a prompt on each member: those that decode there have theirs first."""
+        return max(1, view.limits.max_num_batched_tokens - max(self._num_decodes[i] for i in group))
+
+
+def _has_room(planned: Planned, view: ClusterView, budget: Budget) -> bool:
+    """Whether a request is likely to be admitted; `Budget.admits` has the last word."""
+    request, group = planned.request, planned.group
+    if any(budget.seqs[i] <= 0 for i in planned.spans[0].group):
+        return False
+    room, whole = sum(budget.blocks[i] - budget.reserved[i] for i in group), request.blocks_for(request.num_tokens)
+    if whole <= room:
+        return True
+    hit = view.account.match(request, group)  # what others use, too, takes no room
+    return whole - len(hit.refs) + view.account.hit_cost(hit, budget.claimed).total() <= room

@@ -1,0 +1,89 @@
+"""How much quicker a larger group must be, by how many requests arrive (Tetris §5.1, §7.1): a table."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Self
+
+GRID_PER_S = 0.5
+"""Between the request rates of a profiled table."""
+IMPROVEMENT_RATES = tuple(round(0.05 * step, 2) for step in range(1, 16))
+"""What a profiler tries for each of them: 0.05 to 0.75."""
+WINDOW_S = 30.0
+"""Over which arrivals are counted, and how often the improvement rate is renewed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RateTable:
+    """The best improvement rates that a simulation found, by request rate.
+
+    Attributes:
+        entries: pairs of requests per second, ascending, and improvement rate.
+
+    Raises:
+        ValueError: for no entry, request rates that do not ascend from 0 or more, or improvement rates outside [0, 1).
+    """
+
+    entries: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        requests = [request_rate for request_rate, _ in self.entries]
+        if not requests or requests != sorted(set(requests)) or not requests[0] >= 0:
+            raise ValueError(f"request rates ascend from 0 or more, but {requests} given")
+        for _, improvement_rate in self.entries:
+            check_improvement_rate(improvement_rate)
+
+    def nearest(self, requests_per_s: float) -> float:
+        """The improvement rate of the nearest request rate; of two equally near the lower one's."""
+        return min(self.entries, key=lambda entry: abs(entry[0] - requests_per_s))[1]
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Reads `0.5:0.1,1:0.3`: at 0.5 requests per second 0.1, at 1 request per second 0.3.
+
+        Raises:
+            ValueError: for anything else.
+        """
+        try:
+            pairs = [tuple(map(float, entry.split(":"))) for entry in text.split(",")]
+            entries = tuple((requests, improvement) for requests, improvement in pairs)
+        except ValueError as error:
+            raise ValueError(
+                f"improvement rates by request rate look like 0.5:0.1,1:0.3, but {text!r} given"
+            ) from error
+        return cls(entries=entries)
+
+    def __str__(self) -> str:
+        return ",".join(f"{requests:g}:{improvement:g}" for requests, improvement in self.entries)
+
+
+def check_improvement_rate(rate: float) -> None:
+    """Raises ValueError for one outside [0, 1)."""
+    if not 0 <= rate < 1:
+        raise ValueError(f"improvement_rate must be at least 0 and below 1, but {rate} given")
+
+
+class RateWatch:
+    """Counts arrivals, and renews the improvement rate by the table every `WINDOW_S` seconds."""
+
+    def __init__(self, table: RateTable) -> None:
+        self._table = table
+        self._arrivals: deque[float] = deque()
+        self._renewed_at_s: float | None = None
+        self.improvement_rate = table.nearest(0.0)
+
+    def arrived(self, time_s: float) -> None:
+        """A request did."""
+        self._arrivals.append(time_s)
+
+    def renew(self, now_s: float) -> None:
+        """Looks the rate up again if it is time; the first time a window after the first call."""
+        if self._renewed_at_s is None:
+            self._renewed_at_s = now_s
+        if now_s - self._renewed_at_s < WINDOW_S:
+            return
+        self._renewed_at_s = now_s
+        while self._arrivals and self._arrivals[0] <= now_s - WINDOW_S:
+            self._arrivals.popleft()
+        self.improvement_rate = self._table.nearest(len(self._arrivals) / WINDOW_S)

@@ -1,0 +1,129 @@
+"""Seconds of a chunk by its lengths, for every SP size (Tetris §5.1, Eq. 1): as measured, or by the model's shape."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Self
+
+from longspan.core.steps import Exchange
+from longspan.cost.time_fit import TimeFit
+from longspan.policy.choosing import Facts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpTimes:
+    """T(L, C) = start_s + token_s L + cached_s C L + square_s L², for L tokens of a chunk behind C earlier ones.
+
+    Raises:
+        ValueError: for a coefficient below 0, or when tokens would take no time.
+    """
+
+    start_s: float
+    token_s: float
+    cached_s: float
+    square_s: float
+
+    def __post_init__(self) -> None:
+        terms = self.start_s, self.token_s, self.cached_s, self.square_s
+        if not all(0 <= term < math.inf for term in terms) or self.token_s + self.square_s <= 0:
+            raise ValueError(f"chunks take more time the more tokens they have, but the coefficients are {terms}")
+
+    @classmethod
+    def of(cls, fit: TimeFit) -> Self:
+        """What was fitted to measurements."""
+        return cls(start_s=fit.start_s, token_s=fit.token_s, cached_s=fit.cached_s, square_s=fit.square_s)
+
+    def seconds(self, new_tokens: float, cached_tokens: float = 0) -> float:
+        """Of a chunk."""
+        per_token = self.token_s + self.cached_s * cached_tokens + self.square_s * new_tokens
+        return self.start_s + per_token * new_tokens
+
+    def most_tokens(self, budget_s: float, cached_tokens: float = 0) -> float:
+        """How many tokens take just so long: the root of the quadratic, in the form that does not cancel; 0 if none."""
+        rest = budget_s - self.start_s
+        if rest <= 0:
+            return 0.0
+        slope = self.token_s + self.cached_s * cached_tokens
+        return 2 * rest / (slope + math.sqrt(slope * slope + 4 * self.square_s * rest))
+
+
+_ONE_INSTANCE = SpTimes(start_s=0.02, token_s=1e-4, cached_s=2e-9, square_s=1e-9)
+"""Of nothing in particular: for want of everything, only that longer prompts take longer."""
+_HOP_S = 1e-3
+"""What each further member adds to a step, for want of measurements."""
+
+
+def measured_times(facts: Facts, exchanges: Collection[Exchange]) -> dict[int, SpTimes]:
+    """Of every number of instances that was measured, with the quickest of these exchanges; empty without a profile.
+
+    The quickest is the one that takes the least time for all prompts of the profile together. Where none of these was
+    measured with a number of instances, it is the quickest of all others.
+    """
+    fits = facts.profile.fits() if facts.profile is not None else {}
+    lengths = {(p.new_tokens, p.cached_tokens) for p in facts.profile.prefills} if facts.profile is not None else set()
+    ranked = sorted(
+        (members, exchange not in exchanges, sum(fit.seconds(*one) for one in sorted(lengths)), exchange)
+        for (members, exchange), fit in fits.items()
+        if fit.token_s + fit.square_s > 0
+    )
+    best = {members: exchange for members, _, _, exchange in reversed(ranked)}
+    return {members: SpTimes.of(fits[members, exchange]) for members, exchange in sorted(best.items())}
+
+
+def expected_times(facts: Facts, sizes: Collection[int]) -> dict[int, SpTimes]:
+    """For want of measurements: one instance by shape and hardware, several by even shares and a start for each."""
+    shape, hardware = facts.shape, facts.hardware
+    alone = _ONE_INSTANCE
+    if shape is not None and hardware is not None:
+        weights = 12 * shape.num_layers * shape.hidden_size**2  # of a usual layer, whatever the model's is
+        pair_s = 4 * shape.num_layers * shape.num_heads * shape.head_dim / hardware.flops_per_s
+        alone = replace(alone, token_s=2 * weights / hardware.flops_per_s, cached_s=pair_s, square_s=pair_s / 2)
+    return {
+        size: SpTimes(
+            start_s=alone.start_s + _HOP_S * (size - 1),
+            token_s=alone.token_s / size,
+            cached_s=alone.cached_s / size,
+            square_s=alone.square_s / size,
+        )
+        for size in sizes
+    }
+
+
+def sp_sizes(given: str, num_instances: int, measured: Mapping[int, SpTimes]) -> tuple[int, ...]:
+    """The sizes of groups to choose from: those that are `given` (`1,2,4`), or with `auto` powers of two, so that
+    groups of different sizes leave no odd instances; with measurements only sizes that were measured.
+
+    Raises:
+        ValueError: for sizes that are no ascending numbers, larger than the cluster, or not measured when others were.
+    """
+    if given == "auto":
+        powers = [1 << bit for bit in range(num_instances.bit_length()) if 1 << bit <= num_instances]
+        return tuple(size for size in powers if not measured or size in measured) or (1,)
+    parts = given.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise ValueError(f"sp_sizes are numbers of instances such as 1,2,4, but {given!r} given")
+    sizes = tuple(int(part) for part in parts)
+    if list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
+        raise ValueError(f"sp_sizes ascend from at least 1, such as 1,2,4, but {given} given")
+    check_sizes(sizes, num_instances, measured)
+    return sizes
+
+
+def check_sizes(sizes: Collection[int], num_instances: int, measured: Mapping[int, SpTimes]) -> None:
+    """Whether there are groups of these sizes, and times of them.
+
+    Raises:
+        ValueError: when there are not.
+    """
+    if min(sizes) < 1:
+        raise ValueError(f"sp size {min(sizes)} is less than 1 instance")
+    if max(sizes) > num_instances:
+        raise ValueError(f"sp size {max(sizes)} is more than the {num_instances} instances: give --parallel more")
+    missing = [size for size in sizes if measured and size not in measured]
+    if missing:
+        raise ValueError(
+            f"the profile of this machine has no times for sp size {missing[0]}, only for "
+            f"{', '.join(map(str, sorted(measured)))}: measure it with longspan profile, or leave the size out"
+        )

@@ -1,0 +1,111 @@
+"""The share of a request in the next step of its group: so many tokens of its prompt, or one token of its decode."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from longspan.core.account import PrefixHit
+from longspan.core.protocols import ClusterView, Share
+from longspan.core.request import Request
+from longspan.core.runs import Deal
+from longspan.core.steps import Exchange
+from longspan.policy.batching import Budget, rotated_share, single_share
+from longspan.policy.choosing import Chooser
+from longspan.policy.dealing import Room, Shape, deal_chunk, deal_to_last, holders
+from longspan.policy.partitions import Partitions
+from longspan.policy.sharing import SharingOptions
+
+
+class GroupShares:
+    """Shapes shares by the options, and by what is expected to be quickest."""
+
+    def __init__(self, options: SharingOptions, chooser: Chooser, partitions: Partitions | None = None) -> None:
+        self._options, self._chooser, self._partitions = options, chooser, partitions
+
+    def exchange(self, new_tokens: int, cached_tokens: int, members: int) -> Exchange:
+        """Of a step of prefill."""
+        return self._options.wanted or self._chooser.exchange(new_tokens, cached_tokens, members)
+
+    def next(self, request: Request, view: ClusterView, budget: Budget, most: int) -> Share | None:
+        """The next chunk of a prompt, or the next token of a decode, which the end of a chain goes on with alone.
+
+        `most` bounds the tokens of a dealt prompt on each member; None when there are none left to give.
+        """
+        is_single = request.num_tokens - request.num_scheduled == 1
+        if (end := _alone(request, is_single=is_single)) is not None:
+            return single_share(request, end, request.num_scheduled, budget)
+        if self._options.rotate == "token" and is_single and request.num_scheduled >= request.num_prompt:
+            return rotated_share(request, self._options.decode, budget)
+        return self.chunk(request, view, budget, request.group, None, most=most, end=request.num_tokens)
+
+    def chunk(
+        self,
+        request: Request,
+        view: ClusterView,
+        budget: Budget,
+        group: tuple[int, ...],
+        hit: PrefixHit | None,
+        *,
+        most: int,
+        end: int,
+    ) -> Share | None:
+        """Tokens of a request up to `end` at most, dealt to a group of several; of an admission behind its `hit`."""
+        table = list(hit.refs) if hit is not None else request.table
+        start = hit.num_tokens if hit is not None else request.num_scheduled
+        cost = view.account.hit_cost(hit, budget.claimed) if hit is not None else Counter[int]()
+        room = Room(
+            tokens=tuple(min(budget.tokens[i], most) for i in group),
+            blocks=tuple(budget.blocks[i] - cost[i] for i in group),
+            block_size=request.block_size,
+        )
+        exchange: Exchange = self._options.decode
+        shape = Shape()
+        if request.num_tokens - start > 1:
+            exchange = self.exchange(min(end - start, sum(room.tokens)), start, len(group))
+            shape = self._shape(exchange, request.num_tokens, len(group))
+        owners = [group.index(ref.instance) for ref in table]
+        dealt: Deal | None = None
+        held: tuple[int, ...] = ()
+        keeper = None
+        if exchange == "chain" and self._options.home != "computed" and not is_too_large(request, view, 1):
+            dealt, held = deal_to_last(start, end, owners, room, shape)
+            keeper = None if dealt is None else group[-1]
+        if dealt is None:
+            dealt = deal_chunk(start, end, owners, room, shape)
+            if dealt is None:
+                return None
+            stop = max(run.stop for runs in dealt for run in runs)
+            held = holders(dealt, len(table), request.blocks_for(stop), request.block_size)
+        return Share(
+            request=request,
+            group=group,
+            start=start,
+            stop=max(run.stop for runs in dealt for run in runs),
+            runs=dealt,
+            holders=tuple(group[member] for member in held),
+            exchange=self._chooser.of_step(exchange, sum(len(run) for runs in dealt for run in runs), len(group)),
+            keeper=keeper,
+            hit=hit,
+        )
+
+    def _shape(self, exchange: Exchange, num_tokens: int, members: int) -> Shape:
+        """How a prompt of this length is dealt to so many."""
+        shape = self._options.shape(exchange)
+        if exchange != "chain" or self._partitions is None:
+            return shape
+        return replace(shape, fractions=self._partitions.fractions(num_tokens, members))
+
+
+def _alone(request: Request, *, is_single: bool) -> int | None:
+    """The instance that goes on with a request by itself: the only one, or for single tokens the keeper of all KV."""
+    if len(request.group) == 1:
+        return request.group[0]
+    keeper = request.keeper
+    alone = keeper is not None and is_single and all(ref.instance == keeper for ref in request.table)
+    return keeper if alone else None
+
+
+def is_too_large(request: Request, view: ClusterView, members: int) -> bool:
+    """Whether so many empty pools do not hold a request."""
+    return request.blocks_for(request.num_tokens) > members * view.account.pool(0).num_blocks

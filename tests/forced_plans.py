@@ -1,0 +1,85 @@
+"""Groups that grow as they are told, or at random."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+from longspan.core.account import PrefixHit
+from longspan.core.protocols import ClusterView, Plan, Share
+from longspan.core.request import Request
+from longspan.policy.batching import Budget, fill, single_share
+from longspan.policy.cdsp import Chunk, ChunkPlan, Prompt
+from longspan.policy.cdsp_policy import Cdsp
+from longspan.policy.cdsp_rates import RateTable, RateWatch
+from longspan.policy.choosing import Chooser, Facts
+from longspan.policy.group_shares import GroupShares
+from longspan.policy.sharing import SharingOptions
+
+Plans = Mapping[int, Sequence[tuple[int, tuple[int, ...]]]]
+"""By length of the prompt: the tokens and the group of every chunk but the last, whose tokens are the rest."""
+
+
+class ForcedPlanner:
+    """The plan of each length; everything else goes to instance 0, and so do prompts that begin with cached tokens."""
+
+    def __init__(self, plans: Plans, num_instances: int) -> None:
+        self._plans, self.largest = plans, num_instances
+
+    def plan(self, prompt: Prompt, queue_s: Sequence[float]) -> ChunkPlan | None:
+        if prompt.held:
+            return None
+        left, chunks = prompt.new_tokens, []
+        planned = self._plans.get(prompt.new_tokens, [(prompt.new_tokens, (0,))])
+        for number, (tokens, group) in enumerate(planned, start=1):
+            taken = left if number == len(planned) else tokens
+            chunks.append(Chunk(num_tokens=taken, group=group))
+            left -= taken
+        return ChunkPlan(chunks=tuple(chunks), ttft_s=max(queue_s) + 1.0)
+
+    def seconds(self, size: int, new_tokens: int, cached_tokens: int) -> float:  # noqa: ARG002 - of the protocol
+        return 1.0
+
+
+def forced(plans: Plans, num_instances: int, options: SharingOptions | None = None) -> Cdsp:
+    options = options or SharingOptions()
+    shares = GroupShares(options, Chooser(num_instances, Facts(), options.wanted))
+    watch = RateWatch(RateTable(entries=((0.0, 0.0),)))
+    return Cdsp(tuple(range(num_instances)), ForcedPlanner(plans, num_instances), shares, watch)
+
+
+class Wandering:
+    """A policy under which each step of a request is for any group that has all holders of its KV; also in decode."""
+
+    def __init__(self, num_instances: int, seed: int) -> None:
+        self._everyone, self._seed = tuple(range(num_instances)), seed
+        self._shares = GroupShares(SharingOptions(), Chooser(num_instances, Facts()))
+
+    def capacity_tokens(self, *, num_blocks: int, block_size: int) -> int:
+        return len(self._everyone) * num_blocks * block_size
+
+    def check(self, num_prompt_tokens: int) -> None:
+        pass
+
+    def plan(self, view: ClusterView) -> Plan:
+        batch = None if view.full else fill(view, frozenset(self._everyone), self)
+        if batch is None:
+            return Plan()
+        return Plan(preempted=tuple(batch.preempted), batches=(tuple(batch.shares),) if batch.shares else ())
+
+    def admit(self, request: Request, view: ClusterView, budget: Budget) -> Share | None:
+        return self._share(request, view, budget, PrefixHit())
+
+    def grow(self, request: Request, view: ClusterView, budget: Budget) -> Share | None:
+        return self._share(request, view, budget, None)
+
+    def _share(self, request: Request, view: ClusterView, budget: Budget, hit: PrefixHit | None) -> Share | None:
+        draw = random.Random(f"{self._seed} {request.id} {request.num_scheduled}")
+        known = {ref.instance for ref in request.table} or {draw.choice(self._everyone)}
+        seats = {i for i in self._everyone if budget.seqs[i] > 0 or i in request.group}
+        group = tuple(i for i in self._everyone if i in known or (i in seats and draw.random() < 0.4))
+        if not known <= seats:
+            return None
+        if len(group) == 1:
+            return single_share(request, group[0], request.num_scheduled, budget, hit, most=40)
+        return self._shares.chunk(request, view, budget, group, hit, most=40, end=request.num_tokens)
