@@ -181,11 +181,48 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MoveKV:
+    """Copies whole KV blocks of one request to other instances, every layer of them.
+
+    By itself it is a step: sources send what they hold, targets write it into their pools while they compute, and a
+    `Completion` says when all of it is there. Inside a Forward it keeps pace with the layers of that, see there. Between
+    instances that are split differently, each rank of a target gets the KV heads that it has, from a rank that has them.
+
+    Attributes:
+        copies: pairs of source and target. Sources are read, and targets written, by nobody else meanwhile.
+    """
+
+    number: int
+    request_id: int
+    copies: tuple[tuple[BlockRef, BlockRef], ...]
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """The instances that send, ascending."""
+        return tuple(sorted({source.instance for source, _ in self.copies}))
+
+    @property
+    def targets(self) -> tuple[int, ...]:
+        """The instances that receive, ascending."""
+        return tuple(sorted({target.instance for _, target in self.copies}))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Forward:
-    """One forward pass over several parts, which may differ in group and exchange."""
+    """One forward pass over several parts, which may differ in group and exchange.
+
+    Attributes:
+        balances: moves between members of a part, whose table names the targets already: a layer's KV is there before
+            its attention, and that of the next layer is under way meanwhile. Done when the Forward is.
+        streams: moves of blocks that this Forward completes, to instances outside: sources send a layer as soon as its
+            KV is computed. Targets are told by the executor. Each has a `Completion` of its own, after the Forward's or
+            before.
+    """
 
     number: int
     parts: tuple[Part, ...]
+    balances: tuple[MoveKV, ...] = ()
+    streams: tuple[MoveKV, ...] = ()
 
     @property
     def instances(self) -> tuple[int, ...]:
@@ -203,7 +240,7 @@ class Free:
     request_ids: tuple[int, ...]
 
 
-Step = Forward | Free
+Step = Forward | MoveKV | Free
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -231,7 +268,7 @@ class Scored:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """A Forward is done on all its ranks, which have sent `bytes_sent`."""
+    """A Forward or MoveKV is done on all its ranks, which have sent `bytes_sent`."""
 
     number: int
     sampled: tuple[Sampled, ...]

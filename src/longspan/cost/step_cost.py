@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from longspan.core.parallel import ParallelSpec
-from longspan.core.steps import Exchange, Forward, Part
+from longspan.core.steps import Exchange, Forward, MoveKV, Part
 from longspan.cost.architecture import Architecture
 from longspan.cost.channels import Channel, Share, chain_share_of, share_of
 from longspan.cost.cluster import Cluster, roofline
@@ -17,10 +17,21 @@ _NOTHING = Share(queries=0, pairs=0.0, scores=0.0, held=0.0)
 
 
 class StepCost(Protocol):
-    """Predicts how long a Forward takes."""
+    """Predicts how long steps take."""
+
+    @property
+    def num_layers(self) -> int:
+        """Of the model: what goes layer by layer goes in so many pieces."""
+        ...
 
     def seconds(self, forward: Forward) -> dict[int, float]:
-        """Of each instance that takes part, from the moment all of them have begun."""
+        """Of each instance that takes part, from the moment all of them have begun; what of its `balances` the layers
+        do not hide is in it, its `streams` are not.
+        """
+        ...
+
+    def move_s(self, move: MoveKV) -> float:
+        """Of a transfer on links that carry nothing else, from one pair of instances to the next at the same time."""
         ...
 
 
@@ -39,6 +50,11 @@ class RooflineCost:
         self, model: Architecture, cluster: Cluster, spec: ParallelSpec, *, kernels: Kernels = "flash"
     ) -> None:
         self._model: Roofline = roofline(model, cluster, spec, kernels)
+
+    @property
+    def num_layers(self) -> int:
+        """See `StepCost`."""
+        return self._model.layer.model.attention.num_layers
 
     def seconds(self, forward: Forward) -> dict[int, float]:
         """See `StepCost`. An instance that only passes a token on takes no time."""

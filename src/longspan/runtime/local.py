@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 from longspan.core.errors import WorkerLostError
-from longspan.core.steps import Completion, Forward, Link, Sampled, Scored, Step
+from longspan.core.steps import Completion, Forward, Free, Link, Sampled, Scored, Step
 from longspan.runtime.forkserver import WorkerProcess, start_worker
 from longspan.runtime.messages import (
     Command,
@@ -111,7 +111,7 @@ class LocalExecutor:
             for rank in ranks:
                 self._working_since_s.setdefault(rank, time.monotonic())
             self._send(RunForward(step), ranks)
-        else:
+        elif isinstance(step, Free):
             self._send(RunFree(step), range(len(self._commands)))
 
     def poll(self, timeout_s: float | None) -> list[Completion]:

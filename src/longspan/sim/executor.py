@@ -8,17 +8,21 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from longspan.core.steps import Completion, Forward, Part, Sample, Sampled, Step
+from longspan.core.steps import Completion, Forward, Free, MoveKV, Part, Sample, Sampled, Step
 from longspan.cost.step_cost import StepCost
 from longspan.sim.clock import VirtualClock
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearCost:
-    """`base_s` plus `per_token_s` for every token of the busiest instance; all take that long."""
+    """`base_s` plus `per_token_s` for every token of the busiest instance; all take that long. A transfer takes `per_block_s`
+    for every block.
+    """
 
     base_s: float = 0.01
     per_token_s: float = 0.0005
+    num_layers: int = 1
+    per_block_s: float = 0.001
 
     def seconds(self, forward: Forward) -> dict[int, float]:
         """See `StepCost`."""
@@ -27,6 +31,10 @@ class LinearCost:
             for instance, runs in zip(part.group, part.runs, strict=True):
                 tokens[instance] += sum(len(run) for run in runs)
         return dict.fromkeys(forward.instances, self.base_s + self.per_token_s * max(tokens.values()))
+
+    def move_s(self, move: MoveKV) -> float:
+        """See `StepCost`."""
+        return self.per_block_s * len(move.copies)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +85,7 @@ class SimExecutor:
                 if part.sampling is not None and part.sampling.banned:
                     self._banned[part.request_id] = part.sampling.banned
             self._run(step)
-        else:
+        elif isinstance(step, Free):
             for request_id in step.request_ids:
                 self._banned.pop(request_id, None)
 
