@@ -15,8 +15,9 @@ from longspan.sim.clock import VirtualClock
 
 @dataclass(frozen=True, kw_only=True)
 class LinearCost:
-    """`base_s` plus `per_token_s` for every token of the busiest instance; all take that long. A transfer takes `per_block_s`
-    for every block.
+    """`base_s` plus `per_token_s` for every token of the busiest instance; all take that long.
+
+    A transfer takes `per_block_s` for every block.
     """
 
     base_s: float = 0.01
