@@ -185,8 +185,8 @@ class MoveKV:
     """Copies whole KV blocks of one request to other instances, every layer of them.
 
     By itself it is a step: sources send what they hold, targets write it into their pools while they compute, and a
-    `Completion` says when all of it is there. Inside a Forward it keeps pace with the layers of that, see there. Between
-    instances that are split differently, each rank of a target gets the KV heads that it has, from a rank that has them.
+    `Completion` says when all of it is there. Inside a Forward it keeps pace with the layers of that, see there. Where
+    instances are split differently, each rank of a target gets the KV heads that it has, from a rank that has them.
 
     Attributes:
         copies: pairs of source and target. Sources are read, and targets written, by nobody else meanwhile.
