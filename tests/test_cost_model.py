@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longspan.core.fleet import Fleet
 from longspan.core.parallel import ParallelSpec
 from longspan.core.runs import Run, deal
 from longspan.core.steps import Exchange, Forward, Part, Sample
@@ -256,7 +257,7 @@ def part(request: int, start: int, stop: int, group: tuple[int, ...], exchange: 
 
 def step_cost(instances: int) -> RooflineCost:
     model = from_config(catalog.model_config("llama-3-8b"), name="llama-3-8b")
-    return RooflineCost(model, A100S, ParallelSpec(instances=instances))
+    return RooflineCost(model, A100S, Fleet(spec=ParallelSpec(instances=instances)), block_size=256)
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)

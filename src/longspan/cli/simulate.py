@@ -31,11 +31,25 @@ class ClusterOptions:
     ] = None
     hosts: Annotated[int, _cluster(help="How many hosts.")] = 1
     gpus_per_host: Annotated[
-        int | None, _cluster(help="Devices of each.", show_default="what --parallel needs, or else 8")
+        int | None, _cluster(help="Devices of each.", show_default="what the instances need, or else 8")
     ] = None
     parallel: Annotated[
         str | None,
         _cluster(metavar="SPEC", help=r"\[N]\[xtpT]: N instances of T devices each.", show_default="one per device"),
+    ] = None
+    prefill_parallel: Annotated[
+        str | None, _cluster(metavar="SPEC", help="Instead: the instances that prefill only, on the first devices.")
+    ] = None
+    decode_parallel: Annotated[
+        str | None, _cluster(metavar="SPEC", help="And those that decode only; prompts' KV is sent to them.")
+    ] = None
+    transfer_backends: Annotated[
+        int | None,
+        _cluster(
+            metavar="N",
+            help="How many transfers a decode instance receives at once.",
+            show_default="one per prefill instance",
+        ),
     ] = None
     link: Annotated[
         str | None, _cluster(metavar="NAME", help="What connects hosts, or the devices of a single host.")
@@ -135,6 +149,13 @@ class ResultOptions:
     find_max_rate: Annotated[
         bool,
         _results("--find-max-rate", help="Also find the rate up to which P99 TTFT stays below 25 times light load."),
+    ] = False
+    profile_improvement_rates: Annotated[
+        bool,
+        _results(
+            "--profile-improvement-rates",
+            help="Only find what -o improvement_rates= of tetris should say, for rates of up to --rate.",
+        ),
     ] = False
     report: Annotated[
         Path | None, _results(metavar="FILE.html", help="A page with pictures; needs longspan\\[report].")

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from longspan.cli.model_config import architecture
 from longspan.cli.simulate import ClusterOptions, SchedulingOptions
-from longspan.core.parallel import ParallelSpec
+from longspan.cli.simulate_fleet import fleet_of, roles_of
+from longspan.core.fleet import Fleet, Roles
 from longspan.core.places import Place, places_of_ranks
 from longspan.core.runs import Run
 from longspan.core.steps import Exchange
 from longspan.cost import catalog
 from longspan.cost.channels import Channel, share_of
 from longspan.cost.cluster import Cluster as Devices
-from longspan.cost.cluster import roofline
 from longspan.cost.fitted_cost import FittedCost
 from longspan.cost.forward import Roofline
 from longspan.cost.memory import memory
@@ -28,7 +28,6 @@ from longspan.cost.step_cost import RooflineCost, StepCost
 from longspan.policy.choosing import Facts
 from longspan.sim.predicted import predicted_profile
 
-_GPUS_PER_HOST = 8
 _PROFILED_TOKENS = 2**20
 """KV tokens of an instance whose memory nobody told."""
 _USED_MEMORY = 0.9
@@ -42,12 +41,15 @@ class Cluster:
     """What is simulated.
 
     Attributes:
-        num_blocks: KV blocks of each instance.
+        num_blocks: KV blocks of each instance; with roles, of each that prefills.
+        decode_blocks: of each that decodes.
         words: what it is, for people.
     """
 
     num_instances: int
     num_blocks: int
+    decode_blocks: int
+    roles: Roles | None
     cost: StepCost
     facts: Facts
     words: str
@@ -73,15 +75,15 @@ def cluster_of(model: str, options: ClusterOptions, scheduling: SchedulingOption
         raise ValueError(
             "give --hardware NAME (see longspan estimate) or --profile FILE (of longspan profile), and one"
         )
-    spec = _spec(options)
+    fleet = fleet_of(options)
     if options.profile is not None:
-        return _measured(options.profile, options, spec, scheduling)
+        return _measured(options.profile, options, fleet, scheduling)
     assert options.hardware is not None
-    return _computed(model, options.hardware, options, spec, scheduling)
+    return _computed(model, options.hardware, options, fleet, scheduling)
 
 
 def _computed(
-    model: str, hardware: str, options: ClusterOptions, spec: ParallelSpec, scheduling: SchedulingOptions
+    model: str, hardware: str, options: ClusterOptions, fleet: Fleet, scheduling: SchedulingOptions
 ) -> Cluster:
     """By data sheets."""
     if options.link is not None and options.link_gbytes_per_s is not None:
@@ -91,43 +93,49 @@ def _computed(
     devices = Devices(
         hardware=hardware,
         hosts=options.hosts,
-        gpus_per_host=options.gpus_per_host or math.ceil(spec.num_ranks / options.hosts),
+        gpus_per_host=options.gpus_per_host or math.ceil(fleet.num_ranks / options.hosts),
         link=options.link,
         link_bytes_per_s=None if options.link_gbytes_per_s is None else options.link_gbytes_per_s * 1e9,
     )
     sizes = architecture(model, dtype=options.dtype, ffn_dtype=options.ffn_dtype)
-    cost = RooflineCost(sizes, devices, spec, kernels=options.attention)
-    line = roofline(sizes, devices, spec, options.attention)
-    device, topology = catalog.device(hardware), line.topology
-    wire = topology.between if options.hosts > 1 else topology.inside
+    cost = RooflineCost(sizes, devices, fleet, block_size=scheduling.block_size, kernels=options.attention)
+    blocks = [scheduling.num_gpu_blocks_override or _num_blocks(line, scheduling) for line in cost.lines]
     subject = Subject(
         model=model,
         dtype=options.dtype,
         device="cuda",
-        tp=spec.tp,
+        tp=fleet.spec.tp,
         threads=1,
         kernel=options.attention,
         machine=hardware,
     )
+    profile = predicted_profile(
+        cost,
+        subject,
+        num_instances=fleet.spec.instances,
+        prompts=prompts_of(_PREDICTED_LENGTHS, 2 * _PREDICTED_LENGTHS[-1]),
+        exchanges=_PREDICTED_EXCHANGES,
+    )
+    topology, roles = cost.lines[0].topology, roles_of(fleet, options)
+    wire = topology.between if options.hosts > 1 else topology.inside
+    flops_per_s = catalog.device(hardware).flops_per_s
+    facts = Facts(
+        shape=sizes.attention,
+        hardware=Hardware(flops_per_s=flops_per_s, bytes_per_s=wire.bytes_per_s),
+        profile=profile,
+        model=model,
+        partitions=PartitionTable(),
+        tp=fleet.spec.tp,
+        places=_places(options, fleet),
+        roles=roles,
+    )
     return Cluster(
-        num_instances=spec.instances,
-        num_blocks=scheduling.num_gpu_blocks_override or _num_blocks(line, scheduling),
+        num_instances=fleet.num_instances,
+        num_blocks=blocks[0],
+        decode_blocks=blocks[-1],
+        roles=roles,
         cost=cost,
-        facts=Facts(
-            shape=sizes.attention,
-            hardware=Hardware(flops_per_s=device.flops_per_s, bytes_per_s=wire.bytes_per_s),
-            profile=predicted_profile(
-                cost,
-                subject,
-                num_instances=spec.instances,
-                prompts=prompts_of(_PREDICTED_LENGTHS, 2 * _PREDICTED_LENGTHS[-1]),
-                exchanges=_PREDICTED_EXCHANGES,
-            ),
-            model=model,
-            partitions=PartitionTable(),
-            tp=spec.tp,
-            places=_places(options, spec),
-        ),
+        facts=facts,
         words=f"{options.hosts} × {devices.gpus_per_host} {hardware}",
     )
 
@@ -148,42 +156,34 @@ def _num_blocks(line: Roofline, scheduling: SchedulingOptions) -> int:
     return found
 
 
-def _measured(path: Path, options: ClusterOptions, spec: ParallelSpec, scheduling: SchedulingOptions) -> Cluster:
+def _measured(path: Path, options: ClusterOptions, fleet: Fleet, scheduling: SchedulingOptions) -> Cluster:
     """By a profile."""
-    profile = _read(path)
-    if profile.subject.tp != spec.tp:
-        raise ValueError(f"--profile is of instances with tp {profile.subject.tp}, but --parallel {spec} given")
+    profile, roles = _read(path), roles_of(fleet, options)
+    if set(fleet.tps) != {profile.subject.tp}:
+        raise ValueError(f"--profile is of instances with tp {profile.subject.tp}, but {fleet} given")
+    num_blocks = scheduling.num_gpu_blocks_override or math.ceil(_PROFILED_TOKENS / scheduling.block_size)
     return Cluster(
-        num_instances=spec.instances,
-        num_blocks=scheduling.num_gpu_blocks_override or math.ceil(_PROFILED_TOKENS / scheduling.block_size),
+        num_instances=fleet.num_instances,
+        num_blocks=num_blocks,
+        decode_blocks=num_blocks,
+        roles=roles,
         cost=FittedCost(profile),
         facts=Facts(
             profile=profile,
             model=profile.subject.model,
             partitions=PartitionTable(),
-            tp=spec.tp,
-            places=_places(options, spec),
+            tp=fleet.spec.tp,
+            places=_places(options, fleet),
+            roles=roles,
         ),
         words=f"{profile.subject.machine}, {profile.subject.threads} threads per rank",
     )
 
 
-def _places(options: ClusterOptions, spec: ParallelSpec) -> tuple[Place, ...]:
+def _places(options: ClusterOptions, fleet: Fleet) -> tuple[Place, ...]:
     """Of the first rank of each instance."""
-    return places_of_ranks(spec.num_ranks, str(options.hosts))[:: spec.tp]
-
-
-def _spec(options: ClusterOptions) -> ParallelSpec:
-    if options.parallel is None:
-        return ParallelSpec(instances=options.hosts * (options.gpus_per_host or _GPUS_PER_HOST))
-    spec = ParallelSpec.parse(options.parallel)
-    num_devices = spec.num_ranks if options.gpus_per_host is None else options.hosts * options.gpus_per_host
-    if spec.num_ranks != num_devices:
-        raise ValueError(
-            f"--parallel {spec}: instances({spec.instances}) * tp({spec.tp}) = {spec.num_ranks} devices, but "
-            f"--hosts {options.hosts} * --gpus-per-host {options.gpus_per_host} = {num_devices}: make them equal"
-        )
-    return spec
+    places = places_of_ranks(fleet.num_ranks, str(options.hosts))
+    return tuple(places[fleet.ranks(instance)[0]] for instance in range(fleet.num_instances))
 
 
 def _at_least_one(numbers: Mapping[str, int | None]) -> None:

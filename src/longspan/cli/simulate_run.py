@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import typer
 from rich.console import Console
 from rich.table import Table
-from tqdm import tqdm
 
 from longspan.cli.options import key_values
 from longspan.cli.simulate import ClusterOptions, FaultOptions, ResultOptions, SchedulingOptions, WorkloadOptions
-from longspan.cli.simulate_cluster import Cluster, cluster_of
+from longspan.cli.simulate_cluster import Cluster
+from longspan.cli.simulate_rates import print_improvement_rates
+from longspan.cli.simulate_scene import Scene
 from longspan.cli.simulate_workload import Workload, workload_of
-from longspan.core.engine import EngineConfig
-from longspan.core.protocols import Limits
-from longspan.policy import make_policy
 from longspan.sim.faults import Faults
-from longspan.sim.rates import MOST_TIMES_LIGHT, find_max_rate
 from longspan.sim.report import check_report, html_report
-from longspan.sim.result import Result, percentile, summary
-from longspan.sim.run import Watch, simulate
+from longspan.sim.result import Result, summary
 from longspan.sim.timeline import Timeline
 from longspan.sim.trace import chrome_trace
-
-_FAR_APART_S = 1e6
 
 
 def run_simulation(
@@ -45,16 +36,16 @@ def run_simulation(
         ValueError: for a value that is not possible, or files that cannot be read or written.
     """
     _check_files(results)
-    faults = _faults(fault_options)
-    cluster = cluster_of(model, cluster_options, scheduling)
+    scene = Scene.of(model, cluster_options, scheduling, _faults(fault_options))
     workload = workload_of(workload_options)
-    scene = _Scene(cluster=cluster, scheduling=scheduling, faults=faults, shares=workload.shares)
+    if results.profile_improvement_rates:
+        return print_improvement_rates(scene, workload, workload_options.rate, as_json=results.as_json)
     timeline = Timeline() if results.report or results.trace else None
     result = scene.run(workload, timeline, title="requests")
     numbers: dict[str, float | int | None] = summary(result)
     if results.find_max_rate:
         numbers |= _rates(scene, workload, start=workload_options.rate or 1.0)
-    settings = _settings(model, cluster_options, scheduling, workload_options, cluster)
+    settings = _settings(model, cluster_options, scheduling, workload_options, scene.cluster)
     if timeline is not None:
         _write_pictures(results, result, timeline, settings)
     if results.as_json:
@@ -67,54 +58,12 @@ def run_simulation(
     return 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Scene:
-    """All of a simulation but its requests."""
-
-    cluster: Cluster
-    scheduling: SchedulingOptions
-    faults: Faults
-    shares: bool
-
-    def run(self, workload: Workload, timeline: Timeline | None, *, title: str) -> Result:
-        """With a progress bar on stderr, if that is a terminal."""
-        policy = make_policy(
-            self.scheduling.policy,
-            num_instances=self.cluster.num_instances,
-            options=key_values("--policy-option", self.scheduling.policy_option or ()),
-            facts=self.cluster.facts,
-        )
-        capacity = policy.capacity_tokens(num_blocks=self.cluster.num_blocks, block_size=self.scheduling.block_size)
-        with _bar(len(workload.arrivals), title) as finished:
-            watch = replace(timeline.watch if timeline else Watch(), finished=finished)
-            return simulate(
-                workload.arrivals, self._config(capacity), policy, self.cluster.cost, faults=self.faults, watch=watch
-            )
-
-    def _config(self, capacity: int) -> EngineConfig:
-        options = self.scheduling
-        return EngineConfig(
-            num_instances=self.cluster.num_instances,
-            num_blocks=self.cluster.num_blocks,
-            block_size=options.block_size,
-            max_model_len=options.max_model_len or capacity,
-            limits=Limits(max_num_batched_tokens=options.max_num_batched_tokens, max_num_seqs=options.max_num_seqs),
-            prefix_caching=options.enable_prefix_caching and self.shares,  # else nothing would be found
-            max_steps_in_flight=2 if options.async_scheduling else 1,
-        )
-
-
-def _rates(scene: _Scene, workload: Workload, *, start: float) -> dict[str, float | None]:
-    """The highest rate whose P99 of TTFT stays below so many times that of requests which never meet."""
-    light = percentile(scene.run(workload.one_by_one(_FAR_APART_S), None, title="light load").ttfts_s, 99)
-    if light is None:
+def _rates(scene: Scene, workload: Workload, *, start: float) -> dict[str, float | None]:
+    """What `--find-max-rate` adds."""
+    light_s = scene.light_ttft_p99_s(workload)
+    if light_s is None:
         raise ValueError("--find-max-rate: no request was served")
-
-    def keeps_up(rate: float) -> bool:
-        found = percentile(scene.run(workload.at_rate(rate), None, title=f"rate {rate:.3g}").ttfts_s, 99)
-        return found is not None and found < MOST_TIMES_LIGHT * light
-
-    return {"max_rate": find_max_rate(keeps_up, start=start), "light_ttft_p99_s": light}
+    return {"max_rate": scene.max_rate(workload, light_s, start=start), "light_ttft_p99_s": light_s}
 
 
 def _faults(options: FaultOptions) -> Faults:
@@ -171,12 +120,6 @@ def _write(flag: str, path: Path, content: str) -> None:
         path.write_text(content, encoding="utf-8")
     except OSError as error:
         raise ValueError(f"{flag} {str(path)!r} cannot be written: {error.strerror}") from None
-
-
-@contextmanager
-def _bar(total: int, title: str) -> Iterator[Callable[[int], None]]:
-    with tqdm(total=total, desc=title, unit="request", dynamic_ncols=True, leave=False, disable=None) as bar:
-        yield lambda num_done: bar.update(num_done - bar.n)
 
 
 def _table(numbers: dict[str, float | int | None]) -> Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from longspan.core.fleet import Fleet
 from longspan.core.parallel import ParallelSpec
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture
@@ -11,7 +12,7 @@ from longspan.cost.efficiency import Efficiency, Kernels
 from longspan.cost.forward import Roofline
 from longspan.cost.layer import Layer
 from longspan.cost.operators import Chip
-from longspan.cost.topology import Topology, wire
+from longspan.cost.topology import Topology, Wire, wire
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,24 +58,59 @@ def roofline(
     Raises:
         ValueError: for unknown names, more ranks than devices, or heads that so many ranks cannot share.
     """
-    if spec.num_ranks > cluster.num_gpus:
+    [found] = rooflines(model, cluster, Fleet(spec=spec), kernels, constants)
+    return found
+
+
+def rooflines(
+    model: Architecture, cluster: Cluster, fleet: Fleet, kernels: Kernels = "flash", constants: Efficiency | None = None
+) -> tuple[Roofline, ...]:
+    """The same of every role of a fleet: of all instances, or of those that prefill and those that decode.
+
+    Raises:
+        ValueError: see `roofline`.
+    """
+    specs = [fleet.spec] if fleet.decode_spec is None else [fleet.spec, fleet.decode_spec]
+    if fleet.num_ranks > cluster.num_gpus:
+        ranks = " + ".join(f"{spec.instances} * {spec.tp}" for spec in specs)
         raise ValueError(
-            f"{spec} needs {spec.instances} * {spec.tp} = {spec.num_ranks} GPUs, but there are {cluster.hosts} hosts * "
+            f"{fleet} needs {ranks} = {fleet.num_ranks} GPUs, but there are {cluster.hosts} hosts * "
             f"{cluster.gpus_per_host} = {cluster.num_gpus}: use more hosts or fewer ranks"
         )
-    if model.attention.num_heads < spec.tp:
-        raise ValueError(f"tp({spec.tp}) ranks cannot share {model.attention.num_heads} query heads: use a smaller tp")
+    for spec in specs:
+        if model.attention.num_heads < spec.tp:
+            raise ValueError(
+                f"tp({spec.tp}) ranks cannot share {model.attention.num_heads} query heads: use a smaller tp"
+            )
     constants, device = constants or catalog.efficiency(), catalog.device(cluster.hardware)
-    names = [device.link, device.network]
-    measured: list[float | None] = [None, None]
-    slowest = 1 if cluster.hosts > 1 else 0
-    names[slowest], measured[slowest] = cluster.link or names[slowest], cluster.link_bytes_per_s
-    inside, between = (wire(catalog.link(name), speed) for name, speed in zip(names, measured, strict=True))
+    inside, between = _wires(cluster)
     chip = Chip(
         device=device,
         efficiency=constants,
         attention=constants.attention[kernels],
         bytes_per_element=model.attention.bytes_per_element,
     )
-    topology = Topology(tp=spec.tp, gpus_per_host=cluster.gpus_per_host, inside=inside, between=between)
-    return Roofline(layer=Layer(model=model, chip=chip, tp=spec.tp), topology=topology)
+    found, num_instances, num_devices = [], 0, 0
+    for spec in specs:
+        topology = Topology(
+            tp=spec.tp,
+            gpus_per_host=cluster.gpus_per_host,
+            inside=inside,
+            between=between,
+            first_instance=num_instances,
+            first_device=num_devices,
+        )
+        found.append(Roofline(layer=Layer(model=model, chip=chip, tp=spec.tp), topology=topology))
+        num_instances, num_devices = num_instances + spec.instances, num_devices + spec.num_ranks
+    return tuple(found)
+
+
+def _wires(cluster: Cluster) -> tuple[Wire, Wire]:
+    """Of one host, and between hosts; the slowest that there is can be given."""
+    device = catalog.device(cluster.hardware)
+    names = [device.link, device.network]
+    measured: list[float | None] = [None, None]
+    slowest = 1 if cluster.hosts > 1 else 0
+    names[slowest], measured[slowest] = cluster.link or names[slowest], cluster.link_bytes_per_s
+    inside, between = (wire(catalog.link(name), speed) for name, speed in zip(names, measured, strict=True))
+    return inside, between

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from longspan.core.parallel import ParallelSpec
+from longspan.core.fleet import Fleet
 from longspan.core.steps import Exchange, Forward, MoveKV, Part
 from longspan.cost.architecture import Architecture
 from longspan.cost.channels import Channel, Share, chain_share_of, share_of
-from longspan.cost.cluster import Cluster, roofline
+from longspan.cost.cluster import Cluster, rooflines
 from longspan.cost.efficiency import Kernels
-from longspan.cost.forward import Roofline
+from longspan.cost.forward import Breakdown, Roofline
+from longspan.cost.moves import exposed_s, moved_s
 
 _NOTHING = Share(queries=0, pairs=0.0, scores=0.0, held=0.0)
 
@@ -42,19 +44,44 @@ class RooflineCost:
     one group and exchange. Keys of earlier steps count as spread evenly over the group, except that the members of a
     chain have them all.
 
+    Prefill and decode instances may be split differently; a Forward is of one kind of them.
+
+    Args:
+        block_size: tokens of a KV block, which transfers consist of.
+
     Raises:
         ValueError: see `roofline`.
     """
 
     def __init__(
-        self, model: Architecture, cluster: Cluster, spec: ParallelSpec, *, kernels: Kernels = "flash"
+        self,
+        model: Architecture,
+        cluster: Cluster,
+        fleet: Fleet,
+        *,
+        block_size: int,
+        kernels: Kernels = "flash",
     ) -> None:
-        self._model: Roofline = roofline(model, cluster, spec, kernels)
+        self._lines: tuple[Roofline, ...] = rooflines(model, cluster, fleet, kernels)
+        self._block_size = block_size
+
+    @property
+    def lines(self) -> tuple[Roofline, ...]:
+        """Of every role, prefill first."""
+        return self._lines
 
     @property
     def num_layers(self) -> int:
         """See `StepCost`."""
-        return self._model.layer.model.attention.num_layers
+        return self._lines[0].layer.model.attention.num_layers
+
+    def move_s(self, move: MoveKV) -> float:
+        """See `StepCost`. What two instances on one host send each other stays inside."""
+        blocks = Counter((source.instance, target.instance) for source, target in move.copies)
+        return moved_s({pair: number * self._block_size for pair, number in blocks.items()}, self._line)
+
+    def _line(self, instance: int) -> Roofline:
+        return next(line for line in reversed(self._lines) if instance >= line.topology.first_instance)
 
     def seconds(self, forward: Forward) -> dict[int, float]:
         """See `StepCost`. An instance that only passes a token on takes no time."""
@@ -81,8 +108,18 @@ class RooflineCost:
             channels.append(channel)
             for instance, share in zip(channel.group, channel.shares, strict=True):
                 tokens[instance] += share.queries
-        times = self._model.times(channels, tokens, sampled)
+        times = self._line(forward.parts[0].group[0]).times(channels, tokens, sampled)
+        for move in forward.balances:
+            self._balance(move, forward, times)
         return {instance: breakdown.total_s for instance, breakdown in times.items()}
+
+    def _balance(self, move: MoveKV, forward: Forward, times: Mapping[int, Breakdown]) -> None:
+        """Adds what the layers of a request's group do not hide of moving its KV."""
+        group = next(part.group for part in forward.parts if part.request_id == move.request_id)
+        layer_s = min(times[i].total_s - times[i].head_s for i in group) / self.num_layers
+        waiting_s = exposed_s(self.move_s(move), layer_s, self.num_layers)
+        for instance in group:
+            times[instance].exchange_s += waiting_s
 
 
 class _Decodes:

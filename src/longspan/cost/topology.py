@@ -49,16 +49,19 @@ class Topology:
 
     Attributes:
         inside, between: how messages of one host, and of different hosts, travel.
+        first_instance, first_device: the number of the first of these instances, and where it begins.
     """
 
     tp: int
     gpus_per_host: int
     inside: Wire
     between: Wire
+    first_instance: int = 0
+    first_device: int = 0
 
     def host(self, instance: int) -> int:
         """Of an instance's first rank."""
-        return instance * self.tp // self.gpus_per_host
+        return (self.first_device + (instance - self.first_instance) * self.tp) // self.gpus_per_host
 
     def send_s(self, num_bytes: float, sender: int, receiver: int) -> float:
         """From each rank of an instance to its counterpart in another, all at once."""

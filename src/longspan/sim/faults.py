@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from longspan.core.steps import Forward
+from longspan.core.steps import Forward, MoveKV
 from longspan.cost.step_cost import StepCost
 
 
@@ -44,10 +44,19 @@ class Faults:
 
 @dataclass(frozen=True)
 class SlowedCost:
-    """A cost under which some instances are slow."""
+    """A cost under which some instances compute slowly. Links are as quick as ever."""
 
     cost: StepCost
     factors: Mapping[int, float]
+
+    @property
+    def num_layers(self) -> int:
+        """See `StepCost`."""
+        return self.cost.num_layers
+
+    def move_s(self, move: MoveKV) -> float:
+        """See `StepCost`."""
+        return self.cost.move_s(move)
 
     def seconds(self, forward: Forward) -> dict[int, float]:
         """See `StepCost`."""

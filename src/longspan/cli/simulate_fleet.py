@@ -1,0 +1,75 @@
+"""The instances of `longspan simulate`, as its options have them."""
+
+from __future__ import annotations
+
+from longspan.cli.simulate import ClusterOptions
+from longspan.core.fleet import Fleet, Roles
+from longspan.core.parallel import ParallelSpec
+
+_GPUS_PER_HOST = 8
+
+
+def fleet_of(options: ClusterOptions) -> Fleet:
+    """All instances, on as many devices as there are.
+
+    Raises:
+        ValueError: for specs that cannot be read or do not fit the devices, or options that exclude each other.
+    """
+    if options.prefill_parallel is None and options.decode_parallel is None:
+        return Fleet(spec=_alike(options))
+    if options.prefill_parallel is None or options.decode_parallel is None:
+        raise ValueError("instances that prefill need others that decode: give --prefill-parallel and --decode-parallel")
+    if options.parallel is not None:
+        raise ValueError(
+            f"--parallel {options.parallel} has all instances do both, but --prefill-parallel "
+            f"{options.prefill_parallel} has some prefill only: give one of them"
+        )
+    fleet = Fleet(
+        spec=ParallelSpec.parse(options.prefill_parallel), decode_spec=ParallelSpec.parse(options.decode_parallel)
+    )
+    assert fleet.decode_spec is not None
+    flags = {"--prefill-parallel": fleet.spec, "--decode-parallel": fleet.decode_spec}
+    _check_devices(options, flags)
+    return fleet
+
+
+def roles_of(fleet: Fleet, options: ClusterOptions) -> Roles | None:
+    """Which instances prefill and which decode; None when all do both.
+
+    Raises:
+        ValueError: for backends that nobody needs, or none.
+    """
+    if fleet.decode_spec is None:
+        if options.transfer_backends is not None:
+            raise ValueError(
+                f"--transfer-backends {options.transfer_backends} is for KV that is sent to instances which decode "
+                "only: give --prefill-parallel and --decode-parallel, or leave it out"
+            )
+        return None
+    backends = fleet.spec.instances if options.transfer_backends is None else options.transfer_backends
+    if backends < 1:
+        raise ValueError(f"--transfer-backends must be at least 1, but {backends} given")
+    return Roles(num_prefill=fleet.spec.instances, num_decode=fleet.decode_spec.instances, backends=backends)
+
+
+def _alike(options: ClusterOptions) -> ParallelSpec:
+    """Instances that all do the same."""
+    if options.parallel is None:
+        return ParallelSpec(instances=options.hosts * (options.gpus_per_host or _GPUS_PER_HOST))
+    spec = ParallelSpec.parse(options.parallel)
+    _check_devices(options, {"--parallel": spec})
+    return spec
+
+
+def _check_devices(options: ClusterOptions, specs: dict[str, ParallelSpec]) -> None:
+    """Raises ValueError unless these instances take all devices."""
+    needed = sum(spec.num_ranks for spec in specs.values())
+    there = needed if options.gpus_per_host is None else options.hosts * options.gpus_per_host
+    if needed == there:
+        return
+    given = ", ".join(f"{flag} {spec}" for flag, spec in specs.items())
+    sums = " + ".join(f"instances({spec.instances}) * tp({spec.tp})" for spec in specs.values())
+    raise ValueError(
+        f"{given}: {sums} = {needed} devices, but --hosts {options.hosts} * --gpus-per-host {options.gpus_per_host} = "
+        f"{there}: make them equal"
+    )

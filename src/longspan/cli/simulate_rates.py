@@ -1,0 +1,70 @@
+"""`longspan simulate --profile-improvement-rates`: the table that `-o improvement_rates=` reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import typer
+from tqdm import tqdm
+
+from longspan.cli.simulate_scene import Scene
+from longspan.cli.simulate_workload import Workload
+from longspan.policy.cdsp_rates import RateTable
+from longspan.sim.improvement import best_improvement_rate, request_rates
+
+_TOLD = ("improvement_rate", "improvement_rates")
+
+
+def print_improvement_rates(scene: Scene, workload: Workload, highest: float | None, *, as_json: bool) -> int:
+    """Finds the table for request rates up to `highest`, prints it, and returns the exit code.
+
+    Raises:
+        ValueError: for another policy, options that say the rates, or no highest rate.
+    """
+    if scene.scheduling.policy != "tetris":
+        raise ValueError(
+            f"--profile-improvement-rates is for --policy tetris, but --policy {scene.scheduling.policy} given"
+        )
+    for option in _TOLD:
+        if option in scene.policy_options:
+            raise ValueError(f"--profile-improvement-rates finds what -o {option} says: leave that out")
+    if highest is None:
+        raise ValueError("--profile-improvement-rates goes up to --rate: give the highest rate that is expected")
+    table, means_s = profile_improvement_rates(scene, workload, highest)
+    if as_json:
+        ttfts = {f"{rate:g}": {f"{tried:g}": s for tried, s in found.items()} for rate, found in means_s.items()}
+        typer.echo(json.dumps({"improvement_rates": str(table), "ttft_mean_s": ttfts}, allow_nan=False))
+    else:
+        typer.echo(f"improvement_rates={table}")
+    return 0
+
+
+def profile_improvement_rates(
+    scene: Scene, workload: Workload, highest: float
+) -> tuple[RateTable, Mapping[float, Mapping[float, float]]]:
+    """The table, and mean TTFTs by request rate and improvement rate.
+
+    Where others decode, answers count for nothing: they are one token long then, which takes less time to simulate.
+
+    Raises:
+        ValueError: when no request is served.
+    """
+    if scene.cluster.roles is not None:
+        workload = replace(workload, arrivals=[replace(one, output_len=1) for one in workload.arrivals])
+    best: dict[float, float] = {}
+    means_s: dict[float, Mapping[float, float]] = {}
+    for rate in tqdm(request_rates(highest), desc="request rates", leave=False, disable=None):
+        at_rate = workload.at_rate(rate)
+        best[rate], means_s[rate] = best_improvement_rate(lambda tried, at=at_rate: _mean_ttft_s(scene, at, tried))
+    return RateTable(entries=tuple(best.items())), means_s
+
+
+def _mean_ttft_s(scene: Scene, workload: Workload, improvement_rate: float) -> float:
+    tried = scene.with_options({"improvement_rate": str(improvement_rate)})
+    found = tried.run(workload, title=f"improvement rate {improvement_rate:g}").ttfts_s
+    if not len(found):
+        raise ValueError("--profile-improvement-rates: no request was served")
+    return float(np.mean(found))

@@ -1,0 +1,112 @@
+"""All of a simulation but its requests, which can then be run at several rates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from tqdm import tqdm
+
+from longspan.cli.options import key_values
+from longspan.cli.simulate import ClusterOptions, SchedulingOptions
+from longspan.cli.simulate_cluster import Cluster, cluster_of
+from longspan.cli.simulate_workload import Workload
+from longspan.core.engine import EngineConfig
+from longspan.core.protocols import Limits
+from longspan.policy import make_policy
+from longspan.sim.faults import Faults
+from longspan.sim.rates import MOST_TIMES_LIGHT, find_max_rate
+from longspan.sim.result import Result, percentile
+from longspan.sim.run import Watch, simulate
+from longspan.sim.timeline import Timeline
+
+_FAR_APART_S = 1e6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """A cluster, who decides on it, and what goes wrong.
+
+    Attributes:
+        policy_options: of the policy `scheduling` names.
+    """
+
+    cluster: Cluster
+    scheduling: SchedulingOptions
+    policy_options: Mapping[str, str]
+    faults: Faults = field(default_factory=Faults)
+
+    @classmethod
+    def of(cls, model: str, cluster: ClusterOptions, scheduling: SchedulingOptions, faults: Faults) -> Scene:
+        """By options of the command line.
+
+        Raises:
+            ValueError: see `cluster_of`.
+        """
+        options = key_values("--policy-option", scheduling.policy_option or ())
+        return cls(
+            cluster=cluster_of(model, cluster, scheduling),
+            scheduling=scheduling,
+            policy_options=options,
+            faults=faults,
+        )
+
+    def with_options(self, options: Mapping[str, str]) -> Scene:
+        """The same with some options of the policy set or replaced."""
+        return replace(self, policy_options={**self.policy_options, **options})
+
+    def run(self, workload: Workload, timeline: Timeline | None = None, *, title: str = "requests") -> Result:
+        """With a progress bar on stderr, if that is a terminal.
+
+        Raises:
+            ValueError: for a policy or options that cannot be.
+        """
+        policy = make_policy(
+            self.scheduling.policy,
+            num_instances=self.cluster.num_instances,
+            options=self.policy_options,
+            facts=self.cluster.facts,
+        )
+        capacity = policy.capacity_tokens(num_blocks=self.cluster.num_blocks, block_size=self.scheduling.block_size)
+        with _bar(len(workload.arrivals), title) as finished:
+            watch = replace(timeline.watch if timeline else Watch(), finished=finished)
+            config = self._config(capacity, shares=workload.shares)
+            return simulate(workload.arrivals, config, policy, self.cluster.cost, faults=self.faults, watch=watch)
+
+    def light_ttft_p99_s(self, workload: Workload) -> float | None:
+        """When no request meets another; None when none is served."""
+        return percentile(self.run(workload.one_by_one(_FAR_APART_S), title="light load").ttfts_s, 99)
+
+    def max_rate(self, workload: Workload, light_s: float, *, start: float) -> float | None:
+        """The highest rate whose P99 of TTFT stays below so many times `light_s`, looked for from `start`.
+
+        Raises:
+            ValueError: see `find_max_rate`.
+        """
+
+        def keeps_up(rate: float) -> bool:
+            found = percentile(self.run(workload.at_rate(rate), title=f"rate {rate:.3g}").ttfts_s, 99)
+            return found is not None and found < MOST_TIMES_LIGHT * light_s
+
+        return find_max_rate(keeps_up, start=start)
+
+    def _config(self, capacity: int, *, shares: bool) -> EngineConfig:
+        options, cluster = self.scheduling, self.cluster
+        return EngineConfig(
+            num_instances=cluster.num_instances,
+            num_blocks=cluster.num_blocks,
+            decode_blocks=cluster.decode_blocks if cluster.roles is not None else None,
+            roles=cluster.roles,
+            block_size=options.block_size,
+            max_model_len=options.max_model_len or capacity,
+            limits=Limits(max_num_batched_tokens=options.max_num_batched_tokens, max_num_seqs=options.max_num_seqs),
+            prefix_caching=options.enable_prefix_caching and shares,  # else nothing would be found
+            max_steps_in_flight=2 if options.async_scheduling else 1,
+        )
+
+
+@contextmanager
+def _bar(total: int, title: str) -> Iterator[Callable[[int], None]]:
+    with tqdm(total=total, desc=title, unit="request", dynamic_ncols=True, leave=False, disable=None) as bar:
+        yield lambda num_done: bar.update(num_done - bar.n)

@@ -1,0 +1,143 @@
+"""What transfers of KV cost: bytes by heads over links, the busiest device says how long."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from longspan.core.fleet import Fleet
+from longspan.core.parallel import ParallelSpec
+from longspan.core.runs import Run, deal
+from longspan.core.steps import BlockRef, Forward, MoveKV, Part
+from longspan.cost import catalog
+from longspan.cost.architecture import from_config
+from longspan.cost.cluster import Cluster, rooflines
+from longspan.cost.step_cost import RooflineCost
+from longspan.sim.faults import SlowedCost
+
+BLOCK = 256
+MODEL = from_config(catalog.model_config("llama-3-8b"), name="llama-3-8b")
+HOSTS = Cluster(hardware="a100-sxm-80g", gpus_per_host=8, hosts=4)
+TOKEN_BYTES = 2 * 8 * 128 * 2 * 32
+"""Keys and values, 8 heads of 128, 16 bits, 32 layers."""
+
+
+def cost(prefill: str = "16", decode: str | None = "2xtp8", cluster: Cluster = HOSTS) -> RooflineCost:
+    spec = None if decode is None else ParallelSpec.parse(decode)
+    fleet = Fleet(spec=ParallelSpec.parse(prefill), decode_spec=spec)
+    return RooflineCost(MODEL, cluster, fleet, block_size=BLOCK)
+
+
+def move(*pairs: tuple[int, int], blocks: int = 100) -> MoveKV:
+    copies = [(BlockRef(s, b), BlockRef(t, b)) for s, t in pairs for b in range(blocks)]
+    return MoveKV(number=1, request_id=0, copies=tuple(copies))
+
+
+def test_each_source_sends_over_its_own_link_at_the_same_time() -> None:
+    found = cost()
+    one, four = found.move_s(move((0, 16))), found.move_s(move((0, 16), (1, 16), (2, 16), (3, 16)))
+    assert four == pytest.approx(one), "8 devices receive what 4 send"
+    between = found.lines[0].topology.between
+    assert one == pytest.approx(between.latency_s + 100 * BLOCK * TOKEN_BYTES / between.bytes_per_s)
+    assert not between.shared
+
+
+def test_sixteen_sources_are_too_many_for_eight_receivers() -> None:
+    found = cost()
+    between = found.lines[0].topology.between
+    all_of_them = found.move_s(move(*((source, 16) for source in range(16))))
+    expected = 16 * 100 * BLOCK * TOKEN_BYTES / 8 / between.bytes_per_s
+    assert all_of_them == pytest.approx(between.latency_s + expected)
+
+
+def test_heads_that_several_ranks_have_are_sent_to_each() -> None:
+    few = replace(MODEL, attention=replace(MODEL.attention, num_kv_heads=4))
+    fleet = Fleet(spec=ParallelSpec(instances=8), decode_spec=ParallelSpec(tp=8))
+    found = RooflineCost(few, replace(HOSTS, hosts=2), fleet, block_size=BLOCK)
+    between = found.lines[0].topology.between
+    sent_bytes = 100 * BLOCK * TOKEN_BYTES  # 4 heads to 8 ranks: as much as 8 heads to 8
+    assert found.move_s(move((0, 8))) == pytest.approx(between.latency_s + sent_bytes / between.bytes_per_s)
+
+
+def test_a_move_inside_a_host_does_not_use_the_network() -> None:
+    found = cost("4", "tp4", replace(HOSTS, hosts=1))
+    assert found.move_s(move((0, 4))) < cost().move_s(move((0, 16))) / 5
+
+
+def test_devices_that_share_a_link_share_it() -> None:
+    shared = next(name for name in catalog.names("links") if catalog.link(name).per_host)
+    found = cost(cluster=replace(HOSTS, link=shared))
+    one, two = found.move_s(move((0, 16))), found.move_s(move((0, 16), (1, 16)))
+    assert two == pytest.approx(2 * one, rel=1e-3)
+    assert found.move_s(move((0, 16), (8, 17))) == pytest.approx(one), "other hosts"
+
+
+def test_roles_lie_on_their_own_devices() -> None:
+    prefill, decode = rooflines(
+        MODEL, HOSTS, Fleet(spec=ParallelSpec(instances=16), decode_spec=ParallelSpec(instances=2, tp=8))
+    )
+    assert [prefill.topology.host(i) for i in (0, 7, 8, 15)] == [0, 0, 1, 1]
+    assert [decode.topology.host(i) for i in (16, 17)] == [2, 3]
+    with pytest.raises(ValueError, match=r"16 \* 1 \+ 3 \* 8 = 40 GPUs"):
+        rooflines(MODEL, HOSTS, Fleet(spec=ParallelSpec(instances=16), decode_spec=ParallelSpec(instances=3, tp=8)))
+
+
+def _prefill(balances: tuple[MoveKV, ...] = (), new: int = 32_768, cached: int = 0) -> Forward:
+    group = (0, 1, 2, 3)
+    part = Part(
+        request_id=0,
+        start=cached,
+        stop=cached + new,
+        tokens=range(new),
+        group=group,
+        runs=deal("zigzag", cached, cached + new, 4),
+        exchange="ring_kv",
+        first_block=0,
+        blocks=(),
+        sample=None,
+    )
+    return Forward(number=1, parts=(part,), balances=balances)
+
+
+def test_a_balance_beside_long_layers_costs_its_first_layer() -> None:
+    found = cost()
+    moved = move((0, 2), (1, 3), blocks=32)
+    plain, balanced = found.seconds(_prefill(cached=32_768)), found.seconds(_prefill((moved,), cached=32_768))
+    part_s = found.move_s(moved) / 32
+    assert [balanced[i] - plain[i] for i in range(4)] == [pytest.approx(part_s)] * 4
+
+
+def test_a_balance_beside_short_layers_shows() -> None:
+    found = cost()
+    moved = move((0, 2), blocks=2000)
+    plain, balanced = found.seconds(_prefill(new=1024)), found.seconds(_prefill((moved,), new=1024))
+    assert balanced[0] - plain[0] > found.move_s(moved) / 2
+
+
+def test_a_decode_on_eight_ranks_is_quicker_than_on_one() -> None:
+    found = cost()
+    decodes = [
+        Part(
+            request_id=0,
+            start=16_000,
+            stop=16_001,
+            tokens=(0,),
+            group=(instance,),
+            runs=((Run(16_000, 16_001),),),
+            exchange="local",
+            first_block=0,
+            blocks=(),
+            sample=None,
+        )
+        for instance in (0, 16)
+    ]
+    alone, split = (max(found.seconds(Forward(number=1, parts=(part,))).values()) for part in decodes)
+    assert split < alone / 2
+
+
+def test_slow_instances_do_not_slow_links() -> None:
+    found = cost()
+    slowed = SlowedCost(found, {0: 3.0})
+    assert slowed.move_s(move((0, 16))) == found.move_s(move((0, 16)))
+    assert slowed.num_layers == found.num_layers == 32
