@@ -35,8 +35,7 @@ class RankRequest:
         """Takes in what a part says of blocks and output tokens."""
         known = len(self.table) - part.first_block
         assert known == 0 or part.first_block == 0 <= known, "blocks are told once, or all again"
-        assert tuple(self.table[part.first_block :]) == part.blocks[:known], "what is told again has not changed"
-        self.table.extend(part.blocks[known:])
+        self.table[part.first_block :] = part.blocks
         if part.new_output:
             self._add(part.new_output[self.num_counted - part.first_output :])
 
