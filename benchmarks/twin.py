@@ -1,8 +1,9 @@
 """The same requests on two real instances, and on simulated ones that cost what `longspan profile` measured.
 
-    python benchmarks/twin.py [--policies chunked context] [--num-requests 60] [--load 0.9]
+    python benchmarks/twin.py [--policies chunked context tetris] [--num-requests 60] [--load 0.9]
 
-Percentiles of times, errors, and where each request was placed, side by side. What was measured before with these
+Percentiles of times, errors, and where each request was placed, side by side; below, single prompts, which say how far the
+machine itself is from its profile by then. What was measured before with these
 options is read from the cache folder, so that a second run only serves.
 """
 
@@ -32,8 +33,11 @@ from longspan.sim.run import simulate
 INPUT_LEN = Quantiles(points=((0.0, 100.0), (1.0, 6000.0)))
 OUTPUT_LEN = Quantiles(points=((0.0, 8.0), (1.0, 64.0)))
 PERCENTS = (50, 90)
-INSTANCES: Mapping[str, int] = {"chunked": 1, "context": 2}
+INSTANCES: Mapping[str, int] = {"chunked": 1, "context": 2, "tetris": 2}
 FAR_APART_S = 1e6
+ALONE = (500, 1500, 4000)
+"""Prompts that are served when nothing else is: the machine may be quicker or slower than when it was profiled."""
+WITHIN = 0.15
 
 
 @dataclass(kw_only=True)
@@ -93,7 +97,9 @@ def main() -> None:
             arrivals = _arrivals(llm, name, asked)
             simulated = _simulate(llm, name, arrivals)
             real = _serve(llm, name, arrivals)
+            alone = [_ratio(llm, name, length) for length in ALONE]
         _print(name, INSTANCES[name], real, simulated)
+        print(f"one prompt at a time, simulated / real TTFT: {', '.join(f'{one:.2f}' for one in alone)} ({ALONE} tokens)")
 
 
 def _arrivals(llm: LLM, policy: str, asked: argparse.Namespace) -> list[Arrival]:
@@ -116,6 +122,14 @@ def _arrivals(llm: LLM, policy: str, asked: argparse.Namespace) -> list[Arrival]
     return [replace(one, due_s=due_s) for one, due_s in zip(arrivals, times, strict=True)]
 
 
+def _ratio(llm: LLM, policy: str, length: int) -> float:
+    """Simulated by real seconds to the first token of a prompt that is alone."""
+    prompt = PromptMaker(seed=length, vocab_size=llm.info.vocab_size).token_ids(0, Ask(input_len=length, output_len=2))
+    arrivals = [Arrival(due_s=0.0, prompt=tuple(prompt), output_len=2)]
+    simulated, real = _simulate(llm, policy, arrivals), _serve(llm, policy, arrivals)
+    return simulated.ttft_s[0] / real.ttft_s[0]
+
+
 def _policy(llm: LLM, name: str) -> Recorded:
     num_instances = llm.engine.config.num_instances
     return Recorded(policy=make_policy(name, num_instances=num_instances, options={}, facts=llm.facts))
@@ -123,7 +137,8 @@ def _policy(llm: LLM, name: str) -> Recorded:
 
 def _cost(llm: LLM) -> FittedCost:
     assert llm.facts.profile is not None, "it was measured just now"
-    return FittedCost(llm.facts.profile)
+    assert llm.facts.shape is not None, "the model runs"
+    return FittedCost(llm.facts.profile, llm.facts.shape, block_size=llm.engine.config.block_size)
 
 
 def _simulate(llm: LLM, name: str, arrivals: Sequence[Arrival]) -> Times:
@@ -167,11 +182,15 @@ def _params(num_tokens: int) -> SamplingParams:
 def _print(name: str, num_instances: int, real: Times, simulated: Times) -> None:
     print(f"\npolicy {name}, {num_instances} x 1 thread")
     print(f"{'':10}{'real, s':>12}{'simulated, s':>14}{'error':>9}")
+    errors = []
     for what in ("ttft_s", "tbt_s"):
         for percent in PERCENTS:
             took_s, said_s = (float(np.percentile(getattr(times, what), percent)) for times in (real, simulated))
             label = f"{what[:4].upper() if what == 'ttft_s' else 'TBT'} P{percent}"
+            errors.append(said_s / took_s - 1)
             print(f"{label:10}{took_s:12.4f}{said_s:14.4f}{said_s / took_s - 1:9.1%}")
+    verdict = "pass" if all(abs(error) <= WITHIN for error in errors) else "FAIL"
+    print(f"{verdict}: TTFT and TBT within {WITHIN:.0%} wanted, {max(errors, key=abs):+.1%} at worst")
     pairs = list(zip(real.placements, simulated.placements, strict=False))
     same = sum(one == other for one, other in pairs)
     print(f"placements, request: group (real | simulated); {same} of {len(pairs)} the same")

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from test_profile import SUBJECT
 
 from longspan.core.runs import Run
-from longspan.core.steps import Forward, Part
+from longspan.core.steps import BlockRef, Forward, MoveKV, Part
 from longspan.cost.fitted_cost import FittedCost
-from longspan.cost.profile import Decode, Prefill, Profile
+from longspan.cost.profile import Decode, Prefill, Profile, Transfer
+from longspan.cost.shapes import ModelShape
 from longspan.cost.time_fit import fit_decodes
 from longspan.sim.executor import LinearCost
 from longspan.sim.predicted import predicted_profile
@@ -65,7 +66,12 @@ def part(name: int, start: int, stop: int, *group: int, exchange: str = "local")
 
 
 def seconds(*parts: Part) -> dict[int, float]:
-    return FittedCost(profile()).seconds(Forward(number=1, parts=parts))
+    return fitted(profile()).seconds(Forward(number=1, parts=parts))
+
+
+def fitted(measured: Profile) -> FittedCost:
+    shape = ModelShape(num_layers=10, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16, bytes_per_element=2)
+    return FittedCost(measured, shape, block_size=100)
 
 
 def test_one_prefill_takes_what_was_measured() -> None:
@@ -93,7 +99,34 @@ def test_what_was_not_measured_is_refused_with_the_remedy() -> None:
     with pytest.raises(ValueError, match="lacks times of 3 instances with exchange ring_kv: run longspan profile"):
         seconds(part(0, 0, 100, 0, 1, 2, exchange="ring_kv"))
     with pytest.raises(ValueError, match="lacks prefills or decodes of one instance alone: run longspan profile"):
-        FittedCost(profile(decodes=False))
+        fitted(profile(decodes=False))
+
+
+def test_kv_moves_as_quickly_as_ranks_sent_messages() -> None:
+    def took(num_bytes: int) -> float:
+        return 1e-4 + num_bytes / 1e9
+
+    linked = profile()
+    for size in (2**12, 2**16, 2**20, 2**24):
+        transfer = Transfer(kind="point_to_point", members=2, num_bytes=size, seconds=(took(size),))
+        linked = linked.with_transfer(transfer)
+    block_bytes = 100 * 2 * 2 * 16 * 2 * 10
+    to_two = tuple((BlockRef(0, block), BlockRef(1 + block % 2, block)) for block in range(6))
+    move = MoveKV(number=2, request_id=0, copies=to_two)
+    assert fitted(linked).move_s(move) == pytest.approx(took(6 * block_bytes), rel=1e-3)
+    with pytest.raises(ValueError, match="lacks times of messages between two ranks"):
+        fitted(profile()).move_s(move)
+
+
+def test_layers_hide_all_of_a_balance_but_what_comes_before_the_first() -> None:
+    linked = profile().with_transfer(Transfer(kind="point_to_point", members=2, num_bytes=2**20, seconds=(0.001,)))
+    linked = linked.with_transfer(Transfer(kind="point_to_point", members=2, num_bytes=2**21, seconds=(0.002,)))
+    shared = part(0, 500, 1500, 3, 5, exchange="ring_kv")
+    move = MoveKV(number=2, request_id=0, copies=((BlockRef(3, 0), BlockRef(5, 0)),))
+    cost = fitted(linked)
+    plain = cost.seconds(Forward(number=1, parts=(shared,)))
+    balanced = cost.seconds(Forward(number=1, parts=(shared,), balances=(move,)))
+    assert balanced == {i: pytest.approx(plain[i] + cost.move_s(move) / 10) for i in (3, 5)}
 
 
 def test_old_profiles_are_read_and_decodes_are_kept() -> None:

@@ -77,7 +77,7 @@ def cluster_of(model: str, options: ClusterOptions, scheduling: SchedulingOption
         )
     fleet = fleet_of(options)
     if options.profile is not None:
-        return _measured(options.profile, options, fleet, scheduling)
+        return _measured(model, options.profile, options, fleet, scheduling)
     assert options.hardware is not None
     return _computed(model, options.hardware, options, fleet, scheduling)
 
@@ -156,18 +156,19 @@ def _num_blocks(line: Roofline, scheduling: SchedulingOptions) -> int:
     return found
 
 
-def _measured(path: Path, options: ClusterOptions, fleet: Fleet, scheduling: SchedulingOptions) -> Cluster:
+def _measured(model: str, path: Path, options: ClusterOptions, fleet: Fleet, scheduling: SchedulingOptions) -> Cluster:
     """By a profile."""
     profile, roles = _read(path), roles_of(fleet, options)
     if set(fleet.tps) != {profile.subject.tp}:
         raise ValueError(f"--profile is of instances with tp {profile.subject.tp}, but {fleet} given")
+    sizes = architecture(model, dtype=profile.subject.dtype)
     num_blocks = scheduling.num_gpu_blocks_override or math.ceil(_PROFILED_TOKENS / scheduling.block_size)
     return Cluster(
         num_instances=fleet.num_instances,
         num_blocks=num_blocks,
         decode_blocks=num_blocks,
         roles=roles,
-        cost=FittedCost(profile),
+        cost=FittedCost(profile, sizes.attention, block_size=scheduling.block_size),
         facts=Facts(
             profile=profile,
             model=profile.subject.model,

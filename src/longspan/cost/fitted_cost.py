@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 
-from longspan.core.steps import Exchange, Forward, Part
+from longspan.core.steps import Exchange, Forward, MoveKV, Part
+from longspan.cost.moves import exposed_s
 from longspan.cost.profile import Profile
+from longspan.cost.shapes import ModelShape
 from longspan.cost.time_fit import Times
 
 
@@ -13,13 +15,20 @@ class FittedCost:
     """A cost for the simulator: every instance of a part takes as long as the profile says of such a group.
 
     A step is computed as one row of tokens, so it starts once: the largest prefill's start counts, or that of
-    decodes where there is no prefill. Beside a prefill, a decode costs a token of it and its own context.
+    decodes where there is no prefill. Beside a prefill, a decode costs a token of it and its own context. KV moves as
+    quickly as two ranks sent to each other.
+
+    Args:
+        shape: of the model that was measured.
+        block_size: tokens of a KV block, which transfers consist of.
 
     Raises:
         ValueError: for a profile that lacks one instance alone, with the remedy.
     """
 
-    def __init__(self, profile: Profile) -> None:
+    def __init__(self, profile: Profile, shape: ModelShape, *, block_size: int) -> None:
+        self._link, self._tp = profile.link("point_to_point", 2), profile.subject.tp
+        self._num_layers, self._block_bytes = shape.num_layers, block_size * shape.kv_bytes * shape.num_layers
         self._times, self._decodes = profile.times(), profile.decode_fits()
         self._known: dict[tuple[int, Exchange, int, int], float] = {}
         if (1, "local") not in self._times or (1, "local") not in self._decodes:
@@ -27,6 +36,25 @@ class FittedCost:
                 "the profile lacks prefills or decodes of one instance alone: run longspan profile with the same model "
                 "and options again, which measures what is missing"
             )
+
+    @property
+    def num_layers(self) -> int:
+        """See `StepCost`."""
+        return self._num_layers
+
+    def move_s(self, move: MoveKV) -> float:
+        """See `StepCost`. The ranks of an instance send and receive equal parts."""
+        if self._link is None:
+            raise ValueError(
+                "the profile lacks times of messages between two ranks, which KV moves by: run longspan profile "
+                "--parallel 2 or more"
+            )
+        blocks = Counter((source.instance, target.instance) for source, target in move.copies)
+        ends: Counter[tuple[str, int]] = Counter()
+        for (source, target), number in blocks.items():
+            ends["out", source] += number
+            ends["in", target] += number
+        return self._link.seconds(max(ends.values()) * self._block_bytes / self._tp)
 
     def seconds(self, forward: Forward) -> dict[int, float]:
         """Seconds of each instance."""
@@ -44,7 +72,13 @@ class FittedCost:
         for part in forward.parts:
             if self._decodes_in(part):
                 self._add_decode(part, starts, rest, prefilling)
-        return {instance: starts[instance] + seconds for instance, seconds in rest.items()}
+        found = {instance: starts[instance] + seconds for instance, seconds in rest.items()}
+        for move in forward.balances:
+            group = next(part.group for part in forward.parts if part.request_id == move.request_id)
+            layer_s = min(found[instance] for instance in group) / self._num_layers
+            waiting_s = exposed_s(self.move_s(move), layer_s, self._num_layers)
+            found.update({instance: found[instance] + waiting_s for instance in group})
+        return found
 
     def _add_decode(self, part: Part, starts: dict[int, float], rest: dict[int, float], prefilling: set[int]) -> None:
         fit = self._decodes[len(part.group), part.exchange]
