@@ -2,16 +2,16 @@
 
     python benchmarks/twin.py [--policies chunked context tetris] [--num-requests 60] [--load 0.9]
 
-Percentiles of times, errors, and where each request was placed, side by side; below, single prompts, which say how far the
-machine itself is from its profile by then. What was measured before with these
-options is read from the cache folder, so that a second run only serves.
+Percentiles of times, errors, and where each request was placed, side by side; below, single prompts, which say how far
+the machine itself is from its profile by then. What was measured before with these options is read from the cache
+folder, so that a second run only serves.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -33,7 +33,8 @@ from longspan.sim.run import simulate
 INPUT_LEN = Quantiles(points=((0.0, 100.0), (1.0, 6000.0)))
 OUTPUT_LEN = Quantiles(points=((0.0, 8.0), (1.0, 64.0)))
 PERCENTS = (50, 90)
-INSTANCES: Mapping[str, int] = {"chunked": 1, "context": 2, "tetris": 2}
+POLICIES = ("chunked", "context", "tetris")
+INSTANCES = 2
 FAR_APART_S = 1e6
 ALONE = (500, 1500, 4000)
 """Prompts that are served when nothing else is: the machine may be quicker or slower than when it was profiled."""
@@ -77,7 +78,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--policies", nargs="+", default=list(INSTANCES), choices=list(INSTANCES))
+    parser.add_argument("--policies", nargs="+", default=POLICIES, choices=POLICIES)
     parser.add_argument("--num-requests", type=int, default=60)
     parser.add_argument(
         "--load", type=float, default=0.9, help="part of the rate that keeps the simulated cluster busy"
@@ -91,15 +92,17 @@ def main() -> None:
         return LLM(asked.model, instances=instances, dtype=asked.dtype, threads_per_rank=1, skip_tokenizer_init=True)
 
     lengths = [int(length) for length in asked.lengths.split(",")]
-    measure(start, max(INSTANCES[name] for name in asked.policies), lengths, asked.repeats)
+    measure(start, INSTANCES, lengths, asked.repeats)
     for name in asked.policies:
-        with start(INSTANCES[name]) as llm:
+        with start(INSTANCES) as llm:
             arrivals = _arrivals(llm, name, asked)
             simulated = _simulate(llm, name, arrivals)
             real = _serve(llm, name, arrivals)
             alone = [_ratio(llm, name, length) for length in ALONE]
-        _print(name, INSTANCES[name], real, simulated)
-        print(f"one prompt at a time, simulated / real TTFT: {', '.join(f'{one:.2f}' for one in alone)} ({ALONE} tokens)")
+        _print(name, INSTANCES, real, simulated)
+        print(
+            f"one prompt at a time, simulated / real TTFT: {', '.join(f'{one:.2f}' for one in alone)} ({ALONE} tokens)"
+        )
 
 
 def _arrivals(llm: LLM, policy: str, asked: argparse.Namespace) -> list[Arrival]:

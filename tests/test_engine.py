@@ -91,8 +91,7 @@ TABLE = PartitionTable(
 @st.composite
 def setups(draw: st.DrawFn) -> Setup:
     num_instances = draw(st.integers(1, 4))
-    policies = ["chunked", "context", "runahead"] if num_instances == 1 else ["context", "context", "runahead"]
-    policy = draw(st.sampled_from(policies))
+    policy = draw(st.sampled_from(["chunked", "context", "runahead", *["context"] * (num_instances > 1)]))
     return draw(setups_of(policy, num_instances, draw_sharing(draw, policy, num_instances)))
 
 
@@ -114,7 +113,7 @@ def draw_sharing(draw: st.DrawFn, policy: str, num_instances: int) -> dict[str, 
 def setups_of(draw: st.DrawFn, policy: str, num_instances: int, options: dict[str, str]) -> Setup:
     """A cluster of any kind on which that policy runs."""
     num_blocks, block_size = draw(st.integers(2, 12)), draw(st.sampled_from([1, 2, 4, 16]))
-    most = min(150, num_instances * num_blocks * block_size)
+    most = min(150, (1 if policy == "chunked" else num_instances) * num_blocks * block_size)
     return Setup(
         num_instances=num_instances,
         num_blocks=num_blocks,

@@ -33,7 +33,6 @@ def test_auto_is_chunked_on_one_instance_and_context_on_several(instances: int, 
     ("name", "instances", "options", "message"),
     [
         ("fast", 1, {}, "unknown policy 'fast': choose from auto, chunked, context, runahead, tetris, fixed-sp"),
-        ("chunked", 2, {}, "policy chunked runs on 1 instance, but 2 given"),
         ("chunked", 1, {"threshold": "9"}, "policy chunked has no option 'threshold': it has none, but context"),
         (
             "auto",
@@ -325,8 +324,10 @@ def test_a_dealt_prompt_leaves_others_their_part_of_the_budget() -> None:
     cluster.run()
 
 
-def test_a_short_request_goes_where_its_prefill_ends_first() -> None:
-    cluster = Cluster(Setup(num_instances=3, options={"threshold": "500"}))
+@pytest.mark.parametrize("policy", ["context", "chunked"])
+def test_a_short_request_goes_where_its_prefill_ends_first(policy: str) -> None:
+    options = {"threshold": "500"} if policy == "context" else {}
+    cluster = Cluster(Setup(policy=policy, num_instances=3, options=options))
     lengths = [300, 100, 200, 50, 60]
     requests = [cluster.add([number] * length, max_tokens=2) for number, length in enumerate(lengths)]
     cluster.step(0.0)

@@ -52,7 +52,7 @@ def profile(tmp_path: Path) -> Path:
 
 
 def simulated(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert run("simulate", "m", *arguments, "--json") == 0
+    assert run("simulate", "smollm2-135m", *arguments, "--json") == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert found.keys() >= FIELDS
     return found
@@ -224,7 +224,7 @@ def test_mistakes_are_one_line(
 
 def test_requests_that_are_too_long_are_told(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--profile", str(profile), "--gpus-per-host", "2", "--rate", "1", "--num-requests", "9")
-    assert run("simulate", "m", *options, "--max-model-len", "9000", "--json") == 0
+    assert run("simulate", "smollm2-135m", *options, "--max-model-len", "9000", "--json") == 0
     shown = capsys.readouterr()
     found = json.loads(shown.out)
     assert 0 < found["num_refused"] < 9 and found["num_completed"] == 9 - found["num_refused"]

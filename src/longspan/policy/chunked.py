@@ -1,4 +1,7 @@
-"""Continuous batching with chunked prefill on one instance, the way of Sarathi-Serve and vLLM."""
+"""Continuous batching with chunked prefill, the way of Sarathi-Serve and vLLM: each request on one instance.
+
+On several instances a request goes to the one where its prefill is expected to end first: data parallelism.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,11 @@ from dataclasses import dataclass
 
 from longspan.core.protocols import ClusterView, Plan, Share
 from longspan.core.request import Request
-from longspan.policy.batching import Budget, fill, single_share
+from longspan.policy.batching import Batch, Budget, fill, single_share
 from longspan.policy.choosing import Facts
 from longspan.policy.options import parse_options
+from longspan.policy.placing import admit_alone
+from longspan.policy.teams import plan_for_teams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,39 +25,31 @@ class ChunkedOptions:
 class Chunked:
     """Running requests in the order of admission, then waiting ones, as long as the tokens of the step last."""
 
+    def __init__(self, everyone: tuple[int, ...]) -> None:
+        self._everyone = everyone
+
     @classmethod
     def create(cls, num_instances: int, options: Mapping[str, str], facts: Facts) -> Chunked:
-        """Raises ValueError on several instances, or for an option."""
-        del facts  # there is nothing to choose
-        if num_instances != 1:
-            raise ValueError(
-                f"policy chunked runs on 1 instance, but {num_instances} given: use --policy context or auto"
-            )
+        """Raises ValueError for an option."""
         parse_options("chunked", ChunkedOptions, options)
-        return cls()
+        return cls(tuple(sorted(range(num_instances), key=facts.place)))
 
     def capacity_tokens(self, *, num_blocks: int, block_size: int) -> int:
-        """All of the one pool."""
+        """All of one pool."""
         return num_blocks * block_size
 
     def check(self, num_prompt_tokens: int) -> None:
         """Any prompt will do."""
 
     def plan(self, view: ClusterView) -> Plan:
-        """One batch on instance 0 whenever it can take a step."""
-        batch = None if view.full else fill(view, frozenset({0}), self)
-        if batch is None:
-            return Plan()
-        return Plan(preempted=tuple(batch.preempted), batches=(tuple(batch.shares),) if batch.shares else ())
+        """One batch for every instance that can take a step."""
+        return plan_for_teams(view, (), self._everyone, lambda able: fill(view, able, self) if able else Batch())
 
     def grow(self, request: Request, view: ClusterView, budget: Budget) -> Share | None:
         """What the token budget leaves for it."""
         del view
-        return single_share(request, 0, request.num_scheduled, budget)
+        return single_share(request, request.group[0], request.num_scheduled, budget)
 
     def admit(self, request: Request, view: ClusterView, budget: Budget) -> Share | None:
         """Behind the longest cached prefix, while a seat is free."""
-        if budget.seqs[0] <= 0:
-            return None
-        hit = view.account.match(request, (0,))
-        return single_share(request, 0, hit.num_tokens, budget, hit)
+        return admit_alone(request, view, budget, self._everyone)

@@ -18,11 +18,12 @@ from typing import Literal
 from longspan.core.account import PrefixHit
 from longspan.core.protocols import ClusterView, Plan, Share
 from longspan.core.request import Request
-from longspan.policy.batching import Batch, Budget, fill, single_share
+from longspan.policy.batching import Batch, Budget, fill
 from longspan.policy.choosing import Chooser, Facts
 from longspan.policy.group_shares import GroupShares, is_too_large
 from longspan.policy.options import parse_options
 from longspan.policy.partitions import Partitions
+from longspan.policy.placing import admit_alone
 from longspan.policy.sharing import SharingOptions
 from longspan.policy.teams import plan_for_teams
 
@@ -157,12 +158,7 @@ class Context:
                 group = _ending_at_home(group, hit, budget)
             most = self._long_share(view)
             return self._shares.chunk(request, view, budget, group, hit, most=most, end=request.num_tokens)
-        hits = {i: view.account.match(request, (i,)) for i in self._everyone}
-        able = [i for i in self._everyone if budget.seqs[i] > 0 and _has_room(request, i, hits[i], budget)]
-        home = min(able, key=lambda i: (budget.load[i] - hits[i].num_tokens, i), default=None)
-        if home is None or home not in budget.tokens:
-            return None
-        return single_share(request, home, hits[home].num_tokens, budget, hits[home])
+        return admit_alone(request, view, budget, self._everyone)
 
     def _group(self, request: Request, view: ClusterView, budget: Budget, members: int) -> tuple[int, ...]:
         """So many that can take it now, if there are, in order of proximity: who holds most of its prefix, then who has
@@ -205,9 +201,3 @@ def _ending_at_home(group: tuple[int, ...], hit: PrefixHit, budget: Budget) -> t
     home = max(reversed(group), key=lambda i: (held[i], budget.blocks[i] - budget.reserved[i]))
     after = group.index(home) + 1
     return group[after:] + group[:after]
-
-
-def _has_room(request: Request, instance: int, hit: PrefixHit, budget: Budget) -> bool:
-    """Whether the prompt is likely to fit beside what is promised; `Budget.admits` has the last word."""
-    missing = request.blocks_for(request.num_tokens) - len(hit.refs)
-    return missing <= budget.blocks[instance] - budget.reserved[instance]
