@@ -1,6 +1,6 @@
 """The same requests on two real instances, and on simulated ones that cost what `longspan profile` measured.
 
-    python benchmarks/twin.py [--policies chunked context] [--num-requests 60] [--load 0.9]
+    python benchmarks/twin.py [--policies chunked context tetris] [--num-requests 60] [--load 0.9]
 
 Percentiles of times, errors, and where each request was placed, side by side. What was measured before with these
 options is read from the cache folder, so that a second run only serves.
@@ -32,7 +32,7 @@ from longspan.sim.run import simulate
 INPUT_LEN = Quantiles(points=((0.0, 100.0), (1.0, 6000.0)))
 OUTPUT_LEN = Quantiles(points=((0.0, 8.0), (1.0, 64.0)))
 PERCENTS = (50, 90)
-INSTANCES: Mapping[str, int] = {"chunked": 1, "context": 2}
+INSTANCES: Mapping[str, int] = {"chunked": 1, "context": 2, "tetris": 2}
 FAR_APART_S = 1e6
 
 
