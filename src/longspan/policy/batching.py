@@ -272,6 +272,24 @@ def single_share(
     )
 
 
+def token_share(request: Request, exchange: Exchange, budget: Budget) -> Share | None:
+    """The next token of a decode inside a block, for whoever holds that; None when that has no tokens left to give."""
+    start, group = request.num_scheduled, request.group
+    assert start % request.block_size, "a block that begins is dealt like others"
+    home = group.index(request.table[start // request.block_size].instance)
+    if budget.tokens[group[home]] <= 0:
+        return None
+    return Share(
+        request=request,
+        group=group,
+        start=start,
+        stop=start + 1,
+        runs=deal("single", start, start + 1, len(group), head=home),
+        holders=(),
+        exchange=exchange,
+    )
+
+
 def rotated_share(request: Request, exchange: Exchange, budget: Budget) -> Share | None:
     """The next token of a decode that rotates by token, or None when its home has no tokens left to give.
 

@@ -11,7 +11,7 @@ from longspan.core.request import Request
 from longspan.core.runs import Deal
 from longspan.core.steps import Exchange
 from longspan.policy.balancing import even_moves
-from longspan.policy.batching import Budget, rotated_share, single_share
+from longspan.policy.batching import Budget, rotated_share, single_share, token_share
 from longspan.policy.choosing import Chooser
 from longspan.policy.dealing import Room, Shape, deal_chunk, deal_to_last, holders
 from longspan.policy.partitions import Partitions
@@ -49,6 +49,8 @@ class GroupShares:
             return single_share(request, end, request.num_scheduled, budget)
         if self._options.rotate == "token" and is_single and request.num_scheduled >= request.num_prompt:
             return rotated_share(request, self._options.decode, budget)
+        if is_single and request.num_scheduled % request.block_size:
+            return token_share(request, self._options.decode, budget)
         return self.chunk(request, view, budget, request.group, None, most=most, end=request.num_tokens)
 
     def chunk(
