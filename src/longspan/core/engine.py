@@ -196,8 +196,17 @@ class Engine:
             self._emit_moves()
 
     def _emit_moves(self) -> None:
-        for move in self._transfers.by_themselves():
-            self._executor.submit(move)
+        """Sends KV that waits, and hands over whose KV has arrived, which may let others send theirs."""
+        arrived = True
+        while arrived:
+            for move in self._transfers.by_themselves():
+                self._executor.submit(move)
+            arrived = False
+            for request, target, blocks in self._transfers.arrived():
+                arrived = True
+                self.account.hand_over(request, blocks)
+                request.move_to(target)
+                self._running.regroup(request)
 
     def _emit_batches(self, batches: Sequence[Sequence[Share]]) -> None:
         shares = [share for batch in batches for share in batch]
@@ -327,15 +336,7 @@ class Engine:
             self._steps.complete(done)
             return
         self.bytes_sent.update(done.bytes_sent)
-        self._hand_over(self._transfers.moved(done.number))
-
-    def _hand_over(self, request: Request) -> None:
-        """To the instance that decodes it, if all its KV is there."""
-        target, blocks = request.target, self._transfers.arrived(request)
-        if target is not None and blocks:
-            self.account.hand_over(request, blocks)
-            request.move_to(target)
-            self._running.regroup(request)
+        self._transfers.moved(done.number)
 
     def _complete(self, forward: Forward, done: Completion) -> list[Request]:
         self._end(forward)
@@ -357,10 +358,7 @@ class Engine:
         for scored in done.scored:
             if self._is_live(scored.request_id):
                 take_scores(self._requests[scored.request_id], scored)
-        live = [self._append(sampled) for sampled in done.sampled if self._is_live(sampled.request_id)]
-        for request in live:
-            self._hand_over(request)
-        return live
+        return [self._append(sampled) for sampled in done.sampled if self._is_live(sampled.request_id)]
 
     def _is_live(self, request_id: int) -> bool:
         """Whether anybody wants its tokens; what a request samples after its end is thrown away."""

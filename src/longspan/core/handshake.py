@@ -23,7 +23,7 @@ class Transfer:
 
     Attributes:
         target: the instance that is to decode it.
-        num_blocks: that its KV has when all is computed.
+        num_tokens, num_blocks: that its KV has when all is computed.
         sources: instances that have held any of it; each can use one backend.
         backends: reserved for it.
         blocks: on the target, by place in the request's table; none before the first backend.
@@ -37,6 +37,7 @@ class Transfer:
 
     request: Request
     target: int
+    num_tokens: int
     num_blocks: int
     sources: set[int] = field(default_factory=set)
     backends: int = 0

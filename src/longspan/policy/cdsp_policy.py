@@ -153,7 +153,9 @@ class Cdsp:
             self._queue.correct(view.now_s, (self._seconds(planned) for planned in self._plans.values()))
         for request in arrived:
             self._plans[request.id] = self._planned(request, view)
-        self._num_decodes = Counter(i for r in view.running if r.id not in self._plans and r.target is None for i in r.group)
+        self._num_decodes = Counter(
+            i for r in view.running if r.id not in self._plans and r.target is None for i in r.group
+        )
 
     def _seconds(self, planned: Planned) -> list[tuple[float, tuple[int, ...]]]:
         return [
