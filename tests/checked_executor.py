@@ -18,10 +18,11 @@ from longspan.sim.executor import SimExecutor
 
 @dataclass(kw_only=True)
 class Moving:
-    """A move in flight, and what its sources held when it was emitted."""
+    """A move in flight, what its sources held when it was emitted, and for whom."""
 
     move: MoveKV
     held: list[list[int]]
+    live: _Live
 
 
 @dataclass(kw_only=True)
@@ -277,9 +278,9 @@ class CheckedExecutor:
         ([source], [target]) = (move.sources, move.targets)
         assert source in roles.prefill and target in roles.decode and target == request.target
         self._check_held(move)
-        to_target = [moving.move for moving in self.moving.values() if moving.move.targets == (target,)]
+        to_target = [moving for moving in self.moving.values() if moving.move.targets == (target,)]
         assert len(to_target) < roles.backends
-        assert all((other.request_id, other.sources) != (request.id, (source,)) for other in to_target)
+        assert all(other.live is not live or other.move.sources != (source,) for other in to_target)
         for here, there in move.copies:
             index = live.table.index(here)
             assert index not in live.copied, "each block is moved once"
@@ -287,7 +288,7 @@ class CheckedExecutor:
             assert not self._owners[there] and there not in self._named, "nobody else touches a target"
             assert all(self.pool(ref.instance).references(ref.block) > 0 for ref in (here, there))
         held = [list(self._slots[here]) for here, _ in move.copies]
-        self.moving[move.number] = Moving(move=move, held=held)
+        self.moving[move.number] = Moving(move=move, held=held, live=live)
 
     def _end_move(self, moving: Moving) -> None:
         for (source, target), held in zip(moving.move.copies, moving.held, strict=True):
