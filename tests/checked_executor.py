@@ -87,6 +87,7 @@ class CheckedExecutor:
         if isinstance(step, Free):
             self._free(step)
         elif isinstance(step, MoveKV):
+            self._meet(self.requests[step.request_id])
             self._check_computed(step)
             self._move(step)
         else:
@@ -261,6 +262,18 @@ class CheckedExecutor:
             assert stop == (index + 1) * size or live.sampled_on is not None, "blocks are full, or the prompt is done"
             assert self._slots[source][: stop - index * size] == names[index * size : stop]
 
+    def _meet(self, request: Request) -> None:
+        """A request may send what is cached of it before its first part."""
+        if request.id in self.live:
+            return
+        size, start = self._setup.block_size, request.num_scheduled
+        live = _Live(group=request.group, next_start=start, slots=Slots(size=size), table=list(request.table))
+        live.slots.of = [(live.table[position // size], position % size) for position in range(start)]
+        live.slots.held = Counter(ref.instance for ref, _ in live.slots.of)
+        for ref in live.table:
+            self._owners[ref].add(request.id)
+        self.live[request.id] = live
+
     def _check_computed(self, move: MoveKV) -> None:
         """What moves by itself is written by no step in flight."""
         parts = [part for forward in self.in_flight.values() for part in forward.parts]
@@ -279,8 +292,8 @@ class CheckedExecutor:
         assert source in roles.prefill and target in roles.decode and target == request.target
         self._check_held(move)
         to_target = [moving for moving in self.moving.values() if moving.move.targets == (target,)]
-        assert len(to_target) < roles.backends
-        assert all(other.live is not live or other.move.sources != (source,) for other in to_target)
+        busy = {(id(moving.live), moving.move.sources) for moving in to_target}
+        assert len(busy | {(id(live), (source,))}) <= roles.backends
         for here, there in move.copies:
             index = live.table.index(here)
             assert index not in live.copied, "each block is moved once"
