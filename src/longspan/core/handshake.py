@@ -23,7 +23,7 @@ class Transfer:
 
     Attributes:
         target: the instance that is to decode it.
-        num_blocks: that its KV has when all is computed.
+        num_tokens, num_blocks: that its KV has when all is computed.
         sources: instances that have held any of it; each can use one backend.
         backends: reserved for it.
         blocks: on the target, by place in the request's table; none before the first backend.
@@ -37,6 +37,7 @@ class Transfer:
 
     request: Request
     target: int
+    num_tokens: int
     num_blocks: int
     sources: set[int] = field(default_factory=set)
     backends: int = 0
@@ -54,8 +55,11 @@ class Transfer:
         return bool(self.blocks) and self.num_shared + self.num_arrived == self.num_blocks
 
     def can_send(self, source: int) -> bool:
-        """Whether one of its backends is free, and nothing comes from this source."""
-        return len(self.moves) < self.backends and all(move.sources != (source,) for move in self.moves.values())
+        """Whether there is a backend for this source: a free one, or if each source has its own, the one that takes a
+        move from there already: they follow each other.
+        """
+        busy = {move.sources[0] for move in self.moves.values()}
+        return self.backends >= len(self.sources) if source in busy else self.backends > len(busy)
 
 
 class Handshakes:
