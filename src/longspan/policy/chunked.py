@@ -9,7 +9,7 @@ from longspan.core.protocols import ClusterView, Plan, Share
 from longspan.core.request import Request
 from longspan.policy.batching import Budget, fill, single_share
 from longspan.policy.choosing import Facts
-from longspan.policy.options import parse_options
+from longspan.policy.options import Settled, parse_options, settings_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,7 @@ class ChunkedOptions:
     """`chunked` has no options: the bounds of a step are the engine's."""
 
 
-class Chunked:
+class Chunked(Settled):
     """Running requests in the order of admission, then waiting ones, as long as the tokens of the step last."""
 
     @classmethod
@@ -28,8 +28,7 @@ class Chunked:
             raise ValueError(
                 f"policy chunked runs on 1 instance, but {num_instances} given: use --policy context or auto"
             )
-        parse_options("chunked", ChunkedOptions, options)
-        return cls()
+        return cls(settings_of("chunked", parse_options("chunked", ChunkedOptions, options)))
 
     def capacity_tokens(self, *, num_blocks: int, block_size: int) -> int:
         """All of the one pool."""

@@ -7,23 +7,25 @@ Both plan each prompt when it arrives, by seconds that were measured (`longspan 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from longspan.core.places import hosts_of
+from longspan.core.protocols import option_text
 from longspan.core.steps import Exchange
 from longspan.policy.cdsp import Planner
 from longspan.policy.cdsp_fixed import FixedGroups
-from longspan.policy.cdsp_policy import Cdsp, ChunkPlanner
+from longspan.policy.cdsp_policy import Cdsp
 from longspan.policy.cdsp_rates import RateTable, RateWatch, check_improvement_rate
 from longspan.policy.cdsp_times import check_sizes, expected_times, measured_times, sp_sizes
 from longspan.policy.choosing import Chooser, Facts
 from longspan.policy.group_shares import GroupShares
-from longspan.policy.options import parse_options
+from longspan.policy.options import parse_options, settings_of
 from longspan.policy.sharing import SharingOptions
 
 _IMPROVEMENT_RATE = 0.3
 """Where no table says otherwise: between what the paper finds best for few and for many requests."""
+_CHANGEABLE = ("improvement_rate", "improvement_rates", "chunking", "min_chunk")
 _EXCHANGES: tuple[Exchange, ...] = ("ring_kv", "ring_q", "alltoall", "gather_kv")
 
 
@@ -83,12 +85,29 @@ class TetrisOptions(GroupOptions):
         if self.min_chunk < 1:
             raise ValueError(f"min_chunk must be at least 1, but {self.min_chunk} given")
 
-    def watch(self) -> RateWatch:
-        """What says the improvement rate."""
+    def rate_table(self) -> RateTable:
+        """What says the improvement rate.
+
+        Raises:
+            ValueError: when it cannot be read.
+        """
         if self.improvement_rates:
-            return RateWatch(RateTable.parse(self.improvement_rates))
+            return RateTable.parse(self.improvement_rates)
         rate = _IMPROVEMENT_RATE if self.improvement_rate == "auto" else self.improvement_rate
-        return RateWatch(RateTable(entries=((0.0, rate),)))
+        return RateTable(entries=((0.0, rate),))
+
+    def changed(self, options: Mapping[str, str]) -> TetrisOptions:
+        """With other values. An improvement rate takes the place of a table, and the reverse.
+
+        Raises:
+            ValueError: for an unknown option or a bad value.
+        """
+        kept = asdict(self)
+        if options.get("improvement_rate", "auto") != "auto":
+            kept["improvement_rates"] = ""
+        if options.get("improvement_rates"):
+            kept["improvement_rate"] = "auto"
+        return parse_options("tetris", TetrisOptions, {**{name: option_text(kept[name]) for name in kept}, **options})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +121,31 @@ class FixedOptions(GroupOptions):
     sp: int = 1
 
 
-def create_tetris(num_instances: int, options: Mapping[str, str], facts: Facts) -> Cdsp:
+class Tetris(Cdsp):
+    """`Cdsp`, some of whose options may change while it serves."""
+
+    def __init__(self, num_instances: int, options: TetrisOptions, facts: Facts, planner: Planner) -> None:
+        self._options, self._chunk_planner = options, planner
+        super().__init__(
+            _everyone(num_instances, facts),
+            planner,
+            _shares(num_instances, options, facts),
+            RateWatch(options.rate_table()),
+            settings=settings_of("tetris", options, _CHANGEABLE),
+            chunking=options.chunking,
+        )
+
+    def update(self, options: Mapping[str, str]) -> None:
+        """For prompts that are planned from now on; see `Policy`."""
+        self._settings.check_changes(options)
+        changed = self._options.changed(options)
+        table = changed.rate_table()
+        self._options, self._settings = changed, settings_of("tetris", changed, _CHANGEABLE)
+        self._watch.use(table)
+        self._chunking, self._chunk_planner.min_chunk_tokens = changed.chunking, changed.min_chunk
+
+
+def create_tetris(num_instances: int, options: Mapping[str, str], facts: Facts) -> Tetris:
     """The policy.
 
     Raises:
@@ -117,7 +160,7 @@ def create_tetris(num_instances: int, options: Mapping[str, str], facts: Facts) 
         hosts_of([facts.place(i) for i in range(num_instances)]),
         min_chunk_tokens=parsed.min_chunk,
     )
-    return _policy(num_instances, parsed, facts, planner, parsed.watch(), chunking=parsed.chunking)
+    return Tetris(num_instances, parsed, facts, planner)
 
 
 def create_fixed(num_instances: int, options: Mapping[str, str], facts: Facts) -> Cdsp:
@@ -130,20 +173,17 @@ def create_fixed(num_instances: int, options: Mapping[str, str], facts: Facts) -
     measured = measured_times(facts, parsed.exchanges)
     check_sizes([parsed.sp], num_instances, measured)
     times = measured or expected_times(facts, [parsed.sp])
-    planner = FixedGroups(times[parsed.sp], sorted(range(num_instances), key=facts.place), parsed.sp)
-    return _policy(num_instances, parsed, facts, planner, RateWatch(RateTable(entries=((0.0, 0.0),))))
+    everyone, watch = _everyone(num_instances, facts), RateWatch(RateTable(entries=((0.0, 0.0),)))
+    planner = FixedGroups(times[parsed.sp], everyone, parsed.sp)
+    shares = _shares(num_instances, parsed, facts)
+    return Cdsp(everyone, planner, shares, watch, settings=settings_of("fixed-sp", parsed))
 
 
-def _policy(
-    num_instances: int,
-    options: GroupOptions,
-    facts: Facts,
-    planner: ChunkPlanner,
-    watch: RateWatch,
-    *,
-    chunking: bool = True,
-) -> Cdsp:
+def _everyone(num_instances: int, facts: Facts) -> tuple[int, ...]:
+    """In order of proximity."""
+    return tuple(sorted(range(num_instances), key=facts.place))
+
+
+def _shares(num_instances: int, options: GroupOptions, facts: Facts) -> GroupShares:
     sharing = options.sharing()
-    shares = GroupShares(sharing, Chooser(num_instances, facts, sharing.wanted))
-    everyone = tuple(sorted(range(num_instances), key=facts.place))
-    return Cdsp(everyone, planner, shares, watch, chunking=chunking)
+    return GroupShares(sharing, Chooser(num_instances, facts, sharing.wanted))

@@ -12,9 +12,10 @@ from starlette.responses import Response
 import longspan
 from longspan.serve import wire
 from longspan.serve.answer import EngineLostError, QueueFullError, RequestFailedError
-from longspan.serve.document import name_what_is_there
+from longspan.serve.document import name_options, name_what_is_there
 from longspan.serve.errors import error_response
 from longspan.serve.middleware import ApiKeys, BodyLimit, HeaderLimit, RequestIds, RootPath
+from longspan.serve.policy_face import PolicyRefusedError
 from longspan.serve.respond import ClientGoneError, DeadlineError
 from longspan.serve.routes import body_schemas, routes
 from longspan.serve.server import Server
@@ -68,6 +69,8 @@ def _describe(app: FastAPI, server: Server) -> None:
                 components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
                 schema["security"] = [{"key": []}]
             name_what_is_there(schema, settings.model_names, server.jobs.vocab_size, server.jobs.max_model_len)
+            if server.engine.policy.settings is not None:
+                name_options(schema, server.engine.policy.settings)
             app.openapi_schema = settings.limits.narrowed(schema)
         return app.openapi_schema or {}
 
@@ -94,6 +97,10 @@ def _handle_errors(app: FastAPI, server: Server) -> None:
     @app.exception_handler(EngineLostError)
     async def lost(_: Request, error: EngineLostError) -> Response:
         return error_response(503 if server.draining else 500, str(error), retry_after_s=5)
+
+    @app.exception_handler(PolicyRefusedError)
+    async def unchanged(_: Request, error: PolicyRefusedError) -> Response:
+        return error_response(400, str(error))
 
     @app.exception_handler(ClientGoneError)
     async def gone(_: Request, __: ClientGoneError) -> Response:
