@@ -14,8 +14,7 @@ from longspan.serve import wire
 from longspan.serve.answer import EngineLostError, QueueFullError, RequestFailedError
 from longspan.serve.document import name_options, name_what_is_there
 from longspan.serve.errors import error_response
-from longspan.serve.middleware import ApiKeys, BodyLimit, HeaderLimit, RequestIds, RootPath
-from longspan.serve.policy_face import PolicyRefusedError
+from longspan.serve.middleware import OPEN_PATHS, ApiKeys, BodyLimit, HeaderLimit, RequestIds, RootPath
 from longspan.serve.respond import ClientGoneError, DeadlineError
 from longspan.serve.routes import body_schemas, routes
 from longspan.serve.server import Server
@@ -68,6 +67,8 @@ def _describe(app: FastAPI, server: Server) -> None:
             if settings.api_keys:
                 components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
                 schema["security"] = [{"key": []}]
+                for operation in (operation for path in OPEN_PATHS for operation in schema["paths"][path].values()):
+                    operation["security"] = []
             name_what_is_there(schema, settings.model_names, server.jobs.vocab_size, server.jobs.max_model_len)
             if server.engine.policy.settings is not None:
                 name_options(schema, server.engine.policy.settings)
@@ -97,10 +98,6 @@ def _handle_errors(app: FastAPI, server: Server) -> None:
     @app.exception_handler(EngineLostError)
     async def lost(_: Request, error: EngineLostError) -> Response:
         return error_response(503 if server.draining else 500, str(error), retry_after_s=5)
-
-    @app.exception_handler(PolicyRefusedError)
-    async def unchanged(_: Request, error: PolicyRefusedError) -> Response:
-        return error_response(400, str(error))
 
     @app.exception_handler(ClientGoneError)
     async def gone(_: Request, __: ClientGoneError) -> Response:

@@ -154,14 +154,15 @@ class Server:
         """Changes options of the policy; how it is set then.
 
         Raises:
-            WireError, PolicyRefusedError: when one cannot change, or not to that.
+            WireError: when one cannot change, or not to that.
             EngineLostError: when the engine is lost before it says so.
         """
         settings = self.engine.policy.settings
         if settings is None:
             raise EngineLostError("the engine has not said what its policy is")
         options = body.options(settings)
-        changed = await self._watched(request, partial(self.engine.update_policy, options))
+        with wire.blaming(next(iter(options)) if len(options) == 1 else None, {name: name for name in options}):
+            changed = await self._watched(request, partial(self.engine.update_policy, options))
         _log.info("policy %s has %s, by request %s", changed.name, options, request.state.request_id)
         return changed
 
