@@ -24,9 +24,6 @@ from longspan.serve.errors import error_response
 OPEN_PATHS = frozenset({"/live", "/health", "/version"})
 """The only routes that need no key."""
 
-ADMIN_PREFIX = "/admin/"
-"""Below it, whatever changes the server."""
-
 _log = logging.getLogger("longspan.access")
 _MAX_DIGITS = 20
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -36,10 +33,6 @@ def path_of(scope: Scope) -> str:
     """A request's path, without the prefix that a proxy in front may have left on it."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
-
-
-def _is_change(scope: Scope) -> bool:
-    return path_of(scope).startswith(ADMIN_PREFIX) and scope["method"] not in {"GET", "HEAD"}
 
 
 class Tally:
@@ -113,10 +106,7 @@ class HeaderLimit:
 
 
 class ApiKeys:
-    """Answers 401 unless the bearer token is one of the keys.
-
-    Without keys, everybody may ask, but nobody may change the server: that is answered 403.
-    """
+    """Answers 401 unless the bearer token is one of the keys; without keys, everybody may ask."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
@@ -128,10 +118,6 @@ class ApiKeys:
             response = error_response(401, "a valid key is needed: Authorization: Bearer KEY", code="invalid_api_key")
             response.headers["www-authenticate"] = "Bearer"
             await response(scope, receive, send)
-            return
-        if scope["type"] == "http" and not self._digests and _is_change(scope):
-            words = "a server without keys is not changed by its clients: start it with --api-key, and send the key"
-            await error_response(403, words, code="no_api_key")(scope, receive, send)
             return
         await self._app(scope, receive, send)
 

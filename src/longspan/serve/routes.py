@@ -137,7 +137,7 @@ def _add_policy(router: APIRouter, server: Server) -> None:
         return json_response(wire.PolicyInfo.of(settings).model_dump())
 
     if not server.settings.api_keys:
-        return  # `ApiKeys` says why there is no more
+        return  # nobody may change a server without keys; `app.py` says so to those who try
 
     described = _described(wire.PolicyUpdate, wire.PolicyInfo, tag="admin")
     described["responses"][409] = {"model": wire.ErrorBody, "description": "Only a new start can change this option."}
