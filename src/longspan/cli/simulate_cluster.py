@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longspan.cli.model_config import architecture
-from longspan.cli.simulate import ClusterOptions, SchedulingOptions
+from longspan.cli.scheduling import SchedulingOptions
+from longspan.cli.simulate import ClusterOptions
 from longspan.core.parallel import ParallelSpec
 from longspan.core.places import Place, places_of_ranks
 from longspan.core.runs import Run

@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from longspan.cli.options import key_values
-from longspan.cli.simulate import ClusterOptions, FaultOptions, ResultOptions, SchedulingOptions, WorkloadOptions
+from longspan.cli.pairs import key_values
+from longspan.cli.scheduling import SchedulingOptions
+from longspan.cli.simulate import ClusterOptions, FaultOptions, ResultOptions, WorkloadOptions
 from longspan.cli.simulate_cluster import Cluster, cluster_of
 from longspan.cli.simulate_workload import Workload, workload_of
 from longspan.core.engine import EngineConfig
-from longspan.core.protocols import Limits
 from longspan.policy import make_policy
 from longspan.sim.faults import Faults
 from longspan.sim.rates import MOST_TIMES_LIGHT, find_max_rate
@@ -81,7 +81,7 @@ class _Scene:
         policy = make_policy(
             self.scheduling.policy,
             num_instances=self.cluster.num_instances,
-            options=key_values("--policy-option", self.scheduling.policy_option or ()),
+            options=self.scheduling.policy_options(),
             facts=self.cluster.facts,
         )
         capacity = policy.capacity_tokens(num_blocks=self.cluster.num_blocks, block_size=self.scheduling.block_size)
@@ -98,7 +98,7 @@ class _Scene:
             num_blocks=self.cluster.num_blocks,
             block_size=options.block_size,
             max_model_len=options.max_model_len or capacity,
-            limits=Limits(max_num_batched_tokens=options.max_num_batched_tokens, max_num_seqs=options.max_num_seqs),
+            limits=options.limits(),
             prefix_caching=options.enable_prefix_caching and self.shares,  # else nothing would be found
             max_steps_in_flight=2 if options.async_scheduling else 1,
         )
@@ -148,7 +148,9 @@ def _settings(
     return {
         "model": model,
         "cluster": found.words,
-        "policy": " ".join([scheduling.policy, *(scheduling.policy_option or ())]),
+        "policy": " ".join(
+            [scheduling.policy, *(f"{key}={value}" for key, value in scheduling.policy_options().items())]
+        ),
         "hosts": cluster.hosts,
         "instances": found.num_instances,
         "workload": Path(workload.workload).name,
