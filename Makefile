@@ -3,7 +3,7 @@
 # make bench  longspan beside transformers and vLLM     make peers   the environment of the latter, for make bench
 # make evals  lm-eval against a server of ours          make clients the environment of the former, for make evals
 # make fuzz   thousands of odd requests to a server     make attack floods and killed workers of a server
-#                                                       make docs    the generated parts of docs/serving.md
+# make docs   the generated parts of docs/serving.md    make picture docs/tetris.png, by Chromium
 # make serve  a server for OpenAI's clients, port 8000  make clean   remove the environments and all caches
 
 PYTHON ?= python3
@@ -17,7 +17,7 @@ PIP_M := -m pip -qq --disable-pip-version-check --no-input
 PIP   := $(BIN)/python $(PIP_M)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test lint format docs bench peers evals clients fuzz attack clean
+.PHONY: help demo serve test lint format docs picture bench peers evals clients fuzz attack clean
 
 help:
 	@sed -n '1,7s/^# //p' Makefile
@@ -54,6 +54,9 @@ format: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python docs/generate.py
+
+picture: $(STAMP)
+	$(BIN)/python docs/picture.py
 
 # vLLM pins other versions of PyTorch's relatives than of PyTorch itself; nothing here needs them.
 $(PEERS)/.installed:

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from longspan import LLM
 from longspan.cli.profile_run import measure
-from longspan.core.protocols import ClusterView, Plan, Policy
+from longspan.core.protocols import ClusterView, Plan, Policy, PolicySettings
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
 from longspan.cost.fitted_cost import FittedCost
@@ -54,6 +54,15 @@ class Recorded:
         admitted = [share for batch in plan.batches for share in batch if share.hit is not None]
         self.placements += [(share.request.id, share.group) for share in admitted]
         return plan
+
+    @property
+    def settings(self) -> PolicySettings:
+        """The policy's."""
+        return self.policy.settings
+
+    def update(self, options: Mapping[str, str]) -> None:
+        """The policy's."""
+        self.policy.update(options)
 
     def check(self, num_prompt_tokens: int) -> None:
         """The policy's."""

@@ -45,6 +45,11 @@ _STARTED = {
     "block_size": 16,
     "worker_pids": [],
 }
+_SETTINGS: dict[str, Any] = {
+    "name": "fake",
+    "options": {"rate": 0.5, "cut": True, "sizes": "1,2"},
+    "changeable": ["rate", "cut"],
+}
 
 
 class FakeEngine:
@@ -61,15 +66,19 @@ class FakeEngine:
         self._is_first = sum(json.loads(line)["event"] == "start" for line in lines) == 1
 
     def run(self) -> None:
+        self._send({"type": "PolicySet", "settings": _SETTINGS, "id": None})
         self._send(_STARTED)
         while True:
             while not self._socket.poll(100):
                 self._send({"type": "Turn"})  # it lives
             command = msgspec.msgpack.decode(self._socket.recv())
             kind = command["type"]
-            self._note(kind, id=command.get("id"), is_accepted=command.get("is_accepted"))
+            more = {"options": command["options"]} if kind == "SetPolicy" else {}
+            self._note(kind, id=command.get("id"), is_accepted=command.get("is_accepted"), **more)
             if kind == "Quit" and self._events.name != NEVER_QUITS:
                 return
+            if kind == "SetPolicy":
+                self._set_policy(command["id"], command["options"])
             if kind == "Add":
                 self._add(command["id"], command["token_ids"][0], command["params"]["max_tokens"])
 
@@ -94,6 +103,15 @@ class FakeEngine:
             for index in range(max_tokens):
                 self._tell(number, finished=index == max_tokens - 1, text="x" * 1000 if what == FLOOD else "")
                 time.sleep(0.02 if what == PACED else 0)
+
+    def _set_policy(self, number: int, options: dict[str, str]) -> None:
+        if options.get("rate") == "die":
+            self._die()
+        if options.get("rate") == "refuse":
+            self._send({"type": "PolicyRefused", "id": number, "reason": "rate refuse is not possible"})
+            return
+        settings = {**_SETTINGS, "options": {**_SETTINGS["options"], **options}}
+        self._send({"type": "PolicySet", "settings": settings, "id": number})
 
     def _die(self) -> NoReturn:
         """Ends at once, but for what it has said."""

@@ -9,11 +9,13 @@ from fastapi import FastAPI
 from starlette.routing import BaseRoute
 from starlette.testclient import TestClient
 
+from longspan.core.protocols import PolicySettings
 from longspan.jobs import Job, JobMaker
 from longspan.serve.answer import Answer
 from longspan.serve.app import make_app
 from longspan.serve.client import EngineClient
-from longspan.serve.messages import Ended, Started, Stats, Times, Turn
+from longspan.serve.messages import Ended, PolicySet, Started, Stats, Times, Turn
+from longspan.serve.policy_face import PolicyFace, PolicyRefusedError
 from longspan.serve.server import Server
 from longspan.serve.settings import ServerSettings
 from longspan.serve.updates import ChoiceUpdate, Update
@@ -45,6 +47,11 @@ STATS = Stats(
     bytes_sent={("ring_kv", "same_host"): 1000, ("ring_q", "other_host"): 24},
     worker_pids=[],
 )
+POLICY = PolicySettings(
+    name="tetris",
+    options={"improvement_rate": "auto", "chunking": True, "min_chunk": 256, "sp_sizes": "1,2"},
+    changeable=("improvement_rate", "chunking", "min_chunk"),
+)
 TIMES = Times(queue_s=0.5, prefill_s=1.0, decode_s=0.25, ttft_s=1.5, e2e_s=1.75)
 
 
@@ -58,6 +65,18 @@ class FakeEngine:
         self.failure: Exception | None = None
         self.num_told = len(OUTPUT)
         """Tokens after which an answer fails by `failure`, if there is one."""
+        self.policy = PolicyFace()
+        self.policy.take(PolicySet(POLICY))
+        self.updates: list[dict[str, str]] = []
+        """What the policy was asked."""
+
+    async def update_policy(self, options: dict[str, str]) -> PolicySettings:
+        self.updates.append(options)
+        if self.failure is not None:
+            raise PolicyRefusedError(str(self.failure))
+        changed = PolicySettings(name="tetris", options=POLICY.options | options, changeable=POLICY.changeable)
+        self.policy.take(PolicySet(changed, 0))
+        return changed
 
     async def submit(self, jobs: Sequence[Job]) -> Answer:
         if self.failure is not None and not self.num_told:

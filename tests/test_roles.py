@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from itertools import groupby
 
-import pytest
 from cluster import Cluster, Setup
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_engine import RANDOM_RUNS, Job, add, assert_lawful, jobs, play, setups_of
+from test_engine import RANDOM_RUNS, Job, assert_lawful, jobs, play, setups_of
 from test_tetris import GROUPS, machine
 
-from longspan.core.engine import EngineConfig
 from longspan.core.fleet import Roles
 from longspan.core.places import Place
-from longspan.core.request import Request
-from longspan.core.sampling import SamplingParams
-from longspan.core.steps import Forward, Free, MoveKV
-from longspan.policy import make_policy
 from longspan.policy.choosing import Facts
 
 

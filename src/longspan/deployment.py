@@ -9,7 +9,7 @@ from typing import Self, get_args
 from longspan import arguments
 from longspan.core.engine import Engine, EngineConfig
 from longspan.core.places import Place, hosts_of
-from longspan.core.protocols import Limits
+from longspan.core.protocols import Limits, PolicySettings
 from longspan.core.steps import Link
 from longspan.cost.profile import Subject
 from longspan.cost.shapes import ModelShape, typical_hardware
@@ -101,7 +101,9 @@ class Deployment:
         self._check_sharing(policy_options or {})
         self.subject = subject_of(files, device, tp=spec.tp, threads=threads, native=kernel is not None)
         self.facts = _facts(self.subject, self.info.shape(DTYPES[dtype].itemsize), places[:: spec.tp])
-        chosen = make_policy(policy, num_instances=spec.instances, options=policy_options or {}, facts=self.facts)
+        self._policy = chosen = make_policy(
+            policy, num_instances=spec.instances, options=policy_options or {}, facts=self.facts
+        )
         num_blocks = num_gpu_blocks_override or arguments.num_blocks(
             self.info, files, device, spec, block_size, kv_cache_memory_bytes
         )
@@ -172,7 +174,22 @@ class Deployment:
         """
         self._check_sharing(options)
         num_instances = self._spec.instances
-        self.engine.set_policy(make_policy(policy, num_instances=num_instances, options=options, facts=self.facts))
+        chosen = make_policy(policy, num_instances=num_instances, options=options, facts=self.facts)
+        self.engine.set_policy(chosen)
+        self._policy = chosen
+
+    @property
+    def policy_settings(self) -> PolicySettings:
+        """The policy's name and options."""
+        return self._policy.settings
+
+    def update_policy(self, options: Mapping[str, str]) -> None:
+        """Changes options of the policy, between steps; requests that run stay as they are.
+
+        Raises:
+            ValueError: for an option that it lacks or that may not change, or a bad value; nothing has changed then.
+        """
+        self._policy.update(options)
 
     def reset_prefix_cache(self) -> None:
         """Forgets the KV of finished requests, so that no prompt starts from any of it.

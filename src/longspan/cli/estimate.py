@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 import typer
 
 from longspan.cli.lengths import length
+from longspan.cli.scheduling import PromptExchange
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 _cluster = partial(typer.Option, rich_help_panel="Devices")
 _work = partial(typer.Option, rich_help_panel="What is computed")
-_EXCHANGES = Literal["auto", "ring_kv", "ring_q", "alltoall", "gather_kv", "gather_hidden", "chain"]
 
 
 def estimate(
@@ -34,7 +34,7 @@ def estimate(
     link_gbytes_per_s: Annotated[float | None, _cluster(metavar="X", help="Its nominal speed, one way.")] = None,
     parallel: Annotated[str, _work(metavar="SPEC", help=r"\[N]\[xtpT]: N instances, each of T ranks.")] = "1",
     exchange: Annotated[
-        _EXCHANGES, _work(help="How instances share prompts; auto: ring_kv, and ring_q to decode.")
+        PromptExchange, _work(help="How instances share prompts; auto: ring_kv, and ring_q to decode.")
     ] = "auto",
     fractions: Annotated[
         str | None, _work(metavar="F,F,...|search", help="How much of a contiguous prompt each instance gets.")

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 import longspan
+from longspan.cli.pairs import key_values
+from longspan.cli.scheduling import SHARING, SchedulingOptions
 from longspan.core.parallel import ParallelSpec
 from longspan.core.sampling import SamplingParams, StructuredOutputsParams
 from longspan.runtime.forkserver import start_server
@@ -30,13 +32,9 @@ _ending = partial(typer.Option, rich_help_panel="Length and end")
 _form = partial(typer.Option, rich_help_panel="Structured outputs: give one")
 
 
-_SHARING = ("exchange", "layout", "fractions")
-"""Options of policies that have flags of their own."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """How a model is set up: the arguments of `LLM` by the same names, except where the command line is shorter."""
+class DeviceOptions:
+    """What a model runs on, and in which form."""
 
     parallel: Annotated[
         str | None, _devices(metavar="SPEC", help=r"\[N]\[xtpT]\[ppP]: N instances, each of T * P ranks.")
@@ -58,39 +56,13 @@ class EngineOptions:
     trust_remote_code: Annotated[
         bool, _devices("--trust-remote-code", help="Run Python code that comes with the model.")
     ] = False
-    policy: Annotated[
-        str, _scheduling(help="Who decides the steps: auto, chunked, context, runahead, tetris or fixed-sp.")
-    ] = "auto"
-    exchange: Annotated[
-        str, _scheduling(help="How queries, keys and values of a shared prompt travel; auto chooses per step.")
-    ] = "auto"
-    layout: Annotated[str, _scheduling(help="How a shared prompt is dealt: zigzag, striped or contiguous.")] = "auto"
-    fractions: Annotated[
-        str | None, _scheduling(metavar="F,F,...", help="Of a contiguous layout, what part each instance gets.")
-    ] = None
-    policy_option: Annotated[
-        list[str] | None,
-        _scheduling("--policy-option", "-o", metavar="KEY=VALUE", help="An option of the policy; repeatable."),
-    ] = None
-    max_model_len: Annotated[int | None, _scheduling(help="Longest prompt plus output, in tokens.")] = None
-    block_size: Annotated[int, _scheduling(help="Tokens per KV block.")] = 256
-    max_num_batched_tokens: Annotated[int, _scheduling(help="Most tokens of one step on one instance.")] = 2048
-    max_num_seqs: Annotated[int, _scheduling(help="Most requests that run at once.")] = 128
-    kv_cache_memory_bytes: Annotated[int | None, _scheduling(help="KV memory of each rank.")] = None
-    num_gpu_blocks_override: Annotated[
-        int | None, _scheduling(help="KV blocks of each rank, whatever memory there is.")
-    ] = None
-    enable_prefix_caching: Annotated[
-        bool,
-        _scheduling(
-            "--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse the KV of prompts that begin alike."
-        ),
-    ] = True
 
-    async_scheduling: Annotated[
-        bool,
-        _scheduling("--async-scheduling/--no-async-scheduling", help="Plan and send a step while the last one runs."),
-    ] = True
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(SchedulingOptions, DeviceOptions):
+    """How a model is set up: the arguments of `LLM` by the same names, except where the command line is shorter."""
+
+    kv_cache_memory_bytes: Annotated[int | None, _scheduling(help="KV memory of each rank.")] = None
     step_timeout: Annotated[
         float, _scheduling(min=0.001, help="Seconds without a step done after which a busy rank is taken for lost.")
     ] = 300.0
@@ -101,12 +73,12 @@ class EngineOptions:
         Raises:
             ValueError: for degrees that are not possible or given twice, or a policy option not of the form key=value.
         """
-        shorter = ("instances", "tp", "pp", "policy_option", "step_timeout", *_SHARING)
+        shorter = ("instances", "tp", "pp", "policy_option", "step_timeout", *SHARING)
         same = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in shorter}
         return {
             **same,
             "parallel": self._parallel_spec(),
-            "policy_options": self._policy_options(),
+            "policy_options": self.policy_options(),
             "step_timeout_s": self.step_timeout,
         }
 
@@ -115,16 +87,6 @@ class EngineOptions:
         arguments = self.arguments()
         start_server()  # it imports beside us
         return longspan.LLM(model, seed=seed, **arguments)
-
-    def _policy_options(self) -> dict[str, str]:
-        options = key_values("--policy-option", self.policy_option or ())
-        for name in _SHARING:
-            value = getattr(self, name)
-            if value not in (None, "auto"):
-                if name in options:
-                    raise ValueError(f"--{name} {value} and -o {name}={options[name]}: give one of them")
-                options[name] = value
-        return options
 
     def _parallel_spec(self) -> str:
         degrees = {"instances": self.instances, "tp": self.tp, "pp": self.pp}
@@ -214,23 +176,6 @@ def id_list(flag: str, text: str) -> list[int]:
         return [int(part) for part in text.split(",")] if text.strip() else []
     except ValueError:
         raise ValueError(f"{flag} must be whole numbers with commas between, but {text!r} given") from None
-
-
-def key_values(flag: str, pairs: Sequence[str]) -> dict[str, str]:
-    """Options of the form key=value as a mapping.
-
-    Raises:
-        ValueError: for one without a key or `=`, or a key given twice.
-    """
-    options: dict[str, str] = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not key or not equals:
-            raise ValueError(f"{flag} {pair} is not of the form key=value")
-        if key in options:
-            raise ValueError(f"{flag} {key} is given twice: {options[key]!r} and {value!r}")
-        options[key] = value
-    return options
 
 
 def _schema(value: str) -> str:

@@ -10,9 +10,9 @@ from typing import Annotated, Literal
 import typer
 
 from longspan.cli.bundles import bundled
+from longspan.cli.scheduling import SchedulingOptions
 
 _cluster = partial(typer.Option, rich_help_panel="Cluster")
-_scheduling = partial(typer.Option, rich_help_panel="Scheduling and memory")
 _workload = partial(typer.Option, rich_help_panel="Requests")
 _faults = partial(typer.Option, rich_help_panel="What goes wrong")
 _results = partial(typer.Option, rich_help_panel="Results")
@@ -65,36 +65,6 @@ class ClusterOptions:
     attention: Annotated[
         Literal["flash", "eager"], _cluster(help="Fused, or as Hugging Face's single operators compute it.")
     ] = "flash"
-
-
-@dataclass(frozen=True, kw_only=True)
-class SchedulingOptions:
-    """Who decides, and within which bounds: as of `longspan serve`."""
-
-    policy: Annotated[str, _scheduling(help="Who decides the steps, by the names of longspan serve.")] = "auto"
-    policy_option: Annotated[
-        list[str] | None,
-        _scheduling("--policy-option", "-o", metavar="KEY=VALUE", help="An option of the policy; repeatable."),
-    ] = None
-    max_model_len: Annotated[
-        int | None, _scheduling(help="Longest prompt plus output, in tokens.", show_default="what the KV pools hold")
-    ] = None
-    block_size: Annotated[int, _scheduling(help="Tokens per KV block.")] = 256
-    max_num_batched_tokens: Annotated[int, _scheduling(help="Most tokens of one step on one instance.")] = 8192
-    max_num_seqs: Annotated[int, _scheduling(help="Most requests that run at once on one instance.")] = 128
-    num_gpu_blocks_override: Annotated[
-        int | None, _scheduling(help="KV blocks of each instance.", show_default="what its memory holds")
-    ] = None
-    enable_prefix_caching: Annotated[
-        bool,
-        _scheduling(
-            "--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse the KV of prompts that begin alike."
-        ),
-    ] = True
-    async_scheduling: Annotated[
-        bool,
-        _scheduling("--async-scheduling/--no-async-scheduling", help="Plan and send a step while the last one runs."),
-    ] = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +133,9 @@ class ResultOptions:
     trace: Annotated[Path | None, _results(metavar="FILE.json", help="A trace for Perfetto or Chrome.")] = None
 
 
-_CLUSTER, _SCHEDULING, _WORKLOAD = ClusterOptions(), SchedulingOptions(), WorkloadOptions()
+_CLUSTER, _WORKLOAD = ClusterOptions(), WorkloadOptions()
+_SCHEDULING = SchedulingOptions(max_num_batched_tokens=8192)
+"""Devices that have data sheets take so many tokens at once; CPUs, for which the other verbs are set, take fewer."""
 _FAULTS, _RESULTS = FaultOptions(), ResultOptions()
 
 

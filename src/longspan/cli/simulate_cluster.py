@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longspan.cli.model_config import architecture
-from longspan.cli.simulate import ClusterOptions, SchedulingOptions
+from longspan.cli.scheduling import SchedulingOptions
+from longspan.cli.simulate import ClusterOptions
 from longspan.cli.simulate_fleet import fleet_of, roles_of
 from longspan.core.fleet import Fleet, Roles
 from longspan.core.places import Place, places_of_ranks

@@ -9,8 +9,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from longspan.cli.options import key_values
-from longspan.cli.simulate import ClusterOptions, FaultOptions, ResultOptions, SchedulingOptions, WorkloadOptions
+from longspan.cli.pairs import key_values
+from longspan.cli.scheduling import SchedulingOptions
+from longspan.cli.simulate import ClusterOptions, FaultOptions, ResultOptions, WorkloadOptions
 from longspan.cli.simulate_cluster import Cluster
 from longspan.cli.simulate_rates import print_improvement_rates
 from longspan.cli.simulate_scene import Scene
@@ -97,7 +98,9 @@ def _settings(
     return {
         "model": model,
         "cluster": found.words,
-        "policy": " ".join([scheduling.policy, *(scheduling.policy_option or ())]),
+        "policy": " ".join(
+            [scheduling.policy, *(f"{key}={value}" for key, value in scheduling.policy_options().items())]
+        ),
         "hosts": cluster.hosts,
         "instances": found.num_instances,
         "workload": Path(workload.workload).name,

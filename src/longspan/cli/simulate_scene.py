@@ -8,12 +8,11 @@ from dataclasses import dataclass, field, replace
 
 from tqdm import tqdm
 
-from longspan.cli.options import key_values
-from longspan.cli.simulate import ClusterOptions, SchedulingOptions
+from longspan.cli.scheduling import SchedulingOptions
+from longspan.cli.simulate import ClusterOptions
 from longspan.cli.simulate_cluster import Cluster, cluster_of
 from longspan.cli.simulate_workload import Workload
 from longspan.core.engine import EngineConfig
-from longspan.core.protocols import Limits
 from longspan.policy import make_policy
 from longspan.sim.faults import Faults
 from longspan.sim.rates import MOST_TIMES_LIGHT, find_max_rate
@@ -44,11 +43,10 @@ class Scene:
         Raises:
             ValueError: see `cluster_of`.
         """
-        options = key_values("--policy-option", scheduling.policy_option or ())
         return cls(
             cluster=cluster_of(model, cluster, scheduling),
             scheduling=scheduling,
-            policy_options=options,
+            policy_options=scheduling.policy_options(),
             faults=faults,
         )
 
@@ -100,7 +98,7 @@ class Scene:
             roles=cluster.roles,
             block_size=options.block_size,
             max_model_len=options.max_model_len or capacity,
-            limits=Limits(max_num_batched_tokens=options.max_num_batched_tokens, max_num_seqs=options.max_num_seqs),
+            limits=options.limits(),
             prefix_caching=options.enable_prefix_caching and shares,  # else nothing would be found
             max_steps_in_flight=2 if options.async_scheduling else 1,
         )

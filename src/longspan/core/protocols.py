@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -100,8 +100,65 @@ class Plan:
     batches: tuple[tuple[Share, ...], ...] = ()
 
 
+OptionValue = str | int | float | bool
+"""Of a policy's option, as its policy reads it."""
+
+
+def option_text(value: OptionValue) -> str:
+    """An option's value as the command line would have it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+class SettledError(ValueError):
+    """An option that only a new start can change."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicySettings:
+    """What decides, and how it is set.
+
+    Attributes:
+        name: of the policy.
+        options: all that it has, as they are in force.
+        changeable: those that may change while it serves.
+    """
+
+    name: str
+    options: Mapping[str, OptionValue]
+    changeable: tuple[str, ...] = ()
+
+    def check_changes(self, names: Iterable[str]) -> None:
+        """Whether options of these names may change while the policy serves.
+
+        Raises:
+            SettledError: when it has one of them, but it may not.
+            ValueError: when it has no such option.
+        """
+        others = f"that may change while it serves: {', '.join(self.changeable) or 'none'}"
+        for name in names:
+            if name not in self.options:
+                raise ValueError(f"policy {self.name} has no option {name[:60]!r}; its options {others}")
+            if name not in self.changeable:
+                raise SettledError(
+                    f"option {name} of policy {self.name} cannot change while it serves: start anew with "
+                    f"-o {name}=VALUE; options {others}"
+                )
+
+
 class Policy(Protocol):
-    """Decides the next steps. Pure: the same views, one after the other, give the same plans."""
+    """Decides the next steps. Pure: the same views and updates, one after the other, give the same plans."""
+
+    @property
+    def settings(self) -> PolicySettings:
+        """Its name and its options."""
+
+    def update(self, options: Mapping[str, str]) -> None:
+        """Changes options between two plans; requests that run stay as they are.
+
+        Raises:
+            ValueError: for an option that it lacks or that may not change, see `PolicySettings.check_changes`, or a bad
+                value. Nothing has changed then.
+        """
 
     def plan(self, view: ClusterView) -> Plan:
         """Shares for instances that are not full; an empty plan waits for the next event.

@@ -6,10 +6,12 @@ This is the look-up table of KV-Runahead (arXiv 2405.05329, §4.2); a partition 
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import ClassVar
 
 import msgspec
 
 from longspan.cost.partition import check_fractions
+from longspan.cost.stored import Stored
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -32,12 +34,14 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise ValueError(f"length must be at least 1, but {self.length} given")
 
 
-class PartitionTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PartitionTable(Stored, frozen=True):
     """Entries, at most one for a model, number of members and length.
 
     Raises:
         ValueError: for two entries of the same.
     """
+
+    called: ClassVar[str] = "table of partitions"
 
     partitions: tuple[Entry, ...] = ()
 
@@ -73,22 +77,6 @@ class PartitionTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 pairs = zip(shorter.fractions, longer.fractions, strict=True)
                 return tuple((1 - weight) * a + weight * b for a, b in pairs)
         return known[0 if length < known[0].length else -1].fractions
-
-    def to_json(self) -> str:
-        """The table as text for a file, an entry per line or more."""
-        return msgspec.json.format(msgspec.json.encode(self), indent=2).decode() + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> PartitionTable:
-        """What `to_json` wrote.
-
-        Raises:
-            ValueError: for text that is no such table, with what is wrong with it and where.
-        """
-        try:
-            return msgspec.json.decode(text, type=cls)
-        except msgspec.DecodeError as error:
-            raise ValueError(f"not a table of partitions: {error}") from error
 
 
 def _key(entry: Entry) -> tuple[str, int, int]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import msgspec
 
 from longspan.core.steps import Exchange
 from longspan.cost.ring_fit import RingFit, RingSample, fit_appendix_d
 from longspan.cost.shapes import Hardware, ModelShape
+from longspan.cost.stored import Stored
 from longspan.cost.time_fit import DecodeFit, LinkFit, Sample, TimeFit, Times, fit_decodes, fit_link, fit_times
 
 
@@ -105,8 +106,10 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError(f"not a measured transfer: {self}")
 
 
-class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Profile(Stored, frozen=True, kw_only=True):
     """Everything measured of a subject so far."""
+
+    called: ClassVar[str] = "profile"
 
     subject: Subject
     prefills: tuple[Prefill, ...] = ()
@@ -198,19 +201,3 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             if exchange == "ring_kv" and ("ring_q", new, cached) in times
         ]
         return fit_appendix_d(samples) if samples else None
-
-    def to_json(self) -> str:
-        """As text for a file."""
-        return msgspec.json.format(msgspec.json.encode(self), indent=1).decode() + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """What `to_json` wrote.
-
-        Raises:
-            ValueError: for text that is no such profile, with what is wrong with it and where.
-        """
-        try:
-            return msgspec.json.decode(text, type=cls)
-        except msgspec.DecodeError as error:
-            raise ValueError(f"not a profile: {error}") from error

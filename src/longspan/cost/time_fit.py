@@ -4,37 +4,49 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 Sample = tuple[int, int, float]
-"""New tokens, cached tokens before them, seconds."""
+"""New tokens, cached tokens before them, seconds; of decodes: requests, tokens before each, seconds."""
+Array = NDArray[np.float64]
 
 _FEWEST_LENGTHS = 2
 _SAME_PLACE = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
-class TimeFit:
+class Fit:
+    """How well samples were fitted.
+
+    Attributes:
+        mean_error, max_error: of the samples, relative to what was measured.
+        num_samples: how many those were.
+    """
+
+    mean_error: float
+    max_error: float
+    num_samples: int
+
+
+FitT = TypeVar("FitT", bound=Fit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeFit(Fit):
     """T(L, P) = start_s + token_s L + cached_s P L + square_s L², for L new tokens behind P cached ones.
 
     No term is negative, so that predictions are monotone in both lengths, also beyond what was measured.
-
-    Attributes:
-        mean_error, max_error: of the samples it was fitted to, relative to what was measured.
-        num_samples: how many those were.
     """
 
     start_s: float
     token_s: float
     cached_s: float
     square_s: float
-    mean_error: float
-    max_error: float
-    num_samples: int
 
     @property
     def pair_s(self) -> float:
@@ -80,37 +92,19 @@ def fit_times(samples: Sequence[Sample]) -> TimeFit | None:
     Raises:
         ValueError: for a time that is not positive.
     """
-    if len({(new, cached) for new, cached, _ in samples}) < _FEWEST_LENGTHS:
-        return None
-    if min(seconds for _, _, seconds in samples) <= 0:
-        raise ValueError("a prefill takes some time, but a sample of none was given")
-    new, cached, seconds = np.array(samples, dtype=np.float64).T
-    terms = np.column_stack([np.ones(len(samples)), new, cached * new, new * new])
-    (start_s, token_s, cached_s, square_s), errors = _least_squares(terms, seconds)
-    return TimeFit(
-        start_s=start_s,
-        token_s=token_s,
-        cached_s=cached_s,
-        square_s=square_s,
-        mean_error=float(errors.mean()),
-        max_error=float(errors.max()),
-        num_samples=len(samples),
-    )
+    return _fit(TimeFit, samples, _PREFILL_TERMS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeFit:
+class DecodeFit(Fit):
     """T(B, C) = start_s + request_s B + context_s B C, for B requests that decode behind C tokens each.
 
-    `mean_error`, `max_error` and `num_samples` are as of `TimeFit`; no term is negative either.
+    No term is negative here either.
     """
 
     start_s: float
     request_s: float
     context_s: float
-    mean_error: float
-    max_error: float
-    num_samples: int
 
     def seconds(self, batch: int, context_tokens: float) -> float:
         """Of one step of so many requests with so many tokens before each."""
@@ -118,20 +112,39 @@ class DecodeFit:
 
 
 def fit_decodes(samples: Sequence[Sample]) -> DecodeFit | None:
-    """As `fit_times`, from (batch, context tokens of each, seconds); None for samples of fewer than two kinds."""
-    if len({(batch, context) for batch, context, _ in samples}) < _FEWEST_LENGTHS:
+    """As `fit_times`, of decodes."""
+    return _fit(DecodeFit, samples, _DECODE_TERMS)
+
+
+def _fit(
+    kind: type[FitT], samples: Sequence[Sample], terms: Mapping[str, Callable[[Array, Array], Array]]
+) -> FitT | None:
+    """A fit of that kind with a coefficient for each term, which is a function of a sample's first two numbers."""
+    if len({sample[:2] for sample in samples}) < _FEWEST_LENGTHS:
         return None
-    batch, context, seconds = np.array(samples, dtype=np.float64).T
-    terms = np.column_stack([np.ones(len(samples)), batch, batch * context])
-    (start_s, request_s, context_s), errors = _least_squares(terms, seconds)
-    return DecodeFit(
-        start_s=start_s,
-        request_s=request_s,
-        context_s=context_s,
+    if min(seconds for _, _, seconds in samples) <= 0:
+        raise ValueError("what is fitted takes some time, but a sample of none was given")
+    first, second, seconds = np.array(samples, dtype=np.float64).T
+    found, errors = _least_squares(np.column_stack([term(first, second) for term in terms.values()]), seconds)
+    return kind(
+        **dict(zip(terms, found, strict=True)),
         mean_error=float(errors.mean()),
         max_error=float(errors.max()),
         num_samples=len(samples),
     )
+
+
+_PREFILL_TERMS = {
+    "start_s": lambda new, _: np.ones_like(new),
+    "token_s": lambda new, _: new,
+    "cached_s": lambda new, cached: new * cached,
+    "square_s": lambda new, _: new * new,
+}
+_DECODE_TERMS = {
+    "start_s": lambda batch, _: np.ones_like(batch),
+    "request_s": lambda batch, _: batch,
+    "context_s": lambda batch, context: batch * context,
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,15 +14,18 @@ from itertools import accumulate
 from typing import Protocol
 
 from longspan.core.account import PrefixHit
-from longspan.core.protocols import ClusterView, Plan, Share
+from longspan.core.protocols import ClusterView, Plan, PolicySettings, Share
 from longspan.core.request import Request
 from longspan.policy.batching import Batch, Budget, fill, single_share
 from longspan.policy.cdsp import ChunkPlan, Prompt
 from longspan.policy.cdsp_queue import QueueTimes
 from longspan.policy.cdsp_rates import RateWatch
 from longspan.policy.group_shares import GroupShares
+from longspan.policy.options import Settled
 from longspan.policy.routing import Router, plan_decodes
 from longspan.policy.teams import plan_for_teams
+
+_UNNAMED = PolicySettings(name="cdsp", options={})
 
 
 class ChunkPlanner(Protocol):
@@ -90,7 +93,7 @@ class Planned:
         return found
 
 
-class Cdsp:
+class Cdsp(Settled):
     """A policy. `grow` and `admit` are its `Placement`.
 
     Args:
@@ -106,9 +109,11 @@ class Cdsp:
         shares: GroupShares,
         watch: RateWatch,
         *,
+        settings: PolicySettings = _UNNAMED,
         chunking: bool = True,
         decode: Sequence[int] = (),
     ) -> None:
+        super().__init__(settings)
         self._everyone, self._place = everyone, {i: place for place, i in enumerate(everyone)}
         self._planner, self._shares, self._watch, self._chunking = planner, shares, watch, chunking
         self._decode = decode

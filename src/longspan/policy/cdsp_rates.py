@@ -71,7 +71,13 @@ class RateWatch:
         self._table = table
         self._arrivals: deque[float] = deque()
         self._renewed_at_s: float | None = None
+        self._requests_per_s = 0.0
         self.improvement_rate = table.nearest(0.0)
+
+    def use(self, table: RateTable) -> None:
+        """Goes by another table from now on, for as many requests as arrived in the last whole window."""
+        self._table = table
+        self.improvement_rate = table.nearest(self._requests_per_s)
 
     def arrived(self, time_s: float) -> None:
         """A request did."""
@@ -86,4 +92,5 @@ class RateWatch:
         self._renewed_at_s = now_s
         while self._arrivals and self._arrivals[0] <= now_s - WINDOW_S:
             self._arrivals.popleft()
-        self.improvement_rate = self._table.nearest(len(self._arrivals) / WINDOW_S)
+        self._requests_per_s = len(self._arrivals) / WINDOW_S
+        self.improvement_rate = self._table.nearest(self._requests_per_s)

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from longspan.core.protocols import ClusterView, Plan, Share
+from longspan.core.protocols import ClusterView, Plan, PolicySettings, Share
 from longspan.core.request import Request
 from longspan.policy.batching import Batch, Budget, fill, single_share
 from longspan.policy.choosing import Facts
-from longspan.policy.options import parse_options
+from longspan.policy.options import Settled, parse_options, settings_of
 from longspan.policy.placing import admit_alone
 from longspan.policy.teams import plan_for_teams
 
@@ -22,17 +22,18 @@ class ChunkedOptions:
     """`chunked` has no options: the bounds of a step are the engine's."""
 
 
-class Chunked:
+class Chunked(Settled):
     """Running requests in the order of admission, then waiting ones, as long as the tokens of the step last."""
 
-    def __init__(self, everyone: tuple[int, ...]) -> None:
+    def __init__(self, everyone: tuple[int, ...], settings: PolicySettings) -> None:
+        super().__init__(settings)
         self._everyone = everyone
 
     @classmethod
     def create(cls, num_instances: int, options: Mapping[str, str], facts: Facts) -> Chunked:
         """Raises ValueError for an option."""
-        parse_options("chunked", ChunkedOptions, options)
-        return cls(tuple(sorted(range(num_instances), key=facts.place)))
+        settings = settings_of("chunked", parse_options("chunked", ChunkedOptions, options))
+        return cls(tuple(sorted(range(num_instances), key=facts.place)), settings)
 
     def capacity_tokens(self, *, num_blocks: int, block_size: int) -> int:
         """All of one pool."""

@@ -16,12 +16,12 @@ from itertools import islice
 from typing import Literal
 
 from longspan.core.account import PrefixHit
-from longspan.core.protocols import ClusterView, Plan, Share
+from longspan.core.protocols import ClusterView, Plan, PolicySettings, Share
 from longspan.core.request import Request
 from longspan.policy.batching import Batch, Budget, fill
 from longspan.policy.choosing import Chooser, Facts
 from longspan.policy.group_shares import GroupShares, is_too_large
-from longspan.policy.options import parse_options
+from longspan.policy.options import Settled, parse_options, settings_of
 from longspan.policy.partitions import Partitions
 from longspan.policy.placing import admit_alone
 from longspan.policy.sharing import SharingOptions
@@ -66,12 +66,18 @@ class ContextOptions(LengthOptions, SharingOptions):
         SharingOptions.__post_init__(self)
 
 
-class Context:
+class Context(Settled):
     """See the module. `grow` and `admit` are its `Placement`."""
 
     def __init__(
-        self, num_instances: int, options: ContextOptions, facts: Facts, partitions: Partitions | None = None
+        self,
+        num_instances: int,
+        options: ContextOptions,
+        facts: Facts,
+        partitions: Partitions | None = None,
+        settings: PolicySettings | None = None,
     ) -> None:
+        super().__init__(settings or settings_of("context", options))
         self._everyone = tuple(sorted(range(num_instances), key=facts.place))
         self._host = {i: facts.place(i).host_id for i in self._everyone}
         self._options, self._partitions = options, partitions

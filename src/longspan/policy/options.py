@@ -3,12 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any, TypeVar, get_args, get_type_hints
 
 import msgspec
 
+from longspan.core.protocols import PolicySettings
+
 OptionsT = TypeVar("OptionsT")
+
+
+class Settled:
+    """A policy that is set as it is for as long as it serves."""
+
+    def __init__(self, settings: PolicySettings) -> None:
+        self._settings = settings
+
+    @property
+    def settings(self) -> PolicySettings:
+        """Its name and its options."""
+        return self._settings
+
+    def update(self, options: Mapping[str, str]) -> None:
+        """Raises ValueError unless there is nothing to change."""
+        self._settings.check_changes(options)
+
+
+def settings_of(policy: str, options: object, changeable: tuple[str, ...] = ()) -> PolicySettings:
+    """How the policy of that name is set, by the instance of its dataclass."""
+    values = asdict(options)  # type: ignore[call-overload]  # every options class is a dataclass
+    return PolicySettings(name=policy, options=values, changeable=changeable)
 
 
 def parse_options(policy: str, kind: type[OptionsT], options: Mapping[str, str]) -> OptionsT:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from longspan.policy.choosing import Facts
 from longspan.policy.context import Context, ContextOptions, LengthOptions
-from longspan.policy.options import parse_options
+from longspan.policy.options import parse_options, settings_of
 from longspan.policy.partitions import Partitions
 
 
@@ -56,4 +56,5 @@ def create(num_instances: int, options: Mapping[str, str], facts: Facts) -> Cont
         ),
         facts,
         partitions,
+        settings_of("runahead", parsed),
     )

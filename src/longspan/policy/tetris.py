@@ -8,23 +8,25 @@ some instances only decode, KV goes to one of these instead (`routing.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from longspan.core.places import hosts_of
+from longspan.core.protocols import option_text
 from longspan.core.steps import Exchange
 from longspan.policy.cdsp import Planner
 from longspan.policy.cdsp_fixed import FixedGroups
-from longspan.policy.cdsp_policy import Cdsp, ChunkPlanner
+from longspan.policy.cdsp_policy import Cdsp
 from longspan.policy.cdsp_rates import RateTable, RateWatch, check_improvement_rate
 from longspan.policy.cdsp_times import check_sizes, expected_times, measured_times, sp_sizes
 from longspan.policy.choosing import Chooser, Facts
 from longspan.policy.group_shares import GroupShares
-from longspan.policy.options import parse_options
+from longspan.policy.options import parse_options, settings_of
 from longspan.policy.sharing import SharingOptions
 
 _IMPROVEMENT_RATE = 0.3
 """Where no table says otherwise: between what the paper finds best for few and for many requests."""
+_CHANGEABLE = ("improvement_rate", "improvement_rates", "chunking", "min_chunk")
 _EXCHANGES: tuple[Exchange, ...] = ("ring_kv", "ring_q", "alltoall", "gather_kv")
 
 
@@ -86,12 +88,29 @@ class TetrisOptions(GroupOptions):
         if self.min_chunk < 1:
             raise ValueError(f"min_chunk must be at least 1, but {self.min_chunk} given")
 
-    def watch(self) -> RateWatch:
-        """What says the improvement rate."""
+    def rate_table(self) -> RateTable:
+        """What says the improvement rate.
+
+        Raises:
+            ValueError: when it cannot be read.
+        """
         if self.improvement_rates:
-            return RateWatch(RateTable.parse(self.improvement_rates))
+            return RateTable.parse(self.improvement_rates)
         rate = _IMPROVEMENT_RATE if self.improvement_rate == "auto" else self.improvement_rate
-        return RateWatch(RateTable(entries=((0.0, rate),)))
+        return RateTable(entries=((0.0, rate),))
+
+    def changed(self, options: Mapping[str, str]) -> TetrisOptions:
+        """With other values. An improvement rate takes the place of a table, and the reverse.
+
+        Raises:
+            ValueError: for an unknown option or a bad value.
+        """
+        kept = asdict(self)
+        if options.get("improvement_rate", "auto") != "auto":
+            kept["improvement_rates"] = ""
+        if options.get("improvement_rates"):
+            kept["improvement_rate"] = "auto"
+        return parse_options("tetris", TetrisOptions, {**{name: option_text(kept[name]) for name in kept}, **options})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +124,33 @@ class FixedOptions(GroupOptions):
     sp: int = 1
 
 
-def create_tetris(num_instances: int, options: Mapping[str, str], facts: Facts) -> Cdsp:
+class Tetris(Cdsp):
+    """`Cdsp`, some of whose options may change while it serves."""
+
+    def __init__(self, instances: range, options: TetrisOptions, facts: Facts, planner: Planner) -> None:
+        self._options, self._chunk_planner = options, planner
+        everyone, decode = _where(instances, facts)
+        super().__init__(
+            everyone,
+            planner,
+            _shares(instances, options, facts),
+            RateWatch(options.rate_table()),
+            settings=settings_of("tetris", options, _CHANGEABLE),
+            chunking=options.chunking,
+            decode=decode,
+        )
+
+    def update(self, options: Mapping[str, str]) -> None:
+        """For prompts that are planned from now on; see `Policy`."""
+        self._settings.check_changes(options)
+        changed = self._options.changed(options)
+        table = changed.rate_table()
+        self._options, self._settings = changed, settings_of("tetris", changed, _CHANGEABLE)
+        self._watch.use(table)
+        self._chunking, self._chunk_planner.min_chunk_tokens = changed.chunking, changed.min_chunk
+
+
+def create_tetris(num_instances: int, options: Mapping[str, str], facts: Facts) -> Tetris:
     """The policy.
 
     Raises:
@@ -120,7 +165,7 @@ def create_tetris(num_instances: int, options: Mapping[str, str], facts: Facts) 
         hosts_of([facts.place(i) for i in everyone]),
         min_chunk_tokens=parsed.min_chunk,
     )
-    return _policy(everyone, parsed, facts, planner, parsed.watch(), chunking=parsed.chunking)
+    return Tetris(everyone, parsed, facts, planner)
 
 
 def create_fixed(num_instances: int, options: Mapping[str, str], facts: Facts) -> Cdsp:
@@ -133,8 +178,15 @@ def create_fixed(num_instances: int, options: Mapping[str, str], facts: Facts) -
     measured, everyone = measured_times(facts, parsed.exchanges), _prefilling(num_instances, facts)
     check_sizes([parsed.sp], len(everyone), measured)
     times = measured or expected_times(facts, [parsed.sp])
-    planner = FixedGroups(times[parsed.sp], sorted(everyone, key=facts.place), parsed.sp)
-    return _policy(everyone, parsed, facts, planner, RateWatch(RateTable(entries=((0.0, 0.0),))))
+    in_order, decode = _where(everyone, facts)
+    return Cdsp(
+        in_order,
+        FixedGroups(times[parsed.sp], in_order, parsed.sp),
+        _shares(everyone, parsed, facts),
+        RateWatch(RateTable(entries=((0.0, 0.0),))),
+        settings=settings_of("fixed-sp", parsed),
+        decode=decode,
+    )
 
 
 def _prefilling(num_instances: int, facts: Facts) -> range:
@@ -142,17 +194,12 @@ def _prefilling(num_instances: int, facts: Facts) -> range:
     return range(num_instances) if facts.roles is None else facts.roles.prefill
 
 
-def _policy(
-    instances: range,
-    options: GroupOptions,
-    facts: Facts,
-    planner: ChunkPlanner,
-    watch: RateWatch,
-    *,
-    chunking: bool = True,
-) -> Cdsp:
-    sharing = options.sharing()
-    shares = GroupShares(sharing, Chooser(len(instances), facts, sharing.wanted), balance=options.balance)
-    everyone = tuple(sorted(instances, key=facts.place))
+def _where(instances: range, facts: Facts) -> tuple[tuple[int, ...], range]:
+    """The instances that prompts go to, in order of proximity, and those that only decode."""
     decode = range(0) if facts.roles is None else facts.roles.decode
-    return Cdsp(everyone, planner, shares, watch, chunking=chunking, decode=decode)
+    return tuple(sorted(instances, key=facts.place)), decode
+
+
+def _shares(instances: range, options: GroupOptions, facts: Facts) -> GroupShares:
+    sharing = options.sharing()
+    return GroupShares(sharing, Chooser(len(instances), facts, sharing.wanted), balance=options.balance)

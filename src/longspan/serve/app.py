@@ -12,15 +12,17 @@ from starlette.responses import Response
 import longspan
 from longspan.serve import wire
 from longspan.serve.answer import EngineLostError, QueueFullError, RequestFailedError
-from longspan.serve.document import name_what_is_there
+from longspan.serve.document import name_options, name_what_is_there
 from longspan.serve.errors import error_response
-from longspan.serve.middleware import ApiKeys, BodyLimit, HeaderLimit, RequestIds, RootPath
+from longspan.serve.middleware import OPEN_PATHS, ApiKeys, BodyLimit, HeaderLimit, RequestIds, RootPath, path_of
 from longspan.serve.respond import ClientGoneError, DeadlineError
 from longspan.serve.routes import body_schemas, routes
 from longspan.serve.server import Server
 
 _log = logging.getLogger("longspan")
 _CLIENT_GONE = 499
+_NOT_ALLOWED = 405
+_ADMIN = "/admin/"
 
 
 def make_app(server: Server) -> FastAPI:
@@ -67,7 +69,11 @@ def _describe(app: FastAPI, server: Server) -> None:
             if settings.api_keys:
                 components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
                 schema["security"] = [{"key": []}]
+                for operation in (operation for path in OPEN_PATHS for operation in schema["paths"][path].values()):
+                    operation["security"] = []
             name_what_is_there(schema, settings.model_names, server.jobs.vocab_size, server.jobs.max_model_len)
+            if server.engine.policy.settings is not None:
+                name_options(schema, server.engine.policy.settings)
             app.openapi_schema = settings.limits.narrowed(schema)
         return app.openapi_schema or {}
 
@@ -106,8 +112,16 @@ def _handle_errors(app: FastAPI, server: Server) -> None:
         return response
 
     @app.exception_handler(HTTPException)
-    async def other(_: Request, error: HTTPException) -> Response:
-        response = error_response(error.status_code, str(error.detail))
+    async def other(request: Request, error: HTTPException) -> Response:
+        words, code = str(error.detail), None
+        if (
+            error.status_code == _NOT_ALLOWED
+            and path_of(request.scope).startswith(_ADMIN)
+            and not server.settings.api_keys
+        ):
+            words = "a server without keys is not changed by its clients: start it with --api-key, and send the key"
+            code = "no_api_key"
+        response = error_response(error.status_code, words, code=code)
         response.headers.update(error.headers or {})
         return response
 

@@ -15,6 +15,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from longspan.core.protocols import PolicySettings
 from longspan.jobs import Job
 from longspan.runtime.local import make_run_dir
 from longspan.serve.answer import Answer, EngineLostError, QueueFullError, RequestFailedError
@@ -26,16 +27,20 @@ from longspan.serve.messages import (
     EngineSetup,
     Failed,
     NotStarted,
+    PolicyRefused,
+    PolicySet,
     QueueFull,
     Quit,
     Report,
     Restarted,
     Restarting,
+    SetPolicy,
     Started,
     Stats,
     Turn,
     address,
 )
+from longspan.serve.policy_face import PolicyFace
 
 State = Literal["starting", "serving", "restarting", "down"]
 _log = logging.getLogger("longspan")
@@ -58,6 +63,7 @@ class EngineClient:
         state: `serving` when requests are computed; `down` when no engine process could be kept alive.
         started: what the first engine process said of the model.
         stats: the latest.
+        policy: what decides, and how it is set.
         on_turn: called with all that metrics are made of.
         on_loss: called when an engine process that has served is lost.
         down: set when the state is.
@@ -67,6 +73,7 @@ class EngineClient:
         self.state: State = "starting"
         self.started: Started | None = None
         self.stats: Stats | None = None
+        self.policy = PolicyFace()
         self.on_turn: Callable[[Turn], None] = lambda _: None
         self.on_loss: Callable[[], None] = lambda: None
         self.down = asyncio.Event()
@@ -118,6 +125,20 @@ class EngineClient:
             answer.close()
             raise
         return answer
+
+    async def update_policy(self, options: dict[str, str]) -> PolicySettings:
+        """Changes options of the policy, also for engine processes to come; how it is set then.
+
+        Raises:
+            PolicyRefusedError: when the engine refuses one; nothing has changed then.
+            EngineLostError: when there is no engine, or none any more.
+        """
+        if self._closing or not self._connected:
+            raise EngineLostError(f"the engine is {self.state}")
+        number = next(self._numbers)
+        answer = self.policy.ask(number)
+        self._send(SetPolicy(number, options))
+        return await answer
 
     async def close(self, at_once: asyncio.Event | None = None) -> None:
         """Ends the engine process and its workers, by force when that is set; all that is unfinished fails."""
@@ -227,6 +248,7 @@ class EngineClient:
             self.state = "restarting"
             context.destroy(linger=0)
             shutil.rmtree(folder, ignore_errors=True)
+            self.policy.lose("the engine process was lost")
             if was_connected:
                 self._lose_answers()
                 self.stats = None
@@ -269,6 +291,8 @@ class EngineClient:
 
     def _replay(self) -> None:
         """A new engine process knows nothing: what waits is sent again. What was accepted once stays accepted."""
+        if changes := self.policy.changes:
+            self._send(SetPolicy(next(self._numbers), changes))
         for number, (answer, index) in self._waiting.items():
             self._send(Add.of(number, answer.jobs[index], is_accepted=answer.accepted.done()))
 
@@ -291,6 +315,8 @@ class EngineClient:
                 self._fail(self._waiting[number][0], QueueFullError(reason))
             case Failed(number, reason, param) if number in self._waiting:
                 self._fail(self._waiting[number][0], RequestFailedError(reason, param))
+            case PolicySet() | PolicyRefused():
+                self.policy.take(report)
             case Started():
                 self.started, self.state, self._connected = report, "serving", True
                 self._replay()

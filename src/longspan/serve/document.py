@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from longspan.core.protocols import PolicySettings
+
 Schema = dict[str, Any]
 
 EVENTS: Schema = {
@@ -28,3 +30,10 @@ def name_what_is_there(document: Schema, model_names: Sequence[str], vocab_size:
         for option in model.get("anyOf", ()):  # in requests it may be null; in answers it is a text
             if option.get("type") == "string":
                 option["enum"] = list(model_names)
+
+
+def name_options(document: Schema, settings: PolicySettings) -> None:
+    """Writes the options of a policy that may change into a document's schemas."""
+    schema = document["components"]["schemas"]["PolicyUpdate"]
+    schema["properties"] = dict.fromkeys(settings.changeable, schema["additionalProperties"])
+    schema["additionalProperties"] = False

@@ -26,11 +26,14 @@ from longspan.serve.messages import (
     Ended,
     EngineSetup,
     Failed,
+    PolicyRefused,
+    PolicySet,
     QueueFull,
     Quit,
     Report,
     Restarted,
     Restarting,
+    SetPolicy,
     Stats,
     Times,
     Turn,
@@ -130,6 +133,8 @@ class EngineLoop:
             case Cancel(id):
                 if id in self._clients:
                     self._drop(self._clients[id], "abort")
+            case SetPolicy(id, options):
+                self._set_policy(id, options)
             case Quit():
                 self._quitting = True
 
@@ -150,6 +155,14 @@ class EngineLoop:
         for index, choice in enumerate(tracked.choices):
             self._choices[choice.request.id] = client, index
         self._send(Accepted(number))
+
+    def _set_policy(self, number: int, options: dict[str, str]) -> None:
+        try:
+            self._deployment.update_policy(options)
+        except ValueError as error:
+            self._send(PolicyRefused(number, str(error)))
+        else:
+            self._send(PolicySet(self._deployment.policy_settings, number))
 
     def _why_full(self, job: Job) -> str | None:
         """Why the queue has no room for a job; None if it has."""

@@ -21,7 +21,7 @@ from longspan.core.errors import WorkerLostError
 from longspan.deployment import Deployment
 from longspan.runtime.forkserver import start_server
 from longspan.serve.engine_loop import EngineLoop
-from longspan.serve.messages import EngineSetup, NotStarted, Started, address
+from longspan.serve.messages import EngineSetup, NotStarted, PolicySet, Started, address
 
 
 def main() -> None:
@@ -66,6 +66,7 @@ def _serve(setup: EngineSetup, socket: zmq.Socket[bytes]) -> int:
             block_size=config.block_size,
             worker_pids=list(deployment.worker_pids),
         )
+        socket.send(msgspec.msgpack.encode(PolicySet(deployment.policy_settings)))
         socket.send(msgspec.msgpack.encode(started))
         try:
             EngineLoop(deployment, setup, socket).run()

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from longspan.core.protocols import PolicySettings
 from longspan.core.request import FinishReason
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import BytesSent
@@ -73,11 +74,18 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
     id: int
 
 
+class SetPolicy(msgspec.Struct, frozen=True, tag=True):
+    """Change these options of the policy; the answer is `PolicySet` or `PolicyRefused` with the same id."""
+
+    id: int
+    options: dict[str, str]
+
+
 class Quit(msgspec.Struct, frozen=True, tag=True):
     """Stop the workers and end."""
 
 
-Command = Add | Cancel | Quit
+Command = Add | Cancel | SetPolicy | Quit
 
 
 class Started(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -104,6 +112,20 @@ class NotStarted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     reason: str
     is_mistake: bool
+
+
+class PolicySet(msgspec.Struct, frozen=True, tag=True):
+    """How the policy is set from now on: after a change, and, without an id, before `Started`."""
+
+    settings: PolicySettings
+    id: int | None = None
+
+
+class PolicyRefused(msgspec.Struct, frozen=True, tag=True):
+    """No option of the policy was changed."""
+
+    id: int
+    reason: str
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
@@ -202,7 +224,9 @@ class Restarted(msgspec.Struct, frozen=True, tag=True):
     """There are new workers, and requests go on."""
 
 
-Report = Started | NotStarted | Accepted | QueueFull | Failed | Turn | Restarting | Restarted
+Report = (
+    Started | NotStarted | PolicySet | PolicyRefused | Accepted | QueueFull | Failed | Turn | Restarting | Restarted
+)
 
 
 def address(folder: str) -> str:

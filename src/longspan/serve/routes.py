@@ -38,6 +38,7 @@ _BODIES: tuple[type[BaseModel], ...] = (
     wire.ChatCompletionRequest,
     wire.TokenizeRequest,
     wire.DetokenizeRequest,
+    wire.PolicyUpdate,
 )
 
 
@@ -47,6 +48,7 @@ def routes(server: Server) -> APIRouter:
     _add_state(router, server)
     _add_text(router, server)
     _add_tokens(router, server)
+    _add_policy(router, server)
     return router
 
 
@@ -59,11 +61,7 @@ def _add_state(router: APIRouter, server: Server) -> None:
     @router.get("/health", tags=["state"], responses={503: {"model": wire.ErrorBody}}, response_model=None)
     async def health() -> Response | dict[str, str]:
         """The engine computes, and new requests are taken."""
-        if server.draining:
-            return error_response(503, "the server is shutting down", retry_after_s=5)
-        if server.engine.state != "serving":
-            return error_response(503, f"the engine is {server.engine.state}", retry_after_s=5)
-        return {"status": "ok"}
+        return _not_serving(server) or {"status": "ok"}
 
     @router.get("/version", tags=["state"])
     async def version() -> wire.VersionInfo:
@@ -124,12 +122,53 @@ def _add_tokens(router: APIRouter, server: Server) -> None:
         return json_response(await server.in_thread(request, wire.detokenized, body, server))
 
 
-def _described(body: type[BaseModel], response: type[BaseModel], *, streams: bool = False) -> dict[str, Any]:
+def _add_policy(router: APIRouter, server: Server) -> None:
+    @router.get(
+        "/admin/policy",
+        tags=["admin"],
+        responses={200: {"model": wire.PolicyInfo}, 401: _ERRORS[401], 503: _ERRORS[503]},
+        response_model=None,
+    )
+    async def policy() -> Response:
+        """The policy that decides, and its options as they are in force."""
+        settings = server.engine.policy.settings
+        if settings is None:
+            return error_response(503, f"the engine is {server.engine.state}", retry_after_s=5)
+        return json_response(wire.PolicyInfo.of(settings).model_dump())
+
+    if not server.settings.api_keys:
+        return  # nobody may change a server without keys; `app.py` says so to those who try
+
+    described = _described(wire.PolicyUpdate, wire.PolicyInfo, tag="admin")
+    described["responses"][409] = {"model": wire.ErrorBody, "description": "Only a new start can change this option."}
+
+    @router.post("/admin/policy", **described)
+    async def update_policy(request: Request) -> Response:
+        """Changes options of the policy between two steps: requests that run go on."""
+        body = await server.parse(request, wire.PolicyUpdate)
+        if (refusal := _not_serving(server)) is not None:
+            return refusal
+        settings = await server.update_policy(request, body)
+        return json_response(wire.PolicyInfo.of(settings).model_dump())
+
+
+def _not_serving(server: Server) -> Response | None:
+    """The answer while the engine computes nothing, or nothing new is taken; None if neither."""
+    if server.draining:
+        return error_response(503, "the server is shutting down", retry_after_s=5)
+    if server.engine.state != "serving":
+        return error_response(503, f"the engine is {server.engine.state}", retry_after_s=5)
+    return None
+
+
+def _described(
+    body: type[BaseModel], response: type[BaseModel], *, streams: bool = False, tag: str = "text"
+) -> dict[str, Any]:
     """What the schema says of a route that reads its body itself, beside the event loop."""
     schema = {"$ref": f"#/components/schemas/{body.__name__}"}
     content = {"text/event-stream": {"schema": EVENTS}} if streams else {}
     return {
-        "tags": ["text"],
+        "tags": [tag],
         "response_model": None,
         "responses": {200: {"model": response, "content": content}, **_ERRORS},
         "openapi_extra": {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -11,6 +12,7 @@ from fastapi import Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
+from longspan.core.protocols import PolicySettings
 from longspan.jobs import Job, JobMaker
 from longspan.serve import wire
 from longspan.serve.answer import EngineLostError
@@ -24,6 +26,7 @@ from longspan.serve.settings import ServerSettings
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 ResultT = TypeVar("ResultT")
+_log = logging.getLogger("longspan")
 _LARGE_BYTES = 128 * 1024
 """Of a body. Below this, reading or tokenizing it takes less than about a tenth of a second."""
 _MOST_GRAMMARS = 32
@@ -146,6 +149,22 @@ class Server:
             body.prompt_logprobs is not None or (isinstance(body, wire.CompletionRequest) and body.echo)
         )
         return await respond(self.engine, call, (texts if scores_prompts else self._quick).run)
+
+    async def update_policy(self, request: Request, body: wire.PolicyUpdate) -> PolicySettings:
+        """Changes options of the policy; how it is set then.
+
+        Raises:
+            WireError: when one cannot change, or not to that.
+            EngineLostError: when the engine is lost before it says so.
+        """
+        settings = self.engine.policy.settings
+        if settings is None:
+            raise EngineLostError("the engine has not said what its policy is")
+        options = body.options(settings)
+        with wire.blaming(next(iter(options)) if len(options) == 1 else None, {name: name for name in options}):
+            changed = await self._watched(request, partial(self.engine.update_policy, options))
+        _log.info("policy %s has %s, by request %s", changed.name, options, request.state.request_id)
+        return changed
 
     async def _grammar(self, body: wire.CompletionRequest | wire.ChatCompletionRequest) -> str:
         """That outputs must follow; its check may take seconds, but not of those who need none."""

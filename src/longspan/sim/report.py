@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 _MOST_BARS = 20_000
+_SAME_TIME_S = 1e-9
+_LABELLED_PART = 0.005
+"""Of the whole time: shorter blocks have no room for a number."""
+_NUMBERS = {"minsize": 8, "mode": "hide"}
 _GOLDEN_ANGLE = 137.508
 _PERCENTS = np.concatenate([np.linspace(0, 99, 199), np.linspace(99.1, 100, 10)])
 _STYLE = """
@@ -61,44 +66,82 @@ def _figures(result: Result, timeline: Timeline) -> list[tuple[str, str, Figure]
         ("Instances", note, _gantt(bars, len(result.busy_s))),
         ("TTFT", "Part of all requests whose first token came within so many seconds.", _share(result.ttfts_s)),
         ("TBT", "Part of all times between tokens that were at most so long.", _share(result.tbts_s)),
-        ("Queue", "Requests that waited.", _line(waiting, "requests")),
-        ("KV", "Blocks that requests held, of all instances.", _line(held, "% of blocks")),
+        ("Queue", "Requests that waited.", _line(waiting, "requests", shape="hv")),
+        ("KV", "Blocks that requests held, of all instances.", _line(held, "% of blocks", shape="hv")),
     ]
 
 
 def _shown(timeline: Timeline) -> tuple[Sequence[Block], str]:
     """The first blocks, as many as can be drawn, and what to say about them."""
-    note = "Each request has a colour of its own, each block is a chunk of its prompt; grey are decodes."
-    blocks = sorted(timeline.blocks, key=lambda one: (one.start_s, one.instance))
+    note = (
+        "Each request has a colour of its own, and its number where there is room; each block is what one step "
+        "computes of its prompt; grey are decodes."
+    )
+    blocks = _joined(sorted(timeline.blocks, key=lambda one: (one.start_s, one.instance)))
     if timeline.complete and len(blocks) <= _MOST_BARS:
         return blocks, note
     blocks = blocks[:_MOST_BARS]
     return blocks, f"{note} Shown are the first {blocks[-1].start_s:,.1f} seconds."
 
 
+def _joined(blocks: Sequence[Block]) -> list[Block]:
+    """With one block for as many decodes as follow each other on an instance, if as many requests take part."""
+    found: list[Block] = []
+    last: dict[int, int] = {}
+    """The latest block of each instance, as its index."""
+    for one in blocks:
+        before = found[last[one.instance]] if one.instance in last else None
+        if before is not None and one.place is None is before.place and _follows(one, before):
+            found[last[one.instance]] = replace(before, end_s=one.end_s)
+        else:
+            last[one.instance] = len(found)
+            found.append(one)
+    return found
+
+
+def _follows(one: Block, before: Block) -> bool:
+    return one.stop == before.stop and one.start_s - before.end_s < _SAME_TIME_S
+
+
 def _gantt(blocks: Sequence[Block], num_instances: int) -> Figure:
     from plotly.graph_objects import Bar, Figure  # noqa: PLC0415  # optional
 
+    end_s = max((one.end_s for one in blocks), default=0.0)
     figure = Figure(
         Bar(
             orientation="h",
             y=[one.instance for one in blocks],
             base=[one.start_s for one in blocks],
             x=[one.end_s - one.start_s for one in blocks],
-            marker={"color": [_colour(one) for one in blocks], "line": {"width": 0.5, "color": "white"}},
+            marker={
+                "color": [_colour(one) for one in blocks],
+                "line": {"width": [0.0 if one.place is None else 0.5 for one in blocks], "color": "white"},
+            },
+            text=[_label(one, end_s) for one in blocks],
+            textposition="inside",
+            insidetextanchor="middle",
+            textangle=0,
             hovertext=[_words(one) for one in blocks],
             hoverinfo="text",
         )
     )
-    figure.update_layout(height=140 + 26 * num_instances, bargap=0.12, **_LAYOUT)
+    figure.update_layout(height=140 + 26 * num_instances, bargap=0.12, uniformtext=_NUMBERS, **_LAYOUT)
     figure.update_yaxes(title="instance", dtick=1, autorange="reversed")
     figure.update_xaxes(title="seconds")
     return figure
 
 
 def _colour(block: Block) -> str:
-    """Neighbours in the order of arrival are far apart in the circle of hues."""
-    return "#ddd" if block.place is None else f"hsl({block.place * _GOLDEN_ANGLE % 360:.0f}, 62%, 55%)"
+    """Neighbours in the order of arrival are far apart in the circle of hues, others at least in lightness."""
+    if block.place is None:
+        return "#ddd"
+    return f"hsl({block.place * _GOLDEN_ANGLE % 360:.0f}, 62%, {48 + 8 * (block.place % 3)}%)"
+
+
+def _label(block: Block, end_s: float) -> str:
+    """The number of the request, where there is room for one."""
+    is_wide = block.end_s - block.start_s > _LABELLED_PART * end_s
+    return "" if block.place is None or not is_wide else str(block.place)
 
 
 def _words(block: Block) -> str:
@@ -117,10 +160,10 @@ def _share(times_s: NDArray[np.float64]) -> Figure:
     return figure
 
 
-def _line(points: Sequence[tuple[float, float]], unit: str) -> Figure:
+def _line(points: Sequence[tuple[float, float]], unit: str, shape: str = "linear") -> Figure:
     from plotly.graph_objects import Figure, Scatter  # noqa: PLC0415  # optional
 
-    figure = Figure(Scatter(x=[x for x, _ in points], y=[y for _, y in points], mode="lines"))
+    figure = Figure(Scatter(x=[x for x, _ in points], y=[y for _, y in points], mode="lines", line={"shape": shape}))
     figure.update_layout(height=320, **_LAYOUT)
     figure.update_yaxes(title=unit, rangemode="tozero")
     figure.update_xaxes(title="seconds")

@@ -14,6 +14,7 @@ from longspan.serve.wire.convert import (
     tokenized,
 )
 from longspan.serve.wire.errors import WireError, blaming, wire_error
+from longspan.serve.wire.policy import PolicyInfo, PolicyUpdate
 from longspan.serve.wire.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from longspan.serve.wire.responses import (
     ChatCompletionChunk,
@@ -41,6 +42,8 @@ __all__ = [
     "ErrorBody",
     "ModelCard",
     "ModelList",
+    "PolicyInfo",
+    "PolicyUpdate",
     "Served",
     "TokenizeRequest",
     "TokenizeResponse",

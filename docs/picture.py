@@ -1,0 +1,66 @@
+"""Makes `docs/tetris.png`: what instances did in a simulation, as Chromium draws the report's first picture.
+
+`python docs/picture.py` needs Chromium, and the packages of `longspan[dev]`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from playwright.sync_api import Page, sync_playwright
+
+PICTURE = Path(__file__).with_name("tetris.png")
+SIMULATION = (
+    *("simulate", "llama-3-8b", "--hardware", "a100-sxm-80g", "--hosts", "2", "--gpus-per-host", "8"),
+    *("--policy", "tetris", "--workload", "short", "--rate", "6", "--num-requests", "40"),
+)
+DRAWN = "#{} .main-svg"
+"""What plotly makes in the place of a picture."""
+_NAMES = ("chromium", "chromium-browser", "google-chrome")
+_DRAWING_MS = 60_000
+
+
+def find_chromium() -> str | None:
+    """The program, if it is installed."""
+    return next(filter(None, map(shutil.which, _NAMES)), None)
+
+
+@contextmanager
+def opened(path: Path, watch: Callable[[Page], None] = lambda _: None) -> Iterator[Page]:
+    """A page in headless Chromium, which must have been found; `watch` sees it before it is loaded."""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=find_chromium(), args=["--no-sandbox", "--disable-gpu"])
+        try:
+            page = browser.new_page(viewport={"width": 1200, "height": 900})
+            page.set_default_timeout(_DRAWING_MS)
+            watch(page)
+            page.goto(path.as_uri())
+            yield page
+        finally:
+            browser.close()
+
+
+def main() -> int:
+    """The exit code: 1 without Chromium."""
+    if find_chromium() is None:
+        print(
+            f"none of {', '.join(_NAMES)} is there: install Chromium, say by apt-get install chromium", file=sys.stderr
+        )
+        return 1
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.html"
+        subprocess.run([sys.executable, "-m", "longspan", *SIMULATION, "--report", str(report)], check=True)
+        with opened(report) as page:
+            page.wait_for_selector(DRAWN.format("instances"))
+            page.locator("#instances").screenshot(path=PICTURE)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
