@@ -30,7 +30,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     return {
         name: write_checkpoint(
-            LlamaConfig(**BASE | {"hidden_size": 144, "num_attention_heads": heads, "num_key_value_heads": kv_heads}), root / name
+            LlamaConfig(**BASE | {"hidden_size": 144, "num_attention_heads": heads, "num_key_value_heads": kv_heads}),
+            root / name,
         )
         for name, (heads, kv_heads) in HEADS.items()
     }
@@ -123,13 +124,16 @@ def test_balancing(
     request.assert_exact(oracles["9 on 3"].complete(request.prompt, NUM_TOKENS))
 
 
-def test_balancing_and_streaming_in_one_step(folders: dict[str, Path], oracles: dict[str, Oracle]) -> None:
-    """Blocks go on from where they have just come to."""
+@pytest.mark.parametrize("exchange", ["ring_q", "chain", "gather_hidden"])
+def test_balancing_and_streaming_in_one_step(
+    folders: dict[str, Path], oracles: dict[str, Oracle], exchange: Exchange
+) -> None:
+    """Blocks go on from where they have just come to, and new ones when they are stored, however late that is."""
     with workers(folders["9 on 3"], fleet_of("2", "tp2")) as cluster:
         request = Driven(cluster, prompt_of(LENGTH))
         request.take(request.forward(70, (0,)))
         balance, _ = request.even_out((0, 1))
-        forward = request.forward(LENGTH, (0, 1), balances=[balance], stream_to=2)
+        forward = request.forward(LENGTH, (0, 1), exchange, balances=[balance], stream_to=2)
         request.take(forward)
         cluster.wait(*(move.number for move in forward.streams))
         request.table = list(request.moved)
