@@ -33,7 +33,8 @@ class RankRequest:
 
     def apply(self, part: Part) -> None:
         """Takes in what a part says of blocks and output tokens."""
-        assert part.first_block in (0, len(self.table)), "blocks are told once, or all again, when some have moved"
+        known = len(self.table) - part.first_block
+        assert known == 0 or part.first_block == 0 <= known, "blocks are told once, or all again"
         self.table[part.first_block :] = part.blocks
         if part.new_output:
             self._add(part.new_output[self.num_counted - part.first_output :])
