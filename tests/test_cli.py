@@ -58,6 +58,9 @@ def test_defaults_are_the_documented_ones() -> None:
     assert FakeLLM.last.asked[0][1] == SamplingParams(temperature=0.0, max_tokens=128, seed=0)
     assert FakeLLM.last.arguments == {
         "parallel": "1",
+        "prefill_parallel": None,
+        "decode_parallel": None,
+        "transfer_backends": None,
         "threads_per_rank": None,
         "dtype": "float32",
         "device": "cpu",
@@ -119,6 +122,9 @@ def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
     )
     assert llm.arguments == {
         "parallel": "3",
+        "prefill_parallel": None,
+        "decode_parallel": None,
+        "transfer_backends": None,
         "threads_per_rank": 2,
         "dtype": "bfloat16",
         "device": "cuda",
@@ -149,6 +155,13 @@ def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
     assert FakeLLM.last.arguments["parallel"] == "4"
 
 
+def test_instances_with_roles() -> None:
+    flags = ("--prefill-parallel", "3", "--decode-parallel", "tp2", "--transfer-backends", "5")
+    assert run("generate", "--prompt", "x", *flags) == 0
+    names = ("parallel", "prefill_parallel", "decode_parallel", "transfer_backends")
+    assert [FakeLLM.last.arguments[name] for name in names] == [None, "3", "tp2", 5]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -171,6 +184,8 @@ def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
         (["--prompt", "x", "--parallel", "2xpp2"], "pp(2)"),
         (["--prompt", "x", "--pp", "2"], "pp(2)"),
         (["--prompt", "x", "--parallel", "2", "--instances", "2"], "give one of them"),
+        (["--prompt", "x", "--parallel", "2", "--prefill-parallel", "1"], "--parallel and --prefill-parallel exclude"),
+        (["--prompt", "x", "--tp", "2", "--decode-parallel", "1"], "--tp and --decode-parallel exclude"),
         (["--prompt", "x", "-o", "threshold"], "key=value"),
         (["--prompt", "x", "-o", "a=1", "-o", "a=2"], "twice"),
         (["--prompt", "x", "-o", "layout=striped", "--layout", "zigzag"], "give one of them"),

@@ -20,6 +20,8 @@ from tiny_models import make_tiny
 
 from longspan import LLM, SamplingParams
 from longspan.core.errors import WorkerLostError
+from longspan.core.fleet import Fleet
+from longspan.core.parallel import ParallelSpec
 from longspan.runtime import launch, local
 
 LONG = SamplingParams(temperature=0, max_tokens=4)
@@ -200,7 +202,7 @@ def test_what_was_begun_of_an_executor_is_ended_when_a_worker_does_not_start(
         raise OSError("no process")
 
     monkeypatch.setattr(local, "start_worker", refuse)
-    config: Any = SimpleNamespace(run_dir=local.make_run_dir(), tp=1, rank=0)
+    config: Any = SimpleNamespace(run_dir=local.make_run_dir(), fleet=Fleet(spec=ParallelSpec()), rank=0)
     with pytest.raises(OSError, match="no process"):
         local.LocalExecutor([config], log_dir=tmp_path, step_timeout_s=1.0)
     assert not Path(config.run_dir).exists()

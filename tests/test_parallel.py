@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan import arguments
+from longspan.core.fleet import Roles
 from longspan.core.parallel import ParallelSpec
 from longspan.core.places import Place, hosts_of, places_of_ranks
 
@@ -88,3 +91,39 @@ def test_impossible_hosts_are_refused(given: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("LONGSPAN_HOSTS", given)
     with pytest.raises(ValueError, match=f"LONGSPAN_HOSTS: .*2 ranks .*but '?{given}'? given"):
         arguments.places(2)
+
+
+@pytest.mark.parametrize(
+    ("named", "says"),
+    [
+        ({"prefill_parallel": "2"}, "prefill_parallel '2' needs decode_parallel, too"),
+        ({"decode_parallel": "tp2"}, "decode_parallel 'tp2' needs prefill_parallel, too"),
+        ({"prefill_parallel": "2", "decode_parallel": "1", "parallel": "3"}, "give neither parallel nor instances"),
+        ({"prefill_parallel": "2", "decode_parallel": "1", "tp": 2}, "give neither parallel nor instances"),
+        ({"prefill_parallel": "pp2", "decode_parallel": "1"}, r"pp\(2\) pipeline stages"),
+    ],
+)
+def test_roles_that_cannot_be(named: dict[str, Any], says: str) -> None:
+    nothing: dict[str, Any] = {
+        "parallel": None,
+        "instances": 1,
+        "tp": 1,
+        "pp": 1,
+        "prefill_parallel": None,
+        "decode_parallel": None,
+    }
+    with pytest.raises(ValueError, match=says):
+        arguments.fleet(**nothing | named)
+
+
+def test_roles() -> None:
+    uniform = arguments.fleet("2xtp2", 1, 1, 1, None, None)
+    assert (uniform.tps, arguments.roles(uniform, None)) == ((2, 2), None)
+    with pytest.raises(ValueError, match="transfer_backends 3 is for instances that decode only"):
+        arguments.roles(uniform, 3)
+    fleet = arguments.fleet(None, 1, 1, 1, "3", "2xtp2")
+    assert (fleet.tps, list(fleet.ranks(3)), fleet.place(6)) == ((1, 1, 1, 2, 2), [3, 4], (4, 1))
+    assert arguments.roles(fleet, None) == Roles(num_prefill=3, num_decode=2, backends=3)
+    assert arguments.roles(fleet, 1) == Roles(num_prefill=3, num_decode=2, backends=1)
+    with pytest.raises(ValueError, match="transfer_backends must be at least 1, but 0 given"):
+        arguments.roles(fleet, 0)

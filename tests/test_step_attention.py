@@ -18,6 +18,8 @@ from transports import Wires, run_members
 
 from longspan.attn.comm import Transport
 from longspan.attn.reference import random_qkv, reference
+from longspan.core.fleet import Fleet
+from longspan.core.parallel import ParallelSpec
 from longspan.core.runs import deal, positions
 from longspan.core.steps import BlockRef, Forward, Free, Part, Sampling
 from longspan.kv.pool import KvPool
@@ -28,6 +30,7 @@ from longspan.runtime.timing import Stopwatch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BLOCK = 8
+FLEET = Fleet(spec=ParallelSpec(instances=3))
 CPU = torch.device("cpu")
 
 
@@ -107,7 +110,9 @@ def test_steps_of_mixed_groups(chats: list[Chat], draw: random.Random) -> None:
         tables = rank_requests()
         for forward in forwards:
             packed = pack(forward, tables, instance=instance, block_size=BLOCK, device=CPU)
-            comm = StepComm(transport, forward.number, rank=instance, hosts=(0, 0, 0), num_layers=len(specs))
+            comm = StepComm(
+                transport, forward.number, fleet=FLEET, rank=instance, hosts=(0, 0, 0), num_layers=len(specs)
+            )
             attention = StepAttention(packed, comm, pool=pool, specs=specs, watch=Stopwatch(enabled=False, device=CPU))
             if not len(packed.tokens):
                 attention.without_tokens(torch.float32, CPU)

@@ -27,8 +27,10 @@ from longspan.attn.cases import Request
 from longspan.attn.comm import Group, Transport
 from longspan.attn.exchanges.inside import Inside
 from longspan.attn.spec import AttnSpec
+from longspan.core.fleet import Fleet
 from longspan.core.heads import cut_evenly, deal_heads
 from longspan.core.homes import Homes
+from longspan.core.parallel import ParallelSpec
 from longspan.core.runs import deal, positions
 from longspan.core.steps import WHOLE, BlockRef, Exchange, Forward, Part, Sample, Sampling
 from longspan.kv.pool import KvPool
@@ -181,6 +183,7 @@ def run_ranks(folder: Path, tp: int, forwards: Sequence[Forward]) -> tuple[dict[
     """The logits after each request's latest token, the same bits on all its ranks; and bytes by kind, of each step."""
     files = prepare(str(folder), dtype="float32")
     models = [Model.load(files, CPU, tp_index=rank % tp, tp=tp) for rank in range(2 * tp)]
+    fleet = Fleet(spec=ParallelSpec(instances=2, tp=tp))
     hosts = tuple(range(2)) * tp  # neighbours lie apart
     logits: list[dict[int, Tensor]] = [{} for _ in models]
     sent: list[Counter[str]] = [Counter() for _ in forwards]
@@ -192,7 +195,8 @@ def run_ranks(folder: Path, tp: int, forwards: Sequence[Forward]) -> tuple[dict[
         requests, watch = rank_requests(), Stopwatch(enabled=False, device=CPU)
         for forward in forwards:
             packed = pack(forward, requests, instance=instance, block_size=BLOCK, device=CPU)
-            comm = StepComm(transport, forward.number, rank=me, hosts=hosts, tp=tp, num_layers=model.info.num_layers)
+            layers = model.info.num_layers
+            comm = StepComm(transport, forward.number, fleet=fleet, rank=me, hosts=hosts, num_layers=layers)
             model.reduce = comm.all_reduce
             attention = StepAttention(packed, comm, pool=pool, specs=model.specs, watch=watch, model=model)
             if len(packed.tokens):

@@ -4,25 +4,85 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from longspan.attn import native
+from longspan.core.fleet import Fleet, Roles
 from longspan.core.parallel import ParallelSpec
 from longspan.core.places import Place, places_of_ranks
 from longspan.kv.pool import bytes_per_block
 from longspan.model.cache import cache_root
 from longspan.model.files import ModelFiles
 from longspan.model.info import ModelInfo
-from longspan.model.sharding import Shard
+from longspan.model.sharding import Shard, check_can_be_split, check_degree
 from longspan.model.store import DTYPES
 from longspan.model.tokenizer import load_tokenizer
 from longspan.runtime.capacity import default_kv_bytes
 
 _HOSTS = "LONGSPAN_HOSTS"
 _log = logging.getLogger("longspan")
+
+
+def fleet(
+    parallel: str | None, instances: int, tp: int, pp: int, prefill_parallel: str | None, decode_parallel: str | None
+) -> Fleet:
+    """The instances, from whichever spelling was used.
+
+    Raises:
+        ValueError: for two spellings, or a role without the other.
+    """
+    if prefill_parallel is None and decode_parallel is None:
+        return Fleet(spec=parallel_spec(parallel, instances, tp, pp))
+    if prefill_parallel is None or decode_parallel is None:
+        given, missing = ("prefill", "decode") if decode_parallel is None else ("decode", "prefill")
+        raise ValueError(
+            f"{given}_parallel {prefill_parallel or decode_parallel!r} needs {missing}_parallel, too: who prefills for "
+            "others does not decode"
+        )
+    if parallel is not None or (instances, tp, pp) != (1, 1, 1):
+        raise ValueError(
+            f"prefill_parallel {prefill_parallel!r} and decode_parallel {decode_parallel!r} say all about the "
+            "instances: give neither parallel nor instances, tp and pp"
+        )
+    return Fleet(spec=ParallelSpec.parse(prefill_parallel), decode_spec=ParallelSpec.parse(decode_parallel))
+
+
+def roles(instances: Fleet, transfer_backends: int | None) -> Roles | None:
+    """Who prefills and who decodes, with a backend for each that prefills unless told; None when all do both.
+
+    Raises:
+        ValueError: for a number of backends that is not possible, or means nothing here.
+    """
+    at_least_one(transfer_backends=transfer_backends)
+    if instances.decode_spec is None:
+        if transfer_backends is not None:
+            raise ValueError(
+                f"transfer_backends {transfer_backends} is for instances that decode only: give prefill_parallel and "
+                "decode_parallel, too"
+            )
+        return None
+    return Roles(
+        num_prefill=instances.spec.instances,
+        num_decode=instances.decode_spec.instances,
+        backends=transfer_backends or instances.spec.instances,
+    )
+
+
+def check_split(info: ModelInfo, files: ModelFiles, instances: Fleet, policy_options: Mapping[str, str]) -> None:
+    """Raises ValueError when the model cannot be split between ranks as wanted."""
+    shares_layers = policy_options.get("exchange") == "gather_hidden"
+    if shares_layers and instances.decode_spec is not None:
+        raise ValueError(
+            "exchange gather_hidden is not for instances that prefill only, whose KV goes to others: choose another"
+        )
+    for tp in sorted(set(instances.tps)):
+        check_degree(info.specs, tp, instances.num_instances if shares_layers else 1)
+    if shares_layers or max(instances.tps) > 1:
+        check_can_be_split(files, info.specs)
 
 
 def parallel_spec(parallel: str | None, instances: int, tp: int, pp: int) -> ParallelSpec:
@@ -103,13 +163,29 @@ def require_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
 
 
 def num_blocks(
-    info: ModelInfo, files: ModelFiles, device: str, spec: ParallelSpec, block_size: int, kv_bytes: int | None
-) -> int:
-    """KV blocks per instance; ValueError when the memory holds none."""
-    if kv_bytes is None:
-        weight_bytes = files.weights.stat().st_size // spec.tp
-        kv_bytes = default_kv_bytes(device=device, num_ranks=spec.num_ranks, weight_bytes=weight_bytes)
-    largest = Shard(index=0, size=spec.tp, specs=info.specs).local_specs
+    info: ModelInfo,
+    files: ModelFiles,
+    device: str,
+    instances: Fleet,
+    block_size: int,
+    kv_bytes: int | None,
+    *,
+    override: int | None,
+) -> tuple[int, ...]:
+    """KV blocks of each instance, or what `override` says of all; ValueError when the memory of one holds none."""
+    if override is not None:
+        return (override,) * instances.num_instances
+    found = {}
+    for tp in set(instances.tps):
+        weight_bytes = files.weights.stat().st_size // tp
+        default = default_kv_bytes(device=device, num_ranks=instances.num_ranks, weight_bytes=weight_bytes)
+        found[tp] = _num_blocks(info, files, tp, block_size, default if kv_bytes is None else kv_bytes)
+    return tuple(found[tp] for tp in instances.tps)
+
+
+def _num_blocks(info: ModelInfo, files: ModelFiles, tp: int, block_size: int, kv_bytes: int) -> int:
+    """Of an instance of `tp` ranks; `kv_bytes` are those of each rank."""
+    largest = Shard(index=0, size=tp, specs=info.specs).local_specs
     per_block = bytes_per_block(largest, block_size, DTYPES[files.dtype])
     if kv_bytes < per_block:
         raise ValueError(f"{kv_bytes} bytes of KV memory per rank hold no block of {per_block} bytes: allow more")

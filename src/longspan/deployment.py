@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Self, get_args
 
 from longspan import arguments
-from longspan.core.engine import Engine, EngineConfig
+from longspan.core.config import EngineConfig, capacity_tokens
+from longspan.core.engine import Engine
+from longspan.core.fleet import Roles
 from longspan.core.places import Place, hosts_of
 from longspan.core.protocols import Limits, PolicySettings
 from longspan.core.steps import Link
@@ -15,7 +17,6 @@ from longspan.cost.profile import Subject
 from longspan.cost.shapes import ModelShape, typical_hardware
 from longspan.jobs import JobMaker
 from longspan.model.profiles import load_partitions, load_profile, subject_of
-from longspan.model.sharding import check_can_be_split, check_degree
 from longspan.model.source import prepare
 from longspan.model.store import DTYPES, read_info
 from longspan.policy import make_policy
@@ -30,6 +31,9 @@ class Deployment:
     Args:
         model: the alias `smollm2-135m`, a local folder, or a hub id.
         instances, tp, pp: copies of the model and their inner split; or all three as `parallel="2xtp2"`.
+        prefill_parallel, decode_parallel: instead, specs of instances that only prefill and of others that only decode.
+        transfer_backends: how many transfers of KV a decode instance receives at once; by default one per prefill
+            instance.
         threads_per_rank: CPU threads per worker; by default the cores are shared evenly.
         attention_backend: `native` is a kernel of our own, compiled on first use, for bfloat16 on CPUs with
             AVX512_BF16; `torch` is PyTorch's; `auto` takes the former where it can be had.
@@ -60,6 +64,9 @@ class Deployment:
         tp: int = 1,
         pp: int = 1,
         parallel: str | None = None,
+        prefill_parallel: str | None = None,
+        decode_parallel: str | None = None,
+        transfer_backends: int | None = None,
         threads_per_rank: int | None = None,
         dtype: str = "float32",
         device: str = "cpu",
@@ -81,38 +88,46 @@ class Deployment:
         trust_remote_code: bool = False,
         step_timeout_s: float = 300.0,
     ) -> None:
-        spec = arguments.parallel_spec(parallel, instances, tp, pp)
-        places = arguments.places(spec.num_ranks)
-        threads = arguments.threads_per_rank(threads_per_rank, spec.num_ranks)
+        fleet = arguments.fleet(parallel, instances, tp, pp, prefill_parallel, decode_parallel)
+        roles = arguments.roles(fleet, transfer_backends)
+        places = arguments.places(fleet.num_ranks)
+        threads = arguments.threads_per_rank(threads_per_rank, fleet.num_ranks)
         arguments.check_device(device)
         arguments.at_least_one(
             block_size=block_size, max_model_len=max_model_len, num_gpu_blocks_override=num_gpu_blocks_override
         )
         arguments.check_timeout(step_timeout_s)
         limits = Limits(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
-        make_policy(policy, num_instances=spec.instances, options=policy_options or {}, facts=Facts(tp=spec.tp))
+        cheap = Facts(tp=fleet.spec.tp, roles=roles)
+        make_policy(policy, num_instances=fleet.num_instances, options=policy_options or {}, facts=cheap)
         kernel = arguments.attention_kernel(attention_backend, device, dtype)  # compiles: after the cheap checks
         self.files = files = prepare(
             model, dtype=dtype, load_format=load_format, seed=seed, trust_remote_code=trust_remote_code
         )
         tokenizer = None if skip_tokenizer_init else arguments.require_tokenizer(files)
         self.info = read_info(files.weights)
-        self._spec = spec
-        self._check_sharing(policy_options or {})
-        self.subject = subject_of(files, device, tp=spec.tp, threads=threads, native=kernel is not None)
-        self.facts = _facts(self.subject, self.info.shape(DTYPES[dtype].itemsize), places[:: spec.tp])
+        self._fleet = fleet
+        arguments.check_split(self.info, files, fleet, policy_options or {})
+        self.subject = subject_of(files, device, tp=fleet.spec.tp, threads=threads, native=kernel is not None)
+        self.facts = _facts(
+            self.subject,
+            self.info.shape(DTYPES[dtype].itemsize),
+            [places[fleet.ranks(i)[0]] for i in range(fleet.num_instances)],
+            roles,
+        )
         self._policy = chosen = make_policy(
-            policy, num_instances=spec.instances, options=policy_options or {}, facts=self.facts
+            policy, num_instances=fleet.num_instances, options=policy_options or {}, facts=self.facts
         )
-        num_blocks = num_gpu_blocks_override or arguments.num_blocks(
-            self.info, files, device, spec, block_size, kv_cache_memory_bytes
+        num_blocks = arguments.num_blocks(
+            self.info, files, device, fleet, block_size, kv_cache_memory_bytes, override=num_gpu_blocks_override
         )
-        capacity = chosen.capacity_tokens(num_blocks=num_blocks, block_size=block_size)
+        decode_blocks = None if roles is None else num_blocks[-1]
+        capacity = capacity_tokens(chosen, num_blocks=num_blocks[0], block_size=block_size, decode_blocks=decode_blocks)
         self.max_model_len = arguments.max_model_len(self.info.context_length, capacity, max_model_len)
         self.jobs = JobMaker(tokenizer=tokenizer, vocab_size=self.info.vocab_size, max_model_len=self.max_model_len)
         self._start_workers = partial(
             start_workers,
-            *(files, spec, device, threads, num_blocks, block_size),
+            *(files, fleet, device, threads, num_blocks, block_size),
             hosts=hosts_of(places),
             attention_kernel=kernel,
             record_times=record_times,
@@ -124,8 +139,10 @@ class Deployment:
             executor=self.executor,
             clock=MonotonicClock(),
             config=EngineConfig(
-                num_instances=spec.instances,
-                num_blocks=num_blocks,
+                num_instances=fleet.num_instances,
+                num_blocks=num_blocks[0],
+                decode_blocks=decode_blocks,
+                roles=roles,
                 block_size=block_size,
                 max_model_len=self.max_model_len,
                 eos_token_ids=self.info.eos_token_ids,
@@ -172,8 +189,8 @@ class Deployment:
             ValueError: for an unknown policy, or options that it cannot work with.
             RuntimeError: when requests are unfinished.
         """
-        self._check_sharing(options)
-        num_instances = self._spec.instances
+        arguments.check_split(self.info, self.files, self._fleet, options)
+        num_instances = self._fleet.num_instances
         chosen = make_policy(policy, num_instances=num_instances, options=options, facts=self.facts)
         self.engine.set_policy(chosen)
         self._policy = chosen
@@ -199,13 +216,6 @@ class Deployment:
         """
         self.engine.reset_prefix_cache()
 
-    def _check_sharing(self, options: Mapping[str, str]) -> None:
-        """Raises ValueError when the model cannot be split as wanted."""
-        shares_layers = options.get("exchange") == "gather_hidden"
-        check_degree(self.info.specs, self._spec.tp, self._spec.instances if shares_layers else 1)
-        if shares_layers or self._spec.tp > 1:
-            check_can_be_split(self.files, self.info.specs)
-
     def restart(self) -> None:
         """Starts new workers in place of lost ones; every request goes on where it was.
 
@@ -227,7 +237,7 @@ class Deployment:
         self.shutdown()
 
 
-def _facts(subject: Subject, shape: ModelShape, places: tuple[Place, ...]) -> Facts:
+def _facts(subject: Subject, shape: ModelShape, places: Sequence[Place], roles: Roles | None) -> Facts:
     """With what was measured on this machine, if anything was; `places` are those of the instances."""
     profile = load_profile(subject)
     measured = None if profile is None else profile.hardware(shape)
@@ -238,5 +248,6 @@ def _facts(subject: Subject, shape: ModelShape, places: tuple[Place, ...]) -> Fa
         model=subject.model,
         partitions=load_partitions(subject),
         tp=subject.tp,
-        places=places,
+        places=tuple(places),
+        roles=roles,
     )

@@ -159,7 +159,7 @@ class TorchTransport:
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, *, staged: bool = False) -> None:
-        self._group, self._staged = process_group, staged
+        self._group, self.staged = process_group, staged
         self.tagged = dist.get_backend(process_group) != "nccl"
         self._outbox: deque[tuple[dist.Work, Tensor]] = deque()
         self._outbox_bytes = 0
@@ -168,23 +168,18 @@ class TorchTransport:
         """See `Transport`."""
         if not self.tagged:
             return self._start_grouped(sends, receives)
-        targets = [
-            (peer, torch.empty_like(buffer, device="cpu") if self._staged else buffer, buffer)
-            for peer, buffer in receives
-        ]
-        with _peer_errors():
-            works = [(_work(dist.irecv(host, peer, self._group, tag)), host, buffer) for peer, host, buffer in targets]
-            for peer, buffer in sends:
-                host = buffer.cpu() if self._staged else buffer
-                self._outbox.append((_work(dist.isend(host, peer, self._group, tag)), host))
+        with peer_errors():
+            arrival = start_receives(receives, self._group, tag, staged=self.staged)
+            for work, host in start_sends(sends, self._group, tag, staged=self.staged):
+                self._outbox.append((work, host))
                 self._outbox_bytes += host.nbytes
             while self._outbox_bytes > _OUTBOX_BYTES and len(self._outbox) > len(sends):
                 self._await_oldest()
-        return _Receives(works)
+        return arrival
 
     def flush(self) -> None:
         """See `Transport`."""
-        with _peer_errors():
+        with peer_errors():
             while self._outbox:
                 self._await_oldest()
 
@@ -196,11 +191,33 @@ class TorchTransport:
     def _start_grouped(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> Pending:
         ops = [dist.P2POp(dist.isend, buffer, peer, self._group) for peer, buffer in sends]
         ops += [dist.P2POp(dist.irecv, buffer, peer, self._group) for peer, buffer in receives]
-        with _peer_errors():
+        with peer_errors():
             works = dist.batch_isend_irecv(ops) if ops else []
         return _Receives(
             [(work, buffer, buffer) for work, (_, buffer) in zip(works, [*sends, *receives], strict=False)]
         )
+
+
+Calls = Sequence[tuple[int, Tensor]]
+"""Peers, and the buffers that they get or fill."""
+
+
+def start_receives(receives: Calls, group: dist.ProcessGroup | None, tag: int, *, staged: bool) -> Pending:
+    """Starts each by itself, see `TorchTransport`."""
+    works = []
+    for peer, buffer in receives:
+        host = torch.empty_like(buffer, device="cpu") if staged else buffer
+        works.append((_work(dist.irecv(host, peer, group, tag)), host, buffer))
+    return _Receives(works)
+
+
+def start_sends(
+    sends: Calls, group: dist.ProcessGroup | None, tag: int, *, staged: bool
+) -> Iterator[tuple[dist.Work, Tensor]]:
+    """Starts each by itself; what it returns of one must be kept until it has been waited for."""
+    for peer, buffer in sends:
+        host = buffer.cpu() if staged else buffer
+        yield _work(dist.isend(host, peer, group, tag)), host
 
 
 class _Receives:
@@ -209,14 +226,14 @@ class _Receives:
 
     def wait(self) -> None:
         for work, host, buffer in self._works:
-            with _peer_errors():
+            with peer_errors():
                 work.wait()
             if host is not buffer:
                 buffer.copy_(host)
 
 
 @contextmanager
-def _peer_errors() -> Iterator[None]:
+def peer_errors() -> Iterator[None]:
     """torch.distributed says RuntimeError when a connection breaks or a transfer times out."""
     try:
         yield

@@ -39,6 +39,18 @@ class DeviceOptions:
     parallel: Annotated[
         str | None, _devices(metavar="SPEC", help=r"\[N]\[xtpT]\[ppP]: N instances, each of T * P ranks.")
     ] = None
+    prefill_parallel: Annotated[
+        str | None, _devices(metavar="SPEC", help="Instances that only prefill; others decode, see --decode-parallel.")
+    ] = None
+    decode_parallel: Annotated[
+        str | None, _devices(metavar="SPEC", help="Instances that only decode, with the KV that is sent to them.")
+    ] = None
+    transfer_backends: Annotated[
+        int | None,
+        _devices(
+            help="Transfers of KV that each of these receives at once; as many as instances prefill if not given."
+        ),
+    ] = None
     instances: Annotated[int | None, _devices(help="Copies of the model; 1 if not given.")] = None
     tp: Annotated[int | None, _devices("--tp", help="Tensor-parallel ranks per instance.")] = None
     pp: Annotated[int | None, _devices("--pp", help="Pipeline stages per instance.")] = None
@@ -88,9 +100,16 @@ class EngineOptions(SchedulingOptions, DeviceOptions):
         start_server()  # it imports beside us
         return longspan.LLM(model, seed=seed, **arguments)
 
-    def _parallel_spec(self) -> str:
+    def _parallel_spec(self) -> str | None:
+        """None where instances have roles."""
         degrees = {"instances": self.instances, "tp": self.tp, "pp": self.pp}
         given = {name: degree for name, degree in degrees.items() if degree is not None}
+        roles = [name for name in ("prefill_parallel", "decode_parallel") if getattr(self, name) is not None]
+        if roles:
+            other = next((name for name in ("parallel", *given) if getattr(self, name) is not None), None)
+            if other is not None:
+                raise ValueError(f"--{other} and --{roles[0].replace('_', '-')} exclude each other: give one of them")
+            return None
         if self.parallel is None:
             return str(ParallelSpec(**given))
         if given:

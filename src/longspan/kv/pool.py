@@ -30,6 +30,16 @@ class KvPool:
         self._layers[layer].keys[blocks, :, offsets] = k.transpose(0, 1)
         self._layers[layer].values[blocks, :, offsets] = v.transpose(0, 1)
 
+    def read_blocks(self, layer: int, blocks: Tensor, heads: range, k: Tensor, v: Tensor) -> None:
+        """Copies some heads of whole blocks to `k, v [blocks, heads, block_size, head_dim]`."""
+        for own, copy in zip((self._layers[layer].keys, self._layers[layer].values), (k, v), strict=True):
+            torch.index_select(own[:, heads.start : heads.stop], 0, blocks, out=copy)
+
+    def write_blocks(self, layer: int, blocks: Tensor, heads: range, k: Tensor, v: Tensor) -> None:
+        """The inverse of `read_blocks`."""
+        for own, copy in zip((self._layers[layer].keys, self._layers[layer].values), (k, v), strict=True):
+            own[:, heads.start : heads.stop].index_copy_(0, blocks, copy)
+
     def layer(self, layer: int) -> PagedKv:
         """All blocks of one layer."""
         return self._layers[layer]

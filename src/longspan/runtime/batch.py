@@ -120,7 +120,7 @@ def pack(forward: Forward, requests: RankRequests, *, instance: int, block_size:
             blocks=homes.blocks(instance),
         )
         kept = None
-        if part.exchange in _STORED_AFTERWARDS:
+        if part.exchange in STORED_AFTERWARDS:
             after = _has_afterwards(part, me)
             kept = _slots(((row, *homes.slot(at)) for row, at in enumerate(after)), instance, device)
         else:
@@ -151,7 +151,7 @@ def pack(forward: Forward, requests: RankRequests, *, instance: int, block_size:
 SHARED: tuple[Exchange, ...] = ("gather_hidden", *WHOLE)
 """Exchanges that compute attention layers with other weights than the model's, for tokens that come last in the row."""
 
-_STORED_AFTERWARDS = ("chain", *SHARED)
+STORED_AFTERWARDS = ("chain", *SHARED)
 """Exchanges that hand over what is to be stored."""
 
 

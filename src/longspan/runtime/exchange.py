@@ -21,8 +21,9 @@ from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
 from longspan.kv.pool import KvPool
 from longspan.model.adapter import Model
-from longspan.runtime.batch import SHARED, Channel, Packed, Slots
+from longspan.runtime.batch import SHARED, STORED_AFTERWARDS, Channel, Packed, Slots
 from longspan.runtime.step_comm import StepComm
+from longspan.runtime.step_moves import StepMoves
 from longspan.runtime.timing import Stopwatch
 from longspan.runtime.whole import WholeStep
 
@@ -47,9 +48,11 @@ class StepAttention:
         specs: Sequence[AttnSpec],
         watch: Stopwatch,
         model: Model | None = None,
+        moves: StepMoves | None = None,
     ) -> None:
         self._packed, self._comm, self._pool, self._specs, self._watch = packed, comm, pool, specs, watch
-        self._model = model
+        self._model, self._moves = model, moves
+        self._stores_late = any(channel.exchange in STORED_AFTERWARDS for channel in packed.channels)
         self.num_alone = packed.num_alone
         self._shared = [channel for channel in packed.channels if channel.exchange in SHARED]
         hidden = [channel for channel in self._shared if channel.exchange == "gather_hidden"]
@@ -64,7 +67,9 @@ class StepAttention:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of this rank's packed tokens."""
         with self._watch.during("attention"):
+            self._settle(layer)
             self._store(layer, self._packed.slots, k, v)
+            self._stream(layer - 1 if self._stores_late else layer)
             out = torch.empty_like(q)
             kv = self._pool.layer(layer)
             for channel in self._packed.channels:
@@ -74,6 +79,10 @@ class StepAttention:
                     self._exchange(layer, channel, q, kv, out)
             self._start_chains(layer + 1)
             return out
+
+    def finish(self) -> None:
+        """After the last layer: what is left to do once all that it computed is stored."""
+        self._stream(len(self._specs) - 1)
 
     def without_tokens(self, dtype: torch.dtype, device: torch.device) -> None:
         """Takes part in every layer's exchanges when this rank has no token; the model itself cannot run on none."""
@@ -125,11 +134,22 @@ class StepAttention:
         kv = torch.empty(spec.num_kv_heads, 0, spec.head_dim, dtype=dtype, device=device)
         self(layer, q, kv, kv)
 
+    def _settle(self, layer: int) -> None:
+        """KV that the Forward brings to its members is in the pool, in this layer, before anybody reads it."""
+        if self._moves is not None:
+            self._moves.settle(layer)
+
+    def _stream(self, layer: int) -> None:
+        """Sends on what is in the pool up to this layer."""
+        if self._moves is not None:
+            self._moves.stream(layer)
+
     def _start_chains(self, layer: int) -> None:
         """What chains can send and receive of a layer before anything of it is computed."""
         if layer < len(self._specs):
             for channel in self._packed.channels:
                 if channel.exchange == "chain":
+                    self._settle(layer)
                     group, kv = self._comm.channel(layer, channel), self._pool.layer(layer)
                     self._chains[channel.number] = chain_start(group, channel.parts, kv, self._specs[layer])
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import shutil
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from longspan.core.parallel import ParallelSpec
+from longspan.core.fleet import Fleet
 from longspan.model.cache import cache_root
 from longspan.model.files import ModelFiles
 from longspan.runtime.local import LocalExecutor, make_run_dir
@@ -18,10 +19,10 @@ _NUM_LOGS_KEPT = 20
 
 def start_workers(
     files: ModelFiles,
-    spec: ParallelSpec,
+    fleet: Fleet,
     device: str,
     threads: int,
-    num_blocks: int,
+    num_blocks: Sequence[int],
     block_size: int,
     *,
     hosts: tuple[int, ...],
@@ -29,7 +30,9 @@ def start_workers(
     record_times: bool,
     step_timeout_s: float,
 ) -> LocalExecutor:
-    """One worker per rank of `spec`, ready for steps. What `hosts` says of each rank decides how bytes are counted.
+    """One worker per rank of `fleet`, ready for steps, with the `num_blocks` of its instance.
+
+    What `hosts` says of each rank decides how bytes are counted.
 
     Raises:
         WorkerLostError: when a worker does not start.
@@ -38,8 +41,7 @@ def start_workers(
     configs = [
         WorkerConfig(
             rank=rank,
-            world_size=spec.num_ranks,
-            tp=spec.tp,
+            fleet=fleet,
             run_dir=run_dir,
             model_name=files.name,
             config_dir=str(files.config_dir),
@@ -49,13 +51,13 @@ def start_workers(
             trust_remote_code=files.trust_remote_code,
             device=device,
             num_threads=threads,
-            num_blocks=num_blocks,
+            num_blocks=num_blocks[fleet.place(rank)[0]],
             block_size=block_size,
             hosts=hosts,
             attention_kernel=None if attention_kernel is None else str(attention_kernel),
             record_times=record_times,
         )
-        for rank in range(spec.num_ranks)
+        for rank in range(fleet.num_ranks)
     ]
     return LocalExecutor(configs, log_dir=_log_dir(run_dir), step_timeout_s=step_timeout_s)
 

@@ -9,7 +9,6 @@ import tempfile
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn, Self
@@ -18,17 +17,20 @@ import msgspec
 import zmq
 
 from longspan.core.errors import WorkerLostError
-from longspan.core.steps import Completion, Forward, Free, Link, Sampled, Scored, Step
+from longspan.core.steps import Completion, Free, MoveKV, Step
 from longspan.runtime.forkserver import WorkerProcess, start_worker
+from longspan.runtime.in_flight import InFlight
 from longspan.runtime.messages import (
     Command,
     Done,
     Exited,
     Failed,
+    Moved,
     Ready,
     Report,
     RunForward,
     RunFree,
+    RunMoves,
     Stop,
     WorkerConfig,
     command_address,
@@ -54,7 +56,7 @@ class MonotonicClock:
 
 
 class LocalExecutor:
-    """Implements `Executor` on spawned processes: instance i is the ranks `i * tp` to `(i + 1) * tp - 1`.
+    """Implements `Executor` on worker processes, the ranks of a `Fleet`.
 
     `poll` returns early, with nothing, when there is something to read on the socket `interrupt`.
     A rank that has a step to run and reports none for `step_timeout_s` is lost: it hangs, or waits for one that does.
@@ -71,14 +73,12 @@ class LocalExecutor:
         Raises:
             WorkerLostError: when a worker does not start.
         """
-        run_dir, self._tp = configs[0].run_dir, configs[0].tp
+        run_dir = configs[0].run_dir
         self._log_dir, self._step_timeout_s = log_dir, step_timeout_s
         self._context = zmq.Context()
         self._context.sndhwm = self._context.rcvhwm = 0  # queues without bound: the engine bounds the steps in flight
         self._commands: list[zmq.Socket[bytes]] = []
-        self._awaited: dict[int, set[int]] = {}
-        self._partial: dict[int, list[Done]] = {}
-        self._working_since_s: dict[int, float] = {}  # by rank: when it reported a step, or got one while it had none
+        self._in_flight = InFlight(configs[0].fleet)
         self._processes: list[WorkerProcess] = []
         self._reports = self._context.socket(zmq.PULL)
         self._finalizer = weakref.finalize(
@@ -103,16 +103,18 @@ class LocalExecutor:
         return tuple(process.pid for process in self._processes)
 
     def submit(self, step: Step) -> None:
-        """Sends a Forward to the ranks that take part, a Free to all."""
-        if isinstance(step, Forward):
-            ranks = [instance * self._tp + index for instance in step.instances for index in range(self._tp)]
-            self._awaited[step.number] = set(ranks)
-            self._partial[step.number] = []
-            for rank in ranks:
-                self._working_since_s.setdefault(rank, time.monotonic())
-            self._send(RunForward(step), ranks)
-        elif isinstance(step, Free):
+        """Sends a Forward to the ranks that take part, a MoveKV to both ends, a Free to all."""
+        if isinstance(step, Free):
             self._send(RunFree(step), range(len(self._commands)))
+            return
+        self._in_flight.begin(step, time.monotonic())
+        if isinstance(step, MoveKV):
+            self._send(RunMoves((step,)), self._in_flight.ranks([*step.sources, *step.targets]))
+            return
+        self._send(RunForward(step), self._in_flight.ranks(step.instances))
+        if step.streams:
+            targets = sorted({target for move in step.streams for target in move.targets})
+            self._send(RunMoves(step.streams), self._in_flight.ranks(targets))
 
     def poll(self, timeout_s: float | None) -> list[Completion]:
         """See `Executor`; a lost worker closes this executor."""
@@ -162,14 +164,14 @@ class LocalExecutor:
 
     def _patience_s(self, timeout_s: float | None) -> float | None:
         """How long to wait for a report before it is time to look for ranks that hang."""
-        if not self._working_since_s:
+        since_s = self._in_flight.first_due_s()
+        if since_s is None:
             return timeout_s
-        due_s = min(self._working_since_s.values()) + self._step_timeout_s - time.monotonic()
+        due_s = since_s + self._step_timeout_s - time.monotonic()
         return min(float("inf") if timeout_s is None else timeout_s, max(_LEAST_WAIT_S, due_s))
 
     def _lose_stalled(self) -> None:
-        late_s = time.monotonic() - self._step_timeout_s
-        stalled = sorted(rank for rank, since_s in self._working_since_s.items() if since_s <= late_s)
+        stalled = self._in_flight.stalled(time.monotonic() - self._step_timeout_s)
         if stalled:
             ranks = f"rank{'s' * (len(stalled) > 1)} {', '.join(map(str, stalled))}"
             self._lose(stalled[0], f"no step was completed by {ranks} for {self._step_timeout_s:g} s (--step-timeout)")
@@ -185,7 +187,10 @@ class LocalExecutor:
     def _take(self, report: Report) -> Completion | None:
         match report:
             case Done():
-                return self._collect(report)
+                self.worker_times[report.rank] = report.times
+                return self._in_flight.take(report, time.monotonic())
+            case Moved():
+                return self._in_flight.take(report, time.monotonic())
             case Failed(rank, reason, peer=True):
                 self._blame(rank, reason)
             case Failed(rank, reason):
@@ -193,26 +198,6 @@ class LocalExecutor:
             case Exited(rank, code):
                 self._lose(rank, _describe(code))
         return None
-
-    def _collect(self, done: Done) -> Completion | None:
-        """The completion of a step once its last rank has reported."""
-        awaited, reports = self._awaited[done.number], self._partial[done.number]
-        self.worker_times[done.rank] = done.times
-        awaited.remove(done.rank)
-        reports.append(done)
-        if any(done.rank in others for others in self._awaited.values()):
-            self._working_since_s[done.rank] = time.monotonic()
-        else:
-            del self._working_since_s[done.rank]
-        if awaited:
-            return None
-        del self._awaited[done.number], self._partial[done.number]
-        sampled: tuple[Sampled, ...] = tuple(s for report in reports for s in report.sampled)
-        scored: tuple[Scored, ...] = tuple(s for report in reports for s in report.scored)
-        sent: Counter[tuple[str, Link]] = Counter()
-        for report in reports:
-            sent.update(report.bytes_sent)
-        return Completion(number=done.number, sampled=sampled, bytes_sent=sent, scored=scored)
 
     def _blame(self, rank: int, reason: str) -> NoReturn:
         """A rank lost a peer: waits shortly for the word of the one that was lost."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import msgspec
 
-from longspan.core.steps import BytesSent, Forward, Free, Sampled, Scored
+from longspan.core.fleet import Fleet
+from longspan.core.steps import BytesSent, Forward, Free, MoveKV, Sampled, Scored
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a worker is told when it starts.
 
     Attributes:
-        rank: `instance * tp + tp_index`, of `world_size` in all.
-        tp: ranks per instance, which share its weights and its KV heads.
+        fleet: all instances and their ranks; those of one share its weights and its KV heads.
+        num_blocks: in the pool of this rank, as of all of its instance.
         run_dir: private folder of this engine: sockets and the rendezvous file. Gone after shutdown.
         tokenizer_dir: for structured outputs; None when the model comes without tokenizer files.
         attention_kernel: the compiled `attn.native`; None to compute with PyTorch's kernels.
@@ -21,8 +22,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     rank: int
-    world_size: int
-    tp: int
+    fleet: Fleet
     run_dir: str
     model_name: str
     config_dir: str
@@ -45,6 +45,12 @@ class RunForward(msgspec.Struct, frozen=True, tag="forward"):
     step: Forward
 
 
+class RunMoves(msgspec.Struct, frozen=True, tag="moves"):
+    """Send and receive KV; of moves that stream out of a Forward only their targets hear so."""
+
+    moves: tuple[MoveKV, ...]
+
+
 class RunFree(msgspec.Struct, frozen=True, tag="free"):
     """Forget requests."""
 
@@ -55,7 +61,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """Finish and exit."""
 
 
-Command = RunForward | RunFree | Stop
+Command = RunForward | RunMoves | RunFree | Stop
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -75,6 +81,14 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     times: dict[str, float] = {}
 
 
+class Moved(msgspec.Struct, frozen=True, tag="moved"):
+    """A rank has started to send its share of a MoveKV, or has all that it gets of it in its pool."""
+
+    rank: int
+    number: int
+    bytes_sent: BytesSent
+
+
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """The worker raised and is about to exit; `peer` when it only noticed that another one is gone."""
 
@@ -90,7 +104,7 @@ class Exited(msgspec.Struct, frozen=True, tag="exited"):
     code: int
 
 
-Report = Ready | Done | Failed | Exited
+Report = Ready | Done | Moved | Failed | Exited
 
 
 def command_address(run_dir: str, rank: int) -> str:

@@ -10,19 +10,23 @@ from torch import Tensor
 from longspan.attn.all_reduce import all_reduce
 from longspan.attn.comm import Group, Transport
 from longspan.attn.exchanges.gather_hidden import hidden_hops
+from longspan.core.fleet import Fleet
 from longspan.core.steps import Link, shown_name
 from longspan.runtime.batch import Channel
 
 _CHANNELS = 1024
 """Channels of one Forward, over all ranks, that get tags of their own."""
 _NUM_TAGS = 2**31
+_NUM_MOVE_TAGS = 2**27
+"""The last of them are those of moves: one per layer, since a move has one message at most between two ranks."""
+_NOBODY = -1
 
 
 class StepComm:
     """One step's groups; `hosts` has the host of every rank.
 
-    Exchanges connect ranks of different instances that have the same place in theirs, and so the same heads. Tags are
-    unique per (step, layer, channel, hop) among the steps that can be in flight.
+    Exchanges connect ranks of different instances that have the same place in theirs, and so the same heads, where
+    both are split alike. Tags are unique per (step, layer, channel, hop) among the steps that can be in flight.
     """
 
     def __init__(
@@ -30,41 +34,48 @@ class StepComm:
         transport: Transport | None,
         number: int,
         *,
+        fleet: Fleet,
         rank: int,
         hosts: Sequence[int],
         num_layers: int,
-        tp: int = 1,
     ) -> None:
         self.sent: Counter[tuple[str, Link]] = Counter()
-        self._transport, self._hosts = transport, hosts
-        self._tp, (self._instance, self._tp_index) = tp, divmod(rank, tp)
+        self._transport, self._fleet, self._hosts = transport, fleet, hosts
+        self._instance, self._place = fleet.place(rank)
         self._num_layers, self._hops = num_layers, hidden_hops(len(hosts))  # no exchange has more
         self._num_inside = 0
         per_step = 2 * (num_layers + 1) * _CHANNELS * self._hops  # inside instances a layer has more than channels
-        self._first_tag = number % (_NUM_TAGS // per_step) * per_step
+        self._first_tag = number % ((_NUM_TAGS - _NUM_MOVE_TAGS) // per_step) * per_step
 
     def channel(self, layer: int, channel: Channel) -> Group:
         """The members of a channel in one layer."""
-        ranks = [instance * self._tp + self._tp_index for instance in channel.members]
+        ranks = [self._beside(instance) for instance in channel.members]
+        assert _NOBODY not in ranks, "instances that exchange are split alike"
         return self._group(ranks, channel.rank, shown_name(channel.exchange), self._tag(layer, channel.number))
 
     def everyone(self) -> Group | None:
-        """All instances, for what travels before the first layer; None when there is only one rank."""
+        """All instances, for what travels before the first layer between those that are split alike; None when there
+        is only one rank.
+        """
         if self._transport is None:
             return None
-        everyone = range(self._tp_index, len(self._hosts), self._tp)
-        return self._group(everyone, self._instance, "tokens", self._tag(self._num_layers, 0))
+        ranks = [self._beside(instance) for instance in range(self._fleet.num_instances)]
+        return self._group(ranks, self._instance, "tokens", self._tag(self._num_layers, 0))
 
     def inside(self, name: str) -> Group:
         """The ranks of this instance, who ask for it in the same order; no exchange of a channel is between them."""
         tag = self._first_tag + self._num_inside * self._hops
         self._num_inside += 1
-        ranks = range(self._instance * self._tp, (self._instance + 1) * self._tp)
-        return self._group(ranks, self._tp_index, name, tag)
+        return self._group(self._fleet.ranks(self._instance), self._place, name, tag)
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         """The sum over the ranks of this instance."""
         return all_reduce(self.inside("all_reduce"), partial)
+
+    def _beside(self, instance: int) -> int:
+        """The rank of this place in another instance, if that is split alike."""
+        alike = self._fleet.tps[instance] == self._fleet.tps[self._instance]
+        return self._fleet.ranks(instance)[self._place] if alike else _NOBODY
 
     def _group(self, ranks: Sequence[int], index: int, name: str, first_tag: int) -> Group:
         assert self._transport is not None, "a group of several ranks has a transport"
@@ -74,3 +85,18 @@ class StepComm:
     def _tag(self, layer: int, channel: int) -> int:
         assert channel < _CHANNELS, "a step has few kinds of groups and exchanges"
         return self._first_tag + (layer * _CHANNELS + channel) * self._hops
+
+
+class MoveComm:
+    """All ranks, for the KV that moves between them on one lane, counted as `name`."""
+
+    def __init__(self, transport: Transport, name: str, *, rank: int, hosts: Sequence[int], num_layers: int) -> None:
+        self._transport, self._name, self._rank, self._hosts = transport, name, rank, hosts
+        self._num_layers = num_layers
+
+    def group(self, number: int, layer: int, sent: Counter[tuple[str, Link]]) -> Group:
+        """For one layer of the MoveKV of a number, whose only hop is 0; a member is a rank. Counts in `sent`."""
+        first = _NUM_TAGS - _NUM_MOVE_TAGS
+        tag = first + number % (_NUM_MOVE_TAGS // self._num_layers) * self._num_layers + layer
+        ranks = range(len(self._hosts))
+        return Group(self._transport, ranks, self._rank, hosts=self._hosts, name=self._name, first_tag=tag, sent=sent)

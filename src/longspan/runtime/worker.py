@@ -11,7 +11,9 @@ import shutil
 import signal
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -22,32 +24,36 @@ from torch import Tensor
 
 from longspan.attn import native
 from longspan.attn.comm import CommError
-from longspan.core.steps import Forward, Sampled, Scored, TokenLogprobs
+from longspan.core.steps import Forward, MoveKV, Sampled, Scored, TokenLogprobs
 from longspan.kv.pool import KvPool
 from longspan.model.adapter import Model
 from longspan.model.files import ModelFiles
 from longspan.model.store import DTYPES
 from longspan.runtime.batch import Packed, PromptRows, pack
-from longspan.runtime.devices import connect, open_device
+from longspan.runtime.block_messages import BlockMessages
+from longspan.runtime.devices import open_device
 from longspan.runtime.exchange import StepAttention
 from longspan.runtime.guides import Vocabulary
 from longspan.runtime.messages import (
     Command,
     Done,
     Failed,
+    Moved,
     Ready,
     Report,
     RunForward,
     RunFree,
+    RunMoves,
     Stop,
     WorkerConfig,
     command_address,
     report_address,
 )
+from longspan.runtime.network import Network
 from longspan.runtime.requests import RankRequest, RankRequests
 from longspan.runtime.sampler import sample, token_logprobs
 from longspan.runtime.step_comm import StepComm
-from longspan.runtime.timing import Stopwatch, TimedTransport
+from longspan.runtime.timing import Stopwatch
 from longspan.runtime.unknown import resolve
 
 _log = logging.getLogger("longspan.worker")
@@ -70,8 +76,9 @@ class Worker:
             dtype=config.dtype,
             trust_remote_code=config.trust_remote_code,
         )
-        self._instance, self._tp_index = divmod(config.rank, config.tp)
-        self._model = Model.load(files, self._device, tp_index=self._tp_index, tp=config.tp)
+        fleet = config.fleet
+        self._instance, self._tp_index = fleet.place(config.rank)
+        self._model = Model.load(files, self._device, tp_index=self._tp_index, tp=fleet.tps[self._instance])
         self._pool = KvPool(
             self._model.specs,
             num_blocks=config.num_blocks,
@@ -87,11 +94,23 @@ class Worker:
         )
         self.watch = Stopwatch(enabled=config.record_times, device=self._device)
         self.watch.watch_linear(self._model.module)
-        self._transport = None
-        if config.world_size > 1:
-            store = f"{config.run_dir}/rendezvous"
-            transport = connect(config.device, store, config.rank, config.world_size)
-            self._transport = TimedTransport(transport, self.watch)
+        self.network = None
+        if fleet.num_ranks > 1:
+            messages = BlockMessages(self._pool, info.specs, fleet, config.rank)
+            self.network = Network(config, self._device, messages, self.watch)
+
+    def move(self, commands: Sequence[Command]) -> Iterator[Moved]:
+        """Receives KV: posts what new commands say will come, and takes in what has come."""
+        if self.network is not None:
+            for command in commands:
+                if isinstance(command, RunMoves):
+                    self.network.moves.expect(command.moves)
+            yield from self.network.moves.take_arrived()
+
+    def send(self, moves: Sequence[MoveKV]) -> Iterator[Moved]:
+        """Sends KV that this rank has."""
+        if self.network is not None:
+            yield from self.network.moves.send(moves)
 
     def forget(self, request_ids: tuple[int, ...]) -> None:
         """Drops requests."""
@@ -104,17 +123,18 @@ class Worker:
             forward, self._requests, instance=self._instance, block_size=config.block_size, device=self._device
         )
         comm = StepComm(
-            self._transport,
+            None if self.network is None else self.network.exchange,
             forward.number,
+            fleet=config.fleet,
             rank=config.rank,
             hosts=config.hosts,
-            tp=config.tp,
             num_layers=info.num_layers,
         )
+        moves = None if self.network is None else self.network.step_moves(forward, comm.sent)
         resolve(packed.unknown, packed.tokens, self._requests, comm.everyone())
         self._model.reduce = comm.all_reduce
         attention = StepAttention(
-            packed, comm, pool=self._pool, specs=self._model.specs, watch=self.watch, model=self._model
+            packed, comm, pool=self._pool, specs=self._model.specs, watch=self.watch, model=self._model, moves=moves
         )
         sampled: tuple[Sampled, ...] = ()
         scored: tuple[Scored, ...] = ()
@@ -126,8 +146,9 @@ class Worker:
                 sampled, scored = (), ()
         else:
             attention.without_tokens(self._dtype, self._device)
-        if self._transport is not None:
-            self._transport.flush()
+        attention.finish()
+        if self.network is not None:
+            self.network.flush()
         return Done(rank=config.rank, number=forward.number, sampled=sampled, scored=scored, bytes_sent=dict(comm.sent))
 
     def _sample(self, packed: Packed, logits: Tensor) -> Iterator[Sampled]:
@@ -185,7 +206,7 @@ def main(config: WorkerConfig, lifeline: int) -> None:
     commands.bind(command_address(config.run_dir, config.rank))
     reports.connect(report_address(config.run_dir))
     try:
-        _serve(config, commands, reports)
+        is_settled = _serve(config, commands, reports)
     except Exception as error:  # noqa: BLE001 - whatever it is, the controller must hear of it and the process end
         _log.exception("the worker fails")
         failed = Failed(rank=config.rank, reason=f"{type(error).__name__}: {error}", peer=isinstance(error, CommError))
@@ -193,29 +214,60 @@ def main(config: WorkerConfig, lifeline: int) -> None:
         context.destroy(linger=1000)
         os._exit(1)  # at once, so that the peers' transfers fail instead of waiting for a time-out
     context.destroy(linger=1000)
-    if dist.is_initialized():
+    if dist.is_initialized() and is_settled:  # otherwise a thread waits in it, and the process just ends
         dist.destroy_process_group()
 
 
-def _serve(config: WorkerConfig, commands: zmq.Socket[bytes], reports: zmq.Socket[bytes]) -> None:
+def _serve(config: WorkerConfig, commands: zmq.Socket[bytes], reports: zmq.Socket[bytes]) -> bool:
+    """Works until it is told to stop; returns whether no KV was on its way then."""
     torch.set_num_threads(config.num_threads)
     if config.attention_kernel is not None:
         native.load(Path(config.attention_kernel))
     worker = Worker(config)
     _send(reports, Ready(rank=config.rank))
     _log.info("ready: %s on %s, %d threads", config.model_name, config.device, config.num_threads)
-    decoder = msgspec.msgpack.Decoder(Command)
+    inbox = Inbox(commands, [] if worker.network is None else [worker.network.moves.wakeup])
     while True:
         with worker.watch.during("controller"):
-            command = commands.recv()
-        match decoder.decode(command):
+            new = inbox.receive()
+        for report in worker.move(new):
+            _send(reports, report)
+        match inbox.next():
             case RunForward(step):
                 done = worker.run(step)
                 _send(reports, msgspec.structs.replace(done, times=worker.watch.seconds()))
+            case RunMoves(moves):
+                for report in worker.send(moves):
+                    _send(reports, report)
             case RunFree(step):
                 worker.forget(step.request_ids)
             case Stop():
-                return
+                return worker.network is None or worker.network.moves.is_idle
+
+
+class Inbox:
+    """Commands in their order, seen as soon as they have come. The descriptors `others` end the wait for one, too."""
+
+    def __init__(self, commands: zmq.Socket[bytes], others: Sequence[int]) -> None:
+        self._commands, self._poller = commands, zmq.Poller()
+        self._decoder = msgspec.msgpack.Decoder(Command)
+        self._waiting: deque[Command] = deque()
+        for source in (commands, *others):
+            self._poller.register(source, zmq.POLLIN)
+
+    def receive(self) -> list[Command]:
+        """The commands that have come since; waits for something if there is nothing to do."""
+        self._poller.poll(0 if self._waiting else None)
+        new = []
+        with suppress(zmq.Again):
+            while True:
+                new.append(self._decoder.decode(self._commands.recv(zmq.NOBLOCK)))
+        self._waiting.extend(new)
+        return new
+
+    def next(self) -> Command | None:
+        """What to do now, if anything."""
+        return self._waiting.popleft() if self._waiting else None
 
 
 def _send(reports: zmq.Socket[bytes], report: Report) -> None:

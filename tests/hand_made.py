@@ -1,0 +1,175 @@
+"""Steps made by hand for real workers: requests whose KV goes where a test says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+from oracle import Expected, assert_exact
+
+from longspan.core.fleet import Fleet
+from longspan.core.parallel import ParallelSpec
+from longspan.core.runs import Layout, deal, positions
+from longspan.core.steps import BlockRef, Completion, Exchange, Forward, MoveKV, Part, Sample, Sampling
+from longspan.model.source import prepare
+from longspan.runtime.launch import start_workers
+from longspan.runtime.local import LocalExecutor
+
+BLOCK = 16
+
+
+def fleet_of(prefill: str, decode: str | None = None) -> Fleet:
+    specs = ParallelSpec.parse(prefill), None if decode is None else ParallelSpec.parse(decode)
+    return Fleet(spec=specs[0], decode_spec=specs[1])
+
+
+@contextmanager
+def workers(folder: Path, fleet: Fleet, *, num_blocks: int = 40, step_timeout_s: float = 60.0) -> Iterator[Cluster]:
+    """Those of a fleet, on one thread each."""
+    executor = start_workers(
+        prepare(str(folder), dtype="float32"),
+        fleet,
+        "cpu",
+        1,
+        [num_blocks] * fleet.num_instances,
+        BLOCK,
+        hosts=tuple(range(fleet.num_ranks)),
+        attention_kernel=None,
+        record_times=False,
+        step_timeout_s=step_timeout_s,
+    )
+    with executor:
+        yield Cluster(executor, fleet, num_blocks)
+
+
+class Cluster:
+    """An executor, numbers for steps, and blocks that nobody has; the latest one freed is used first."""
+
+    def __init__(self, executor: LocalExecutor, fleet: Fleet, num_blocks: int) -> None:
+        self.executor, self.fleet = executor, fleet
+        self.free = [list(range(num_blocks)) for _ in range(fleet.num_instances)]
+        self.completions: dict[int, Completion] = {}
+        self._number = self._request = 0
+
+    def number(self) -> int:
+        self._number += 1
+        return self._number
+
+    def request_id(self) -> int:
+        self._request += 1
+        return self._request
+
+    def block(self, instance: int) -> BlockRef:
+        return BlockRef(instance, self.free[instance].pop())
+
+    def release(self, refs: Sequence[BlockRef]) -> None:
+        for ref in refs:
+            self.free[ref.instance].append(ref.block)
+
+    def wait(self, *numbers: int, timeout_s: float = 60.0) -> list[Completion]:
+        """The completions of some steps; others that come meanwhile are kept."""
+        while not set(numbers) <= set(self.completions):
+            found = self.executor.poll(timeout_s)
+            assert found, f"steps {numbers} are not done"
+            self.completions.update({one.number: one for one in found})
+        return [self.completions[number] for number in numbers]
+
+
+@dataclass
+class Driven:
+    """One greedy request. `stop` is how far it is computed, `moved` where its first blocks were moved to."""
+
+    cluster: Cluster
+    prompt: Sequence[int]
+    table: list[BlockRef] = field(default_factory=list)
+    moved: list[BlockRef] = field(default_factory=list)
+    output: list[int] = field(default_factory=list)
+    logits: list[np.ndarray] = field(default_factory=list)
+    stop: int = 0
+
+    def __post_init__(self) -> None:
+        self.id = self.cluster.request_id()
+
+    def forward(
+        self,
+        stop: int,
+        group: tuple[int, ...],
+        exchange: Exchange = "ring_kv",
+        *,
+        balances: Sequence[MoveKV] = (),
+        stream_to: int | None = None,
+    ) -> Forward:
+        """Computes up to `stop`, and samples if these are all tokens. Members are told everything each time.
+
+        With `stream_to` all blocks that have not moved yet and are complete then go to that instance.
+        """
+        tokens = [*self.prompt, *self.output]
+        start, self.stop = self.stop, stop
+        single = len(group) == 1 or stop - start == 1
+        layout: Layout = "single" if single else "contiguous" if exchange == "chain" else "zigzag"
+        head = 0 if not start % BLOCK or exchange == "chain" else group.index(self.table[start // BLOCK].instance)
+        runs = deal(layout, start, stop, len(group), align=BLOCK, head=head)
+        for block in range(len(self.table), -(-stop // BLOCK)):
+            member = next(m for m, own in enumerate(runs) if block * BLOCK in positions(own))
+            self.table.append(self.cluster.block(group[-1 if exchange == "chain" else member]))
+        last = next(group[m] for m, own in enumerate(runs) if own and own[-1].stop == stop)
+        part = Part(
+            request_id=self.id,
+            start=start,
+            stop=stop,
+            tokens=tokens[start:stop],
+            group=group,
+            runs=runs,
+            exchange="local" if len(group) == 1 else "ring_q" if stop - start == 1 else exchange,
+            first_block=0,
+            blocks=tuple(self.table),
+            sample=Sample(instance=last, position=stop) if stop == len(tokens) else None,
+            sampling=Sampling(seed=0, output_logits=True),
+        )
+        number = self.cluster.number()
+        streams = () if stream_to is None else tuple(self.moves_to(stream_to))
+        forward = Forward(number=number, parts=(part,), balances=tuple(balances), streams=streams)
+        self.cluster.executor.submit(forward)
+        return forward
+
+    def moves_to(self, target: int) -> list[MoveKV]:
+        """Of all complete blocks that no move has taken there yet, a move per source."""
+        num_complete = len(self.table) if self.stop >= len(self.prompt) else self.stop // BLOCK
+        new = range(len(self.moved), num_complete)
+        self.moved += [self.cluster.block(target) for _ in new]
+        copies = [(self.table[index], self.moved[index]) for index in new]
+        sources = sorted({source.instance for source, _ in copies})
+        return [self._move([copy for copy in copies if copy[0].instance == source]) for source in sources]
+
+    def even_out(self, group: tuple[int, ...]) -> tuple[MoveKV, list[BlockRef]]:
+        """Deals full blocks to the members of a group in turns; returns the move, and the blocks that were left."""
+        copies = []
+        for index in range(self.stop // BLOCK):
+            home = group[index % len(group)]
+            if self.table[index].instance != home:
+                copies.append((self.table[index], self.cluster.block(home)))
+                self.table[index] = copies[-1][1]
+        return self._move(copies), [old for old, _ in copies]
+
+    def _move(self, copies: Sequence[tuple[BlockRef, BlockRef]]) -> MoveKV:
+        return MoveKV(number=self.cluster.number(), request_id=self.id, copies=tuple(copies))
+
+    def take(self, forward: Forward) -> Completion:
+        """Waits for one, and takes its token in."""
+        [done] = self.cluster.wait(forward.number)
+        for sampled in done.sampled:
+            self.output.append(sampled.token)
+            self.logits.append(np.frombuffer(sampled.logits, dtype=np.float32))
+        return done
+
+    def decode(self, group: tuple[int, ...], num_tokens: int) -> None:
+        for _ in range(num_tokens):
+            self.take(self.forward(self.stop + 1, group))
+
+    def assert_exact(self, expected: Expected) -> None:
+        got = SimpleNamespace(token_ids=self.output, logits=self.logits)
+        assert_exact(SimpleNamespace(outputs=[got]), expected)  # type: ignore[arg-type]  # it reads nothing else

@@ -1,0 +1,118 @@
+"""Which heads go where when KV moves, and whom a step waits for."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longspan.core.fleet import Fleet
+from longspan.core.heads import deal_heads
+from longspan.core.parallel import ParallelSpec
+from longspan.core.steps import BlockRef, Forward, MoveKV, Part, Sampling
+from longspan.runtime.head_routes import head_routes
+from longspan.runtime.in_flight import InFlight
+from longspan.runtime.messages import Done, Moved
+
+
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 12), st.integers(1, 12))
+def test_each_target_gets_each_of_its_heads_once(kv_heads: int, readers: int, source_tp: int, target_tp: int) -> None:
+    heads = kv_heads * readers
+    has, needs = ([s.kv_heads for s in deal_heads(heads, kv_heads, tp)] for tp in (source_tp, target_tp))
+    got: list[Counter[int]] = [Counter() for _ in needs]
+    load: dict[int, Counter[int]] = {head: Counter() for head in range(kv_heads)}
+    for route in head_routes(heads, kv_heads, source_tp, target_tp):
+        given = [has[route.source][i] for i in route.given]
+        assert given == [needs[route.target][i] for i in route.taken]
+        got[route.target].update(given)
+        for head in given:
+            load[head][route.source] += 1
+    assert got == [Counter(one) for one in needs]
+    for head, counts in load.items():
+        loads = [counts[place] for place, heads in enumerate(has) if head in heads]
+        assert max(loads) - min(loads) <= 1, "those who have the same head send it equally often"
+
+
+def test_instances_that_are_split_alike_send_from_place_to_place() -> None:
+    for tp in range(1, 9):
+        routes = head_routes(8, 2, tp, tp)
+        assert [(route.source, route.target) for route in routes] == [(place, place) for place in range(tp)]
+
+
+FLEET = Fleet(spec=ParallelSpec(instances=2), decode_spec=ParallelSpec(tp=2))
+"""Ranks 0 and 1 prefill, 2 and 3 decode together."""
+
+
+def move(number: int, *sources: int) -> MoveKV:
+    return MoveKV(number=number, request_id=0, copies=tuple((BlockRef(one, 0), BlockRef(2, one)) for one in sources))
+
+
+def forward(number: int, group: tuple[int, ...], *streams: MoveKV) -> Forward:
+    part = Part(
+        request_id=0,
+        start=0,
+        stop=1,
+        tokens=(5,),
+        group=group,
+        runs=((),) * len(group),
+        exchange="local",
+        first_block=0,
+        blocks=(),
+        sample=None,
+        sampling=Sampling(seed=0),
+    )
+    return Forward(number=number, parts=(part,), streams=streams)
+
+
+def done(rank: int, number: int) -> Done:
+    return Done(rank=rank, number=number, sampled=(), scored=(), bytes_sent={("ring_kv", "same_host"): 1})
+
+
+def moved(rank: int, number: int, num_bytes: int = 0) -> Moved:
+    return Moved(rank=rank, number=number, bytes_sent={("kv_transfer", "same_host"): num_bytes})
+
+
+def test_a_move_by_itself() -> None:
+    """Sources work at once, targets when all sources have sent; the move is done with the last report."""
+    steps = InFlight(FLEET)
+    assert steps.first_due_s() is None
+    steps.begin(move(1, 0, 1), 10.0)
+    assert (steps.stalled(10.0), steps.first_due_s()) == ([0, 1], 10.0)
+    assert steps.take(moved(0, 1, 5), 11.0) is None
+    assert steps.stalled(99.0) == [1]
+    assert steps.take(moved(1, 1, 6), 12.0) is None
+    assert (steps.stalled(99.0), steps.first_due_s()) == ([2, 3], 12.0)
+    assert steps.take(moved(3, 1), 13.0) is None
+    completion = steps.take(moved(2, 1), 14.0)
+    assert completion is not None and completion.number == 1
+    assert completion.bytes_sent == {("kv_transfer", "same_host"): 11}
+    assert steps.first_due_s() is None
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["after the Forward", "before"])
+def test_streams(early: bool) -> None:
+    """Their targets are not late as long as the Forward runs; each stream has a completion of its own."""
+    steps = InFlight(FLEET)
+    steps.begin(forward(1, (0, 1), move(2, 0), move(3, 1)), 10.0)
+    steps.begin(forward(4, (2,)), 10.0)
+    steps.take(done(2, 4), 11.0)
+    steps.take(done(3, 4), 11.0)
+    assert steps.stalled(99.0) == [0, 1]
+    assert steps.take(done(0, 1), 12.0) is None
+    assert steps.stalled(99.0) == [1, 2, 3], "what rank 0 sends could be there"
+    steps.take(moved(2, 2), 13.0)
+    assert steps.take(moved(3, 2), 13.0) is not None
+    assert steps.stalled(99.0) == [1]
+    if early:
+        steps.take(moved(2, 3), 14.0)
+        assert steps.take(moved(3, 3), 14.0) is not None
+        assert steps.stalled(99.0) == [1]
+    completion = steps.take(done(1, 1), 15.0)
+    assert completion is not None and completion.number == 1
+    if not early:
+        assert steps.stalled(99.0) == [2, 3]
+        steps.take(moved(2, 3), 16.0)
+        assert steps.take(moved(3, 3), 16.0) is not None
+    assert steps.first_due_s() is None

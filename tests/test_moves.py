@@ -1,0 +1,196 @@
+"""KV that real workers send each other: between instances of different tp, while they compute, and in mid-growth."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from hand_made import BLOCK, Cluster, Driven, fleet_of, workers
+from oracle import Oracle
+from texts import topic_tokens
+from tiny_models import BASE, write_checkpoint
+from transformers import LlamaConfig
+
+from longspan.core.errors import WorkerLostError
+from longspan.core.steps import Completion, Exchange, MoveKV
+from longspan.model.smollm2 import smollm2_folder
+
+NUM_TOKENS = 6
+LENGTH = 150
+HEADS = {"9 on 3": (9, 3), "8 on 2": (8, 2)}
+"""As in SmolLM2, where no tp divides both; and KV heads that tp 4 has twice."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {
+        name: write_checkpoint(
+            LlamaConfig(**BASE | {"hidden_size": 144, "num_attention_heads": heads, "num_key_value_heads": kv_heads}),
+            root / name,
+        )
+        for name, (heads, kv_heads) in HEADS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def oracles(folders: dict[str, Path]) -> dict[str, Oracle]:
+    return {name: Oracle(folder) for name, folder in folders.items()}
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 199, length).tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "alone"])
+@pytest.mark.parametrize(
+    ("model", "prefill", "decode"),
+    [
+        ("9 on 3", "1", "tp2"),
+        ("9 on 3", "tp2", "1"),
+        ("9 on 3", "3", "tp2"),
+        ("9 on 3", "2xtp2", "tp3"),
+        ("8 on 2", "1", "tp4"),
+        ("8 on 2", "tp4", "tp3"),
+    ],
+)
+def test_from_prefill_to_decode(
+    folders: dict[str, Path], oracles: dict[str, Oracle], model: str, prefill: str, decode: str, streamed: bool
+) -> None:
+    """Two chunks, the first of which ends inside a block; another request decodes at the target meanwhile."""
+    fleet = fleet_of(prefill, decode)
+    group, target = tuple(range(fleet.spec.instances)), fleet.spec.instances
+    with workers(folders[model], fleet) as cluster:
+        other = Driven(cluster, prompt_of(40, seed=1))
+        other.take(other.forward(40, (target,)))
+        request = Driven(cluster, prompt_of(LENGTH))
+        moves = []
+        for stop in (70, LENGTH):
+            forward = request.forward(stop, group, stream_to=target if streamed else None)
+            alone = [] if streamed else request.moves_to(target)
+            for move in alone:
+                cluster.executor.submit(move)
+            moves += [*forward.streams, *alone]
+            other.decode((target,), 2)
+            request.take(forward)
+        sent = sum(one.bytes_sent.get(("kv_transfer", "other_host"), 0) for one in done_with(cluster, moves))
+        request.table = list(request.moved)
+        request.decode((target,), NUM_TOKENS - 1)
+        other.decode((target,), 1)
+    request.assert_exact(oracles[model].complete(request.prompt, NUM_TOKENS))
+    other.assert_exact(oracles[model].complete(other.prompt, 6))
+    heads = max(HEADS[model][1], fleet.tps[target])  # copies of heads are sent, too
+    assert sent == len(request.moved) * BLOCK * heads * 16 * 4 * 2 * BASE["num_hidden_layers"]
+
+
+def done_with(cluster: Cluster, moves: Sequence[MoveKV]) -> list[Completion]:
+    """All completions so far, once these moves are done."""
+    cluster.wait(*(move.number for move in moves))
+    return list(cluster.completions.values())
+
+
+@pytest.mark.parametrize("exchange", ["ring_kv", "ring_q", "alltoall", "chain", "gather_hidden"])
+@pytest.mark.parametrize(
+    ("parallel", "groups"),
+    [("4", [(0, 1), (0, 1, 2, 3)]), ("3", [(2,), (2, 0, 1)]), ("2xtp2", [(1,), (0, 1)])],
+    ids=["2 then 4", "1 then 3", "1 then 2 of tp 2"],
+)
+def test_balancing(
+    folders: dict[str, Path],
+    oracles: dict[str, Oracle],
+    parallel: str,
+    groups: list[tuple[int, ...]],
+    exchange: Exchange,
+) -> None:
+    """What was left is written over at once, by a request that comes between."""
+    with workers(folders["9 on 3"], fleet_of(parallel)) as cluster:
+        request = Driven(cluster, prompt_of(LENGTH))
+        request.take(request.forward(70, groups[0], exchange))
+        balance, left = request.even_out(groups[1])
+        assert balance.copies
+        done = request.take(request.forward(120, groups[1], exchange, balances=[balance]))
+        cluster.release(left)
+        heads = max(3, cluster.fleet.spec.tp)
+        size = BLOCK * heads * 16 * 4 * 2 * BASE["num_hidden_layers"]
+        assert done.bytes_sent["kv_balance", "other_host"] == len(left) * size
+        other = Driven(cluster, prompt_of(100, seed=1))
+        other.take(other.forward(100, groups[0], "ring_kv"))
+        request.take(request.forward(LENGTH, groups[1], exchange))
+        request.decode(groups[1], NUM_TOKENS - 1)
+    request.assert_exact(oracles["9 on 3"].complete(request.prompt, NUM_TOKENS))
+
+
+@pytest.mark.parametrize("exchange", ["ring_q", "chain", "gather_hidden"])
+def test_balancing_and_streaming_in_one_step(
+    folders: dict[str, Path], oracles: dict[str, Oracle], exchange: Exchange
+) -> None:
+    """Blocks go on from where they have just come to, and new ones when they are stored, however late that is."""
+    with workers(folders["9 on 3"], fleet_of("2", "tp2")) as cluster:
+        request = Driven(cluster, prompt_of(LENGTH))
+        request.take(request.forward(70, (0,)))
+        balance, _ = request.even_out((0, 1))
+        forward = request.forward(LENGTH, (0, 1), exchange, balances=[balance], stream_to=2)
+        request.take(forward)
+        cluster.wait(*(move.number for move in forward.streams))
+        request.table = list(request.moved)
+        request.decode((2,), NUM_TOKENS - 1)
+    request.assert_exact(oracles["9 on 3"].complete(request.prompt, NUM_TOKENS))
+
+
+def test_smollm2() -> None:
+    """Three chunks on a group that grows; then to an instance whose ranks have two and one of the KV heads."""
+    prompt = list(topic_tokens()[:900])
+    with workers(smollm2_folder(), fleet_of("2", "tp2"), num_blocks=80) as cluster:
+        request = Driven(cluster, prompt)
+        request.take(request.forward(300, (1,), stream_to=2))
+        balance, _ = request.even_out((0, 1))
+        request.take(request.forward(610, (0, 1), balances=[balance], stream_to=2))
+        forward = request.forward(900, (0, 1), stream_to=2)
+        request.take(forward)
+        cluster.wait(*(move.number for move in forward.streams))
+        request.table = list(request.moved)
+        request.decode((2,), NUM_TOKENS - 1)
+    request.assert_exact(Oracle(smollm2_folder()).complete(prompt, NUM_TOKENS))
+
+
+def test_a_move_that_waits_for_its_source_is_not_late(folders: dict[str, Path]) -> None:
+    """Who is stopped is named, not who waits for it."""
+    with workers(folders["9 on 3"], fleet_of("1", "1"), step_timeout_s=1.5) as cluster:
+        request = Driven(cluster, prompt_of(LENGTH))
+        os.kill(cluster.executor.pids[0], signal.SIGSTOP)
+        forward = request.forward(LENGTH, (0,), stream_to=1)
+        with pytest.raises(WorkerLostError, match=r"rank 0 .* no step was completed by rank 0 for 1.5 s"):
+            cluster.wait(forward.number)
+
+
+def test_a_source_that_dies(folders: dict[str, Path]) -> None:
+    with workers(folders["9 on 3"], fleet_of("1", "1")) as cluster:
+        request = Driven(cluster, prompt_of(LENGTH))
+        request.take(request.forward(LENGTH, (0,)))
+        os.kill(cluster.executor.pids[0], signal.SIGSTOP)
+        [move] = request.moves_to(1)
+        cluster.executor.submit(move)
+        time.sleep(0.2)
+        os.kill(cluster.executor.pids[0], signal.SIGKILL)
+        with pytest.raises(WorkerLostError, match=r"rank 0 .*SIGKILL"):
+            cluster.wait(move.number)
+
+
+def test_the_end_comes_in_mid_move(folders: dict[str, Path]) -> None:
+    """The target does not wait for what will not come; the source, which is stopped, is ended by force."""
+    with workers(folders["9 on 3"], fleet_of("1", "1")) as cluster:
+        request = Driven(cluster, prompt_of(LENGTH))
+        request.take(request.forward(LENGTH, (0,)))
+        source, target = (psutil.Process(pid) for pid in cluster.executor.pids)
+        source.suspend()
+        [move] = request.moves_to(1)
+        cluster.executor.submit(move)
+        start_s = time.monotonic()
+    assert time.monotonic() - start_s < 5
+    assert not source.is_running() and not target.is_running()
