@@ -1,0 +1,139 @@
+"""Prompts that some instances compute and another, split differently, continues say what Hugging Face says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from forced_plans import Plans, forced
+from oracle import Oracle, assert_exact
+from texts import topic_tokens
+from tiny_models import make_tiny
+
+from longspan import LLM, SamplingParams
+from longspan.model.smollm2 import smollm2_folder
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, output_logits=True)
+COUNTING = SamplingParams(temperature=0, frequency_penalty=0.5, max_tokens=12, ignore_eos=True, output_logits=True)
+PLANS: dict[str, Plans] = {
+    "2 then 4": {300: [(130, (0, 1)), (170, (0, 1, 2, 3))]},
+    "1 then 3": {300: [(100, (2,)), (200, (2, 0, 3))]},
+    "three chunks": {300: [(50, (3,)), (105, (1, 3)), (145, (0, 1, 2, 3))]},
+    "two at once": {300: [(64, (0,)), (236, (0, 1, 2))], 200: [(90, (3, 2)), (110, (1, 2, 3, 0))]},
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six query heads and three KV heads: two ranks have two and one of these."""
+    return make_tiny("llama", tmp_path_factory.mktemp("tiny") / "llama")
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny: Path) -> Oracle:
+    return Oracle(tiny)
+
+
+@pytest.fixture(scope="module", params=[1, 4], ids=["1 backend", "4 backends"])
+def llm(request: pytest.FixtureRequest, tiny: Path) -> Iterator[LLM]:
+    """Four instances of one rank prefill, one of two ranks decodes."""
+    with LLM(
+        str(tiny),
+        prefill_parallel="4",
+        decode_parallel="tp2",
+        transfer_backends=request.param,
+        skip_tokenizer_init=True,
+        block_size=16,
+        max_num_batched_tokens=48,
+    ) as running:
+        yield running
+
+
+def prompts_of(*lengths: int) -> list[list[int]]:
+    rng = np.random.default_rng(0)  # the same for all, so that the oracle answers once
+    return [rng.integers(3, 199, length).tolist() for length in lengths]
+
+
+def moved(llm: LLM, name: str) -> int:
+    return llm.bytes_exchanged.get(name, 0)
+
+
+def assert_at_rest(llm: LLM) -> None:
+    """Nobody holds a block."""
+    while llm.engine.has_unfinished:
+        llm.engine.step()
+    assert not any(llm.engine.load().used_blocks)
+
+
+@pytest.mark.parametrize("balance", [True, False], ids=["balanced", "as it lies"])
+@pytest.mark.parametrize("plans", PLANS.values(), ids=PLANS)
+def test_forced_plans(llm: LLM, oracle: Oracle, plans: Plans, balance: bool) -> None:
+    """Chunks of several steps each, that end inside blocks, while others decode."""
+    llm.engine.set_policy(forced(plans, 4, decode=(4,), balance=balance))
+    llm.reset_prefix_cache()
+    before = moved(llm, "kv_transfer"), moved(llm, "kv_balance")
+    prompts = prompts_of(300, 200, 17)
+    outputs = llm.generate(prompts, GREEDY)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert_exact(output, oracle.complete(prompt, 6))
+    assert moved(llm, "kv_transfer") > before[0]
+    assert (moved(llm, "kv_balance") > before[1]) == balance
+    assert_at_rest(llm)
+
+
+@pytest.mark.parametrize("policy", ["tetris", "fixed-sp"])
+def test_policies(llm: LLM, oracle: Oracle, policy: str) -> None:
+    """Many prompts at once, then another turn of the longest conversation."""
+    llm.set_policy(policy, {"min_chunk": "16", "improvement_rate": "0"} if policy == "tetris" else {"sp": "2"})
+    llm.reset_prefix_cache()
+    prompts = prompts_of(1, 17, 40, 300, 200, 33, 64, 5)
+    outputs = llm.generate(prompts, GREEDY)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert_exact(output, oracle.complete(prompt, 6))
+    turn = [*prompts[3], *outputs[3].outputs[0].token_ids, *prompts[2]]
+    [output] = llm.generate([turn], GREEDY)
+    assert output.metrics.num_cached_tokens >= 288
+    assert_exact(output, oracle.complete(turn, 6))
+    assert_at_rest(llm)
+
+
+def test_penalties_and_several_outputs(llm: LLM) -> None:
+    """Who decodes is told what has been said before."""
+    llm.set_policy("tetris", {"min_chunk": "16", "improvement_rate": "0"})
+    for output in llm.generate(prompts_of(17, 150), COUNTING):
+        [got] = output.outputs
+        assert got.logits is not None
+        counts = np.zeros(len(got.logits[0]), dtype=np.float32)
+        for token, logits in zip(got.token_ids, got.logits, strict=True):
+            assert token == int((logits - 0.5 * counts).argmax())
+            counts[token] += 1
+    drawn = SamplingParams(temperature=1, seed=3, n=3, max_tokens=8, ignore_eos=True)
+    [first], [again] = llm.generate(prompts_of(150), drawn), llm.generate(prompts_of(150), drawn)
+    assert [one.token_ids for one in first.outputs] == [one.token_ids for one in again.outputs]
+    assert len({tuple(one.token_ids) for one in first.outputs}) == 3
+
+
+@pytest.mark.parametrize("steps", [1, 3, 5, 8])
+def test_who_is_aborted_on_the_way_leaves_nothing(llm: LLM, oracle: Oracle, steps: int) -> None:
+    llm.engine.set_policy(forced({300: [(130, (0, 1)), (170, (0, 1, 2, 3))]}, 4, decode=(4,), balance=True))
+    llm.reset_prefix_cache()
+    gone, stays = prompts_of(300, 200)
+    request = llm.engine.add(gone, GREEDY)
+    for _ in range(steps):
+        llm.engine.step()
+    llm.engine.finish(request, "abort")
+    [output] = llm.generate([stays], GREEDY)
+    assert_exact(output, oracle.complete(stays, 6))
+    assert_at_rest(llm)
+
+
+def test_smollm2() -> None:
+    """Nine query heads and three KV heads; the prompt grows from one instance to two."""
+    prompt = list(topic_tokens()[:1500])
+    with LLM(prefill_parallel="2", decode_parallel="tp2") as llm:
+        llm.engine.set_policy(forced({1500: [(600, (1,)), (900, (0, 1))]}, 2, decode=(2,), balance=True))
+        [output] = llm.generate([prompt], GREEDY)
+        assert moved(llm, "kv_transfer") > 0 and moved(llm, "kv_balance") > 0
+    assert_exact(output, Oracle(smollm2_folder()).complete(prompt, 6))
