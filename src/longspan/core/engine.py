@@ -186,16 +186,25 @@ class Engine:
         return self._complete(*self._steps.take()) if self._steps.has_ready else []
 
     def emit(self) -> None:
-        """Emits what the policy plans, until no instance can be given another step; `step` does so first.
+        """Emits what the policy plans, until no instance can be given another step; `step` does so first."""
+        self._hand_over()
+        while True:
+            if self._can_emit and (batches := self._plan()):
+                self._emit_batches(batches)
+            elif not self._hand_over():  # plans may have made room for KV
+                return
 
-        KV that waits to be sent comes before what is computed next, and after it once more, for what that made room.
-        """
-        self._emit_moves()
-        while self._can_emit and (batches := self._plan()):
-            self._emit_batches(batches)
-            self._emit_moves()
+    def _hand_over(self) -> bool:
+        """Sends KV that waits and can be sent, and tells whether a request goes on elsewhere, where all has arrived."""
+        self._send_waiting()
+        arrived = self._transfers.arrived()
+        for request, target, blocks in arrived:
+            self.account.hand_over(request, blocks)
+            request.move_to(target)
+            self._running.regroup(request)
+        return bool(arrived)
 
-    def _emit_moves(self) -> None:
+    def _send_waiting(self) -> None:
         for move in self._transfers.by_themselves():
             self._executor.submit(move)
 
@@ -206,6 +215,7 @@ class Engine:
                 self._admit(share)
         for share in shares:
             self.account.extend(share.request, share.holders)
+        self._send_waiting()  # what is cached can go before the rest is computed
         for batch in batches:
             forward = self._forward(batch)
             self._steps.send(forward)
@@ -218,11 +228,10 @@ class Engine:
         return Forward(number=number, parts=parts, balances=balances, streams=self._transfers.streams(parts))
 
     def _balance(self, share: Share) -> MoveKV:
-        """Blocks of a request lie on other members from this step on; its old ones are given back when that is done."""
+        """Blocks of a request lie on other members from this step on."""
         request = share.request
-        copies = self.account.relocate(request, share.moves)
         request.sent_blocks = request.sent_output = 0
-        self._transfers.balanced(request.id, (target for _, target in copies))
+        copies = self.account.relocate(request, share.moves)
         return MoveKV(number=self._number(), request_id=request.id, copies=copies)
 
     def _plan(self) -> tuple[tuple[Share, ...], ...]:
@@ -327,21 +336,14 @@ class Engine:
             self._steps.complete(done)
             return
         self.bytes_sent.update(done.bytes_sent)
-        self._hand_over(self._transfers.moved(done.number))
-
-    def _hand_over(self, request: Request) -> None:
-        """To the instance that decodes it, if all its KV is there."""
-        target, blocks = request.target, self._transfers.arrived(request)
-        if target is not None and blocks:
-            self.account.hand_over(request, blocks)
-            request.move_to(target)
-            self._running.regroup(request)
+        self._transfers.moved(done.number)
 
     def _complete(self, forward: Forward, done: Completion) -> list[Request]:
         self._end(forward)
         self.bytes_sent.update(done.bytes_sent)
         self._transfers.computed(forward)
-        moved = {move.request_id for move in forward.balances}
+        for move in forward.balances:
+            self.account.settle(self._requests[move.request_id], move.copies)
         for part in forward.parts:
             request = self._requests[part.request_id]
             assert request.num_computed == part.start, "steps complete in order"
@@ -349,18 +351,13 @@ class Engine:
             request.metrics.num_computed_tokens += part.stop - part.start
             kind = "decode" if part.start >= request.num_prompt else "partial_prefill" if part.start else "prefill"
             request.metrics.count(kind, part.exchange_name)
-            self.account.publish(request, 0 if request.id in moved else part.start)
+            self.account.publish(request, part.start)
             if request.finish_reason is not None and not request.in_flight:
                 self._drop(request)
-        for move in forward.balances:
-            self.account.give_back(source for source, _ in move.copies)
         for scored in done.scored:
             if self._is_live(scored.request_id):
                 take_scores(self._requests[scored.request_id], scored)
-        live = [self._append(sampled) for sampled in done.sampled if self._is_live(sampled.request_id)]
-        for request in live:
-            self._hand_over(request)
-        return live
+        return [self._append(sampled) for sampled in done.sampled if self._is_live(sampled.request_id)]
 
     def _is_live(self, request_id: int) -> bool:
         """Whether anybody wants its tokens; what a request samples after its end is thrown away."""

@@ -23,20 +23,20 @@ class Transfer:
 
     Attributes:
         target: the instance that is to decode it.
-        num_blocks: that its KV has when all is computed.
+        num_tokens, num_blocks: that its KV has when all is computed.
         sources: instances that have held any of it; each can use one backend.
         backends: reserved for it.
         blocks: on the target, by place in the request's table; none before the first backend.
         num_shared: so many of these, the first, held its beginning already: they are not moved.
         waiting: places of blocks that are computed and not sent, first computed first.
         sent: places of blocks that are sent.
-        unsettled: blocks on its sources that are still to be filled from others of these.
         moves: in flight, by number.
         num_arrived: blocks that are there.
     """
 
     request: Request
     target: int
+    num_tokens: int
     num_blocks: int
     sources: set[int] = field(default_factory=set)
     backends: int = 0
@@ -44,7 +44,6 @@ class Transfer:
     num_shared: int = 0
     waiting: list[int] = field(default_factory=list)
     sent: set[int] = field(default_factory=set)
-    unsettled: set[BlockRef] = field(default_factory=set)
     moves: dict[int, MoveKV] = field(default_factory=dict)
     num_arrived: int = 0
 
@@ -54,8 +53,11 @@ class Transfer:
         return bool(self.blocks) and self.num_shared + self.num_arrived == self.num_blocks
 
     def can_send(self, source: int) -> bool:
-        """Whether one of its backends is free, and nothing comes from this source."""
-        return len(self.moves) < self.backends and all(move.sources != (source,) for move in self.moves.values())
+        """Whether there is a backend for this source: a free one, or if each source has its own, the one that takes a
+        move from there already: they follow each other.
+        """
+        busy = {move.sources[0] for move in self.moves.values()}
+        return self.backends >= len(self.sources) if source in busy else self.backends > len(busy)
 
 
 class Handshakes:

@@ -47,6 +47,7 @@ class Transfers:
         transfer = Transfer(
             request=request,
             target=target,
+            num_tokens=request.num_tokens,
             num_blocks=request.blocks_for(request.num_tokens),
             sources={ref.instance for ref in request.table},
             waiting=list(range(request.num_scheduled // request.block_size)),
@@ -73,28 +74,20 @@ class Transfers:
         """Of what is computed and was not sent, as far as backends are free; first handshakes first."""
         found = []
         for transfer in self._handshakes.in_order():
-            if transfer.waiting and len(transfer.moves) < transfer.backends:
+            if transfer.waiting and any(map(transfer.can_send, transfer.sources)):
                 found += self._send(transfer, _to_send(transfer, transfer.waiting))
                 waiting = (index for index in transfer.waiting if index not in transfer.sent)
                 transfer.waiting = [index for index in waiting if index >= transfer.num_shared]
         return found
 
-    def balanced(self, request_id: int, targets: Iterable[BlockRef]) -> None:
-        """Blocks of a request lie elsewhere from the next Forward on."""
-        if (transfer := self._transfers.get(request_id)) is not None:
-            transfer.unsettled.update(targets)
-
     def computed(self, forward: Forward) -> None:
         """A Forward is done: what it completed and did not stream waits."""
-        for move in forward.balances:
-            if (transfer := self._transfers.get(move.request_id)) is not None:
-                transfer.unsettled.difference_update(target for _, target in move.copies)
         for part in forward.parts:
             if (transfer := self._transfers.get(part.request_id)) is not None:
                 transfer.waiting += [i for i in _completed(part, transfer) if i not in transfer.sent]
 
-    def moved(self, number: int) -> Request:
-        """A move is done; of which request."""
+    def moved(self, number: int) -> None:
+        """A move is done."""
         move, transfer = self._moves.pop(number)
         self._account.give_back(ref for pair in move.copies for ref in pair)
         if self._transfers.get(move.request_id) is transfer:
@@ -102,16 +95,16 @@ class Transfers:
             transfer.num_arrived += len(move.copies)
         else:
             self._handshakes.left_behind_done(transfer.target)
-        return transfer.request
 
-    def arrived(self, request: Request) -> tuple[BlockRef, ...]:
-        """The blocks of a request on its target, its own from now on; none before all is computed and there."""
-        transfer = self._transfers.get(request.id)
-        done = transfer is not None and transfer.is_there and not request.in_flight
-        if transfer is None or not done or request.num_known == request.num_scheduled:
-            return ()
-        self._end(transfer)
-        return transfer.blocks
+    def arrived(self) -> list[tuple[Request, int, tuple[BlockRef, ...]]]:
+        """Requests whose KV is all computed and there; with their targets, and their blocks there, theirs from now on.
+
+        What is there may have been there before it was computed here: also wait for the token that goes on with it.
+        """
+        ready = [one for one in self._transfers.values() if one.is_there and one.request.num_known > one.num_tokens]
+        for transfer in ready:
+            self._end(transfer)
+        return [(transfer.request, transfer.target, transfer.blocks) for transfer in ready]
 
     def give_up(self, request: Request) -> None:
         """A request ends, or loses its KV."""
@@ -148,6 +141,6 @@ def _to_send(transfer: Transfer, indices: Iterable[int]) -> dict[int, list[int]]
     """Those that the target lacks and that their instance has, by instance; first come first."""
     table, found = transfer.request.table, defaultdict[int, list[int]](list)
     for index in indices:
-        if index >= transfer.num_shared and table[index] not in transfer.unsettled:
+        if index >= transfer.num_shared and table[index] not in transfer.request.copying:
             found[table[index].instance].append(index)
     return found

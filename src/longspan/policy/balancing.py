@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from longspan.core.steps import BlockRef
 
 
-def even_moves(blocks: Sequence[BlockRef], group: Sequence[int], room: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
+def even_moves(
+    blocks: Sequence[BlockRef], group: Sequence[int], room: Mapping[int, int]
+) -> tuple[tuple[int, int], ...]:
     """Pairs of a place among the `blocks` and the member that it goes to, so that members differ by one block at most.
 
     There are as few moves as can be: whoever has most keeps the odd blocks, and only the last blocks of a member leave

@@ -1,7 +1,7 @@
 """Instances that only decode: which of them a request goes to, and what each does in a step.
 
-By Tetris §5.2 a request goes where most slots are free for each request that decodes there. Blocks of KV on its way count
-as used, also of requests that wait for them (the virtual usage of Llumix).
+By Tetris §5.2 a request goes where most slots are free for each request that decodes there. Blocks of KV on its way
+count as used, also of requests that wait for them (the virtual usage of Llumix).
 """
 
 from __future__ import annotations

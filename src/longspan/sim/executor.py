@@ -66,8 +66,8 @@ class SimExecutor:
     All instances of a step start together, once the last is free, and each ends by its own time. The step is complete
     when the last has ended; of steps that end at the same moment the one with the lower number completes first.
 
-    KV moves beside that: an instance sends, and receives, one `MoveKV` after the other, in the order in which they could
-    begin. One that a Forward streams begins with it, and ends one layer's time after it at the soonest.
+    KV moves beside that: an instance sends, and receives, one `MoveKV` after the other, in the order in which they
+    could begin. One that a Forward streams begins with it, and ends one layer's time after it at the soonest.
 
     Args:
         cost: what steps take.
