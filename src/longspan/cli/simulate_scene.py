@@ -12,7 +12,7 @@ from longspan.cli.scheduling import SchedulingOptions
 from longspan.cli.simulate import ClusterOptions
 from longspan.cli.simulate_cluster import Cluster, cluster_of
 from longspan.cli.simulate_workload import Workload
-from longspan.core.engine import EngineConfig
+from longspan.core.config import EngineConfig, capacity_tokens
 from longspan.policy import make_policy
 from longspan.sim.faults import Faults
 from longspan.sim.rates import MOST_TIMES_LIGHT, find_max_rate
@@ -66,7 +66,12 @@ class Scene:
             options=self.policy_options,
             facts=self.cluster.facts,
         )
-        capacity = policy.capacity_tokens(num_blocks=self.cluster.num_blocks, block_size=self.scheduling.block_size)
+        capacity = capacity_tokens(
+            policy,
+            num_blocks=self.cluster.num_blocks,
+            block_size=self.scheduling.block_size,
+            decode_blocks=self.cluster.decode_blocks,
+        )
         with _bar(len(workload.arrivals), title) as finished:
             watch = replace(timeline.watch if timeline else Watch(), finished=finished)
             config = self._config(capacity, shares=workload.shares)
@@ -94,8 +99,8 @@ class Scene:
         return EngineConfig(
             num_instances=cluster.num_instances,
             num_blocks=cluster.num_blocks,
-            decode_blocks=cluster.decode_blocks if cluster.roles is not None else None,
             roles=cluster.roles,
+            decode_blocks=cluster.decode_blocks,
             block_size=options.block_size,
             max_model_len=options.max_model_len or capacity,
             limits=options.limits(),

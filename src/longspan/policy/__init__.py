@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from longspan.core.protocols import Policy
-from longspan.policy import runahead, tetris
+from longspan.policy import loongserve, runahead, tetris
 from longspan.policy.choosing import Facts
 from longspan.policy.chunked import Chunked
 from longspan.policy.context import Context
@@ -16,9 +16,11 @@ _POLICIES: dict[str, Callable[[int, Mapping[str, str], Facts], Policy]] = {
     "runahead": runahead.create,
     "tetris": tetris.create_tetris,
     "fixed-sp": tetris.create_fixed,
+    "loongserve": loongserve.create_unified,
+    "loongserve-disagg": loongserve.create_disaggregated,
 }
 
-_WITH_ROLES = ("tetris", "fixed-sp")
+_WITH_ROLES = ("tetris", "fixed-sp", "loongserve-disagg")
 """Those that know of instances which only prefill, or only decode."""
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
 from longspan.core.steps import Exchange
-from longspan.cost.time_fit import TimeFit
+from longspan.cost.time_fit import TimeFit, fit_times
 from longspan.policy.choosing import Facts
 
 
@@ -56,20 +57,22 @@ _HOP_S = 1e-3
 
 
 def measured_times(facts: Facts, exchanges: Collection[Exchange]) -> dict[int, SpTimes]:
-    """Of every number of instances that was measured, with the quickest of these exchanges; empty without a profile.
+    """Of every number of instances that was measured, each prompt with the quickest of these exchanges; empty without
+    a profile.
 
-    The quickest is the one that takes the least time for all prompts of the profile together. Where none of these was
-    measured with a number of instances, it is the quickest of all others.
+    Where none of these was measured with a number of instances, it is the quickest of all others.
     """
-    fits = facts.profile.fits() if facts.profile is not None else {}
-    lengths = {(p.new_tokens, p.cached_tokens) for p in facts.profile.prefills} if facts.profile is not None else set()
-    ranked = sorted(
-        (members, exchange not in exchanges, sum(fit.seconds(*one) for one in sorted(lengths)), exchange)
-        for (members, exchange), fit in fits.items()
-        if fit.token_s + fit.square_s > 0
-    )
-    best = {members: exchange for members, _, _, exchange in reversed(ranked)}
-    return {members: SpTimes.of(fits[members, exchange]) for members, exchange in sorted(best.items())}
+    prefills = facts.profile.prefills if facts.profile is not None else ()
+    quickest: dict[tuple[int, bool], dict[tuple[int, int], float]] = defaultdict(dict)
+    for one in prefills:
+        known, lengths = quickest[one.members, one.exchange in exchanges], (one.new_tokens, one.cached_tokens)
+        known[lengths] = min(one.median_s, known.get(lengths, math.inf))
+    found: dict[int, SpTimes] = {}
+    for (members, _), seconds in sorted(quickest.items()):  # what was asked for comes last, and counts
+        fit = fit_times([(*lengths, s) for lengths, s in seconds.items()])
+        if fit is not None and fit.token_s + fit.square_s > 0:
+            found[members] = SpTimes.of(fit)
+    return found
 
 
 def expected_times(facts: Facts, sizes: Collection[int]) -> dict[int, SpTimes]:

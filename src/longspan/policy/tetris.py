@@ -7,7 +7,7 @@ some instances only decode, KV goes to one of these instead (`routing.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -157,15 +157,27 @@ def create_tetris(num_instances: int, options: Mapping[str, str], facts: Facts) 
         ValueError: for an unknown option, a bad value, or sizes without measurements where others have them.
     """
     parsed = parse_options("tetris", TetrisOptions, options)
-    measured, everyone = measured_times(facts, parsed.exchanges), _prefilling(num_instances, facts)
-    sizes = sp_sizes(parsed.sp_sizes, len(everyone), measured)
-    times = measured or expected_times(facts, sizes)
-    planner = Planner(
-        {size: times[size] for size in sizes},
-        hosts_of([facts.place(i) for i in everyone]),
-        min_chunk_tokens=parsed.min_chunk,
-    )
+    everyone = _prefilling(num_instances, facts)
+    planner = planner_of(facts, everyone, parsed.exchanges, parsed.sp_sizes, min_chunk_tokens=parsed.min_chunk)
     return Tetris(everyone, parsed, facts, planner)
+
+
+def planner_of(
+    facts: Facts, everyone: range, exchanges: Collection[Exchange], sizes: str, *, min_chunk_tokens: int = 1
+) -> Planner:
+    """Plans by measured seconds, or expected ones.
+
+    Raises:
+        ValueError: for sizes that cannot be, or have no measurements where others have them.
+    """
+    measured = measured_times(facts, exchanges)
+    found = sp_sizes(sizes, len(everyone), measured)
+    times = measured or expected_times(facts, found)
+    return Planner(
+        {size: times[size] for size in found},
+        hosts_of([facts.place(i) for i in everyone]),
+        min_chunk_tokens=min_chunk_tokens,
+    )
 
 
 def create_fixed(num_instances: int, options: Mapping[str, str], facts: Facts) -> Cdsp:

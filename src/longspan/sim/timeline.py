@@ -107,9 +107,8 @@ class Timeline:
     def _moment(self, at_s: float, engine: Engine) -> None:
         if at_s < self._next_s:
             return
-        config = engine.config
-        free = sum(engine.account.pool(i).num_free for i in range(config.num_instances))
-        kv_used = 1 - free / (config.num_instances * config.num_blocks)
+        pools = [engine.account.pool(i) for i in range(engine.config.num_instances)]
+        kv_used = 1 - sum(pool.num_free for pool in pools) / sum(pool.num_blocks for pool in pools)
         self.moments.append(Moment(at_s, engine.num_waiting, kv_used))
         if len(self.moments) >= self._most_moments:
             self.moments = self.moments[::2]
