@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import atexit
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -160,11 +163,14 @@ class _ForkServer:
 
     def destroy(self) -> None:
         """Ends the server and all its workers by force, for one that hangs."""
-        for pid in list(self._workers):  # they are the server's to reap, so these numbers are still theirs
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self._process.kill()
-        self._process.wait()
+        workers = list(self._workers)
+        with _watched(workers) as wait:
+            for pid in workers:  # they are the server's to reap, so these numbers are still theirs
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self._process.kill()
+            self._process.wait()
+            wait()
 
     @property
     def _pipe(self) -> BinaryIO:
@@ -184,6 +190,29 @@ class _ForkServer:
         self._started.release()
         for worker in self._workers.values():
             worker.end(LOST)
+
+
+@contextmanager
+def _watched(pids: Sequence[int]) -> Iterator[Callable[[], None]]:
+    """Gives a function that waits, though not for ever, until processes which need not be ours have ended.
+
+    Where the system cannot tell, it does not wait.
+    """
+    ends: list[int] = []
+    try:
+        for pid in pids if hasattr(os, "pidfd_open") else ():
+            with suppress(ProcessLookupError):
+                ends.append(os.pidfd_open(pid))
+        yield lambda: _await_all(ends)
+    finally:
+        for end in ends:
+            os.close(end)
+
+
+def _await_all(ends: Sequence[int]) -> None:
+    deadline = time.monotonic() + _END_TIMEOUT_S
+    for end in ends:
+        select.select([end], [], [], max(0.0, deadline - time.monotonic()))
 
 
 _server: _ForkServer | None = None
