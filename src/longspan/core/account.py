@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -28,13 +28,26 @@ class PrefixHit:
 
 
 class KvAccount:
-    """Owns every block of the cluster. Policies read it, the engine changes it."""
+    """Owns every block of the cluster. Policies read it, the engine changes it.
 
-    def __init__(self, *, num_instances: int, num_blocks: int, block_size: int, prefix_caching: bool = True) -> None:
+    Args:
+        num_blocks: of every instance, but for those with `other_blocks`.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_instances: int,
+        num_blocks: int,
+        block_size: int,
+        prefix_caching: bool = True,
+        other_blocks: Mapping[int, int] | None = None,
+    ) -> None:
         self.block_size = block_size
         self.prefix_caching = prefix_caching
+        others = other_blocks or {}
         self._pools = {
-            (Tier.DEVICE, instance): BlockPool(num_blocks=num_blocks, block_size=block_size)
+            (Tier.DEVICE, instance): BlockPool(num_blocks=others.get(instance, num_blocks), block_size=block_size)
             for instance in range(num_instances)
         }
 
@@ -88,6 +101,49 @@ class KvAccount:
         for instance in holders:
             request.table.append(BlockRef(instance, self.pool(instance).allocate()))
 
+    def relocate(self, request: Request, moves: Iterable[tuple[int, int]]) -> tuple[tuple[BlockRef, BlockRef], ...]:
+        """New blocks for some places in the request's table, each on the instance named with it.
+
+        Returns the old blocks, which the caller has to give back when they are copied, and the new ones.
+        """
+        copies = []
+        for index, instance in moves:
+            old = request.table[index]
+            request.table[index] = BlockRef(instance, self.pool(instance).allocate())
+            copies.append((old, request.table[index]))
+        return tuple(copies)
+
+    def reserve(self, request: Request, instance: int, num_blocks: int) -> tuple[tuple[BlockRef, ...], int] | None:
+        """Blocks for a request on one more instance: those that hold its beginning there already, and new ones.
+
+        Returns them, and how many hold something; None when there is no room.
+        """
+        pool, hit = self.pool(instance), self.match(request, (instance,))
+        shared = hit.refs[:-1] if hit.adopts_last else hit.refs
+        num_cached = sum(pool.references(ref.block) == 0 for ref in shared)
+        if num_blocks - len(shared) > pool.num_free - num_cached:
+            return None
+        for ref in shared:
+            pool.share(ref.block)
+        new = (BlockRef(instance, pool.allocate()) for _ in range(num_blocks - len(shared)))
+        return (*shared, *new), len(shared)
+
+    def hold(self, refs: Iterable[BlockRef]) -> None:
+        """One more reference to each of these blocks in use."""
+        for ref in refs:
+            self.pool(ref.instance).hold(ref.block)
+
+    def give_back(self, refs: Iterable[BlockRef]) -> None:
+        """One reference to each of these blocks less."""
+        for ref in refs:
+            self.pool(ref.instance).release(ref.block)
+
+    def hand_over(self, request: Request, blocks: Iterable[BlockRef]) -> None:
+        """From now on the request has these blocks, which hold the same; its old ones stay known where they are."""
+        self.release(request)
+        request.table.extend(blocks)
+        self.publish(request, 0)
+
     def publish(self, request: Request, start: int) -> None:
         """Offers the blocks that became full between `start` and the request's `num_computed` tokens."""
         if self.prefix_caching:
@@ -98,8 +154,7 @@ class KvAccount:
         """Gives all the request's blocks back, last first; what they hold stays known until they are needed."""
         if self.prefix_caching and _num_namable(request) % self.block_size:
             self._publish(request, _num_namable(request) // self.block_size)
-        for ref in reversed(request.table):
-            self.pool(ref.instance).release(ref.block)
+        self.give_back(reversed(request.table))
         request.table.clear()
 
     def _publish(self, request: Request, index: int) -> None:

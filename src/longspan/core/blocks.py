@@ -59,7 +59,7 @@ class BlockPool:
         return len(self._blank) + len(self._cached)
 
     def references(self, block: int) -> int:
-        """How many requests hold the block."""
+        """How many requests and moves hold the block."""
         return self._references[block]
 
     def allocate(self) -> int:
@@ -77,6 +77,11 @@ class BlockPool:
         """One more reference to a block whose content is known."""
         assert block in self._content, "only blocks with known content are shared"
         self._cached.pop(block, None)
+        self._references[block] += 1
+
+    def hold(self, block: int) -> None:
+        """One more reference to a block that has one."""
+        assert self._references[block] > 0, "only blocks in use are held"
         self._references[block] += 1
 
     def adopt(self, block: int) -> None:

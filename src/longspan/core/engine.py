@@ -5,51 +5,25 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import product
 from typing import get_args
 
 from longspan.core.account import KvAccount
+from longspan.core.config import EngineConfig
+from longspan.core.handshake import Handshakes
 from longspan.core.occupancy import Occupancy
 from longspan.core.ordering import StepOrder
-from longspan.core.protocols import Clock, ClusterView, Executor, Limits, Load, Policy, Share
+from longspan.core.outcomes import take_scores, take_token
+from longspan.core.parts import make_part
+from longspan.core.protocols import Clock, ClusterView, Executor, Load, Policy, Share
 from longspan.core.request import FinishReason, Request, RequestMetrics, check_length
 from longspan.core.running import Running
 from longspan.core.sampling import SamplingParams
-from longspan.core.steps import EXCHANGE_NAMES, UNKNOWN, Completion, Forward, Free, Link, Part, Sample, Sampled, Scored
+from longspan.core.steps import EXCHANGE_NAMES, Completion, Forward, Free, Link, MoveKV, Part, Sampled
+from longspan.core.transfers import Transfers
 from longspan.core.waiting import Waiting
 
-
-@dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """What the engine must know of the model and the cluster.
-
-    Attributes:
-        num_blocks: KV blocks per instance.
-        max_model_len: the longest request, prompt and output together, in tokens.
-        rope_switch_length: requests longer than this use other rotary factors; None for most models.
-        max_steps_in_flight: steps that an instance may have been sent and not completed. With 2 it never waits for the
-            controller: the next step is there before the present one ends.
-
-    Raises:
-        ValueError: for a value out of range.
-    """
-
-    num_instances: int
-    num_blocks: int
-    block_size: int
-    max_model_len: int
-    eos_token_ids: tuple[int, ...] = ()
-    rope_switch_length: int | None = None
-    limits: Limits = field(default_factory=Limits)
-    prefix_caching: bool = True
-    max_steps_in_flight: int = 2
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.max_steps_in_flight not in (1, 2):
-            # With 3, a token could be needed (by penalties, as a prefix key) that two steps ago was not known yet.
-            raise ValueError(f"max_steps_in_flight must be 1 or 2, but {self.max_steps_in_flight} given")
+__all__ = ["Engine", "EngineConfig"]
 
 
 class Engine:
@@ -64,19 +38,15 @@ class Engine:
     """
 
     def __init__(self, *, policy: Policy, executor: Executor, clock: Clock, config: EngineConfig) -> None:
-        capacity = policy.capacity_tokens(num_blocks=config.num_blocks, block_size=config.block_size)
-        if config.max_model_len > capacity:
-            raise ValueError(
-                f"max_model_len {config.max_model_len} exceeds the {capacity} tokens that the KV pools hold"
-            )
+        config.check_capacity(policy)
         self.config = config
-        self.account = self._new_account()
+        self._running = Running(config.num_instances)
+        self.account, self._transfers = self._empty()
         self.bytes_sent: Counter[tuple[str, Link]] = Counter(dict.fromkeys(product(EXCHANGE_NAMES, get_args(Link)), 0))
         self.num_preemptions = self.num_prefix_queries = self.num_prefix_hits = 0
         self._policy, self._executor, self._clock = policy, executor, clock
         self._requests: dict[int, Request] = {}
         self._waiting = Waiting()
-        self._running = Running(config.num_instances)
         self._steps = StepOrder()
         self._occupancy = Occupancy(config.num_instances, most=config.max_steps_in_flight)
         self._next_step = 0
@@ -107,7 +77,7 @@ class Engine:
             id=self._next_request,
             prompt=prompt,
             params=params,
-            seed=self._seed(params) if leader is None else leader.seed,
+            seed=leader.seed if leader else self._seeds.getrandbits(63) if params.seed is None else params.seed,
             choice=choice,
             leader=leader,
             grammar=grammar,
@@ -118,27 +88,24 @@ class Engine:
         if request.scores_prompt:
             request.prompt_logprobs = [None] * len(prompt)
         self._next_request += 1
-        request.pin_rope_length(self._rope_length(len(prompt)))
+        request.pin_rope_length(self.config.rope_length(len(prompt)))
         self._requests[request.id] = request
         self._waiting.add(request)
         return request
 
-    def _new_account(self) -> KvAccount:
-        config = self.config
-        return KvAccount(
-            num_instances=config.num_instances,
-            num_blocks=config.num_blocks,
-            block_size=config.block_size,
-            prefix_caching=config.prefix_caching,
-        )
+    def _empty(self) -> tuple[KvAccount, Transfers]:
+        """Pools in which nothing is, and nothing on its way."""
+        account, roles = self.config.empty_account(), self.config.roles
+        handshakes = Handshakes(account, 0 if roles is None else roles.backends, self._num_seats)
+        return account, Transfers(account, handshakes, self._number)
 
-    def _seed(self, params: SamplingParams) -> int:
-        return self._seeds.getrandbits(63) if params.seed is None else params.seed
+    def _num_seats(self, instance: int) -> int:
+        return self.config.limits.max_num_seqs - len(self._running.on(instance))
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request still runs, waits, or has a step in flight."""
-        return bool(self._requests)
+        """Whether any request still runs or waits, or any step is in flight."""
+        return bool(self._requests) or self._transfers.in_flight
 
     def load(self) -> Load:
         """How much there is to do, and how busy the instances have been."""
@@ -148,7 +115,7 @@ class Engine:
             num_running=len(self._running),
             num_waiting=len(waiting),
             num_waiting_tokens=sum(request.num_known for request in waiting),
-            used_blocks=[self.config.num_blocks - pool.num_free for pool in pools],
+            used_blocks=[pool.num_blocks - pool.num_free for pool in pools],
             busy_s=self._occupancy.busy_s(self._clock.now()),
         )
 
@@ -160,6 +127,7 @@ class Engine:
         if request.finish_reason is None:
             request.metrics.finished_s = self._clock.now()
             self._leave(request)
+            self._transfers.give_up(request)
         if request.finish_reason is None or (request.finish_reason, reason) == ("length", "stop"):
             request.finish_reason = reason
         if not request.in_flight and request.id in self._requests:
@@ -181,15 +149,18 @@ class Engine:
             RuntimeError: when some are unfinished.
         """
         self._check_idle("KV cannot be forgotten")
-        self.account = self._new_account()
+        self.account, self._transfers = self._empty()
 
     def _check_idle(self, what: str) -> None:
         if self._requests:
             raise RuntimeError(f"{what} while {len(self._requests)} requests are unfinished")
+        if self._transfers.in_flight:
+            raise RuntimeError(f"{what} while KV is on its way: call step until has_unfinished is false")
 
     def restart(self, executor: Executor) -> None:
         """Goes on with new workers, which remember nothing: every request waits again and computes anew what it had."""
-        self._executor, self.account = executor, self._new_account()
+        self._executor = executor
+        self.account, self._transfers = self._empty()
         for forward in self._steps.clear():
             self._end(forward)
         for request in list(self._requests.values()):
@@ -206,18 +177,36 @@ class Engine:
         Waits for it at most `timeout_s`; None waits as long as it takes.
         """
         self.emit()
-        if not self._steps:
+        if not (self._steps or self._transfers.in_flight):
             assert not self._requests, "the policy leaves requests waiting on an idle cluster"
             return []
         if not self._steps.has_ready:
             for done in self._executor.poll(timeout_s):
-                self._steps.complete(done)
+                self._take(done)
         return self._complete(*self._steps.take()) if self._steps.has_ready else []
 
     def emit(self) -> None:
-        """Emits what the policy plans, until no instance can be given another step; `step` does so first."""
+        """Emits what the policy plans, until no instance can be given another step; `step` does so first.
+
+        KV that waits to be sent comes before what is computed next, and after it once more, for what that made room.
+        """
+        self._emit_moves()
         while self._can_emit and (batches := self._plan()):
             self._emit_batches(batches)
+            self._emit_moves()
+
+    def _emit_moves(self) -> None:
+        """Sends KV that waits, and hands over whose KV has arrived, which may let others send theirs."""
+        arrived = True
+        while arrived:
+            for move in self._transfers.by_themselves():
+                self._executor.submit(move)
+            arrived = False
+            for request, target, blocks in self._transfers.arrived():
+                arrived = True
+                self.account.hand_over(request, blocks)
+                request.move_to(target)
+                self._running.regroup(request)
 
     def _emit_batches(self, batches: Sequence[Sequence[Share]]) -> None:
         shares = [share for batch in batches for share in batch]
@@ -227,10 +216,23 @@ class Engine:
         for share in shares:
             self.account.extend(share.request, share.holders)
         for batch in batches:
-            forward = Forward(number=self._number(), parts=tuple(self._part(share) for share in batch))
+            forward = self._forward(batch)
             self._steps.send(forward)
             self._begin(forward)
             self._executor.submit(forward)
+
+    def _forward(self, batch: Sequence[Share]) -> Forward:
+        number, balances = self._number(), tuple(self._balance(share) for share in batch if share.moves)
+        parts = tuple(self._part(share) for share in batch)
+        return Forward(number=number, parts=parts, balances=balances, streams=self._transfers.streams(parts))
+
+    def _balance(self, share: Share) -> MoveKV:
+        """Blocks of a request lie on other members from this step on; its old ones are given back when that is done."""
+        request = share.request
+        copies = self.account.relocate(request, share.moves)
+        request.sent_blocks = request.sent_output = 0
+        self._transfers.balanced(request.id, (target for _, target in copies))
+        return MoveKV(number=self._number(), request_id=request.id, copies=copies)
 
     def _plan(self) -> tuple[tuple[Share, ...], ...]:
         """The policy's batches, after its preemptions; a plan that only preempts is followed by another at once."""
@@ -277,6 +279,7 @@ class Engine:
             full=frozenset(self._occupancy.full),
             account=self.account,
             now_s=self._clock.now(),
+            promised=self._transfers.promised,
         )
 
     def _admit(self, share: Share) -> None:
@@ -294,61 +297,28 @@ class Engine:
                 self.num_prefix_queries += request.num_prompt
                 self.num_prefix_hits += min(hit.num_tokens, request.num_prompt)
         request.num_computed = request.num_scheduled = hit.num_tokens
+        if share.target is not None:
+            self._transfers.shake(request, share.target)
         if not request.metrics.num_computed_tokens:
             request.metrics.num_cached_tokens = min(hit.num_tokens, request.num_prompt)
 
     def _part(self, share: Share) -> Part:
         request = share.request
-        assert share.start == request.num_scheduled, "spans of a request follow each other"
-        if not set(share.group) <= set(request.group):
-            assert request.rotation is None, "homes that rotate do so in one group"
-            request.sent_blocks = request.sent_output = 0  # members that are new to it must hear everything
-        tokens = request.tokens(share.start, share.stop)
-        request.group, request.rotation, request.keeper = share.group, share.rotation, share.keeper
+        part = make_part(share, self.config.eos_token_ids)
         self._running.regroup(request)
-        unknown_on = request.sampler if tokens[-1] == UNKNOWN else None
-        first_block, request.sent_blocks = request.sent_blocks, len(request.table)
-        first_output, new_output = self._new_output(request)
-        part = Part(
-            request_id=request.id,
-            start=share.start,
-            stop=share.stop,
-            tokens=tokens,
-            group=share.group,
-            runs=share.runs,
-            exchange=share.exchange,
-            first_block=first_block,
-            blocks=tuple(request.table[first_block:]),
-            sample=self._sample(share) if share.stop == request.num_tokens else None,
-            unknown_on=unknown_on,
-            sampling=request.sampling(self.config.eos_token_ids) if first_block == 0 else None,
-            first_output=first_output,
-            new_output=new_output,
-            targets=request.prompt[share.start + 1 : share.stop + 1] if request.scores_prompt else (),
-            rope_length=request.rope_length,
-            rotation=request.rotation,
-        )
-        request.num_scheduled = share.stop
         if part.sample is not None:
-            self._promise(request)
+            if request.target is None:
+                self._promise(request)
+            else:
+                self._running.set_aside(request)
         return part
 
     def _promise(self, request: Request) -> None:
         """The token being sampled can be scheduled, unless it is the last or the first with other rotary factors."""
         num_tokens = request.num_scheduled + 1
         goes_on = num_tokens - request.num_prompt < request.max_tokens
-        if goes_on and self._rope_length(num_tokens) == request.rope_length:
+        if goes_on and self.config.rope_length(num_tokens) == request.rope_length:
             request.num_promised = num_tokens
-
-    def _sample(self, share: Share) -> Sample:
-        request, position = share.request, share.stop
-        members = zip(share.group, share.runs, strict=True)
-        request.sampler = next(instance for instance, runs in members if runs and runs[-1].stop == position)
-        return Sample(
-            instance=request.sampler,
-            position=position,
-            below_minimum=position - request.num_prompt < request.params.min_tokens,
-        )
 
     def _begin(self, forward: Forward) -> None:
         instances = forward.instances
@@ -360,15 +330,19 @@ class Engine:
         self._occupancy.end(instances, self._clock.now())
         self._running.changed(instances)
 
-    def _new_output(self, request: Request) -> tuple[int, tuple[int, ...]]:
-        if not request.keeps_history:
-            return 0, ()
-        first, request.sent_output = request.sent_output, len(request.output)
-        return first, tuple(request.output[first:])
+    def _take(self, done: Completion) -> None:
+        """Moves are done as they come, Forwards in their order."""
+        if not self._transfers.is_move(done.number):
+            self._steps.complete(done)
+            return
+        self.bytes_sent.update(done.bytes_sent)
+        self._transfers.moved(done.number)
 
     def _complete(self, forward: Forward, done: Completion) -> list[Request]:
         self._end(forward)
         self.bytes_sent.update(done.bytes_sent)
+        self._transfers.computed(forward)
+        moved = {move.request_id for move in forward.balances}
         for part in forward.parts:
             request = self._requests[part.request_id]
             assert request.num_computed == part.start, "steps complete in order"
@@ -376,11 +350,14 @@ class Engine:
             request.metrics.num_computed_tokens += part.stop - part.start
             kind = "decode" if part.start >= request.num_prompt else "partial_prefill" if part.start else "prefill"
             request.metrics.count(kind, part.exchange_name)
-            self.account.publish(request, part.start)
+            self.account.publish(request, 0 if request.id in moved else part.start)
             if request.finish_reason is not None and not request.in_flight:
                 self._drop(request)
+        for move in forward.balances:
+            self.account.give_back(source for source, _ in move.copies)
         for scored in done.scored:
-            self._take_scores(scored)
+            if self._is_live(scored.request_id):
+                take_scores(self._requests[scored.request_id], scored)
         return [self._append(sampled) for sampled in done.sampled if self._is_live(sampled.request_id)]
 
     def _is_live(self, request_id: int) -> bool:
@@ -388,58 +365,20 @@ class Engine:
         request = self._requests.get(request_id)
         return request is not None and request.finish_reason is None
 
-    def _take_scores(self, scored: Scored) -> None:
-        if self._is_live(scored.request_id):
-            request = self._requests[scored.request_id]
-            for position, logprobs in zip(scored.positions, scored.logprobs, strict=True):
-                request.prompt_logprobs[position] = logprobs
-
     def _append(self, sampled: Sampled) -> Request:
-        request, params = self._requests[sampled.request_id], self._requests[sampled.request_id].params
-        if sampled.error:
-            request.stop_reason = sampled.error
-            self.finish(request, "error")
-            return request
-        request.output.append(sampled.token)
-        if params.output_logits:
-            request.logits.append(sampled.logits)
-        if sampled.logprobs is not None:
-            request.logprobs.append(sampled.logprobs)
-        self._record_time(request)
-        if len(request.output) > params.min_tokens and sampled.token in params.stop_ids:
-            request.stop_reason = sampled.token
-            self.finish(request, "stop")
-        elif sampled.token in self.config.eos_token_ids and not params.ignore_eos:
-            self.finish(request, "stop")
-        elif len(request.output) >= request.max_tokens:
-            self.finish(request, "length")
-        elif self._rope_length(request.num_known) != request.rope_length:
+        request = self._requests[sampled.request_id]
+        reason = take_token(request, sampled, self.config, self._clock.now())
+        if reason is not None:
+            self.finish(request, reason)
+        elif self.config.rope_length(request.num_known) != request.rope_length:
             self._retract(request)
-            request.pin_rope_length(self._rope_length(request.num_known))
+            request.pin_rope_length(self.config.rope_length(request.num_known))
         return request
-
-    def _record_time(self, request: Request) -> None:
-        metrics, now = request.metrics, self._clock.now()
-        if metrics.last_token_s is None:
-            metrics.ttft_s = now - metrics.arrival_s
-            metrics.kv_tokens_per_instance = self._kv_tokens(request)
-        else:
-            metrics.tbt_s.append(now - metrics.last_token_s)
-        metrics.last_token_s = now
-
-    def _kv_tokens(self, request: Request) -> list[int]:
-        held = dict(zip(request.group, request.homes.counts(request.num_computed), strict=True))
-        return [held.get(instance, 0) for instance in range(self.config.num_instances)]
-
-    def _rope_length(self, num_tokens: int) -> int:
-        switch = self.config.rope_switch_length
-        if switch is None:
-            return 0
-        return switch + 1 if num_tokens > switch else switch
 
     def _retract(self, request: Request) -> None:
         """The request gives up its KV and waits again; what it computed is found again by its prefix keys."""
         assert not request.in_flight, "a step in flight names the request"
+        self._transfers.give_up(request)
         self.account.release(request)
         self._executor.submit(Free(number=self._number(), request_ids=(request.id,)))
         goes_on = request.finish_reason is None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from longspan.core.account import KvAccount, PrefixHit
@@ -42,6 +43,7 @@ class ClusterView:
         busy: instances that have a step in flight.
         full: instances that can be given no further step now.
         now_s: the engine's clock.
+        promised: blocks on decode instances that KV on its way will need, and that are not allocated yet.
     """
 
     num_instances: int
@@ -52,6 +54,7 @@ class ClusterView:
     full: frozenset[int]
     account: KvAccount
     now_s: float
+    promised: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +67,10 @@ class Share:
         rotation: by which the span, a single token, is homed; None where blocks are.
         keeper: the member that keeps all that is computed of the request from now on; None when all members do.
         hit: for a request that is admitted: the prefix that it starts from.
+        target: for a request that is admitted where instances have roles: the one that is to decode it; None when it
+            ends with its next token.
+        moves: pairs of a place in the request's table and a member of `group`: full blocks that go there, and are there
+            before the attention of this step.
     """
 
     request: Request
@@ -76,6 +83,13 @@ class Share:
     rotation: Rotation | None = None
     keeper: int | None = None
     hit: PrefixHit | None = None
+    target: int | None = None
+    moves: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def new_blocks(self) -> Counter[int]:
+        """How many blocks it asks of each instance."""
+        return Counter([*self.holders, *(instance for _, instance in self.moves)])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,6 +66,8 @@ class Request:
         rotation: by which its latest tokens are homed; None while blocks are.
         keeper: the member that keeps all that is computed of it from now on; None when all members do.
         sampler: the instance that samples, or has sampled, its latest token.
+        target: the instance that its KV is on its way to; it takes no step between the end of its prefill and the
+            arrival of all of it. None when it stays where it is.
         sent_blocks: how many entries of `table` the ranks of `group` know.
         sent_output: how many output tokens they know; counted if it `keeps_history` only.
         rope_length: the length that length-dependent rotary embeddings are pinned to; part of the prefix keys.
@@ -96,6 +98,7 @@ class Request:
     rotation: Rotation | None = None
     keeper: int | None = None
     sampler: int = 0
+    target: int | None = None
     sent_blocks: int = 0
     sent_output: int = 0
     rope_length: int = 0
@@ -186,9 +189,14 @@ class Request:
 
     def lose_kv(self) -> None:
         """It waits again, and no rank knows anything of it."""
-        self.group, self.rotation, self.keeper = (), None, None
+        self.group, self.rotation, self.keeper, self.target = (), None, None, None
         self.table.clear()
         self.num_computed = self.num_scheduled = self.num_promised = 0
+        self.sent_blocks = self.sent_output = 0
+
+    def move_to(self, instance: int) -> None:
+        """All its KV is on that instance from now on, where nobody has heard of it."""
+        self.group, self.rotation, self.keeper, self.target = (instance,), None, None, None
         self.sent_blocks = self.sent_output = 0
 
     def pin_rope_length(self, length: int) -> None:

@@ -23,7 +23,10 @@ class Due:
 
 
 class Running:
-    """Running requests, first admitted first. The engine changes it, and says where requests have changed."""
+    """Running requests, first admitted first. The engine changes it, and says where requests have changed.
+
+    One that is `set_aside` runs on no instance.
+    """
 
     def __init__(self, num_instances: int) -> None:
         self._all: dict[int, Request] = {}
@@ -82,6 +85,11 @@ class Running:
         if self._groups[request.id] != request.group:
             self._unseat(request)
             self._seat(request)
+
+    def set_aside(self, request: Request) -> None:
+        """A request holds KV on its group, but asks nothing of it any more, until it gets another."""
+        self._unseat(request)
+        self._groups[request.id] = ()
 
     def leave(self, request: Request) -> None:
         """A request has ended, or waits again."""

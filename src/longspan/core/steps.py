@@ -189,7 +189,8 @@ class MoveKV:
     instances are split differently, each rank of a target gets the KV heads that it has, from a rank that has them.
 
     Attributes:
-        copies: pairs of source and target. Sources are read, and targets written, by nobody else meanwhile.
+        copies: pairs of source and target. Meanwhile nobody writes its sources, and nobody else touches its targets.
+            The request may be over, and freed, before it is done.
     """
 
     number: int

@@ -18,15 +18,20 @@ _POLICIES: dict[str, Callable[[int, Mapping[str, str], Facts], Policy]] = {
     "fixed-sp": tetris.create_fixed,
 }
 
+_WITH_ROLES = ("tetris", "fixed-sp")
+"""Those that know of instances which only prefill, or only decode."""
+
 
 def make_policy(name: str, *, num_instances: int, options: Mapping[str, str], facts: Facts | None = None) -> Policy:
-    """The policy of that name; `auto` is `chunked` on one instance and `context` on several.
+    """The policy of that name; `auto` is `chunked` on one instance and `context` on several, or `tetris` with roles.
 
     It chooses by the `facts` known of model and hardware.
 
     Raises:
         ValueError: for an unknown name or option, a bad value, or a policy that cannot run on so many instances.
     """
+    if name == "auto" and facts is not None and facts.roles is not None:
+        name = "tetris"
     if name == "auto":
         name = "chunked" if num_instances == 1 else "context"
         if num_instances == 1 and options:
@@ -36,4 +41,9 @@ def make_policy(name: str, *, num_instances: int, options: Mapping[str, str], fa
             )
     if name not in _POLICIES:
         raise ValueError(f"unknown policy {name!r}: choose from auto, {', '.join(_POLICIES)}")
+    if facts is not None and facts.roles is not None and name not in _WITH_ROLES:
+        raise ValueError(
+            f"policy {name} prefills and decodes on the same instances, but they have roles here: choose "
+            f"{' or '.join(_WITH_ROLES)}, or give --parallel instead of --prefill-parallel and --decode-parallel"
+        )
     return _POLICIES[name](num_instances, options, facts or Facts())

@@ -94,6 +94,8 @@ class Budget:
         for instance in share.holders:
             self.reserved[instance] = max(0, self.reserved[instance] - 1)
             self.blocks[instance] -= 1
+        for _, instance in share.moves:
+            self.blocks[instance] -= 1
 
     def admit(self, share: Share, cost: Counter[int]) -> None:
         """Gives an admitted request's first share its tokens and blocks, and reserves the rest of its prompt."""
@@ -174,7 +176,7 @@ def fill(
     while queue:
         request = queue.popleft()
         share = placement.grow(request, view, budget)
-        while share is not None and share.holders and not budget.fits(Counter(share.holders)):
+        while share is not None and share.holders and not budget.fits(share.new_blocks):
             victim = _victim(request, queue, share, budget)
             if victim is request and _can_wait(share, view):
                 share = None
@@ -211,7 +213,7 @@ def _runnable(view: ClusterView, instances: frozenset[int]) -> deque[Request]:
 
 def _victim(request: Request, later: Sequence[Request], share: Share, budget: Budget) -> Request:
     """The last of `later` that holds a block where one is missing, or else `request` itself."""
-    short = {i for i, number in Counter(share.holders).items() if budget.blocks[i] < number}
+    short = {i for i, number in share.new_blocks.items() if budget.blocks[i] < number}
     holding = (r for r in reversed(later) if any(ref.instance in short for ref in r.table))
     return next(holding, request)
 

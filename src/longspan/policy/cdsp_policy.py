@@ -2,7 +2,7 @@
 
 A prompt is planned when it is first seen, and again when it has lost its KV. From then on it stands in the queue of
 every instance that its chunks name, until it is scheduled to its end: each instance prefills one prompt at a time, and
-decodes beside it. Who waits for room lets those pass that run.
+decodes beside it, or leaves that to instances of their own. Who waits for room lets those pass that run.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from longspan.policy.cdsp import ChunkPlan, Prompt
 from longspan.policy.cdsp_queue import QueueTimes
 from longspan.policy.cdsp_rates import RateWatch
 from longspan.policy.group_shares import GroupShares
+from longspan.policy.routing import Router, plan_decodes
 from longspan.policy.teams import plan_for_teams
 
 
@@ -90,6 +91,7 @@ class Cdsp:
     Args:
         everyone: the instances in order of proximity.
         watch: says the improvement rate.
+        decode: the instances that only decode, if there are any; all others are `everyone`.
     """
 
     def __init__(
@@ -100,9 +102,12 @@ class Cdsp:
         watch: RateWatch,
         *,
         chunking: bool = True,
+        decode: Sequence[int] = (),
     ) -> None:
         self._everyone, self._place = everyone, {i: place for place, i in enumerate(everyone)}
         self._planner, self._shares, self._watch, self._chunking = planner, shares, watch, chunking
+        self._decode = decode
+        self._router: Router | None = None
         self._queue = QueueTimes(len(everyone))
         self._plans: dict[int, Planned] = {}
         """By request id, in order of their turns."""
@@ -123,7 +128,8 @@ class Cdsp:
         plan, stuck = self._plan_turns(view)
         if stuck and self._let_running_pass() and not (plan.batches or plan.preempted):
             plan, _ = self._plan_turns(view)
-        return plan
+        decodes = plan_decodes(view, self._decode, self)
+        return Plan(preempted=plan.preempted + decodes.preempted, batches=plan.batches + decodes.batches)
 
     # ---------------------------------------------------------------- plans
 
@@ -147,7 +153,9 @@ class Cdsp:
             self._queue.correct(view.now_s, (self._seconds(planned) for planned in self._plans.values()))
         for request in arrived:
             self._plans[request.id] = self._planned(request, view)
-        self._num_decodes = Counter(i for r in view.running if r.id not in self._plans for i in r.group)
+        self._num_decodes = Counter(
+            i for r in view.running if r.id not in self._plans and r.target is None for i in r.group
+        )
 
     def _seconds(self, planned: Planned) -> list[tuple[float, tuple[int, ...]]]:
         return [
@@ -203,6 +211,7 @@ class Cdsp:
         batches: list[Batch] = []
 
         def step(instances: frozenset[int]) -> Batch | None:
+            self._router = Router(view, self._decode) if self._decode else None
             tried[:] = [planned for planned in able if instances.issuperset(planned.spans[0].group)]
             budget = Budget.of(view, sorted(instances), groups)
             requests = [planned.request for planned in tried]
@@ -251,7 +260,10 @@ class Cdsp:
             hit = view.account.match(request, span.group)
             if hit.num_tokens < span.stop:
                 break
-        return self._share(request, view, budget, span, hit)
+        share = self._share(request, view, budget, span, hit)
+        if share is None or self._router is None:
+            return share
+        return replace(share, target=self._router.route(request))
 
     def grow(self, request: Request, view: ClusterView, budget: Budget) -> Share | None:
         """The next tokens of the chunk at hand, or the next token of a decode."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from longspan.core.fleet import Roles
 from longspan.core.places import Place
 from longspan.core.steps import Exchange
 from longspan.cost.exchange_rules import WeightSource, cheaper_weights, ring_kv_or_ring_q, whole_weights_pay
@@ -27,6 +28,7 @@ class Facts:
         partitions: searched ones; None when nobody looked for them yet, so that nothing is refused for want of one.
         tp: ranks of an instance; None when that is not known yet.
         places: of the instances; none given means all are near each other.
+        roles: which instances prefill and which decode; None when all do both.
     """
 
     shape: ModelShape | None = None
@@ -36,6 +38,7 @@ class Facts:
     partitions: PartitionTable | None = None
     tp: int | None = None
     places: tuple[Place, ...] = ()
+    roles: Roles | None = None
 
     def place(self, instance: int) -> Place:
         """Where an instance is: its first rank."""

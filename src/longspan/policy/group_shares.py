@@ -10,6 +10,7 @@ from longspan.core.protocols import ClusterView, Share
 from longspan.core.request import Request
 from longspan.core.runs import Deal
 from longspan.core.steps import Exchange
+from longspan.policy.balancing import even_moves
 from longspan.policy.batching import Budget, rotated_share, single_share
 from longspan.policy.choosing import Chooser
 from longspan.policy.dealing import Room, Shape, deal_chunk, deal_to_last, holders
@@ -18,10 +19,21 @@ from longspan.policy.sharing import SharingOptions
 
 
 class GroupShares:
-    """Shapes shares by the options, and by what is expected to be quickest."""
+    """Shapes shares by the options, and by what is expected to be quickest.
 
-    def __init__(self, options: SharingOptions, chooser: Chooser, partitions: Partitions | None = None) -> None:
-        self._options, self._chooser, self._partitions = options, chooser, partitions
+    Args:
+        balance: whether KV is spread evenly over a group that has grown.
+    """
+
+    def __init__(
+        self,
+        options: SharingOptions,
+        chooser: Chooser,
+        partitions: Partitions | None = None,
+        *,
+        balance: bool = False,
+    ) -> None:
+        self._options, self._chooser, self._partitions, self._balance = options, chooser, partitions, balance
 
     def exchange(self, new_tokens: int, cached_tokens: int, members: int) -> Exchange:
         """Of a step of prefill."""
@@ -50,10 +62,32 @@ class GroupShares:
         most: int,
         end: int,
     ) -> Share | None:
-        """Tokens of a request up to `end` at most, dealt to a group of several; of an admission behind its `hit`."""
+        """Tokens of a request up to `end` at most, dealt to a group of several; of an admission behind its `hit`.
+
+        When the group has grown, what the request holds is spread over it first, if there is room for that.
+        """
+        moves = self._moves(request, budget, group) if hit is None else ()
+        share = self._chunk(request, view, budget, group, hit, most=most, end=end, moves=moves)
+        if moves and (share is None or not budget.fits(share.new_blocks)):
+            share = self._chunk(request, view, budget, group, hit, most=most, end=end)
+        return share
+
+    def _chunk(
+        self,
+        request: Request,
+        view: ClusterView,
+        budget: Budget,
+        group: tuple[int, ...],
+        hit: PrefixHit | None,
+        *,
+        most: int,
+        end: int,
+        moves: tuple[tuple[int, int], ...] = (),
+    ) -> Share | None:
         table = list(hit.refs) if hit is not None else request.table
         start = hit.num_tokens if hit is not None else request.num_scheduled
         cost = view.account.hit_cost(hit, budget.claimed) if hit is not None else Counter[int]()
+        cost.update(instance for _, instance in moves)
         room = Room(
             tokens=tuple(min(budget.tokens[i], most) for i in group),
             blocks=tuple(budget.blocks[i] - cost[i] for i in group),
@@ -65,6 +99,8 @@ class GroupShares:
             exchange = self.exchange(min(end - start, sum(room.tokens)), start, len(group))
             shape = self._shape(exchange, request.num_tokens, len(group))
         owners = [group.index(ref.instance) for ref in table]
+        for index, instance in moves:
+            owners[index] = group.index(instance)
         dealt: Deal | None = None
         held: tuple[int, ...] = ()
         keeper = None
@@ -87,7 +123,15 @@ class GroupShares:
             exchange=self._chooser.of_step(exchange, sum(len(run) for runs in dealt for run in runs), len(group)),
             keeper=keeper,
             hit=hit,
+            moves=moves,
         )
+
+    def _moves(self, request: Request, budget: Budget, group: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+        """Which full blocks of a request go to other members before the first step of a larger group."""
+        if not self._balance or set(group) <= set(request.group):
+            return ()
+        full = request.table[: request.num_scheduled // request.block_size]
+        return even_moves(full, group, {i: budget.blocks[i] - budget.reserved[i] for i in group})
 
     def _shape(self, exchange: Exchange, num_tokens: int, members: int) -> Shape:
         """How a prompt of this length is dealt to so many."""

@@ -1,7 +1,8 @@
 """Tetris (chunkwise dynamic sequence parallelism), and fixed groups, its baseline, on the same machinery.
 
 Both plan each prompt when it arrives, by seconds that were measured (`longspan profile`) or expected, see
-`cdsp_times.py`; `cdsp_policy.py` runs the plans. Decode is as in `context`: KV stays where it is, queries move.
+`cdsp_times.py`; `cdsp_policy.py` runs the plans. Decode is as in `context`: KV stays where it is, queries move. Where
+some instances only decode, KV goes to one of these instead (`routing.py`).
 """
 
 from __future__ import annotations
@@ -33,12 +34,14 @@ class GroupOptions:
 
     Attributes:
         exchange, decode, layout, rotate: as of `context`, but for chains and `gather_hidden`.
+        balance: whether the KV of earlier chunks is spread evenly over a group that has grown.
     """
 
     exchange: Literal["auto", "ring_kv", "ring_q", "alltoall", "gather_kv"] = "auto"
     decode: Literal["ring_q", "ring_kv", "alltoall", "gather_kv"] = "ring_q"
     layout: Literal["auto", "zigzag", "striped"] = "auto"
     rotate: Literal["block", "token"] = "block"
+    balance: bool = True
 
     def sharing(self) -> SharingOptions:
         """The same, as the options that shares are shaped by."""
@@ -109,15 +112,15 @@ def create_tetris(num_instances: int, options: Mapping[str, str], facts: Facts) 
         ValueError: for an unknown option, a bad value, or sizes without measurements where others have them.
     """
     parsed = parse_options("tetris", TetrisOptions, options)
-    measured = measured_times(facts, parsed.exchanges)
-    sizes = sp_sizes(parsed.sp_sizes, num_instances, measured)
+    measured, everyone = measured_times(facts, parsed.exchanges), _prefilling(num_instances, facts)
+    sizes = sp_sizes(parsed.sp_sizes, len(everyone), measured)
     times = measured or expected_times(facts, sizes)
     planner = Planner(
         {size: times[size] for size in sizes},
-        hosts_of([facts.place(i) for i in range(num_instances)]),
+        hosts_of([facts.place(i) for i in everyone]),
         min_chunk_tokens=parsed.min_chunk,
     )
-    return _policy(num_instances, parsed, facts, planner, parsed.watch(), chunking=parsed.chunking)
+    return _policy(everyone, parsed, facts, planner, parsed.watch(), chunking=parsed.chunking)
 
 
 def create_fixed(num_instances: int, options: Mapping[str, str], facts: Facts) -> Cdsp:
@@ -127,15 +130,20 @@ def create_fixed(num_instances: int, options: Mapping[str, str], facts: Facts) -
         ValueError: for an unknown option, a bad value, or a size that does not divide the instances.
     """
     parsed = parse_options("fixed-sp", FixedOptions, options)
-    measured = measured_times(facts, parsed.exchanges)
-    check_sizes([parsed.sp], num_instances, measured)
+    measured, everyone = measured_times(facts, parsed.exchanges), _prefilling(num_instances, facts)
+    check_sizes([parsed.sp], len(everyone), measured)
     times = measured or expected_times(facts, [parsed.sp])
-    planner = FixedGroups(times[parsed.sp], sorted(range(num_instances), key=facts.place), parsed.sp)
-    return _policy(num_instances, parsed, facts, planner, RateWatch(RateTable(entries=((0.0, 0.0),))))
+    planner = FixedGroups(times[parsed.sp], sorted(everyone, key=facts.place), parsed.sp)
+    return _policy(everyone, parsed, facts, planner, RateWatch(RateTable(entries=((0.0, 0.0),))))
+
+
+def _prefilling(num_instances: int, facts: Facts) -> range:
+    """The instances that prompts go to."""
+    return range(num_instances) if facts.roles is None else facts.roles.prefill
 
 
 def _policy(
-    num_instances: int,
+    instances: range,
     options: GroupOptions,
     facts: Facts,
     planner: ChunkPlanner,
@@ -144,6 +152,7 @@ def _policy(
     chunking: bool = True,
 ) -> Cdsp:
     sharing = options.sharing()
-    shares = GroupShares(sharing, Chooser(num_instances, facts, sharing.wanted))
-    everyone = tuple(sorted(range(num_instances), key=facts.place))
-    return Cdsp(everyone, planner, shares, watch, chunking=chunking)
+    shares = GroupShares(sharing, Chooser(len(instances), facts, sharing.wanted), balance=options.balance)
+    everyone = tuple(sorted(instances, key=facts.place))
+    decode = range(0) if facts.roles is None else facts.roles.decode
+    return Cdsp(everyone, planner, shares, watch, chunking=chunking, decode=decode)

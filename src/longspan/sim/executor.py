@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from longspan.core.steps import Completion, Forward, Free, MoveKV, Part, Sample, Sampled, Step
+from longspan.core.steps import Completion, Forward, MoveKV, Part, Sample, Sampled, Step
 from longspan.cost.step_cost import StepCost
 from longspan.sim.clock import VirtualClock
 
@@ -38,6 +38,14 @@ class LinearCost:
         return self.per_block_s * len(move.copies)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Stream:
+    """A move that begins when its Forward does."""
+
+    move: MoveKV
+    forward_end_s: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ran:
     """A step as it ran, or will.
@@ -58,6 +66,9 @@ class SimExecutor:
     All instances of a step start together, once the last is free, and each ends by its own time. The step is complete
     when the last has ended; of steps that end at the same moment the one with the lower number completes first.
 
+    KV moves beside that: an instance sends, and receives, one `MoveKV` after the other, in the order in which they
+    could begin. One that a Forward streams begins with it, and ends one layer's time after it at the soonest.
+
     Args:
         cost: what steps take.
         ready_s: no step starts before.
@@ -76,34 +87,47 @@ class SimExecutor:
         self._clock, self._vocab_size, self._cost = clock, vocab_size, cost or LinearCost()
         self._ready_s, self._watch = ready_s, watch
         self._free_at: dict[int, float] = {}
-        self._due: list[tuple[float, int, Forward]] = []
+        self._sent_at: dict[int, float] = {}
+        self._received_at: dict[int, float] = {}
+        self._due: list[tuple[float, int, Forward | MoveKV | _Stream]] = []
         self._banned: dict[int, tuple[int, ...]] = {}
 
     def submit(self, step: Step) -> None:
-        """Plans a Forward's completion; a Free costs nothing."""
+        """Plans the completions of a Forward or a MoveKV; a Free costs nothing."""
         if isinstance(step, Forward):
             for part in step.parts:
                 if part.sampling is not None and part.sampling.banned:
                     self._banned[part.request_id] = part.sampling.banned
             self._run(step)
-        elif isinstance(step, Free):
+        elif isinstance(step, MoveKV):
+            self._move(step, max(self._clock.now(), self._ready_s), 0.0)
+        else:
             for request_id in step.request_ids:
                 self._banned.pop(request_id, None)
 
     def poll(self, timeout_s: float | None) -> list[Completion]:
         """Moves the clock to the next completion, but no further than `timeout_s`."""
-        now = self._clock.now()
-        if not self._due or (timeout_s is not None and self._due[0][0] > now + timeout_s):
-            self._clock.advance_to(now + (timeout_s or 0.0))
-            return []
-        end = self._due[0][0]
-        self._clock.advance_to(end)
-        done = []
-        while self._due and self._due[0][0] == end:
-            _, _, forward = heapq.heappop(self._due)
-            sampled = tuple([self._invent(part, part.sample) for part in forward.parts if part.sample is not None])
-            done.append(Completion(number=forward.number, sampled=sampled, bytes_sent={}))
+        limit = None if timeout_s is None else self._clock.now() + timeout_s
+        done: list[Completion] = []
+        while self._due and not done:
+            if limit is not None and self._due[0][0] > limit:
+                break
+            at_s = self._due[0][0]
+            self._clock.advance_to(at_s)
+            while self._due and self._due[0][0] == at_s:
+                _, _, what = heapq.heappop(self._due)
+                if isinstance(what, _Stream):
+                    self._move(what.move, at_s, what.forward_end_s)
+                else:
+                    done.append(self._completion(what))
+        if not done and limit is not None:
+            self._clock.advance_to(limit)
         return done
+
+    def _completion(self, step: Forward | MoveKV) -> Completion:
+        parts = step.parts if isinstance(step, Forward) else ()
+        sampled = tuple([self._invent(part, part.sample) for part in parts if part.sample is not None])
+        return Completion(number=step.number, sampled=sampled, bytes_sent={})
 
     def _run(self, forward: Forward) -> None:
         instances = forward.instances
@@ -112,8 +136,23 @@ class SimExecutor:
         ends = {instance: start + seconds.get(instance, 0.0) for instance in instances}
         self._free_at.update(ends)
         heapq.heappush(self._due, (max(ends.values()), forward.number, forward))
+        for move in forward.streams:
+            stream = _Stream(move=move, forward_end_s=max(ends[source] for source in move.sources))
+            heapq.heappush(self._due, (start, move.number, stream))
         if self._watch is not None:
             self._watch(Ran(forward=forward, start_s=start, ends_s=ends))
+
+    def _move(self, move: MoveKV, ready_s: float, forward_end_s: float) -> None:
+        """It begins now or when those before it have ended, and takes its lanes for the time of its bytes."""
+        lanes = [(self._sent_at, source) for source in move.sources]
+        lanes += [(self._received_at, target) for target in move.targets]
+        seconds = self._cost.move_s(move)
+        end = max(ready_s, *(free_at.get(instance, 0.0) for free_at, instance in lanes)) + seconds
+        for free_at, instance in lanes:
+            free_at[instance] = end
+        if forward_end_s:
+            end = max(end, forward_end_s + seconds / self._cost.num_layers)
+        heapq.heappush(self._due, (end, move.number, move))
 
     def _invent(self, part: Part, sample: Sample) -> Sampled:
         """A token that depends on the request and the position only, so that recomputation gives it again."""

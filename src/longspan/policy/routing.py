@@ -1,0 +1,55 @@
+"""Instances that only decode: which of them a request goes to, and what each does in a step.
+
+By Tetris §5.2 a request goes where most slots are free for each request that decodes there. Blocks of KV on its way
+count as used, also of requests that wait for them (the virtual usage of Llumix).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from longspan.core.protocols import ClusterView, Plan
+from longspan.core.request import Request
+from longspan.policy.batching import Batch, Placement, fill
+from longspan.policy.teams import plan_for_teams
+
+
+class Router:
+    """Chooses targets for the admissions of one plan."""
+
+    def __init__(self, view: ClusterView, decode: Sequence[int]) -> None:
+        self._view, self._decode = view, decode
+        self._chosen: Counter[int] = Counter()
+
+    def route(self, request: Request) -> int | None:
+        """The instance with the highest freeness, of equals the first, which counts the request from now on; None for
+        a request that ends with its next token.
+        """
+        if len(request.output) + 1 >= request.max_tokens:
+            return None
+        target = max(self._decode, key=self._freeness)
+        self._chosen[target] += request.blocks_for(request.num_tokens)
+        return target
+
+    def _freeness(self, instance: int) -> float:
+        view = self._view
+        free = view.account.pool(instance).num_free - view.promised.get(instance, 0) - self._chosen[instance]
+        return free / max(1, len(view.running.on(instance)))
+
+
+def plan_decodes(view: ClusterView, decode: Sequence[int], placement: Placement) -> Plan:
+    """Continuous batching on each of these instances by itself; nobody is admitted there."""
+
+    def step(instances: frozenset[int]) -> Batch | None:
+        return fill(view, instances, placement, ()) if instances else Batch()
+
+    plans = [
+        plan_for_teams(view, (), (instance,), step)
+        for instance in decode
+        if instance not in view.full and view.running.on(instance)
+    ]
+    return Plan(
+        preempted=tuple(request for plan in plans for request in plan.preempted),
+        batches=tuple(batch for plan in plans for batch in plan.batches),
+    )

@@ -1,0 +1,361 @@
+"""An executor that checks all that ranks rely on."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from cluster_setup import Setup, invented_token, rank_requests
+
+from longspan.core.blocks import BlockPool
+from longspan.core.request import Request
+from longspan.core.rotation import Rotation
+from longspan.core.steps import UNKNOWN, BlockRef, Completion, Forward, Free, MoveKV, Part, Step
+from longspan.sim.executor import SimExecutor
+
+
+@dataclass(kw_only=True)
+class Moving:
+    """A move in flight, and what its sources held when it was emitted."""
+
+    move: MoveKV
+    held: list[list[int]]
+
+
+@dataclass(kw_only=True)
+class Slots:
+    """Where the tokens of a request lie, told by counting them one by one.
+
+    Attributes:
+        of: block and offset of each token up to the end of its latest part.
+        held: tokens of each instance.
+    """
+
+    size: int
+    of: list[tuple[BlockRef, int]] = field(default_factory=list)
+    held: Counter[int] = field(default_factory=Counter)
+
+    def move(self, table: Sequence[BlockRef]) -> None:
+        """All blocks lie elsewhere, in the same order."""
+        self.of = [(table[index // self.size], offset) for index, (_, offset) in enumerate(self.of)]
+        self.held = Counter(ref.instance for ref, _ in self.of)
+
+    def follow(self, part: Part, table: Sequence[BlockRef]) -> None:
+        """Counts the tokens that are new since the part before."""
+        rotates_from = part.stop if part.rotation is None else part.rotation.start
+        for position in range(len(self.of), part.stop):
+            if position < rotates_from:
+                ref, offset = table[position // self.size], position % self.size
+            else:
+                home = min(part.group, key=lambda instance: self.held[instance])  # of equals the first
+                own = [ref for ref in table if ref.instance == home]
+                ref, offset = own[self.held[home] // self.size], self.held[home] % self.size
+            self.of.append((ref, offset))
+            self.held[ref.instance] += 1
+
+
+class CheckedExecutor:
+    """Passes steps on to a `SimExecutor` after checking every law that ranks rely on.
+
+    It keeps what each KV slot holds - a name of all tokens up to there, and of the rotary length - as ranks would.
+
+    Attributes:
+        pool: of an instance, as the engine knows it.
+    """
+
+    pool: Callable[[int], BlockPool]
+
+    def __init__(self, inner: SimExecutor, setup: Setup) -> None:
+        self._inner, self._setup = inner, setup
+        self.steps: list[Step] = []
+        self.requests: dict[int, Request] = {}
+        self.in_flight: dict[int, Forward] = {}
+        self.live: dict[int, _Live] = {}
+        self._ranks = [rank_requests() for _ in range(setup.num_instances)]
+        self._slots: dict[BlockRef, list[int]] = defaultdict(lambda: [0] * setup.block_size)
+        self._owners: dict[BlockRef, set[int]] = defaultdict(set)
+        self.moving: dict[int, Moving] = {}
+
+    def submit(self, step: Step) -> None:
+        """Checks a step and passes it on."""
+        assert not self.steps or step.number > self.steps[-1].number, "steps are numbered in order"
+        self.steps.append(step)
+        self._take_over()
+        if isinstance(step, Free):
+            self._free(step)
+        elif isinstance(step, MoveKV):
+            self._check_computed(step)
+            self._move(step)
+        else:
+            self._forward(step)
+        self._inner.submit(step)
+
+    def poll(self, timeout_s: float | None) -> list[Completion]:
+        """The simulation's completions."""
+        completions = self._inner.poll(timeout_s)
+        for completion in completions:
+            if completion.number in self.moving:
+                self._end_move(self.moving.pop(completion.number))
+                continue
+            forward = self.in_flight.pop(completion.number)
+            for source, _ in (pair for move in forward.balances for pair in move.copies):
+                self._owners[source].remove(-forward.number)
+        return completions
+
+    def _free(self, step: Free) -> None:
+        for request_id in step.request_ids:
+            named = {part.request_id for forward in self.in_flight.values() for part in forward.parts}
+            assert request_id not in named, "freed while a step in flight names it"
+            for ref in self.live.pop(request_id).table:
+                self._owners[ref].remove(request_id)
+        for rank in self._ranks:
+            rank.forget(step.request_ids)
+
+    def _forward(self, forward: Forward) -> None:
+        busy = Counter(instance for other in self.in_flight.values() for instance in other.instances)
+        most = self._setup.max_steps_in_flight - 1
+        assert all(busy[i] <= most for i in forward.instances), "few steps are in flight on an instance"
+        assert forward.parts
+        assert len({part.request_id for part in forward.parts}) == len(forward.parts)
+        for move in forward.balances:
+            self._balance(forward, move)
+        for part in forward.parts:
+            self._begin(part)
+        for part in forward.parts:
+            self._check_span(part)
+            self._check_blocks(part)
+        for part in forward.parts:
+            self._write(part)
+        for move in forward.streams:
+            [part] = [part for part in forward.parts if part.request_id == move.request_id]
+            table = self.live[move.request_id].table
+            size = self._setup.block_size
+            assert all((table.index(source) + 1) * size > part.start for source, _ in move.copies), "completed here"
+            self._move(move)
+        self._check_limits(forward)
+        self.in_flight[forward.number] = forward
+
+    def _begin(self, part: Part) -> None:
+        """Tables first: a block may be named by two requests only if neither writes it."""
+        tables = [self._ranks[instance].apply(part).table for instance in part.group]
+        assert all(table == tables[0] for table in tables)
+        fresh = _Live(group=part.group, next_start=part.start, slots=Slots(size=self._setup.block_size))
+        live = self.live.setdefault(part.request_id, fresh)
+        if not set(part.group) <= set(live.group) or live.is_new_there:
+            live.is_new_there = False
+            assert live.rotation is None, "a group does not grow while homes rotate in it"
+            assert part.first_block == 0 and part.sampling is not None, "new members are told everything"
+            request = self.requests[part.request_id]
+            assert not request.keeps_history or part.new_output == tuple(request.output)
+        live.group = part.group
+        for ref in live.table[part.first_block :]:
+            self._owners[ref].remove(part.request_id)
+        assert tables[0][: len(live.table)] == live.table, "what is told again has not changed"
+        live.table = list(tables[0])
+        for ref in part.blocks:
+            self._owners[ref].add(part.request_id)
+        assert len(set(live.table)) == len(live.table)
+        assert live.rotation in (None, part.rotation), "once homes rotate by token they go on"
+        live.rotation = part.rotation
+        live.slots.follow(part, live.table)
+
+    def _check_span(self, part: Part) -> None:
+        request, live = self.requests[part.request_id], self.live[part.request_id]
+        assert part.start == live.next_start, "spans follow each other without a gap"
+        assert part.start < part.stop <= request.num_tokens
+        live.next_start = part.stop
+        assert part.tokens == request.tokens(part.start, part.stop)
+        assert part.rope_length == request.rope_length
+        positions = [position for runs in part.runs for run in runs for position in run.positions]
+        assert sorted(positions) == list(range(part.start, part.stop)), "every token is computed exactly once"
+        for runs in part.runs:
+            assert all(len(run) and run.step == 1 for run in runs)
+            assert all(a.stop < b.start for a, b in pairwise(runs)), "runs ascend and are joined"
+        assert len(part.group) == len(part.runs) == len(set(part.group))
+        assert all(0 <= ref.block < self._setup.blocks_of(ref.instance) for ref in part.blocks)
+        assert (part.exchange == "local") == (len(part.group) == 1)
+        by_default = self._setup.options.get("exchange", "auto") == "auto" and self._setup.facts.profile is None
+        assert not by_default or part.exchange != "ring_q" or part.stop == part.start + 1
+        assert (part.sample is not None) == (part.stop >= request.num_known)
+        assert UNKNOWN not in part.tokens[:-1], "at most the last token is yet to be sampled"
+        assert (part.unknown_on is not None) == (part.tokens[-1] == UNKNOWN)
+        if part.unknown_on is not None:
+            assert part.unknown_on == live.sampled_on, "who sampled a token passes it on"
+        live.sampled_on = None if part.sample is None else part.sample.instance
+        if part.sample is not None:
+            assert part.sample.position == part.stop
+            runs = part.runs[part.group.index(part.sample.instance)]
+            assert runs and runs[-1].stop == part.stop, "who computes the last token samples"
+
+    def _check_blocks(self, part: Part) -> None:
+        live, names = self.live[part.request_id], self._names(part.request_id)
+        slots = live.slots.of
+        assert {ref for ref, _ in slots} == set(live.table), "blocks for all tokens and no more"
+        assert {ref.instance for ref in live.table} <= set(part.group)
+        for member, runs in enumerate(part.runs):
+            holders = {slots[position][0].instance for run in runs for position in run.positions}
+            assert holders <= set(part.group[member:] if part.exchange == "chain" else [part.group[member]])
+        for ref, _ in slots[part.start :]:
+            assert self._owners[ref] == {part.request_id}, "a block that is written belongs to one request"
+            assert ref not in self._named, "nobody writes what moves, or where it goes"
+        stored = [self._slots[ref][offset] for ref, offset in slots[: part.start]]
+        assert stored == names[: part.start], f"the blocks of request {part.request_id} hold other tokens"
+
+    def _write(self, part: Part) -> None:
+        names, slots = self._names(part.request_id), self.live[part.request_id].slots.of
+        for position in range(part.start, part.stop):
+            ref, offset = slots[position]
+            self._slots[ref][offset] = names[position]
+
+    def _names(self, request_id: int) -> list[int]:
+        """Names every position of a request by all tokens up to it."""
+        request, live = self.requests[request_id], self.live[request_id]
+        if live.rope_length != request.rope_length:
+            live.names, live.rope_length = [], request.rope_length
+        for position in range(len(live.names), request.num_tokens):
+            before = live.names[-1] if live.names else request.rope_length
+            [token] = request.tokens(position, position + 1)
+            if token == UNKNOWN:
+                token = invented_token(request, position, self._setup.eos_token_ids)
+            live.names.append(hash((before, position, token)))
+        return live.names
+
+    def _check_limits(self, forward: Forward) -> None:
+        tokens: Counter[int] = Counter()
+        for part in forward.parts:
+            tokens.update({i: sum(map(len, runs)) for i, runs in zip(part.group, part.runs, strict=True)})
+        assert max(tokens.values()) <= self._setup.max_num_batched_tokens
+        rows = Counter(instance for part in forward.parts for instance in part.group)
+        running = [live for number, live in self.live.items() if self._takes_seat(number)]
+        seats = Counter(instance for live in running for instance in live.group)
+        assert max([*rows.values(), *seats.values()]) <= self._setup.max_num_seqs
+        roles = self._setup.roles
+        for part in forward.parts if roles is not None else ():
+            if part.group[0] in roles.decode:
+                assert len(part.group) == 1 and part.stop - part.start == 1, "one token, on one instance"
+            assert set(part.group) <= set(roles.prefill) or part.group[0] in roles.decode
+
+    def _takes_seat(self, number: int) -> bool:
+        """Not who has ended, or is only to be moved."""
+        request, live = self.requests[number], self.live[number]
+        leaves = request.target is not None and live.sampled_on is not None
+        return request.finish_reason is None and not leaves
+
+    # ---------------------------------------------------------------- moves
+
+    @property
+    def _named(self) -> set[BlockRef]:
+        """The blocks of all moves in flight."""
+        return {ref for moving in self.moving.values() for pair in moving.move.copies for ref in pair}
+
+    def _check_held(self, move: MoveKV) -> None:
+        """Sources hold the beginning of the request up to there, and are full but for the end of a prompt."""
+        live, names, size = self.live[move.request_id], self._names(move.request_id), self._setup.block_size
+        assert move.copies and len(set(move.copies)) == len(move.copies)
+        for source, _ in move.copies:
+            index = live.table.index(source)
+            stop = min((index + 1) * size, live.next_start)
+            assert stop == (index + 1) * size or live.sampled_on is not None, "blocks are full, or the prompt is done"
+            assert self._slots[source][: stop - index * size] == names[index * size : stop]
+
+    def _check_computed(self, move: MoveKV) -> None:
+        """What moves by itself is written by no step in flight."""
+        parts = [part for forward in self.in_flight.values() for part in forward.parts]
+        starts = [part.start for part in parts if part.request_id == move.request_id]
+        table = self.live[move.request_id].table
+        filling = {target for f in self.in_flight.values() for m in f.balances for _, target in m.copies}
+        for source, _ in move.copies:
+            assert all((table.index(source) + 1) * self._setup.block_size <= start for start in starts)
+            assert source not in filling, "no step in flight fills what moves"
+
+    def _move(self, move: MoveKV) -> None:
+        """From prefill to decode."""
+        roles, live, request = self._setup.roles, self.live[move.request_id], self.requests[move.request_id]
+        assert roles is not None
+        ([source], [target]) = (move.sources, move.targets)
+        assert source in roles.prefill and target in roles.decode and target == request.target
+        self._check_held(move)
+        to_target = [moving.move for moving in self.moving.values() if moving.move.targets == (target,)]
+        assert len(to_target) < roles.backends
+        assert all((other.request_id, other.sources) != (request.id, (source,)) for other in to_target)
+        for here, there in move.copies:
+            index = live.table.index(here)
+            assert index not in live.copied, "each block is moved once"
+            live.copied.add(index)
+            assert not self._owners[there] and there not in self._named, "nobody else touches a target"
+            assert all(self.pool(ref.instance).references(ref.block) > 0 for ref in (here, there))
+        held = [list(self._slots[here]) for here, _ in move.copies]
+        self.moving[move.number] = Moving(move=move, held=held)
+
+    def _end_move(self, moving: Moving) -> None:
+        for (source, target), held in zip(moving.move.copies, moving.held, strict=True):
+            assert self._slots[source] == held, "nobody writes what moves"
+            assert all(self.pool(ref.instance).references(ref.block) > 0 for ref in (source, target))
+            assert not self._owners[target], "nobody else touches a target"
+            self._slots[target] = held
+
+    def _balance(self, forward: Forward, move: MoveKV) -> None:
+        """Full blocks go to other members, and the old ones stay until the step is done."""
+        [part] = [part for part in forward.parts if part.request_id == move.request_id]
+        live, size = self.live[move.request_id], self._setup.block_size
+        assert part.first_block == 0 and part.sampling is not None, "the whole table is told"
+        assert set(move.sources) | set(move.targets) <= set(part.group)
+        assert not set(part.group) <= set(live.group), "a group has grown"
+        self._check_held(move)
+        before = Counter(ref.instance for ref in live.table[: part.start // size])
+        for source, target in move.copies:
+            index = live.table.index(source)
+            assert (index + 1) * size <= part.start and source.instance != target.instance
+            assert not self._owners[target] and target not in self._named
+            self._owners[source].remove(move.request_id)
+            self._owners[source].add(-forward.number)
+            self._owners[target].add(move.request_id)
+            self._slots[target] = list(self._slots[source])
+            live.table[index] = target
+        live.slots.move(live.table)
+        after = Counter(ref.instance for ref in live.table[: part.start // size])
+        spread = [max(held[i] for i in part.group) - min(held[i] for i in part.group) for held in (before, after)]
+        assert spread[1] < spread[0], "what members hold is more even than before"
+
+    def _has_moved(self, live: _Live, request: Request) -> bool:
+        roles = self._setup.roles
+        assert roles is not None
+        return live.group[0] in roles.prefill and request.group[0] in roles.decode
+
+    def _take_over(self) -> None:
+        """Requests that have moved since the step before: all their KV is where they go on."""
+        roles = self._setup.roles
+        for number, live in self.live.items():
+            request = self.requests[number]
+            if roles is None or not request.table or not self._has_moved(live, request):
+                continue
+            [instance], table = request.group, request.table[: len(live.table)]  # the next block may be there already
+            assert instance in roles.decode and {ref.instance for ref in table} == {instance}
+            assert not any(p.request_id == number for f in self.in_flight.values() for p in f.parts)
+            assert not self._named & set(table), "all has arrived"
+            assert len(set(table)) == len(table) == len(live.table)
+            for ref in live.table:
+                self._owners[ref].remove(number)
+            for ref in table:
+                self._owners[ref].add(number)
+            live.table, live.group, live.is_new_there = table, request.group, True
+            live.slots.move(live.table)
+            names = self._names(number)
+            stored = [self._slots[ref][offset] for ref, offset in live.slots.of]
+            assert stored == names[: len(stored)] and len(stored) == live.next_start, "what has come is the same"
+
+
+@dataclass(kw_only=True)
+class _Live:
+    group: tuple[int, ...]
+    next_start: int
+    slots: Slots
+    rotation: Rotation | None = None
+    sampled_on: int | None = None
+    copied: set[int] = field(default_factory=set)
+    is_new_there: bool = False
+    table: list[BlockRef] = field(default_factory=list)
+    names: list[int] = field(default_factory=list)
+    rope_length: int = -1

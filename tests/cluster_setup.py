@@ -1,0 +1,80 @@
+"""What simulated clusters of tests are made of."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from longspan.core.fleet import Roles
+from longspan.core.request import Request
+from longspan.core.steps import Forward, MoveKV
+from longspan.policy.choosing import Facts
+from longspan.runtime.requests import RankRequests
+from longspan.sim.executor import LinearCost
+
+VOCAB = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A cluster; what is left out is plenty."""
+
+    num_instances: int = 1
+    num_blocks: int = 256
+    block_size: int = 16
+    policy: str = "auto"
+    options: Mapping[str, str] = field(default_factory=dict)
+    max_model_len: int | None = None
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 128
+    eos_token_ids: tuple[int, ...] = ()
+    rope_switch_length: int | None = None
+    prefix_caching: bool = True
+    max_steps_in_flight: int = 2
+    uneven: int = 0
+    facts: Facts = field(default_factory=Facts)
+    roles: Roles | None = None
+    decode_blocks: int | None = None
+
+    def blocks_of(self, instance: int) -> int:
+        """How many KV blocks an instance has."""
+        decodes = self.roles is not None and instance in self.roles.decode
+        return self.decode_blocks if decodes and self.decode_blocks is not None else self.num_blocks
+
+    def lag_s(self, instance: int, step: int) -> float:
+        """Instances end their steps at different times unless `uneven` is 0."""
+        return zlib.crc32(f"{self.uneven} {instance} {step}".encode()) % 64 / 100 if self.uneven else 0.0
+
+
+@dataclass(frozen=True)
+class UnevenCost:
+    """A linear cost, after which each instance lags by its own time."""
+
+    setup: Setup
+    num_layers: int = 2
+
+    def move_s(self, move: MoveKV) -> float:
+        """See `StepCost`."""
+        return LinearCost().move_s(move) + 10 * self.setup.lag_s(move.targets[0], move.number)
+
+    def seconds(self, forward: Forward) -> dict[int, float]:
+        """See `StepCost`."""
+        even = LinearCost().seconds(forward)
+        return {instance: time + self.setup.lag_s(instance, forward.number) for instance, time in even.items()}
+
+
+def rank_requests() -> RankRequests:
+    """What a rank without a device remembers."""
+    return RankRequests(vocab_size=VOCAB, device=torch.device("cpu"))
+
+
+def invented_token(request: Request, position: int, eos: tuple[int, ...]) -> int:
+    """What `SimExecutor` samples."""
+    token = zlib.crc32(f"{request.id} {position}".encode()) % VOCAB
+    banned = (*eos, *request.params.stop_ids)
+    while position - len(request.prompt) < request.params.min_tokens and token in banned:
+        token = (token + 1) % VOCAB
+    return token
