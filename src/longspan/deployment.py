@@ -7,7 +7,9 @@ from functools import partial
 from typing import Self, get_args
 
 from longspan import arguments
-from longspan.core.engine import Engine, EngineConfig
+from longspan.core.config import EngineConfig, capacity_tokens
+from longspan.core.engine import Engine
+from longspan.core.fleet import Roles
 from longspan.core.places import Place, hosts_of
 from longspan.core.protocols import Limits
 from longspan.core.steps import Link
@@ -87,8 +89,7 @@ class Deployment:
         step_timeout_s: float = 300.0,
     ) -> None:
         fleet = arguments.fleet(parallel, instances, tp, pp, prefill_parallel, decode_parallel)
-        if arguments.roles(fleet, transfer_backends) is not None:
-            raise ValueError("prefill_parallel and decode_parallel are not there yet: use parallel")  # until the merge
+        roles = arguments.roles(fleet, transfer_backends)
         places = arguments.places(fleet.num_ranks)
         threads = arguments.threads_per_rank(threads_per_rank, fleet.num_ranks)
         arguments.check_device(device)
@@ -97,9 +98,8 @@ class Deployment:
         )
         arguments.check_timeout(step_timeout_s)
         limits = Limits(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
-        make_policy(
-            policy, num_instances=fleet.num_instances, options=policy_options or {}, facts=Facts(tp=fleet.spec.tp)
-        )
+        cheap = Facts(tp=fleet.spec.tp, roles=roles)
+        make_policy(policy, num_instances=fleet.num_instances, options=policy_options or {}, facts=cheap)
         kernel = arguments.attention_kernel(attention_backend, device, dtype)  # compiles: after the cheap checks
         self.files = files = prepare(
             model, dtype=dtype, load_format=load_format, seed=seed, trust_remote_code=trust_remote_code
@@ -113,12 +113,14 @@ class Deployment:
             self.subject,
             self.info.shape(DTYPES[dtype].itemsize),
             [places[fleet.ranks(i)[0]] for i in range(fleet.num_instances)],
+            roles,
         )
         chosen = make_policy(policy, num_instances=fleet.num_instances, options=policy_options or {}, facts=self.facts)
         num_blocks = arguments.num_blocks(
             self.info, files, device, fleet, block_size, kv_cache_memory_bytes, override=num_gpu_blocks_override
         )
-        capacity = chosen.capacity_tokens(num_blocks=num_blocks[0], block_size=block_size)
+        decode_blocks = None if roles is None else num_blocks[-1]
+        capacity = capacity_tokens(chosen, num_blocks=num_blocks[0], block_size=block_size, decode_blocks=decode_blocks)
         self.max_model_len = arguments.max_model_len(self.info.context_length, capacity, max_model_len)
         self.jobs = JobMaker(tokenizer=tokenizer, vocab_size=self.info.vocab_size, max_model_len=self.max_model_len)
         self._start_workers = partial(
@@ -145,6 +147,8 @@ class Deployment:
                 prefix_caching=enable_prefix_caching,
                 max_steps_in_flight=2 if async_scheduling else 1,
                 seed=seed,
+                roles=roles,
+                decode_blocks=decode_blocks,
             ),
         )
 
@@ -216,7 +220,7 @@ class Deployment:
         self.shutdown()
 
 
-def _facts(subject: Subject, shape: ModelShape, places: Sequence[Place]) -> Facts:
+def _facts(subject: Subject, shape: ModelShape, places: Sequence[Place], roles: Roles | None) -> Facts:
     """With what was measured on this machine, if anything was; `places` are those of the instances."""
     profile = load_profile(subject)
     measured = None if profile is None else profile.hardware(shape)
@@ -228,4 +232,5 @@ def _facts(subject: Subject, shape: ModelShape, places: Sequence[Place]) -> Fact
         partitions=load_partitions(subject),
         tp=subject.tp,
         places=tuple(places),
+        roles=roles,
     )
