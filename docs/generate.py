@@ -91,7 +91,7 @@ def _metrics() -> str:
         max_model_len=1,
         max_num_seqs=1,
         num_instances=1,
-        num_blocks=1,
+        num_kv_blocks=1,
         block_size=1,
         worker_pids=[],
     )

@@ -41,7 +41,7 @@ _STARTED = {
     "max_model_len": 100_000,
     "max_num_seqs": 2,
     "num_instances": 1,
-    "num_blocks": 8,
+    "num_kv_blocks": 8,
     "block_size": 16,
     "worker_pids": [],
 }

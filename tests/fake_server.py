@@ -28,7 +28,7 @@ STARTED = Started(
     max_model_len=64,
     max_num_seqs=1,
     num_instances=2,
-    num_blocks=10,
+    num_kv_blocks=20,
     block_size=16,
     worker_pids=[],
 )

@@ -13,11 +13,13 @@ import psutil
 import pytest
 from hand_made import BLOCK, Cluster, Driven, fleet_of, workers
 from oracle import Oracle
+from texts import topic_tokens
 from tiny_models import BASE, write_checkpoint
 from transformers import LlamaConfig
 
 from longspan.core.errors import WorkerLostError
 from longspan.core.steps import Completion, Exchange, MoveKV
+from longspan.model.smollm2 import smollm2_folder
 
 NUM_TOKENS = 6
 LENGTH = 150
@@ -139,6 +141,22 @@ def test_balancing_and_streaming_in_one_step(
         request.table = list(request.moved)
         request.decode((2,), NUM_TOKENS - 1)
     request.assert_exact(oracles["9 on 3"].complete(request.prompt, NUM_TOKENS))
+
+
+def test_smollm2() -> None:
+    """Three chunks on a group that grows; then to an instance whose ranks have two and one of the KV heads."""
+    prompt = list(topic_tokens()[:900])
+    with workers(smollm2_folder(), fleet_of("2", "tp2"), num_blocks=80) as cluster:
+        request = Driven(cluster, prompt)
+        request.take(request.forward(300, (1,), stream_to=2))
+        balance, _ = request.even_out((0, 1))
+        request.take(request.forward(610, (0, 1), balances=[balance], stream_to=2))
+        forward = request.forward(900, (0, 1), stream_to=2)
+        request.take(forward)
+        cluster.wait(*(move.number for move in forward.streams))
+        request.table = list(request.moved)
+        request.decode((2,), NUM_TOKENS - 1)
+    request.assert_exact(Oracle(smollm2_folder()).complete(prompt, NUM_TOKENS))
 
 
 def test_a_move_that_waits_for_its_source_is_not_late(folders: dict[str, Path]) -> None:

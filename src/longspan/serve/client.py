@@ -161,10 +161,7 @@ class EngineClient:
         """Requests and tokens that an engine holds beside its queue."""
         assert self.started is not None, "it serves"
         started = self.started
-        return (
-            started.num_instances * started.max_num_seqs,
-            started.num_instances * started.num_blocks * started.block_size,
-        )
+        return started.num_instances * started.max_num_seqs, started.num_kv_blocks * started.block_size
 
     def _cancel(self, answer: Answer) -> None:
         for number in [number for number, (other, _) in self._waiting.items() if other is answer]:

@@ -54,6 +54,7 @@ def _serve(setup: EngineSetup, socket: zmq.Socket[bytes]) -> int:
         return 1
     with deployment:
         files, config = deployment.files, deployment.engine.config
+        pools = [deployment.engine.account.pool(instance) for instance in range(config.num_instances)]
         started = Started(
             name=files.name,
             tokenizer_dir=None if deployment.jobs.tokenizer is None else str(files.tokenizer_dir),
@@ -62,7 +63,7 @@ def _serve(setup: EngineSetup, socket: zmq.Socket[bytes]) -> int:
             max_model_len=config.max_model_len,
             max_num_seqs=config.limits.max_num_seqs,
             num_instances=config.num_instances,
-            num_blocks=config.num_blocks,
+            num_kv_blocks=sum(pool.num_blocks for pool in pools),
             block_size=config.block_size,
             worker_pids=list(deployment.worker_pids),
         )

@@ -85,6 +85,7 @@ class Started(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     Attributes:
         name, tokenizer_dir, trust_remote_code: see `ModelFiles`; no folder where only token ids are served.
+        num_kv_blocks: of all instances together.
     """
 
     name: str
@@ -94,7 +95,7 @@ class Started(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     max_model_len: int
     max_num_seqs: int
     num_instances: int
-    num_blocks: int
+    num_kv_blocks: int
     block_size: int
     worker_pids: list[int]
 

@@ -118,7 +118,7 @@ class _Latest(Collector):
 
     def __init__(self, prefix: str, model_name: str, started: Started) -> None:
         self._prefix, self._model_name = prefix, model_name
-        self._num_blocks = started.num_blocks
+        self._num_kv_blocks = started.num_kv_blocks
         self._num_instances = started.num_instances
         self._num_losses = 0
         self._lost = self._stats = Stats(
@@ -156,8 +156,8 @@ class _Latest(Collector):
         stats = self._stats
         yield self._gauge("num_requests_running", "Requests that hold KV.", stats.num_running)
         yield self._gauge("num_requests_waiting", "Requests that wait for room.", stats.num_waiting)
-        total = self._num_blocks * self._num_instances
-        yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", sum(stats.used_blocks) / total)
+        used_share = sum(stats.used_blocks) / self._num_kv_blocks
+        yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", used_share)
         for field, name, words in _COUNTERS:
             yield self._counter(name, words, (), [((), getattr(stats, field))])
         words = "How often a lost engine process was replaced."
