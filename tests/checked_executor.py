@@ -18,10 +18,11 @@ from longspan.sim.executor import SimExecutor
 
 @dataclass(kw_only=True)
 class Moving:
-    """A move in flight, and what its sources held when it was emitted."""
+    """A move in flight, what its sources held when it was emitted, and for whom."""
 
     move: MoveKV
     held: list[list[int]]
+    live: _Live
 
 
 @dataclass(kw_only=True)
@@ -86,6 +87,7 @@ class CheckedExecutor:
         if isinstance(step, Free):
             self._free(step)
         elif isinstance(step, MoveKV):
+            self._meet(self.requests[step.request_id])
             self._check_computed(step)
             self._move(step)
         else:
@@ -260,6 +262,18 @@ class CheckedExecutor:
             assert stop == (index + 1) * size or live.sampled_on is not None, "blocks are full, or the prompt is done"
             assert self._slots[source][: stop - index * size] == names[index * size : stop]
 
+    def _meet(self, request: Request) -> None:
+        """A request may send what is cached of it before its first part."""
+        if request.id in self.live:
+            return
+        size, start = self._setup.block_size, request.num_scheduled
+        live = _Live(group=request.group, next_start=start, slots=Slots(size=size), table=list(request.table))
+        live.slots.of = [(live.table[position // size], position % size) for position in range(start)]
+        live.slots.held = Counter(ref.instance for ref, _ in live.slots.of)
+        for ref in live.table:
+            self._owners[ref].add(request.id)
+        self.live[request.id] = live
+
     def _check_computed(self, move: MoveKV) -> None:
         """What moves by itself is written by no step in flight."""
         parts = [part for forward in self.in_flight.values() for part in forward.parts]
@@ -277,9 +291,9 @@ class CheckedExecutor:
         ([source], [target]) = (move.sources, move.targets)
         assert source in roles.prefill and target in roles.decode and target == request.target
         self._check_held(move)
-        to_target = [moving.move for moving in self.moving.values() if moving.move.targets == (target,)]
-        assert len(to_target) < roles.backends
-        assert all((other.request_id, other.sources) != (request.id, (source,)) for other in to_target)
+        to_target = [moving for moving in self.moving.values() if moving.move.targets == (target,)]
+        busy = {(id(moving.live), moving.move.sources) for moving in to_target}
+        assert len(busy | {(id(live), (source,))}) <= roles.backends
         for here, there in move.copies:
             index = live.table.index(here)
             assert index not in live.copied, "each block is moved once"
@@ -287,7 +301,7 @@ class CheckedExecutor:
             assert not self._owners[there] and there not in self._named, "nobody else touches a target"
             assert all(self.pool(ref.instance).references(ref.block) > 0 for ref in (here, there))
         held = [list(self._slots[here]) for here, _ in move.copies]
-        self.moving[move.number] = Moving(move=move, held=held)
+        self.moving[move.number] = Moving(move=move, held=held, live=live)
 
     def _end_move(self, moving: Moving) -> None:
         for (source, target), held in zip(moving.move.copies, moving.held, strict=True):

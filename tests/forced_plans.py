@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from longspan.core.account import PrefixHit
 from longspan.core.protocols import ClusterView, Plan, Share
 from longspan.core.request import Request
 from longspan.policy.batching import Budget, fill, single_share
 from longspan.policy.cdsp import Chunk, ChunkPlan, Prompt
-from longspan.policy.cdsp_policy import Cdsp
+from longspan.policy.cdsp_policy import Cdsp, ChunkPlanner
 from longspan.policy.cdsp_rates import RateTable, RateWatch
 from longspan.policy.choosing import Chooser, Facts
 from longspan.policy.group_shares import GroupShares
@@ -41,11 +42,53 @@ class ForcedPlanner:
         return 1.0
 
 
-def forced(plans: Plans, num_instances: int, options: SharingOptions | None = None) -> Cdsp:
-    options = options or SharingOptions()
-    shares = GroupShares(options, Chooser(num_instances, Facts(), options.wanted))
+class GrowingPlanner:
+    """Up to three chunks of any length on any groups that grow."""
+
+    def __init__(self, num_instances: int, seed: int) -> None:
+        self.largest, self._seed = num_instances, seed
+
+    def plan(self, prompt: Prompt, queue_s: Sequence[float]) -> ChunkPlan | None:
+        draw = random.Random(f"{self._seed} {prompt.new_tokens} {prompt.held}")
+        others = [i for i in range(self.largest) if i not in prompt.held]
+        order = [*prompt.held, *draw.sample(others, len(others))]
+        sizes = sorted(draw.randint(1, self.largest) for _ in range(draw.randint(1, 3)))
+        room = prompt.instance_tokens or prompt.new_tokens
+        sizes = [max(size, len(prompt.held)) for size in sizes]
+        cuts = sorted({0, prompt.new_tokens, *(draw.randint(0, prompt.new_tokens) for _ in sizes[1:])})
+        chunks = []
+        for (start, stop), size in zip(pairwise(cuts), sizes[-len(cuts) + 1 :], strict=True):
+            fewest = -(-(prompt.cached_tokens + stop) // room)
+            chunks.append(Chunk(num_tokens=stop - start, group=tuple(order[: max(size, fewest)])))
+        return ChunkPlan(chunks=tuple(chunks), ttft_s=max(queue_s) + draw.random())
+
+    def seconds(self, size: int, new_tokens: int, cached_tokens: int) -> float:  # noqa: ARG002 - of the protocol
+        return 1.0
+
+
+def forced(
+    plans: Plans,
+    num_instances: int,
+    options: SharingOptions | None = None,
+    *,
+    decode: Sequence[int] = (),
+    balance: bool = False,
+) -> Cdsp:
+    return planned(ForcedPlanner(plans, num_instances), options, decode=decode, balance=balance)
+
+
+def planned(
+    planner: ChunkPlanner,
+    options: SharingOptions | None = None,
+    *,
+    decode: Sequence[int] = (),
+    balance: bool = True,
+) -> Cdsp:
+    """Prompts as a planner wishes, on instances that also decode, or with others that do."""
+    options, num_instances = options or SharingOptions(), planner.largest
+    shares = GroupShares(options, Chooser(num_instances, Facts(), options.wanted), balance=balance)
     watch = RateWatch(RateTable(entries=((0.0, 0.0),)))
-    return Cdsp(tuple(range(num_instances)), ForcedPlanner(plans, num_instances), shares, watch)
+    return Cdsp(tuple(range(num_instances)), planner, shares, watch, decode=decode)
 
 
 class Wandering:

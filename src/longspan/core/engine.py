@@ -186,27 +186,27 @@ class Engine:
         return self._complete(*self._steps.take()) if self._steps.has_ready else []
 
     def emit(self) -> None:
-        """Emits what the policy plans, until no instance can be given another step; `step` does so first.
+        """Emits what the policy plans, until no instance can be given another step; `step` does so first."""
+        self._hand_over()
+        while True:
+            if self._can_emit and (batches := self._plan()):
+                self._emit_batches(batches)
+            elif not self._hand_over():  # plans may have made room for KV
+                return
 
-        KV that waits to be sent comes before what is computed next, and after it once more, for what that made room.
-        """
-        self._emit_moves()
-        while self._can_emit and (batches := self._plan()):
-            self._emit_batches(batches)
-            self._emit_moves()
+    def _hand_over(self) -> bool:
+        """Sends KV that waits and can be sent, and tells whether a request goes on elsewhere, where all has arrived."""
+        self._send_waiting()
+        arrived = self._transfers.arrived()
+        for request, target, blocks in arrived:
+            self.account.hand_over(request, blocks)
+            request.move_to(target)
+            self._running.regroup(request)
+        return bool(arrived)
 
-    def _emit_moves(self) -> None:
-        """Sends KV that waits, and hands over whose KV has arrived, which may let others send theirs."""
-        arrived = True
-        while arrived:
-            for move in self._transfers.by_themselves():
-                self._executor.submit(move)
-            arrived = False
-            for request, target, blocks in self._transfers.arrived():
-                arrived = True
-                self.account.hand_over(request, blocks)
-                request.move_to(target)
-                self._running.regroup(request)
+    def _send_waiting(self) -> None:
+        for move in self._transfers.by_themselves():
+            self._executor.submit(move)
 
     def _emit_batches(self, batches: Sequence[Sequence[Share]]) -> None:
         shares = [share for batch in batches for share in batch]
@@ -215,6 +215,7 @@ class Engine:
                 self._admit(share)
         for share in shares:
             self.account.extend(share.request, share.holders)
+        self._send_waiting()  # what is cached can go before the rest is computed
         for batch in batches:
             forward = self._forward(batch)
             self._steps.send(forward)

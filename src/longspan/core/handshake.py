@@ -55,8 +55,11 @@ class Transfer:
         return bool(self.blocks) and self.num_shared + self.num_arrived == self.num_blocks
 
     def can_send(self, source: int) -> bool:
-        """Whether one of its backends is free, and nothing comes from this source."""
-        return len(self.moves) < self.backends and all(move.sources != (source,) for move in self.moves.values())
+        """Whether there is a backend for this source: a free one, or if each source has its own, the one that takes a
+        move from there already: they follow each other.
+        """
+        busy = {move.sources[0] for move in self.moves.values()}
+        return self.backends >= len(self.sources) if source in busy else self.backends > len(busy)
 
 
 class Handshakes:

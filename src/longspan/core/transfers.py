@@ -74,7 +74,7 @@ class Transfers:
         """Of what is computed and was not sent, as far as backends are free; first handshakes first."""
         found = []
         for transfer in self._handshakes.in_order():
-            if transfer.waiting and len(transfer.moves) < transfer.backends:
+            if transfer.waiting and any(map(transfer.can_send, transfer.sources)):
                 found += self._send(transfer, _to_send(transfer, transfer.waiting))
                 waiting = (index for index in transfer.waiting if index not in transfer.sent)
                 transfer.waiting = [index for index in waiting if index >= transfer.num_shared]

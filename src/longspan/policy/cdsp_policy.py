@@ -66,6 +66,11 @@ class Planned:
         return self.spans[-1].group
 
     @property
+    def still_waits(self) -> bool:
+        """Of a request that waits: whether it has since it was planned, and did not run and lose its KV."""
+        return not self.begun and self.request.num_tokens == self.spans[-1].stop
+
+    @property
     def is_scheduled(self) -> bool:
         """Whether steps have been sent for all of it."""
         return self.request.num_scheduled >= self.spans[-1].stop
@@ -141,7 +146,7 @@ class Cdsp:
             if planned is not None and request.num_computed < planned.spans[-1].stop:
                 planned.begun = True
                 gone.discard(request.id)
-        gone.difference_update(r.id for r in view.waiting if r.id in self._plans and not self._plans[r.id].begun)
+        gone.difference_update(r.id for r in view.waiting if r.id in self._plans and self._plans[r.id].still_waits)
         for request_id in gone:
             del self._plans[request_id]
         arrived = [request for request in view.waiting if request.id not in self._plans]
