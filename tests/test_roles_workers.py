@@ -50,6 +50,11 @@ def prompts_of(*lengths: int) -> list[list[int]]:
     return [rng.integers(3, 199, length).tolist() for length in lengths]
 
 
+def run_all(llm: LLM) -> None:
+    while llm.engine.has_unfinished:
+        llm.engine.step()
+
+
 @pytest.mark.parametrize(
     ("prefill", "decode", "backends"), [("1", "tp2", 1), ("tp2", "1", 2), ("3", "tp2", 1), ("2xtp2", "2", None)]
 )
@@ -105,8 +110,7 @@ def test_what_is_given_up_in_mid_transfer_leaves_nothing(tiny: Path, oracle: Ora
                 llm.engine.finish(request, "abort")
             [output] = llm.generate([prompts[2]], GREEDY)
             assert_exact(output, oracle.complete(prompts[2], 8))
-            while llm.engine.has_unfinished:
-                llm.engine.step()
+            run_all(llm)
             assert llm.engine.load().used_blocks == [0, 0, 0]
             llm.reset_prefix_cache()
 
@@ -121,11 +125,9 @@ def test_workers_that_are_lost_in_mid_transfer(tiny: Path, oracle: Oracle, rank:
             llm.engine.step()
         os.kill(llm.worker_pids[rank], signal.SIGKILL)
         with pytest.raises(WorkerLostError, match=f"rank {rank} .*SIGKILL"):
-            while llm.engine.has_unfinished:
-                llm.engine.step()
+            run_all(llm)
         llm.restart()
-        while llm.engine.has_unfinished:
-            llm.engine.step()
+        run_all(llm)
     for prompt, request in zip(prompts, requests, strict=True):
         expected = oracle.complete(prompt, 8)
         assert request.output == expected.token_ids
