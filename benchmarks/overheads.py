@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import random
 import statistics
@@ -127,15 +128,15 @@ def main() -> None:
                 found = samples.setdefault(name, defaultdict(list))
                 found["with"].append(comparison.with_it())
                 found["without"].append(comparison.without())
-        sent = {name: f"{llm.bytes_exchanged[name] / 2**20:.0f} MiB" for name, llm in _counted(uniform, two).items()}
+        moved = [
+            llm.bytes_exchanged[name] / 2**20 for name, llm in (("kv_balance", uniform.llm), ("kv_transfer", two.llm))
+        ]
     Console().print(_report(samples, options.length))
-    Console().print(f"moved in all: {sent}; {platform.processor() or platform.machine()}, 1 thread per worker")
+    print(
+        f"in all {moved[0]:.0f} MiB were balanced and {moved[1]:.0f} MiB streamed; {os.cpu_count()} x {platform.processor() or platform.machine()}"
+    )
     if options.json:
         options.json.write_text(json.dumps(samples, indent=1) + "\n")
-
-
-def _counted(uniform: Runner, disaggregated: Runner) -> dict[str, LLM]:
-    return {"kv_balance": uniform.llm, "kv_transfer": disaggregated.llm}
 
 
 def _report(samples: Mapping[str, Mapping[str, Sequence[float]]], length: int) -> Table:
