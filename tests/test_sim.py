@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from cluster import Cluster, Setup
 from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan.core.runs import Run
-from longspan.core.steps import BlockRef, Forward, Free, Part, Sample, Sampling
+from longspan.core.steps import BlockRef, Forward, Free, MoveKV, Part, Sample, Sampling
 from longspan.sim.clock import VirtualClock
 from longspan.sim.executor import LinearCost, SimExecutor
 
@@ -127,3 +129,57 @@ def test_times_of_a_request_add_up() -> None:
     assert len(metrics.tbt_s) == 3
     assert metrics.last_token_s == metrics.finished_s == cluster.clock.now()
     assert metrics.ttft_s + sum(metrics.tbt_s) == pytest.approx(cluster.clock.now())
+
+
+# ---------------------------------------------------------------- moves
+
+MOVES = LinearCost(base_s=1.0, per_token_s=0.5, per_block_s=1.0, num_layers=4)
+
+
+def move(number: int, source: int, target: int, num_blocks: int = 2) -> MoveKV:
+    copies = tuple((BlockRef(source, block), BlockRef(target, block)) for block in range(num_blocks))
+    return MoveKV(number=number, request_id=number, copies=copies)
+
+
+def ends(steps: list[Forward | MoveKV]) -> list[tuple[list[int], float]]:
+    """Which steps, all sent at once, are complete when."""
+    clock = VirtualClock()
+    sim = SimExecutor(clock=clock, vocab_size=10, cost=MOVES)
+    for step in steps:
+        sim.submit(step)
+    found = []
+    while done := sim.poll(None):
+        found.append(([one.number for one in done], clock.now()))
+    return found
+
+
+def test_moves_go_beside_steps_one_after_the_other_from_each_source_and_to_each_target() -> None:
+    steps = [forward(1, 0), move(2, 0, 2), move(3, 0, 3), move(4, 1, 3), move(5, 1, 2), forward(6, 2)]
+    # A send and a receive of 2 s each: 0 to 2, then 0 to 3, then 1 to 3, then 1 to 2; instances compute meanwhile.
+    assert ends(steps) == [([1, 2, 6], 2.0), ([3], 4.0), ([4], 6.0), ([5], 8.0)]
+    assert ends([move(1, 0, 2), move(2, 1, 3)]) == [([1, 2], 2.0)]
+
+
+def test_a_stream_ends_a_layer_after_its_step_or_when_its_bytes_are_sent() -> None:
+    def streaming(num_blocks: int) -> Forward:
+        return replace(forward(2, 0, num_tokens=6), streams=(move(3, 0, 1, num_blocks),))
+
+    assert ends([forward(1, 0), streaming(2)]) == [([1], 2.0), ([2], 6.0), ([3], 6.5)]
+    assert ends([forward(1, 0), streaming(8)]) == [([1], 2.0), ([2], 6.0), ([3], 10.0)]
+
+
+def test_a_stream_lets_moves_pass_that_can_begin_before_it() -> None:
+    streaming = replace(forward(2, 0, num_tokens=6), streams=(move(3, 0, 1),))
+    assert ends([forward(1, 0), streaming, move(4, 0, 1)]) == [([1, 4], 2.0), ([2], 6.0), ([3], 6.5)]
+    assert ends([forward(1, 0), streaming, move(4, 0, 1, 3)]) == [([1], 2.0), ([4], 3.0), ([2], 6.0), ([3], 6.5)]
+
+
+def test_a_poll_that_ends_early_loses_no_stream() -> None:
+    clock = VirtualClock()
+    sim = SimExecutor(clock=clock, vocab_size=10, cost=MOVES)
+    sim.submit(forward(1, 0))
+    sim.submit(replace(forward(2, 0, num_tokens=6), streams=(move(3, 0, 1),)))
+    seen = []
+    while not seen or seen[-1] != 3:
+        seen += [done.number for done in sim.poll(0.25)]
+    assert (seen, clock.now()) == ([1, 2, 3], 6.5)

@@ -104,14 +104,22 @@ class KvAccount:
     def relocate(self, request: Request, moves: Iterable[tuple[int, int]]) -> tuple[tuple[BlockRef, BlockRef], ...]:
         """New blocks for some places in the request's table, each on the instance named with it.
 
-        Returns the old blocks, which the caller has to give back when they are copied, and the new ones.
+        Returns the old blocks and the new ones, to be `settle`d when they are copied.
         """
         copies = []
         for index, instance in moves:
             old = request.table[index]
-            request.table[index] = BlockRef(instance, self.pool(instance).allocate())
-            copies.append((old, request.table[index]))
+            new = request.table[index] = BlockRef(instance, self.pool(instance).allocate())
+            request.copying[new] = old
+            copies.append((old, new))
         return tuple(copies)
+
+    def settle(self, request: Request, copies: Iterable[tuple[BlockRef, BlockRef]]) -> None:
+        """Blocks of a request are copied: the old ones are given back, the new ones can be offered."""
+        for old, new in copies:
+            self.pool(old.instance).release(old.block)
+            del request.copying[new]
+        self.publish(request, 0)
 
     def reserve(self, request: Request, instance: int, num_blocks: int) -> tuple[tuple[BlockRef, ...], int] | None:
         """Blocks for a request on one more instance: those that hold its beginning there already, and new ones.
@@ -161,6 +169,8 @@ class KvAccount:
         stop = min(_num_namable(request), (index + 1) * self.block_size)
         tokens = request.tokens(index * self.block_size, stop)
         ref = request.table[index]
+        while ref in request.copying:
+            ref = request.copying[ref]
         self.pool(ref.instance).publish(ref.block, Content(request.parent_key(index), tokens))
 
     def _find(self, key: bytes, group: Sequence[int]) -> BlockRef | None:

@@ -228,11 +228,10 @@ class Engine:
         return Forward(number=number, parts=parts, balances=balances, streams=self._transfers.streams(parts))
 
     def _balance(self, share: Share) -> MoveKV:
-        """Blocks of a request lie on other members from this step on; its old ones are given back when that is done."""
+        """Blocks of a request lie on other members from this step on."""
         request = share.request
-        copies = self.account.relocate(request, share.moves)
         request.sent_blocks = request.sent_output = 0
-        self._transfers.balanced(request.id, (target for _, target in copies))
+        copies = self.account.relocate(request, share.moves)
         return MoveKV(number=self._number(), request_id=request.id, copies=copies)
 
     def _plan(self) -> tuple[tuple[Share, ...], ...]:
@@ -343,7 +342,8 @@ class Engine:
         self._end(forward)
         self.bytes_sent.update(done.bytes_sent)
         self._transfers.computed(forward)
-        moved = {move.request_id for move in forward.balances}
+        for move in forward.balances:
+            self.account.settle(self._requests[move.request_id], move.copies)
         for part in forward.parts:
             request = self._requests[part.request_id]
             assert request.num_computed == part.start, "steps complete in order"
@@ -351,11 +351,9 @@ class Engine:
             request.metrics.num_computed_tokens += part.stop - part.start
             kind = "decode" if part.start >= request.num_prompt else "partial_prefill" if part.start else "prefill"
             request.metrics.count(kind, part.exchange_name)
-            self.account.publish(request, 0 if request.id in moved else part.start)
+            self.account.publish(request, part.start)
             if request.finish_reason is not None and not request.in_flight:
                 self._drop(request)
-        for move in forward.balances:
-            self.account.give_back(source for source, _ in move.copies)
         for scored in done.scored:
             if self._is_live(scored.request_id):
                 take_scores(self._requests[scored.request_id], scored)

@@ -30,7 +30,6 @@ class Transfer:
         num_shared: so many of these, the first, held its beginning already: they are not moved.
         waiting: places of blocks that are computed and not sent, first computed first.
         sent: places of blocks that are sent.
-        unsettled: blocks on its sources that are still to be filled from others of these.
         moves: in flight, by number.
         num_arrived: blocks that are there.
     """
@@ -45,7 +44,6 @@ class Transfer:
     num_shared: int = 0
     waiting: list[int] = field(default_factory=list)
     sent: set[int] = field(default_factory=set)
-    unsettled: set[BlockRef] = field(default_factory=set)
     moves: dict[int, MoveKV] = field(default_factory=dict)
     num_arrived: int = 0
 

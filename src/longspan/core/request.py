@@ -63,6 +63,7 @@ class Request:
         group: the instances that hold its KV, in ring order; empty while it waits. It can shrink, and grow while no
             `rotation` counts on it: then all members are told everything again.
         table: its blocks; `homes` says what lies where.
+        copying: blocks of its table that steps in flight fill, and the blocks that they copy.
         rotation: by which its latest tokens are homed; None while blocks are.
         keeper: the member that keeps all that is computed of it from now on; None when all members do.
         sampler: the instance that samples, or has sampled, its latest token.
@@ -95,6 +96,7 @@ class Request:
     admission: int = 0
     group: tuple[int, ...] = ()
     table: list[BlockRef] = field(default_factory=list)
+    copying: dict[BlockRef, BlockRef] = field(default_factory=dict)
     rotation: Rotation | None = None
     keeper: int | None = None
     sampler: int = 0
@@ -191,6 +193,7 @@ class Request:
         """It waits again, and no rank knows anything of it."""
         self.group, self.rotation, self.keeper, self.target = (), None, None, None
         self.table.clear()
+        self.copying.clear()
         self.num_computed = self.num_scheduled = self.num_promised = 0
         self.sent_blocks = self.sent_output = 0
 

@@ -190,7 +190,7 @@ class MoveKV:
 
     Attributes:
         copies: pairs of source and target. Meanwhile nobody writes its sources, and nobody else touches its targets.
-            The request may be over, and freed, before it is done.
+            Ranks need to know nothing of the request: its first part may come later, and it may be freed before.
     """
 
     number: int

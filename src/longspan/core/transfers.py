@@ -80,16 +80,8 @@ class Transfers:
                 transfer.waiting = [index for index in waiting if index >= transfer.num_shared]
         return found
 
-    def balanced(self, request_id: int, targets: Iterable[BlockRef]) -> None:
-        """Blocks of a request lie elsewhere from the next Forward on."""
-        if (transfer := self._transfers.get(request_id)) is not None:
-            transfer.unsettled.update(targets)
-
     def computed(self, forward: Forward) -> None:
         """A Forward is done: what it completed and did not stream waits."""
-        for move in forward.balances:
-            if (transfer := self._transfers.get(move.request_id)) is not None:
-                transfer.unsettled.difference_update(target for _, target in move.copies)
         for part in forward.parts:
             if (transfer := self._transfers.get(part.request_id)) is not None:
                 transfer.waiting += [i for i in _completed(part, transfer) if i not in transfer.sent]
@@ -149,6 +141,6 @@ def _to_send(transfer: Transfer, indices: Iterable[int]) -> dict[int, list[int]]
     """Those that the target lacks and that their instance has, by instance; first come first."""
     table, found = transfer.request.table, defaultdict[int, list[int]](list)
     for index in indices:
-        if index >= transfer.num_shared and table[index] not in transfer.unsettled:
+        if index >= transfer.num_shared and table[index] not in transfer.request.copying:
             found[table[index].instance].append(index)
     return found
