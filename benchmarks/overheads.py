@@ -132,9 +132,8 @@ def main() -> None:
             llm.bytes_exchanged[name] / 2**20 for name, llm in (("kv_balance", uniform.llm), ("kv_transfer", two.llm))
         ]
     Console().print(_report(samples, options.length))
-    print(
-        f"in all {moved[0]:.0f} MiB were balanced and {moved[1]:.0f} MiB streamed; {os.cpu_count()} x {platform.processor() or platform.machine()}"
-    )
+    machine = f"{os.cpu_count()} x {platform.processor() or platform.machine()}, 1 thread per worker"
+    print(f"in all {moved[0]:.0f} MiB were balanced and {moved[1]:.0f} MiB streamed; {machine}")
     if options.json:
         options.json.write_text(json.dumps(samples, indent=1) + "\n")
 
