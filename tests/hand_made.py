@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -72,10 +73,10 @@ class Cluster:
 
     def wait(self, *numbers: int, timeout_s: float = 60.0) -> list[Completion]:
         """The completions of some steps; others that come meanwhile are kept."""
+        deadline = time.monotonic() + timeout_s
         while not set(numbers) <= set(self.completions):
-            found = self.executor.poll(timeout_s)
-            assert found, f"steps {numbers} are not done"
-            self.completions.update({one.number: one for one in found})
+            assert time.monotonic() < deadline, f"steps {numbers} are not done"
+            self.completions.update({one.number: one for one in self.executor.poll(timeout_s)})
         return [self.completions[number] for number in numbers]
 
 

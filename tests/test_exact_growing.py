@@ -52,16 +52,19 @@ def prompts_of(*lengths: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("exchange", get_args(get_type_hints(GroupOptions)["exchange"]))
+@pytest.mark.parametrize("balance", [False, True], ids=["as computed", "balanced"])
 @pytest.mark.parametrize("plans", PLANS.values(), ids=PLANS)
-def test_forced_plans(llm: LLM, oracle: Oracle, plans: Plans, exchange: str) -> None:
+def test_forced_plans(llm: LLM, oracle: Oracle, plans: Plans, exchange: str, balance: bool) -> None:
     """Chunks of several steps each, that end inside blocks; a short prompt decodes on instance 0 meanwhile."""
     options = GroupOptions(exchange=exchange)  # type: ignore[arg-type]  # one of its names
-    llm.engine.set_policy(forced(plans, 4, options.sharing()))
+    llm.engine.set_policy(forced(plans, 4, options.sharing(), balance=balance))
     llm.reset_prefix_cache()
     prompts = prompts_of(300, 200, 17)
+    moved = llm.bytes_exchanged.get("kv_balance", 0)
     outputs = llm.generate(prompts, GREEDY)
     for prompt, output in zip(prompts, outputs, strict=True):
         assert_exact(output, oracle.complete(prompt, 6))
+    assert (llm.bytes_exchanged.get("kv_balance", 0) > moved) == balance
     held = [i for i, tokens in enumerate(outputs[0].metrics.kv_tokens_per_instance) if tokens]
     assert held == sorted(plans[300][-1][1])
 

@@ -188,6 +188,7 @@ def test_partitions_are_searched_kept_and_not_searched_again(
         (["--policy", "context"], "leave out"),
         (["-o", "threshold=3"], "leave out -o threshold=3"),
         (["--no-enable-prefix-caching"], "leave out"),
+        (["--prefill-parallel", "2", "--decode-parallel", "1"], "give --parallel, and no roles"),
         (["--lengths", "8,1000"], "from 1 to 999 tokens with this model, but 8,1000 given"),
         (["--lengths", "0"], "from 1 to 999"),
         (["--lengths", "x"], "whole numbers"),

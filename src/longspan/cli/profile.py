@@ -66,6 +66,8 @@ def profile(
 def _check(engine: EngineOptions) -> None:
     if (engine.policy, engine.exchange, engine.layout, engine.fractions) != ("auto", "auto", "auto", None):
         raise ValueError("profile tries the exchanges itself: leave out --policy, --exchange, --layout and --fractions")
+    if (engine.prefill_parallel, engine.decode_parallel, engine.transfer_backends) != (None, None, None):
+        raise ValueError("profile measures instances that are split alike: give --parallel, and no roles to instances")
     if engine.policy_option:
         raise ValueError(f"profile sets options of policies itself: leave out -o {engine.policy_option[0]}")
     if not engine.enable_prefix_caching:

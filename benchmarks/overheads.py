@@ -1,0 +1,169 @@
+"""What moving KV costs (Tetris §7.4), on pairs of workers of one thread each: ratios of medians from one run.
+
+    python benchmarks/overheads.py [--length 4096] [--repeats 5]
+
+Balancing: a prompt of two chunks, the first on one instance, the second on both; time to first token with the KV of the
+first chunk dealt anew to both, against leaving it where it is. Streaming: a prompt on an instance that only prefills;
+time to first token when all of its KV goes to another that decodes, against a prompt that ends with its first token and
+goes nowhere. Backends: several prompts at once, until the last has ended; with one transfer backend against two.
+
+With and without take turns, so that a machine that gets slower meanwhile does so for both. Random prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from longspan import LLM, SamplingParams
+from longspan.core.protocols import Policy
+from longspan.policy.cdsp import Chunk, ChunkPlan, Prompt
+from longspan.policy.cdsp_policy import Cdsp
+from longspan.policy.cdsp_rates import RateTable, RateWatch
+from longspan.policy.choosing import Chooser, Facts
+from longspan.policy.group_shares import GroupShares
+from longspan.policy.sharing import SharingOptions
+
+_NUM_AT_ONCE = 6
+_BLOCK = 64
+
+
+class InTwoChunks:
+    """Plans half of a prompt on instance 0, and the rest on 0 and 1."""
+
+    largest = 2
+
+    def plan(self, prompt: Prompt, queue_s: Sequence[float]) -> ChunkPlan:
+        """See `ChunkPlanner`."""
+        first = prompt.new_tokens // 2
+        chunks = Chunk(num_tokens=first, group=(0,)), Chunk(num_tokens=prompt.new_tokens - first, group=(0, 1))
+        return ChunkPlan(chunks=chunks, ttft_s=max(queue_s) + 1.0)
+
+    def seconds(self, size: int, new_tokens: int, cached_tokens: int) -> float:  # noqa: ARG002 - of the protocol
+        """See `ChunkPlanner`; nothing is chosen by it."""
+        return 1.0
+
+
+def growing(*, balance: bool) -> Policy:
+    """A policy that runs these plans."""
+    options = SharingOptions(exchange="ring_kv")
+    shares = GroupShares(options, Chooser(2, Facts(), options.wanted), balance=balance)
+    return Cdsp((0, 1), InTwoChunks(), shares, RateWatch(RateTable(entries=((0.0, 0.0),))))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Seconds with something and without it, both measured by a call."""
+
+    with_it: Callable[[], float]
+    without: Callable[[], float]
+
+
+class Runner:
+    """A pair of workers, and random prompts for them."""
+
+    def __init__(self, llm: LLM, length: int) -> None:
+        self.llm, self._length, self._random = llm, length, random.Random(0)
+
+    def ttft_s(self, num_tokens: int = 1) -> float:
+        """Of one prompt that is answered with so many tokens."""
+        [output] = self.llm.generate([self._prompt(self._length)], _tokens(num_tokens), use_tqdm=False)
+        assert output.metrics.ttft_s is not None, "it has ended"
+        return output.metrics.ttft_s
+
+    def growing_ttft_s(self, *, balance: bool) -> float:
+        """Of one prompt in two chunks."""
+        self.llm.engine.set_policy(growing(balance=balance))
+        return self.ttft_s()
+
+    def all_s(self) -> float:
+        """Until the last of several shorter prompts has its tokens."""
+        prompts = [self._prompt(self._length // 4) for _ in range(_NUM_AT_ONCE)]
+        outputs = self.llm.generate(prompts, _tokens(4), use_tqdm=False)
+        return max((output.metrics.ttft_s or 0.0) + sum(output.metrics.tbt_s) for output in outputs)
+
+    def _prompt(self, length: int) -> list[int]:
+        return [self._random.randrange(10, 49_000) for _ in range(length)]
+
+
+def main() -> None:
+    """Measures and prints; with `--json` writes every sample."""
+    options = _options()
+    arguments = {"threads_per_rank": 1, "block_size": _BLOCK, "enable_prefix_caching": False}
+    roles = {"prefill_parallel": "1", "decode_parallel": "1"}
+    samples: dict[str, dict[str, list[float]]] = {}
+    with ExitStack() as stack:
+
+        def runner(**more: object) -> Runner:
+            return Runner(stack.enter_context(LLM(**arguments, **more)), options.length)  # type: ignore[arg-type]  # its own
+
+        uniform = runner(instances=2)
+        two, one = (runner(**roles, transfer_backends=backends) for backends in (2, 1))
+        comparisons: Mapping[str, Comparison] = {
+            "balancing a group that grows": Comparison(
+                lambda: uniform.growing_ttft_s(balance=True), lambda: uniform.growing_ttft_s(balance=False)
+            ),
+            "streaming to a decode instance": Comparison(lambda: two.ttft_s(2), two.ttft_s),
+            "one backend instead of two": Comparison(one.all_s, two.all_s),
+        }
+        for comparison in comparisons.values():  # first times are slower
+            comparison.with_it()
+            comparison.without()
+        for _ in track(range(options.repeats), "measuring"):
+            for name, comparison in comparisons.items():
+                found = samples.setdefault(name, defaultdict(list))
+                found["with"].append(comparison.with_it())
+                found["without"].append(comparison.without())
+        moved = [
+            llm.bytes_exchanged[name] / 2**20 for name, llm in (("kv_balance", uniform.llm), ("kv_transfer", two.llm))
+        ]
+    Console().print(_report(samples, options.length))
+    machine = f"{os.cpu_count()} x {platform.processor() or platform.machine()}, 1 thread per worker"
+    print(f"in all {moved[0]:.0f} MiB were balanced and {moved[1]:.0f} MiB streamed; {machine}")
+    if options.json:
+        options.json.write_text(json.dumps(samples, indent=1) + "\n")
+
+
+def _report(samples: Mapping[str, Mapping[str, Sequence[float]]], length: int) -> Table:
+    table = Table(title=f"Seconds for prompts of {length} tokens, a quarter of it for the last row")
+    for column in ("", "with", "without", "ratio", "lowest to highest"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name, found in samples.items():
+        with_it, without = (statistics.median(found[key]) for key in ("with", "without"))
+        ratios = [one / other for one, other in zip(found["with"], found["without"], strict=True)]
+        spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
+        table.add_row(name, f"{with_it:.3f}", f"{without:.3f}", f"{with_it / without:.3f}", spread)
+    return table
+
+
+def _tokens(number: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=number, ignore_eos=True)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--length", type=int, default=4096, metavar="TOKENS")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="write every sample there")
+    options = parser.parse_args()
+    if options.repeats < 1 or options.length < 8 * _BLOCK:
+        sys.exit(f"--repeats must be at least 1, and --length at least {8 * _BLOCK}")
+    return options
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Instances that prefill and instances that decode, on real workers, through the whole engine."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from oracle import Oracle, assert_exact
+from texts import topic_tokens
+from tiny_models import make_tiny
+
+from longspan import LLM, SamplingParams
+from longspan.core.errors import WorkerLostError
+from longspan.model.smollm2 import smollm2_folder
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, output_logits=True)
+PLANS = {"min_chunk": "16", "improvement_rate": "0"}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six query heads and three KV heads."""
+    return make_tiny("llama", tmp_path_factory.mktemp("tiny") / "llama")
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny: Path) -> Oracle:
+    return Oracle(tiny)
+
+
+def start(tiny: Path, prefill: str, decode: str, backends: int | None = None, **arguments: object) -> LLM:
+    return LLM(
+        str(tiny),
+        prefill_parallel=prefill,
+        decode_parallel=decode,
+        transfer_backends=backends,
+        policy_options=PLANS,
+        skip_tokenizer_init=True,
+        block_size=16,
+        max_num_batched_tokens=48,
+        **arguments,  # type: ignore[arg-type]  # of LLM
+    )
+
+
+def prompts_of(*lengths: int) -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(3, 199, length).tolist() for length in lengths]
+
+
+def run_all(llm: LLM) -> None:
+    while llm.engine.has_unfinished:
+        llm.engine.step()
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "backends"), [("1", "tp2", 1), ("tp2", "1", 2), ("3", "tp2", 1), ("2xtp2", "2", None)]
+)
+def test_many_prompts_and_another_turn(
+    tiny: Path, oracle: Oracle, prefill: str, decode: str, backends: int | None
+) -> None:
+    prompts = prompts_of(300, 200, 17, 1, 90, 250, 33)
+    with start(tiny, prefill, decode, backends) as llm:
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert_exact(output, oracle.complete(prompt, 8))
+        moved = llm.bytes_exchanged["kv_transfer"]
+        assert moved >= sum(map(len, prompts)) * 3 * 16 * 4 * 2 * 3, "all tokens, in three layers"
+        turn = [*prompts[0], *outputs[0].outputs[0].token_ids, *prompts[2]]
+        [output] = llm.generate([turn], GREEDY)
+        assert output.metrics.num_cached_tokens > 0
+        assert_exact(output, oracle.complete(turn, 8))
+
+
+def test_decode_instances_with_little_room(tiny: Path, oracle: Oracle) -> None:
+    """Requests wait for room there, and give way to each other while they decode."""
+    long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, output_logits=True)
+    prompts = prompts_of(100, 90, 60, 80, 40)
+    with start(tiny, "2", "1", 1, num_gpu_blocks_override=12, max_model_len=150) as llm:
+        for prompt, output in zip(prompts, llm.generate(prompts, long, use_tqdm=False), strict=True):
+            assert_exact(output, oracle.complete(prompt, 40))
+
+
+def test_penalties_count_what_was_sampled_elsewhere(tiny: Path) -> None:
+    counting = SamplingParams(
+        temperature=0, frequency_penalty=0.5, presence_penalty=0.25, max_tokens=20, ignore_eos=True, output_logits=True
+    )
+    with start(tiny, "2", "1") as llm:
+        for output in llm.generate(prompts_of(70, 17), counting, use_tqdm=False):
+            [got] = output.outputs
+            assert got.logits is not None
+            counts = np.zeros(len(got.logits[0]), dtype=np.float32)
+            for token, logits in zip(got.token_ids, got.logits, strict=True):
+                assert token == int((logits - 0.5 * counts - 0.25 * (counts > 0)).argmax())
+                counts[token] += 1
+
+
+def test_what_is_given_up_in_mid_transfer_leaves_nothing(tiny: Path, oracle: Oracle) -> None:
+    """Streams that are closed at any moment: all blocks are free again, and others are none the worse."""
+    prompts = prompts_of(300, 200, 250)
+    with start(tiny, "2", "tp2", 1) as llm:
+        for num_steps in range(1, 12, 2):
+            jobs = [llm.jobs.job(prompt, GREEDY) for prompt in prompts[:2]]
+            requests = [llm.engine.add(job.token_ids, GREEDY) for job in jobs]
+            for _ in range(num_steps):
+                llm.engine.step()
+            for request in requests:
+                llm.engine.finish(request, "abort")
+            [output] = llm.generate([prompts[2]], GREEDY)
+            assert_exact(output, oracle.complete(prompts[2], 8))
+            run_all(llm)
+            assert llm.engine.load().used_blocks == [0, 0, 0]
+            llm.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("rank", [0, 2], ids=["prefill", "decode"])
+def test_workers_that_are_lost_in_mid_transfer(tiny: Path, oracle: Oracle, rank: int) -> None:
+    """With new ones everything goes on where it was."""
+    prompts = prompts_of(300, 200)
+    with start(tiny, "2", "tp2", 1) as llm:
+        requests = [llm.engine.add(prompt, GREEDY) for prompt in prompts]
+        for _ in range(9):
+            llm.engine.step()
+        os.kill(llm.worker_pids[rank], signal.SIGKILL)
+        with pytest.raises(WorkerLostError, match=f"rank {rank} .*SIGKILL"):
+            run_all(llm)
+        llm.restart()
+        run_all(llm)
+    for prompt, request in zip(prompts, requests, strict=True):
+        expected = oracle.complete(prompt, 8)
+        assert request.output == expected.token_ids
+
+
+def test_smollm2() -> None:
+    prompt = list(topic_tokens()[:1200])
+    with LLM(prefill_parallel="1", decode_parallel="tp2", block_size=64, max_num_batched_tokens=512) as llm:
+        [output] = llm.generate([prompt], GREEDY)
+        assert llm.bytes_exchanged["kv_transfer"] > 0
+    assert_exact(output, Oracle(smollm2_folder()).complete(prompt, 8))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"policy": "context"}, "choose tetris or fixed-sp"),
+        ({"policy_options": {"exchange": "gather_hidden"}}, "gather_hidden"),
+        ({"transfer_backends": 0}, "transfer_backends must be at least 1"),
+        ({"decode_parallel": "tp7"}, "tp 7 is too much"),
+        ({"decode_parallel": None}, "needs decode_parallel"),
+    ],
+)
+def test_what_cannot_be(tiny: Path, arguments: dict[str, object], says: str) -> None:
+    given = {"prefill_parallel": "2", "decode_parallel": "1", "skip_tokenizer_init": True, **arguments}
+    with pytest.raises(ValueError, match=says):
+        LLM(str(tiny), **given)  # type: ignore[arg-type]  # of LLM
