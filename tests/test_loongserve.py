@@ -80,9 +80,7 @@ def test_a_request_that_outgrows_its_instance_gets_another_one() -> None:
 def test_all_are_served_and_all_blocks_come_back(
     lengths: list[tuple[int, int]], instances: int, blocks: int, uneven: int, ahead: int
 ) -> None:
-    cluster = Cluster(
-        setup(num_instances=instances, num_blocks=blocks, uneven=uneven, max_steps_in_flight=ahead)
-    )
+    cluster = Cluster(setup(num_instances=instances, num_blocks=blocks, uneven=uneven, max_steps_in_flight=ahead))
     requests = [cluster.add(range(i, i + prompt), max_tokens=answer) for i, (prompt, answer) in enumerate(lengths)]
     cluster.run()
     for request in requests:

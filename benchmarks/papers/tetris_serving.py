@@ -2,9 +2,9 @@
 
     python benchmarks/papers/tetris.py --serving [--quick] [--jobs N] [--json FILE]
 
-Llama 3 8B on 4 hosts of 8 A100 (16 prefill instances of TP 1, 2 decode instances of TP 8, groups of up to 16), and 70B on 8
-hosts (8 and 8 instances of TP 4, groups of up to 8). `loongserve` has all devices in one pool of TP 1, or TP 4. All use ring
-attention. The paper leaves open, and here is chosen:
+Llama 3 8B on 4 hosts of 8 A100 (16 prefill instances of TP 1, 2 decode instances of TP 8, groups of up to 16), and 70B on
+8 hosts (8 and 8 instances of TP 4, groups of up to 8). `loongserve` has all devices in one pool of TP 1, or TP 4. All
+use ring attention. The paper leaves open, and here is chosen:
 
 - answers have 512 tokens. At that length `loongserve` takes about half of its instances for decode, which is what the
   paper's P/D ratio of 1:1 gives, and its TBT stands to TP 8 as in the paper; so TBT is no independent check.
@@ -45,6 +45,7 @@ _FIXED_RATES = (0.1, 0.3, 0.5, 0.7)
 _LOADS = (0.3, 0.5, 0.7, 0.8, 0.9, 1.0)
 """Parts of the highest rate of `tetris` at which its options are compared."""
 _PRECISION = 1.05
+_NUM_PROFILED = 300
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +67,8 @@ class Setup:
 
 
 SETUPS = (
-    Setup(
-        model="llama-3-8b", hosts=4, prefill="16", decode="2xtp8", unified="32", largest=16, fixed=(8, 16)
-    ),
-    Setup(
-        model="llama-3-70b", hosts=8, prefill="8xtp4", decode="8xtp4", unified="16xtp4", largest=8, fixed=(8,)
-    ),
+    Setup(model="llama-3-8b", hosts=4, prefill="16", decode="2xtp8", unified="32", largest=16, fixed=(8, 16)),
+    Setup(model="llama-3-70b", hosts=8, prefill="8xtp4", decode="8xtp4", unified="16xtp4", largest=8, fixed=(8,)),
 )
 
 
@@ -95,7 +92,7 @@ class Study:
     Attributes:
         max_rates: by system.
         at_limit: by system, at the highest rate of the best baseline.
-        fixed_rates: TTFT with an improvement rate over that with the table, by load, then improvement rate: P50 and P99.
+        fixed_rates: TTFT with an improvement rate over that with the table, by load, then rate: P50 and P99.
         single_chunk: by load, TTFT without chunks over that with them: P50 and P99; and which part of the time prefill
             instances compute then, without and with.
     """
@@ -170,8 +167,8 @@ def study(setup: Setup, workload: str, num_requests: int, loads: tuple[float, ..
     light_s = tetris.with_options({"improvement_rate": "0.05"}).light_ttft_p99_s(systems.requests(output_len=1))
     assert light_s is not None
     roughly = _max_rate(tetris.with_options({"improvement_rate": "0.5"}), systems.answers("tetris"), light_s)
-    profiled = systems.requests(seed=_PROFILED_SEED, output_len=1)
-    table, _ = profile_improvement_rates(tetris, profiled, 1.2 * roughly)
+    profiled = systems.requests(seed=_PROFILED_SEED, output_len=1, num=_NUM_PROFILED)
+    table, _ = profile_improvement_rates(tetris, profiled, roughly)
     systems.scenes["tetris"] = tetris = tetris.with_options({"improvement_rates": str(table)})
     found = Study(model=setup.model, workload=workload, light_s=light_s, table=str(table))
     for name, scene in systems.scenes.items():
@@ -234,7 +231,7 @@ def _max_rate(scene: Scene, requests: Workload, light_s: float) -> float:
 def run(*, quick: bool, jobs: int, json_path: Path | None) -> bool:
     """Runs and prints everything; returns whether `tetris` has the highest rate in each case."""
     setups, workloads = (SETUPS[:1], _WORKLOADS[:1]) if quick else (SETUPS, _WORKLOADS)
-    num_requests, loads = (150, (0.5, 0.9)) if quick else (400, _LOADS)
+    num_requests, loads = (400, (0.5, 0.9)) if quick else (1000, _LOADS)
     cases = list(product(setups, workloads))
     with ProcessPoolExecutor(max_workers=jobs) as pool:
         waiting = [pool.submit(study, setup, workload, num_requests, loads) for setup, workload in cases]
@@ -263,14 +260,20 @@ def _print(one: Study) -> None:
         )
     console = Console(width=120)
     console.print(rates)
-    print(f"TTFT, TBT and throughput are at {one.max_rates[one.best_baseline]:.2f}/s, the limit of {one.best_baseline}.")
-    loads = Table("load", *(f"rate {rate}" for rate in _FIXED_RATES), "single chunk", "computing", title="TTFT P50, P99")
+    print(
+        f"TTFT, TBT and throughput are at {one.max_rates[one.best_baseline]:.2f}/s, the limit of {one.best_baseline}."
+    )
+    loads = Table(
+        "load", *(f"rate {rate}" for rate in _FIXED_RATES), "single chunk", "computing", title="TTFT P50, P99"
+    )
     for load, by_rate in one.fixed_rates.items():
         p50, p99, single, chunked = one.single_chunk[load]
         cells = [f"{mid:.2f}x {tail:.2f}x" for mid, tail in by_rate.values()]
         loads.add_row(f"{load:.0%}", *cells, f"{p50:.2f}x {p99:.2f}x", f"{single:.1%} {chunked:.1%}")
     console.print(loads)
-    print("Over the profiled table, and over chunks. Computing: prefill instances' part of the time, single and chunks.\n")
+    print(
+        "Over the profiled table, and over chunks. Computing: prefill instances' part of the time, single and chunks.\n"
+    )
 
 
 def _verdicts(studies: Iterable[Study]) -> None:
@@ -279,7 +282,9 @@ def _verdicts(studies: Iterable[Study]) -> None:
     claims = Table("claim", "paper", "ours", "", title="The paper's claims")
 
     def claim(name: str, paper: tuple[float, float], ours: list[float], form: str) -> None:
-        reached = "as in the paper" if min(ours) >= 0.9 * paper[0] else "partly" if max(ours) >= paper[0] else "NOT reached"
+        reached = (
+            "as in the paper" if min(ours) >= 0.9 * paper[0] else "partly" if max(ours) >= paper[0] else "NOT reached"
+        )
         shown = f"{form.format(min(ours))} to {form.format(max(ours))}"
         claims.add_row(name, f"{form.format(paper[0])} to {form.format(paper[1])}", shown, reached)
 
@@ -304,8 +309,8 @@ def _verdicts(studies: Iterable[Study]) -> None:
         single = max(one.single_chunk.values(), key=lambda found: max(found[:2]))
         print(
             f"{one.model}, {one.workload}: tetris {one.max_rates['tetris']:.2f}/s, {one.best_baseline} "
-            f"{one.max_rates[one.best_baseline]:.2f}/s; without chunks TTFT is {max(single[:2]):.2f} times at worst: prefill "
-            f"instances compute {single[2]:.1%} of the time then, so that chunks have {1 - single[2]:.1%} to win"
+            f"{one.max_rates[one.best_baseline]:.2f}/s; without chunks TTFT is {max(single[:2]):.2f} times at worst: "
+            f"prefill instances compute {single[2]:.1%} of the time then: chunks have {1 - single[2]:.1%} to win"
         )
 
 
@@ -315,6 +320,6 @@ def _best_disaggregated(one: Study) -> float:
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Those of `--serving`."""
-    parser.add_argument("--quick", action="store_true", help="one model, one workload, 150 requests")
+    parser.add_argument("--quick", action="store_true", help="one model, one workload, 400 requests")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--json", type=Path, help="write all numbers to this file")

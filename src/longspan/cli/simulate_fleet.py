@@ -18,7 +18,9 @@ def fleet_of(options: ClusterOptions) -> Fleet:
     if options.prefill_parallel is None and options.decode_parallel is None:
         return Fleet(spec=_alike(options))
     if options.prefill_parallel is None or options.decode_parallel is None:
-        raise ValueError("instances that prefill need others that decode: give --prefill-parallel and --decode-parallel")
+        raise ValueError(
+            "instances that prefill need others that decode: give --prefill-parallel and --decode-parallel"
+        )
     if options.parallel is not None:
         raise ValueError(
             f"--parallel {options.parallel} has all instances do both, but --prefill-parallel "

@@ -83,9 +83,7 @@ class Scene:
         """When no request meets another; None when none is served."""
         return percentile(self.run(workload.one_by_one(_FAR_APART_S), title="light load").ttfts_s, 99)
 
-    def max_rate(
-        self, workload: Workload, light_s: float, *, start: float, precision: float = 1.02
-    ) -> float | None:
+    def max_rate(self, workload: Workload, light_s: float, *, start: float, precision: float = 1.02) -> float | None:
         """The highest rate whose P99 of TTFT stays below so many times `light_s`, looked for from `start`.
 
         Raises:

@@ -12,10 +12,9 @@ _MOST_DOUBLINGS = 24
 _PRECISION = 1.02
 
 
-def find_max_rate(
-    keeps_up: Callable[[float], bool], *, start: float, precision: float = _PRECISION
-) -> float | None:
-    """The highest rate, to 2 % or another `precision`, at which `keeps_up` holds, looked for from `start` by doubling and halving.
+def find_max_rate(keeps_up: Callable[[float], bool], *, start: float, precision: float = _PRECISION) -> float | None:
+    """The highest rate, to a `precision` of 2 %, at which `keeps_up` holds, looked for from `start` by doubling and
+    halving.
 
     None when all requests at once are not too many either: it takes more of them to find a rate.
 
