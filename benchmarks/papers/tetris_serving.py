@@ -2,9 +2,9 @@
 
     python benchmarks/papers/tetris.py --serving [--quick] [--jobs N] [--json FILE]
 
-Llama 3 8B on 4 hosts of 8 A100 (16 prefill instances of TP 1, 2 decode instances of TP 8, groups of up to 16), and 70B on
-8 hosts (8 and 8 instances of TP 4, groups of up to 8). `loongserve` has all devices in one pool of TP 1, or TP 4. All
-use ring attention. The paper leaves open, and here is chosen:
+Llama 3 8B on 4 hosts of 8 A100 (16 prefill instances of TP 1, 2 decode instances of TP 8, groups of up to 16), and
+70B on 8 hosts (8 and 8 instances of TP 4, groups of up to 8). `loongserve` has all devices in one pool of TP 1, or TP
+4. All use ring attention. The paper leaves open, and here is chosen:
 
 - answers have 512 tokens. At that length `loongserve` takes about half of its instances for decode, which is what the
   paper's P/D ratio of 1:1 gives, and its TBT stands to TP 8 as in the paper; so TBT is no independent check.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import typer
@@ -58,7 +59,7 @@ def profile_improvement_rates(
     means_s: dict[float, Mapping[float, float]] = {}
     for rate in tqdm(request_rates(highest), desc="request rates", leave=False, disable=None):
         at_rate = workload.at_rate(rate)
-        best[rate], means_s[rate] = best_improvement_rate(lambda tried, at=at_rate: _mean_ttft_s(scene, at, tried))
+        best[rate], means_s[rate] = best_improvement_rate(partial(_mean_ttft_s, scene, at_rate))
     return RateTable(entries=tuple(best.items())), means_s
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Literal
 
@@ -24,7 +24,7 @@ def moved_s(tokens: Mapping[tuple[int, int], int], line_of: Callable[[int], Roof
         tokens: by source and target.
         line_of: the cost model of an instance.
     """
-    loads: Counter[_End] = Counter()
+    loads: dict[_End, float] = defaultdict(float)
     latency_s = 0.0
     for (source, target), number in tokens.items():
         sender, receiver = line_of(source), line_of(target)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from longspan.core.account import PrefixHit
 from longspan.core.protocols import ClusterView, Share
 from longspan.core.request import Request
-from longspan.core.runs import Deal
+from longspan.core.runs import Deal, deal
 from longspan.core.steps import Exchange
 from longspan.policy.balancing import even_moves
 from longspan.policy.batching import Budget, rotated_share, single_share
@@ -49,7 +49,24 @@ class GroupShares:
             return single_share(request, end, request.num_scheduled, budget)
         if self._options.rotate == "token" and is_single and request.num_scheduled >= request.num_prompt:
             return rotated_share(request, self._options.decode, budget)
+        if is_single and request.num_scheduled % request.block_size and request.num_scheduled >= request.num_prompt:
+            return self._inside_block(request, budget)
         return self.chunk(request, view, budget, request.group, None, most=most, end=request.num_tokens)
+
+    def _inside_block(self, request: Request, budget: Budget) -> Share | None:
+        """A decoded token that needs no new block: what `chunk` says too, which looks at all blocks."""
+        home, start, group = request.table[-1].instance, request.num_scheduled, request.group
+        if budget.tokens[home] <= 0:
+            return None
+        return Share(
+            request=request,
+            group=group,
+            start=start,
+            stop=start + 1,
+            runs=deal("single", start, start + 1, len(group), head=group.index(home)),
+            holders=(),
+            exchange=self._options.decode,
+        )
 
     def chunk(
         self,
