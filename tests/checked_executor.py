@@ -329,9 +329,9 @@ class CheckedExecutor:
             live.table[index] = target
         live.slots.move(live.table)
         after = Counter(ref.instance for ref in live.table[: part.start // size])
-        spread = [max(held[i] for i in part.group) - min(held[i] for i in part.group) for held in (before, after)]
+        unevenness = [sum(number**2 for number in held.values()) for held in (before, after)]
         fewer = len(_holders(live.table)) < len(holders)
-        assert fewer or spread[1] < spread[0], "what members hold is more even than before, or fewer of them hold any"
+        assert fewer or unevenness[1] < unevenness[0], "what members hold is more even than before, or fewer hold any"
 
     def _has_moved(self, live: _Live, request: Request) -> bool:
         roles = self._setup.roles

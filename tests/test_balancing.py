@@ -170,3 +170,17 @@ def test_those_that_are_routed_in_the_same_plan_count() -> None:
 def test_what_ends_with_its_next_token_goes_nowhere() -> None:
     router = Router(view(used={}, active={}, promised={}), (1, 2))
     assert router.route(request_of(100, max_tokens=1)) is None
+
+
+@pytest.mark.parametrize("uneven", range(1, 6))
+def test_a_prompt_that_fills_its_group_waits_for_blocks_whose_kv_is_on_its_way(uneven: int) -> None:
+    """Copies of its earlier chunks still leave the blocks that it needs next; to begin anew would not help."""
+    roles = Roles(num_prefill=2, num_decode=1, backends=2)
+    setup = Setup(num_instances=3, num_blocks=10, decode_blocks=30, max_num_batched_tokens=16, roles=roles)
+    cluster = Cluster(replace(setup, policy="tetris", prefix_caching=False, uneven=uneven))
+    plans = {306: [(128, (0,)), (178, (0, 1))]}
+    cluster.engine.set_policy(forced(plans, 2, decode=(2,), balance=True))
+    request = cluster.add([1] * 306, max_tokens=3)
+    cluster.run()
+    assert_lawful(cluster)
+    assert request.metrics.num_preemptions == 0

@@ -111,13 +111,15 @@ class KvAccount:
             old = request.table[index]
             new = request.table[index] = BlockRef(instance, self.pool(instance).allocate())
             request.copying[new] = old
+            self.hold((old,))
+            self.give_back((old,))
             copies.append((old, new))
         return tuple(copies)
 
     def settle(self, request: Request, copies: Iterable[tuple[BlockRef, BlockRef]]) -> None:
         """Blocks of a request are copied: the old ones are given back, the new ones can be offered."""
         for old, new in copies:
-            self.pool(old.instance).release(old.block)
+            self.let_go((old,))
             del request.copying[new]
         self.publish(request, 0)
 
@@ -137,9 +139,14 @@ class KvAccount:
         return (*shared, *new), len(shared)
 
     def hold(self, refs: Iterable[BlockRef]) -> None:
-        """One more reference to each of these blocks in use."""
+        """One more reference to each of these blocks, for a copy under way."""
         for ref in refs:
             self.pool(ref.instance).hold(ref.block)
+
+    def let_go(self, refs: Iterable[BlockRef]) -> None:
+        """The copy is done."""
+        for ref in refs:
+            self.pool(ref.instance).let_go(ref.block)
 
     def give_back(self, refs: Iterable[BlockRef]) -> None:
         """One reference to each of these blocks less."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -47,6 +47,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._references = [0] * num_blocks
+        self._held: Counter[int] = Counter()
         self._blank = list(range(num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._content: dict[int, Content] = {}
@@ -59,7 +60,7 @@ class BlockPool:
         return len(self._blank) + len(self._cached)
 
     def references(self, block: int) -> int:
-        """How many requests and moves hold the block."""
+        """How many requests and copies under way hold the block."""
         return self._references[block]
 
     def allocate(self) -> int:
@@ -80,9 +81,22 @@ class BlockPool:
         self._references[block] += 1
 
     def hold(self, block: int) -> None:
-        """One more reference to a block that has one."""
+        """One more reference to a block that has one, for a copy under way."""
         assert self._references[block] > 0, "only blocks in use are held"
         self._references[block] += 1
+        self._held[block] += 1
+
+    def let_go(self, block: int) -> None:
+        """A copy is done."""
+        self._held[block] -= 1
+        if not self._held[block]:
+            del self._held[block]
+        self.release(block)
+
+    @property
+    def num_leaving(self) -> int:
+        """Blocks that are in use for copies under way alone: free when these are done."""
+        return sum(self._references[block] == number for block, number in self._held.items())
 
     def adopt(self, block: int) -> None:
         """Takes over a cached block to write on in it; its content is no longer offered to others."""

@@ -189,9 +189,10 @@ class Engine:
         """Emits what the policy plans, until no instance can be given another step; `step` does so first."""
         self._hand_over()
         while True:
+            num_preemptions = self.num_preemptions
             if self._can_emit and (batches := self._plan()):
                 self._emit_batches(batches)
-            elif not self._hand_over():  # plans may have made room for KV
+            elif num_preemptions == self.num_preemptions or not self._hand_over():
                 return
 
     def _hand_over(self) -> bool:
@@ -215,7 +216,8 @@ class Engine:
                 self._admit(share)
         for share in shares:
             self.account.extend(share.request, share.holders)
-        self._send_waiting()  # what is cached can go before the rest is computed
+        if any(share.target is not None for share in shares):
+            self._send_waiting()  # what is cached can go before the rest is computed
         for batch in batches:
             forward = self._forward(batch)
             self._steps.send(forward)

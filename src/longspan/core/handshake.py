@@ -8,7 +8,7 @@ first the blocks for all its KV; it keeps them until everything is there. Who ca
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
@@ -70,46 +70,47 @@ class Handshakes:
 
     def __init__(self, account: KvAccount, backends: int, num_seats: Callable[[int], int]) -> None:
         self._account, self._backends, self._num_seats = account, backends, num_seats
-        self._order: defaultdict[int, dict[int, Transfer]] = defaultdict(dict)
-        self._left_behind: Counter[int] = Counter()
+        self._order: dict[int, dict[int, Transfer]] = {}
+        self._taken: Counter[int] = Counter()  # backends that are reserved, or used by moves of transfers given up
         self._refused: dict[int, tuple[int, int]] = {}
         self.promised: Counter[int] = Counter()
         """Blocks that transfers without a backend will need, by target."""
 
     def shake(self, transfer: Transfer) -> None:
         """A transfer stands behind all others to its target."""
-        self._order[transfer.target][transfer.request.id] = transfer
+        self._order.setdefault(transfer.target, {})[transfer.request.id] = transfer
         self.promised[transfer.target] += transfer.num_blocks
 
     def part(self, transfer: Transfer) -> None:
         """A transfer is over, or given up: its backends are free, but for those that moves in flight use."""
         del self._order[transfer.target][transfer.request.id]
-        self._left_behind[transfer.target] += len(transfer.moves)
+        if not self._order[transfer.target]:
+            del self._order[transfer.target]
+        self._taken[transfer.target] += len(transfer.moves) - transfer.backends
         if not transfer.blocks:
             self.promised[transfer.target] -= transfer.num_blocks
 
     def left_behind_done(self, target: int) -> None:
         """A move of a transfer that was given up has ended."""
-        self._left_behind[target] -= 1
+        self._taken[target] -= 1
 
     def in_order(self) -> list[Transfer]:
         """Those that have a backend, by target, after reserving what can be."""
         found = []
         for target, transfers in self._order.items():
-            if transfers:
+            if self._taken[target] < self._backends:
                 self._reserve(target, transfers.values())
-                found += [transfer for transfer in transfers.values() if transfer.backends]
+            found += [transfer for transfer in transfers.values() if transfer.backends]
         return found
 
     def _reserve(self, target: int, transfers: Collection[Transfer]) -> None:
-        taken = sum(transfer.backends for transfer in transfers) + self._left_behind[target]
-        left = self._backends - taken
         for transfer in transfers:
+            left = self._backends - self._taken[target]
             if left <= 0 or not (transfer.blocks or self._allocate(transfer)):
                 return
             more = max(0, min(left, len(transfer.sources) - transfer.backends))
             transfer.backends += more
-            left -= more
+            self._taken[target] += more
 
     def _allocate(self, transfer: Transfer) -> bool:
         """Blocks for all of it, and a seat, or nothing; not tried again before another number is free."""

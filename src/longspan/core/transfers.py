@@ -89,7 +89,7 @@ class Transfers:
     def moved(self, number: int) -> None:
         """A move is done."""
         move, transfer = self._moves.pop(number)
-        self._account.give_back(ref for pair in move.copies for ref in pair)
+        self._account.let_go(ref for pair in move.copies for ref in pair)
         if self._transfers.get(move.request_id) is transfer:
             del transfer.moves[number]
             transfer.num_arrived += len(move.copies)

@@ -177,6 +177,9 @@ def fill(
         request = queue.popleft()
         share = placement.grow(request, view, budget)
         while share is not None and share.holders and not budget.fits(share.new_blocks):
+            if _frees_itself(share, view, budget):
+                share = None
+                continue
             victim = _victim(request, queue, share, budget)
             if victim is request and _can_wait(share, view):
                 share = None
@@ -211,9 +214,19 @@ def _runnable(view: ClusterView, instances: frozenset[int]) -> deque[Request]:
     return deque(r for r in found if r.num_scheduled < r.num_tokens and instances.issuperset(r.group))
 
 
+def _short(share: Share, budget: Budget) -> set[int]:
+    """The instances where blocks are missing."""
+    return {i for i, number in share.new_blocks.items() if budget.blocks[i] < number}
+
+
+def _frees_itself(share: Share, view: ClusterView, budget: Budget) -> bool:
+    """Whether blocks where they are missing will be free as soon as KV on its way has left: nobody need give way."""
+    return any(view.account.pool(instance).num_leaving for instance in _short(share, budget))
+
+
 def _victim(request: Request, later: Sequence[Request], share: Share, budget: Budget) -> Request:
     """The last of `later` that holds a block where one is missing, or else `request` itself."""
-    short = {i for i, number in share.new_blocks.items() if budget.blocks[i] < number}
+    short = _short(share, budget)
     holding = (r for r in reversed(later) if any(ref.instance in short for ref in r.table))
     return next(holding, request)
 

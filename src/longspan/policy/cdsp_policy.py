@@ -129,11 +129,13 @@ class Cdsp:
 
     def plan(self, view: ClusterView) -> Plan:
         """One batch per set of instances that share requests, where all of the set can take a step."""
+        decodes = plan_decodes(view, self._decode, self)
+        if view.full.issuperset(self._everyone):
+            return decodes
         self._look(view)
         plan, stuck = self._plan_turns(view)
         if stuck and self._let_running_pass() and not (plan.batches or plan.preempted):
             plan, _ = self._plan_turns(view)
-        decodes = plan_decodes(view, self._decode, self)
         return Plan(preempted=plan.preempted + decodes.preempted, batches=plan.batches + decodes.batches)
 
     # ---------------------------------------------------------------- plans
