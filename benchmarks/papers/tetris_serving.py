@@ -45,7 +45,6 @@ _FIXED_RATES = (0.1, 0.3, 0.5, 0.7)
 _LOADS = (0.3, 0.5, 0.7, 0.8, 0.9, 1.0)
 """Parts of the highest rate of `tetris` at which its options are compared."""
 _PRECISION = 1.05
-_NUM_PROFILED = 300
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +166,7 @@ def study(setup: Setup, workload: str, num_requests: int, loads: tuple[float, ..
     light_s = tetris.with_options({"improvement_rate": "0.05"}).light_ttft_p99_s(systems.requests(output_len=1))
     assert light_s is not None
     roughly = _max_rate(tetris.with_options({"improvement_rate": "0.5"}), systems.answers("tetris"), light_s)
-    profiled = systems.requests(seed=_PROFILED_SEED, output_len=1, num=_NUM_PROFILED)
+    profiled = systems.requests(seed=_PROFILED_SEED, output_len=1, num=num_requests // 4)
     table, _ = profile_improvement_rates(tetris, profiled, roughly)
     systems.scenes["tetris"] = tetris = tetris.with_options({"improvement_rates": str(table)})
     found = Study(model=setup.model, workload=workload, light_s=light_s, table=str(table))
