@@ -9,12 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from oracle import Oracle, assert_exact
-from texts import topic_tokens
 from tiny_models import make_tiny
 
 from longspan import LLM, SamplingParams
 from longspan.core.errors import WorkerLostError
-from longspan.model.smollm2 import smollm2_folder
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, output_logits=True)
 PLANS = {"min_chunk": "16", "improvement_rate": "0"}
@@ -131,14 +129,6 @@ def test_workers_that_are_lost_in_mid_transfer(tiny: Path, oracle: Oracle, rank:
     for prompt, request in zip(prompts, requests, strict=True):
         expected = oracle.complete(prompt, 8)
         assert request.output == expected.token_ids
-
-
-def test_smollm2() -> None:
-    prompt = list(topic_tokens()[:1200])
-    with LLM(prefill_parallel="1", decode_parallel="tp2", block_size=64, max_num_batched_tokens=512) as llm:
-        [output] = llm.generate([prompt], GREEDY)
-        assert llm.bytes_exchanged["kv_transfer"] > 0
-    assert_exact(output, Oracle(smollm2_folder()).complete(prompt, 8))
 
 
 @pytest.mark.parametrize(

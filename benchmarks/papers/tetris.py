@@ -1,6 +1,7 @@
 """Tetris: Table 1 (prefill of Llama 3 8B) and Fig. 2 (decoding), beside the cost model.
 
     python benchmarks/papers/tetris.py
+    python benchmarks/papers/tetris.py --serving    # Figures 8 to 13, see tetris_serving.py
 
 The paper's 4k is read as 4,000 tokens. It does not say at which lengths and batches Fig. 2's "up to" was measured. Here
 (a) is taken at the largest batch (of powers of two, of 16k tokens each) that still fits, where each ratio is largest;
@@ -9,9 +10,11 @@ The paper's 4k is read as 4,000 tokens. It does not say at which lengths and bat
 
 from __future__ import annotations
 
+import argparse
 import sys
 from dataclasses import replace
 
+import tetris_serving
 from cells import Cell, Setting, report
 
 from longspan.cost.efficiency import Efficiency
@@ -72,5 +75,15 @@ def main() -> bool:
     return report("Tetris, Fig. 2", fig_2()) and passed and not alone.fits
 
 
+def _main() -> bool:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--serving", action="store_true", help="simulate clusters that serve")
+    tetris_serving.options(parser)
+    given = parser.parse_args()
+    if given.serving:
+        return tetris_serving.run(quick=given.quick, jobs=given.jobs, json_path=given.json)
+    return main()
+
+
 if __name__ == "__main__":
-    sys.exit(not main())
+    sys.exit(not _main())

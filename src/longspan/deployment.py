@@ -151,8 +151,6 @@ class Deployment:
                 prefix_caching=enable_prefix_caching,
                 max_steps_in_flight=2 if async_scheduling else 1,
                 seed=seed,
-                roles=roles,
-                decode_blocks=decode_blocks,
             ),
         )
 

@@ -81,7 +81,7 @@ class Scene:
         """When no request meets another; None when none is served."""
         return percentile(self.run(workload.one_by_one(_FAR_APART_S), title="light load").ttfts_s, 99)
 
-    def max_rate(self, workload: Workload, light_s: float, *, start: float) -> float | None:
+    def max_rate(self, workload: Workload, light_s: float, *, start: float, precision: float = 1.02) -> float | None:
         """The highest rate whose P99 of TTFT stays below so many times `light_s`, looked for from `start`.
 
         Raises:
@@ -92,7 +92,7 @@ class Scene:
             found = percentile(self.run(workload.at_rate(rate), title=f"rate {rate:.3g}").ttfts_s, 99)
             return found is not None and found < MOST_TIMES_LIGHT * light_s
 
-        return find_max_rate(keeps_up, start=start)
+        return find_max_rate(keeps_up, start=start, precision=precision)
 
     def _config(self, capacity: int, *, shares: bool) -> EngineConfig:
         options, cluster = self.scheduling, self.cluster

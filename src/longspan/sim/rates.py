@@ -12,8 +12,9 @@ _MOST_DOUBLINGS = 24
 _PRECISION = 1.02
 
 
-def find_max_rate(keeps_up: Callable[[float], bool], *, start: float) -> float | None:
-    """The highest rate, to 2 %, at which `keeps_up` holds, looked for from `start` by doubling and halving.
+def find_max_rate(keeps_up: Callable[[float], bool], *, start: float, precision: float = _PRECISION) -> float | None:
+    """The highest rate, to a `precision` of 2 %, at which `keeps_up` holds, looked for from `start` by doubling and
+    halving.
 
     None when all requests at once are not too many either: it takes more of them to find a rate.
 
@@ -32,7 +33,7 @@ def find_max_rate(keeps_up: Callable[[float], bool], *, start: float) -> float |
     high = 2 * low
     while low >= start and keeps_up(high):
         low, high = high, 2 * high
-    while high / low > _PRECISION:
+    while high / low > precision:
         middle = (low * high) ** 0.5
         low, high = (middle, high) if keeps_up(middle) else (low, middle)
     return low

@@ -1,0 +1,75 @@
+"""`longspan simulate` with roles, and the table of improvement rates."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from fake_llm import run
+
+from longspan.policy.cdsp_rates import IMPROVEMENT_RATES, RateTable
+from longspan.sim.improvement import best_improvement_rate, request_rates
+
+HOST = ("llama-3-8b", "--hardware", "a100-sxm-80g", "--gpus-per-host", "8")
+ROLES = ("--prefill-parallel", "4", "--decode-parallel", "tp4", "--policy", "tetris")
+FEW = ("--workload", "short", "--num-requests", "20", "--seed", "3", "--json")
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert run("simulate", *arguments) == 0
+    return capsys.readouterr().out
+
+
+def test_decode_instances_of_larger_tp_are_quicker_between_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    split = json.loads(printed(capsys, *HOST, *ROLES, *FEW, "--rate", "0.5", "--output-len", "20"))
+    alike = json.loads(printed(capsys, *HOST, "--policy", "tetris", *FEW, "--rate", "0.5", "--output-len", "20"))
+    assert split["num_completed"] == alike["num_completed"] == 20
+    assert split["tbt_p50_s"] < alike["tbt_p50_s"] / 2
+
+
+def test_one_backend_serves_all(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (*HOST, *ROLES, *FEW, "--rate", "2", "--output-len", "5")
+    one = json.loads(printed(capsys, *arguments, "--transfer-backends", "1"))
+    all_of_them = json.loads(printed(capsys, *arguments))
+    assert one["num_completed"] == 20
+    assert one["ttft_p99_s"] == all_of_them["ttft_p99_s"], "first tokens come from where prompts are computed"
+    assert one["e2e_p50_s"] >= all_of_them["e2e_p50_s"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--prefill-parallel", "4"), "give --prefill-parallel and --decode-parallel"),
+        ((*ROLES, "--parallel", "8"), "--parallel 8 has all instances do both"),
+        (("--prefill-parallel", "4", "--decode-parallel", "tp2"), r"instances\(4\) * tp(1) + instances(1) * tp(2) = 6"),
+        (("--transfer-backends", "2"), "--transfer-backends 2 is for KV that is sent"),
+        ((*ROLES, "--transfer-backends", "0"), "--transfer-backends must be at least 1, but 0 given"),
+        ((*ROLES[:4], "--policy", "context"), "policy context prefills and decodes on the same instances"),
+        (("--policy", "context", "--profile-improvement-rates"), "is for --policy tetris, but --policy context"),
+        ((*ROLES, "-o", "improvement_rate=0.2", "--profile-improvement-rates"), "leave that out"),
+    ],
+)
+def test_mistakes(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str) -> None:
+    assert run("simulate", *HOST, *FEW, "--rate", "1", *arguments) == 2
+    assert message.replace("\\", "") in capsys.readouterr().err
+
+
+def test_profiled_improvement_rates_are_those_of_the_least_mean_ttft(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (*HOST, *ROLES, *FEW, "--rate", "0.8", "--profile-improvement-rates")
+    found = json.loads(printed(capsys, *arguments))
+    table = RateTable.parse(found["improvement_rates"])
+    assert [rate for rate, _ in table.entries] == [0.5, 1.0]
+    for rate, best in table.entries:
+        means_s = found["ttft_mean_s"][f"{rate:g}"]
+        assert len(means_s) == len(IMPROVEMENT_RATES)
+        assert means_s[f"{best:g}"] == min(means_s.values())
+    assert printed(capsys, *arguments[:-4], *arguments[-3:]).strip() == f"improvement_rates={table}"
+    again = printed(capsys, *HOST, *ROLES, *FEW, "--rate", "1", "-o", f"improvement_rates={table}")
+    assert json.loads(again)["num_completed"] == 20
+
+
+def test_of_equal_improvement_rates_the_lowest_is_best() -> None:
+    assert best_improvement_rate(lambda rate: abs(rate - 0.325) // 0.05)[0] == 0.3
+    assert request_rates(1.2) == (0.5, 1.0, 1.5)
+    with pytest.raises(ValueError, match="above 0 and at most 1000"):
+        request_rates(0)
