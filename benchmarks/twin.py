@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from longspan import LLM
-from longspan.cli.profile_run import measure
+from longspan.cli.profile_run import measure, measure_links
 from longspan.core.protocols import ClusterView, Plan, Policy, PolicySettings
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
@@ -101,7 +101,7 @@ def main() -> None:
         return LLM(asked.model, instances=instances, dtype=asked.dtype, threads_per_rank=1, skip_tokenizer_init=True)
 
     lengths = [int(length) for length in asked.lengths.split(",")]
-    measure(start, INSTANCES, lengths, asked.repeats)
+    measure_links(measure(start, INSTANCES, lengths, asked.repeats), INSTANCES)
     for name in asked.policies:
         with start(INSTANCES) as llm:
             arrivals = _arrivals(llm, name, asked)

@@ -41,21 +41,27 @@ class Machine(FakeLLM):
     info = SimpleNamespace(vocab_size=50)
     subject = SUBJECT
     facts = Facts(shape=SHAPE)
-    engine = SimpleNamespace(config=SimpleNamespace(block_size=8))
 
     def __init__(self, model: str, **arguments: Any) -> None:
         super().__init__(model, **arguments)
         Machine.started.append(self)
+        self.num_instances = int(self.arguments["parallel"].partition("x")[0])
+        self.engine = SimpleNamespace(config=SimpleNamespace(block_size=8, num_instances=self.num_instances))
+        self.num_at_once = 1
         self.policy: dict[str, str] = {}
         self.prompts: list[list[int]] = []
 
     def set_policy(self, policy: str, options: dict[str, str]) -> None:
-        assert policy == "context"
+        assert policy in ("context", "chunked")
+        self.num_at_once = self.num_instances if policy == "chunked" else 1
         self.policy = options
 
     def generate(self, prompt: Any, params: SamplingParams, *, use_tqdm: bool) -> list[object]:
         del use_tqdm
         if isinstance(prompt[0], list):
+            if params.max_tokens == 1:
+                assert len(prompt) == self.num_at_once, "each instance gets one"
+                return [output for one in prompt for output in self.generate(one, params, use_tqdm=False)]
             return self._decode(prompt, params)
         if "fractions" in self.policy and len(prompt) == self.failure_in_chains_of:
             raise KeyboardInterrupt
@@ -64,7 +70,7 @@ class Machine(FakeLLM):
         cached = max((len(p) for p in self.prompts if self.cached and prompt[: len(p)] == p), default=0)
         self.prompts.append(prompt)
         per_token = 2e-3 if self.policy.get("exchange") == "ring_q" else 1e-3
-        ttft_s = per_token * (len(prompt) - cached) / int(self.arguments["parallel"].partition("x")[0])
+        ttft_s = per_token * (len(prompt) - cached) / self.num_instances
         if "fractions" in self.policy:
             pieces = map(float, self.policy["fractions"].split(","))
             ttft_s = per_token * len(prompt) * max(piece * cost for piece, cost in zip(pieces, (2, 6), strict=True))
@@ -73,9 +79,10 @@ class Machine(FakeLLM):
     def _decode(self, prompts: list[list[int]], params: SamplingParams) -> list[object]:
         """5 ms, and for each request 1 ms and 10 us per token; until all have started, nonsense."""
         assert all(prompt in self.prompts for prompt in prompts), "their KV was computed before"
-        gap_s = 5e-3 + sum(1e-3 + 1e-5 * len(prompt) for prompt in prompts)
-        assert params.max_tokens is not None
-        tbt_s = [*[9.0] * len(prompts), *[gap_s] * (params.max_tokens - len(prompts) - 1)]
+        assert params.max_tokens is not None and len(prompts) % self.num_at_once == 0
+        batch = len(prompts) // self.num_at_once
+        gap_s = 5e-3 + sum(1e-3 + 1e-5 * len(prompt) for prompt in prompts[:batch])
+        tbt_s = [*[9.0] * batch, *[gap_s] * (params.max_tokens - batch - 1)]
         last = [9.0, *[gap_s] * (params.max_tokens - 2)]
         times = [*[tbt_s] * (len(prompts) - 1), last]
         return [

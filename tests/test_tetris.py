@@ -354,6 +354,17 @@ def test_the_improvement_rate_follows_the_arrivals_of_the_last_30_s() -> None:
     assert watch.improvement_rate == 0.05
 
 
+def test_before_the_first_window_is_over_the_arrivals_so_far_count() -> None:
+    watch = RateWatch(RateTable.parse("0:0.05,1:0.3,4:0.75"))
+    seen = []
+    for number in range(40):
+        now_s = number / 4
+        watch.arrived(now_s)
+        watch.renew(now_s)
+        seen.append(watch.improvement_rate)
+    assert [(rate, len(list(same))) for rate, same in itertools.groupby(seen)] == [(0.05, 7), (0.75, 33)]
+
+
 def test_a_policy_counts_each_arrival_once() -> None:
     cluster = tetris(improvement_rate="auto", improvement_rates="0:0.75,0.5:0")
     cluster.add([1], max_tokens=1)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
@@ -47,13 +48,14 @@ def measure(start: Start, most_members: int, lengths: Sequence[int] | None, repe
     prompts: list[tuple[int, int]] = []
     most_tokens = 0
     for members in range(most_members, 0, -1):
-        if profile is not None and not _left(profile, members, prompts, most_tokens, repeats):
+        sizes = {members, 1} if members == most_members else {members}
+        if profile is not None and not _left(profile, members, sizes, prompts, most_tokens, repeats):
             continue
         with start(members) as llm:
             if profile is None:
                 profile = load_profile(llm.subject) or Profile(subject=llm.subject)
                 prompts, most_tokens = _prompts(lengths, llm.max_model_len), llm.max_model_len
-            left = _left(profile, members, prompts, most_tokens, repeats)
+            left = _left(profile, members, sizes, prompts, most_tokens, repeats)
             if left:
                 _warm_up(llm, members)
             for task in _shown(left, members):
@@ -64,12 +66,17 @@ def measure(start: Start, most_members: int, lengths: Sequence[int] | None, repe
 
 
 def _left(
-    profile: Profile, members: int, prompts: Sequence[tuple[int, int]], most_tokens: int, repeats: int
+    profile: Profile,
+    members: int,
+    decoding: Collection[int],
+    prompts: Sequence[tuple[int, int]],
+    most_tokens: int,
+    repeats: int,
 ) -> list[Task | DecodeTask]:
-    """What is to be measured of groups of so many."""
+    """What is to be measured of prefills in groups of so many, and of decodes in groups of the sizes `decoding`."""
     whole = [new for new, cached in prompts if not cached]
-    decodes = missing_decodes(profile, members, whole, most_tokens, repeats)
-    return [*missing(profile, members, prompts, repeats), *decodes]
+    decodes = (missing_decodes(profile, size, whole, most_tokens, repeats) for size in sorted(decoding))
+    return [*missing(profile, members, prompts, repeats), *chain.from_iterable(decodes)]
 
 
 def measure_links(profile: Profile, num_ranks: int) -> Profile:
@@ -124,13 +131,19 @@ def _timed_decode(llm: LLM, task: DecodeTask, *, seed: int) -> float:
     """Median seconds between tokens of random prompts once all decode together.
 
     Their KV is computed before, so that each starts with a single token; dealt prompts still start one after the other.
+    Of one instance the others do the same meanwhile: all of a host share its memory.
     """
     if task.members > 1:
+        at_once = 1
         llm.set_policy("context", {"exchange": "ring_kv", "decode": task.exchange, "threshold": "0"})
+    else:
+        at_once = llm.engine.config.num_instances
+        llm.set_policy("chunked", {})
     draw = random.Random(seed)
-    prompts = [[draw.randrange(llm.info.vocab_size) for _ in range(task.context_tokens)] for _ in range(task.batch)]
-    for prompt in prompts:
-        llm.generate(prompt, _ONE_TOKEN, use_tqdm=False)
+    vocabulary, num_prompts = range(llm.info.vocab_size), task.batch * at_once
+    prompts = [draw.choices(vocabulary, k=task.context_tokens) for _ in range(num_prompts)]
+    for start in range(0, num_prompts, at_once):
+        llm.generate(prompts[start : start + at_once], _ONE_TOKEN, use_tqdm=False)
     steps = SamplingParams(temperature=0.0, max_tokens=task.batch + DECODE_STEPS, ignore_eos=True)
     outputs = llm.generate(prompts, steps, use_tqdm=False)
     latest = max(outputs, key=lambda output: output.metrics.arrival_s + (output.metrics.ttft_s or 0.0))

@@ -27,6 +27,7 @@ class Transfers:
         self._account, self._handshakes, self._number = account, handshakes, number
         self._transfers: dict[int, Transfer] = {}
         self._moves: dict[int, tuple[MoveKV, Transfer]] = {}
+        self._stirred = True  # whether anything has happened by which more could be sent, or be there
 
     @property
     def promised(self) -> Mapping[int, int]:
@@ -53,6 +54,7 @@ class Transfers:
             waiting=list(range(request.num_scheduled // request.block_size)),
         )
         request.target = target
+        self._stirred = True
         self._transfers[request.id] = transfer
         self._handshakes.shake(transfer)
 
@@ -72,8 +74,8 @@ class Transfers:
 
     def by_themselves(self) -> list[MoveKV]:
         """Of what is computed and was not sent, as far as backends are free; first handshakes first."""
-        found = []
-        for transfer in self._handshakes.in_order():
+        found: list[MoveKV] = []
+        for transfer in self._handshakes.in_order() if self._stirred else ():
             if transfer.waiting and any(map(transfer.can_send, transfer.sources)):
                 found += self._send(transfer, _to_send(transfer, transfer.waiting))
                 waiting = (index for index in transfer.waiting if index not in transfer.sent)
@@ -85,10 +87,12 @@ class Transfers:
         for part in forward.parts:
             if (transfer := self._transfers.get(part.request_id)) is not None:
                 transfer.waiting += [i for i in _completed(part, transfer) if i not in transfer.sent]
+                self._stirred = True
 
     def moved(self, number: int) -> None:
         """A move is done."""
         move, transfer = self._moves.pop(number)
+        self._stirred = True
         self._account.let_go(ref for pair in move.copies for ref in pair)
         if self._transfers.get(move.request_id) is transfer:
             del transfer.moves[number]
@@ -101,13 +105,17 @@ class Transfers:
 
         What is there may have been there before it was computed here: also wait for the token that goes on with it.
         """
+        if not self._stirred:
+            return []
         ready = [one for one in self._transfers.values() if one.is_there and one.request.num_known > one.num_tokens]
         for transfer in ready:
             self._end(transfer)
+        self._stirred = bool(ready)
         return [(transfer.request, transfer.target, transfer.blocks) for transfer in ready]
 
     def give_up(self, request: Request) -> None:
-        """A request ends, or loses its KV."""
+        """A request ends, or loses its KV: there is more room for others, too."""
+        self._stirred = True
         if (transfer := self._transfers.get(request.id)) is not None:
             self._end(transfer)
             self._account.give_back(reversed(transfer.blocks))

@@ -33,6 +33,34 @@ class PerInstance(dict[int, int]):
         return found
 
 
+@dataclass(frozen=True, kw_only=True)
+class Growing:
+    """Groups that are planned to be larger than they are.
+
+    Attributes:
+        groups: that will hold what is still to come, by request id.
+        more: how many more blocks each instance will be asked for then.
+    """
+
+    groups: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    more: Counter[int] = field(default_factory=Counter)
+
+    @classmethod
+    def of(cls, running: Running, groups: Mapping[int, tuple[int, ...]]) -> Growing:
+        """Of these requests; those that wait ask for nothing yet."""
+        more: Counter[int] = Counter()
+        for request_id, group in groups.items():
+            request = running.get(request_id)
+            if request is None:
+                continue
+            missing = request.blocks_for(request.num_tokens) - len(request.table)
+            for instances, sign in ((group, 1), (request.keepers, -1)):
+                each = sign * -(-missing // len(instances))
+                for instance in instances:
+                    more[instance] += each
+        return cls(groups=groups, more=more)
+
+
 @dataclass(kw_only=True)
 class Budget:
     """What is left to give away in the step being planned, per instance.
@@ -42,7 +70,7 @@ class Budget:
         load: tokens that running and admitted requests still have to compute there.
         reserved: free blocks that running requests will need for the tokens they have; admissions leave them alone.
         claimed, adopted: blocks that admissions of this plan begin with, and those of them that are taken over.
-        planned: by request id, the group that will hold a request whose group is still to grow.
+        growing: of requests whose groups are still to grow.
     """
 
     tokens: dict[int, int]
@@ -52,22 +80,20 @@ class Budget:
     reserved: PerInstance
     claimed: set[BlockRef] = field(default_factory=set)
     adopted: set[BlockRef] = field(default_factory=set)
-    planned: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    growing: Growing = field(default_factory=Growing)
 
     @classmethod
-    def of(
-        cls, view: ClusterView, instances: Sequence[int], planned: Mapping[int, tuple[int, ...]] | None = None
-    ) -> Budget:
+    def of(cls, view: ClusterView, instances: Sequence[int], growing: Growing | None = None) -> Budget:
         """All there is when only these instances compute."""
         account, running, limits = view.account, view.running, view.limits
-        growing = _growing(running, planned or {})
+        growing = growing or Growing()
         return cls(
             tokens=dict.fromkeys(instances, limits.max_num_batched_tokens),
             blocks=PerInstance(lambda i: account.pool(i).num_free),
             seqs=PerInstance(lambda i: limits.max_num_seqs - len(running.on(i))),
             load=PerInstance(lambda i: running.due(i).tokens),
-            reserved=PerInstance(lambda i: max(0, running.due(i).blocks + growing[i])),
-            planned=planned or {},
+            reserved=PerInstance(lambda i: max(0, running.due(i).blocks + growing.more[i])),
+            growing=growing,
         )
 
     def fits(self, blocks: Mapping[int, int]) -> bool:
@@ -122,21 +148,7 @@ class Budget:
         """Who will hold what is still to come of a request that is admitted."""
         if share.keeper is not None:
             return (share.keeper,)
-        return self.planned.get(share.request.id, share.group)
-
-
-def _growing(running: Running, planned: Mapping[int, tuple[int, ...]]) -> Counter[int]:
-    """By how many more blocks each instance will be asked when groups have grown as planned."""
-    more: Counter[int] = Counter()
-    for request_id, group in planned.items():
-        request = running.get(request_id)
-        if request is None:
-            continue
-        missing = request.blocks_for(request.num_tokens) - len(request.table)
-        for instances, sign in ((group, 1), (request.keepers, -1)):
-            for instance in instances:
-                more[instance] += sign * -(-missing // len(instances))
-    return more
+        return self.growing.groups.get(share.request.id, share.group)
 
 
 class Placement(Protocol):

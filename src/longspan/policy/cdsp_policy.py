@@ -7,7 +7,6 @@ decodes beside it, or leaves that to instances of their own. Who waits for room 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -16,7 +15,7 @@ from typing import Protocol
 from longspan.core.account import PrefixHit
 from longspan.core.protocols import ClusterView, Plan, PolicySettings, Share
 from longspan.core.request import Request
-from longspan.policy.batching import Batch, Budget, fill, single_share
+from longspan.policy.batching import Batch, Budget, Growing, PerInstance, fill, single_share
 from longspan.policy.cdsp import ChunkPlan, Prompt
 from longspan.policy.cdsp_queue import QueueTimes
 from longspan.policy.cdsp_rates import RateWatch
@@ -123,7 +122,7 @@ class Cdsp(Settled):
         """By request id, in order of their turns."""
         self._first: dict[int, int] = {}
         """Whose turn it is to prefill, by instance."""
-        self._num_decodes: Counter[int] = Counter()
+        self._num_decodes = PerInstance(lambda _: 0)
 
     def capacity_tokens(self, *, num_blocks: int, block_size: int) -> int:
         """What the largest group holds."""
@@ -147,15 +146,13 @@ class Cdsp(Settled):
 
     def _look(self, view: ClusterView) -> None:
         """Forgets plans that are done, and plans what is new."""
-        gone = set(self._plans)
-        for request in view.running:
-            planned = self._plans.get(request.id)
-            if planned is not None and request.num_computed < planned.spans[-1].stop:
+        waiting = {r.id for r in view.waiting if r.id in self._plans and self._plans[r.id].still_waits}
+        for request_id, planned in list(self._plans.items()):
+            request = view.running.get(request_id)
+            if request is not None and request.num_computed < planned.spans[-1].stop:
                 planned.begun = True
-                gone.discard(request.id)
-        gone.difference_update(r.id for r in view.waiting if r.id in self._plans and self._plans[r.id].still_waits)
-        for request_id in gone:
-            del self._plans[request_id]
+            elif request_id not in waiting:
+                del self._plans[request_id]
         arrived = [request for request in view.waiting if request.id not in self._plans]
         for request in arrived:
             if request.metrics.scheduled_s is None:
@@ -165,8 +162,8 @@ class Cdsp(Settled):
             self._queue.correct(view.now_s, (self._seconds(planned) for planned in self._plans.values()))
         for request in arrived:
             self._plans[request.id] = self._planned(request, view)
-        self._num_decodes = Counter(
-            i for r in view.running if r.id not in self._plans and r.target is None for i in r.group
+        self._num_decodes = PerInstance(
+            lambda i: sum(r.id not in self._plans and r.target is None for r in view.running.on(i))
         )
 
     def _seconds(self, planned: Planned) -> list[tuple[float, tuple[int, ...]]]:
@@ -217,7 +214,8 @@ class Cdsp(Settled):
         groups = {p.request.id: p.group for p in self._plans.values() if p.begun and not p.is_scheduled}
         waiting = [planned for planned in in_turn if not planned.begun]
         groups.update((planned.request.id, planned.group) for planned in waiting)
-        budget = Budget.of(view, (), groups)
+        growing = Growing.of(view.running, groups)
+        budget = Budget.of(view, (), growing)
         able = [planned for planned in waiting if _has_room(planned, view, budget)]
         tried: list[Planned] = []
         batches: list[Batch] = []
@@ -225,7 +223,7 @@ class Cdsp(Settled):
         def step(instances: frozenset[int]) -> Batch | None:
             self._router = Router(view, self._decode) if self._decode else None
             tried[:] = [planned for planned in able if instances.issuperset(planned.spans[0].group)]
-            budget = Budget.of(view, sorted(instances), groups)
+            budget = Budget.of(view, sorted(instances), growing)
             requests = [planned.request for planned in tried]
             batch = fill(view, instances, self, requests, budget) if instances else Batch()
             batches.append(batch or Batch())

@@ -13,6 +13,9 @@ IMPROVEMENT_RATES = tuple(round(0.05 * step, 2) for step in range(1, 16))
 WINDOW_S = 30.0
 """Over which arrivals are counted, and how often the improvement rate is renewed."""
 
+_FEWEST = 8
+"""Arrivals by which a rate is told before the first window is over."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RateTable:
@@ -65,17 +68,22 @@ def check_improvement_rate(rate: float) -> None:
 
 
 class RateWatch:
-    """Counts arrivals, and renews the improvement rate by the table every `WINDOW_S` seconds."""
+    """Counts arrivals, and renews the improvement rate by the table every `WINDOW_S` seconds.
+
+    In the first window, before which nothing is known, it does so whenever twice as many have arrived as the last time.
+    """
 
     def __init__(self, table: RateTable) -> None:
         self._table = table
         self._arrivals: deque[float] = deque()
-        self._renewed_at_s: float | None = None
+        self._started_at_s: float | None = None
+        self._renewed_at_s = 0.0
+        self._next_look = _FEWEST
         self._requests_per_s = 0.0
         self.improvement_rate = table.nearest(0.0)
 
     def use(self, table: RateTable) -> None:
-        """Goes by another table from now on, for as many requests as arrived in the last whole window."""
+        """Goes by another table from now on, for as many requests as were counted last."""
         self._table = table
         self.improvement_rate = table.nearest(self._requests_per_s)
 
@@ -84,13 +92,19 @@ class RateWatch:
         self._arrivals.append(time_s)
 
     def renew(self, now_s: float) -> None:
-        """Looks the rate up again if it is time; the first time a window after the first call."""
-        if self._renewed_at_s is None:
+        """Looks the rate up again if it is time."""
+        if self._started_at_s is None:
+            self._started_at_s = self._renewed_at_s = now_s
+        if (elapsed_s := now_s - self._started_at_s) < WINDOW_S:
+            if elapsed_s > 0 and len(self._arrivals) >= self._next_look:
+                self._next_look = 2 * len(self._arrivals)
+                self._look_up((len(self._arrivals) - 1) / elapsed_s)
+        elif now_s - self._renewed_at_s >= WINDOW_S:
             self._renewed_at_s = now_s
-        if now_s - self._renewed_at_s < WINDOW_S:
-            return
-        self._renewed_at_s = now_s
-        while self._arrivals and self._arrivals[0] <= now_s - WINDOW_S:
-            self._arrivals.popleft()
-        self._requests_per_s = len(self._arrivals) / WINDOW_S
-        self.improvement_rate = self._table.nearest(self._requests_per_s)
+            while self._arrivals and self._arrivals[0] <= now_s - WINDOW_S:
+                self._arrivals.popleft()
+            self._look_up(len(self._arrivals) / WINDOW_S)
+
+    def _look_up(self, requests_per_s: float) -> None:
+        self._requests_per_s = requests_per_s
+        self.improvement_rate = self._table.nearest(requests_per_s)

@@ -63,7 +63,8 @@ class TetrisOptions(GroupOptions):
     Attributes:
         improvement_rate: by which part of the time a larger group must be quicker to be taken; `auto` goes by how many
             requests arrive, and `improvement_rates`.
-        improvement_rates: by requests per second, such as `0.5:0.1,1:0.3`: the nearest counts, looked up every 30 s.
+        improvement_rates: by requests per second, such as `0.5:0.1,1:0.3`: the nearest counts, looked up every 30 s
+            and sooner after a start.
         chunking: whether a prompt may be cut into chunks on growing groups.
         sp_sizes: of groups; `auto` is powers of two.
         min_chunk: tokens below which a chunk does not pay, unless it is the last.
