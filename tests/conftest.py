@@ -88,3 +88,19 @@ def oracles(folders: dict[str, Path]) -> dict[str, Oracle]:
     from oracle import Oracle
 
     return {name: Oracle(folder, use_cache=name != "llama-longrope") for name, folder in folders.items()}
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama with six query heads and three KV heads: they divide by neither two nor four."""
+    from tiny_models import make_tiny
+
+    return make_tiny("llama", tmp_path_factory.mktemp("tiny") / "llama")
+
+
+@pytest.fixture(scope="session")
+def oracle(tiny: Path) -> Oracle:
+    """What Hugging Face says of it."""
+    from oracle import Oracle
+
+    return Oracle(tiny)

@@ -19,6 +19,12 @@ from longspan.policy.sharing import SharingOptions
 
 Plans = Mapping[int, Sequence[tuple[int, tuple[int, ...]]]]
 """By length of the prompt: the tokens and the group of every chunk but the last, whose tokens are the rest."""
+PLANS: dict[str, Plans] = {
+    "2 then 4": {300: [(130, (0, 1)), (170, (0, 1, 2, 3))]},
+    "1 then 3": {300: [(100, (2,)), (200, (2, 0, 3))]},
+    "1, 2, 4": {300: [(50, (3,)), (105, (1, 3)), (145, (0, 1, 2, 3))]},
+    "two at once": {300: [(64, (0,)), (236, (0, 1, 2))], 200: [(90, (3, 2)), (110, (1, 2, 3, 0))]},
+}
 
 
 class ForcedPlanner:

@@ -8,10 +8,9 @@ from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
-from forced_plans import Plans, Wandering, forced
+from forced_plans import PLANS, Plans, Wandering, forced
 from oracle import Oracle, assert_exact
 from texts import topic_tokens
-from tiny_models import make_tiny
 
 from longspan import LLM, SamplingParams
 from longspan.model.smollm2 import smollm2_folder
@@ -21,23 +20,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, output_log
 COUNTING = SamplingParams(
     temperature=0, frequency_penalty=0.5, presence_penalty=0.25, max_tokens=30, ignore_eos=True, output_logits=True
 )
-PLANS: dict[str, Plans] = {
-    "2 then 4": {300: [(130, (0, 1)), (170, (0, 1, 2, 3))]},
-    "1 then 3": {300: [(100, (2,)), (200, (2, 0, 3))]},
-    "1, 2, 4": {300: [(50, (3,)), (105, (1, 3)), (145, (0, 1, 2, 3))]},
-    "two at once": {300: [(64, (0,)), (236, (0, 1, 2))], 200: [(90, (3, 2)), (110, (1, 2, 3, 0))]},
-}
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six query heads and three KV heads."""
-    return make_tiny("llama", tmp_path_factory.mktemp("tiny") / "llama")
-
-
-@pytest.fixture(scope="module")
-def oracle(tiny: Path) -> Oracle:
-    return Oracle(tiny)
 
 
 @pytest.fixture(scope="module")

@@ -7,32 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from forced_plans import Plans, forced
+from forced_plans import PLANS, Plans, forced
 from oracle import Oracle, assert_exact
 from texts import topic_tokens
-from tiny_models import make_tiny
 
 from longspan import LLM, SamplingParams
 from longspan.model.smollm2 import smollm2_folder
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, output_logits=True)
-PLANS: dict[str, Plans] = {
-    "2 then 4": {300: [(130, (0, 1)), (170, (0, 1, 2, 3))]},
-    "1 then 3": {300: [(100, (2,)), (200, (2, 0, 3))]},
-    "three chunks": {300: [(50, (3,)), (105, (1, 3)), (145, (0, 1, 2, 3))]},
-    "two at once": {300: [(64, (0,)), (236, (0, 1, 2))], 200: [(90, (3, 2)), (110, (1, 2, 3, 0))]},
-}
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six query heads and three KV heads: two ranks have two and one of these."""
-    return make_tiny("llama", tmp_path_factory.mktemp("tiny") / "llama")
-
-
-@pytest.fixture(scope="module")
-def oracle(tiny: Path) -> Oracle:
-    return Oracle(tiny)
 
 
 @pytest.fixture(scope="module", params=[1, 4], ids=["1 backend", "4 backends"])

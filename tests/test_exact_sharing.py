@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from oracle import Oracle, assert_exact
 from texts import topic_tokens
-from tiny_models import make_tiny
 
 from longspan import LLM, SamplingParams
 from longspan.model.smollm2 import smollm2_folder
@@ -29,17 +28,6 @@ SHARINGS = [
 LEGAL = [sharing for sharing in SHARINGS if sharing.get("exchange") != "chain" or sharing.get("layout") != "zigzag"]
 LEGAL = [sharing for sharing in LEGAL if sharing.get("exchange") != "chain" or sharing.get("layout") != "striped"]
 UNEVEN = {2: "0.7,0.3", 3: "0.5,0.3,0.2", 4: "0.4,0.3,0.2,0.1"}
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six query heads and three KV heads: they divide by neither two nor four."""
-    return make_tiny("llama", tmp_path_factory.mktemp("tiny") / "llama")
-
-
-@pytest.fixture(scope="module")
-def oracle(tiny: Path) -> Oracle:
-    return Oracle(tiny)
 
 
 @pytest.fixture(scope="module", params=["2", "3", "4", "2xtp2", "3xtp2", "4xtp2"])

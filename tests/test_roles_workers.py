@@ -9,24 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from oracle import Oracle, assert_exact
-from tiny_models import make_tiny
 
 from longspan import LLM, SamplingParams
 from longspan.core.errors import WorkerLostError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, output_logits=True)
 PLANS = {"min_chunk": "16", "improvement_rate": "0"}
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six query heads and three KV heads."""
-    return make_tiny("llama", tmp_path_factory.mktemp("tiny") / "llama")
-
-
-@pytest.fixture(scope="module")
-def oracle(tiny: Path) -> Oracle:
-    return Oracle(tiny)
 
 
 def start(tiny: Path, prefill: str, decode: str, backends: int | None = None, **arguments: object) -> LLM:

@@ -186,21 +186,6 @@ class Context(Settled):
         return tokens if alone else max(1, int(tokens * self._options.long_share))
 
 
-def _alone(request: Request, *, is_single: bool) -> int | None:
-    """The instance that goes on with a request by itself: the only one, or for single tokens the keeper of all KV."""
-    if len(request.group) == 1:
-        return request.group[0]
-    keeper = request.keeper
-    alone = keeper is not None and is_single and all(ref.instance == keeper for ref in request.table)
-    return keeper if alone else None
-
-
-def _touched(share: Share) -> tuple[int, ...]:
-    """The instances that a share's step names: also who passes on a token that was sampled elsewhere."""
-    request = share.request
-    return share.group if request.num_tokens == request.num_known else (*share.group, request.sampler)
-
-
 def _ending_at_home(group: tuple[int, ...], hit: PrefixHit, budget: Budget) -> tuple[int, ...]:
     """The same ring, with whoever is to keep the KV at its end: who has most of it, then who has most room."""
     held = Counter(ref.instance for ref in hit.refs)
