@@ -1,11 +1,12 @@
-"""What moving KV costs (Tetris §7.4), on pairs of workers of one thread each: ratios of medians from one run.
+"""What moving KV costs (Tetris §7.4), on workers of one thread each: ratios of medians from one run.
 
     python benchmarks/overheads.py [--length 4096] [--repeats 5]
 
 Balancing: a prompt of two chunks, the first on one instance, the second on both; time to first token with the KV of the
 first chunk dealt anew to both, against leaving it where it is. Streaming: a prompt on an instance that only prefills;
 time to first token when all of its KV goes to another that decodes, against a prompt that ends with its first token and
-goes nowhere. Backends: several prompts at once, until the last has ended; with one transfer backend against two.
+goes nowhere. Backends: several prompts at once, in such chunks on two instances that only prefill, until the last has
+ended on a third that decodes; with one transfer backend, so half of what the sources could use, against two.
 
 With and without take turns, so that a machine that gets slower meanwhile does so for both. Random prompts.
 """
@@ -30,7 +31,7 @@ from rich.progress import track
 from rich.table import Table
 
 from longspan import LLM, SamplingParams
-from longspan.core.protocols import Policy
+from longspan.core.protocols import Policy, PolicySettings
 from longspan.policy.cdsp import Chunk, ChunkPlan, Prompt
 from longspan.policy.cdsp_policy import Cdsp
 from longspan.policy.cdsp_rates import RateTable, RateWatch
@@ -58,11 +59,12 @@ class InTwoChunks:
         return 1.0
 
 
-def growing(*, balance: bool) -> Policy:
-    """A policy that runs these plans."""
+def growing(*, balance: bool, decode: Sequence[int] = ()) -> Policy:
+    """A policy that runs these plans, and decodes on the same instances or on others."""
     options = SharingOptions(exchange="ring_kv")
     shares = GroupShares(options, Chooser(2, Facts(), options.wanted), balance=balance)
-    return Cdsp((0, 1), InTwoChunks(), shares, RateWatch(RateTable(entries=((0.0, 0.0),))))
+    watch, settings = RateWatch(RateTable(entries=((0.0, 0.0),))), PolicySettings(name="growing", options={})
+    return Cdsp((0, 1), InTwoChunks(), shares, watch, settings=settings, decode=decode)
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,8 @@ class Runner:
         return self.ttft_s()
 
     def all_s(self) -> float:
-        """Until the last of several shorter prompts has its tokens."""
+        """Until the last of several shorter prompts, computed by instances 0 and 1, has its tokens from instance 2."""
+        self.llm.engine.set_policy(growing(balance=True, decode=(2,)))
         prompts = [self._prompt(self._length // 4) for _ in range(_NUM_AT_ONCE)]
         outputs = self.llm.generate(prompts, _tokens(4), use_tqdm=False)
         return max((output.metrics.ttft_s or 0.0) + sum(output.metrics.tbt_s) for output in outputs)
@@ -112,12 +115,14 @@ def main() -> None:
             return Runner(stack.enter_context(LLM(**arguments, **more)), options.length)  # type: ignore[arg-type]  # its own
 
         uniform = runner(instances=2)
+        streaming = runner(**roles)
+        roles["prefill_parallel"] = "2"
         two, one = (runner(**roles, transfer_backends=backends) for backends in (2, 1))
         comparisons: Mapping[str, Comparison] = {
             "balancing a group that grows": Comparison(
                 lambda: uniform.growing_ttft_s(balance=True), lambda: uniform.growing_ttft_s(balance=False)
             ),
-            "streaming to a decode instance": Comparison(lambda: two.ttft_s(2), two.ttft_s),
+            "streaming to a decode instance": Comparison(lambda: streaming.ttft_s(2), streaming.ttft_s),
             "one backend instead of two": Comparison(one.all_s, two.all_s),
         }
         for comparison in comparisons.values():  # first times are slower
@@ -128,9 +133,8 @@ def main() -> None:
                 found = samples.setdefault(name, defaultdict(list))
                 found["with"].append(comparison.with_it())
                 found["without"].append(comparison.without())
-        moved = [
-            llm.bytes_exchanged[name] / 2**20 for name, llm in (("kv_balance", uniform.llm), ("kv_transfer", two.llm))
-        ]
+        pairs = ("kv_balance", uniform.llm), ("kv_transfer", streaming.llm)
+        moved = [llm.bytes_exchanged[name] / 2**20 for name, llm in pairs]
     Console().print(_report(samples, options.length))
     machine = f"{os.cpu_count()} x {platform.processor() or platform.machine()}, 1 thread per worker"
     print(f"in all {moved[0]:.0f} MiB were balanced and {moved[1]:.0f} MiB streamed; {machine}")

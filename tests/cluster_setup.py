@@ -60,6 +60,10 @@ class UnevenCost:
         """See `StepCost`."""
         return LinearCost().move_s(move) + 10 * self.setup.lag_s(move.targets[0], move.number)
 
+    def received_s(self, move: MoveKV) -> float:
+        """See `StepCost`."""
+        return self.move_s(move)
+
     def seconds(self, forward: Forward) -> dict[int, float]:
         """See `StepCost`."""
         even = LinearCost().seconds(forward)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from longspan.core.account import PrefixHit
-from longspan.core.protocols import ClusterView, Plan, Share
+from longspan.core.protocols import ClusterView, Plan, PolicySettings, Share
 from longspan.core.request import Request
 from longspan.policy.batching import Budget, fill, single_share
 from longspan.policy.cdsp import Chunk, ChunkPlan, Prompt
@@ -94,7 +94,8 @@ def planned(
     options, num_instances = options or SharingOptions(), planner.largest
     shares = GroupShares(options, Chooser(num_instances, Facts(), options.wanted), balance=balance)
     watch = RateWatch(RateTable(entries=((0.0, 0.0),)))
-    return Cdsp(tuple(range(num_instances)), planner, shares, watch, decode=decode)
+    settings = PolicySettings(name="planned", options={})
+    return Cdsp(tuple(range(num_instances)), planner, shares, watch, settings=settings, decode=decode)
 
 
 class Wandering:

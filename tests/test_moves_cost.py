@@ -14,6 +14,8 @@ from longspan.cost import catalog
 from longspan.cost.architecture import from_config
 from longspan.cost.cluster import Cluster, rooflines
 from longspan.cost.step_cost import RooflineCost
+from longspan.sim.clock import VirtualClock
+from longspan.sim.executor import SimExecutor
 from longspan.sim.faults import SlowedCost
 
 BLOCK = 256
@@ -41,6 +43,20 @@ def test_each_source_sends_over_its_own_link_at_the_same_time() -> None:
     between = found.lines[0].topology.between
     assert one == pytest.approx(between.latency_s + 100 * BLOCK * TOKEN_BYTES / between.bytes_per_s)
     assert not between.shared
+
+
+def test_moves_of_one_source_each_go_beside_each_other() -> None:
+    """As the engine sends them: eight of them end when one of eight sources would."""
+    found, ends = cost(), []
+    for moves in ([move(*((source, 16) for source in range(8)))], [move((source, 16)) for source in range(8)]):
+        executor = SimExecutor(clock=(clock := VirtualClock()), vocab_size=9, cost=found)
+        for number, one in enumerate(moves, start=1):
+            executor.submit(replace(one, number=number))
+        done = 0
+        while done < len(moves):
+            done += len(executor.poll(None))
+        ends.append(clock.now())
+    assert ends[1] == pytest.approx(ends[0], rel=1e-3)
 
 
 def test_sixteen_sources_are_too_many_for_eight_receivers() -> None:

@@ -28,12 +28,12 @@ def test_decode_instances_of_larger_tp_are_quicker_between_tokens(capsys: pytest
 
 
 def test_one_backend_serves_all(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = (*HOST, *ROLES, *FEW, "--rate", "2", "--output-len", "5")
+    arguments = (*HOST, *ROLES, *FEW, "--rate", "8", "--output-len", "5", "--link-gbytes-per-s", "0.5")
     one = json.loads(printed(capsys, *arguments, "--transfer-backends", "1"))
     all_of_them = json.loads(printed(capsys, *arguments))
     assert one["num_completed"] == 20
     assert one["ttft_p99_s"] == all_of_them["ttft_p99_s"], "first tokens come from where prompts are computed"
-    assert one["e2e_p50_s"] >= all_of_them["e2e_p50_s"]
+    assert one["e2e_p50_s"] > 1.1 * all_of_them["e2e_p50_s"]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Tetris, Figures 8 to 13: request rates, TTFT and ablations, on simulated clusters, beside the paper's claims.
 
-    python benchmarks/papers/tetris.py --serving [--quick] [--jobs N] [--json FILE]
+    python benchmarks/papers/tetris.py --serving [--quick] [--num-requests N] [--jobs N] [--json FILE]
 
 Llama 3 8B on 4 hosts of 8 A100 (16 prefill instances of TP 1, 2 decode instances of TP 8, groups of up to 16), and
 70B on 8 hosts (8 and 8 instances of TP 4, groups of up to 8). `loongserve` has all devices in one pool of TP 1, or TP
@@ -228,18 +228,20 @@ def _max_rate(scene: Scene, requests: Workload, light_s: float) -> float:
     return found
 
 
-def run(*, quick: bool, jobs: int, json_path: Path | None) -> bool:
-    """Runs and prints everything; returns whether `tetris` has the highest rate in each case."""
+def run(*, quick: bool, num_requests: int | None, jobs: int, json_path: Path | None) -> bool:
+    """Runs and prints everything, each case when it is done; returns whether `tetris` has the highest rate in each."""
     setups, workloads = (SETUPS[:1], _WORKLOADS[:1]) if quick else (SETUPS, _WORKLOADS)
-    num_requests, loads = (400, (0.5, 0.9)) if quick else (1000, _LOADS)
-    cases = list(product(setups, workloads))
+    loads = (0.5, 0.9) if quick else _LOADS
+    cases, number = list(product(setups, workloads)), num_requests or (400 if quick else 1000)
+    studies = []
     with ProcessPoolExecutor(max_workers=jobs) as pool:
-        waiting = [pool.submit(study, setup, workload, num_requests, loads) for setup, workload in cases]
-        studies = [one.result() for one in tqdm(waiting, desc="cases", disable=None)]
-    if json_path is not None:
-        json_path.write_text(json.dumps([asdict(one) for one in studies], indent=1) + "\n", encoding="utf-8")
-    for one in studies:
-        _print(one)
+        waiting = [pool.submit(study, setup, workload, number, loads) for setup, workload in cases]
+        for one in tqdm(waiting, desc="cases", disable=None):
+            studies.append(one.result())
+            _print(studies[-1])
+            if json_path is not None:
+                found = json.dumps([asdict(done) for done in studies], indent=1)
+                json_path.write_text(found + "\n", encoding="utf-8")
     _verdicts(studies)
     return all(one.max_rates["tetris"] >= one.max_rates[one.best_baseline] for one in studies)
 
@@ -272,7 +274,9 @@ def _print(one: Study) -> None:
         loads.add_row(f"{load:.0%}", *cells, f"{p50:.2f}x {p99:.2f}x", f"{single:.1%} {chunked:.1%}")
     console.print(loads)
     print(
-        "Over the profiled table, and over chunks. Computing: prefill instances' part of the time, single and chunks.\n"
+        "Over the profiled table, and over chunks. Computing: prefill instances' part of the time, single and chunks.",
+        end="\n\n",
+        flush=True,
     )
 
 
@@ -325,5 +329,6 @@ def _best_disaggregated(one: Study) -> float:
 def options(parser: argparse.ArgumentParser) -> None:
     """Those of `--serving`."""
     parser.add_argument("--quick", action="store_true", help="one model, one workload, 400 requests")
+    parser.add_argument("--num-requests", type=int, help="of each run; 1000 unless --quick")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--json", type=Path, help="write all numbers to this file")

@@ -24,7 +24,11 @@ class SchedulingOptions:
     """See the module."""
 
     policy: Annotated[
-        str, _scheduling(help="Who decides the steps: auto, chunked, context, runahead, tetris or fixed-sp.")
+        str,
+        _scheduling(
+            help="Who decides the steps: auto, chunked, context, runahead, tetris, fixed-sp, loongserve or "
+            "loongserve-disagg."
+        ),
     ] = "auto"
     exchange: Annotated[
         PromptExchange,

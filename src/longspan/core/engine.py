@@ -203,6 +203,8 @@ class Engine:
             self.account.hand_over(request, blocks)
             request.move_to(target)
             self._running.regroup(request)
+        if arrived:  # who is there needs no backend any more
+            self._send_waiting()
         return bool(arrived)
 
     def _send_waiting(self) -> None:

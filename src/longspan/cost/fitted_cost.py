@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Collection
 
 from longspan.core.steps import Exchange, Forward, MoveKV, Part
 from longspan.cost.moves import exposed_s
@@ -44,6 +45,14 @@ class FittedCost:
 
     def move_s(self, move: MoveKV) -> float:
         """See `StepCost`. The ranks of an instance send and receive equal parts."""
+        return self._moved_s(move, ("out", "in"))
+
+    def received_s(self, move: MoveKV) -> float:
+        """See `StepCost`."""
+        return self._moved_s(move, ("in",))
+
+    def _moved_s(self, move: MoveKV, ways: Collection[str]) -> float:
+        """By the busiest instance, of those that send or receive."""
         if self._link is None:
             raise ValueError(
                 "the profile lacks times of messages between two ranks, which KV moves by: run longspan profile "
@@ -54,7 +63,8 @@ class FittedCost:
         for (source, target), number in blocks.items():
             ends["out", source] += number
             ends["in", target] += number
-        return self._link.seconds(max(ends.values()) * self._block_bytes / self._tp)
+        most = max(number for (way, _), number in ends.items() if way in ways)
+        return self._link.seconds(most * self._block_bytes / self._tp)
 
     def seconds(self, forward: Forward) -> dict[int, float]:
         """Seconds of each instance."""

@@ -24,6 +24,20 @@ def moved_s(tokens: Mapping[tuple[int, int], int], line_of: Callable[[int], Roof
         tokens: by source and target.
         line_of: the cost model of an instance.
     """
+    loads, latency_s = _loads(tokens, line_of)
+    return latency_s + max((load / link.bytes_per_s for (link, _, _), load in loads.items()), default=0.0)
+
+
+def received_s(tokens: Mapping[tuple[int, int], int], line_of: Callable[[int], Roofline]) -> float:
+    """How long that keeps the busiest link of a target busy."""
+    loads, _ = _loads(tokens, line_of)
+    return max((load / link.bytes_per_s for (link, way, _), load in loads.items() if way == "in"), default=0.0)
+
+
+def _loads(
+    tokens: Mapping[tuple[int, int], int], line_of: Callable[[int], Roofline]
+) -> tuple[Mapping[_End, float], float]:
+    """Bytes by where they enter or leave a link, and the longest latency."""
     loads = defaultdict[_End, float](float)
     latency_s = 0.0
     for (source, target), number in tokens.items():
@@ -39,7 +53,7 @@ def moved_s(tokens: Mapping[tuple[int, int], int], line_of: Callable[[int], Roof
         else:
             loads[link, "out", source] += num_bytes / sender.layer.tp
             loads[link, "in", target] += num_bytes / layer.tp
-    return latency_s + max((load / link.bytes_per_s for (link, _, _), load in loads.items()), default=0.0)
+    return loads, latency_s
 
 
 def exposed_s(move_s: float, layer_s: float, num_layers: int) -> float:

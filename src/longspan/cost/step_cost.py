@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from longspan.core.fleet import Fleet
@@ -12,8 +12,8 @@ from longspan.cost.architecture import Architecture
 from longspan.cost.channels import Channel, Share, chain_share_of, share_of
 from longspan.cost.cluster import Cluster, rooflines
 from longspan.cost.efficiency import Kernels
-from longspan.cost.forward import Breakdown, Roofline
-from longspan.cost.moves import exposed_s, moved_s
+from longspan.cost.forward import Roofline
+from longspan.cost.moves import exposed_s, moved_s, received_s
 
 _NOTHING = Share(queries=0, pairs=0.0, scores=0.0, held=0.0)
 
@@ -34,6 +34,10 @@ class StepCost(Protocol):
 
     def move_s(self, move: MoveKV) -> float:
         """Of a transfer on links that carry nothing else, from one pair of instances to the next at the same time."""
+        ...
+
+    def received_s(self, move: MoveKV) -> float:
+        """How long its bytes keep the links of its targets busy, which together may be quicker than a source's."""
         ...
 
 
@@ -77,8 +81,15 @@ class RooflineCost:
 
     def move_s(self, move: MoveKV) -> float:
         """See `StepCost`. What two instances on one host send each other stays inside."""
+        return moved_s(self._moved_tokens(move), self._line)
+
+    def received_s(self, move: MoveKV) -> float:
+        """See `StepCost`."""
+        return received_s(self._moved_tokens(move), self._line)
+
+    def _moved_tokens(self, move: MoveKV) -> dict[tuple[int, int], int]:
         blocks = Counter((source.instance, target.instance) for source, target in move.copies)
-        return moved_s({pair: number * self._block_size for pair, number in blocks.items()}, self._line)
+        return {pair: number * self._block_size for pair, number in blocks.items()}
 
     def _line(self, instance: int) -> Roofline:
         return next(line for line in reversed(self._lines) if instance >= line.topology.first_instance)
@@ -109,17 +120,14 @@ class RooflineCost:
             for instance, share in zip(channel.group, channel.shares, strict=True):
                 tokens[instance] += share.queries
         times = self._line(forward.parts[0].group[0]).times(channels, tokens, sampled)
+        layers_s = {i: (one.total_s - one.head_s) / self.num_layers for i, one in times.items()}
         for move in forward.balances:
-            self._balance(move, forward, times)
+            group = next(part.group for part in forward.parts if part.request_id == move.request_id)
+            layer_s = min(layers_s[instance] for instance in group)
+            waiting_s = exposed_s(self.move_s(move), layer_s, self.num_layers)
+            for instance in group:
+                times[instance].exchange_s += waiting_s
         return {instance: breakdown.total_s for instance, breakdown in times.items()}
-
-    def _balance(self, move: MoveKV, forward: Forward, times: Mapping[int, Breakdown]) -> None:
-        """Adds what the layers of a request's group do not hide of moving its KV."""
-        group = next(part.group for part in forward.parts if part.request_id == move.request_id)
-        layer_s = min(times[i].total_s - times[i].head_s for i in group) / self.num_layers
-        waiting_s = exposed_s(self.move_s(move), layer_s, self.num_layers)
-        for instance in group:
-            times[instance].exchange_s += waiting_s
 
 
 class _Decodes:

@@ -24,8 +24,6 @@ from longspan.policy.options import Settled
 from longspan.policy.routing import Router, plan_decodes
 from longspan.policy.teams import plan_for_teams
 
-_UNNAMED = PolicySettings(name="cdsp", options={})
-
 
 class ChunkPlanner(Protocol):
     """Decides the chunks of a prompt."""
@@ -108,7 +106,7 @@ class Cdsp(Settled):
         shares: GroupShares,
         watch: RateWatch,
         *,
-        settings: PolicySettings = _UNNAMED,
+        settings: PolicySettings,
         chunking: bool = True,
         decode: Sequence[int] = (),
     ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 from typing import Self
@@ -32,8 +33,9 @@ class RateTable:
 
     def __post_init__(self) -> None:
         requests = [request_rate for request_rate, _ in self.entries]
-        if not requests or requests != sorted(set(requests)) or not requests[0] >= 0:
-            raise ValueError(f"request rates ascend from 0 or more, but {requests} given")
+        finite = all(math.isfinite(request_rate) for request_rate in requests)
+        if not requests or not finite or requests != sorted(set(requests)) or requests[0] < 0:
+            raise ValueError(f"request rates ascend from 0 or more and are finite, but {requests} given")
         for _, improvement_rate in self.entries:
             check_improvement_rate(improvement_rate)
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from longspan.core.protocols import ClusterView, Plan
+from longspan.core.protocols import ClusterView, Plan, PolicySettings
 from longspan.core.request import Request
 from longspan.policy.cdsp import Planner
 from longspan.policy.cdsp_policy import Cdsp, Planned
@@ -27,7 +27,7 @@ from longspan.policy.cdsp_rates import RateTable, RateWatch
 from longspan.policy.choosing import Chooser, Facts
 from longspan.policy.group_shares import GroupShares
 from longspan.policy.loongserve_decode import AloneShares, goes_on, homes
-from longspan.policy.options import parse_options
+from longspan.policy.options import parse_options, settings_of
 from longspan.policy.tetris import GroupOptions, planner_of
 
 _ANY_GAIN = RateTable(entries=((0.0, 0.0),))
@@ -69,7 +69,15 @@ def create_disaggregated(num_instances: int, options: Mapping[str, str], facts: 
     planner, sharing = planner_of(facts, everyone, parsed.group.exchanges, parsed.sp_sizes), parsed.group.sharing()
     shares = GroupShares(sharing, Chooser(len(everyone), facts, sharing.wanted))
     ordered = tuple(sorted(everyone, key=facts.place))
-    return Cdsp(ordered, planner, shares, RateWatch(_ANY_GAIN), chunking=False, decode=facts.roles.decode)
+    return Cdsp(
+        ordered,
+        planner,
+        shares,
+        RateWatch(_ANY_GAIN),
+        settings=settings_of("loongserve-disagg", parsed),
+        chunking=False,
+        decode=facts.roles.decode,
+    )
 
 
 def create_unified(num_instances: int, options: Mapping[str, str], facts: Facts) -> LoongServe:
@@ -82,7 +90,7 @@ def create_unified(num_instances: int, options: Mapping[str, str], facts: Facts)
     everyone = range(num_instances)
     planner, sharing = planner_of(facts, everyone, parsed.group.exchanges, parsed.sp_sizes), parsed.group.sharing()
     shares = AloneShares(sharing, Chooser(num_instances, facts, sharing.wanted))
-    return LoongServe(tuple(sorted(everyone, key=facts.place)), planner, shares)
+    return LoongServe(tuple(sorted(everyone, key=facts.place)), planner, shares, settings_of("loongserve", parsed))
 
 
 class _Reserved(QueueTimes):
@@ -103,8 +111,10 @@ class _Reserved(QueueTimes):
 class LoongServe(Cdsp):
     """One prompt at a time per group, one answer at a time per instance."""
 
-    def __init__(self, everyone: tuple[int, ...], planner: Planner, shares: AloneShares) -> None:
-        super().__init__(everyone, planner, shares, RateWatch(_ANY_GAIN), chunking=False)
+    def __init__(
+        self, everyone: tuple[int, ...], planner: Planner, shares: AloneShares, settings: PolicySettings
+    ) -> None:
+        super().__init__(everyone, planner, shares, RateWatch(_ANY_GAIN), settings=settings, chunking=False)
         self._alone = shares
         self._queue: _Reserved = _Reserved(len(everyone))
         self._closed: frozenset[int] = frozenset()

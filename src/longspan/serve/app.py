@@ -116,6 +116,7 @@ def _handle_errors(app: FastAPI, server: Server) -> None:
         words, code = str(error.detail), None
         if (
             error.status_code == _NOT_ALLOWED
+            and request.method == "POST"
             and path_of(request.scope).startswith(_ADMIN)
             and not server.settings.api_keys
         ):

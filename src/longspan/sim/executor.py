@@ -37,6 +37,10 @@ class LinearCost:
         """See `StepCost`."""
         return self.per_block_s * len(move.copies)
 
+    def received_s(self, move: MoveKV) -> float:
+        """See `StepCost`."""
+        return self.move_s(move)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Stream:
@@ -66,8 +70,9 @@ class SimExecutor:
     All instances of a step start together, once the last is free, and each ends by its own time. The step is complete
     when the last has ended; of steps that end at the same moment the one with the lower number completes first.
 
-    KV moves beside that: an instance sends, and receives, one `MoveKV` after the other, in the order in which they
-    could begin. One that a Forward streams begins with it, and ends one layer's time after it at the soonest.
+    KV moves beside that: an instance sends one `MoveKV` after the other, in the order in which they could begin; what
+    it receives takes its own links for as long as the bytes need there, from however many it comes. One that a Forward
+    streams begins with it, and ends one layer's time after it at the soonest.
 
     Args:
         cost: what steps take.
@@ -144,12 +149,12 @@ class SimExecutor:
 
     def _move(self, move: MoveKV, ready_s: float, forward_end_s: float) -> None:
         """It begins now or when those before it have ended, and takes its lanes for the time of its bytes."""
-        lanes = [(self._sent_at, source) for source in move.sources]
-        lanes += [(self._received_at, target) for target in move.targets]
-        seconds = self._cost.move_s(move)
-        end = max(ready_s, *(free_at.get(instance, 0.0) for free_at, instance in lanes)) + seconds
-        for free_at, instance in lanes:
-            free_at[instance] = end
+        seconds, received_s = self._cost.move_s(move), self._cost.received_s(move)
+        start = max(ready_s, *(self._sent_at.get(source, 0.0) for source in move.sources))
+        received_at = max(start, *(self._received_at.get(target, 0.0) for target in move.targets)) + received_s
+        end = max(start + seconds, received_at)
+        self._sent_at.update(dict.fromkeys(move.sources, end))
+        self._received_at.update(dict.fromkeys(move.targets, received_at))
         if forward_end_s:
             end = max(end, forward_end_s + seconds / self._cost.num_layers)
         heapq.heappush(self._due, (end, move.number, move))

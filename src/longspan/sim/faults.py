@@ -58,6 +58,10 @@ class SlowedCost:
         """See `StepCost`."""
         return self.cost.move_s(move)
 
+    def received_s(self, move: MoveKV) -> float:
+        """See `StepCost`."""
+        return self.cost.received_s(move)
+
     def seconds(self, forward: Forward) -> dict[int, float]:
         """See `StepCost`."""
         return {i: seconds * self.factors.get(i, 1.0) for i, seconds in self.cost.seconds(forward).items()}
