@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import typer
@@ -45,7 +46,9 @@ def run_simulation(
     result = scene.run(workload, timeline, title="requests")
     numbers: dict[str, float | int | None] = summary(result)
     if results.find_max_rate:
-        numbers |= _rates(scene, workload, start=workload_options.rate or 1.0)
+        given = workload_options.rate
+        start = given if given is not None and math.isfinite(given) else 1.0
+        numbers |= _rates(scene, workload, start=start)
     settings = _settings(model, cluster_options, scheduling, workload_options, scene.cluster)
     if timeline is not None:
         _write_pictures(results, result, timeline, settings)
