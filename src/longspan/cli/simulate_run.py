@@ -38,6 +38,10 @@ def run_simulation(
         ValueError: for a value that is not possible, or files that cannot be read or written.
     """
     _check_files(results)
+    if results.find_max_rate and workload_options.rate == math.inf:
+        raise ValueError(
+            "--rate inf has all requests come at once, but --find-max-rate varies the time between them: give a number"
+        )
     scene = Scene.of(model, cluster_options, scheduling, _faults(fault_options))
     workload = workload_of(workload_options)
     if results.profile_improvement_rates:
@@ -46,9 +50,7 @@ def run_simulation(
     result = scene.run(workload, timeline, title="requests")
     numbers: dict[str, float | int | None] = summary(result)
     if results.find_max_rate:
-        given = workload_options.rate
-        start = given if given is not None and math.isfinite(given) else 1.0
-        numbers |= _rates(scene, workload, start=start)
+        numbers |= _rates(scene, workload, start=workload_options.rate or 1.0)
     settings = _settings(model, cluster_options, scheduling, workload_options, scene.cluster)
     if timeline is not None:
         _write_pictures(results, result, timeline, settings)
