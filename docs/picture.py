@@ -17,7 +17,8 @@ from playwright.sync_api import Page, sync_playwright
 
 PICTURE = Path(__file__).with_name("tetris.png")
 SIMULATION = (
-    *("simulate", "llama-3-8b", "--hardware", "a100-sxm-80g", "--hosts", "2", "--gpus-per-host", "8"),
+    *("simulate", "llama-3-8b", "--hardware", "a100-sxm-80g", "--hosts", "4", "--gpus-per-host", "8"),
+    *("--prefill-parallel", "16", "--decode-parallel", "2xtp8"),
     *("--policy", "tetris", "--workload", "short", "--rate", "6", "--num-requests", "40"),
 )
 DRAWN = "#{} .main-svg"
