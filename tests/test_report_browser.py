@@ -67,7 +67,7 @@ def test_every_block_of_the_gantt_chart_is_drawn(page: Any) -> None:
     bars, paths = page.evaluate(BARS), page.evaluate(PATHS, "instances")
     assert len(bars["y"]) == len(paths) > 300
     assert all(path.startswith("M") and path.endswith("Z") for path, _ in paths)
-    assert set(bars["y"]) == set(range(16))
+    assert set(bars["y"]) == set(range(18))
     texts = page.locator("#instances .bartext").all_text_contents()
     assert len(set(filter(None, texts))) > 20, "requests have their numbers"
 
