@@ -106,9 +106,10 @@ def test_a_server_without_keys_tells_but_is_not_changed(root_path: str) -> None:
     assert set(client.get("/openapi.json").json()["paths"]["/admin/policy"]) == {"get"}
 
 
-def test_a_page_in_a_browser_cannot_send_it(client: TestClient) -> None:
+def test_a_page_in_a_browser_cannot_send_it(client: TestClient, server: Server) -> None:
     response = client.post("/admin/policy", content=b'{"min_chunk": 1}', headers={"content-type": "text/plain"})
-    error_of(response, 415)
+    assert "application/json" in error_of(response, 415)["message"]
+    assert not fake_of(server).updates
 
 
 @pytest.mark.parametrize(("state", "draining"), [("restarting", False), ("serving", True)])

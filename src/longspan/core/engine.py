@@ -198,14 +198,14 @@ class Engine:
     def _hand_over(self) -> bool:
         """Sends KV that waits and can be sent, and tells whether a request goes on elsewhere, where all has arrived."""
         self._send_waiting()
-        arrived = self._transfers.arrived()
+        if not (arrived := self._transfers.arrived()):
+            return False
         for request, target, blocks in arrived:
             self.account.hand_over(request, blocks)
             request.move_to(target)
             self._running.regroup(request)
-        if arrived:  # who is there needs no backend any more
-            self._send_waiting()
-        return bool(arrived)
+        self._send_waiting()  # their backends are free for others
+        return True
 
     def _send_waiting(self) -> None:
         for move in self._transfers.by_themselves():

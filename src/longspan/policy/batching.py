@@ -299,20 +299,10 @@ def single_share(
 
 def token_share(request: Request, exchange: Exchange, budget: Budget) -> Share | None:
     """The next token of a decode inside a block, for whoever holds that; None when that has no tokens left to give."""
-    start, group = request.num_scheduled, request.group
+    start = request.num_scheduled
     assert start % request.block_size, "a block that begins is dealt like others"
-    home = group.index(request.table[start // request.block_size].instance)
-    if budget.tokens[group[home]] <= 0:
-        return None
-    return Share(
-        request=request,
-        group=group,
-        start=start,
-        stop=start + 1,
-        runs=deal("single", start, start + 1, len(group), head=home),
-        holders=(),
-        exchange=exchange,
-    )
+    home = request.group.index(request.table[start // request.block_size].instance)
+    return _one_token(request, home, exchange, budget)
 
 
 def rotated_share(request: Request, exchange: Exchange, budget: Budget) -> Share | None:
@@ -324,6 +314,20 @@ def rotated_share(request: Request, exchange: Exchange, budget: Budget) -> Share
     start, group = request.num_scheduled, request.group
     rotation = request.rotation or Rotation(start=start, held=request.homes.counts(start))
     home, num_before = rotation.place(start)
+    holders = () if num_before % request.block_size else (group[home],)
+    return _one_token(request, home, exchange, budget, holders, rotation)
+
+
+def _one_token(
+    request: Request,
+    home: int,
+    exchange: Exchange,
+    budget: Budget,
+    holders: tuple[int, ...] = (),
+    rotation: Rotation | None = None,
+) -> Share | None:
+    """The next token of a request, computed by member `home` of its group."""
+    start, group = request.num_scheduled, request.group
     if budget.tokens[group[home]] <= 0:
         return None
     return Share(
@@ -332,7 +336,7 @@ def rotated_share(request: Request, exchange: Exchange, budget: Budget) -> Share
         start=start,
         stop=start + 1,
         runs=deal("single", start, start + 1, len(group), head=home),
-        holders=() if num_before % request.block_size else (group[home],),
+        holders=holders,
         exchange=exchange,
         rotation=rotation,
     )
