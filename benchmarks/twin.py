@@ -2,14 +2,15 @@
 
     python benchmarks/twin.py [--policies chunked context tetris] [--num-requests 60] [--load 0.9]
 
-Percentiles of times, errors, and where each request was placed, side by side; below, single prompts, which say how far
-the machine itself is from its profile by then. What was measured before with these options is read from the cache
-folder, so that a second run only serves.
+Percentiles of times, errors, and where each request was placed, side by side. Machines that others use, too, drift by
+tens of percent within minutes, so everything is profiled anew before and after each policy's requests: policies decide
+by the former, simulated steps cost what both say together. Below: single prompts, and how far the two are apart.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,16 +19,21 @@ import numpy as np
 
 from longspan import LLM
 from longspan.cli.profile_run import measure, measure_links
+from longspan.core.config import EngineConfig
 from longspan.core.protocols import ClusterView, Plan, Policy, PolicySettings
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
 from longspan.cost.fitted_cost import FittedCost
+from longspan.cost.profile import Profile
 from longspan.loadgen.arrivals import arrival_times
 from longspan.loadgen.lengths import Quantiles, draw_lengths
 from longspan.loadgen.prompts import PromptMaker
 from longspan.loadgen.workload import Ask
+from longspan.model.profiles import profile_file
 from longspan.policy import make_policy
+from longspan.policy.choosing import Facts
 from longspan.sim.arrivals import Arrival
+from longspan.sim.result import Result
 from longspan.sim.run import simulate
 
 INPUT_LEN = Quantiles(points=((0.0, 100.0), (1.0, 6000.0)))
@@ -93,7 +99,7 @@ def main() -> None:
         "--load", type=float, default=0.9, help="part of the rate that keeps the simulated cluster busy"
     )
     parser.add_argument("--lengths", default="128,1024,4096", help="prompts that are profiled")
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=2, help="how often everything is measured in each profile")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
 
@@ -101,68 +107,83 @@ def main() -> None:
         return LLM(asked.model, instances=instances, dtype=asked.dtype, threads_per_rank=1, skip_tokenizer_init=True)
 
     lengths = [int(length) for length in asked.lengths.split(",")]
-    measure_links(measure(start, INSTANCES, lengths, asked.repeats), INSTANCES)
+    with start(1) as llm:
+        stored = profile_file(llm.subject)
+
+    def profiled() -> Profile:
+        stored.unlink(missing_ok=True)
+        return measure_links(measure(start, INSTANCES, lengths, asked.repeats), INSTANCES)
+
+    before = profiled()
     for name in asked.policies:
         with start(INSTANCES) as llm:
-            arrivals = _arrivals(llm, name, asked)
-            simulated = _simulate(llm, name, arrivals)
-            real = _serve(llm, name, arrivals)
-            alone = [_ratio(llm, name, length) for length in ALONE]
-        _print(name, INSTANCES, real, simulated)
-        print(
-            f"one prompt at a time, simulated / real TTFT: {', '.join(f'{one:.2f}' for one in alone)} ({ALONE} tokens)"
+            twin = Twin(name=name, facts=llm.facts, config=llm.engine.config, vocab_size=llm.info.vocab_size)
+            arrivals = twin.arrivals(asked.num_requests, asked.load, asked.seed, before)
+            real = _serve(llm, twin.policy(), arrivals)
+            alone = [_serve(llm, twin.policy(), [twin.arrival(0, length, 2)]) for length in ALONE]
+        after = profiled()
+        both = before.joined(after)
+        _print(name, real, twin.simulate(arrivals, both))
+        said = [twin.simulate([twin.arrival(0, length, 2)], both) for length in ALONE]
+        ratios = (simulated.ttft_s[0] / served.ttft_s[0] for simulated, served in zip(said, alone, strict=True))
+        print(f"single prompts of {ALONE} tokens, simulated / real TTFT: {', '.join(f'{one:.2f}' for one in ratios)}")
+        print(f"profiled after / before, single instance: {_drift(before, after):.2f}")
+        before = after
+
+
+@dataclass(frozen=True, kw_only=True)
+class Twin:
+    """A policy on simulated instances that are configured as the real ones."""
+
+    name: str
+    facts: Facts
+    config: EngineConfig
+    vocab_size: int
+
+    def policy(self) -> Recorded:
+        """The policy, anew, as both have it."""
+        return Recorded(
+            policy=make_policy(self.name, num_instances=self.config.num_instances, options={}, facts=self.facts)
         )
 
+    def arrival(self, place: int, input_len: int, output_len: int) -> Arrival:
+        """A request that has no prefix in common with others, long after those before it."""
+        maker = PromptMaker(seed=input_len, vocab_size=self.vocab_size)
+        prompt = maker.token_ids(place, Ask(input_len=input_len, output_len=output_len))
+        return Arrival(due_s=FAR_APART_S * place, prompt=tuple(prompt), output_len=output_len)
 
-def _arrivals(llm: LLM, policy: str, asked: argparse.Namespace) -> list[Arrival]:
-    """Poisson, at a rate near what the simulated cluster can do."""
-    rng = np.random.default_rng(asked.seed)
-    inputs, outputs = (draw_lengths(lengths, asked.num_requests, rng) for lengths in (INPUT_LEN, OUTPUT_LEN))
-    prompts = PromptMaker(seed=asked.seed, vocab_size=llm.info.vocab_size)
-    arrivals = [
-        Arrival(
-            due_s=FAR_APART_S * place,
-            prompt=tuple(prompts.token_ids(place, Ask(input_len=one, output_len=other))),
-            output_len=other,
-        )
-        for place, (one, other) in enumerate(zip(inputs, outputs, strict=True))
-    ]
-    alone = simulate(arrivals, llm.engine.config, _policy(llm, policy), _cost(llm))
-    busy_s = sum(alone.busy_s) / len(alone.busy_s)
-    rate = asked.load * asked.num_requests / busy_s
-    times = arrival_times(asked.num_requests, request_rate=rate, burstiness=1.0, rng=rng)
-    return [replace(one, due_s=due_s) for one, due_s in zip(arrivals, times, strict=True)]
+    def arrivals(self, number: int, load: float, seed: int, profile: Profile) -> list[Arrival]:
+        """Poisson, at a rate near what the simulated cluster can do."""
+        rng = np.random.default_rng(seed)
+        inputs, outputs = (draw_lengths(lengths, number, rng) for lengths in (INPUT_LEN, OUTPUT_LEN))
+        arrivals = [self.arrival(place, *lengths) for place, lengths in enumerate(zip(inputs, outputs, strict=True))]
+        busy_s = self._run(arrivals, profile, self.policy()).busy_s
+        rate = load * number * len(busy_s) / sum(busy_s)
+        times = arrival_times(number, request_rate=rate, burstiness=1.0, rng=rng)
+        return [replace(one, due_s=due_s) for one, due_s in zip(arrivals, times, strict=True)]
 
+    def simulate(self, arrivals: Sequence[Arrival], profile: Profile) -> Times:
+        """With steps that cost what a profile says."""
+        policy = self.policy()
+        result = self._run(arrivals, profile, policy)
+        gaps = [gap for one in result.served for gap in one.tbt_s]
+        return Times(ttft_s=[one.ttft_s for one in result.served], tbt_s=gaps, placements=policy.placements)
 
-def _ratio(llm: LLM, policy: str, length: int) -> float:
-    """Simulated by real seconds to the first token of a prompt that is alone."""
-    prompt = PromptMaker(seed=length, vocab_size=llm.info.vocab_size).token_ids(0, Ask(input_len=length, output_len=2))
-    arrivals = [Arrival(due_s=0.0, prompt=tuple(prompt), output_len=2)]
-    simulated, real = _simulate(llm, policy, arrivals), _serve(llm, policy, arrivals)
-    return simulated.ttft_s[0] / real.ttft_s[0]
-
-
-def _policy(llm: LLM, name: str) -> Recorded:
-    num_instances = llm.engine.config.num_instances
-    return Recorded(policy=make_policy(name, num_instances=num_instances, options={}, facts=llm.facts))
+    def _run(self, arrivals: Sequence[Arrival], profile: Profile, policy: Policy) -> Result:
+        assert self.facts.shape is not None, "the model runs"
+        cost = FittedCost(profile, self.facts.shape, block_size=self.config.block_size)
+        return simulate(arrivals, self.config, policy, cost)
 
 
-def _cost(llm: LLM) -> FittedCost:
-    assert llm.facts.profile is not None, "it was measured just now"
-    assert llm.facts.shape is not None, "the model runs"
-    return FittedCost(llm.facts.profile, llm.facts.shape, block_size=llm.engine.config.block_size)
+def _drift(before: Profile, after: Profile) -> float:
+    """Seconds of prefills on one instance, by seconds of the same before."""
+    pairs = [(one.median_s, after.find(1, "local", one.new_tokens, one.cached_tokens)) for one in before.prefills]
+    return statistics.geometric_mean(other.median_s / seconds for seconds, other in pairs if other is not None)
 
 
-def _simulate(llm: LLM, name: str, arrivals: Sequence[Arrival]) -> Times:
-    policy = _policy(llm, name)
-    result = simulate(arrivals, llm.engine.config, policy, _cost(llm))
-    gaps = [gap for one in result.served for gap in one.tbt_s]
-    return Times(ttft_s=[one.ttft_s for one in result.served], tbt_s=gaps, placements=policy.placements)
-
-
-def _serve(llm: LLM, name: str, arrivals: Sequence[Arrival]) -> Times:
+def _serve(llm: LLM, policy: Recorded, arrivals: Sequence[Arrival]) -> Times:
     """By the engine itself, as `simulate` drives it."""
-    engine, policy = llm.engine, _policy(llm, name)
+    engine = llm.engine
     warm = engine.add(tuple(range(5, 600)), _params(4))
     while warm.finish_reason is None:
         engine.step()
@@ -191,8 +212,8 @@ def _params(num_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
 
 
-def _print(name: str, num_instances: int, real: Times, simulated: Times) -> None:
-    print(f"\npolicy {name}, {num_instances} x 1 thread")
+def _print(name: str, real: Times, simulated: Times) -> None:
+    print(f"\npolicy {name}, {INSTANCES} x 1 thread")
     print(f"{'':10}{'real, s':>12}{'simulated, s':>14}{'error':>9}")
     errors = []
     for what in ("ttft_s", "tbt_s"):

@@ -84,9 +84,16 @@ def test_links_by_name_and_by_speed(capsys: pytest.CaptureFixture[str]) -> None:
     rest = ("--parallel", "4", "--exchange", "gather_kv", "--context", "8K")
     times = {
         option: answer(capsys, *BASE, *rest, *option.split())["ttft_s"]
-        for option in ("--link nvlink3", "--link-gbytes-per-s 300", "--link pcie4-x16", "--link-gbytes-per-s 1")
+        for option in (
+            "--link nvlink3",
+            "--link-gbytes-per-s 300",
+            "--link pcie4-x16",
+            "--link-gbytes-per-s 31.5",
+            "--link-gbytes-per-s 1",
+        )
     }
     assert times["--link nvlink3"] == times["--link-gbytes-per-s 300"] < times["--link pcie4-x16"]
+    assert times["--link-gbytes-per-s 31.5"] == times["--link pcie4-x16"], "no quicker than the bus: it goes there"
     assert times["--link-gbytes-per-s 1"] == max(times.values())
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longspan.cost.profile import Prefill, Profile, Subject, Transfer, TransferKind
+from longspan.cost.profile import Decode, Prefill, Profile, Subject, Transfer, TransferKind
 from longspan.cost.profile_plan import SHARED, default_lengths, kinds_of_links, missing, prompts_of
 from longspan.cost.shapes import ModelShape
 from longspan.cost.time_fit import Times, fit_link, fit_times
@@ -104,6 +104,18 @@ def test_times_add_up_and_survive_the_file() -> None:
     assert (found.median_s, profile.num_times) == (2.0, 4)
     assert profile.find(3, "ring_kv", 512, 0) is None
     assert Profile.from_json(profile.to_json()) == profile
+
+
+def test_profiles_of_two_times_have_both() -> None:
+    once, again = Profile(subject=SUBJECT), Profile(subject=SUBJECT)
+    once = once.with_prefill(prefill(512, 0, 1.0)).with_transfer(transfer("point_to_point", 1000, 0.1))
+    again = again.with_prefill(prefill(512, 0, 3.0)).with_prefill(prefill(1024, 0, 5.0))
+    again = again.with_transfer(transfer("point_to_point", 1000, 0.2))
+    decode = Decode(members=1, exchange="local", batch=2, context_tokens=512, seconds=(0.5,))
+    both = once.joined(again.with_decode(decode))
+    assert [one.seconds for one in both.prefills] == [(1.0, 3.0), (5.0,)]
+    assert both.decodes == (decode,)
+    assert [one.seconds for one in both.transfers] == [(0.2,)]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ class Device:
         bytes_per_s: of its memory.
         units: how many tiles of a matrix product it computes at a time.
         clock_hz: of these.
-        link, network: names of what connects those of one host, and hosts.
+        link, bus, network: names of what connects those of one host, them through its memory, and hosts.
     """
 
     name: str
@@ -35,6 +35,7 @@ class Device:
     units: int
     clock_hz: float
     link: str
+    bus: str
     network: str
 
     def peak(self, bytes_per_weight: float) -> float:
@@ -85,6 +86,7 @@ def device(name: str) -> Device:
         units=entry["units"],
         clock_hz=entry["clock_ghz"] * 1e9,
         link=entry["link"],
+        bus=entry["bus"],
         network=entry["network"],
     )
 

@@ -8,6 +8,7 @@ from longspan.core.fleet import Fleet
 from longspan.core.parallel import ParallelSpec
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture
+from longspan.cost.catalog import Device
 from longspan.cost.efficiency import Efficiency, Kernels
 from longspan.cost.forward import Roofline
 from longspan.cost.layer import Layer
@@ -21,7 +22,8 @@ class Cluster:
 
     Attributes:
         link: the name of the slowest link between devices that work together: between hosts if there are several.
-        link_bytes_per_s: the nominal speed of that link, in place of its own.
+        link_bytes_per_s: the nominal speed of that link, in place of its own. Inside a host, without a `link`, one that
+            is not quicker than the bus is taken to go there, and reaches the part of it that messages on the bus do.
 
     Raises:
         ValueError: for numbers below 1, or unknown names.
@@ -111,6 +113,14 @@ def _wires(cluster: Cluster) -> tuple[Wire, Wire]:
     names = [device.link, device.network]
     measured: list[float | None] = [None, None]
     slowest = 1 if cluster.hosts > 1 else 0
-    names[slowest], measured[slowest] = cluster.link or names[slowest], cluster.link_bytes_per_s
+    names[slowest], measured[slowest] = cluster.link or _default_link(cluster, device), cluster.link_bytes_per_s
     inside, between = (wire(catalog.link(name), speed) for name, speed in zip(names, measured, strict=True))
     return inside, between
+
+
+def _default_link(cluster: Cluster, device: Device) -> str:
+    """The name of the slowest link that there is, if none is given."""
+    if cluster.hosts > 1:
+        return device.network
+    speed = cluster.link_bytes_per_s
+    return device.bus if speed is not None and speed <= catalog.link(device.bus).bytes_per_s else device.link

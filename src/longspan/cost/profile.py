@@ -148,6 +148,17 @@ class Profile(Stored, frozen=True, kw_only=True):
         wanted = (members, exchange, batch, context_tokens)
         return next((d for d in self.decodes if (d.members, d.exchange, d.batch, d.context_tokens) == wanted), None)
 
+    def joined(self, other: Profile) -> Self:
+        """A profile with the times of both; with those of the other's transfers, where both have some."""
+        found = self
+        for prefill in other.prefills:
+            found = found.with_prefill(prefill)
+        for decode in other.decodes:
+            found = found.with_decode(decode)
+        for transfer in other.transfers:
+            found = found.with_transfer(transfer)
+        return found
+
     def decode_fits(self) -> dict[tuple[int, Exchange], DecodeFit]:
         """By members and exchange, as far as there are measurements enough."""
         samples: dict[tuple[int, Exchange], list[Sample]] = defaultdict(list)
