@@ -160,6 +160,16 @@ def _num_blocks(line: Roofline, scheduling: SchedulingOptions) -> int:
 
 def _measured(model: str, path: Path, options: ClusterOptions, fleet: Fleet, scheduling: SchedulingOptions) -> Cluster:
     """By a profile."""
+    unused = {
+        "--link": options.link,
+        "--link-gbytes-per-s": options.link_gbytes_per_s,
+        "--dtype": None if options.dtype == "auto" else options.dtype,
+        "--ffn-dtype": options.ffn_dtype,
+        "--attention": None if options.attention == "flash" else options.attention,
+    }
+    for flag, value in unused.items():
+        if value is not None:
+            raise ValueError(f"{flag} {value} is for --hardware: with --profile all is as it was measured; leave it out")
     profile, roles = _read(path), roles_of(fleet, options)
     if set(fleet.tps) != {profile.subject.tp}:
         raise ValueError(f"--profile is of instances with tp {profile.subject.tp}, but {fleet} given")
