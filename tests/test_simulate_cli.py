@@ -203,3 +203,13 @@ def test_requests_that_are_too_long_are_told(profile: Path, capsys: pytest.Captu
     found = json.loads(shown.out)
     assert 0 < found["num_refused"] < 9 and found["num_completed"] == 9 - found["num_refused"]
     assert f"{found['num_refused']} requests were refused" in shown.err
+
+
+def test_a_trace_that_is_too_short_names_the_flag(
+    profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "two.csv"
+    trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n0,9,9\n1,9,9\n")
+    options = ("--profile", str(profile), "--workload", str(trace), "--num-requests", "3")
+    assert run("simulate", "smollm2-135m", *options) == 2
+    assert "holds 2 requests, but 3 (--num-requests) needed" in capsys.readouterr().err

@@ -169,7 +169,9 @@ def _measured(model: str, path: Path, options: ClusterOptions, fleet: Fleet, sch
     }
     for flag, value in unused.items():
         if value is not None:
-            raise ValueError(f"{flag} {value} is for --hardware: with --profile all is as it was measured; leave it out")
+            raise ValueError(
+                f"{flag} {value} is for --hardware: with --profile all is as it was measured; leave it out"
+            )
     profile, roles = _read(path), roles_of(fleet, options)
     if set(fleet.tps) != {profile.subject.tp}:
         raise ValueError(f"--profile is of instances with tp {profile.subject.tp}, but {fleet} given")

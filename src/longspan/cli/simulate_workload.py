@@ -103,7 +103,7 @@ def _asks(options: WorkloadOptions) -> list[Ask]:
         raise ValueError(f"--workload {options.workload!r} is none of {', '.join(NAMED)}, nor a file")
     if path.suffix == ".json":
         return _drawn(*_quantiles(path), options)
-    asks = read_trace(path, num=options.num_requests)
+    asks = read_trace(path, num=options.num_requests, num_flag="--num-requests")
     return [replace(ask, output_len=options.output_len or ask.output_len) for ask in asks]
 
 
