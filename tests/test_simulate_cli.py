@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from fake_llm import run
+from msgspec.structs import replace
 from test_profile import SUBJECT
 
 from longspan.cost.profile import Decode, Prefill, Profile
@@ -32,7 +33,7 @@ FIELDS = {
 @pytest.fixture
 def profile(tmp_path: Path) -> Path:
     """A machine that takes 10 ms and 50 us per token, shared evenly; 12 ms between tokens."""
-    found = Profile(subject=SUBJECT)
+    found = Profile(subject=replace(SUBJECT, model="/models/smollm2-135m"))
     for members, exchange in ((1, "local"), (2, "ring_kv")):
         for new, cached in ((1000, 0), (8000, 0), (1000, 8000)):
             seconds = 0.01 + 5e-5 * new / members + 1e-10 * new * cached
@@ -169,7 +170,12 @@ def test_page_and_trace(profile: Path, tmp_path: Path, capsys: pytest.CaptureFix
         (("--profile", "P", "--link-gbytes-per-s", "50"), "--link-gbytes-per-s 50.0 is for --hardware"),
         (("--profile", "P", "--dtype", "float32"), "--dtype float32 is for --hardware"),
         (("--profile", "P", "--ffn-dtype", "fp8"), "--ffn-dtype fp8 is for --hardware"),
-        (("--profile", "P", "--attention", "eager"), "--attention eager is for --hardware"),
+        (("--profile", "P", "--attention", "flash"), "--attention flash is for --hardware"),
+        (("--profile", "P", "--rate", "1", "--restart-time", "5"), "--restart-time 5 is of lost workers"),
+        (("--profile", "P", "--rate", "1", "--num-prefixes", "2"), "--num-prefixes 2 is of starts that prompts share"),
+        (("--profile", "P", "--rate", "1", "--think-time", "0"), "--think-time 0 is between turns of a conversation"),
+        (("--profile", "P", "--profile-improvement-rates", "--find-max-rate"), "--find-max-rate is of a single run"),
+        (("--profile", "P", "--profile-improvement-rates", "--trace", "t.json"), "--trace is of a single run"),
         (("--profile", "P", "--workload", "huge", "--rate", "1"), "none of short, medium, long, nor a file"),
         (("--profile", "P"), "give --rate"),
         (("--profile", "P", "--rate", "0"), "--rate must be above 0"),
@@ -191,9 +197,14 @@ def test_mistakes_are_one_line(
     arguments: tuple[str, ...], words: str, profile: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = [str(profile) if argument == "P" else argument for argument in arguments]
-    assert run("simulate", "llama-3-8b", *given, "--json") == 2
+    assert run("simulate", "smollm2-135m", *given, "--json") == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
+
+
+def test_another_model_than_was_profiled_is_refused(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("simulate", "llama-3-8b", "--profile", str(profile), "--rate", "1") == 2
+    assert "--profile is of model /models/smollm2-135m, but llama-3-8b given" in capsys.readouterr().err
 
 
 def test_requests_that_are_too_long_are_told(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,17 +27,35 @@ def estimate(
     *,
     hardware: Annotated[str, _cluster(help="A device such as h100-sxm-80g; an unknown name lists all.")],
     gpus_per_host: Annotated[int, _cluster(help="Devices of each host.")] = 8,
-    hosts: Annotated[int, _cluster(help="Hosts.")] = 1,
+    hosts: Annotated[int, _cluster(help="How many hosts there are.")] = 1,
     link: Annotated[
-        str | None, _cluster(metavar="NAME", help="What connects hosts, or the devices of a single host.")
+        str | None,
+        _cluster(
+            metavar="NAME",
+            help="What connects hosts, or the devices of a single host.",
+            show_default="what such devices come with",
+        ),
     ] = None,
-    link_gbytes_per_s: Annotated[float | None, _cluster(metavar="X", help="Its nominal speed, one way.")] = None,
-    parallel: Annotated[str, _work(metavar="SPEC", help=r"\[N]\[xtpT]: N instances, each of T ranks.")] = "1",
+    link_gbytes_per_s: Annotated[
+        float | None,
+        _cluster(
+            metavar="X",
+            help="Instead: its nominal speed, one way, in 10^9 bytes per second.",
+            show_default="the link's",
+        ),
+    ] = None,
+    parallel: Annotated[str, _work(metavar="SPEC", help=r"\[N]\[xtpT]: N instances of T devices each.")] = "1",
     exchange: Annotated[
-        PromptExchange, _work(help="How instances share prompts; auto: ring_kv, and ring_q to decode.")
+        PromptExchange,
+        _work(help="How instances share prompts, if there are several; auto: ring_kv, and ring_q to decode."),
     ] = "auto",
     fractions: Annotated[
-        str | None, _work(metavar="F,F,...|search", help="How much of a contiguous prompt each instance gets.")
+        str | None,
+        _work(
+            metavar="F,F,...|search",
+            help="How much of a contiguous prompt each instance gets.",
+            show_default="even for a chain, else zigzag",
+        ),
     ] = None,
     context: Annotated[
         str, _work(metavar="L", help="Tokens of the context, cached ones included; 8K is 8192, 8k 8000.")
@@ -49,7 +67,8 @@ def estimate(
         Literal["auto", "bfloat16", "float16", "float32"], _work(help="Of weights, keys and values; auto: 16 bits.")
     ] = "auto",
     ffn_dtype: Annotated[
-        Literal["bfloat16", "float16", "float32", "fp8"] | None, _work(help="Of the feed-forward weights, if another.")
+        Literal["bfloat16", "float16", "float32", "fp8"] | None,
+        _work(help="Of the feed-forward weights.", show_default="as --dtype"),
     ] = None,
     attention: Annotated[
         Literal["flash", "eager"], _work(help="Fused, or as Hugging Face's single operators compute it.")

@@ -99,8 +99,8 @@ def _computed(
         link=options.link,
         link_bytes_per_s=None if options.link_gbytes_per_s is None else options.link_gbytes_per_s * 1e9,
     )
-    sizes = architecture(model, dtype=options.dtype, ffn_dtype=options.ffn_dtype)
-    cost = RooflineCost(sizes, devices, fleet, block_size=scheduling.block_size, kernels=options.attention)
+    sizes, kernels = architecture(model, dtype=options.dtype, ffn_dtype=options.ffn_dtype), options.attention or "flash"
+    cost = RooflineCost(sizes, devices, fleet, block_size=scheduling.block_size, kernels=kernels)
     blocks = [scheduling.num_gpu_blocks_override or _num_blocks(line, scheduling) for line in cost.lines]
     subject = Subject(
         model=model,
@@ -108,7 +108,7 @@ def _computed(
         device="cuda",
         tp=fleet.spec.tp,
         threads=1,
-        kernel=options.attention,
+        kernel=kernels,
         machine=hardware,
     )
     profile = predicted_profile(
@@ -165,7 +165,7 @@ def _measured(model: str, path: Path, options: ClusterOptions, fleet: Fleet, sch
         "--link-gbytes-per-s": options.link_gbytes_per_s,
         "--dtype": None if options.dtype == "auto" else options.dtype,
         "--ffn-dtype": options.ffn_dtype,
-        "--attention": None if options.attention == "flash" else options.attention,
+        "--attention": options.attention,
     }
     for flag, value in unused.items():
         if value is not None:
@@ -173,6 +173,9 @@ def _measured(model: str, path: Path, options: ClusterOptions, fleet: Fleet, sch
                 f"{flag} {value} is for --hardware: with --profile all is as it was measured; leave it out"
             )
     profile, roles = _read(path), roles_of(fleet, options)
+    measured = profile.subject.model
+    if Path(model).name.lower() != Path(measured).name.lower():  # folders may lie elsewhere than on that machine
+        raise ValueError(f"--profile is of model {measured}, but {model} given: give that, or a profile of {model}")
     if set(fleet.tps) != {profile.subject.tp}:
         raise ValueError(f"--profile is of instances with tp {profile.subject.tp}, but {fleet} given")
     sizes = architecture(model, dtype=profile.subject.dtype)

@@ -23,6 +23,8 @@ from longspan.sim.result import Result, summary
 from longspan.sim.timeline import Timeline
 from longspan.sim.trace import chrome_trace
 
+_RESTART_S = 10.0
+
 
 def run_simulation(
     model: str,
@@ -37,7 +39,7 @@ def run_simulation(
     Raises:
         ValueError: for a value that is not possible, or files that cannot be read or written.
     """
-    _check_files(results)
+    _check_results(results)
     if results.find_max_rate and workload_options.rate == math.inf:
         raise ValueError(
             "--rate inf has all requests come at once, but --find-max-rate varies the time between them: give a number"
@@ -80,11 +82,18 @@ def _faults(options: FaultOptions) -> Faults:
         raise ValueError(
             f"--slow is INSTANCE=FACTOR, such as 3=1.5, but {' '.join(options.slow or ())} given"
         ) from None
-    return Faults(slow=slow, lost_at_s=tuple(options.lose_worker_at or ()), restart_s=options.restart_time)
+    if options.restart_time is not None and not options.lose_worker_at:
+        raise ValueError(f"--restart-time {options.restart_time:g} is of lost workers: give --lose-worker-at")
+    restart_s = _RESTART_S if options.restart_time is None else options.restart_time
+    return Faults(slow=slow, lost_at_s=tuple(options.lose_worker_at or ()), restart_s=restart_s)
 
 
-def _check_files(results: ResultOptions) -> None:
-    """Whether they can be written, before the run."""
+def _check_results(results: ResultOptions) -> None:
+    """Whether all that is asked for will be there, and can be written, before the run."""
+    others = {"--find-max-rate": results.find_max_rate, "--report": results.report, "--trace": results.trace}
+    for flag, value in others.items():
+        if value and results.profile_improvement_rates:
+            raise ValueError(f"{flag} is of a single run, and --profile-improvement-rates makes many: leave one out")
     for flag, path in (("--report", results.report), ("--trace", results.trace)):
         if path is not None and not path.absolute().parent.is_dir():
             raise ValueError(f"{flag}: the folder {str(path.parent)!r} is not there")
