@@ -154,6 +154,42 @@ def test_page_and_trace(profile: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert not linked, "everything is in the page"
 
 
+def rows_of(page: Path) -> dict[str, str]:
+    return dict(re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td></tr>", page.read_text()))
+
+
+def test_the_page_says_what_the_run_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "out.html"
+    run_of = ("--rate", "2", "--num-requests", "6", "--report", str(page), "--json")
+    cluster = ("--hardware", "a100-sxm-80g", "--hosts", "2", "--link-gbytes-per-s", "25")
+    roles = ("--prefill-parallel", "4", "--decode-parallel", "tp4", "--transfer-backends", "3")
+    policy = ("--policy", "tetris", "-o", "min_chunk=512", "--exchange", "ring_q", "--max-num-seqs", "7")
+    faults = ("--slow", "0=2", "--slow", "1=3", "--lose-worker-at", "1.5", "--no-async-scheduling")
+    assert run("simulate", "llama-3-8b", *cluster, *roles, *policy, *faults, *run_of) == 0
+    capsys.readouterr()
+    expected = {
+        "model": "llama-3-8b",
+        "cluster": "2 × 4 a100-sxm-80g, infiniband-8x200g at 25 GB/s",
+        "instances": "4 prefill, 1 decode, 3 transfers at once to each",
+        "policy": "tetris min_chunk=512 exchange=ring_q",
+        "prefill-parallel": "4",
+        "decode-parallel": "tp4",
+        "max-num-seqs": "7",
+        "async-scheduling": "no",
+        "enable-prefix-caching": "yes",
+        "workload": "short",
+        "rate": "2",
+        "num-requests": "6",
+        "slow": "0=2 1=3",
+        "lose-worker-at": "1.5",
+    }
+    found = rows_of(page)
+    assert {name: found.get(name) for name in expected} == expected
+    assert re.fullmatch(r"[\d,]+, [\d,]+ to decode", found["KV blocks"])
+    assert not {"profile", "restart-time", "exchange", "transfer-backends"} & found.keys()
+    assert '"ticktext":["prefill 0","prefill 1","prefill 2","prefill 3","decode 4"]' in page.read_text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

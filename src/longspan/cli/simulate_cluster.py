@@ -138,8 +138,16 @@ def _computed(
         roles=roles,
         cost=cost,
         facts=facts,
-        words=f"{options.hosts} × {devices.gpus_per_host} {hardware}",
+        words=_words(devices),
     )
+
+
+def _words(devices: Devices) -> str:
+    """The devices, and what connects hosts, or those of a single one."""
+    device = catalog.device(devices.hardware)
+    link = devices.link or (device.network if devices.hosts > 1 else device.link)
+    speed = "" if devices.link_bytes_per_s is None else f" at {devices.link_bytes_per_s / 1e9:g} GB/s"
+    return f"{devices.hosts} × {devices.gpus_per_host} {devices.hardware}, {link}{speed}"
 
 
 def _num_blocks(line: Roofline, scheduling: SchedulingOptions) -> int:
@@ -194,7 +202,7 @@ def _measured(model: str, path: Path, options: ClusterOptions, fleet: Fleet, sch
             places=_places(options, fleet),
             roles=roles,
         ),
-        words=f"{profile.subject.machine}, {profile.subject.threads} threads per rank",
+        words=f"{profile.subject.machine}, {profile.subject.dtype}, {profile.subject.threads} threads per rank",
     )
 
 
