@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from longspan.cli.bundles import bundled
 from longspan.cli.scheduling import SchedulingOptions
+from longspan.cli.sheets import SheetOptions
 
 _cluster = partial(typer.Option, rich_help_panel="Cluster")
 _workload = partial(typer.Option, rich_help_panel="Requests")
@@ -19,8 +20,8 @@ _results = partial(typer.Option, rich_help_panel="Results")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterOptions:
-    """What the cluster is made of."""
+class FleetOptions:
+    """Which devices there are, and which instances on them."""
 
     hardware: Annotated[
         str | None,
@@ -57,33 +58,11 @@ class ClusterOptions:
             show_default="one per prefill instance",
         ),
     ] = None
-    link: Annotated[
-        str | None,
-        _cluster(
-            metavar="NAME",
-            help="What connects hosts, or the devices of a single host.",
-            show_default="what such devices come with",
-        ),
-    ] = None
-    link_gbytes_per_s: Annotated[
-        float | None,
-        _cluster(
-            metavar="X",
-            help="Instead: its nominal speed, one way, in 10^9 bytes per second.",
-            show_default="the link's",
-        ),
-    ] = None
-    dtype: Annotated[
-        Literal["auto", "bfloat16", "float16", "float32"], _cluster(help="Of weights, keys and values; auto: 16 bits.")
-    ] = "auto"
-    ffn_dtype: Annotated[
-        Literal["bfloat16", "float16", "float32", "fp8"] | None,
-        _cluster(help="Of the feed-forward weights.", show_default="as --dtype"),
-    ] = None
-    attention: Annotated[
-        Literal["flash", "eager"] | None,
-        _cluster(help="Fused, or as Hugging Face's single operators compute it.", show_default="flash"),
-    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions(SheetOptions, FleetOptions):
+    """What the cluster is made of."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longspan.cli.model_config import architecture
+from longspan.cli.model_config import cluster_of as devices_of
 from longspan.cli.scheduling import SchedulingOptions
 from longspan.cli.simulate import ClusterOptions
 from longspan.cli.simulate_fleet import fleet_of, roles_of
@@ -88,17 +89,8 @@ def _computed(
     model: str, hardware: str, options: ClusterOptions, fleet: Fleet, scheduling: SchedulingOptions
 ) -> Cluster:
     """By data sheets."""
-    if options.link is not None and options.link_gbytes_per_s is not None:
-        raise ValueError(
-            f"--link {options.link} and --link-gbytes-per-s {options.link_gbytes_per_s:g} both give its speed: give one"
-        )
-    devices = Devices(
-        hardware=hardware,
-        hosts=options.hosts,
-        gpus_per_host=options.gpus_per_host or math.ceil(fleet.num_ranks / options.hosts),
-        link=options.link,
-        link_bytes_per_s=None if options.link_gbytes_per_s is None else options.link_gbytes_per_s * 1e9,
-    )
+    gpus_per_host = options.gpus_per_host or math.ceil(fleet.num_ranks / options.hosts)
+    devices = devices_of(hardware, gpus_per_host, options.hosts, options)
     sizes, kernels = architecture(model, dtype=options.dtype, ffn_dtype=options.ffn_dtype), options.attention or "flash"
     cost = RooflineCost(sizes, devices, fleet, block_size=scheduling.block_size, kernels=kernels)
     blocks = [scheduling.num_gpu_blocks_override or _num_blocks(line, scheduling) for line in cost.lines]
