@@ -14,6 +14,7 @@ from fake_llm import run
 from msgspec.structs import replace
 from test_profile import SUBJECT
 
+from longspan.cost.catalog import model_config
 from longspan.cost.profile import Decode, Prefill, Profile
 
 FIELDS = {
@@ -241,6 +242,18 @@ def test_mistakes_are_one_line(
 def test_another_model_than_was_profiled_is_refused(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("simulate", "llama-3-8b", "--profile", str(profile), "--rate", "1") == 2
     assert "--profile is of model /models/smollm2-135m, but llama-3-8b given" in capsys.readouterr().err
+
+
+def test_the_profiled_model_can_be_a_folder_that_has_moved(
+    profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "SmolLM2-135M"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(model_config("smollm2-135m")))
+    monkeypatch.chdir(folder)
+    options = ("--profile", str(profile), "--gpus-per-host", "1", "--rate", "1", "--num-requests", "2")
+    for model in (".", str(folder), str(folder / "config.json")):
+        assert run("simulate", model, *options) == 0, capsys.readouterr().err
 
 
 def test_requests_that_are_too_long_are_told(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:

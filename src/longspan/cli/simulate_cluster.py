@@ -174,7 +174,7 @@ def _measured(model: str, path: Path, options: ClusterOptions, fleet: Fleet, sch
             )
     profile, roles = _read(path), roles_of(fleet, options)
     measured = profile.subject.model
-    if Path(model).name.lower() != Path(measured).name.lower():  # folders may lie elsewhere than on that machine
+    if _last_name(model) != _last_name(measured):  # folders may lie elsewhere than on that machine
         raise ValueError(f"--profile is of model {measured}, but {model} given: give that, or a profile of {model}")
     if set(fleet.tps) != {profile.subject.tp}:
         raise ValueError(f"--profile is of instances with tp {profile.subject.tp}, but {fleet} given")
@@ -196,6 +196,13 @@ def _measured(model: str, path: Path, options: ClusterOptions, fleet: Fleet, sch
         ),
         words=f"{profile.subject.machine}, {profile.subject.dtype}, {profile.subject.threads} threads per rank",
     )
+
+
+def _last_name(model: str) -> str:
+    """Of a folder, a file in it, a hub id or an alias."""
+    path = Path(model).expanduser()
+    folder = path.resolve() if path.is_dir() else path.parent if path.is_file() else path
+    return folder.name.lower()
 
 
 def _places(options: ClusterOptions, fleet: Fleet) -> tuple[Place, ...]:
