@@ -107,8 +107,9 @@ class FakeEngine:
     def _set_policy(self, number: int, options: dict[str, str]) -> None:
         if options.get("rate") == "die":
             self._die()
-        if options.get("rate") == "refuse":
-            self._send({"type": "PolicyRefused", "id": number, "reason": "rate refuse is not possible"})
+        rate = options.get("rate")
+        if rate == "refuse" or (rate == "once" and not self._is_first):
+            self._send({"type": "PolicyRefused", "id": number, "reason": f"rate {rate} is not possible"})
             return
         settings = {**_SETTINGS, "options": {**_SETTINGS["options"], **options}}
         self._send({"type": "PolicySet", "settings": settings, "id": number})

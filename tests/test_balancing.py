@@ -10,7 +10,7 @@ from cluster import Cluster, Setup
 from forced_plans import forced
 from hypothesis import given
 from hypothesis import strategies as st
-from test_engine import assert_lawful
+from workloads import assert_lawful
 
 from longspan.core.account import KvAccount
 from longspan.core.fleet import Roles

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longspan import arguments
+from longspan import LLM, arguments
+from longspan.arguments import Arguments
 from longspan.core.fleet import Roles
 from longspan.core.parallel import ParallelSpec
 from longspan.core.places import Place, hosts_of, places_of_ranks
@@ -104,26 +108,27 @@ def test_impossible_hosts_are_refused(given: str, monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_roles_that_cannot_be(named: dict[str, Any], says: str) -> None:
-    nothing: dict[str, Any] = {
-        "parallel": None,
-        "instances": 1,
-        "tp": 1,
-        "pp": 1,
-        "prefill_parallel": None,
-        "decode_parallel": None,
-    }
     with pytest.raises(ValueError, match=says):
-        arguments.fleet(**nothing | named)
+        _ = Arguments(**named).fleet
 
 
 def test_roles() -> None:
-    uniform = arguments.fleet("2xtp2", 1, 1, 1, None, None)
-    assert (uniform.tps, arguments.roles(uniform, None)) == ((2, 2), None)
+    uniform = Arguments(parallel="2xtp2")
+    assert (uniform.fleet.tps, uniform.roles) == ((2, 2), None)
     with pytest.raises(ValueError, match="transfer_backends 3 is for instances that decode only"):
-        arguments.roles(uniform, 3)
-    fleet = arguments.fleet(None, 1, 1, 1, "3", "2xtp2")
+        _ = Arguments(parallel="2xtp2", transfer_backends=3).roles
+    split = partial(Arguments, prefill_parallel="3", decode_parallel="2xtp2")
+    fleet = split().fleet
     assert (fleet.tps, list(fleet.ranks(3)), fleet.place(6)) == ((1, 1, 1, 2, 2), [3, 4], (4, 1))
-    assert arguments.roles(fleet, None) == Roles(num_prefill=3, num_decode=2, backends=3)
-    assert arguments.roles(fleet, 1) == Roles(num_prefill=3, num_decode=2, backends=1)
+    assert split().roles == Roles(num_prefill=3, num_decode=2, backends=3)
+    assert split(transfer_backends=1).roles == Roles(num_prefill=3, num_decode=2, backends=1)
     with pytest.raises(ValueError, match="transfer_backends must be at least 1, but 0 given"):
-        arguments.roles(fleet, 0)
+        _ = split(transfer_backends=0).roles
+
+
+def test_the_signature_shows_every_argument() -> None:
+    shown = inspect.signature(LLM).parameters
+    assert shown.keys() == {field.name for field in fields(Arguments)}
+    assert shown["block_size"].default == 256
+    with pytest.raises(TypeError, match="'blocksize'"):
+        LLM(blocksize=16)  # type: ignore[call-arg]  # of no such name

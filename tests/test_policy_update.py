@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from test_engine import assert_lawful
 from test_tetris import chunks_of, machine, tetris
+from workloads import assert_lawful
 
 from longspan.core.protocols import OptionValue, Policy, SettledError, option_text
 from longspan.policy import make_policy

@@ -9,10 +9,9 @@ from itertools import groupby
 import pytest
 from cluster import Cluster, Setup
 from forced_plans import GrowingPlanner, planned
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_engine import RANDOM_RUNS, Job, assert_lawful, jobs, play, setups_of
 from test_tetris import GROUPS, machine
+from workloads import assert_lawful, finishes_lawfully, repeats, setups_of
 
 from longspan.core.config import EngineConfig
 from longspan.core.fleet import Roles
@@ -65,16 +64,8 @@ def setups(draw: st.DrawFn) -> Setup:
     return replace(setup, max_model_len=min(100, Cluster(setup).engine.config.max_model_len))
 
 
-@settings(RANDOM_RUNS, max_examples=200)
-@given(setups(), st.lists(jobs(), min_size=1, max_size=10), st.randoms(use_true_random=False))
-def test_any_workload_finishes_lawfully(setup: Setup, work: list[Job], timeouts: random.Random) -> None:
-    assert_lawful(play(setup, work, timeouts))
-
-
-@settings(RANDOM_RUNS, max_examples=25)
-@given(setups(), st.lists(jobs(), min_size=1, max_size=6))
-def test_the_same_input_gives_the_same_steps(setup: Setup, work: list[Job]) -> None:
-    assert play(setup, work).executor.steps == play(setup, work).executor.steps
+test_any_workload_finishes_lawfully = finishes_lawfully(setups())
+test_the_same_input_gives_the_same_steps = repeats(setups())
 
 
 @pytest.mark.parametrize("seed", range(40))

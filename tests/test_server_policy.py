@@ -68,6 +68,7 @@ def test_the_policy_is_told_and_changed(client: TestClient, server: Server) -> N
         ({"improvement_rate": "x" * 5000}, 400, "improvement_rate", "at most 4096 characters"),
         ({"min_chunk": 10**400}, 400, "min_chunk", "less than or equal to"),
         ([], 400, None, "must be a JSON object"),
+        ({}, 400, None, "give an option of policy tetris that is to change, and its value: improvement_rate, chunking"),
     ],
 )
 def test_what_the_face_refuses_never_reaches_the_engine(
@@ -155,6 +156,18 @@ def test_changes_reach_the_engine_and_the_next_one(events: Path) -> None:
         {"rate": "refuse"},
         {"rate": "0.1", "cut": "true"},
     ]
+
+
+def test_a_new_engine_that_refuses_the_changes_is_told_of(events: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def check() -> None:
+        async with started(events) as client:
+            await client.update_policy({"rate": "once"})
+            await kill_engine(client)
+            await until(lambda: "refused what was changed since: rate once" in caplog.text)
+            assert client.policy.settings is not None
+            assert client.policy.settings.options["rate"] == 0.5
+
+    asyncio.run(check())
 
 
 def test_nobody_waits_for_an_engine_that_is_lost(events: Path) -> None:

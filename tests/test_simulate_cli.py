@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 from fake_llm import run
+from msgspec.structs import replace
 from test_profile import SUBJECT
 
+from longspan.cost.catalog import model_config
 from longspan.cost.profile import Decode, Prefill, Profile
 
 FIELDS = {
@@ -32,7 +34,7 @@ FIELDS = {
 @pytest.fixture
 def profile(tmp_path: Path) -> Path:
     """A machine that takes 10 ms and 50 us per token, shared evenly; 12 ms between tokens."""
-    found = Profile(subject=SUBJECT)
+    found = Profile(subject=replace(SUBJECT, model="/models/smollm2-135m"))
     for members, exchange in ((1, "local"), (2, "ring_kv")):
         for new, cached in ((1000, 0), (8000, 0), (1000, 8000)):
             seconds = 0.01 + 5e-5 * new / members + 1e-10 * new * cached
@@ -153,6 +155,42 @@ def test_page_and_trace(profile: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert not linked, "everything is in the page"
 
 
+def rows_of(page: Path) -> dict[str, str]:
+    return dict(re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td></tr>", page.read_text()))
+
+
+def test_the_page_says_what_the_run_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "out.html"
+    run_of = ("--rate", "2", "--num-requests", "6", "--report", str(page), "--json")
+    cluster = ("--hardware", "a100-sxm-80g", "--hosts", "2", "--link-gbytes-per-s", "25")
+    roles = ("--prefill-parallel", "4", "--decode-parallel", "tp4", "--transfer-backends", "3")
+    policy = ("--policy", "tetris", "-o", "min_chunk=512", "--exchange", "ring_q", "--max-num-seqs", "7")
+    faults = ("--slow", "0=2", "--slow", "1=3", "--lose-worker-at", "1.5", "--no-async-scheduling")
+    assert run("simulate", "llama-3-8b", *cluster, *roles, *policy, *faults, *run_of) == 0
+    capsys.readouterr()
+    expected = {
+        "model": "llama-3-8b",
+        "cluster": "2 × 4 a100-sxm-80g, infiniband-8x200g at 25 GB/s",
+        "instances": "4 prefill, 1 decode, 3 transfers at once to each",
+        "policy": "tetris min_chunk=512 exchange=ring_q",
+        "prefill-parallel": "4",
+        "decode-parallel": "tp4",
+        "max-num-seqs": "7",
+        "async-scheduling": "no",
+        "enable-prefix-caching": "yes",
+        "workload": "short",
+        "rate": "2",
+        "num-requests": "6",
+        "slow": "0=2 1=3",
+        "lose-worker-at": "1.5",
+    }
+    found = rows_of(page)
+    assert {name: found.get(name) for name in expected} == expected
+    assert re.fullmatch(r"[\d,]+, [\d,]+ to decode", found["KV blocks"])
+    assert not {"profile", "restart-time", "exchange", "transfer-backends"} & found.keys()
+    assert '"ticktext":["prefill 0","prefill 1","prefill 2","prefill 3","decode 4"]' in page.read_text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -165,6 +203,16 @@ def test_page_and_trace(profile: Path, tmp_path: Path, capsys: pytest.CaptureFix
         ),
         (("--profile", "P", "--parallel", "2xtp2"), "of instances with tp 1"),
         (("--profile", "P", "--hosts", "0"), "--hosts must be at least 1, but 0 given"),
+        (("--profile", "P", "--link", "nvlink"), "--link nvlink is for --hardware"),
+        (("--profile", "P", "--link-gbytes-per-s", "50"), "--link-gbytes-per-s 50.0 is for --hardware"),
+        (("--profile", "P", "--dtype", "float32"), "--dtype float32 is for --hardware"),
+        (("--profile", "P", "--ffn-dtype", "fp8"), "--ffn-dtype fp8 is for --hardware"),
+        (("--profile", "P", "--attention", "flash"), "--attention flash is for --hardware"),
+        (("--profile", "P", "--rate", "1", "--restart-time", "5"), "--restart-time 5 is of lost workers"),
+        (("--profile", "P", "--rate", "1", "--num-prefixes", "2"), "--num-prefixes 2 is of starts that prompts share"),
+        (("--profile", "P", "--rate", "1", "--think-time", "0"), "--think-time 0 is between turns of a conversation"),
+        (("--profile", "P", "--profile-improvement-rates", "--find-max-rate"), "--find-max-rate is of a single run"),
+        (("--profile", "P", "--profile-improvement-rates", "--trace", "t.json"), "--trace is of a single run"),
         (("--profile", "P", "--workload", "huge", "--rate", "1"), "none of short, medium, long, nor a file"),
         (("--profile", "P"), "give --rate"),
         (("--profile", "P", "--rate", "0"), "--rate must be above 0"),
@@ -186,9 +234,26 @@ def test_mistakes_are_one_line(
     arguments: tuple[str, ...], words: str, profile: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = [str(profile) if argument == "P" else argument for argument in arguments]
-    assert run("simulate", "llama-3-8b", *given, "--json") == 2
+    assert run("simulate", "smollm2-135m", *given, "--json") == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
+
+
+def test_another_model_than_was_profiled_is_refused(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("simulate", "llama-3-8b", "--profile", str(profile), "--rate", "1") == 2
+    assert "--profile is of model /models/smollm2-135m, but llama-3-8b given" in capsys.readouterr().err
+
+
+def test_the_profiled_model_can_be_a_folder_that_has_moved(
+    profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "SmolLM2-135M"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(model_config("smollm2-135m")))
+    monkeypatch.chdir(folder)
+    options = ("--profile", str(profile), "--gpus-per-host", "1", "--rate", "1", "--num-requests", "2")
+    for model in (".", str(folder), str(folder / "config.json")):
+        assert run("simulate", model, *options) == 0, capsys.readouterr().err
 
 
 def test_requests_that_are_too_long_are_told(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,3 +263,13 @@ def test_requests_that_are_too_long_are_told(profile: Path, capsys: pytest.Captu
     found = json.loads(shown.out)
     assert 0 < found["num_refused"] < 9 and found["num_completed"] == 9 - found["num_refused"]
     assert f"{found['num_refused']} requests were refused" in shown.err
+
+
+def test_a_trace_that_is_too_short_names_the_flag(
+    profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "two.csv"
+    trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n0,9,9\n1,9,9\n")
+    options = ("--profile", str(profile), "--workload", str(trace), "--num-requests", "3")
+    assert run("simulate", "smollm2-135m", *options) == 2
+    assert "holds 2 requests, but 3 (--num-requests) needed" in capsys.readouterr().err

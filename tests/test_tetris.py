@@ -10,9 +10,8 @@ from dataclasses import replace
 import pytest
 from cluster import Cluster, Setup
 from forced_plans import Wandering, forced
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_engine import RANDOM_RUNS, Job, assert_lawful, jobs, play, setups_of
+from workloads import assert_lawful, finishes_lawfully, repeats, setups_of
 
 from longspan.core.engine import Engine, EngineConfig
 from longspan.core.places import Place
@@ -79,16 +78,8 @@ def setups(draw: st.DrawFn) -> Setup:
     return replace(setup, max_model_len=min(setup.max_model_len, capacity))
 
 
-@settings(RANDOM_RUNS, max_examples=200)
-@given(setups(), st.lists(jobs(), min_size=1, max_size=10), st.randoms(use_true_random=False))
-def test_any_workload_finishes_lawfully(setup: Setup, work: list[Job], timeouts: random.Random) -> None:
-    assert_lawful(play(setup, work, timeouts))
-
-
-@settings(RANDOM_RUNS, max_examples=25)
-@given(setups(), st.lists(jobs(), min_size=1, max_size=6))
-def test_the_same_input_gives_the_same_steps(setup: Setup, work: list[Job]) -> None:
-    assert play(setup, work).executor.steps == play(setup, work).executor.steps
+test_any_workload_finishes_lawfully = finishes_lawfully(setups())
+test_the_same_input_gives_the_same_steps = repeats(setups())
 
 
 # ---------------------------------------------------------------- groups that grow

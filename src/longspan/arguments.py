@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property, wraps
 from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -14,6 +18,7 @@ from longspan.attn import native
 from longspan.core.fleet import Fleet, Roles
 from longspan.core.parallel import ParallelSpec
 from longspan.core.places import Place, places_of_ranks
+from longspan.core.protocols import Limits
 from longspan.kv.pool import bytes_per_block
 from longspan.model.cache import cache_root
 from longspan.model.files import ModelFiles
@@ -26,50 +31,160 @@ from longspan.runtime.capacity import default_kv_bytes
 _HOSTS = "LONGSPAN_HOSTS"
 _log = logging.getLogger("longspan")
 
+ParametersT = ParamSpec("ParametersT")
+SelfT = TypeVar("SelfT")
+ValueT = TypeVar("ValueT")
 
-def fleet(
-    parallel: str | None, instances: int, tp: int, pp: int, prefill_parallel: str | None, decode_parallel: str | None
-) -> Fleet:
-    """The instances, from whichever spelling was used.
+
+@dataclass(frozen=True)
+class Arguments:
+    """Those of `LLM`.
+
+    Attributes:
+        model: the alias `smollm2-135m`, a local folder, or a hub id.
+        instances, tp, pp: copies of the model and their inner split; or all three as `parallel="2xtp2"`.
+        prefill_parallel, decode_parallel: instead, specs of instances that only prefill and of others that only decode.
+        transfer_backends: how many transfers of KV a decode instance receives at once; by default one per prefill
+            instance.
+        threads_per_rank: CPU threads per worker; by default the cores are shared evenly.
+        attention_backend: `native` is a kernel of our own, compiled on first use, for bfloat16 on CPUs with
+            AVX512_BF16; `torch` is PyTorch's; `auto` takes the former where it can be had.
+        policy: `auto`, `chunked`, `context`, `runahead`, `tetris`, `fixed-sp`, `loongserve` or
+            `loongserve-disagg`, with `policy_options`.
+        seed: of the random numbers of requests that bring no seed, and of dummy weights.
+        skip_tokenizer_init: serve token ids only; no tokenizer files are needed.
+        load_format: `auto`, or `dummy` for random weights.
+        max_model_len: the longest request in tokens; by default the model's context.
+        block_size: tokens per KV block.
+        max_num_batched_tokens, max_num_seqs: bounds of one step per instance.
+        kv_cache_memory_bytes, num_gpu_blocks_override: KV memory, or number of blocks, per instance (the latter on any
+            device).
+        enable_prefix_caching: reuse the KV of earlier requests that begin alike.
+        async_scheduling: plan and send the next step while the present one runs.
+        record_times: measure where workers spend their time, see `worker_times`; costs a little.
+        step_timeout_s: a worker that has a step to run and completes none for so long is taken for lost.
 
     Raises:
-        ValueError: for two spellings, or a role without the other.
+        TypeError: for one that there is not.
     """
-    if prefill_parallel is None and decode_parallel is None:
-        return Fleet(spec=parallel_spec(parallel, instances, tp, pp))
-    if prefill_parallel is None or decode_parallel is None:
-        given, missing = ("prefill", "decode") if decode_parallel is None else ("decode", "prefill")
-        raise ValueError(
-            f"{given}_parallel {prefill_parallel or decode_parallel!r} needs {missing}_parallel, too: who prefills for "
-            "others does not decode"
+
+    model: str = "smollm2-135m"
+    _: KW_ONLY
+    instances: int = 1
+    tp: int = 1
+    pp: int = 1
+    parallel: str | None = None
+    prefill_parallel: str | None = None
+    decode_parallel: str | None = None
+    transfer_backends: int | None = None
+    threads_per_rank: int | None = None
+    dtype: str = "float32"
+    device: str = "cpu"
+    attention_backend: str = "auto"
+    policy: str = "auto"
+    policy_options: Mapping[str, str] | None = None
+    seed: int = 0
+    skip_tokenizer_init: bool = False
+    load_format: str = "auto"
+    max_model_len: int | None = None
+    block_size: int = 256
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 128
+    kv_cache_memory_bytes: int | None = None
+    num_gpu_blocks_override: int | None = None
+    enable_prefix_caching: bool = True
+    async_scheduling: bool = True
+    record_times: bool = False
+    trust_remote_code: bool = False
+    step_timeout_s: float = 300.0
+
+    def check(self) -> None:
+        """Raises ValueError for what can be told to be wrong without the model."""
+        _ = self.fleet, self.roles, self.places, self.threads, self.limits
+        check_device(self.device)
+        at_least_one(
+            block_size=self.block_size,
+            max_model_len=self.max_model_len,
+            num_gpu_blocks_override=self.num_gpu_blocks_override,
         )
-    if parallel is not None or (instances, tp, pp) != (1, 1, 1):
-        raise ValueError(
-            f"prefill_parallel {prefill_parallel!r} and decode_parallel {decode_parallel!r} say all about the "
-            "instances: give neither parallel nor instances, tp and pp"
-        )
-    return Fleet(spec=ParallelSpec.parse(prefill_parallel), decode_spec=ParallelSpec.parse(decode_parallel))
+        check_timeout(self.step_timeout_s)
 
+    @cached_property
+    def fleet(self) -> Fleet:
+        """The instances, from whichever spelling was used.
 
-def roles(instances: Fleet, transfer_backends: int | None) -> Roles | None:
-    """Who prefills and who decodes, with a backend for each that prefills unless told; None when all do both.
-
-    Raises:
-        ValueError: for a number of backends that is not possible, or means nothing here.
-    """
-    at_least_one(transfer_backends=transfer_backends)
-    if instances.decode_spec is None:
-        if transfer_backends is not None:
+        Raises:
+            ValueError: for two spellings, or a role without the other.
+        """
+        if self.prefill_parallel is None and self.decode_parallel is None:
+            return Fleet(spec=_parallel_spec(self.parallel, self.instances, self.tp, self.pp))
+        if self.prefill_parallel is None or self.decode_parallel is None:
+            given, missing = ("prefill", "decode") if self.decode_parallel is None else ("decode", "prefill")
             raise ValueError(
-                f"transfer_backends {transfer_backends} is for instances that decode only: give prefill_parallel and "
+                f"{given}_parallel {self.prefill_parallel or self.decode_parallel!r} needs {missing}_parallel, too: "
+                "who prefills for others does not decode"
+            )
+        if self.parallel is not None or (self.instances, self.tp, self.pp) != (1, 1, 1):
+            raise ValueError(
+                f"prefill_parallel {self.prefill_parallel!r} and decode_parallel {self.decode_parallel!r} say all "
+                "about the instances: give neither parallel nor instances, tp and pp"
+            )
+        return Fleet(
+            spec=ParallelSpec.parse(self.prefill_parallel), decode_spec=ParallelSpec.parse(self.decode_parallel)
+        )
+
+    @cached_property
+    def roles(self) -> Roles | None:
+        """Who prefills and who decodes, with a backend for each that prefills unless told; None when all do both.
+
+        Raises:
+            ValueError: for a number of backends that is not possible, or means nothing here.
+        """
+        fleet, backends = self.fleet, self.transfer_backends
+        at_least_one(transfer_backends=backends)
+        if fleet.decode_spec is not None:
+            num_prefill, num_decode = fleet.spec.instances, fleet.decode_spec.instances
+            return Roles(num_prefill=num_prefill, num_decode=num_decode, backends=backends or num_prefill)
+        if backends is not None:
+            raise ValueError(
+                f"transfer_backends {backends} is for instances that decode only: give prefill_parallel and "
                 "decode_parallel, too"
             )
         return None
-    return Roles(
-        num_prefill=instances.spec.instances,
-        num_decode=instances.decode_spec.instances,
-        backends=transfer_backends or instances.spec.instances,
-    )
+
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """See `places`."""
+        return places(self.fleet.num_ranks)
+
+    @cached_property
+    def threads(self) -> int:
+        """CPU threads of each rank."""
+        return threads_per_rank(self.threads_per_rank, self.fleet.num_ranks)
+
+    @cached_property
+    def limits(self) -> Limits:
+        """The bounds of a step."""
+        return Limits(max_num_batched_tokens=self.max_num_batched_tokens, max_num_seqs=self.max_num_seqs)
+
+
+def unpacked(
+    kind: Callable[ParametersT, ValueT],
+) -> Callable[[Callable[[SelfT, ValueT], None]], Callable[Concatenate[SelfT, ParametersT], None]]:
+    """Lets a method that takes a `kind` be called with what makes one."""
+
+    def unpack(method: Callable[[SelfT, ValueT], None]) -> Callable[Concatenate[SelfT, ParametersT], None]:
+        @wraps(method)
+        def taking_all(self: SelfT, /, *args: ParametersT.args, **kwargs: ParametersT.kwargs) -> None:
+            method(self, kind(*args, **kwargs))
+
+        itself = next(iter(inspect.signature(method).parameters.values()))
+        signature = inspect.signature(kind)
+        shown = signature.replace(parameters=[itself, *signature.parameters.values()], return_annotation=None)
+        taking_all.__signature__ = shown  # type: ignore[attr-defined]  # read by inspect
+        return taking_all
+
+    return unpack
 
 
 def check_split(info: ModelInfo, files: ModelFiles, instances: Fleet, policy_options: Mapping[str, str]) -> None:
@@ -85,7 +200,7 @@ def check_split(info: ModelInfo, files: ModelFiles, instances: Fleet, policy_opt
         check_can_be_split(files, info.specs)
 
 
-def parallel_spec(parallel: str | None, instances: int, tp: int, pp: int) -> ParallelSpec:
+def _parallel_spec(parallel: str | None, instances: int, tp: int, pp: int) -> ParallelSpec:
     """The degrees, from whichever of their two spellings was used; ValueError when both were."""
     if parallel is None:
         return ParallelSpec(instances=instances, tp=tp, pp=pp)
@@ -162,24 +277,16 @@ def require_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
     return load_tokenizer(files)
 
 
-def num_blocks(
-    info: ModelInfo,
-    files: ModelFiles,
-    device: str,
-    instances: Fleet,
-    block_size: int,
-    kv_bytes: int | None,
-    *,
-    override: int | None,
-) -> tuple[int, ...]:
-    """KV blocks of each instance, or what `override` says of all; ValueError when the memory of one holds none."""
-    if override is not None:
-        return (override,) * instances.num_instances
+def num_blocks(info: ModelInfo, files: ModelFiles, given: Arguments) -> tuple[int, ...]:
+    """KV blocks of each instance, or what the override says of all; ValueError when the memory of one holds none."""
+    instances, kv_bytes = given.fleet, given.kv_cache_memory_bytes
+    if given.num_gpu_blocks_override is not None:
+        return (given.num_gpu_blocks_override,) * instances.num_instances
     found = {}
     for tp in set(instances.tps):
         weight_bytes = files.weights.stat().st_size // tp
-        default = default_kv_bytes(device=device, num_ranks=instances.num_ranks, weight_bytes=weight_bytes)
-        found[tp] = _num_blocks(info, files, tp, block_size, default if kv_bytes is None else kv_bytes)
+        default = default_kv_bytes(device=given.device, num_ranks=instances.num_ranks, weight_bytes=weight_bytes)
+        found[tp] = _num_blocks(info, files, tp, given.block_size, default if kv_bytes is None else kv_bytes)
     return tuple(found[tp] for tp in instances.tps)
 
 

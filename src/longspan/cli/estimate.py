@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
+from longspan.cli.bundles import bundled
 from longspan.cli.lengths import length
 from longspan.cli.scheduling import PromptExchange
+from longspan.cli.sheets import SheetOptions
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,26 +20,30 @@ if TYPE_CHECKING:
     from longspan.cost.cluster import Cluster
     from longspan.cost.estimate import Estimate, Fractions
 
-_cluster = partial(typer.Option, rich_help_panel="Devices")
+_cluster = partial(typer.Option, rich_help_panel="Cluster")
 _work = partial(typer.Option, rich_help_panel="What is computed")
+_SHEETS = SheetOptions()
 
 
+@bundled()
 def estimate(
     model: Annotated[str, typer.Argument(help="A name such as llama-3-8b, a folder with a config.json, or a hub id.")],
     *,
     hardware: Annotated[str, _cluster(help="A device such as h100-sxm-80g; an unknown name lists all.")],
     gpus_per_host: Annotated[int, _cluster(help="Devices of each host.")] = 8,
-    hosts: Annotated[int, _cluster(help="Hosts.")] = 1,
-    link: Annotated[
-        str | None, _cluster(metavar="NAME", help="What connects hosts, or the devices of a single host.")
-    ] = None,
-    link_gbytes_per_s: Annotated[float | None, _cluster(metavar="X", help="Its nominal speed, one way.")] = None,
-    parallel: Annotated[str, _work(metavar="SPEC", help=r"\[N]\[xtpT]: N instances, each of T ranks.")] = "1",
+    hosts: Annotated[int, _cluster(help="How many hosts there are.")] = 1,
+    parallel: Annotated[str, _work(metavar="SPEC", help=r"\[N]\[xtpT]: N instances of T devices each.")] = "1",
     exchange: Annotated[
-        PromptExchange, _work(help="How instances share prompts; auto: ring_kv, and ring_q to decode.")
+        PromptExchange,
+        _work(help="How instances share prompts, if there are several; auto: ring_kv, and ring_q to decode."),
     ] = "auto",
     fractions: Annotated[
-        str | None, _work(metavar="F,F,...|search", help="How much of a contiguous prompt each instance gets.")
+        str | None,
+        _work(
+            metavar="F,F,...|search",
+            help="How much of a contiguous prompt each instance gets.",
+            show_default="even for a chain, else zigzag",
+        ),
     ] = None,
     context: Annotated[
         str, _work(metavar="L", help="Tokens of the context, cached ones included; 8K is 8192, 8k 8000.")
@@ -45,15 +51,7 @@ def estimate(
     cached: Annotated[str, _work(metavar="P", help="How many of them have been computed before.")] = "0",
     phase: Annotated[Literal["prefill", "decode"], _work(help="The whole prompt, or one token behind it.")] = "prefill",
     batch: Annotated[int, _work(help="Requests at a time.")] = 1,
-    dtype: Annotated[
-        Literal["auto", "bfloat16", "float16", "float32"], _work(help="Of weights, keys and values; auto: 16 bits.")
-    ] = "auto",
-    ffn_dtype: Annotated[
-        Literal["bfloat16", "float16", "float32", "fp8"] | None, _work(help="Of the feed-forward weights, if another.")
-    ] = None,
-    attention: Annotated[
-        Literal["flash", "eager"], _work(help="Fused, or as Hugging Face's single operators compute it.")
-    ] = "flash",
+    sheets: SheetOptions = _SHEETS,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and no table.")] = False,
 ) -> None:
     """Predicts time to first token, or between tokens, from data sheets, with memory and communication.
@@ -66,8 +64,9 @@ def estimate(
     from longspan.cost.estimate import estimate_decode, estimate_prefill  # noqa: PLC0415
 
     spec = ParallelSpec.parse(parallel)
-    cluster = cluster_of(hardware, gpus_per_host, hosts, link, link_gbytes_per_s)
-    cost = roofline(architecture(model, dtype=dtype, ffn_dtype=ffn_dtype), cluster, spec, attention)
+    cluster = cluster_of(hardware, gpus_per_host, hosts, sheets)
+    sizes = architecture(model, dtype=sheets.dtype, ffn_dtype=sheets.ffn_dtype)
+    cost = roofline(sizes, cluster, spec, sheets.attention or "flash")
     tokens, known = length("--context", context), length("--cached", cached)
     if phase == "prefill":
         chosen = cast("Exchange", "ring_kv" if exchange == "auto" else exchange)

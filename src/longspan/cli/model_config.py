@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from longspan.cli.sheets import SheetOptions
     from longspan.cost.architecture import Architecture
     from longspan.cost.cluster import Cluster
 
@@ -27,9 +28,7 @@ def architecture(model: str, *, dtype: str = "auto", ffn_dtype: str | None = Non
     return from_config(config, name=model, bytes_per_element=BYTES[dtype], ffn_bytes=ffn_bytes)
 
 
-def cluster_of(
-    hardware: str, gpus_per_host: int, hosts: int, link: str | None, link_gbytes_per_s: float | None
-) -> Cluster:
+def cluster_of(hardware: str, gpus_per_host: int, hosts: int, sheets: SheetOptions) -> Cluster:
     """Devices by the flags of these verbs.
 
     Raises:
@@ -37,6 +36,7 @@ def cluster_of(
     """
     from longspan.cost.cluster import Cluster  # noqa: PLC0415
 
+    link, link_gbytes_per_s = sheets.link, sheets.link_gbytes_per_s
     if link is not None and link_gbytes_per_s is not None:
         raise ValueError(f"--link {link} and --link-gbytes-per-s {link_gbytes_per_s:g} both give its speed: give one")
     speed = None if link_gbytes_per_s is None else link_gbytes_per_s * 1e9

@@ -36,7 +36,12 @@ class SchedulingOptions:
     ] = "auto"
     layout: Annotated[PromptLayout, _scheduling(help="How a shared prompt is dealt.")] = "auto"
     fractions: Annotated[
-        str | None, _scheduling(metavar="F,F,...", help="Of a contiguous layout, what part each instance gets.")
+        str | None,
+        _scheduling(
+            metavar="F,F,...",
+            help="Of a contiguous layout, what part each instance gets.",
+            show_default="as the policy has it",
+        ),
     ] = None
     policy_option: Annotated[
         list[str] | None,
@@ -50,7 +55,8 @@ class SchedulingOptions:
     max_num_batched_tokens: Annotated[int, _scheduling(help="Most tokens of one step on one instance.")] = 2048
     max_num_seqs: Annotated[int, _scheduling(help="Most requests that run at once on one instance.")] = 128
     num_gpu_blocks_override: Annotated[
-        int | None, _scheduling(help="KV blocks of each instance, whatever memory there is.")
+        int | None,
+        _scheduling(help="KV blocks of each instance, whatever memory there is.", show_default="what memory holds"),
     ] = None
     enable_prefix_caching: Annotated[
         bool,

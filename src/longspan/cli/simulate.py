@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from longspan.cli.bundles import bundled
 from longspan.cli.scheduling import SchedulingOptions
+from longspan.cli.sheets import SheetOptions
 
 _cluster = partial(typer.Option, rich_help_panel="Cluster")
 _workload = partial(typer.Option, rich_help_panel="Requests")
@@ -19,29 +20,35 @@ _results = partial(typer.Option, rich_help_panel="Results")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterOptions:
-    """What the cluster is made of."""
+class FleetOptions:
+    """Which devices there are, and which instances on them."""
 
     hardware: Annotated[
-        str | None, _cluster(metavar="NAME", help="A device such as a100-sxm-80g; an unknown name lists all.")
+        str | None,
+        _cluster(metavar="NAME", help="A device such as a100-sxm-80g; an unknown name lists all. Or give --profile."),
     ] = None
     profile: Annotated[
         Path | None,
         _cluster(metavar="FILE", help="Instead: what longspan profile measured; instances are of that machine."),
     ] = None
-    hosts: Annotated[int, _cluster(help="How many hosts.")] = 1
+    hosts: Annotated[int, _cluster(help="How many hosts there are.")] = 1
     gpus_per_host: Annotated[
-        int | None, _cluster(help="Devices of each.", show_default="what the instances need, or else 8")
+        int | None, _cluster(help="Devices of each host.", show_default="what the instances need, or else 8")
     ] = None
     parallel: Annotated[
         str | None,
-        _cluster(metavar="SPEC", help=r"\[N]\[xtpT]: N instances of T devices each.", show_default="one per device"),
+        _cluster(
+            metavar="SPEC",
+            help=r"\[N]\[xtpT]: N instances of T devices each; they take all devices.",
+            show_default="one per device",
+        ),
     ] = None
     prefill_parallel: Annotated[
-        str | None, _cluster(metavar="SPEC", help="Instead: the instances that prefill only, on the first devices.")
+        str | None,
+        _cluster(metavar="SPEC", help="Instead of --parallel: the instances that prefill only, on the first devices."),
     ] = None
     decode_parallel: Annotated[
-        str | None, _cluster(metavar="SPEC", help="And those that decode only; prompts' KV is sent to them.")
+        str | None, _cluster(metavar="SPEC", help="With it: those that decode only; prompts' KV is sent to them.")
     ] = None
     transfer_backends: Annotated[
         int | None,
@@ -51,20 +58,11 @@ class ClusterOptions:
             show_default="one per prefill instance",
         ),
     ] = None
-    link: Annotated[
-        str | None, _cluster(metavar="NAME", help="What connects hosts, or the devices of a single host.")
-    ] = None
-    link_gbytes_per_s: Annotated[float | None, _cluster(metavar="X", help="Its nominal speed, one way.")] = None
-    dtype: Annotated[
-        Literal["auto", "bfloat16", "float16", "float32"], _cluster(help="Of weights, keys and values; auto: 16 bits.")
-    ] = "auto"
-    ffn_dtype: Annotated[
-        Literal["bfloat16", "float16", "float32", "fp8"] | None,
-        _cluster(help="Of the feed-forward weights, if another."),
-    ] = None
-    attention: Annotated[
-        Literal["flash", "eager"], _cluster(help="Fused, or as Hugging Face's single operators compute it.")
-    ] = "flash"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions(SheetOptions, FleetOptions):
+    """What the cluster is made of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,13 +85,19 @@ class WorkloadOptions:
         _workload(help="Shape of the gamma distribution of gaps: below 1 in bursts, above steadier.", show_default="1"),
     ] = None
     num_requests: Annotated[
-        int | None, _workload(help="Requests in all, each turn counted.", show_default="1000; all of a trace")
+        int | None, _workload(help="Requests in all, each turn counted.", show_default="1000, or all of a trace")
     ] = None
-    output_len: Annotated[int | None, _workload(help="Output tokens of every request.")] = None
+    output_len: Annotated[
+        int | None, _workload(help="Output tokens of every request.", show_default="as the workload has them")
+    ] = None
     prefix_len: Annotated[int, _workload(help="Tokens, in addition, at the start that prompts share.")] = 0
-    num_prefixes: Annotated[int, _workload(help="How many different such starts there are.")] = 1
+    num_prefixes: Annotated[
+        int | None, _workload(help="How many different such starts there are.", show_default="1")
+    ] = None
     turns: Annotated[int, _workload(help="Requests of a conversation, which come one after the other.")] = 1
-    think_time: Annotated[float, _workload(metavar="S", help="From an answer to the next turn.")] = 10.0
+    think_time: Annotated[
+        float | None, _workload(metavar="S", help="Seconds from an answer to the next turn.", show_default="10")
+    ] = None
     seed: Annotated[int, _workload(help="Of times and lengths.")] = 0
 
 
@@ -102,13 +106,19 @@ class FaultOptions:
     """Instances that are slow, workers that are lost."""
 
     slow: Annotated[
-        list[str] | None, _faults(metavar="INSTANCE=FACTOR", help="It takes so many times longer; repeatable.")
+        list[str] | None,
+        _faults(metavar="INSTANCE=FACTOR", help="This instance, from 0, takes so many times as long; repeatable."),
     ] = None
     lose_worker_at: Annotated[
         list[float] | None,
-        _faults(metavar="S", help="A worker is lost; all start anew, as a real engine's do; repeatable."),
+        _faults(
+            metavar="S",
+            help="After so many seconds a worker is lost; all start anew, as a real engine's do; repeatable.",
+        ),
     ] = None
-    restart_time: Annotated[float, _faults(metavar="S", help="How long workers take to start anew.")] = 10.0
+    restart_time: Annotated[
+        float | None, _faults(metavar="S", help="Seconds that workers take to start anew.", show_default="10")
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,13 +128,16 @@ class ResultOptions:
     as_json: Annotated[bool, _results("--json", help="Print one JSON object and no table.")] = False
     find_max_rate: Annotated[
         bool,
-        _results("--find-max-rate", help="Also find the rate up to which P99 TTFT stays below 25 times light load."),
+        _results(
+            "--find-max-rate",
+            help="Also find the requests per second up to which P99 TTFT stays below 25 times that of light load.",
+        ),
     ] = False
     profile_improvement_rates: Annotated[
         bool,
         _results(
             "--profile-improvement-rates",
-            help="Only find what -o improvement_rates= of tetris should say, for rates of up to --rate.",
+            help="Only find what -o improvement_rates= of tetris should say, for up to --rate requests per second.",
         ),
     ] = False
     report: Annotated[
@@ -151,8 +164,8 @@ def simulate(
 ) -> int:
     """Serves a workload on a cluster that is not there, by the policies that serve, and tells times and rates.
 
-    Steps take what longspan estimate computes, or what the profile of a machine says. Times are of a virtual clock; the
-    same options give the same numbers.
+    Steps take what longspan estimate computes, or what the profile of a machine says. Times are seconds of a virtual
+    clock; the same options give the same numbers. docs/simulator.md says what each means.
     """
     from longspan.cli.simulate_run import run_simulation  # noqa: PLC0415  # numpy and the engine
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longspan.cli.model_config import architecture
+from longspan.cli.model_config import cluster_of as devices_of
 from longspan.cli.scheduling import SchedulingOptions
 from longspan.cli.simulate import ClusterOptions
 from longspan.cli.simulate_fleet import fleet_of, roles_of
@@ -88,19 +89,10 @@ def _computed(
     model: str, hardware: str, options: ClusterOptions, fleet: Fleet, scheduling: SchedulingOptions
 ) -> Cluster:
     """By data sheets."""
-    if options.link is not None and options.link_gbytes_per_s is not None:
-        raise ValueError(
-            f"--link {options.link} and --link-gbytes-per-s {options.link_gbytes_per_s:g} both give its speed: give one"
-        )
-    devices = Devices(
-        hardware=hardware,
-        hosts=options.hosts,
-        gpus_per_host=options.gpus_per_host or math.ceil(fleet.num_ranks / options.hosts),
-        link=options.link,
-        link_bytes_per_s=None if options.link_gbytes_per_s is None else options.link_gbytes_per_s * 1e9,
-    )
-    sizes = architecture(model, dtype=options.dtype, ffn_dtype=options.ffn_dtype)
-    cost = RooflineCost(sizes, devices, fleet, block_size=scheduling.block_size, kernels=options.attention)
+    gpus_per_host = options.gpus_per_host or math.ceil(fleet.num_ranks / options.hosts)
+    devices = devices_of(hardware, gpus_per_host, options.hosts, options)
+    sizes, kernels = architecture(model, dtype=options.dtype, ffn_dtype=options.ffn_dtype), options.attention or "flash"
+    cost = RooflineCost(sizes, devices, fleet, block_size=scheduling.block_size, kernels=kernels)
     blocks = [scheduling.num_gpu_blocks_override or _num_blocks(line, scheduling) for line in cost.lines]
     subject = Subject(
         model=model,
@@ -108,7 +100,7 @@ def _computed(
         device="cuda",
         tp=fleet.spec.tp,
         threads=1,
-        kernel=options.attention,
+        kernel=kernels,
         machine=hardware,
     )
     profile = predicted_profile(
@@ -138,8 +130,16 @@ def _computed(
         roles=roles,
         cost=cost,
         facts=facts,
-        words=f"{options.hosts} × {devices.gpus_per_host} {hardware}",
+        words=_words(devices),
     )
+
+
+def _words(devices: Devices) -> str:
+    """The devices, and what connects hosts, or those of a single one."""
+    device = catalog.device(devices.hardware)
+    link = devices.link or (device.network if devices.hosts > 1 else device.link)
+    speed = "" if devices.link_bytes_per_s is None else f" at {devices.link_bytes_per_s / 1e9:g} GB/s"
+    return f"{devices.hosts} × {devices.gpus_per_host} {devices.hardware}, {link}{speed}"
 
 
 def _num_blocks(line: Roofline, scheduling: SchedulingOptions) -> int:
@@ -160,7 +160,22 @@ def _num_blocks(line: Roofline, scheduling: SchedulingOptions) -> int:
 
 def _measured(model: str, path: Path, options: ClusterOptions, fleet: Fleet, scheduling: SchedulingOptions) -> Cluster:
     """By a profile."""
+    unused = {
+        "--link": options.link,
+        "--link-gbytes-per-s": options.link_gbytes_per_s,
+        "--dtype": None if options.dtype == "auto" else options.dtype,
+        "--ffn-dtype": options.ffn_dtype,
+        "--attention": options.attention,
+    }
+    for flag, value in unused.items():
+        if value is not None:
+            raise ValueError(
+                f"{flag} {value} is for --hardware: with --profile all is as it was measured; leave it out"
+            )
     profile, roles = _read(path), roles_of(fleet, options)
+    measured = profile.subject.model
+    if _last_name(model) != _last_name(measured):  # folders may lie elsewhere than on that machine
+        raise ValueError(f"--profile is of model {measured}, but {model} given: give that, or a profile of {model}")
     if set(fleet.tps) != {profile.subject.tp}:
         raise ValueError(f"--profile is of instances with tp {profile.subject.tp}, but {fleet} given")
     sizes = architecture(model, dtype=profile.subject.dtype)
@@ -179,8 +194,15 @@ def _measured(model: str, path: Path, options: ClusterOptions, fleet: Fleet, sch
             places=_places(options, fleet),
             roles=roles,
         ),
-        words=f"{profile.subject.machine}, {profile.subject.threads} threads per rank",
+        words=f"{profile.subject.machine}, {profile.subject.dtype}, {profile.subject.threads} threads per rank",
     )
+
+
+def _last_name(model: str) -> str:
+    """Of a folder, a file in it, a hub id or an alias."""
+    path = Path(model).expanduser()
+    folder = path.resolve() if path.is_dir() else path.parent if path.is_file() else path
+    return folder.name.lower()
 
 
 def _places(options: ClusterOptions, fleet: Fleet) -> tuple[Place, ...]:

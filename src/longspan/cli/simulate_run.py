@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import typer
@@ -11,17 +13,23 @@ from rich.console import Console
 from rich.table import Table
 
 from longspan.cli.pairs import key_values
-from longspan.cli.scheduling import SchedulingOptions
+from longspan.cli.scheduling import SHARING, SchedulingOptions
 from longspan.cli.simulate import ClusterOptions, FaultOptions, ResultOptions, WorkloadOptions
-from longspan.cli.simulate_cluster import Cluster
 from longspan.cli.simulate_rates import print_improvement_rates
 from longspan.cli.simulate_scene import Scene
 from longspan.cli.simulate_workload import Workload, workload_of
+from longspan.core.fleet import Roles
 from longspan.sim.faults import Faults
 from longspan.sim.report import check_report, html_report
 from longspan.sim.result import Result, summary
 from longspan.sim.timeline import Timeline
 from longspan.sim.trace import chrome_trace
+
+_RESTART_S = 10.0
+_IN_OTHER_WORDS = ("hardware", "transfer_backends", "policy", "policy_option", *SHARING)
+"""Options that the page tells with what was found."""
+
+Options = ClusterOptions | SchedulingOptions | WorkloadOptions | FaultOptions
 
 
 def run_simulation(
@@ -37,7 +45,7 @@ def run_simulation(
     Raises:
         ValueError: for a value that is not possible, or files that cannot be read or written.
     """
-    _check_files(results)
+    _check_results(results)
     if results.find_max_rate and workload_options.rate == math.inf:
         raise ValueError(
             "--rate inf has all requests come at once, but --find-max-rate varies the time between them: give a number"
@@ -51,9 +59,9 @@ def run_simulation(
     numbers: dict[str, float | int | None] = summary(result)
     if results.find_max_rate:
         numbers |= _rates(scene, workload, start=workload_options.rate or 1.0)
-    settings = _settings(model, cluster_options, scheduling, workload_options, scene.cluster)
     if timeline is not None:
-        _write_pictures(results, result, timeline, settings)
+        options = (cluster_options, scheduling, workload_options, fault_options)
+        _write_pictures(results, result, timeline, _settings(model, scene, options), scene.cluster.roles)
     if results.as_json:
         typer.echo(json.dumps(numbers, allow_nan=False))
     else:
@@ -80,11 +88,18 @@ def _faults(options: FaultOptions) -> Faults:
         raise ValueError(
             f"--slow is INSTANCE=FACTOR, such as 3=1.5, but {' '.join(options.slow or ())} given"
         ) from None
-    return Faults(slow=slow, lost_at_s=tuple(options.lose_worker_at or ()), restart_s=options.restart_time)
+    if options.restart_time is not None and not options.lose_worker_at:
+        raise ValueError(f"--restart-time {options.restart_time:g} is of lost workers: give --lose-worker-at")
+    restart_s = _RESTART_S if options.restart_time is None else options.restart_time
+    return Faults(slow=slow, lost_at_s=tuple(options.lose_worker_at or ()), restart_s=restart_s)
 
 
-def _check_files(results: ResultOptions) -> None:
-    """Whether they can be written, before the run."""
+def _check_results(results: ResultOptions) -> None:
+    """Whether all that is asked for will be there, and can be written, before the run."""
+    others = {"--find-max-rate": results.find_max_rate, "--report": results.report, "--trace": results.trace}
+    for flag, value in others.items():
+        if value and results.profile_improvement_rates:
+            raise ValueError(f"{flag} is of a single run, and --profile-improvement-rates makes many: leave one out")
     for flag, path in (("--report", results.report), ("--trace", results.trace)):
         if path is not None and not path.absolute().parent.is_dir():
             raise ValueError(f"{flag}: the folder {str(path.parent)!r} is not there")
@@ -92,31 +107,38 @@ def _check_files(results: ResultOptions) -> None:
         check_report()
 
 
-def _settings(
-    model: str,
-    cluster: ClusterOptions,
-    scheduling: SchedulingOptions,
-    workload: WorkloadOptions,
-    found: Cluster,
-) -> dict[str, object]:
-    """What the run was, for its page."""
-    return {
-        "model": model,
-        "cluster": found.words,
-        "policy": " ".join(
-            [scheduling.policy, *(f"{key}={value}" for key, value in scheduling.policy_options().items())]
-        ),
-        "hosts": cluster.hosts,
-        "instances": found.num_instances,
-        "workload": Path(workload.workload).name,
-        "rate": workload.rate,
-        "seed": workload.seed,
+def _settings(model: str, scene: Scene, bundles: Sequence[Options]) -> dict[str, object]:
+    """What the run was, for its page: what was found, then all options by their names, but those not given."""
+    cluster, policy = scene.cluster, [scene.scheduling.policy]
+    policy += (f"{key}={value}" for key, value in scene.policy_options.items())
+    instances, blocks = str(cluster.num_instances), f"{cluster.num_blocks:,}"
+    if cluster.roles is not None:
+        roles = cluster.roles
+        instances = (
+            f"{roles.num_prefill} prefill, {roles.num_decode} decode, {roles.backends} transfers at once to each"
+        )
+        blocks += f", {cluster.decode_blocks:,} to decode"
+    found = {"model": model, "cluster": cluster.words, "instances": instances, "KV blocks": blocks}
+    given = {field.name: getattr(bundle, field.name) for bundle in bundles for field in fields(bundle)}
+    return {**found, "policy": " ".join(policy)} | {
+        name.replace("_", "-"): _words(value)
+        for name, value in given.items()
+        if name not in _IN_OTHER_WORDS and value not in (None, [])
     }
 
 
-def _write_pictures(results: ResultOptions, result: Result, timeline: Timeline, settings: dict[str, object]) -> None:
+def _words(value: object) -> object:
+    """An option's value, for people; of a file its name."""
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return Path(value).name if isinstance(value, str | Path) else value
+
+
+def _write_pictures(
+    results: ResultOptions, result: Result, timeline: Timeline, settings: dict[str, object], roles: Roles | None
+) -> None:
     if results.report is not None:
-        _write("--report", results.report, html_report(result, timeline, settings))
+        _write("--report", results.report, html_report(result, timeline, settings, roles=roles))
     if results.trace is not None:
         _write("--trace", results.trace, chrome_trace(result, timeline))
         if not timeline.complete:

@@ -17,6 +17,7 @@ from longspan.loadgen.workload import Arrivals, Ask
 from longspan.sim.arrivals import Arrival, conversations, prompt_of
 
 NUM_REQUESTS = 1000
+_THINK_S = 10.0
 _INPUTS, _OUTPUTS, _PREFIXES = 11, 12, 13  # streams of random numbers that do not depend on each other
 
 
@@ -59,7 +60,7 @@ def workload_of(options: WorkloadOptions) -> Workload:
     _check(options)
     asks = _timed(_asks(options), options)
     rng = np.random.default_rng([options.seed, _PREFIXES])
-    shared = rng.integers(options.num_prefixes, size=len(asks)).tolist()
+    shared = rng.integers(options.num_prefixes or 1, size=len(asks)).tolist()
     arrivals = [
         Arrival(
             due_s=ask.due_s or 0.0,
@@ -76,7 +77,8 @@ def workload_of(options: WorkloadOptions) -> Workload:
         for place, ask in enumerate(asks)
     ]
     shares = options.prefix_len > 0 or options.turns > 1 or any(ask.block_ids for ask in asks)
-    return Workload(arrivals=conversations(arrivals, turns=options.turns, think_s=options.think_time), shares=shares)
+    think_s = _THINK_S if options.think_time is None else options.think_time
+    return Workload(arrivals=conversations(arrivals, turns=options.turns, think_s=think_s), shares=shares)
 
 
 def _check(options: WorkloadOptions) -> None:
@@ -89,6 +91,10 @@ def _check(options: WorkloadOptions) -> None:
     ):
         if value is not None and value < least:
             raise ValueError(f"{flag} must be at least {least}, but {value} given")
+    if options.num_prefixes is not None and not options.prefix_len:
+        raise ValueError(f"--num-prefixes {options.num_prefixes} is of starts that prompts share: give --prefix-len")
+    if options.think_time is not None and options.turns == 1:
+        raise ValueError(f"--think-time {options.think_time:g} is between turns of a conversation: give --turns")
     if options.rate is not None and not options.rate > 0:
         raise ValueError(f"--rate must be above 0 (inf is allowed), but {options.rate} given")
 
@@ -103,7 +109,7 @@ def _asks(options: WorkloadOptions) -> list[Ask]:
         raise ValueError(f"--workload {options.workload!r} is none of {', '.join(NAMED)}, nor a file")
     if path.suffix == ".json":
         return _drawn(*_quantiles(path), options)
-    asks = read_trace(path, num=options.num_requests)
+    asks = read_trace(path, num=options.num_requests, num_flag="--num-requests")
     return [replace(ask, output_len=options.output_len or ask.output_len) for ask in asks]
 
 

@@ -13,7 +13,7 @@ from longspan.core.config import EngineConfig
 from longspan.core.handshake import Handshakes
 from longspan.core.occupancy import Occupancy
 from longspan.core.ordering import StepOrder
-from longspan.core.outcomes import take_scores, take_token
+from longspan.core.outcomes import promise_token, take_part, take_scores, take_token
 from longspan.core.parts import make_part
 from longspan.core.protocols import Clock, ClusterView, Executor, Load, Policy, Share
 from longspan.core.request import FinishReason, Request, RequestMetrics, check_length
@@ -312,17 +312,10 @@ class Engine:
         self._running.regroup(request)
         if part.sample is not None:
             if request.target is None:
-                self._promise(request)
+                promise_token(request, self.config)
             else:
                 self._running.set_aside(request)
         return part
-
-    def _promise(self, request: Request) -> None:
-        """The token being sampled can be scheduled, unless it is the last or the first with other rotary factors."""
-        num_tokens = request.num_scheduled + 1
-        goes_on = num_tokens - request.num_prompt < request.max_tokens
-        if goes_on and self.config.rope_length(num_tokens) == request.rope_length:
-            request.num_promised = num_tokens
 
     def _begin(self, forward: Forward) -> None:
         instances = forward.instances
@@ -350,11 +343,7 @@ class Engine:
             self.account.settle(self._requests[move.request_id], move.copies)
         for part in forward.parts:
             request = self._requests[part.request_id]
-            assert request.num_computed == part.start, "steps complete in order"
-            request.num_computed = part.stop
-            request.metrics.num_computed_tokens += part.stop - part.start
-            kind = "decode" if part.start >= request.num_prompt else "partial_prefill" if part.start else "prefill"
-            request.metrics.count(kind, part.exchange_name)
+            take_part(request, part)
             self.account.publish(request, part.start)
             if request.finish_reason is not None and not request.in_flight:
                 self._drop(request)

@@ -1,10 +1,27 @@
-"""What a request makes of a token that was sampled for it, and of scores of its prompt."""
+"""What a request makes of what a step does for it: a part that is computed, a token, scores of its prompt."""
 
 from __future__ import annotations
 
 from longspan.core.config import EngineConfig
 from longspan.core.request import FinishReason, Request
-from longspan.core.steps import Sampled, Scored
+from longspan.core.steps import Part, Sampled, Scored
+
+
+def promise_token(request: Request, config: EngineConfig) -> None:
+    """The token being sampled can be scheduled, unless it is the last or the first with other rotary factors."""
+    num_tokens = request.num_scheduled + 1
+    goes_on = num_tokens - request.num_prompt < request.max_tokens
+    if goes_on and config.rope_length(num_tokens) == request.rope_length:
+        request.num_promised = num_tokens
+
+
+def take_part(request: Request, part: Part) -> None:
+    """The part is computed."""
+    assert request.num_computed == part.start, "steps complete in order"
+    request.num_computed = part.stop
+    request.metrics.num_computed_tokens += part.stop - part.start
+    kind = "decode" if part.start >= request.num_prompt else "partial_prefill" if part.start else "prefill"
+    request.metrics.count(kind, part.exchange_name)
 
 
 def take_token(request: Request, sampled: Sampled, config: EngineConfig, now_s: float) -> FinishReason | None:

@@ -83,11 +83,11 @@ _FORMATS = (
 )
 
 
-def read_trace(path: Path, *, num: int | None = None, speed: float = 1.0) -> list[Ask]:
+def read_trace(path: Path, *, num: int | None = None, speed: float = 1.0, num_flag: str = "--num-prompts") -> list[Ask]:
     """Returns the first `num` requests of a trace (all if None), in the order of arrival, the first one due at 0.
 
     Times are divided by `speed`; requests of a trace without times have none. Lines without an input or an output
-    (requests that failed) are left out, and how many is logged.
+    (requests that failed) are left out, and how many is logged. `num_flag` is what users call `num`.
 
     Raises:
         ValueError: when the file cannot be read, is in no known format, or holds fewer requests.
@@ -95,7 +95,7 @@ def read_trace(path: Path, *, num: int | None = None, speed: float = 1.0) -> lis
     if not speed > 0:
         raise ValueError(f"--trace-speed must be above 0, but {speed} given")
     if num is not None and num < 1:
-        raise ValueError(f"--num-prompts must be at least 1, but {num} given")
+        raise ValueError(f"{num_flag} must be at least 1, but {num} given")
     try:
         with _opened(path) as file:
             asks = list(itertools.islice(_asks(path, file), num))
@@ -104,7 +104,7 @@ def read_trace(path: Path, *, num: int | None = None, speed: float = 1.0) -> lis
     except (UnicodeDecodeError, EOFError, csv.Error, zlib.error) as error:
         raise ValueError(f"trace {str(path)!r} cannot be read: {error}") from None
     if not asks or len(asks) < (num or 0):
-        wanted = "at least 1" if num is None else f"{num} (--num-prompts)"
+        wanted = "at least 1" if num is None else f"{num} ({num_flag})"
         raise ValueError(f"trace {str(path)!r} holds {len(asks)} requests, but {wanted} needed")
     if asks[0].due_s is None:
         return asks

@@ -40,7 +40,7 @@ from longspan.serve.messages import (
     Turn,
     address,
 )
-from longspan.serve.policy_face import PolicyFace
+from longspan.serve.policy_face import PolicyFace, PolicyRefusedError
 
 State = Literal["starting", "serving", "restarting", "down"]
 _log = logging.getLogger("longspan")
@@ -135,10 +135,14 @@ class EngineClient:
         """
         if self._closing or not self._connected:
             raise EngineLostError(f"the engine is {self.state}")
+        return await self._set_policy(options)
+
+    def _set_policy(self, options: dict[str, str]) -> asyncio.Future[PolicySettings]:
+        """See `PolicyFace.ask`."""
         number = next(self._numbers)
         answer = self.policy.ask(number)
         self._send(SetPolicy(number, options))
-        return await answer
+        return answer
 
     async def close(self, at_once: asyncio.Event | None = None) -> None:
         """Ends the engine process and its workers, by force when that is set; all that is unfinished fails."""
@@ -289,7 +293,7 @@ class EngineClient:
     def _replay(self) -> None:
         """A new engine process knows nothing: what waits is sent again. What was accepted once stays accepted."""
         if changes := self.policy.changes:
-            self._send(SetPolicy(next(self._numbers), changes))
+            self._set_policy(changes).add_done_callback(_warn_of_refusal)
         for number, (answer, index) in self._waiting.items():
             self._send(Add.of(number, answer.jobs[index], is_accepted=answer.accepted.done()))
 
@@ -355,6 +359,12 @@ class EngineClient:
         """Ends a request with an error, before or after it was accepted."""
         self._cancel(answer)
         answer.fail(error)
+
+
+def _warn_of_refusal(answer: asyncio.Future[PolicySettings]) -> None:
+    """For what nobody asked for now: a new engine process was to be set as the last one was."""
+    if isinstance(error := answer.exception(), PolicyRefusedError):
+        _log.warning("the policy is set as it was at the start: the engine refused what was changed since: %s", error)
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

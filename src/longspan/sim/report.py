@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from longspan.core.fleet import Roles
 from longspan.sim.result import Result, summary
 from longspan.sim.timeline import Block, Timeline
 
@@ -39,7 +40,9 @@ def check_report() -> None:
         raise ValueError("--report needs plotly: pip install 'longspan[report]'") from None
 
 
-def html_report(result: Result, timeline: Timeline, settings: Mapping[str, object]) -> str:
+def html_report(
+    result: Result, timeline: Timeline, settings: Mapping[str, object], *, roles: Roles | None = None
+) -> str:
     """The page: what was simulated, the numbers, distributions of times, queue and KV, and what instances did."""
     from plotly.offline import get_plotlyjs  # noqa: PLC0415  # optional
 
@@ -52,18 +55,18 @@ def html_report(result: Result, timeline: Timeline, settings: Mapping[str, objec
         _table(settings),
         _table(summary(result)),
     ]
-    for name, note, figure in _figures(result, timeline):
+    for name, note, figure in _figures(result, timeline, roles):
         drawn = figure.to_html(full_html=False, include_plotlyjs=False, div_id=name.lower().replace(" ", "-"))
         parts.append(f"<h2>{name}</h2><p>{html.escape(note)}</p>{drawn}")
     return "\n".join([*parts, "</body></html>"]) + "\n"
 
 
-def _figures(result: Result, timeline: Timeline) -> list[tuple[str, str, Figure]]:
+def _figures(result: Result, timeline: Timeline, roles: Roles | None) -> list[tuple[str, str, Figure]]:
     waiting = [(one.at_s, one.num_waiting) for one in timeline.moments]
     held = [(one.at_s, 100 * one.kv_used) for one in timeline.moments]
     bars, note = _shown(timeline)
     return [
-        ("Instances", note, _gantt(bars, len(result.busy_s))),
+        ("Instances", note, _gantt(bars, _names(len(result.busy_s), roles))),
         ("TTFT", "Part of all requests whose first token came within so many seconds.", _share(result.ttfts_s)),
         ("TBT", "Part of all times between tokens that were at most so long.", _share(result.tbts_s)),
         ("Queue", "Requests that waited.", _line(waiting, "requests", shape="hv")),
@@ -103,7 +106,13 @@ def _follows(one: Block, before: Block) -> bool:
     return one.stop == before.stop and one.start_s - before.end_s < _SAME_TIME_S
 
 
-def _gantt(blocks: Sequence[Block], num_instances: int) -> Figure:
+def _names(num_instances: int, roles: Roles | None) -> list[str]:
+    """Of instances, with what those do that do not do all."""
+    kinds = [""] * num_instances if roles is None else ["prefill "] * roles.num_prefill + ["decode "] * roles.num_decode
+    return [f"{kind}{instance}" for instance, kind in enumerate(kinds)]
+
+
+def _gantt(blocks: Sequence[Block], names: Sequence[str]) -> Figure:
     from plotly.graph_objects import Bar, Figure  # noqa: PLC0415  # optional
 
     end_s = max((one.end_s for one in blocks), default=0.0)
@@ -125,8 +134,8 @@ def _gantt(blocks: Sequence[Block], num_instances: int) -> Figure:
             hoverinfo="text",
         )
     )
-    figure.update_layout(height=140 + 26 * num_instances, bargap=0.12, uniformtext=_NUMBERS, **_LAYOUT)
-    figure.update_yaxes(title="instance", dtick=1, autorange="reversed")
+    figure.update_layout(height=140 + 26 * len(names), bargap=0.12, uniformtext=_NUMBERS, **_LAYOUT)
+    figure.update_yaxes(title="instance", tickvals=list(range(len(names))), ticktext=names, autorange="reversed")
     figure.update_xaxes(title="seconds")
     return figure
 
@@ -181,6 +190,8 @@ def _table(rows: Mapping[str, object]) -> str:
 
 
 def _shortly(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) else "" if value is None else str(value)

@@ -26,8 +26,11 @@ class PolicyUpdate(WireModel):
         """As texts, when the policy has all of them and they may change.
 
         Raises:
-            WireError: 400 for an option that the policy lacks, 409 for one that may not change while it serves.
+            WireError: 400 for no option, or one that the policy lacks, 409 for one that may not change while it serves.
         """
+        if not self.__pydantic_extra__:
+            names = ", ".join(settings.changeable) or "it has none"
+            raise WireError(f"give an option of policy {settings.name} that is to change, and its value: {names}")
         for name in self.__pydantic_extra__:
             try:
                 settings.check_changes([name])
