@@ -236,8 +236,6 @@ def test_fixed_groups_go_by_who_is_free_first() -> None:
     assert plan is not None
     assert (plan.chunks[0].group, plan.ttft_s) == ((1, 3), pytest.approx(2.0))
     assert fixed.plan(Prompt(new_tokens=1, held=(0, 1)), [0.0] * 4) is None
-    with pytest.raises(ValueError, match=r"sp\(3\) does not divide 4 instances"):
-        FixedGroups(ideal(3), range(4), 3)
 
 
 def test_queues_shrink_with_time_and_are_corrected() -> None:

@@ -78,6 +78,35 @@ def test_roofline_clusters_of_data_sheets(capsys: pytest.CaptureFixture[str]) ->
     assert slow["num_completed"] == quick["num_completed"] == 10
 
 
+@pytest.mark.parametrize(
+    ("policy", "option"),
+    [("fixed-sp", "sp=6"), ("fixed-sp", "sp=3"), ("tetris", "sp_sizes=1,3"), ("loongserve", "sp_sizes=5")],
+)
+def test_groups_of_any_size_are_predicted(policy: str, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = ("--hardware", "a100-sxm-80g", "--hosts", "2", "--gpus-per-host", "6")
+    requests = ("--rate", "0.1", "--num-requests", "3", "--output-len", "2", "--workload", "long")
+    assert run("simulate", "llama-3-8b", *cluster, *requests, "--policy", policy, "-o", option, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["num_completed"] == 3
+
+
+@pytest.mark.parametrize(
+    ("policy", "option", "words"),
+    [
+        ("fixed-sp", "sp=5", "sp(5) does not divide 6 instances into groups: choose one that does"),
+        ("fixed-sp", "sp=7", "sp size 7 is more than the 6 instances"),
+        ("tetris", "sp_sizes=1,7", "sp size 7 is more than the 6 instances"),
+        ("tetris", "sp_sizes=0,1", "sp_sizes ascend from at least 1"),
+    ],
+)
+def test_groups_that_cannot_be_are_refused(
+    policy: str, option: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = ("--hardware", "a100-sxm-80g", "--gpus-per-host", "6", "--rate", "1")
+    assert run("simulate", "llama-3-8b", *cluster, "--policy", policy, "-o", option) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+
+
 def test_a_rate_above_the_highest_makes_ttft_too_long(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--profile", str(profile), "--gpus-per-host", "1", "--num-requests", "80", "--output-len", "1")
     options = (*options, "--policy", "chunked")

@@ -26,6 +26,7 @@ from longspan.cost.profile import Profile, Subject
 from longspan.cost.profile_plan import prompts_of
 from longspan.cost.shapes import Hardware
 from longspan.cost.step_cost import RooflineCost, StepCost
+from longspan.policy.cdsp_times import named_sizes
 from longspan.policy.choosing import Facts
 from longspan.sim.predicted import predicted_profile
 
@@ -117,6 +118,7 @@ def _computed(
         num_instances=fleet.spec.instances,
         prompts=prompts_of(_PREDICTED_LENGTHS, 2 * _PREDICTED_LENGTHS[-1]),
         exchanges=_PREDICTED_EXCHANGES,
+        sizes=named_sizes(scheduling.policy_options()),
     )
     topology, roles = cost.lines[0].topology, roles_of(fleet, options)
     wire = topology.between if options.hosts > 1 else topology.inside

@@ -189,7 +189,7 @@ def create_fixed(num_instances: int, options: Mapping[str, str], facts: Facts) -
     """
     parsed = parse_options("fixed-sp", FixedOptions, options)
     measured, everyone = measured_times(facts, parsed.exchanges), _prefilling(num_instances, facts)
-    check_sizes([parsed.sp], len(everyone), measured)
+    check_sizes([parsed.sp], len(everyone), measured, all_taken=True)
     times = measured or expected_times(facts, [parsed.sp])
     in_order, decode = _where(everyone, facts)
     return Cdsp(
