@@ -122,7 +122,7 @@ def _computed(
     )
     topology, roles = cost.lines[0].topology, roles_of(fleet, options)
     wire = topology.between if options.hosts > 1 else topology.inside
-    flops_per_s = catalog.device(hardware).flops_per_s
+    flops_per_s = catalog.device(hardware).peak(sizes.attention.bytes_per_element)
     facts = Facts(
         shape=sizes.attention,
         hardware=Hardware(flops_per_s=flops_per_s, bytes_per_s=wire.bytes_per_s),
