@@ -221,6 +221,13 @@ def test_a_prompt_that_one_instance_cannot_hold_goes_to_several() -> None:
         assert plan is not None and len(plan.chunks[-1].group) == expected
 
 
+def test_groups_that_are_larger_than_usual_are_for_prompts_that_need_them() -> None:
+    planner = Planner({size: ideal(size) for size in (1, 2, 4, 8)}, [0] * 8, usual_size=3)
+    for room, held, expected in ((None, (), 2), (2500, (), 4), (2000, (), 8), (1, (), 8), (None, (0, 1, 2), 4)):
+        plan = planner.plan(Prompt(new_tokens=10_000, instance_tokens=room, held=held), [0.0] * 8)
+        assert plan is not None and [len(chunk.group) for chunk in plan.chunks] == [expected]
+
+
 def test_what_a_planner_refuses() -> None:
     for sizes in ([], [0, 1], [1, 5]):
         with pytest.raises(ValueError, match=r"groups have 1 to 4 instances, but times are given for sizes"):

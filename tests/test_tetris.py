@@ -254,6 +254,23 @@ def test_a_cached_beginning_is_computed_again_where_that_is_sooner() -> None:
     assert second.metrics.num_cached_tokens == 0
 
 
+@pytest.mark.parametrize(
+    ("per_host", "options", "expected"), [(8, {}, 8), (4, {}, 4), (2, {}, 8), (1, {}, 8), (4, {"sp_sizes": "1,8"}, 8)]
+)
+def test_groups_end_with_their_host_if_it_has_enough(per_host: int, options: dict[str, str], expected: int) -> None:
+    """So that no decode waits for another host's."""
+    places = tuple(Place(host=i // per_host, device=i) for i in range(8))
+    facts = replace(machine(1, 2, 4, 8), places=places)
+    cluster = Cluster(
+        Setup(num_instances=8, policy="tetris", options={"improvement_rate": "0", **options}, facts=facts)
+    )
+    requests = [cluster.add([number] * 8000, max_tokens=20) for number in range(3)]
+    cluster.run()
+    for request in requests:
+        assert [len(group) for group, _ in chunks_of(cluster, request)] == [expected]
+        assert len({places[i].host for i in chunks_of(cluster, request)[0][0]}) == max(1, expected // per_host)
+
+
 def test_fixed_groups() -> None:
     setup = Setup(num_instances=4, policy="fixed-sp", options={"sp": "2"}, facts=machine(1, 2, 4))
     cluster = Cluster(setup)
