@@ -118,7 +118,35 @@ def test_a_rate_above_the_highest_makes_ttft_too_long(profile: Path, capsys: pyt
 
 def test_too_few_requests_have_no_highest_rate(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--profile", str(profile), "--gpus-per-host", "2", "--num-requests", "3", "--rate", "1")
-    assert simulated(capsys, *options, "--find-max-rate")["max_rate"] is None
+    assert run("simulate", "smollm2-135m", *options, "--find-max-rate", "--json") == 0
+    shown = capsys.readouterr()
+    found = json.loads(shown.out)
+    assert found["max_rate"] is None
+    assert shown.err == (
+        "longspan: max_rate is null: when all 3 requests come at once, P99 TTFT is still below 25 times the "
+        f"{found['light_ttft_p99_s']:.3g} s of light load: give a larger --num-requests\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--policy", "tetris"), True),
+        (("--policy", "tetris", "-o", "improvement_rate=auto"), True),
+        (("--policy", "tetris", "-o", "improvement_rate=0.3"), False),
+        (("--policy", "tetris", "-o", "improvement_rates=1:0.3"), False),
+        (("--policy", "context"), False),
+    ],
+)
+def test_an_improvement_rate_that_goes_by_nothing_is_told(
+    options: tuple[str, ...], told: bool, profile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    requests = ("--profile", str(profile), "--gpus-per-host", "2", "--num-requests", "3", "--rate", "1")
+    assert run("simulate", "smollm2-135m", *requests, *options, "--json") == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["num_completed"] == 3
+    told_once = "longspan: -o improvement_rate=auto is 0.3 at every request rate without a table: find one with"
+    assert shown.err.count("\n") == shown.err.count(told_once) == told
 
 
 def test_traces_quantiles_and_conversations_are_workloads(

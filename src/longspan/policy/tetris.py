@@ -25,7 +25,7 @@ from longspan.policy.group_shares import GroupShares
 from longspan.policy.options import parse_options, settings_of
 from longspan.policy.sharing import SharingOptions
 
-_IMPROVEMENT_RATE = 0.3
+IMPROVEMENT_RATE = 0.3
 """Where no table says otherwise: between what the paper finds best for few and for many requests."""
 _ENOUGH_OF_A_HOST = 4
 """With fewer instances to a host, groups that end there lose more for prompts than they win for decodes at low load."""
@@ -100,7 +100,7 @@ class TetrisOptions(GroupOptions):
         """
         if self.improvement_rates:
             return RateTable.parse(self.improvement_rates)
-        rate = _IMPROVEMENT_RATE if self.improvement_rate == "auto" else self.improvement_rate
+        rate = IMPROVEMENT_RATE if self.improvement_rate == "auto" else self.improvement_rate
         return RateTable(entries=((0.0, rate),))
 
     def changed(self, options: Mapping[str, str]) -> TetrisOptions:
