@@ -2,7 +2,8 @@
 
 Lengths and queueing times are random, as in §7.4 of the paper; instances stand eight to a host, sizes are powers of two
 up to all of them, and times are like those of its Table 1: per token and per pair they shrink with the size, while each
-further member adds to the start. Prints one line per number of instances.
+further member adds to the start. Prints one line per number of instances, and then some for hosts of other sizes, also
+of such as the groups do not divide.
 
 p50 and p99 are by the wall clock, and so include what other programs of a busy machine take; cpu_p99 does not.
 """
@@ -13,12 +14,15 @@ import argparse
 import random
 import statistics
 import time
+from itertools import chain
 
 from longspan.policy.cdsp import Planner, Prompt
 from longspan.policy.cdsp_times import SpTimes
 
 SIZES = (8, 16, 32, 64, 128)
 _PER_HOST = 8
+_OTHER_HOSTS = (1, 3, 6, 7, 12, 16)
+"""Instances of a host, of the last and most of `SIZES`."""
 
 
 def times_of(size: int) -> SpTimes:
@@ -28,10 +32,10 @@ def times_of(size: int) -> SpTimes:
     )
 
 
-def plan_times_s(num_instances: int, num_prompts: int, seed: int) -> tuple[list[float], list[float]]:
+def plan_times_s(num_instances: int, per_host: int, num_prompts: int, seed: int) -> tuple[list[float], list[float]]:
     """Of each prompt, by the wall clock and of the processor."""
     sizes = [1 << bit for bit in range(num_instances.bit_length())]
-    hosts = [instance // _PER_HOST for instance in range(num_instances)]
+    hosts = [instance // per_host for instance in range(num_instances)]
     planner = Planner({size: times_of(size) for size in sizes}, hosts)
     draw = random.Random(seed)
     wall_s, cpu_s = [], []
@@ -52,14 +56,16 @@ def main() -> None:
     parser.add_argument("--num-prompts", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    for num_instances in SIZES:
-        wall_s, cpu_s = plan_times_s(num_instances, given.num_prompts, given.seed)
+    usual, others = ((n, _PER_HOST) for n in SIZES), ((SIZES[-1], per_host) for per_host in _OTHER_HOSTS)
+    for num_instances, per_host in chain(usual, others):
+        wall_s, cpu_s = plan_times_s(num_instances, per_host, given.num_prompts, given.seed)
         p50, p99, cpu_p99 = (
             statistics.median(wall_s),
             *(statistics.quantiles(one, n=100)[98] for one in (wall_s, cpu_s)),
         )
         times = f"p50_us={p50 * 1e6:.1f} p99_us={p99 * 1e6:.1f} cpu_p99_us={cpu_p99 * 1e6:.1f}"
-        print(f"plan {times} instances={num_instances}")
+        of_other = "" if per_host == _PER_HOST else f" per_host={per_host}"
+        print(f"plan {times} instances={num_instances}{of_other}")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +15,7 @@ from tetris_paper import get_group as group_of_paper
 from longspan.cost.time_fit import TimeFit
 from longspan.policy.cdsp import Planner, Prompt
 from longspan.policy.cdsp_fixed import FixedGroups
-from longspan.policy.cdsp_groups import Cluster, get_group
+from longspan.policy.cdsp_groups import Cluster, Groups
 from longspan.policy.cdsp_queue import QueueTimes
 from longspan.policy.cdsp_times import SpTimes
 
@@ -33,8 +35,11 @@ def ideal(size: int, *, start_s: float = 0.0) -> SpTimes:
 
 @st.composite
 def clusters(draw: st.DrawFn) -> tuple[list[int], list[float]]:
-    """Hosts of equal and of different lengths; many instances are free, some at the same time."""
-    per_host = draw(st.one_of(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.just([4] * 4), st.just([8] * 2)))
+    """Hosts of equal and of different lengths, which powers of two divide or not; many instances are free, some at the
+    same time.
+    """
+    alike = st.sampled_from([[4] * 4, [8] * 2, [6] * 3, [12, 12], [3] * 6, [7, 7, 4]])
+    per_host = draw(st.one_of(st.lists(st.integers(1, 5), min_size=1, max_size=4), alike))
     hosts = [host for host, number in enumerate(per_host) for _ in range(number)]
     queue = st.one_of(st.sampled_from([0.0, 1.0, 2.0]), st.floats(0, 3))
     return hosts, draw(st.lists(queue, min_size=len(hosts), max_size=len(hosts)))
@@ -68,10 +73,7 @@ def test_groups_are_the_papers(case: tuple[list[int], list[float]], data: st.Dat
         for p in pool_of(hosts, queue_s)
     ]
     expected = numbers(group_of_paper(passed, frozenset(initial), size))
-    cluster = Cluster(hosts, [size])
-    pool = [sorted(members, key=queue_s.__getitem__) for members in cluster.members]
-    assert set(get_group(pool, sorted(initial), size, queue_s, cluster.host_of)) == expected
-    groups = cluster.groups(queue_s, sorted(initial))
+    groups = Cluster(hosts, [size]).groups(queue_s, sorted(initial))
     assert set(groups.group(0)) == expected
     assert groups.queue_s[0] == max(queue_s[i] for i in expected)
 
@@ -130,6 +132,30 @@ def test_what_is_cached_stays_inside(
         end_s = max([end_s, *(queue_s[i] for i in chunk.group)])
         end_s += times[len(chunk.group)].seconds(chunk.num_tokens, cached)
     assert plan.ttft_s == pytest.approx(end_s)
+
+
+@pytest.mark.parametrize("per_host", [3, 6, 7, 12])
+def test_groups_that_many_cuts_come_to_are_looked_for_once(per_host: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Powers of two of 128 instances on hosts that these do not divide: what has to be looked for stays a few."""
+    made = []
+    create = Groups.__init__
+
+    def counted(groups: Groups, *given: Any) -> None:
+        made.append(given)
+        create(groups, *given)
+
+    monkeypatch.setattr(Groups, "__init__", counted)
+    sizes = [1 << bit for bit in range(8)]
+    times = {n: SpTimes(start_s=0.02 * n, token_s=6.5e-5 / n, cached_s=1.1e-9 / n, square_s=5e-10 / n) for n in sizes}
+    planner = Planner(times, [instance // per_host for instance in range(128)])
+    draw = Random(per_host)
+    for _ in range(200):
+        made.clear()
+        longest_s = 10 ** draw.uniform(-1, 1.5)
+        planner.plan(
+            Prompt(new_tokens=draw.randrange(4_000, 400_000)), [draw.uniform(0, longest_s) for _ in range(128)]
+        )
+        assert len(made) <= 40
 
 
 # ---------------------------------------------------------------- by hand
@@ -195,6 +221,13 @@ def test_a_prompt_that_one_instance_cannot_hold_goes_to_several() -> None:
         assert plan is not None and len(plan.chunks[-1].group) == expected
 
 
+def test_groups_that_are_larger_than_usual_are_for_prompts_that_need_them() -> None:
+    planner = Planner({size: ideal(size) for size in (1, 2, 4, 8)}, [0] * 8, usual_size=3)
+    for room, held, expected in ((None, (), 2), (2500, (), 4), (2000, (), 8), (1, (), 8), (None, (0, 1, 2), 4)):
+        plan = planner.plan(Prompt(new_tokens=10_000, instance_tokens=room, held=held), [0.0] * 8)
+        assert plan is not None and [len(chunk.group) for chunk in plan.chunks] == [expected]
+
+
 def test_what_a_planner_refuses() -> None:
     for sizes in ([], [0, 1], [1, 5]):
         with pytest.raises(ValueError, match=r"groups have 1 to 4 instances, but times are given for sizes"):
@@ -236,8 +269,6 @@ def test_fixed_groups_go_by_who_is_free_first() -> None:
     assert plan is not None
     assert (plan.chunks[0].group, plan.ttft_s) == ((1, 3), pytest.approx(2.0))
     assert fixed.plan(Prompt(new_tokens=1, held=(0, 1)), [0.0] * 4) is None
-    with pytest.raises(ValueError, match=r"sp\(3\) does not divide 4 instances"):
-        FixedGroups(ideal(3), range(4), 3)
 
 
 def test_queues_shrink_with_time_and_are_corrected() -> None:

@@ -68,7 +68,15 @@ def test_devices_are_those_of_their_data_sheets() -> None:
     assert (meta.flops_per_s, meta.peak(1), meta.bytes_per_s, meta.memory_bytes) == (8e14, 1.6e15, 2.4e12, 96 * 2**30)
     a100 = catalog.device("a100-sxm-80g")
     assert a100.peak(1) == a100.peak(2) == 3.12e14  # weights of 8 bits are only stored so
-    assert a100.peak(4) < a100.peak(2)
+    assert a100.peak(4) == 1.95e13  # not TF32, which PyTorch uses only when told to
+
+
+@pytest.mark.parametrize("name", [name for name in catalog.names("hardware") if not name.startswith("cpu")])
+def test_float32_is_what_two_operations_per_core_and_clock_give(name: str) -> None:
+    """Of 64 cores per multiprocessor in GA100, 128 in all later ones, at most an eighth above the given clock."""
+    device = catalog.device(name)
+    cores = 64 if name.startswith("a100") else 128
+    assert 0.99 <= device.peak(4) / (2 * cores * device.units * device.clock_hz) <= 1.125
 
 
 @pytest.mark.parametrize("name", catalog.names("hardware"))

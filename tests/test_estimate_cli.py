@@ -80,6 +80,13 @@ def test_decode_with_mixed_weights(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["tbt_s"] == pytest.approx(0.071, rel=0.15)
 
 
+def test_float32_is_computed_without_tensor_cores(capsys: pytest.CaptureFixture[str]) -> None:
+    """312 and 19.5 TFLOP/s of an A100: 16 times, less what does not compute."""
+    options = (*BASE, "--gpus-per-host", "1", "--context", "16K")
+    half, full = (answer(capsys, *options, "--dtype", dtype)["ttft_s"] for dtype in ("bfloat16", "float32"))
+    assert 12 < full / half < 16
+
+
 def test_links_by_name_and_by_speed(capsys: pytest.CaptureFixture[str]) -> None:
     rest = ("--parallel", "4", "--exchange", "gather_kv", "--context", "8K")
     times = {

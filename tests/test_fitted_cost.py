@@ -156,10 +156,11 @@ def test_what_is_no_decode_is_refused(wrong: dict[str, Any]) -> None:
 
 def test_a_cost_becomes_the_profile_that_it_would_have_shown() -> None:
     cost = LinearCost(base_s=0.5, per_token_s=0.001)
-    found = predicted_profile(
-        cost, SUBJECT, num_instances=6, prompts=[(1200, 0), (2400, 600)], exchanges=["ring_kv", "chain"]
-    )
+    shared: dict[str, Any] = {"prompts": [(1200, 0), (2400, 600)], "exchanges": ["ring_kv", "chain"]}
+    found = predicted_profile(cost, SUBJECT, num_instances=6, **shared)
     assert sorted({prefill.members for prefill in found.prefills}) == [1, 2, 4, 6]
+    more = predicted_profile(cost, SUBJECT, num_instances=6, **shared, sizes=[0, 3, 4, 5, 7])
+    assert sorted({prefill.members for prefill in more.prefills}) == [1, 2, 3, 4, 5, 6]
     for prefill in found.prefills:
         assert prefill.median_s == pytest.approx(0.5 + 0.001 * prefill.new_tokens / prefill.members, rel=0.01)
     assert {prefill.exchange for prefill in found.prefills if prefill.members > 1} == {"ring_kv", "chain"}

@@ -55,7 +55,12 @@ def test_kv_runahead_table_3_and_memory() -> None:
 
 
 def test_context_parallelism() -> None:
-    check(context_parallelism.cells())
+    cells = {cell.name: cell for cell in context_parallelism.cells()}
+    check(list(cells.values()))
+    alone = context_parallelism.hosts(1).attention_flops_per_s("tp8", 8192)
+    assert alone == pytest.approx(540e12, rel=0.03), "what the paper measured of attention alone"
+    rate, part = cells["TFLOP/s per GPU at 1M"].ours, cells["that, of attention alone"].ours
+    assert part == pytest.approx(rate / (alone / 1e12), rel=0.01) and part != pytest.approx(rate / 540, rel=0.001)
 
 
 def test_a_report_fails_when_a_cell_is_too_far(capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,6 +80,35 @@ def test_roofline_clusters_of_data_sheets(capsys: pytest.CaptureFixture[str]) ->
     assert slow["num_completed"] == quick["num_completed"] == 10
 
 
+@pytest.mark.parametrize(
+    ("policy", "option"),
+    [("fixed-sp", "sp=6"), ("fixed-sp", "sp=3"), ("tetris", "sp_sizes=1,3"), ("loongserve", "sp_sizes=5")],
+)
+def test_groups_of_any_size_are_predicted(policy: str, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = ("--hardware", "a100-sxm-80g", "--hosts", "2", "--gpus-per-host", "6")
+    requests = ("--rate", "0.1", "--num-requests", "3", "--output-len", "2", "--workload", "long")
+    assert run("simulate", "llama-3-8b", *cluster, *requests, "--policy", policy, "-o", option, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["num_completed"] == 3
+
+
+@pytest.mark.parametrize(
+    ("policy", "option", "words"),
+    [
+        ("fixed-sp", "sp=5", "sp(5) does not divide 6 instances into groups: choose one that does"),
+        ("fixed-sp", "sp=7", "sp size 7 is more than the 6 instances"),
+        ("tetris", "sp_sizes=1,7", "sp size 7 is more than the 6 instances"),
+        ("tetris", "sp_sizes=0,1", "sp_sizes ascend from at least 1"),
+    ],
+)
+def test_groups_that_cannot_be_are_refused(
+    policy: str, option: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = ("--hardware", "a100-sxm-80g", "--gpus-per-host", "6", "--rate", "1")
+    assert run("simulate", "llama-3-8b", *cluster, "--policy", policy, "-o", option) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+
+
 def test_a_rate_above_the_highest_makes_ttft_too_long(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--profile", str(profile), "--gpus-per-host", "1", "--num-requests", "80", "--output-len", "1")
     options = (*options, "--policy", "chunked")
@@ -91,7 +120,35 @@ def test_a_rate_above_the_highest_makes_ttft_too_long(profile: Path, capsys: pyt
 
 def test_too_few_requests_have_no_highest_rate(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--profile", str(profile), "--gpus-per-host", "2", "--num-requests", "3", "--rate", "1")
-    assert simulated(capsys, *options, "--find-max-rate")["max_rate"] is None
+    assert run("simulate", "smollm2-135m", *options, "--find-max-rate", "--json") == 0
+    shown = capsys.readouterr()
+    found = json.loads(shown.out)
+    assert found["max_rate"] is None
+    assert shown.err == (
+        "longspan: max_rate is null: when all 3 requests come at once, P99 TTFT is still below 25 times the "
+        f"{found['light_ttft_p99_s']:.3g} s of light load: give a larger --num-requests\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--policy", "tetris"), True),
+        (("--policy", "tetris", "-o", "improvement_rate=auto"), True),
+        (("--policy", "tetris", "-o", "improvement_rate=0.3"), False),
+        (("--policy", "tetris", "-o", "improvement_rates=1:0.3"), False),
+        (("--policy", "context"), False),
+    ],
+)
+def test_an_improvement_rate_that_goes_by_nothing_is_told(
+    options: tuple[str, ...], told: bool, profile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    requests = ("--profile", str(profile), "--gpus-per-host", "2", "--num-requests", "3", "--rate", "1")
+    assert run("simulate", "smollm2-135m", *requests, *options, "--json") == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["num_completed"] == 3
+    told_once = "longspan: -o improvement_rate=auto is 0.3 at every request rate without a table: find one with"
+    assert shown.err.count("\n") == shown.err.count(told_once) == told
 
 
 def test_traces_quantiles_and_conversations_are_workloads(

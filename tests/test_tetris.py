@@ -245,6 +245,23 @@ def test_a_cached_beginning_is_computed_again_where_that_is_sooner() -> None:
     assert second.metrics.num_cached_tokens == 0
 
 
+@pytest.mark.parametrize(
+    ("per_host", "options", "expected"), [(8, {}, 8), (4, {}, 4), (2, {}, 8), (1, {}, 8), (4, {"sp_sizes": "1,8"}, 8)]
+)
+def test_groups_end_with_their_host_if_it_has_enough(per_host: int, options: dict[str, str], expected: int) -> None:
+    """So that no decode waits for another host's."""
+    places = tuple(Place(host=i // per_host, device=i) for i in range(8))
+    facts = replace(machine(1, 2, 4, 8), places=places)
+    cluster = Cluster(
+        Setup(num_instances=8, policy="tetris", options={"improvement_rate": "0", **options}, facts=facts)
+    )
+    requests = [cluster.add([number] * 8000, max_tokens=20) for number in range(3)]
+    cluster.run()
+    for request in requests:
+        assert [len(group) for group, _ in chunks_of(cluster, request)] == [expected]
+        assert len({places[i].host for i in chunks_of(cluster, request)[0][0]}) == max(1, expected // per_host)
+
+
 def test_fixed_groups() -> None:
     setup = Setup(num_instances=4, policy="fixed-sp", options={"sp": "2"}, facts=machine(1, 2, 4))
     cluster = Cluster(setup)
@@ -273,6 +290,7 @@ def test_fixed_groups() -> None:
         ("tetris", {"sp_sizes": "1,4"}, machine(1, 2), "no times for sp size 4, only for 1, 2: measure it with"),
         ("tetris", {"exchange": "chain"}, None, "option exchange is one of auto, ring_kv, .*, but 'chain' given"),
         ("fixed-sp", {"sp": "3"}, None, r"sp\(3\) does not divide 4 instances"),
+        ("fixed-sp", {"sp": "3"}, machine(1, 2, 4), r"sp\(3\) does not divide 4 instances"),
         ("fixed-sp", {"sp": "0"}, None, "sp size 0 is less than 1 instance"),
         ("fixed-sp", {"sp": "8"}, None, "sp size 8 is more than the 4 instances"),
         ("fixed-sp", {"improvement_rate": "0.1"}, None, "policy fixed-sp has no option 'improvement_rate'"),

@@ -71,6 +71,15 @@ class Setting:
         cost = roofline(self._model, self._cluster, spec, self.kernels, self.constants)
         return estimate_decode(cost, spec.instances, "ring_q", length, batch)
 
+    def attention_flops_per_s(self, parallel: str, tokens: int) -> float:
+        """What one device reaches in causal attention alone, over so many tokens with the heads of one rank."""
+        layer = roofline(self._model, self._cluster, ParallelSpec.parse(parallel), self.kernels, self.constants).layer
+        pairs, head_dim = tokens * (tokens + 1) / 2, layer.model.attention.head_dim
+        seconds = layer.chip.attention_s(
+            queries=tokens, pairs=pairs, keys=tokens, heads=layer.heads, kv_heads=layer.kv_heads, head_dim=head_dim
+        )
+        return 4 * pairs * layer.heads * head_dim / seconds
+
     @property
     def _model(self) -> Architecture:
         return from_config(catalog.model_config(self.model), name=self.model, ffn_bytes=self.ffn_bytes)

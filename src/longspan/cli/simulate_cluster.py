@@ -27,6 +27,7 @@ from longspan.cost.profile import Profile, Subject
 from longspan.cost.profile_plan import prompts_of
 from longspan.cost.shapes import Hardware
 from longspan.cost.step_cost import RooflineCost, StepCost
+from longspan.policy.cdsp_times import named_sizes
 from longspan.policy.choosing import Facts
 from longspan.sim.predicted import predicted_profile
 
@@ -109,10 +110,11 @@ def _computed(
         num_instances=fleet.spec.instances,
         prompts=prompts_of(_PREDICTED_LENGTHS, 2 * _PREDICTED_LENGTHS[-1]),
         exchanges=_PREDICTED_EXCHANGES,
+        sizes=named_sizes(scheduling.policy_options()),
     )
     topology, roles = cost.lines[0].topology, roles_of(fleet, options)
     wire = topology.between if options.hosts > 1 else topology.inside
-    flops_per_s = catalog.device(hardware).flops_per_s
+    flops_per_s = catalog.device(hardware).peak(sizes.attention.bytes_per_element)
     facts = Facts(
         shape=sizes.attention,
         hardware=Hardware(flops_per_s=flops_per_s, bytes_per_s=wire.bytes_per_s),

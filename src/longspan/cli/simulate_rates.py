@@ -14,6 +14,7 @@ from tqdm import tqdm
 from longspan.cli.simulate_scene import Scene
 from longspan.cli.simulate_workload import Workload
 from longspan.policy.cdsp_rates import RateTable
+from longspan.policy.tetris import IMPROVEMENT_RATE
 from longspan.sim.improvement import best_improvement_rate, request_rates
 
 _TOLD = ("improvement_rate", "improvement_rates")
@@ -41,6 +42,18 @@ def print_improvement_rates(scene: Scene, workload: Workload, highest: float | N
     else:
         typer.echo(f"improvement_rates={table}")
     return 0
+
+
+def tell_of_a_constant_rate(scene: Scene) -> None:
+    """On stderr, when the improvement rate is to go by the request rate, but nobody said how."""
+    settings = scene.policy().settings
+    told = settings.options
+    if settings.name == "tetris" and told["improvement_rate"] == "auto" and not told["improvement_rates"]:
+        typer.echo(
+            f"longspan: -o improvement_rate=auto is {IMPROVEMENT_RATE} at every request rate without a table: find one "
+            "with --profile-improvement-rates, and give it as -o improvement_rates=",
+            err=True,
+        )
 
 
 def profile_improvement_rates(

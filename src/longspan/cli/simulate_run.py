@@ -15,11 +15,12 @@ from rich.table import Table
 from longspan.cli.pairs import key_values
 from longspan.cli.scheduling import SHARING, SchedulingOptions
 from longspan.cli.simulate import ClusterOptions, FaultOptions, ResultOptions, WorkloadOptions
-from longspan.cli.simulate_rates import print_improvement_rates
+from longspan.cli.simulate_rates import print_improvement_rates, tell_of_a_constant_rate
 from longspan.cli.simulate_scene import Scene
 from longspan.cli.simulate_workload import Workload, workload_of
 from longspan.core.fleet import Roles
 from longspan.sim.faults import Faults
+from longspan.sim.rates import MOST_TIMES_LIGHT
 from longspan.sim.report import check_report, html_report
 from longspan.sim.result import Result, summary
 from longspan.sim.timeline import Timeline
@@ -54,6 +55,7 @@ def run_simulation(
     workload = workload_of(workload_options)
     if results.profile_improvement_rates:
         return print_improvement_rates(scene, workload, workload_options.rate, as_json=results.as_json)
+    tell_of_a_constant_rate(scene)
     timeline = Timeline() if results.report or results.trace else None
     result = scene.run(workload, timeline, title="requests")
     numbers: dict[str, float | int | None] = summary(result)
@@ -77,7 +79,14 @@ def _rates(scene: Scene, workload: Workload, *, start: float) -> dict[str, float
     light_s = scene.light_ttft_p99_s(workload)
     if light_s is None:
         raise ValueError("--find-max-rate: no request was served")
-    return {"max_rate": scene.max_rate(workload, light_s, start=start), "light_ttft_p99_s": light_s}
+    found = scene.max_rate(workload, light_s, start=start)
+    if found is None:
+        typer.echo(
+            f"longspan: max_rate is null: when all {len(workload.arrivals)} requests come at once, P99 TTFT is still "
+            f"below {MOST_TIMES_LIGHT} times the {light_s:.3g} s of light load: give a larger --num-requests",
+            err=True,
+        )
+    return {"max_rate": found, "light_ttft_p99_s": light_s}
 
 
 def _faults(options: FaultOptions) -> Faults:

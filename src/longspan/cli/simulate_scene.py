@@ -13,6 +13,7 @@ from longspan.cli.simulate import ClusterOptions
 from longspan.cli.simulate_cluster import Cluster, cluster_of
 from longspan.cli.simulate_workload import Workload
 from longspan.core.config import EngineConfig, capacity_tokens
+from longspan.core.protocols import Policy
 from longspan.policy import make_policy
 from longspan.sim.faults import Faults
 from longspan.sim.rates import MOST_TIMES_LIGHT, find_max_rate
@@ -54,18 +55,26 @@ class Scene:
         """The same with some options of the policy set or replaced."""
         return replace(self, policy_options={**self.policy_options, **options})
 
+    def policy(self) -> Policy:
+        """As it is before the first request.
+
+        Raises:
+            ValueError: for a policy or options that cannot be.
+        """
+        return make_policy(
+            self.scheduling.policy,
+            num_instances=self.cluster.num_instances,
+            options=self.policy_options,
+            facts=self.cluster.facts,
+        )
+
     def run(self, workload: Workload, timeline: Timeline | None = None, *, title: str = "requests") -> Result:
         """With a progress bar on stderr, if that is a terminal.
 
         Raises:
             ValueError: for a policy or options that cannot be.
         """
-        policy = make_policy(
-            self.scheduling.policy,
-            num_instances=self.cluster.num_instances,
-            options=self.policy_options,
-            facts=self.cluster.facts,
-        )
+        policy = self.policy()
         capacity = capacity_tokens(
             policy,
             num_blocks=self.cluster.num_blocks,

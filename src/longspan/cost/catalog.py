@@ -18,7 +18,8 @@ class Device:
     """A kind of device by its data sheet.
 
     Attributes:
-        flops_per_s, fp8_flops_per_s, fp32_flops_per_s: of dense matrix products; 0 for what it cannot do.
+        flops_per_s, fp8_flops_per_s, fp32_flops_per_s: of dense matrix products in 16, 8 and 32 bits (without TF32); 0
+            for what it cannot do.
         bytes_per_s: of its memory.
         units: how many tiles of a matrix product it computes at a time.
         clock_hz: of these.

@@ -64,13 +64,21 @@ class Planner:
     """Plans for instances on `hosts` (a number for each instance's), with groups of the sizes that `times` has.
 
     A chunk but the last is too short to pay (line 12 of Algorithm 1) below `min_chunk_tokens`, or when the next smaller
-    group that it could have is as quick.
+    group that it could have is as quick. Groups of more than `usual_size` instances are for prompts that fewer have no
+    room for, or that more of them hold already.
 
     Raises:
         ValueError: without times, or for a size that is no number of these instances.
     """
 
-    def __init__(self, times: Mapping[int, SpTimes], hosts: Sequence[int], *, min_chunk_tokens: int = 1) -> None:
+    def __init__(
+        self,
+        times: Mapping[int, SpTimes],
+        hosts: Sequence[int],
+        *,
+        min_chunk_tokens: int = 1,
+        usual_size: int | None = None,
+    ) -> None:
         sizes = sorted(times)
         if not sizes or sizes[0] < 1 or sizes[-1] > len(hosts):
             raise ValueError(f"groups have 1 to {len(hosts)} instances, but times are given for sizes {sizes}")
@@ -80,6 +88,8 @@ class Planner:
         self.min_chunk_tokens = min_chunk_tokens
         self.cluster = Cluster(hosts, sizes)
         self.by_size = [times[size] for size in sizes]
+        usual_size = sizes[-1] if usual_size is None else usual_size
+        self._usual = max(0, sum(size <= usual_size for size in sizes) - 1)
         self.floors = [_floors(self.by_size[low:]) for low in range(len(sizes))]
 
     @property
@@ -103,7 +113,8 @@ class Planner:
             return None
         search = _Search(self, prompt)
         groups = self.cluster.groups(queue_s, prompt.held)
-        ttft_s, chain = search.explore(groups, low, len(sizes) - 1, prompt.new_tokens, prompt.cached_tokens, 0.0)
+        high = max(low, self._usual, search.fewest)
+        ttft_s, chain = search.explore(groups, low, high, prompt.new_tokens, prompt.cached_tokens, 0.0)
         chunks: list[Chunk] = []
         found: _Chain | None = chain
         while found is not None:
@@ -117,7 +128,11 @@ _Chain = tuple[int, Groups, int, "_Chain | None"]
 
 
 class _Search:
-    """One prompt's plan. Sizes are counted by `k`; times are seconds from now, but for those of Eq. 1."""
+    """One prompt's plan. Sizes are counted by `k`; times are seconds from now, but for those of Eq. 1.
+
+    Attributes:
+        fewest: the smallest size that has room for the prompt.
+    """
 
     def __init__(self, planner: Planner, prompt: Prompt) -> None:
         self._times, self._floors = planner.by_size, planner.floors
@@ -127,7 +142,7 @@ class _Search:
         sizes, room = planner.cluster.sizes, prompt.instance_tokens
         self._most = [math.inf if room is None else size * room for size in sizes]
         whole = prompt.cached_tokens + prompt.new_tokens
-        self._fewest = next((k for k, most in enumerate(self._most) if most >= whole), len(sizes) - 1)
+        self.fewest = next((k for k, most in enumerate(self._most) if most >= whole), len(sizes) - 1)
         self._best_s = math.inf
 
     def explore(
@@ -169,7 +184,7 @@ class _Search:
     ) -> tuple[float, int]:
         """Algorithm 2: seconds from `elapsed_s` on, and the size."""
         best_s, best = math.inf, low
-        for k in range(max(low, min(self._fewest, high)), min(high + 1, len(queue_s))):
+        for k in range(max(low, min(self.fewest, high)), min(high + 1, len(queue_s))):
             times = self._times[k]
             ttft_s = times.start_s + (times.token_s + times.cached_s * cached + times.square_s * new) * new
             if queue_s[k] > elapsed_s:

@@ -9,18 +9,10 @@ from longspan.policy.cdsp_times import SpTimes
 
 
 class FixedGroups:
-    """Groups of `size` neighbours, in the order of `everyone`.
-
-    Raises:
-        ValueError: when the instances do not divide into such groups.
-    """
+    """Groups of `size` neighbours, in the order of `everyone`, who divide into such groups."""
 
     def __init__(self, times: SpTimes, everyone: Sequence[int], size: int) -> None:
-        if size < 1 or len(everyone) % size:
-            raise ValueError(
-                f"sp({size}) does not divide {len(everyone)} instances into groups: choose one that does, or give "
-                "--parallel another number"
-            )
+        assert len(everyone) % size == 0, "nobody is left over"
         self.groups = [tuple(everyone[start : start + size]) for start in range(0, len(everyone), size)]
         self._times = times
 

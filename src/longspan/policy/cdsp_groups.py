@@ -8,42 +8,7 @@ equals the one that was free first counts as sooner, then the lower number.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
-
-
-def get_group(
-    pool: Sequence[Sequence[int]], initial: Sequence[int], size: int, queue_s: Sequence[float], host_of: Sequence[int]
-) -> list[int]:
-    """`initial`, extended to `size` instances: those added later stand further behind.
-
-    First come the soonest free on the hosts of `initial`. What is still missing lies on one other host if one has so
-    many, where the last of them is free soonest; else the largest hosts are taken whole, of equals the soonest free.
-
-    Args:
-        pool: the instances to choose from, by host, each host's soonest free first.
-        queue_s: of every instance.
-        host_of: every instance's place in `pool`.
-    """
-    chosen, free = list(initial), [host for host in pool if host]
-    if initial:
-        own = {host_of[instance] for instance in initial}
-        near = [i for host in sorted(own) for i in pool[host] if i not in initial]
-        near.sort(key=lambda i: (queue_s[i], i))
-        chosen += near[: max(0, size - len(chosen))]
-        free = [host for host in free if host_of[host[0]] not in own]
-    missing = size - len(chosen)
-    if missing > 0:
-        free.sort(key=lambda host: (-len(host), queue_s[host[-1]]))
-    for place, host in enumerate(free):
-        if missing <= 0:
-            break
-        if len(host) >= missing:
-            fitting = [one for one in free[place:] if len(one) >= missing]
-            chosen += min(fitting, key=lambda one: (queue_s[one[missing - 1]], host_of[one[0]]))[:missing]
-            break
-        chosen += host
-        missing -= len(host)
-    return chosen
+from itertools import takewhile
 
 
 class Cluster:
@@ -58,73 +23,105 @@ class Cluster:
     def __init__(self, hosts: Sequence[int], sizes: Sequence[int]) -> None:
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
         self.host_of = [numbers[host] for host in hosts]
-        self.members = [[i for i, own in enumerate(self.host_of) if own == host] for host in numbers.values()]
         self.sizes = tuple(sizes)
-        lengths = {len(members) for members in self.members}
+        lengths = {self.host_of.count(number) for number in numbers.values()}
         per_host = max(lengths)
         self.nested = len(lengths) == 1 and all(size <= per_host or size % per_host == 0 for size in sizes)
-        self.num_within_host = sum(size <= per_host for size in sizes)
 
     def groups(self, queue_s: Sequence[float], initial: Sequence[int]) -> Groups:
         """All groups that begin with `initial`."""
-        by_queue = [sorted(members, key=queue_s.__getitem__) for members in self.members]
-        return Groups(self, queue_s, by_queue, tuple(initial))
+        return _Found(self, queue_s).groups(frozenset(range(len(queue_s))), tuple(initial))
+
+
+class _Found:
+    """The groups that were looked for in one plan: many ways to cut a prompt come to the same ones."""
+
+    def __init__(self, cluster: Cluster, queue_s: Sequence[float]) -> None:
+        self.cluster, self.queue_s = cluster, queue_s
+        by_queue = sorted(range(len(queue_s)), key=queue_s.__getitem__)
+        self.turn = dict(zip(by_queue, range(len(by_queue)), strict=True))
+        self._hosts: dict[frozenset[int], list[list[int]]] = {}
+        self._groups: dict[tuple[frozenset[int], frozenset[int]], Groups] = {}
+
+    def groups(self, pool: frozenset[int], initial: tuple[int, ...]) -> Groups:
+        """Those that extend `initial` by instances of `pool`."""
+        key = pool, frozenset(initial)
+        if key not in self._groups:
+            self._groups[key] = Groups(self, pool, initial)
+        return self._groups[key]
+
+    def hosts(self, pool: frozenset[int]) -> list[list[int]]:
+        """The instances of each, the soonest free first; in the order in which hosts are taken whole."""
+        if pool not in self._hosts:
+            hosts: dict[int, list[int]] = {}
+            for instance in sorted(pool, key=self.turn.__getitem__):
+                hosts.setdefault(self.cluster.host_of[instance], []).append(instance)
+            order = sorted((-len(members), self.queue_s[members[-1]], host) for host, members in hosts.items())
+            self._hosts[pool] = [hosts[host] for *_, host in order]
+        return self._hosts[pool]
 
 
 class Groups:
     """The groups of all sizes that extend an `initial` one inside a pool; `k` counts sizes.
 
+    First come the soonest free on the hosts of `initial`. What is still missing lies on one other host if one has so
+    many, where the last of them is free soonest; else the largest hosts are taken whole, of equals the soonest free.
+
     Attributes:
-        queue_s: by size, when the last member is free; for sizes that are smaller than `initial` or larger than the
-            pool it means nothing.
+        queue_s: by size, when the last member is free; for sizes that are smaller than `initial` it means nothing.
     """
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        queue_s: Sequence[float],
-        pool: Sequence[Sequence[int]],
-        initial: tuple[int, ...],
-    ) -> None:
-        self._cluster, self._all_s, self._pool, self._initial = cluster, queue_s, pool, initial
+    def __init__(self, found: _Found, pool: frozenset[int], initial: tuple[int, ...]) -> None:
+        self._found, self._pool, self._initial = found, pool, initial
         self._inside: dict[int, Groups] = {}
         self._after: dict[int, Groups] = {}
-        room = sum(map(len, pool))
-        sizes = [size for size in cluster.sizes if size <= room]
-        num_apart = len(sizes)
-        if cluster.nested:
-            num_apart = 0 if initial else min(num_apart, cluster.num_within_host)
-        self._apart = [self._find(size) for size in sizes[:num_apart]]
-        self.queue_s = [max(map(queue_s.__getitem__, group)) for group in self._apart]
-        self._order: list[int] = []
-        if num_apart < len(sizes):
-            self._order = self._find(sizes[-1])
-            latest_s = list(accumulate(map(queue_s.__getitem__, self._order), max))
-            self.queue_s += [latest_s[size - 1] for size in sizes[num_apart:]]
+        host_of, queue_s = found.cluster.host_of, found.queue_s
+        own = {host_of[instance] for instance in initial}
+        hosts = [members for members in found.hosts(pool) if host_of[members[0]] not in own]
+        near = [i for members in found.hosts(pool) if host_of[members[0]] in own for i in members if i not in initial]
+        near.sort(key=found.turn.__getitem__)
+        self._order = [*initial, *near]
+        self._lasts: list[Sequence[int]] = []  # of each size: who comes after the first ones in order
+        self.queue_s: list[float] = []
+        latest_s, num_counted, num_taken = 0.0, 0, 0
+        for size in found.cluster.sizes:
+            if size > len(pool):
+                break
+            while num_taken < len(hosts) and len(self._order) + len(hosts[num_taken]) <= size:
+                self._order += hosts[num_taken]
+                num_taken += 1
+            for instance in self._order[num_counted:size]:
+                latest_s = max(latest_s, queue_s[instance])
+            num_counted = min(size, len(self._order))
+            last = self._part_of_one(hosts[num_taken:], size - num_counted)
+            self._lasts.append(last)
+            self.queue_s.append(max(latest_s, queue_s[last[-1]]) if last else latest_s)
 
-    def _find(self, size: int) -> list[int]:
-        return get_group(self._pool, self._initial, size, self._all_s, self._cluster.host_of)
+    def _part_of_one(self, hosts: Sequence[Sequence[int]], missing: int) -> Sequence[int]:
+        """The last members of a group."""
+        if not missing:
+            return ()
+        queue_s, host_of = self._found.queue_s, self._found.cluster.host_of
+        fitting = takewhile(lambda members: len(members) >= missing, hosts)
+        return min(fitting, key=lambda members: (queue_s[members[missing - 1]], host_of[members[0]]))[:missing]
 
     def group(self, k: int) -> tuple[int, ...]:
         """The instances of one, the latest added last."""
-        if k < len(self._apart):
-            return tuple(self._apart[k])
-        return tuple(self._order[: self._cluster.sizes[k]])
+        last = self._lasts[k]
+        return (*self._order[: self._found.cluster.sizes[k] - len(last)], *last)
 
     def inside(self, k: int) -> Groups:
         """The same, when only the instances of group `k` are there to choose from."""
-        if self._cluster.nested and self._initial:
+        if self._found.cluster.nested and self._initial:
             return self
         if k not in self._inside:
-            kept = set(self.group(k))
-            pool = [[i for i in host if i in kept] for host in self._pool]
-            self._inside[k] = Groups(self._cluster, self._all_s, pool, self._initial)
+            self._inside[k] = self._found.groups(frozenset(self.group(k)), self._initial)
         return self._inside[k]
 
     def after(self, k: int) -> Groups:
         """Those that extend group `k`."""
-        if self._cluster.nested and self._initial:
+        if self._found.cluster.nested and self._initial:
             return self
         if k not in self._after:
-            self._after[k] = Groups(self._cluster, self._all_s, self._pool, self.group(k))
+            self._after[k] = self._found.groups(self._pool, self.group(k))
         return self._after[k]

@@ -114,8 +114,16 @@ def sp_sizes(given: str, num_instances: int, measured: Mapping[int, SpTimes]) ->
     return sizes
 
 
-def check_sizes(sizes: Collection[int], num_instances: int, measured: Mapping[int, SpTimes]) -> None:
-    """Whether there are groups of these sizes, and times of them.
+def named_sizes(options: Mapping[str, str]) -> set[int]:
+    """The sizes of groups that options of policies name, so that these can be predicted; policies refuse wrong ones."""
+    parts = [options.get("sp", ""), *options.get("sp_sizes", "").split(",")]
+    return {int(part) for part in parts if part.strip().isdecimal()}
+
+
+def check_sizes(
+    sizes: Collection[int], num_instances: int, measured: Mapping[int, SpTimes], *, all_taken: bool = False
+) -> None:
+    """Whether there are groups of these sizes, which take all instances if they must, and times of them.
 
     Raises:
         ValueError: when there are not.
@@ -124,6 +132,12 @@ def check_sizes(sizes: Collection[int], num_instances: int, measured: Mapping[in
         raise ValueError(f"sp size {min(sizes)} is less than 1 instance")
     if max(sizes) > num_instances:
         raise ValueError(f"sp size {max(sizes)} is more than the {num_instances} instances: give --parallel more")
+    odd = [size for size in sizes if all_taken and num_instances % size]
+    if odd:
+        raise ValueError(
+            f"sp({odd[0]}) does not divide {num_instances} instances into groups: choose one that does, or give "
+            "--parallel another number"
+        )
     missing = [size for size in sizes if measured and size not in measured]
     if missing:
         raise ValueError(

@@ -7,6 +7,7 @@ some instances only decode, KV goes to one of these instead (`routing.py`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -24,8 +25,10 @@ from longspan.policy.group_shares import GroupShares
 from longspan.policy.options import parse_options, settings_of
 from longspan.policy.sharing import SharingOptions
 
-_IMPROVEMENT_RATE = 0.3
+IMPROVEMENT_RATE = 0.3
 """Where no table says otherwise: between what the paper finds best for few and for many requests."""
+_ENOUGH_OF_A_HOST = 4
+"""With fewer instances to a host, groups that end there lose more for prompts than they win for decodes at low load."""
 _CHANGEABLE = ("improvement_rate", "improvement_rates", "chunking", "min_chunk")
 _EXCHANGES: tuple[Exchange, ...] = ("ring_kv", "ring_q", "alltoall", "gather_kv")
 
@@ -66,7 +69,7 @@ class TetrisOptions(GroupOptions):
         improvement_rates: by requests per second, such as `0.5:0.1,1:0.3`: the nearest counts, looked up every 30 s
             and sooner after a start.
         chunking: whether a prompt may be cut into chunks on growing groups.
-        sp_sizes: of groups; `auto` is powers of two.
+        sp_sizes: of groups; `auto` is powers of two, see also `_usual_size`.
         min_chunk: tokens below which a chunk does not pay, unless it is the last.
 
     Raises:
@@ -97,7 +100,7 @@ class TetrisOptions(GroupOptions):
         """
         if self.improvement_rates:
             return RateTable.parse(self.improvement_rates)
-        rate = _IMPROVEMENT_RATE if self.improvement_rate == "auto" else self.improvement_rate
+        rate = IMPROVEMENT_RATE if self.improvement_rate == "auto" else self.improvement_rate
         return RateTable(entries=((0.0, rate),))
 
     def changed(self, options: Mapping[str, str]) -> TetrisOptions:
@@ -159,14 +162,37 @@ def create_tetris(num_instances: int, options: Mapping[str, str], facts: Facts) 
     """
     parsed = parse_options("tetris", TetrisOptions, options)
     everyone = _prefilling(num_instances, facts)
-    planner = planner_of(facts, everyone, parsed.exchanges, parsed.sp_sizes, min_chunk_tokens=parsed.min_chunk)
+    planner = planner_of(
+        facts,
+        everyone,
+        parsed.exchanges,
+        parsed.sp_sizes,
+        min_chunk_tokens=parsed.min_chunk,
+        usual_size=_usual_size(facts, everyone) if parsed.sp_sizes == "auto" else None,
+    )
     return Tetris(everyone, parsed, facts, planner)
 
 
+def _usual_size(facts: Facts, instances: range) -> int | None:
+    """The most instances of a host, if that is enough of them and they also decode; None for no bound.
+
+    A decode steps together with all prompts on its group, and with their groups. Groups of one host end there; larger
+    ones overlap, until all instances of the cluster wait for each other in every step.
+    """
+    per_host = max(Counter(hosts_of([facts.place(i) for i in instances])).values())
+    return per_host if facts.roles is None and per_host >= _ENOUGH_OF_A_HOST else None
+
+
 def planner_of(
-    facts: Facts, everyone: range, exchanges: Collection[Exchange], sizes: str, *, min_chunk_tokens: int = 1
+    facts: Facts,
+    everyone: range,
+    exchanges: Collection[Exchange],
+    sizes: str,
+    *,
+    min_chunk_tokens: int = 1,
+    usual_size: int | None = None,
 ) -> Planner:
-    """Plans by measured seconds, or expected ones.
+    """Plans by measured seconds, or expected ones; see `Planner`.
 
     Raises:
         ValueError: for sizes that cannot be, or have no measurements where others have them.
@@ -178,6 +204,7 @@ def planner_of(
         {size: times[size] for size in found},
         hosts_of([facts.place(i) for i in everyone]),
         min_chunk_tokens=min_chunk_tokens,
+        usual_size=usual_size,
     )
 
 
@@ -189,7 +216,7 @@ def create_fixed(num_instances: int, options: Mapping[str, str], facts: Facts) -
     """
     parsed = parse_options("fixed-sp", FixedOptions, options)
     measured, everyone = measured_times(facts, parsed.exchanges), _prefilling(num_instances, facts)
-    check_sizes([parsed.sp], len(everyone), measured)
+    check_sizes([parsed.sp], len(everyone), measured, all_taken=True)
     times = measured or expected_times(facts, [parsed.sp])
     in_order, decode = _where(everyone, facts)
     return Cdsp(

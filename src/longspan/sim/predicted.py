@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from longspan.core.runs import Layout, deal
 from longspan.core.steps import Exchange, Forward, Part
@@ -17,11 +17,16 @@ def predicted_profile(
     num_instances: int,
     prompts: Iterable[tuple[int, int]],
     exchanges: Sequence[Exchange],
+    sizes: Collection[int] = (),
 ) -> Profile:
     """Prefills, of (new, cached) tokens in one step each, on one instance and on groups of 2, 4, 8 and so on to all, so
     that policies can choose as they do by a profile of real hardware.
+
+    Args:
+        sizes: of further groups, as far as there are so many instances.
     """
-    sizes = {1, *(2**power for power in range(1, num_instances.bit_length()) if 2**power <= num_instances)}
+    powers = {2**power for power in range(num_instances.bit_length())}
+    wanted = {size for size in powers.union(sizes) if 1 <= size <= num_instances}
     prefills = [
         Prefill(
             members=members,
@@ -30,7 +35,7 @@ def predicted_profile(
             cached_tokens=cached,
             seconds=(max(cost.seconds(_prefill(members, exchange, new, cached)).values()),),
         )
-        for members in sorted(sizes | {num_instances})
+        for members in sorted(wanted | {num_instances})
         for exchange in (exchanges if members > 1 else ("local",))
         for new, cached in prompts
     ]
