@@ -21,7 +21,7 @@ from longspan.model.info import ModelInfo
 from longspan.model.sharding import Shard, check_can_be_split, check_degree
 from longspan.model.store import DTYPES
 from longspan.model.tokenizer import load_tokenizer
-from longspan.runtime.capacity import default_kv_bytes
+from longspan.runtime.capacity import default_kv_bytes, move_bytes
 
 _HOSTS = "LONGSPAN_HOSTS"
 _log = logging.getLogger("longspan")
@@ -171,14 +171,23 @@ def num_blocks(
     kv_bytes: int | None,
     *,
     override: int | None,
+    backends: int = 0,
 ) -> tuple[int, ...]:
-    """KV blocks of each instance, or what `override` says of all; ValueError when the memory of one holds none."""
+    """KV blocks of each instance, or what `override` says of all; ValueError when the memory of one holds none.
+
+    Those that decode only have so many `backends`.
+    """
     if override is not None:
         return (override,) * instances.num_instances
     found = {}
     for tp in set(instances.tps):
         weight_bytes = files.weights.stat().st_size // tp
-        default = default_kv_bytes(device=device, num_ranks=instances.num_ranks, weight_bytes=weight_bytes)
+        default = default_kv_bytes(
+            device=device,
+            num_ranks=instances.num_ranks,
+            weight_bytes=weight_bytes,
+            move_bytes=move_bytes(instances, backends),
+        )
         found[tp] = _num_blocks(info, files, tp, block_size, default if kv_bytes is None else kv_bytes)
     return tuple(found[tp] for tp in instances.tps)
 

@@ -119,7 +119,9 @@ class Deployment:
             policy, num_instances=fleet.num_instances, options=policy_options or {}, facts=self.facts
         )
         num_blocks = arguments.num_blocks(
-            self.info, files, device, fleet, block_size, kv_cache_memory_bytes, override=num_gpu_blocks_override
+            *(self.info, files, device, fleet, block_size, kv_cache_memory_bytes),
+            override=num_gpu_blocks_override,
+            backends=0 if roles is None else roles.backends,
         )
         decode_blocks = None if roles is None else num_blocks[-1]
         capacity = capacity_tokens(chosen, num_blocks=num_blocks[0], block_size=block_size, decode_blocks=decode_blocks)
