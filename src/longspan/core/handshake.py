@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from longspan.core.account import KvAccount
 from longspan.core.request import Request
 from longspan.core.running import Running
-from longspan.core.steps import BlockRef, MoveKV, Part
+from longspan.core.steps import BlockRef, Part
 
 
 @dataclass(kw_only=True, eq=False)
@@ -34,7 +34,7 @@ class Transfer:
         num_shared: so many of these, the first, held its beginning already: they are not moved.
         waiting: places of blocks that are computed and not sent, first computed first.
         sent: places of blocks that are sent.
-        moves: in flight, by number.
+        moves: the sources of those in flight, by number.
         num_arrived: blocks that are there.
     """
 
@@ -49,7 +49,7 @@ class Transfer:
     num_shared: int = 0
     waiting: list[int] = field(default_factory=list)
     sent: set[int] = field(default_factory=set)
-    moves: dict[int, MoveKV] = field(default_factory=dict)
+    moves: dict[int, int] = field(default_factory=dict)
     num_arrived: int = 0
 
     @property
@@ -60,7 +60,7 @@ class Transfer:
     @property
     def busy(self) -> set[int]:
         """Instances that it moves from now."""
-        return {move.sources[0] for move in self.moves.values()}
+        return set(self.moves.values())
 
     @property
     def sources(self) -> set[int]:

@@ -94,10 +94,10 @@ class Transfers:
         move, transfer = self._moves.pop(number)
         self._stirred = True
         self._account.let_go(ref for pair in move.copies for ref in pair)
-        del transfer.moves[number]
+        source = transfer.moves.pop(number)
         if self._transfers.get(move.request_id) is transfer:
             transfer.num_arrived += len(move.copies)
-        elif move.sources[0] not in transfer.busy:
+        elif source not in transfer.busy:
             self._handshakes.left_behind_done(transfer.target)
 
     def arrived(self) -> list[tuple[Request, int, tuple[BlockRef, ...]]]:
@@ -144,7 +144,7 @@ class Transfers:
             move = MoveKV(number=self._number(), request_id=transfer.request.id, copies=copies)
             self._account.hold(ref for pair in copies for ref in pair)
             self._moves[move.number] = move, transfer
-            transfer.moves[move.number] = move
+            transfer.moves[move.number] = source
             transfer.sent.update(indices)
             transfer.unsent[source] -= len(indices)
             found.append(move)
