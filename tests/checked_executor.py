@@ -64,9 +64,11 @@ class CheckedExecutor:
 
     Attributes:
         pool: of an instance, as the engine knows it.
+        reservation: of a request whose KV is on its way: another object when the blocks of the one before were taken.
     """
 
     pool: Callable[[int], BlockPool]
+    reservation: Callable[[int], object]
 
     def __init__(self, inner: SimExecutor, setup: Setup) -> None:
         self._inner, self._setup = inner, setup
@@ -294,9 +296,12 @@ class CheckedExecutor:
         to_target = [moving for moving in self.moving.values() if moving.move.targets == (target,)]
         busy = {(id(moving.live), moving.move.sources) for moving in to_target}
         assert len(busy | {(id(live), (source,))}) <= roles.backends
+        reservation = self.reservation(move.request_id)
+        if live.reservation is not reservation:
+            live.reservation, live.copied = reservation, set()
         for here, there in move.copies:
             index = live.table.index(here)
-            assert index not in live.copied, "each block is moved once"
+            assert index not in live.copied, "each block is moved once, unless where it went to was taken back"
             live.copied.add(index)
             assert not self._owners[there] and there not in self._named, "nobody else touches a target"
             assert all(self.pool(ref.instance).references(ref.block) > 0 for ref in (here, there))
@@ -369,6 +374,7 @@ class _Live:
     rotation: Rotation | None = None
     sampled_on: int | None = None
     copied: set[int] = field(default_factory=set)
+    reservation: object = None
     is_new_there: bool = False
     table: list[BlockRef] = field(default_factory=list)
     names: list[int] = field(default_factory=list)

@@ -11,6 +11,7 @@ from cluster_setup import VOCAB, Setup, UnevenCost, invented_token, rank_request
 from longspan.core.blocks import BlockPool
 from longspan.core.config import capacity_tokens
 from longspan.core.engine import Engine, EngineConfig
+from longspan.core.handshake import Transfer
 from longspan.core.protocols import Limits
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
@@ -55,10 +56,14 @@ class Cluster:
                 decode_blocks=setup.decode_blocks,
             ),
         )
-        self.executor.pool = self._pool
+        self.executor.pool, self.executor.reservation = self._pool, self.transfer_of
 
     def _pool(self, instance: int) -> BlockPool:
         return self.engine.account.pool(instance)
+
+    def transfer_of(self, request_id: int) -> Transfer | None:
+        """Of a request whose KV is on its way."""
+        return self.engine._transfers._transfers.get(request_id)
 
     def restart(self) -> None:
         """Workers are lost, and others take their place."""
@@ -66,6 +71,7 @@ class Cluster:
         inner = SimExecutor(clock=self.clock, vocab_size=VOCAB, cost=UnevenCost(self.setup))
         self.executor = CheckedExecutor(inner, self.setup)
         self.executor.requests, self.executor.pool = before.requests, self._pool
+        self.executor.reservation = self.transfer_of
         self.executor.steps = list(before.steps)
         self.engine.restart(self.executor)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
 from collections.abc import Sequence
@@ -18,9 +19,13 @@ from tiny_models import BASE, write_checkpoint
 from transformers import LlamaConfig
 
 from longspan.core.errors import WorkerLostError
-from longspan.core.steps import Completion, Exchange, MoveKV
+from longspan.core.steps import BlockRef, Completion, Exchange, MoveKV
 from longspan.model.smollm2 import smollm2_folder
+from longspan.runtime.move_ways import WINDOW_BYTES
 
+MIB = 2**20
+BLOCK_BYTES = BLOCK * 3 * 16 * 4 * 2 * BASE["num_hidden_layers"]
+"""Of the first model below, on an instance of one rank."""
 NUM_TOKENS = 6
 LENGTH = 150
 HEADS = {"9 on 3": (9, 3), "8 on 2": (8, 2)}
@@ -157,6 +162,55 @@ def test_smollm2() -> None:
         request.table = list(request.moved)
         request.decode((2,), NUM_TOKENS - 1)
     request.assert_exact(Oracle(smollm2_folder()).complete(prompt, NUM_TOKENS))
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="nobody counts the peak anew")
+@pytest.mark.parametrize("decode", ["1", "tp2"])
+def test_memory_for_what_is_under_way_is_bounded(folders: dict[str, Path], decode: str) -> None:
+    """Of 400 MiB in a single move little is in messages at a time, also while the target is stopped."""
+    num_blocks, slack = 400 * MIB // BLOCK_BYTES, 48 * MIB
+    fleet = fleet_of("1", decode)
+    with workers(folders["9 on 3"], fleet, num_blocks=num_blocks) as cluster:
+        source, *targets = (psutil.Process(pid) for pid in cluster.executor.pids)
+        before = [peak_bytes(process, anew=True) for process in (source, *targets)]
+        copies = tuple((BlockRef(0, block), BlockRef(1, block)) for block in range(num_blocks))
+        for process in targets:
+            process.suspend()
+        cluster.executor.submit(MoveKV(number=1, request_id=1, copies=copies))
+        time.sleep(0.5)
+        for process in targets:
+            process.resume()
+        cluster.wait(1)
+        grown = [peak_bytes(process) - was for process, was in zip((source, *targets), before, strict=True)]
+    pools = [0, *(num_blocks * BLOCK_BYTES * heads // 3 for heads in ((3,) if len(targets) == 1 else (2, 1)))]
+    grown = [peak - pool for peak, pool in zip(grown, pools, strict=True)]
+    assert grown[0] < len(targets) * WINDOW_BYTES + slack
+    assert all(peak < 2 * WINDOW_BYTES + slack for peak in grown[1:]), "the allocator keeps as much again"
+
+
+def peak_bytes(process: psutil.Process, *, anew: bool = False) -> int:
+    """The most memory that a process has had, since it was last counted `anew`."""
+    folder = Path("/proc", str(process.pid))
+    if anew:
+        folder.joinpath("clear_refs").write_text("5")
+    [line] = [line for line in folder.joinpath("status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) * 1024
+
+
+def test_many_moves_to_and_from_everyone(folders: dict[str, Path]) -> None:
+    """More bytes than the windows hold, from each source to each target, given in any order: nobody waits for ever."""
+    num_blocks = 3 * WINDOW_BYTES // BLOCK_BYTES
+    with workers(folders["9 on 3"], fleet_of("2", "2"), num_blocks=num_blocks) as cluster:
+        pairs = [(source, target) for source in (0, 1) for target in (2, 3)] * 3
+        random.Random(0).shuffle(pairs)
+        moves = []
+        for place, (source, target) in enumerate(pairs):
+            first = place * num_blocks // len(pairs)
+            blocks = range(first, first + num_blocks // len(pairs))
+            copies = tuple((BlockRef(source, block), BlockRef(target, block)) for block in blocks)
+            moves.append(MoveKV(number=cluster.number(), request_id=place, copies=copies))
+            cluster.executor.submit(moves[-1])
+        cluster.wait(*(move.number for move in moves))
 
 
 def test_a_move_that_waits_for_its_source_is_not_late(folders: dict[str, Path]) -> None:

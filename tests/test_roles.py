@@ -209,6 +209,90 @@ def test_who_has_no_room_is_computed_and_waits_and_lets_nobody_pass() -> None:
     assert moved[0] > max(ends) and len(second.output) == 20
 
 
+@pytest.mark.parametrize("batched", [16, 500], ids=["chunks", "whole"])
+def test_who_decodes_takes_blocks_back_from_who_came_later(batched: int) -> None:
+    """The second fits beside the first when it arrives, and no longer when the first has grown: it is sent again."""
+    cluster = disaggregated(1, 1, 1, decode_blocks=10, options={}, max_num_batched_tokens=batched)
+    first, second = cluster.add([0] * 60, max_tokens=95), cluster.add([1] * 90, max_tokens=20)
+    reservations = set()
+    while not second.finish_reason:
+        cluster.step()
+        if (transfer := cluster.transfer_of(second.id)) is not None and transfer.blocks:
+            reservations.add(transfer)
+    cluster.run()
+    assert_lawful(cluster)
+    assert len(reservations) == 2
+    assert first.metrics.num_preemptions == second.metrics.num_preemptions == 0
+    assert first.metrics.finished_s is not None and second.metrics.ttft_s is not None
+    assert second.metrics.ttft_s < first.metrics.finished_s, "its first token does not wait"
+
+
+def test_blocks_are_taken_back_in_mid_transfer() -> None:
+    """Who needs them goes on when the moves that name them are done."""
+    cluster = disaggregated(2, 1, 2, decode_blocks=12, options={}, max_num_batched_tokens=32, uneven=5)
+    requests = [cluster.add([0] * 60, max_tokens=130), *(cluster.add([n] * 120, max_tokens=9) for n in (1, 2, 3))]
+    num_taken = num_moving = 0
+    while cluster.engine.has_unfinished:
+        before = cluster.transfer_of(requests[1].id)
+        cluster.step()
+        if before is not None and cluster.transfer_of(requests[1].id) not in (None, before):
+            num_taken += 1
+            num_moving += bool(before.moves)
+    cluster.assert_at_rest()
+    assert_lawful(cluster)
+    assert num_taken == num_moving == 1, "not again before somebody ends"
+    assert not any(request.metrics.num_preemptions for request in requests)
+
+
+def test_a_request_that_gave_way_comes_before_those_that_have_not_begun() -> None:
+    """Two decode until one gives way to the other; three that came later wait for the prefill instance."""
+    cluster = disaggregated(1, 1, 1, decode_blocks=6, options={}, max_model_len=90, max_num_batched_tokens=8)
+    first, second = cluster.add([0] * 20, max_tokens=60), cluster.add([1] * 20, max_tokens=60)
+    while not second.output:
+        cluster.step()
+    others = [cluster.add([number] * 60, max_tokens=2) for number in (2, 3, 4, 5)]
+    while not second.metrics.num_preemptions:
+        cluster.step()
+    waiting = [request for request in others if request.metrics.scheduled_s is None]
+    again = cluster.engine._next_step
+    cluster.run()
+    assert_lawful(cluster)
+    assert waiting and not first.metrics.num_preemptions
+    order = [part.request_id for f in cluster.forwards if f.number > again for part in f.parts if part.group == (0,)]
+    ids = list(dict.fromkeys(order))
+    assert all(ids.index(second.id) < ids.index(request.id) for request in waiting)
+
+
+def test_a_backend_is_given_on_when_a_source_has_nothing_left() -> None:
+    """Of two prompts on the same two instances each: the next one begins when the first has one source left."""
+    cluster = disaggregated(2, 1, 2, num_blocks=1000, decode_blocks=2000, uneven=2)
+    first, second = cluster.add([0] * 1000, max_tokens=4), cluster.add([1] * 1000, max_tokens=4)
+    both: set[tuple[int, int]] = set()
+    while cluster.engine.has_unfinished:
+        cluster.engine.emit()
+        mine, other = cluster.transfer_of(first.id), cluster.transfer_of(second.id)
+        if mine is not None and mine.blocks:
+            assert len(mine.busy) <= mine.backends <= len(mine.sources)
+            both.add((mine.backends, 0 if other is None else other.backends))
+        cluster.step()
+    assert {(2, 0), (1, 1)} <= both
+    assert_lawful(cluster)
+
+
+def test_moves_that_are_left_behind_count_by_their_sources() -> None:
+    """Several of one instance follow each other on one backend, also when their request is gone."""
+    cluster = disaggregated(1, 1, 2, options={}, max_num_batched_tokens=32, uneven=1)
+    request = cluster.add([0] * 600, max_tokens=4)
+    while (transfer := cluster.transfer_of(request.id)) is None or len(transfer.moves) < 2:
+        cluster.engine.emit()
+        cluster.step()
+    assert transfer.busy == {0}
+    cluster.engine.finish(request, "abort")
+    assert cluster.engine._transfers._handshakes._taken[1] == 1
+    cluster.run()
+    assert cluster.engine._transfers._handshakes._taken[1] == 0
+
+
 def test_a_seat_is_kept_for_who_is_on_the_way() -> None:
     cluster = disaggregated(2, 1, 4, max_num_seqs=2)
     for number in range(8):

@@ -26,7 +26,7 @@ from longspan.model.info import ModelInfo
 from longspan.model.sharding import Shard, check_can_be_split, check_degree
 from longspan.model.store import DTYPES
 from longspan.model.tokenizer import load_tokenizer
-from longspan.runtime.capacity import default_kv_bytes
+from longspan.runtime.capacity import default_kv_bytes, move_bytes
 
 _HOSTS = "LONGSPAN_HOSTS"
 _log = logging.getLogger("longspan")
@@ -279,13 +279,18 @@ def require_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
 
 def num_blocks(info: ModelInfo, files: ModelFiles, given: Arguments) -> tuple[int, ...]:
     """KV blocks of each instance, or what the override says of all; ValueError when the memory of one holds none."""
-    instances, kv_bytes = given.fleet, given.kv_cache_memory_bytes
+    instances, kv_bytes, roles = given.fleet, given.kv_cache_memory_bytes, given.roles
     if given.num_gpu_blocks_override is not None:
         return (given.num_gpu_blocks_override,) * instances.num_instances
     found = {}
     for tp in set(instances.tps):
         weight_bytes = files.weights.stat().st_size // tp
-        default = default_kv_bytes(device=given.device, num_ranks=instances.num_ranks, weight_bytes=weight_bytes)
+        default = default_kv_bytes(
+            device=given.device,
+            num_ranks=instances.num_ranks,
+            weight_bytes=weight_bytes,
+            move_bytes=0 if roles is None else move_bytes(instances, roles.backends),
+        )
         found[tp] = _num_blocks(info, files, tp, given.block_size, default if kv_bytes is None else kv_bytes)
     return tuple(found[tp] for tp in instances.tps)
 

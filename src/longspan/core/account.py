@@ -123,15 +123,17 @@ class KvAccount:
             del request.copying[new]
         self.publish(request, 0)
 
-    def reserve(self, request: Request, instance: int, num_blocks: int) -> tuple[tuple[BlockRef, ...], int] | None:
+    def reserve(
+        self, request: Request, instance: int, num_blocks: int, *, num_left: int
+    ) -> tuple[tuple[BlockRef, ...], int] | None:
         """Blocks for a request on one more instance: those that hold its beginning there already, and new ones.
 
-        Returns them, and how many hold something; None when there is no room.
+        Returns them, and how many hold something; None when there is no room for them beside `num_left` others.
         """
         pool, hit = self.pool(instance), self.match(request, (instance,))
         shared = hit.refs[:-1] if hit.adopts_last else hit.refs
         num_cached = sum(pool.references(ref.block) == 0 for ref in shared)
-        if num_blocks - len(shared) > pool.num_free - num_cached:
+        if num_blocks - len(shared) > pool.num_free - num_cached - num_left:
             return None
         for ref in shared:
             pool.share(ref.block)

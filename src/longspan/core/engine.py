@@ -96,11 +96,9 @@ class Engine:
     def _empty(self) -> tuple[KvAccount, Transfers]:
         """Pools in which nothing is, and nothing on its way."""
         account, roles = self.config.empty_account(), self.config.roles
-        handshakes = Handshakes(account, 0 if roles is None else roles.backends, self._num_seats)
+        backends, max_num_seqs = 0 if roles is None else roles.backends, self.config.limits.max_num_seqs
+        handshakes = Handshakes(account, self._running, backends=backends, max_num_seqs=max_num_seqs)
         return account, Transfers(account, handshakes, self._number)
-
-    def _num_seats(self, instance: int) -> int:
-        return self.config.limits.max_num_seqs - len(self._running.on(instance))
 
     @property
     def has_unfinished(self) -> bool:
@@ -241,6 +239,7 @@ class Engine:
     def _plan(self) -> tuple[tuple[Share, ...], ...]:
         """The policy's batches, after its preemptions; a plan that only preempts is followed by another at once."""
         while True:
+            self._transfers.make_room(self._occupancy.full)
             plan = self._policy.plan(self._view())
             for request in plan.preempted:
                 request.metrics.num_preemptions += 1

@@ -8,7 +8,7 @@ meanwhile.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from longspan.core.account import KvAccount
 from longspan.core.handshake import Handshakes, Transfer
@@ -50,9 +50,9 @@ class Transfers:
             target=target,
             num_tokens=request.num_tokens,
             num_blocks=request.blocks_for(request.num_tokens),
-            sources={ref.instance for ref in request.table},
             waiting=list(range(request.num_scheduled // request.block_size)),
         )
+        transfer.table_changed()
         request.target = target
         self._stirred = True
         self._transfers[request.id] = transfer
@@ -62,7 +62,7 @@ class Transfers:
         """Of what these parts of a Forward complete, as far as backends are free."""
         known = [part for part in parts if part.request_id in self._transfers]
         for part in known:
-            self._transfers[part.request_id].sources.update(ref.instance for ref in part.blocks)
+            self._transfers[part.request_id].table_changed(part)
         if not known:
             return ()
         self._handshakes.in_order()
@@ -94,10 +94,10 @@ class Transfers:
         move, transfer = self._moves.pop(number)
         self._stirred = True
         self._account.let_go(ref for pair in move.copies for ref in pair)
+        source = transfer.moves.pop(number)
         if self._transfers.get(move.request_id) is transfer:
-            del transfer.moves[number]
             transfer.num_arrived += len(move.copies)
-        else:
+        elif source not in transfer.busy:
             self._handshakes.left_behind_done(transfer.target)
 
     def arrived(self) -> list[tuple[Request, int, tuple[BlockRef, ...]]]:
@@ -120,6 +120,17 @@ class Transfers:
             self._end(transfer)
             self._account.give_back(reversed(transfer.blocks))
 
+    def make_room(self, full: Collection[int]) -> None:
+        """Takes blocks back from KV on its way, for those that decode on instances that are not full and came before.
+
+        What was sent is sent again when there is room: its old blocks are kept until the request is handed over.
+        """
+        for transfer in list(self._handshakes.outgrown(full)):
+            self._stirred = True
+            again = self._transfers[transfer.request.id] = transfer.withdrawn()
+            self._handshakes.replace(transfer, again)
+            self._account.give_back(reversed(transfer.blocks))
+
     def _end(self, transfer: Transfer) -> None:
         del self._transfers[transfer.request.id]
         self._handshakes.part(transfer)
@@ -133,8 +144,9 @@ class Transfers:
             move = MoveKV(number=self._number(), request_id=transfer.request.id, copies=copies)
             self._account.hold(ref for pair in copies for ref in pair)
             self._moves[move.number] = move, transfer
-            transfer.moves[move.number] = move
+            transfer.moves[move.number] = source
             transfer.sent.update(indices)
+            transfer.unsent[source] -= len(indices)
             found.append(move)
         return found
 

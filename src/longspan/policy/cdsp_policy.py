@@ -160,6 +160,8 @@ class Cdsp(Settled):
             self._queue.correct(view.now_s, (self._seconds(planned) for planned in self._plans.values()))
         for request in arrived:
             self._plans[request.id] = self._planned(request, view)
+            if request.metrics.scheduled_s is not None:
+                self._let_earlier_pass(request)
         self._num_decodes = PerInstance(
             lambda i: sum(r.id not in self._plans and r.target is None for r in view.running.on(i))
         )
@@ -252,6 +254,12 @@ class Cdsp(Settled):
 
     def _is_first(self, request_id: int, group: Iterable[int]) -> bool:
         return all(self._first[instance] == request_id for instance in group)
+
+    def _let_earlier_pass(self, request: Request) -> None:
+        """One that has lost its KV comes before those that came later and have not begun."""
+        later = [one for one, planned in self._plans.items() if one > request.id and not planned.begun]
+        for one in later:
+            self._plans[one] = self._plans.pop(one)
 
     def _let_running_pass(self) -> bool:
         """Those that run come before those that wait, or else each could wait for the other. Whether that was new."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,18 +18,29 @@ from longspan.runtime.head_routes import Route, head_routes
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockMessage:
-    """Keys and values `[blocks, heads, block_size, head_dim]` to or from the rank `peer`.
+class BlockSlice:
+    """Some heads of some blocks of a layer, which go to the rank `peer` or come from there.
 
     Attributes:
         blocks, heads: `[blocks]` int64 and the heads in this rank's own pool, where they are from or go to.
+        block_bytes: of each block, keys and values.
     """
 
     peer: int
     layer: int
     blocks: Tensor
     heads: range
-    message: Message
+    block_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all blocks."""
+        return len(self.blocks) * self.block_bytes
+
+    def cut(self, most_bytes: int) -> list[BlockSlice]:
+        """The same in order, in pieces of so many bytes, or of a block."""
+        num_blocks = max(1, most_bytes // self.block_bytes)
+        return [replace(self, blocks=blocks) for blocks in self.blocks.split(num_blocks)]
 
 
 class BlockMessages:
@@ -44,66 +55,86 @@ class BlockMessages:
         """Of the model: a MoveKV is at most so many messages from one rank to another."""
         return len(self._specs)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the pool is."""
+        return self._pool.layer(0).keys.device
+
     def part(self, move: MoveKV) -> RankMove:
         """What of a move concerns this rank."""
-        leaving: dict[int, list[int]] = {}
-        coming: dict[int, list[int]] = {}
+        to: dict[int, list[int]] = {}
+        of: dict[int, list[int]] = {}
         for source, target in move.copies:
             assert source.instance != target.instance, "KV moves from one instance to another"
             if source.instance == self._instance:
-                leaving.setdefault(target.instance, []).append(source.block)
+                to.setdefault(target.instance, []).append(source.block)
             elif target.instance == self._instance:
-                coming.setdefault(source.instance, []).append(target.block)
-        return RankMove(messages=self, number=move.number, leaving=self._tensors(leaving), coming=self._tensors(coming))
+                of.setdefault(source.instance, []).append(target.block)
+        return RankMove(messages=self, number=move.number, to=self._tensors(to), of=self._tensors(of))
 
-    def outgoing(self, layer: int, target: int, blocks: Tensor) -> Iterator[BlockMessage]:
-        """What this rank sends of a layer to an instance, copied from the pool."""
+    def leaving(self, layer: int, target: int, blocks: Tensor) -> Iterator[BlockSlice]:
+        """What this rank sends of a layer to an instance."""
         for route in self._routes(layer, self._instance, target):
             if route.source == self._place:
-                made = self._message(layer, self._fleet.ranks(target)[route.target], blocks, route.given)
-                self._pool.read_blocks(layer, blocks, made.heads, *made.message.tensors)
-                yield made
+                yield self._slice(layer, self._fleet.ranks(target)[route.target], blocks, route.given)
 
-    def incoming(self, layer: int, source: int, blocks: Tensor) -> Iterator[BlockMessage]:
-        """Room for what this rank gets of a layer from an instance."""
+    def coming(self, layer: int, source: int, blocks: Tensor) -> Iterator[BlockSlice]:
+        """What this rank gets of a layer from an instance."""
         for route in self._routes(layer, source, self._instance):
             if route.target == self._place:
-                yield self._message(layer, self._fleet.ranks(source)[route.source], blocks, route.taken)
+                yield self._slice(layer, self._fleet.ranks(source)[route.source], blocks, route.taken)
 
-    def store(self, arrived: BlockMessage) -> None:
+    def filled(self, leaving: BlockSlice) -> Message:
+        """A message of what the pool holds."""
+        made = self.room(leaving)
+        self._pool.read_blocks(leaving.layer, leaving.blocks, leaving.heads, *made.tensors)
+        return made
+
+    def room(self, blocks: BlockSlice) -> Message:
+        """Keys and values `[blocks, heads, block_size, head_dim]`, not filled yet."""
+        keys = self._pool.layer(blocks.layer).keys
+        shape = (len(blocks.blocks), len(blocks.heads), *keys.shape[2:])
+        return Message([(shape, keys.dtype)] * 2, keys.device)
+
+    def store(self, blocks: BlockSlice, arrived: Message) -> None:
         """Writes what has come to the pool."""
-        self._pool.write_blocks(arrived.layer, arrived.blocks, arrived.heads, *arrived.message.tensors)
+        if arrived.buffer.is_cuda:
+            arrived.buffer.record_stream(torch.cuda.current_stream())
+        self._pool.write_blocks(blocks.layer, blocks.blocks, blocks.heads, *arrived.tensors)
 
     def _tensors(self, blocks: Mapping[int, Sequence[int]]) -> dict[int, Tensor]:
-        device = self._pool.layer(0).keys.device
-        return {instance: torch.tensor(own, dtype=torch.int64, device=device) for instance, own in blocks.items()}
+        return {inst: torch.tensor(own, dtype=torch.int64, device=self.device) for inst, own in blocks.items()}
 
     def _routes(self, layer: int, source: int, target: int) -> tuple[Route, ...]:
         spec, tps = self._specs[layer], self._fleet.tps
         return head_routes(spec.num_heads, spec.num_kv_heads, tps[source], tps[target])
 
-    def _message(self, layer: int, peer: int, blocks: Tensor, heads: range) -> BlockMessage:
+    def _slice(self, layer: int, peer: int, blocks: Tensor, heads: range) -> BlockSlice:
         keys = self._pool.layer(layer).keys
-        shape = (len(blocks), len(heads), *keys.shape[2:])
-        message = Message([(shape, keys.dtype)] * 2, keys.device)
-        return BlockMessage(peer=peer, layer=layer, blocks=blocks, heads=heads, message=message)
+        block_bytes = 2 * len(heads) * math.prod(keys.shape[2:]) * keys.itemsize
+        return BlockSlice(peer=peer, layer=layer, blocks=blocks, heads=heads, block_bytes=block_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankMove:
-    """A MoveKV on one rank: by the instance at the other end, which of its own blocks go there, or come from there."""
+    """A MoveKV on one rank: by the instance at the other end, which of its own blocks go `to` it, or are `of` it."""
 
     messages: BlockMessages
     number: int
-    leaving: Mapping[int, Tensor]
-    coming: Mapping[int, Tensor]
+    to: Mapping[int, Tensor]
+    of: Mapping[int, Tensor]
 
-    def outgoing(self, layer: int) -> dict[int, Message]:
-        """What this rank sends of a layer, by rank."""
-        made = (self.messages.outgoing(layer, target, blocks) for target, blocks in self.leaving.items())
-        return {one.peer: one.message for one in itertools.chain.from_iterable(made)}
+    @property
+    def is_source(self) -> bool:
+        """Whether its instance has any of it."""
+        return bool(self.to)
 
-    def incoming(self, layer: int) -> list[BlockMessage]:
-        """Room for what this rank gets of a layer."""
-        made = (self.messages.incoming(layer, source, blocks) for source, blocks in self.coming.items())
-        return list(itertools.chain.from_iterable(made))
+    def leaving(self, layer: int) -> Iterator[BlockSlice]:
+        """What this rank sends of a layer, at most one per rank."""
+        for target, blocks in self.to.items():
+            yield from self.messages.leaving(layer, target, blocks)
+
+    def coming(self, layer: int) -> Iterator[BlockSlice]:
+        """What this rank gets of a layer, at most one per rank."""
+        for source, blocks in self.of.items():
+            yield from self.messages.coming(layer, source, blocks)

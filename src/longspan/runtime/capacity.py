@@ -5,20 +5,31 @@ from __future__ import annotations
 import psutil
 import torch
 
+from longspan.core.fleet import Fleet
+from longspan.runtime.move_ways import WINDOW_BYTES
+
 _CPU_SHARE = 0.3
 _CPU_DEFAULT_BYTES = 4 * 2**30
 _CUDA_SHARE = 0.85
 
 
-def default_kv_bytes(*, device: str, num_ranks: int, weight_bytes: int) -> int:
-    """KV memory per rank when the user names none; each has `weight_bytes` of weights.
+def move_bytes(fleet: Fleet, backends: int) -> int:
+    """Memory that a rank may take for KV on its way to or from other instances, when each receives from so many."""
+    if fleet.decode_spec is None:
+        return 0
+    sources = min(backends, fleet.spec.instances) * fleet.spec.tp
+    return max(sources, fleet.decode_spec.num_ranks) * WINDOW_BYTES
+
+
+def default_kv_bytes(*, device: str, num_ranks: int, weight_bytes: int, move_bytes: int = 0) -> int:
+    """KV memory per rank when the user names none; each has `weight_bytes` of weights, and `move_bytes` under way.
 
     On CPU the ranks share 4 GiB, or 30 % of the memory that is available if that is less. On CUDA each takes its
-    part of 85 % of the free device memory, less the weights.
+    part of 85 % of the free device memory, less the weights and what moves.
     """
     if device == "cpu":
         total = min(_CPU_DEFAULT_BYTES, int(psutil.virtual_memory().available * _CPU_SHARE))
         return total // num_ranks
     free, _ = torch.cuda.mem_get_info(0)
     per_device = -(-num_ranks // torch.cuda.device_count())
-    return max(0, int(free * _CUDA_SHARE) // per_device - weight_bytes)
+    return max(0, int(free * _CUDA_SHARE) // per_device - weight_bytes - move_bytes)

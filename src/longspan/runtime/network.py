@@ -32,7 +32,7 @@ class Network:
 
     def __init__(self, config: WorkerConfig, device: torch.device, messages: BlockMessages, watch: Stopwatch) -> None:
         exchange = connect(config.device, f"{config.run_dir}/rendezvous", config.rank, config.fleet.num_ranks)
-        groups = [None if exchange.tagged else dist.new_group(backend="nccl") for _ in range(2)]
+        groups = [open_lane(own=not exchange.tagged, device=device) for _ in range(2)]
         staged, rank, hosts = exchange.staged, config.rank, config.hosts
         self.exchange = TimedTransport(exchange, watch)
         self._balance = TimedTransport(TorchTransport(groups[0], staged=staged), watch)
@@ -49,3 +49,16 @@ class Network:
         """Waits until what a Forward has sent to its members has left, since they receive it in the same step."""
         self.exchange.flush()
         self._balance.flush()
+
+
+def open_lane(*, own: bool, device: torch.device) -> dist.ProcessGroup | None:
+    """A process group of all ranks, or None for the one they have, after a call in which all took part.
+
+    NCCL makes a communicator in the first call. PyTorch leaves open what happens when only some ranks take part in that
+    (`batch_isend_irecv`). All ranks open the same lanes in the same order.
+    """
+    group = dist.new_group() if own else None
+    present = torch.ones(1, device=device if dist.get_backend(group) == "nccl" else "cpu")
+    dist.all_reduce(present, group=group)
+    assert present.item() == dist.get_world_size(group), "all ranks take part"
+    return group

@@ -18,7 +18,9 @@ _CHANNELS = 1024
 """Channels of one Forward, over all ranks, that get tags of their own."""
 _NUM_TAGS = 2**31
 _NUM_MOVE_TAGS = 2**27
-"""The last of them are those of moves: one per layer, since a move has one message at most between two ranks."""
+"""The last of them are those of moves."""
+_PIECES = 64
+"""Messages of a layer of a move, from one rank to another, that have tags of their own; fewer are under way."""
 _NOBODY = -1
 
 
@@ -94,9 +96,17 @@ class MoveComm:
         self._transport, self._name, self._rank, self._hosts = transport, name, rank, hosts
         self._num_layers = num_layers
 
-    def group(self, number: int, layer: int, sent: Counter[tuple[str, Link]]) -> Group:
-        """For one layer of the MoveKV of a number, whose only hop is 0; a member is a rank. Counts in `sent`."""
-        first = _NUM_TAGS - _NUM_MOVE_TAGS
-        tag = first + number % (_NUM_MOVE_TAGS // self._num_layers) * self._num_layers + layer
+    def group(self, number: int, layer: int, sent: Counter[tuple[str, Link]], piece: int = 0) -> Group:
+        """For one message of a layer of the MoveKV of a number, whose only hop is 0; a member is a rank. Counts in
+        `sent`.
+        """
+        per_move = self._num_layers * _PIECES
+        within = layer * _PIECES + piece % _PIECES
+        tag = _NUM_TAGS - _NUM_MOVE_TAGS + number % (_NUM_MOVE_TAGS // per_move) * per_move + within
         ranks = range(len(self._hosts))
         return Group(self._transport, ranks, self._rank, hosts=self._hosts, name=self._name, first_tag=tag, sent=sent)
+
+    def count(self, peer: int, num_bytes: int, sent: Counter[tuple[str, Link]]) -> None:
+        """Counts what goes to a rank in messages whose groups do not."""
+        link: Link = "same_host" if self._hosts[peer] == self._hosts[self._rank] else "other_host"
+        sent[self._name, link] += num_bytes

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from longspan.attn.comm import Pending
+from longspan.attn.comm import Message, Pending
 from longspan.core.steps import Forward, Link
-from longspan.runtime.block_messages import BlockMessage, BlockMessages
+from longspan.runtime.block_messages import BlockMessages, BlockSlice
 from longspan.runtime.moves import Moves
 from longspan.runtime.step_comm import MoveComm
 
@@ -27,7 +27,7 @@ class StepMoves:
         self._balances = [messages.part(move) for move in forward.balances]
         self._streams = [messages.part(move) for move in forward.streams]
         self._num_settled = self._num_streamed = 0
-        self._coming: list[tuple[Pending, list[BlockMessage]]] = []
+        self._coming: list[tuple[Pending, list[tuple[BlockSlice, Message]]]] = []
         self._start(0)
 
     def settle(self, layer: int) -> None:
@@ -35,13 +35,13 @@ class StepMoves:
         while self._num_settled <= layer:
             for pending, rooms in self._coming:
                 pending.wait()
-                for room in rooms:
-                    self._messages.store(room)
+                for blocks, room in rooms:
+                    self._messages.store(blocks, room)
             self._num_settled += 1
             self._start(self._num_settled)
 
     def stream(self, layer: int) -> None:
-        """Starts to send the streams of all layers up to this one, whose new KV is in the pool."""
+        """Sends the streams of all layers up to this one, whose new KV is in the pool."""
         while self._num_streamed <= layer:
             for move in self._streams:
                 self._moves.send_layer(move, self._num_streamed, self._sent)
@@ -51,6 +51,8 @@ class StepMoves:
         """Sends and receives of a layer's balances."""
         self._coming = []
         for move in self._balances if layer < self._messages.num_layers else ():
-            rooms, group = move.incoming(layer), self._comm.group(move.number, layer, self._sent)
-            receives = {room.peer: room.message for room in rooms}
-            self._coming.append((group.start(sends=move.outgoing(layer), receives=receives, hop=0), rooms))
+            group = self._comm.group(move.number, layer, self._sent)
+            sends = {blocks.peer: self._messages.filled(blocks) for blocks in move.leaving(layer)}
+            rooms = [(blocks, self._messages.room(blocks)) for blocks in move.coming(layer)]
+            receives = {blocks.peer: room for blocks, room in rooms}
+            self._coming.append((group.start(sends=sends, receives=receives, hop=0), rooms))

@@ -1,0 +1,52 @@
+"""One rank of `test_network.test_lanes_of_their_own`: `lane_member.py STORE NUM_RANKS RANK`.
+
+Sends between subsets of the ranks on two lanes that have process groups of their own, as NCCL needs them: the same tags
+and the same ranks, and other numbers on each.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.distributed as dist
+
+from longspan.attn.comm import Group, Message, TorchTransport
+from longspan.runtime.devices import connect
+from longspan.runtime.network import open_lane
+
+
+def main() -> None:
+    store, num_ranks, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(1)
+    connect("cpu", store, rank, num_ranks, timeout_s=30)
+    met: list[object] = []
+    together = dist.all_reduce
+    dist.all_reduce = lambda tensor, group: met.append(group) or together(tensor, group=group)
+    groups = [open_lane(own=True, device=torch.device("cpu")) for _ in range(2)]
+    assert met == groups and len({id(group) for group in groups}) == 2, "all ranks met on each"
+    lanes = [TorchTransport(group) for group in groups]
+    for source in range(num_ranks):  # two ranks at a time, the later lane first at the target
+        target = (source + 1) % num_ranks
+        waiting = []
+        for number in (0, 1) if rank == source else (1, 0) if rank == target else ():
+            message, group = (
+                Message([((4,), torch.int64)], torch.device("cpu")),
+                Group(lanes[number], range(num_ranks), rank),
+            )
+            if rank == source:
+                message.tensors[0].fill_(10 * source + number)
+                group.start(sends={target: message}, receives={}, hop=0)
+            else:
+                waiting.append((number, message, group.start(sends={}, receives={source: message}, hop=0)))
+        for number, message, pending in waiting:
+            pending.wait()
+            assert message.tensors[0].tolist() == [10 * source + number] * 4
+    for lane in lanes:
+        lane.flush()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
