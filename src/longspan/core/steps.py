@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, get_args
 
 from longspan.core.rotation import Rotation
@@ -208,7 +209,7 @@ class MoveKV:
         return tuple(sorted({target.instance for _, target in self.copies}))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Forward:
     """One forward pass over several parts, which may differ in group and exchange.
 
@@ -225,12 +226,12 @@ class Forward:
     balances: tuple[MoveKV, ...] = ()
     streams: tuple[MoveKV, ...] = ()
 
-    @property
+    @cached_property
     def instances(self) -> tuple[int, ...]:
         """The instances that take part, ascending: they compute, or pass on a token."""
-        members = {instance for part in self.parts for instance in part.group}
+        members = set[int]().union(*{part.group for part in self.parts})
         members.update([part.unknown_on for part in self.parts if part.unknown_on is not None])
-        return tuple(sorted(members)) if len(members) > 1 else tuple(members)
+        return tuple(sorted(members))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
