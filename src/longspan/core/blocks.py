@@ -69,8 +69,8 @@ class BlockPool:
 
     def allocate(self) -> int:
         """A blank block with one reference. The caller has checked `num_free`."""
-        assert self.num_free > 0, "allocation beyond the free blocks"
         if not self._blank:
+            assert self._cached, "allocation beyond the free blocks"
             oldest, _ = self._cached.popitem(last=False)
             self._forget(oldest)
             heapq.heappush(self._blank, oldest)

@@ -80,6 +80,9 @@ class Running:
 
     def within(self, instances: AbstractSet[int]) -> Iterator[Request]:
         """Those that no other instances have a part in, in no order."""
+        if len(instances) == 1:
+            yield from self._by_group.get(tuple(instances), {}).values()
+            return
         for group, found in self._by_group.items():
             if group[0] in instances and (len(group) == 1 or instances.issuperset(group)):
                 yield from found.values()

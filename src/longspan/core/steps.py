@@ -181,7 +181,7 @@ class Part:
         return shown_name(self.exchange)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class MoveKV:
     """Copies whole KV blocks of one request to other instances, every layer of them.
 
@@ -198,12 +198,12 @@ class MoveKV:
     request_id: int
     copies: tuple[tuple[BlockRef, BlockRef], ...]
 
-    @property
+    @cached_property
     def sources(self) -> tuple[int, ...]:
         """The instances that send, ascending."""
         return tuple(sorted({source.instance for source, _ in self.copies}))
 
-    @property
+    @cached_property
     def targets(self) -> tuple[int, ...]:
         """The instances that receive, ascending."""
         return tuple(sorted({target.instance for _, target in self.copies}))

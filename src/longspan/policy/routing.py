@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from longspan.core.protocols import ClusterView, Plan
 from longspan.core.request import Request
 from longspan.policy.batching import Batch, Placement, fill
-from longspan.policy.teams import plan_for_teams
 
 
 class Router:
@@ -41,15 +40,13 @@ class Router:
 def plan_decodes(view: ClusterView, decode: Sequence[int], placement: Placement) -> Plan:
     """Continuous batching on each of these instances by itself; nobody is admitted there."""
 
-    def step(instances: frozenset[int]) -> Batch | None:
-        return fill(view, instances, placement, ()) if instances else Batch()
-
-    plans = [
-        plan_for_teams(view, (), (instance,), step)
-        for instance in decode
-        if instance not in view.full and view.running.on(instance)
-    ]
-    return Plan(
-        preempted=tuple(request for plan in plans for request in plan.preempted),
-        batches=tuple(batch for plan in plans for batch in plan.batches),
-    )
+    preempted: list[Request] = []
+    batches = []
+    for instance in decode:
+        if instance in view.full or not view.running.on(instance):
+            continue
+        batch = fill(view, frozenset((instance,)), placement, ()) or Batch()
+        preempted += batch.preempted
+        if batch.shares:
+            batches.append(tuple(batch.shares))
+    return Plan(preempted=tuple(preempted), batches=tuple(batches))
