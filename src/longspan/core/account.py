@@ -57,6 +57,11 @@ class KvAccount:
         """The pool of one tier of an instance."""
         return self._pools[tier][instance]
 
+    def changes(self, instances: Iterable[int]) -> int:
+        """How often anything has changed in their pools."""
+        pools = self._pools[Tier.DEVICE]
+        return sum([pools[instance].changes for instance in instances])
+
     def match(self, request: Request, group: Sequence[int]) -> PrefixHit:
         """The longest beginning of the request whose KV lies on members of `group`, one token short of it at most.
 

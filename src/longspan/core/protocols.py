@@ -58,12 +58,12 @@ class ClusterView:
     promised: Mapping[int, int] = field(default_factory=dict)
     arrivals: int = 0
 
-    def changes(self, instances: Iterable[int]) -> int:
+    def changes(self, instances: Sequence[int]) -> int:
         """A number that grows with whatever can make a difference to these instances, as long as the account is the
         same: who waits; who runs there and how far; what is in flight there; what their pools hold.
         """
-        running, account = self.running.changes, self.account
-        return self.arrivals + sum([running[i] + account.pool(i).changes for i in instances])
+        changes = self.running.changes
+        return self.arrivals + sum([changes[i] for i in instances]) + self.account.changes(instances)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -121,7 +121,7 @@ class Request:
     def num_tokens(self) -> int:
         """Tokens that can be scheduled: the known ones and those that steps in flight will sample."""
         num_known = self.num_prompt + len(self.output)
-        return num_known if num_known > self.num_promised else self.num_promised
+        return max(self.num_promised, num_known)
 
     @property
     def in_flight(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from collections.abc import Set as AbstractSet
 from typing import NamedTuple, Self
 
 from longspan.core.request import Request
@@ -78,7 +77,7 @@ class Running:
         """The instances that have a part in any."""
         return self._occupied
 
-    def within(self, instances: AbstractSet[int]) -> Iterator[Request]:
+    def within(self, instances: set[int] | frozenset[int]) -> Iterator[Request]:
         """Those that no other instances have a part in, in no order."""
         if len(instances) == 1:
             yield from self._by_group.get(tuple(instances), {}).values()

@@ -33,7 +33,7 @@ class Run:
             raise ValueError(f"not a run of positions: start {self.start}, stop {self.stop}, step {self.step}")
 
     def __len__(self) -> int:
-        return -((self.start - self.stop) // self.step)
+        return (self.stop - self.start + self.step - 1) // self.step
 
     @property
     def positions(self) -> range:

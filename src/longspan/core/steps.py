@@ -229,7 +229,7 @@ class Forward:
     @cached_property
     def instances(self) -> tuple[int, ...]:
         """The instances that take part, ascending: they compute, or pass on a token."""
-        members = set[int]().union(*{part.group for part in self.parts})
+        members = set(self.parts[0].group).union(*{part.group for part in self.parts[1:]})
         members.update([part.unknown_on for part in self.parts if part.unknown_on is not None])
         return tuple(sorted(members))
 

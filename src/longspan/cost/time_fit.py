@@ -78,7 +78,7 @@ class Times:
         behind, log2 = cached_tokens + 1, math.log2
         for new, before, seconds, expected in self._expected:
             distance = log2(new / new_tokens) ** 2 + log2(before / behind) ** 2
-            nearness = 1 / (distance if distance > _SAME_PLACE else _SAME_PLACE)
+            nearness = 1 / (max(_SAME_PLACE, distance))
             weight += nearness
             corrections += nearness * seconds / expected
         return fitted * corrections / weight if weight else fitted

@@ -39,14 +39,9 @@ class Router:
 
 def plan_decodes(view: ClusterView, decode: Sequence[int], placement: Placement) -> Plan:
     """Continuous batching on each of these instances by itself; nobody is admitted there."""
-
-    preempted: list[Request] = []
-    batches = []
-    for instance in decode:
-        if instance in view.full or not view.running.on(instance):
-            continue
-        batch = fill(view, frozenset((instance,)), placement, ()) or Batch()
-        preempted += batch.preempted
-        if batch.shares:
-            batches.append(tuple(batch.shares))
-    return Plan(preempted=tuple(preempted), batches=tuple(batches))
+    able = [i for i in decode if i not in view.full and view.running.on(i)]
+    filled = [fill(view, frozenset((instance,)), placement, ()) or Batch() for instance in able]
+    return Plan(
+        preempted=tuple(request for batch in filled for request in batch.preempted),
+        batches=tuple(tuple(batch.shares) for batch in filled if batch.shares),
+    )
