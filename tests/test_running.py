@@ -53,6 +53,9 @@ def check(cluster: Cluster) -> None:
     assert list(view.running) == running and len(view.running) == len(running)
     assert list(view.waiting) == [request for request in live if not request.group and not request.must_wait]
     assert set(view.running.shared) == {request for request in running if len(request.group) > 1}
+    assert set(view.running.groups) == {request.group for request in running}
+    for group in ({0}, {1, 2}, {0, 1, 2}):
+        assert set(view.running.within(group)) == {request for request in running if group.issuperset(request.group)}
     fresh = Running.of(running, 3)
     for instance in range(3):
         assert set(view.running.on(instance)) == {request for request in running if instance in request.group}

@@ -47,13 +47,20 @@ class KvAccount:
         self.prefix_caching = prefix_caching
         others = other_blocks or {}
         self._pools = {
-            (Tier.DEVICE, instance): BlockPool(num_blocks=others.get(instance, num_blocks), block_size=block_size)
-            for instance in range(num_instances)
+            Tier.DEVICE: [
+                BlockPool(num_blocks=others.get(instance, num_blocks), block_size=block_size)
+                for instance in range(num_instances)
+            ]
         }
 
     def pool(self, instance: int, tier: Tier = Tier.DEVICE) -> BlockPool:
         """The pool of one tier of an instance."""
-        return self._pools[tier, instance]
+        return self._pools[tier][instance]
+
+    def changes(self, instances: Iterable[int]) -> int:
+        """How often anything has changed in their pools."""
+        pools = self._pools[Tier.DEVICE]
+        return sum([pools[instance].changes for instance in instances])
 
     def match(self, request: Request, group: Sequence[int]) -> PrefixHit:
         """The longest beginning of the request whose KV lies on members of `group`, one token short of it at most.

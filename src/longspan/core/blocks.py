@@ -41,11 +41,15 @@ class BlockPool:
     A block is either in use (referenced), cached (unreferenced, content known) or blank. Cached blocks count as free:
     they are evicted, least recently used first, when no blank one is left. Blank blocks are handed out lowest number
     first, so that a request's blocks tend to be adjacent and can be read in place.
+
+    Attributes:
+        changes: how often anything has changed that others can see.
     """
 
     def __init__(self, *, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.changes = 0
         self._references = [0] * num_blocks
         self._held: Counter[int] = Counter()
         self._blank = list(range(num_blocks))
@@ -65,13 +69,14 @@ class BlockPool:
 
     def allocate(self) -> int:
         """A blank block with one reference. The caller has checked `num_free`."""
-        assert self.num_free > 0, "allocation beyond the free blocks"
         if not self._blank:
+            assert self._cached, "allocation beyond the free blocks"
             oldest, _ = self._cached.popitem(last=False)
             self._forget(oldest)
             heapq.heappush(self._blank, oldest)
         block = heapq.heappop(self._blank)
         self._references[block] = 1
+        self.changes += 1
         return block
 
     def share(self, block: int) -> None:
@@ -79,12 +84,14 @@ class BlockPool:
         assert block in self._content, "only blocks with known content are shared"
         self._cached.pop(block, None)
         self._references[block] += 1
+        self.changes += 1
 
     def hold(self, block: int) -> None:
         """One more reference to a block that has one, for a copy under way."""
         assert self._references[block] > 0, "only blocks in use are held"
         self._references[block] += 1
         self._held[block] += 1
+        self.changes += 1
 
     def let_go(self, block: int) -> None:
         """A copy is done."""
@@ -104,11 +111,13 @@ class BlockPool:
         del self._cached[block]
         self._forget(block)
         self._references[block] = 1
+        self.changes += 1
 
     def release(self, block: int) -> None:
         """One reference less."""
         assert self._references[block] > 0, "a block is released once per reference"
         self._references[block] -= 1
+        self.changes += 1
         if self._references[block]:
             return
         if block in self._content:
@@ -124,6 +133,7 @@ class BlockPool:
             return
         self._forget(block)
         self._content[block] = content
+        self.changes += 1
         if key is not None:
             self._by_key[key] = block
         else:

@@ -283,6 +283,7 @@ class Engine:
             account=self.account,
             now_s=self._clock.now(),
             promised=self._transfers.promised,
+            arrivals=self._waiting.changes,
         )
 
     def _admit(self, share: Share) -> None:
@@ -319,12 +320,12 @@ class Engine:
     def _begin(self, forward: Forward) -> None:
         instances = forward.instances
         self._occupancy.begin(instances, self._clock.now())
-        self._running.changed(instances)
+        self._running.changed(instances, (part.request_id for part in forward.parts))
 
     def _end(self, forward: Forward) -> None:
         instances = forward.instances
         self._occupancy.end(instances, self._clock.now())
-        self._running.changed(instances)
+        self._running.changed(instances, (part.request_id for part in forward.parts))
 
     def _take(self, done: Completion) -> None:
         """Moves are done as they come, Forwards in their order."""

@@ -13,7 +13,7 @@ def make_part(share: Share, eos_token_ids: tuple[int, ...]) -> Part:
     """
     request = share.request
     assert share.start == request.num_scheduled, "spans of a request follow each other"
-    if not set(share.group) <= set(request.group):
+    if share.group != request.group and not set(share.group) <= set(request.group):
         assert request.rotation is None, "homes that rotate do so in one group"
         request.sent_blocks = request.sent_output = 0  # members that are new to it must hear everything
     tokens = request.tokens(share.start, share.stop)

@@ -44,6 +44,7 @@ class ClusterView:
         full: instances that can be given no further step now.
         now_s: the engine's clock.
         promised: blocks on decode instances that KV on its way will need, and that are not allocated yet.
+        arrivals: how many requests have begun or ceased to wait.
     """
 
     num_instances: int
@@ -55,6 +56,14 @@ class ClusterView:
     account: KvAccount
     now_s: float
     promised: Mapping[int, int] = field(default_factory=dict)
+    arrivals: int = 0
+
+    def changes(self, instances: Sequence[int]) -> int:
+        """A number that grows with whatever can make a difference to these instances, as long as the account is the
+        same: who waits; who runs there and how far; what is in flight there; what their pools hold.
+        """
+        changes = self.running.changes
+        return self.arrivals + sum([changes[i] for i in instances]) + self.account.changes(instances)
 
 
 @dataclass(frozen=True, kw_only=True)

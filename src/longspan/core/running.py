@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 from longspan.core.request import Request
 
 
-@dataclass(frozen=True, slots=True)
-class Due:
+class Due(NamedTuple):
     """What running requests will still ask of one instance.
 
     Attributes:
@@ -23,18 +21,24 @@ class Due:
 
 
 class Running:
-    """Running requests, first admitted first. The engine changes it, and says where requests have changed.
+    """Running requests, first admitted first. The engine changes it, and says which requests have changed.
 
     One that is `set_aside` runs on no instance.
+
+    Attributes:
+        changes: how often anything has changed of what runs on each instance.
     """
 
     def __init__(self, num_instances: int) -> None:
+        self.changes = [0] * num_instances
         self._all: dict[int, Request] = {}
         self._groups: dict[int, tuple[int, ...]] = {}
-        self._shared: dict[int, Request] = {}
+        self._by_group: dict[tuple[int, ...], dict[int, Request]] = {}
         self._on: list[dict[int, Request]] = [{} for _ in range(num_instances)]
-        self._due: list[Due | None] = [None] * num_instances
         self._occupied: set[int] = set()
+        self._tokens, self._blocks = [0] * num_instances, [0] * num_instances
+        self._asks: dict[int, _Ask] = {}
+        self._stale: set[int] = set()
 
     @classmethod
     def of(cls, requests: Iterable[Request], num_instances: int) -> Self:
@@ -59,21 +63,36 @@ class Running:
         return self._on[instance].values()
 
     @property
-    def shared(self) -> Collection[Request]:
+    def groups(self) -> Collection[tuple[int, ...]]:
+        """Of those that run."""
+        return self._by_group.keys()
+
+    @property
+    def shared(self) -> Iterator[Request]:
         """Those that several instances have a part in."""
-        return self._shared.values()
+        return (r for group, found in self._by_group.items() if len(group) > 1 for r in found.values())
 
     @property
     def occupied(self) -> Collection[int]:
         """The instances that have a part in any."""
         return self._occupied
 
+    def within(self, instances: set[int] | frozenset[int]) -> Iterator[Request]:
+        """Those that no other instances have a part in, in no order."""
+        if len(instances) == 1:
+            yield from self._by_group.get(tuple(instances), {}).values()
+            return
+        for group, found in self._by_group.items():
+            if group[0] in instances and (len(group) == 1 or instances.issuperset(group)):
+                yield from found.values()
+
     def due(self, instance: int) -> Due:
-        """What is still asked of an instance; found out once after each change there."""
-        due = self._due[instance]
-        if due is None:
-            due = self._due[instance] = _due(instance, self._on[instance].values())
-        return due
+        """What is still asked of an instance; found out once after each change."""
+        for request_id in self._stale:
+            if self._groups.get(request_id):
+                self._ask(request_id, _Ask.of(self._all[request_id]))
+        self._stale.clear()
+        return Due(self._tokens[instance], self._blocks[instance])
 
     def join(self, request: Request) -> None:
         """A request was admitted, after all others."""
@@ -95,20 +114,21 @@ class Running:
         """A request has ended, or waits again."""
         if self._all.pop(request.id, None) is not None:
             self._unseat(request)
+            self.changed(request.group, ())
 
-    def changed(self, instances: Iterable[int]) -> None:
-        """Counters of requests on these instances are others."""
+    def changed(self, instances: Iterable[int], request_ids: Iterable[int]) -> None:
+        """Counters of these requests are others, or what these instances have in flight."""
         for instance in instances:
-            self._due[instance] = None
+            self.changes[instance] += 1
+        self._stale.update(request_ids)
 
     def _seat(self, request: Request) -> None:
-        self._groups[request.id] = request.group
-        for instance in request.group:
+        group = self._groups[request.id] = request.group
+        self._by_group.setdefault(group, {})[request.id] = request
+        for instance in group:
             self._on[instance][request.id] = request
-            self._occupied.add(instance)
-        if len(request.group) > 1:
-            self._shared[request.id] = request
-        self.changed(request.group)
+        self._occupied.update(group)
+        self.changed(group, (request.id,))
 
     def _unseat(self, request: Request) -> None:
         group = self._groups.pop(request.id)
@@ -116,16 +136,38 @@ class Running:
             del self._on[instance][request.id]
             if not self._on[instance]:
                 self._occupied.discard(instance)
-        self._shared.pop(request.id, None)
-        self.changed(group)
+        if group:
+            del self._by_group[group][request.id]
+            if not self._by_group[group]:
+                del self._by_group[group]
+        self._ask(request.id, None)
+        self.changed(group, ())
+
+    def _ask(self, request_id: int, ask: _Ask | None) -> None:
+        """What a request asks of its instances from now on."""
+        before = self._asks.pop(request_id, None)
+        if ask is not None:
+            self._asks[request_id] = ask
+        if ask == before:
+            return
+        for one, sign in ((before, -1), (ask, 1)):
+            if one is not None:
+                for instance in one.group:
+                    self._tokens[instance] += sign * one.tokens
+                for instance in one.keepers:
+                    self._blocks[instance] += sign * one.blocks
 
 
-def _due(instance: int, requests: Collection[Request]) -> Due:
-    tokens = blocks = 0
-    for request in requests:
-        num_tokens, keepers = request.num_tokens, request.keepers
+class _Ask(NamedTuple):
+    """What a running request will still ask of each instance of its group, and of those of them that keep its KV."""
+
+    group: tuple[int, ...]
+    tokens: int
+    keepers: tuple[int, ...]
+    blocks: int
+
+    @classmethod
+    def of(cls, request: Request) -> Self:
+        num_tokens, group, keepers = request.num_tokens, request.group, request.keepers
         missing = request.blocks_for(num_tokens) - len(request.table)
-        tokens += -(-(num_tokens - request.num_computed) // len(request.group))
-        if instance in keepers:
-            blocks += -(-missing // len(keepers))
-    return Due(tokens, blocks)
+        return cls(group, -(-(num_tokens - request.num_computed) // len(group)), keepers, -(-missing // len(keepers)))

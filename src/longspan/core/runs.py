@@ -33,7 +33,7 @@ class Run:
             raise ValueError(f"not a run of positions: start {self.start}, stop {self.stop}, step {self.step}")
 
     def __len__(self) -> int:
-        return len(self.positions)
+        return (self.stop - self.start + self.step - 1) // self.step
 
     @property
     def positions(self) -> range:
@@ -124,8 +124,8 @@ def deal(
     if fractions and (layout != "contiguous" or len(fractions) != num_members):
         raise ValueError(f"fractions {tuple(fractions)} are for a contiguous layout with one for each of {num_members}")
     if layout == "single":
-        whole = (Run(start, stop),) if stop > start else ()
-        return tuple([whole if m == (head or 0) else () for m in range(num_members)])
+        whole, before = (Run(start, stop),) if stop > start else (), head or 0
+        return ((),) * before + (whole,) + ((),) * (num_members - before - 1)
     body = min(stop, -(-start // align) * align)
     if body > start and head is None:
         raise ValueError(f"span [{start}, {stop}) starts inside a block of {align} tokens: name its holder")

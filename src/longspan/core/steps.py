@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, get_args
 
 from longspan.core.rotation import Rotation
@@ -180,7 +181,7 @@ class Part:
         return shown_name(self.exchange)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class MoveKV:
     """Copies whole KV blocks of one request to other instances, every layer of them.
 
@@ -197,18 +198,18 @@ class MoveKV:
     request_id: int
     copies: tuple[tuple[BlockRef, BlockRef], ...]
 
-    @property
+    @cached_property
     def sources(self) -> tuple[int, ...]:
         """The instances that send, ascending."""
         return tuple(sorted({source.instance for source, _ in self.copies}))
 
-    @property
+    @cached_property
     def targets(self) -> tuple[int, ...]:
         """The instances that receive, ascending."""
         return tuple(sorted({target.instance for _, target in self.copies}))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Forward:
     """One forward pass over several parts, which may differ in group and exchange.
 
@@ -225,12 +226,12 @@ class Forward:
     balances: tuple[MoveKV, ...] = ()
     streams: tuple[MoveKV, ...] = ()
 
-    @property
+    @cached_property
     def instances(self) -> tuple[int, ...]:
         """The instances that take part, ascending: they compute, or pass on a token."""
-        members = {instance for part in self.parts for instance in part.group}
+        members = set(self.parts[0].group).union(*{part.group for part in self.parts[1:]})
         members.update([part.unknown_on for part in self.parts if part.unknown_on is not None])
-        return tuple(sorted(members)) if len(members) > 1 else tuple(members)
+        return tuple(sorted(members))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

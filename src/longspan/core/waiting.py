@@ -9,9 +9,14 @@ from longspan.core.request import Request
 
 
 class Waiting:
-    """Requests in the order of their ids: one that was preempted stands where it stood before."""
+    """Requests in the order of their ids: one that was preempted stands where it stood before.
+
+    Attributes:
+        changes: how many have come or gone.
+    """
 
     def __init__(self) -> None:
+        self.changes = 0
         self._all: list[Request] = []
         self._num_followers = 0
 
@@ -21,11 +26,13 @@ class Waiting:
     def add(self, request: Request) -> None:
         """The request waits from now on."""
         self._all.insert(self._place(request), request)
+        self.changes += 1
         self._num_followers += request.leader is not None
 
     def remove(self, request: Request) -> None:
         """The request waits no more."""
         del self._all[self._place(request)]
+        self.changes += 1
         self._num_followers -= request.leader is not None
 
     def able(self) -> Sequence[Request]:

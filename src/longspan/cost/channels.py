@@ -158,15 +158,14 @@ def _ring_kv(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
 
 def _ring_q(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
     """Queries travel while those before them are used; partial outputs go back at once, which nothing hides."""
-    members, shape = len(channel.group), layer.model.attention
-    queries = sum(share.queries for share in channel.shares)
-    most = max(share.queries for share in channel.shares)
-    largest = max(share.held for share in channel.shares)
-    part = largest / max(1.0, sum(share.held for share in channel.shares))
+    members, shape, shares = len(channel.group), layer.model.attention, channel.shares
+    asking, holding = [share.queries for share in shares], [share.held for share in shares]
+    queries, most, largest = sum(asking), max(asking), max(holding)
+    part = largest / max(1.0, sum(holding))
     asked = Share(
         queries=max(1, queries // members),
-        pairs=part * sum(share.pairs for share in channel.shares),
-        scores=part * sum(share.scores for share in channel.shares),
+        pairs=part * sum([share.pairs for share in shares]),
+        scores=part * sum([share.scores for share in shares]),
         held=largest,
     )
     attended_s = attention_s(layer, asked, keys=part * channel.keys, pieces=members)

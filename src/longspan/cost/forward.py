@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from longspan.cost.chain import Member, skewed
@@ -88,10 +88,10 @@ class Roofline:
                 chains.append(channel)
             else:
                 time = channel_time(layer, self.topology, channel)
+                _add([found[instance] for instance in channel.group], time, num_layers)
+            if extra := self._extra_launches(channel):
                 for instance in channel.group:
-                    _add(found[instance], time, num_layers)
-            for instance in channel.group:
-                launches[instance] += self._extra_launches(channel)
+                    launches[instance] += extra
         for channel in chains:
             self._chain(channel, found)
         if layer.chip.attention.unfused or not all(channel.decode for channel in channels):
@@ -155,7 +155,10 @@ class Roofline:
         return 2 * len(channel.group) if channel.exchange in ("gather_kv", "gather_kv_dense") else 2
 
 
-def _add(breakdown: Breakdown, time: ChannelTime, num_layers: int) -> None:
-    breakdown.attention_s += num_layers * time.attention_s
-    breakdown.overhead_s += num_layers * time.overhead_s
-    breakdown.exchange_s += num_layers * time.exposed_s
+def _add(breakdowns: Iterable[Breakdown], time: ChannelTime, num_layers: int) -> None:
+    attended_s, overhead_s = num_layers * time.attention_s, num_layers * time.overhead_s
+    exposed_s = num_layers * time.exposed_s
+    for breakdown in breakdowns:
+        breakdown.attention_s += attended_s
+        breakdown.overhead_s += overhead_s
+        breakdown.exchange_s += exposed_s

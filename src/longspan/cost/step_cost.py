@@ -146,9 +146,12 @@ class _Decodes:
 
     def channel(self, group: tuple[int, ...], exchange: Exchange) -> Channel:
         held = self._keys / len(group)
+        idle = Share(queries=0, pairs=0, scores=0, held=held)
         shares = tuple(
-            Share(queries=queries, pairs=seen, scores=seen, held=held)
-            for queries, seen in zip(self._queries, self._seen, strict=True)
+            [
+                Share(queries=queries, pairs=seen, scores=seen, held=held) if queries else idle
+                for queries, seen in zip(self._queries, self._seen, strict=True)
+            ]
         )
         exchange = "ring_q" if exchange == "chain" else exchange
         return Channel(exchange=exchange, group=group, shares=shares, keys=self._keys, decode=True)

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
@@ -74,13 +75,19 @@ class Times:
         """Of a prefill of so many tokens."""
         fitted = self.fit.seconds(new_tokens, cached_tokens)
         weight = corrections = 0.0
-        for new, cached, seconds in self.samples:
-            octaves = math.log2(new / new_tokens), math.log2((cached + 1) / (cached_tokens + 1))
-            nearness = 1 / max(octaves[0] ** 2 + octaves[1] ** 2, _SAME_PLACE)
-            if expected := self.fit.seconds(new, cached):
-                weight += nearness
-                corrections += nearness * seconds / expected
+        behind, log2 = cached_tokens + 1, math.log2
+        for new, before, seconds, expected in self._expected:
+            distance = log2(new / new_tokens) ** 2 + log2(before / behind) ** 2
+            nearness = 1 / (max(_SAME_PLACE, distance))
+            weight += nearness
+            corrections += nearness * seconds / expected
         return fitted * corrections / weight if weight else fitted
+
+    @cached_property
+    def _expected(self) -> list[tuple[int, int, float, float]]:
+        """Of each sample that takes time: new tokens, one more than cached ones, seconds, and what was fitted."""
+        fitted = [(new, cached + 1, seconds, self.fit.seconds(new, cached)) for new, cached, seconds in self.samples]
+        return [sample for sample in fitted if sample[-1]]
 
 
 def fit_times(samples: Sequence[Sample]) -> TimeFit | None:

@@ -91,7 +91,7 @@ class Topology:
         """Each rank gets `num_bytes` from each of its counterparts; a reduce-scatter of such shares takes as long."""
         if len(group) == 1:
             return 0.0
-        hosts = len({self.host(instance) for instance in group})
+        hosts = self._num_hosts(group)
         return self._ring_s((len(group) - 1) * num_bytes, len(group), hosts, min(self.tp, self.gpus_per_host))
 
     def all_reduce_s(self, num_bytes: float) -> float:
@@ -122,4 +122,8 @@ class Topology:
         return latency_s + num_bytes / min(speeds)
 
     def _members_per_host(self, group: tuple[int, ...]) -> int:
-        return -(-len(group) // len({self.host(instance) for instance in group}))
+        return -(-len(group) // self._num_hosts(group))
+
+    def _num_hosts(self, group: tuple[int, ...]) -> int:
+        first, tp, here = self.first_device - self.first_instance * self.tp, self.tp, self.gpus_per_host
+        return len({(first + instance * tp) // here for instance in group})

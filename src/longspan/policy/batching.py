@@ -112,11 +112,12 @@ class Budget:
 
     def grow(self, share: Share) -> None:
         """Gives a running request's share its tokens and blocks, and a seat on each member that is new to it."""
-        if share.hit is None:
+        if share.hit is None and share.group != share.request.group:
             for instance in set(share.group).difference(share.request.group):
                 self.seqs[instance] -= 1
         for instance, runs in zip(share.group, share.runs, strict=True):
-            self.tokens[instance] -= sum([len(run) for run in runs])
+            if runs:
+                self.tokens[instance] -= sum([len(run) for run in runs])
         for instance in share.holders:
             self.reserved[instance] = max(0, self.reserved[instance] - 1)
             self.blocks[instance] -= 1
@@ -216,14 +217,9 @@ def fill(
 
 def _runnable(view: ClusterView, instances: frozenset[int]) -> deque[Request]:
     """Who runs on these instances only and has something to compute, first admitted first."""
-    running = view.running
-    if len(instances) == 1:
-        [instance] = instances
-        found = list(running.on(instance))
-    else:
-        found = list({r.id: r for i in instances for r in running.on(i)}.values())
+    found = [r for r in view.running.within(instances) if r.num_scheduled < r.num_tokens]
     found.sort(key=lambda r: r.admission)
-    return deque(r for r in found if r.num_scheduled < r.num_tokens and instances.issuperset(r.group))
+    return deque(found)
 
 
 def _short(share: Share, budget: Budget) -> set[int]:

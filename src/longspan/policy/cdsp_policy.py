@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Protocol
 
-from longspan.core.account import PrefixHit
+from longspan.core.account import KvAccount, PrefixHit
 from longspan.core.protocols import ClusterView, Plan, PolicySettings, Share
 from longspan.core.request import Request
 from longspan.policy.batching import Batch, Budget, Growing, PerInstance, fill, single_share
@@ -121,6 +121,8 @@ class Cdsp(Settled):
         self._first: dict[int, int] = {}
         """Whose turn it is to prefill, by instance."""
         self._num_decodes = PerInstance(lambda _: 0)
+        self._idle: tuple[KvAccount, int] | None = None
+        """What the last plan saw, if it was empty: the same has the same plan. Time alone changes the watch only."""
 
     def capacity_tokens(self, *, num_blocks: int, block_size: int) -> int:
         """What the largest group holds."""
@@ -134,10 +136,15 @@ class Cdsp(Settled):
         decodes = plan_decodes(view, self._decode, self)
         if view.full.issuperset(self._everyone):
             return decodes
+        seen = view.account, view.changes(self._everyone)
+        if seen == self._idle:
+            self._watch.renew(view.now_s)
+            return decodes
         self._look(view)
         plan, stuck = self._plan_turns(view)
         if stuck and self._let_running_pass() and not (plan.batches or plan.preempted):
             plan, _ = self._plan_turns(view)
+        self._idle = None if plan.batches or plan.preempted else seen
         return Plan(preempted=plan.preempted + decodes.preempted, batches=plan.batches + decodes.batches)
 
     # ---------------------------------------------------------------- plans

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from longspan.core.protocols import ClusterView, Plan
 from longspan.core.request import Request
 from longspan.policy.batching import Batch, Placement, fill
-from longspan.policy.teams import plan_for_teams
 
 
 class Router:
@@ -40,16 +39,9 @@ class Router:
 
 def plan_decodes(view: ClusterView, decode: Sequence[int], placement: Placement) -> Plan:
     """Continuous batching on each of these instances by itself; nobody is admitted there."""
-
-    def step(instances: frozenset[int]) -> Batch | None:
-        return fill(view, instances, placement, ()) if instances else Batch()
-
-    plans = [
-        plan_for_teams(view, (), (instance,), step)
-        for instance in decode
-        if instance not in view.full and view.running.on(instance)
-    ]
+    able = [i for i in decode if i not in view.full and view.running.on(i)]
+    filled = [fill(view, frozenset((instance,)), placement, ()) or Batch() for instance in able]
     return Plan(
-        preempted=tuple(request for plan in plans for request in plan.preempted),
-        batches=tuple(batch for plan in plans for batch in plan.batches),
+        preempted=tuple(request for batch in filled for request in batch.preempted),
+        batches=tuple(tuple(batch.shares) for batch in filled if batch.shares),
     )

@@ -12,7 +12,10 @@ def teams_of(groups: Iterable[tuple[int, ...]]) -> list[frozenset[int]]:
     """The smallest sets of the instances of these groups such that no group reaches across two."""
     team_of: dict[int, set[int]] = {}
     for group in groups:
-        joined = set(group).union(*(team_of[i] for i in group if i in team_of))
+        met = {id(team_of[i]): team_of[i] for i in group if i in team_of}
+        joined = set(group).union(*met.values())
+        if any(len(team) == len(joined) for team in met.values()):
+            continue  # one of them has all of it
         team_of.update(dict.fromkeys(joined, joined))
     return sorted(map(frozenset, {id(team): team for team in team_of.values()}.values()), key=min)
 
@@ -28,7 +31,7 @@ def plan_for_teams(
     `groups` step together, besides those of running requests. `fill` plans a step of the instances it is given, or
     returns None when somebody in flight is in the way; it is then asked again for those that have nothing in flight.
     """
-    teams = teams_of([*{request.group for request in view.running.shared}, *groups])
+    teams = teams_of([*(group for group in view.running.groups if len(group) > 1), *groups])
 
     def attempt(taken: frozenset[int]) -> Batch | None:
         return fill(frozenset(everyone).difference(taken, *(t for t in teams if not t.isdisjoint(taken))))
@@ -52,5 +55,7 @@ def _by_team(shares: Sequence[Share]) -> tuple[tuple[Share, ...], ...]:
 
 def _touched(share: Share) -> tuple[int, ...]:
     """The instances that a share's step names: also who passes on a token that was sampled elsewhere."""
-    request = share.request
-    return share.group if request.num_tokens == request.num_known else (*share.group, request.sampler)
+    request, group = share.request, share.group
+    if request.num_tokens == request.num_known or request.sampler in group:
+        return group
+    return (*group, request.sampler)
