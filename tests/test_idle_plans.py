@@ -8,8 +8,8 @@ from unittest.mock import patch
 from cluster import Setup
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_engine import RANDOM_RUNS, Job, jobs, play
 from test_roles import setups
+from workloads import RANDOM_RUNS, Job, jobs, play
 
 from longspan.core.protocols import ClusterView
 
