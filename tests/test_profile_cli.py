@@ -24,6 +24,7 @@ from longspan.runtime import links
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=8, bytes_per_element=4)
 LENGTHS = ("--lengths", "8,100")
+STEP = 40
 NUM_PROMPTS = 6  # 8, 100; behind 8: 1, 2; behind 100: 3, 25
 
 
@@ -46,22 +47,25 @@ class Machine(FakeLLM):
         super().__init__(model, **arguments)
         Machine.started.append(self)
         self.num_instances = int(self.arguments["parallel"].partition("x")[0])
-        self.engine = SimpleNamespace(config=SimpleNamespace(block_size=8, num_instances=self.num_instances))
-        self.num_at_once = 1
+        limits = SimpleNamespace(max_num_batched_tokens=STEP)
+        self.engine = SimpleNamespace(
+            config=SimpleNamespace(block_size=8, num_instances=self.num_instances, limits=limits)
+        )
+        self.num_others = 0
         self.policy: dict[str, str] = {}
         self.prompts: list[list[int]] = []
 
     def set_policy(self, policy: str, options: dict[str, str]) -> None:
         assert policy in ("context", "chunked")
-        self.num_at_once = self.num_instances if policy == "chunked" else 1
+        self.num_others = self.num_instances - 1 if policy == "chunked" else 0
         self.policy = options
 
-    def generate(self, prompt: Any, params: SamplingParams, *, use_tqdm: bool) -> list[object]:
+    def generate(self, prompt: Any, params: Any, *, use_tqdm: bool) -> list[object]:
         del use_tqdm
         if isinstance(prompt[0], list):
-            if params.max_tokens == 1:
-                assert len(prompt) == self.num_at_once, "each instance gets one"
-                return [output for one in prompt for output in self.generate(one, params, use_tqdm=False)]
+            if not isinstance(params, list):
+                assert params.max_tokens == 1 and len(prompt) == 1, "all are to be on one instance"
+                return self.generate(prompt[0], params, use_tqdm=False)
             return self._decode(prompt, params)
         if "fractions" in self.policy and len(prompt) == self.failure_in_chains_of:
             raise KeyboardInterrupt
@@ -76,15 +80,24 @@ class Machine(FakeLLM):
             ttft_s = per_token * len(prompt) * max(piece * cost for piece, cost in zip(pieces, (2, 6), strict=True))
         return [SimpleNamespace(metrics=SimpleNamespace(ttft_s=ttft_s, num_cached_tokens=cached))]
 
-    def _decode(self, prompts: list[list[int]], params: SamplingParams) -> list[object]:
-        """5 ms, and for each request 1 ms and 10 us per token; until all have started, nonsense."""
-        assert all(prompt in self.prompts for prompt in prompts), "their KV was computed before"
-        assert params.max_tokens is not None and len(prompts) % self.num_at_once == 0
-        batch = len(prompts) // self.num_at_once
-        gap_s = 5e-3 + sum(1e-3 + 1e-5 * len(prompt) for prompt in prompts[:batch])
-        tbt_s = [*[9.0] * batch, *[gap_s] * (params.max_tokens - batch - 1)]
-        last = [9.0, *[gap_s] * (params.max_tokens - 2)]
-        times = [*[tbt_s] * (len(prompts) - 1), last]
+    def _decode(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[object]:
+        """5 ms, and for each request 1 ms and 10 us per token; until all have started, nonsense.
+
+        Meanwhile each other instance computes a prompt of a full step, as far as prompts may be so long.
+        """
+        batch = len(prompts) - self.num_others
+        decoding, others = prompts[:batch], prompts[batch:]
+        assert all(prompt in self.prompts for prompt in decoding), "their KV was computed before"
+        assert not any(prompt in self.prompts for prompt in others), "theirs was not"
+        assert {len(prompt) for prompt in others} <= {min(STEP, self.max_model_len - 1)}
+        assert {one.max_tokens for one in params[batch:]} <= {1}
+        self.prompts += others
+        [num_tokens] = {one.max_tokens for one in params[:batch]}
+        assert num_tokens is not None
+        gap_s = 5e-3 + sum(1e-3 + 1e-5 * len(prompt) for prompt in decoding)
+        tbt_s = [*[9.0] * batch, *[gap_s] * (num_tokens - batch - 1)]
+        last = [9.0, *[gap_s] * (num_tokens - 2)]
+        times = [*[tbt_s] * (batch - 1), last, *[[]] * len(others)]
         return [
             SimpleNamespace(metrics=SimpleNamespace(arrival_s=0.0, ttft_s=1.0 + place, tbt_s=gaps))
             for place, gaps in enumerate(times)

@@ -107,14 +107,15 @@ def _shown(tasks: Sequence[Task | DecodeTask], members: int) -> Iterator[Task | 
 
 
 def _measured(llm: LLM, profile: Profile, task: Task | DecodeTask) -> Profile:
-    """The profile with one more time."""
+    """The profile with one more time, of prompts that were not there before."""
+    seed = 1 + profile.num_times + sum(len(decode.seconds) for decode in profile.decodes)
     if isinstance(task, DecodeTask):
         decode = Decode(
             members=task.members,
             exchange=task.exchange,
             batch=task.batch,
             context_tokens=task.context_tokens,
-            seconds=(_timed_decode(llm, task, seed=len(profile.decodes) + profile.num_times + 1),),
+            seconds=(_timed_decode(llm, task, seed=seed),),
         )
         return profile.with_decode(decode)
     prefill = Prefill(
@@ -122,7 +123,7 @@ def _measured(llm: LLM, profile: Profile, task: Task | DecodeTask) -> Profile:
         exchange=task.exchange,
         new_tokens=task.new_tokens,
         cached_tokens=task.cached_tokens,
-        seconds=(_timed(llm, task, seed=profile.num_times + 1),),
+        seconds=(_timed(llm, task, seed=seed),),
     )
     return profile.with_prefill(prefill)
 
@@ -131,21 +132,24 @@ def _timed_decode(llm: LLM, task: DecodeTask, *, seed: int) -> float:
     """Median seconds between tokens of random prompts once all decode together.
 
     Their KV is computed before, so that each starts with a single token; dealt prompts still start one after the other.
-    Of one instance the others do the same meanwhile: all of a host share its memory.
+    Of one instance, the others compute prompts of a full step meanwhile: all of a host share its memory, and where many
+    requests wait, that is what they do most of the time.
     """
+    draw, vocabulary = random.Random(seed), range(llm.info.vocab_size)
+    prompts = [draw.choices(vocabulary, k=task.context_tokens) for _ in range(task.batch)]
+    beside: list[list[int]] = []
     if task.members > 1:
-        at_once = 1
         llm.set_policy("context", {"exchange": "ring_kv", "decode": task.exchange, "threshold": "0"})
     else:
-        at_once = llm.engine.config.num_instances
         llm.set_policy("chunked", {})
-    draw = random.Random(seed)
-    vocabulary, num_prompts = range(llm.info.vocab_size), task.batch * at_once
-    prompts = [draw.choices(vocabulary, k=task.context_tokens) for _ in range(num_prompts)]
-    for start in range(0, num_prompts, at_once):
-        llm.generate(prompts[start : start + at_once], _ONE_TOKEN, use_tqdm=False)
+        config = llm.engine.config
+        full = min(config.limits.max_num_batched_tokens, llm.max_model_len - 1)
+        beside = [draw.choices(vocabulary, k=full) for _ in range(config.num_instances - 1)]
+    for prompt in prompts:  # one by one, so that all are on one instance
+        llm.generate([prompt], _ONE_TOKEN, use_tqdm=False)
     steps = SamplingParams(temperature=0.0, max_tokens=task.batch + DECODE_STEPS, ignore_eos=True)
-    outputs = llm.generate(prompts, steps, use_tqdm=False)
+    params = [steps] * task.batch + [_ONE_TOKEN] * len(beside)
+    outputs = llm.generate([*prompts, *beside], params, use_tqdm=False)[: task.batch]
     latest = max(outputs, key=lambda output: output.metrics.arrival_s + (output.metrics.ttft_s or 0.0))
     return statistics.median(latest.metrics.tbt_s[1:DECODE_STEPS])
 
