@@ -5,8 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from longspan.core.homes import Homes
 from longspan.core.rotation import Rotation
 from longspan.core.runs import clip, places
+from longspan.core.steps import BlockRef
 
 HELD = st.lists(st.integers(0, 40), min_size=1, max_size=6).map(tuple)
 STARTS, NUMBERS = st.integers(0, 20), st.integers(0, 200)
@@ -55,3 +57,12 @@ def test_what_is_left_in_sight_has_its_places(
         rows = list(in_sight)
         found = [[rows[place] for place in member_places] for member_places in places(clipped)]
         assert found == [[list(run.positions) for run in runs] for runs in clipped]
+
+
+@given(st.lists(st.integers(0, 3), max_size=12), st.integers(1, 5), st.data())
+def test_counts_are_of_what_is_held(owners: list[int], block_size: int, data: st.DataObject) -> None:
+    table = [BlockRef(owner, block) for block, owner in enumerate(owners)]
+    homes = Homes(table=table, group=(2, 0, 1, 3), block_size=block_size)
+    num_tokens = data.draw(st.integers(0, len(table) * block_size))
+    held = homes.held(num_tokens)
+    assert homes.counts(num_tokens) == tuple(sum(len(run) for run in runs) for runs in held)

@@ -53,7 +53,7 @@ def check(cluster: Cluster) -> None:
     assert list(view.running) == running and len(view.running) == len(running)
     assert list(view.waiting) == [request for request in live if not request.group and not request.must_wait]
     assert set(view.running.shared) == {request for request in running if len(request.group) > 1}
-    assert set(view.running.groups) == {request.group for request in running}
+    assert set(view.running.shared_groups) == {r.group for r in running if len(r.group) > 1}
     for group in ({0}, {1, 2}, {0, 1, 2}):
         assert set(view.running.within(group)) == {request for request in running if group.issuperset(request.group)}
     fresh = Running.of(running, 3)

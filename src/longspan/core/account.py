@@ -27,6 +27,9 @@ class PrefixHit:
     adopts_last: bool = False
 
 
+_NO_HIT = PrefixHit()
+
+
 class KvAccount:
     """Owns every block of the cluster. Policies read it, the engine changes it.
 
@@ -46,12 +49,11 @@ class KvAccount:
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         others = other_blocks or {}
-        self._pools = {
-            Tier.DEVICE: [
-                BlockPool(num_blocks=others.get(instance, num_blocks), block_size=block_size)
-                for instance in range(num_instances)
-            ]
-        }
+        self._device = [
+            BlockPool(num_blocks=others.get(instance, num_blocks), block_size=block_size)
+            for instance in range(num_instances)
+        ]
+        self._pools = {Tier.DEVICE: self._device}
 
     def pool(self, instance: int, tier: Tier = Tier.DEVICE) -> BlockPool:
         """The pool of one tier of an instance."""
@@ -59,7 +61,7 @@ class KvAccount:
 
     def changes(self, instances: Iterable[int]) -> int:
         """How often anything has changed in their pools."""
-        pools = self._pools[Tier.DEVICE]
+        pools = self._device
         return sum([pools[instance].changes for instance in instances])
 
     def match(self, request: Request, group: Sequence[int]) -> PrefixHit:
@@ -69,7 +71,7 @@ class KvAccount:
         conversation recomputes no token of the turns before.
         """
         if not self.prefix_caching or request.scores_prompt:
-            return PrefixHit()  # logprobs of a prompt need all of it computed
+            return _NO_HIT  # logprobs of a prompt need all of it computed
         limit = request.num_tokens - 1
         refs: list[BlockRef] = []
         while (len(refs) + 1) * self.block_size <= limit:
@@ -105,8 +107,7 @@ class KvAccount:
 
     def extend(self, request: Request, holders: Sequence[int]) -> None:
         """One new block at the end of the request's table per entry of `holders`, on that instance."""
-        for instance in holders:
-            request.table.append(BlockRef(instance, self.pool(instance).allocate()))
+        request.table += [BlockRef(instance, self._device[instance].allocate()) for instance in holders]
 
     def relocate(self, request: Request, moves: Iterable[tuple[int, int]]) -> tuple[tuple[BlockRef, BlockRef], ...]:
         """New blocks for some places in the request's table, each on the instance named with it.
@@ -149,18 +150,18 @@ class KvAccount:
 
     def hold(self, refs: Iterable[BlockRef]) -> None:
         """One more reference to each of these blocks, for a copy under way."""
-        for ref in refs:
-            self.pool(ref.instance).hold(ref.block)
+        for instance, block in refs:
+            self._device[instance].hold(block)
 
     def let_go(self, refs: Iterable[BlockRef]) -> None:
         """The copy is done."""
-        for ref in refs:
-            self.pool(ref.instance).let_go(ref.block)
+        for instance, block in refs:
+            self._device[instance].let_go(block)
 
     def give_back(self, refs: Iterable[BlockRef]) -> None:
         """One reference to each of these blocks less."""
-        for ref in refs:
-            self.pool(ref.instance).release(ref.block)
+        for instance, block in refs:
+            self._device[instance].release(block)
 
     def hand_over(self, request: Request, blocks: Iterable[BlockRef]) -> None:
         """From now on the request has these blocks, which hold the same; its old ones stay known where they are."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 from array import array
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -51,7 +51,7 @@ class BlockPool:
         self.block_size = block_size
         self.changes = 0
         self._references = [0] * num_blocks
-        self._held: Counter[int] = Counter()
+        self._held: dict[int, int] = {}
         self._blank = list(range(num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._content: dict[int, Content] = {}
@@ -90,14 +90,14 @@ class BlockPool:
         """One more reference to a block that has one, for a copy under way."""
         assert self._references[block] > 0, "only blocks in use are held"
         self._references[block] += 1
-        self._held[block] += 1
+        self._held[block] = self._held.get(block, 0) + 1
         self.changes += 1
 
     def let_go(self, block: int) -> None:
         """A copy is done."""
-        self._held[block] -= 1
-        if not self._held[block]:
-            del self._held[block]
+        num_held = self._held.pop(block) - 1
+        if num_held:
+            self._held[block] = num_held
         self.release(block)
 
     @property

@@ -225,8 +225,8 @@ class Engine:
             self._executor.submit(forward)
 
     def _forward(self, batch: Sequence[Share]) -> Forward:
-        number, balances = self._number(), tuple(self._balance(share) for share in batch if share.moves)
-        parts = tuple(self._part(share) for share in batch)
+        number, balances = self._number(), tuple([self._balance(share) for share in batch if share.moves])
+        parts = tuple([self._part(share) for share in batch])
         return Forward(number=number, parts=parts, balances=balances, streams=self._transfers.streams(parts))
 
     def _balance(self, share: Share) -> MoveKV:
@@ -320,12 +320,12 @@ class Engine:
     def _begin(self, forward: Forward) -> None:
         instances = forward.instances
         self._occupancy.begin(instances, self._clock.now())
-        self._running.changed(instances, (part.request_id for part in forward.parts))
+        self._running.changed(instances, [part.request_id for part in forward.parts])
 
     def _end(self, forward: Forward) -> None:
         instances = forward.instances
         self._occupancy.end(instances, self._clock.now())
-        self._running.changed(instances, (part.request_id for part in forward.parts))
+        self._running.changed(instances, [part.request_id for part in forward.parts])
 
     def _take(self, done: Completion) -> None:
         """Moves are done as they come, Forwards in their order."""

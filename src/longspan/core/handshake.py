@@ -65,7 +65,8 @@ class Transfer:
     @property
     def sources(self) -> set[int]:
         """Instances that send any of it, or still have to: each can use one backend."""
-        found = self.busy.union(instance for instance, number in self.unsent.items() if number)
+        found = self.busy
+        found.update([instance for instance, number in self.unsent.items() if number])
         if self.num_placed < self.num_blocks:
             found.update(self.request.keepers)  # of what is not computed yet
         return found

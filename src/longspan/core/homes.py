@@ -33,7 +33,15 @@ class Homes:
 
     def counts(self, num_tokens: int) -> tuple[int, ...]:
         """How many of the first `num_tokens` tokens each member of the group holds."""
-        return tuple(sum(len(run) for run in runs) for runs in self.held(num_tokens))
+        if self.rotation is not None and num_tokens > self.rotation.start:
+            return tuple(sum(len(run) for run in runs) for runs in self.held(num_tokens))
+        held, size = dict.fromkeys(self.group, 0), self.block_size
+        num_full, rest = divmod(num_tokens, size)
+        for instance, _ in self.table[:num_full]:
+            held[instance] += size
+        if rest:
+            held[self.table[num_full].instance] += rest
+        return tuple([held[instance] for instance in self.group])
 
     def blocks(self, instance: int) -> tuple[int, ...]:
         """The blocks of one instance, in order of the tokens in them."""

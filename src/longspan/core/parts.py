@@ -45,8 +45,9 @@ def make_part(share: Share, eos_token_ids: tuple[int, ...]) -> Part:
 
 def _sample(share: Share) -> Sample:
     request, position = share.request, share.stop
-    members = zip(share.group, share.runs, strict=True)
-    request.sampler = next(instance for instance, runs in members if runs and runs[-1].stop == position)
+    for instance, runs in zip(share.group, share.runs, strict=True):
+        if runs and runs[-1].stop == position:
+            request.sampler = instance
     return Sample(
         instance=request.sampler,
         position=position,

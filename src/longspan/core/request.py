@@ -154,7 +154,8 @@ class Request:
         known = tuple(self.output[max(0, start - num_prompt) : stop - num_prompt])
         if start < num_prompt:
             known = (*self.prompt[start:], *known)
-        return known + (UNKNOWN,) * (stop - start - len(known))
+        missing = stop - start - len(known)
+        return known + (UNKNOWN,) * missing if missing else known
 
     def sampling(self, eos_token_ids: tuple[int, ...]) -> Sampling:
         """What ranks must know to sample its tokens."""

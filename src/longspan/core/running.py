@@ -33,7 +33,8 @@ class Running:
         self.changes = [0] * num_instances
         self._all: dict[int, Request] = {}
         self._groups: dict[int, tuple[int, ...]] = {}
-        self._by_group: dict[tuple[int, ...], dict[int, Request]] = {}
+        self._alone: list[dict[int, Request]] = [{} for _ in range(num_instances)]
+        self._shared: dict[tuple[int, ...], dict[int, Request]] = {}
         self._on: list[dict[int, Request]] = [{} for _ in range(num_instances)]
         self._occupied: set[int] = set()
         self._tokens, self._blocks = [0] * num_instances, [0] * num_instances
@@ -63,14 +64,14 @@ class Running:
         return self._on[instance].values()
 
     @property
-    def groups(self) -> Collection[tuple[int, ...]]:
-        """Of those that run."""
-        return self._by_group.keys()
+    def shared_groups(self) -> Collection[tuple[int, ...]]:
+        """Of those that several instances have a part in."""
+        return self._shared.keys()
 
     @property
     def shared(self) -> Iterator[Request]:
         """Those that several instances have a part in."""
-        return (r for group, found in self._by_group.items() if len(group) > 1 for r in found.values())
+        return (request for found in self._shared.values() for request in found.values())
 
     @property
     def occupied(self) -> Collection[int]:
@@ -79,11 +80,10 @@ class Running:
 
     def within(self, instances: set[int] | frozenset[int]) -> Iterator[Request]:
         """Those that no other instances have a part in, in no order."""
-        if len(instances) == 1:
-            yield from self._by_group.get(tuple(instances), {}).values()
-            return
-        for group, found in self._by_group.items():
-            if group[0] in instances and (len(group) == 1 or instances.issuperset(group)):
+        for instance in self._occupied & instances:
+            yield from self._alone[instance].values()
+        for group, found in self._shared.items():
+            if group[0] in instances and instances.issuperset(group):
                 yield from found.values()
 
     def due(self, instance: int) -> Due:
@@ -124,7 +124,10 @@ class Running:
 
     def _seat(self, request: Request) -> None:
         group = self._groups[request.id] = request.group
-        self._by_group.setdefault(group, {})[request.id] = request
+        if len(group) == 1:
+            self._alone[group[0]][request.id] = request
+        else:
+            self._shared.setdefault(group, {})[request.id] = request
         for instance in group:
             self._on[instance][request.id] = request
         self._occupied.update(group)
@@ -136,10 +139,12 @@ class Running:
             del self._on[instance][request.id]
             if not self._on[instance]:
                 self._occupied.discard(instance)
-        if group:
-            del self._by_group[group][request.id]
-            if not self._by_group[group]:
-                del self._by_group[group]
+        if len(group) == 1:
+            del self._alone[group[0]][request.id]
+        elif group:
+            del self._shared[group][request.id]
+            if not self._shared[group]:
+                del self._shared[group]
         self._ask(request.id, None)
         self.changed(group, ())
 

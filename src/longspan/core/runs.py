@@ -16,9 +16,9 @@ Layout = Literal["zigzag", "striped", "contiguous", "single"]
 RelationKind = Literal["skip", "full", "diagonal", "band"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # not frozen: there is one for every token
 class Run:
-    """Token positions `start, start + step, ...` below `stop`.
+    """Token positions `start, start + step, ...` below `stop`; nobody changes them.
 
     Raises:
         ValueError: when the bounds are negative or reversed, or the step is below 1.
@@ -154,7 +154,18 @@ def _cuts(layout: Layout, num_blocks: float, num_members: int, fractions: Sequen
 
 
 def _runs(pieces: Sequence[Sequence[tuple[int, int]]]) -> Deal:
-    return tuple(coalesce(Run(a, b) for a, b in member if b > a) for member in pieces)
+    return tuple([_joined(sorted([(start, stop) for start, stop in member if start < stop])) for member in pieces])
+
+
+def _joined(pieces: Iterable[tuple[int, int]]) -> tuple[Run, ...]:
+    """Runs of ascending pieces, of which those that touch become one."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in pieces:
+        if joined and joined[-1][1] == start:
+            joined[-1] = joined[-1][0], stop
+        else:
+            joined.append((start, stop))
+    return tuple([Run(start, stop) for start, stop in joined])
 
 
 def positions(runs: Iterable[Run]) -> list[int]:

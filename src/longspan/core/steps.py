@@ -1,11 +1,15 @@
-"""Steps: what the controller tells ranks. A policy's `Share` becomes a `Part` once its blocks are fixed."""
+"""Steps: what the controller tells ranks. A policy's `Share` becomes a `Part` once its blocks are fixed.
+
+Nobody changes one. Those that are made for every token are not `frozen` all the same: making them would take thrice as
+long.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from longspan.core.rotation import Rotation
 from longspan.core.runs import Deal
@@ -50,8 +54,7 @@ UNKNOWN = -1
 """Stands for a token that is yet to be sampled."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockRef:
+class BlockRef(NamedTuple):
     """One KV block: number `block` in the pool of `instance`."""
 
     instance: int
@@ -103,7 +106,7 @@ class Sampling:
         return bool(self.grammar)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Sample:
     """Where and for which position one token is sampled.
 
@@ -134,7 +137,7 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Part:
     """One request's share of a Forward.
 
@@ -209,7 +212,7 @@ class MoveKV:
         return tuple(sorted({target.instance for _, target in self.copies}))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Forward:
     """One forward pass over several parts, which may differ in group and exchange.
 
@@ -229,8 +232,11 @@ class Forward:
     @cached_property
     def instances(self) -> tuple[int, ...]:
         """The instances that take part, ascending: they compute, or pass on a token."""
-        members = set(self.parts[0].group).union(*{part.group for part in self.parts[1:]})
-        members.update([part.unknown_on for part in self.parts if part.unknown_on is not None])
+        members: set[int] = set()
+        for part in self.parts:
+            members.update(part.group)
+            if part.unknown_on is not None:
+                members.add(part.unknown_on)
         return tuple(sorted(members))
 
 
@@ -245,7 +251,7 @@ class Free:
 Step = Forward | MoveKV | Free
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Sampled:
     """A token that a rank sampled; `logits` are float32 bytes of `[vocab]`, empty unless asked for.
 
@@ -268,7 +274,7 @@ class Scored:
     logprobs: tuple[TokenLogprobs, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Completion:
     """A Forward or MoveKV is done on all its ranks, which have sent `bytes_sent`."""
 

@@ -15,7 +15,7 @@ from longspan.cost.layer import Layer
 from longspan.cost.topology import Topology
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Share:
     """What one member has of a channel.
 
@@ -41,7 +41,7 @@ class Share:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Channel:
     """The parts of a step that have one group and exchange.
 
@@ -58,7 +58,7 @@ class Channel:
     decode: bool
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class ChannelTime:
     """Seconds of a channel in one layer; all members take as long, since they wait for each other.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from longspan.cost.architecture import Architecture
 from longspan.cost.operators import Chip
@@ -36,17 +37,17 @@ class Layer:
     _before: dict[float, LayerSeconds] = field(default_factory=dict, repr=False)
     _behind: dict[float, LayerSeconds] = field(default_factory=dict, repr=False)
 
-    @property
+    @cached_property
     def heads(self) -> float:
         """Query heads of a rank."""
         return self.model.attention.num_heads / self.tp
 
-    @property
+    @cached_property
     def kv_heads(self) -> float:
         """KV heads of a rank: where there are fewer than ranks, several ranks have the same one."""
         return max(1.0, self.model.attention.num_kv_heads / self.tp)
 
-    @property
+    @cached_property
     def kv_bytes(self) -> float:
         """Keys and values of one token on one rank."""
         return 2 * self.kv_heads * self.model.attention.head_dim * self.chip.bytes_per_element
@@ -69,7 +70,7 @@ class Layer:
         outputs = self.model.vocab_size / self.tp
         return self.chip.linear_s(tokens, shape.hidden_size, outputs, shape.bytes_per_element) + self._norm_s(tokens)
 
-    @property
+    @cached_property
     def num_launches(self) -> int:
         """Operators of the layer, attention included: what the host has to start."""
         model = self.model

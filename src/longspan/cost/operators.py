@@ -63,13 +63,14 @@ class Chip:
         """
         if not pairs:
             return 0.0
+        memory_s = self._read_s(keys, kv_heads, head_dim)
+        # Few queries are packed by KV head, and long keys cut for the whole device, and joined by a second operator.
+        if queries * heads < _ROWS * kv_heads:
+            return 2 * self.start_s + memory_s
         waves = max(queries, 1) * heads / (_ROWS * self.device.units)
         filled = waves / (waves + self.efficiency.linear.half_wave)
         compute_s = 4 * pairs * heads * head_dim / (self._peak * self.attention.attention * filled)
-        memory_s = self._read_s(keys, kv_heads, head_dim)
-        # Few queries are packed by KV head, and long keys cut for the whole device, and joined by a second operator.
-        packed = queries * heads < _ROWS * kv_heads
-        return 2 * self.start_s + (memory_s if packed else max(compute_s, memory_s))
+        return 2 * self.start_s + max(compute_s, memory_s)
 
     def scores_s(self, *, scores: float, keys: float, heads: float, kv_heads: float, head_dim: int) -> float:
         """Attention without fusion over so many scores of each head, hidden ones included, and keys of each KV head."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Protocol
 
 from longspan.core.fleet import Fleet
@@ -12,7 +13,7 @@ from longspan.cost.architecture import Architecture
 from longspan.cost.channels import Channel, Share, chain_share_of, share_of
 from longspan.cost.cluster import Cluster, rooflines
 from longspan.cost.efficiency import Kernels
-from longspan.cost.forward import Roofline
+from longspan.cost.forward import Breakdown, Roofline
 from longspan.cost.moves import exposed_s, moved_s, received_s
 
 _NOTHING = Share(queries=0, pairs=0.0, scores=0.0, held=0.0)
@@ -68,6 +69,8 @@ class RooflineCost:
     ) -> None:
         self._lines: tuple[Roofline, ...] = rooflines(model, cluster, fleet, kernels)
         self._block_size = block_size
+        self._sent_s = lru_cache(maxsize=2**16)(self._find_sent_s)
+        self._alone_s = lru_cache(maxsize=2**17)(_find_alone_s)
 
     @property
     def lines(self) -> tuple[Roofline, ...]:
@@ -81,21 +84,26 @@ class RooflineCost:
 
     def move_s(self, move: MoveKV) -> float:
         """See `StepCost`. What two instances on one host send each other stays inside."""
-        return moved_s(self._moved_tokens(move), self._line)
+        return self._sent_s(_blocks(move))[0]
 
     def received_s(self, move: MoveKV) -> float:
         """See `StepCost`."""
-        return received_s(self._moved_tokens(move), self._line)
+        return self._sent_s(_blocks(move))[1]
 
-    def _moved_tokens(self, move: MoveKV) -> dict[tuple[int, int], int]:
-        blocks = Counter((source.instance, target.instance) for source, target in move.copies)
-        return {pair: number * self._block_size for pair, number in blocks.items()}
+    def _find_sent_s(self, blocks: tuple[tuple[tuple[int, int], int], ...]) -> tuple[float, float]:
+        """What a transfer takes, and how long it keeps the links of its targets busy."""
+        tokens = {pair: number * self._block_size for pair, number in blocks}
+        return moved_s(tokens, self._line), received_s(tokens, self._line)
 
     def _line(self, instance: int) -> Roofline:
-        return next(line for line in reversed(self._lines) if instance >= line.topology.first_instance)
+        last = self._lines[-1]
+        return last if instance >= last.topology.first_instance else self._lines[0]
 
     def seconds(self, forward: Forward) -> dict[int, float]:
         """See `StepCost`. An instance that only passes a token on takes no time."""
+        if (decodes_alone := _decodes_alone(forward)) is not None:
+            [instance] = forward.instances
+            return {instance: self._alone_s(self._line(instance), *decodes_alone)}
         tokens = dict.fromkeys(forward.instances, 0)
         sampled: dict[int, int] = {}
         decodes: dict[tuple[tuple[int, ...], Exchange], _Decodes] = {}
@@ -108,18 +116,23 @@ class RooflineCost:
             if part.stop - part.start == 1:
                 found = decodes.get((group, exchange))
                 if found is None:
-                    found = decodes[group, exchange] = _Decodes(len(group))
-                tokens[group[found.add(part)]] += 1
+                    found = decodes[group, exchange] = _Decodes(group)
+                tokens[found.add(part)] += 1
                 continue
             # Each chain has pieces of its own.
             prompts.setdefault((group, exchange, part.request_id if exchange == "chain" else -1), []).append(part)
-        channels = [found.channel(group, exchange) for (group, exchange), found in decodes.items()]
+        channels = [found.channel(exchange) for (_, exchange), found in decodes.items()]
         for parts in prompts.values():
             channel = _channel(parts)
             channels.append(channel)
             for instance, share in zip(channel.group, channel.shares, strict=True):
                 tokens[instance] += share.queries
         times = self._line(forward.parts[0].group[0]).times(channels, tokens, sampled)
+        if forward.balances:
+            self._wait_for_balances(forward, times)
+        return {instance: breakdown.total_s for instance, breakdown in times.items()}
+
+    def _wait_for_balances(self, forward: Forward, times: Mapping[int, Breakdown]) -> None:
         layers_s = {i: (one.total_s - one.head_s) / self.num_layers for i, one in times.items()}
         for move in forward.balances:
             group = next(part.group for part in forward.parts if part.request_id == move.request_id)
@@ -127,24 +140,25 @@ class RooflineCost:
             waiting_s = exposed_s(self.move_s(move), layer_s, self.num_layers)
             for instance in group:
                 times[instance].exchange_s += waiting_s
-        return {instance: breakdown.total_s for instance, breakdown in times.items()}
 
 
 class _Decodes:
     """Single tokens of several requests in one group by one exchange."""
 
-    def __init__(self, members: int) -> None:
+    def __init__(self, group: tuple[int, ...]) -> None:
+        self._group, members = group, len(group)
         self._queries, self._seen, self._keys = [0] * members, [0] * members, 0
 
     def add(self, part: Part) -> int:
-        """Counts one; returns the member that computes it."""
-        member = 0 if len(part.runs) == 1 else next(index for index, runs in enumerate(part.runs) if runs)
+        """Counts one; returns the instance that computes it."""
+        member = [bool(runs) for runs in part.runs].index(True)
         self._queries[member] += 1
         self._seen[member] += part.stop
         self._keys += part.stop
-        return member
+        return self._group[member]
 
-    def channel(self, group: tuple[int, ...], exchange: Exchange) -> Channel:
+    def channel(self, exchange: Exchange) -> Channel:
+        group = self._group
         held = self._keys / len(group)
         idle = Share(queries=0, pairs=0, scores=0, held=held)
         shares = tuple(
@@ -155,6 +169,34 @@ class _Decodes:
         )
         exchange = "ring_q" if exchange == "chain" else exchange
         return Channel(exchange=exchange, group=group, shares=shares, keys=self._keys, decode=True)
+
+
+def _decodes_alone(forward: Forward) -> tuple[int, int, int] | None:
+    """How many single tokens an instance computes by itself, how many keys these see, and how many tokens are sampled.
+
+    None for any other step.
+    """
+    if len(forward.instances) > 1:
+        return None
+    num_keys = num_sampled = 0
+    for part in forward.parts:
+        if part.stop - part.start > 1 or part.exchange != "local":
+            return None
+        num_keys += part.stop
+        num_sampled += part.sample is not None
+    return len(forward.parts), num_keys, num_sampled
+
+
+def _find_alone_s(line: Roofline, num_decodes: int, num_keys: int, num_sampled: int) -> float:
+    """Of what `_decodes_alone` says."""
+    share = Share(queries=num_decodes, pairs=num_keys, scores=num_keys, held=num_keys)
+    channel = Channel(exchange="local", group=(0,), shares=(share,), keys=num_keys, decode=True)
+    return line.times([channel], {0: num_decodes}, {0: num_sampled})[0].total_s
+
+
+def _blocks(move: MoveKV) -> tuple[tuple[tuple[int, int], int], ...]:
+    """How many go from one instance to another."""
+    return tuple(Counter([(source.instance, target.instance) for source, target in move.copies]).items())
 
 
 def _channel(parts: Sequence[Part]) -> Channel:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from longspan.cost.catalog import LinkKind
 
@@ -58,6 +58,7 @@ class Topology:
     between: Wire
     first_instance: int = 0
     first_device: int = 0
+    _known: dict[tuple[int, ...], int] = field(default_factory=dict, compare=False, repr=False)
 
     def host(self, instance: int) -> int:
         """Of an instance's first rank."""
@@ -103,7 +104,7 @@ class Topology:
 
     def spans_hosts(self, group: tuple[int, ...]) -> bool:
         """Whether instances of a group are on different hosts."""
-        return self.host(min(group)) != self.host(max(group))
+        return self._num_hosts(group) > 1
 
     def _inside(self, num_bytes: float) -> float:
         return self.inside.latency_s + num_bytes / self.inside.bytes_per_s
@@ -125,5 +126,6 @@ class Topology:
         return -(-len(group) // self._num_hosts(group))
 
     def _num_hosts(self, group: tuple[int, ...]) -> int:
-        first, tp, here = self.first_device - self.first_instance * self.tp, self.tp, self.gpus_per_host
-        return len({(first + instance * tp) // here for instance in group})
+        if group not in self._known:
+            self._known[group] = len({self.host(instance) for instance in group})
+        return self._known[group]

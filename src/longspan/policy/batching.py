@@ -24,8 +24,9 @@ from longspan.core.steps import BlockRef, Exchange
 class PerInstance(dict[int, int]):
     """A number of each instance, found out when somebody first asks for it."""
 
+    __slots__ = ("_find",)
+
     def __init__(self, find: Callable[[int], int]) -> None:
-        super().__init__()
         self._find = find
 
     def __missing__(self, instance: int) -> int:
@@ -61,7 +62,10 @@ class Growing:
         return cls(groups=groups, more=more)
 
 
-@dataclass(kw_only=True)
+_NONE_GROWS = Growing()
+
+
+@dataclass(kw_only=True, slots=True)
 class Budget:
     """What is left to give away in the step being planned, per instance.
 
@@ -80,13 +84,12 @@ class Budget:
     reserved: PerInstance
     claimed: set[BlockRef] = field(default_factory=set)
     adopted: set[BlockRef] = field(default_factory=set)
-    growing: Growing = field(default_factory=Growing)
+    growing: Growing = _NONE_GROWS
 
     @classmethod
-    def of(cls, view: ClusterView, instances: Sequence[int], growing: Growing | None = None) -> Budget:
+    def of(cls, view: ClusterView, instances: Iterable[int], growing: Growing = _NONE_GROWS) -> Budget:
         """All there is when only these instances compute."""
         account, running, limits = view.account, view.running, view.limits
-        growing = growing or Growing()
         return cls(
             tokens=dict.fromkeys(instances, limits.max_num_batched_tokens),
             blocks=PerInstance(lambda i: account.pool(i).num_free),
@@ -183,9 +186,11 @@ def fill(
     another is given. None when the step cannot be planned ahead: somebody must be preempted whom a step in flight
     names.
     """
-    budget = budget or Budget.of(view, sorted(instances))
-    batch = Batch()
-    queue = _runnable(view, instances)
+    batch, queue = Batch(), _runnable(view, instances)
+    candidates = view.waiting if waiting is None else waiting
+    if not queue and not (view.waiting and candidates):
+        return batch
+    budget = budget or Budget.of(view, instances)
     while queue:
         request = queue.popleft()
         share = placement.grow(request, view, budget)
@@ -211,14 +216,15 @@ def fill(
             budget.grow(share)
             batch.shares.append(share)
     if not batch.preempted:
-        _admit_waiting(view.waiting if waiting is None else waiting, view, budget, placement, batch)
+        _admit_waiting(candidates, view, budget, placement, batch)
     return batch
 
 
 def _runnable(view: ClusterView, instances: frozenset[int]) -> deque[Request]:
     """Who runs on these instances only and has something to compute, first admitted first."""
     found = [r for r in view.running.within(instances) if r.num_scheduled < r.num_tokens]
-    found.sort(key=lambda r: r.admission)
+    if len(found) > 1:
+        found.sort(key=lambda r: r.admission)
     return deque(found)
 
 

@@ -126,6 +126,8 @@ class Context(Settled):
 
         What is cached is looked up for the first in line alone: the line can be long.
         """
+        if not view.waiting:
+            return
         prefilling = any(r.num_tokens - r.num_scheduled > 1 for r in view.running.shared)
         for index, request in enumerate(view.waiting):
             dealt = (self._group_size(request, view) if index == 0 else self._num_members(request.num_tokens)) > 1

@@ -17,8 +17,9 @@ def admit_alone(request: Request, view: ClusterView, budget: Budget, everyone: S
     and room for it, or the best one takes no part in this step.
     """
     hits = {i: view.account.match(request, (i,)) for i in everyone}
-    able = [i for i in everyone if budget.seqs[i] > 0 and _has_room(request, i, hits[i], budget)]
-    home = min(able, key=lambda i: (budget.load[i] - hits[i].num_tokens, i), default=None)
+    best_first = sorted(everyone, key=lambda i: (budget.load[i] - hits[i].num_tokens, i))
+    able = (i for i in best_first if budget.seqs[i] > 0 and _has_room(request, i, hits[i], budget))
+    home = next(able, None)
     if home is None or home not in budget.tokens:
         return None
     return single_share(request, home, hits[home].num_tokens, budget, hits[home])

@@ -31,7 +31,7 @@ def plan_for_teams(
     `groups` step together, besides those of running requests. `fill` plans a step of the instances it is given, or
     returns None when somebody in flight is in the way; it is then asked again for those that have nothing in flight.
     """
-    teams = teams_of([*(group for group in view.running.groups if len(group) > 1), *groups])
+    teams = teams_of([*view.running.shared_groups, *groups])
 
     def attempt(taken: frozenset[int]) -> Batch | None:
         return fill(frozenset(everyone).difference(taken, *(t for t in teams if not t.isdisjoint(taken))))

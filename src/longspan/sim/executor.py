@@ -136,7 +136,7 @@ class SimExecutor:
 
     def _run(self, forward: Forward) -> None:
         instances = forward.instances
-        start = max(self._clock.now(), *(self._free_at.get(i, self._ready_s) for i in instances))
+        start = max([self._clock.now(), *[self._free_at.get(i, self._ready_s) for i in instances]])
         seconds = self._cost.seconds(forward)
         ends = {instance: start + seconds.get(instance, 0.0) for instance in instances}
         self._free_at.update(ends)
