@@ -96,12 +96,16 @@ def test_links_by_name_and_by_speed(capsys: pytest.CaptureFixture[str]) -> None:
             "--link-gbytes-per-s 300",
             "--link pcie4-x16",
             "--link-gbytes-per-s 31.5",
+            "--link-gbytes-per-s 32",
+            "--link-gbytes-per-s 100",
             "--link-gbytes-per-s 1",
         )
     }
     assert times["--link nvlink3"] == times["--link-gbytes-per-s 300"] < times["--link pcie4-x16"]
     assert times["--link-gbytes-per-s 31.5"] == times["--link pcie4-x16"], "no quicker than the bus: it goes there"
     assert times["--link-gbytes-per-s 1"] == max(times.values())
+    by_speed = [times[f"--link-gbytes-per-s {speed}"] for speed in ("1", "31.5", "32", "100", "300")]
+    assert by_speed == sorted(by_speed, reverse=True), "a quicker link never takes longer"
 
 
 def test_chains_with_fractions(capsys: pytest.CaptureFixture[str]) -> None:

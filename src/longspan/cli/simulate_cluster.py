@@ -19,6 +19,7 @@ from longspan.core.steps import Exchange
 from longspan.cost import catalog
 from longspan.cost.channels import Channel, share_of
 from longspan.cost.cluster import Cluster as Devices
+from longspan.cost.cluster import slowest_link
 from longspan.cost.fitted_cost import FittedCost
 from longspan.cost.forward import Roofline
 from longspan.cost.memory import memory
@@ -138,10 +139,8 @@ def _computed(
 
 def _words(devices: Devices) -> str:
     """The devices, and what connects hosts, or those of a single one."""
-    device = catalog.device(devices.hardware)
-    link = devices.link or (device.network if devices.hosts > 1 else device.link)
     speed = "" if devices.link_bytes_per_s is None else f" at {devices.link_bytes_per_s / 1e9:g} GB/s"
-    return f"{devices.hosts} × {devices.gpus_per_host} {devices.hardware}, {link}{speed}"
+    return f"{devices.hosts} × {devices.gpus_per_host} {devices.hardware}, {slowest_link(devices)}{speed}"
 
 
 def _num_blocks(line: Roofline, scheduling: SchedulingOptions) -> int:

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from longspan.cli.simulate_scene import Scene
 from longspan.cli.simulate_workload import Workload
 from longspan.policy.cdsp_rates import RateTable
-from longspan.policy.tetris import IMPROVEMENT_RATE
+from longspan.policy.tetris import default_improvement_rate
 from longspan.sim.improvement import best_improvement_rate, request_rates
 
 _TOLD = ("improvement_rate", "improvement_rates")
@@ -49,8 +49,9 @@ def tell_of_a_constant_rate(scene: Scene) -> None:
     settings = scene.policy().settings
     told = settings.options
     if settings.name == "tetris" and told["improvement_rate"] == "auto" and not told["improvement_rates"]:
+        rate = default_improvement_rate(scene.cluster.roles)
         typer.echo(
-            f"longspan: -o improvement_rate=auto is {IMPROVEMENT_RATE} at every request rate without a table: find one "
+            f"longspan: -o improvement_rate=auto is {rate:g} at every request rate without a table: find one "
             "with --profile-improvement-rates, and give it as -o improvement_rates=",
             err=True,
         )

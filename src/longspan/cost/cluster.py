@@ -8,7 +8,6 @@ from longspan.core.fleet import Fleet
 from longspan.core.parallel import ParallelSpec
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture
-from longspan.cost.catalog import Device
 from longspan.cost.efficiency import Efficiency, Kernels
 from longspan.cost.forward import Roofline
 from longspan.cost.layer import Layer
@@ -109,18 +108,22 @@ def rooflines(
 
 def _wires(cluster: Cluster) -> tuple[Wire, Wire]:
     """Of one host, and between hosts; the slowest that there is can be given."""
-    device = catalog.device(cluster.hardware)
-    names = [device.link, device.network]
-    measured: list[float | None] = [None, None]
-    slowest = 1 if cluster.hosts > 1 else 0
-    names[slowest], measured[slowest] = cluster.link or _default_link(cluster, device), cluster.link_bytes_per_s
-    inside, between = (wire(catalog.link(name), speed) for name, speed in zip(names, measured, strict=True))
-    return inside, between
+    device, speed = catalog.device(cluster.hardware), cluster.link_bytes_per_s
+    inside, between = catalog.link(device.link), catalog.link(device.network)
+    slowest = wire(catalog.link(slowest_link(cluster)), speed)
+    if cluster.hosts > 1:
+        return wire(inside), slowest
+    bus = catalog.link(device.bus)
+    if cluster.link is None and speed is not None and speed > bus.bytes_per_s:
+        slowest = slowest.at_least(wire(bus))
+    return slowest, wire(between)
 
 
-def _default_link(cluster: Cluster, device: Device) -> str:
-    """The name of the slowest link that there is, if none is given."""
+def slowest_link(cluster: Cluster) -> str:
+    """The name of the slowest link that there is."""
+    device, speed = catalog.device(cluster.hardware), cluster.link_bytes_per_s
+    if cluster.link is not None:
+        return cluster.link
     if cluster.hosts > 1:
         return device.network
-    speed = cluster.link_bytes_per_s
     return device.bus if speed is not None and speed <= catalog.link(device.bus).bytes_per_s else device.link

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from longspan.cost.catalog import LinkKind
 
@@ -29,6 +29,14 @@ class Wire:
     def flow(self, flows: int) -> float:
         """Bytes per second of each of so many messages that leave a host at once."""
         return self.bytes_per_s / flows if self.shared else self.bytes_per_s
+
+    def at_least(self, other: Wire) -> Wire:
+        """Whatever is better of two ways between the same devices, of which none shares its speed."""
+        return replace(
+            self,
+            bytes_per_s=max(self.bytes_per_s, other.bytes_per_s),
+            ring_bytes_per_s=max(self.ring_bytes_per_s, other.ring_bytes_per_s),
+        )
 
 
 def wire(kind: LinkKind, bytes_per_s: float | None = None) -> Wire:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from longspan.core.fleet import Roles
 from longspan.core.places import hosts_of
 from longspan.core.protocols import option_text
 from longspan.core.steps import Exchange
@@ -25,8 +26,6 @@ from longspan.policy.group_shares import GroupShares
 from longspan.policy.options import parse_options, settings_of
 from longspan.policy.sharing import SharingOptions
 
-IMPROVEMENT_RATE = 0.3
-"""Where no table says otherwise: between what the paper finds best for few and for many requests."""
 _ENOUGH_OF_A_HOST = 4
 """With fewer instances to a host, groups that end there lose more for prompts than they win for decodes at low load."""
 _CHANGEABLE = ("improvement_rate", "improvement_rates", "chunking", "min_chunk")
@@ -92,15 +91,15 @@ class TetrisOptions(GroupOptions):
         if self.min_chunk < 1:
             raise ValueError(f"min_chunk must be at least 1, but {self.min_chunk} given")
 
-    def rate_table(self) -> RateTable:
-        """What says the improvement rate.
+    def rate_table(self, default: float) -> RateTable:
+        """What says the improvement rate: nothing but the `default` for `auto` without a table.
 
         Raises:
             ValueError: when it cannot be read.
         """
         if self.improvement_rates:
             return RateTable.parse(self.improvement_rates)
-        rate = IMPROVEMENT_RATE if self.improvement_rate == "auto" else self.improvement_rate
+        rate = default if self.improvement_rate == "auto" else self.improvement_rate
         return RateTable(entries=((0.0, rate),))
 
     def changed(self, options: Mapping[str, str]) -> TetrisOptions:
@@ -133,12 +132,13 @@ class Tetris(Cdsp):
 
     def __init__(self, instances: range, options: TetrisOptions, facts: Facts, planner: Planner) -> None:
         self._options, self._chunk_planner = options, planner
+        self._default_rate = default_improvement_rate(facts.roles)
         everyone, decode = _where(instances, facts)
         super().__init__(
             everyone,
             planner,
             _shares(instances, options, facts),
-            RateWatch(options.rate_table()),
+            RateWatch(options.rate_table(self._default_rate)),
             settings=settings_of("tetris", options, _CHANGEABLE),
             chunking=options.chunking,
             decode=decode,
@@ -148,10 +148,19 @@ class Tetris(Cdsp):
         """For prompts that are planned from now on; see `Policy`."""
         self._settings.check_changes(options)
         changed = self._options.changed(options)
-        table = changed.rate_table()
+        table = changed.rate_table(self._default_rate)
         self._options, self._settings = changed, settings_of("tetris", changed, _CHANGEABLE)
         self._watch.use(table)
         self._chunking, self._chunk_planner.min_chunk_tokens = changed.chunking, changed.min_chunk
+
+
+def default_improvement_rate(roles: Roles | None) -> float:
+    """Where no table says otherwise: between what the paper finds best for few and for many requests.
+
+    Where instances also decode, the lowest: then most groups are as large as they get, and few wait for one of another
+    size that overlaps with them.
+    """
+    return 0.05 if roles is None else 0.3
 
 
 def create_tetris(num_instances: int, options: Mapping[str, str], facts: Facts) -> Tetris:
