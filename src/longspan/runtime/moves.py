@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
-from longspan.attn.comm import CommError, Message, Pending, Transport
+from longspan.attn.comm import Message, Pending, Transport
 from longspan.core.steps import Link, MoveKV
 from longspan.runtime.block_messages import BlockMessages, BlockSlice, RankMove
 from longspan.runtime.messages import Moved
@@ -34,7 +34,7 @@ class Moves:
         self._sending: dict[int, Way] = {}
         self._receiving: dict[int, Way] = {}
         self._missing: Counter[int] = Counter()  # layers of moves to this rank, a rank of their source each
-        self._arrived: queue.SimpleQueue[tuple[Way, Piece, Message] | CommError] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[tuple[Way, Piece, Message] | Exception] = queue.SimpleQueue()
         self.wakeup, self._wake = os.pipe()
         for end in (self.wakeup, self._wake):
             os.set_blocking(end, False)
@@ -76,13 +76,14 @@ class Moves:
 
         Raises:
             CommError: when a peer is gone.
+            Exception: whatever else a way has failed with.
         """
         with suppress(BlockingIOError):
             os.read(self.wakeup, 4096)
         done = []
         while not self._arrived.empty():
             arrived = self._arrived.get()
-            if isinstance(arrived, CommError):
+            if isinstance(arrived, Exception):
                 raise arrived
             way, piece, message = arrived
             self._messages.store(piece.blocks, message)
@@ -121,7 +122,7 @@ class Moves:
         self._arrived.put((way, piece, message))
         self._wake_up()
 
-    def _fail(self, error: CommError) -> None:
+    def _fail(self, error: Exception) -> None:
         self._arrived.put(error)
         self._wake_up()
 
