@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import select
+import threading
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -16,6 +18,7 @@ from longspan.core.parallel import ParallelSpec
 from longspan.core.steps import BlockRef, MoveKV
 from longspan.kv.pool import KvPool
 from longspan.runtime.block_messages import BlockMessages
+from longspan.runtime.messages import Sent
 from longspan.runtime.moves import Moves
 
 MOVE = MoveKV(number=1, request_id=1, copies=((BlockRef(0, 3), BlockRef(1, 2)),))
@@ -56,6 +59,13 @@ def await_wakeup(moves: Moves) -> None:
     assert select.select([moves.wakeup], [], [], 10.0)[0], "nobody wakes who computes"
 
 
+def take_all(moves: Moves) -> None:
+    """What the thread that computes says to a move itself, and what its way says."""
+    for _ in range(2):
+        await_wakeup(moves)
+        moves.take_arrived()
+
+
 @pytest.mark.parametrize("rank", [0, 1], ids=["source", "target"])
 @pytest.mark.parametrize(
     ("transport", "error"),
@@ -73,6 +83,29 @@ def test_any_error_of_a_way_is_raised(rank: int, transport: Failing, error: type
         list(moves.send([MOVE]))
     else:
         moves.expect([MOVE])
-    await_wakeup(moves)
     with pytest.raises(error):
-        moves.take_arrived()
+        take_all(moves)
+
+
+class Slow(Failing):
+    """What it starts ends when `leave` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leave = threading.Event()
+
+    def wait(self) -> None:
+        self.leave.wait()
+
+
+def test_what_has_left_is_reported_then() -> None:
+    """Not when it was begun."""
+    transport = Slow()
+    moves = moves_of(0, transport)
+    [begun] = moves.send([MOVE])
+    assert begun.bytes_sent == {("kv_transfer", "same_host"): 2 * 2 * 2 * 4 * 8 * 4}
+    time.sleep(0.1)
+    assert moves.take_arrived() == [] and not moves.is_idle
+    transport.leave.set()
+    await_wakeup(moves)
+    assert moves.take_arrived() == [Sent(rank=0, number=MOVE.number)] and moves.is_idle
