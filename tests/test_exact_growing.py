@@ -96,3 +96,26 @@ def test_smollm2() -> None:
         [output] = llm.generate([prompt], GREEDY)
         assert llm.bytes_exchanged["ring_kv"] > 0
     assert_exact(output, Oracle(smollm2_folder()).complete(prompt, 6))
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Iterator[LLM]:
+    with LLM(instances=4, block_size=16, max_num_batched_tokens=64) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def smollm2_oracle() -> Oracle:
+    return Oracle(smollm2_folder())
+
+
+@pytest.mark.parametrize("plans", PLANS.values(), ids=PLANS)
+def test_forced_plans_of_smollm2(smollm2: LLM, smollm2_oracle: Oracle, plans: Plans) -> None:
+    smollm2.engine.set_policy(forced(plans, 4))
+    smollm2.reset_prefix_cache()
+    prompts = [list(topic_tokens()[:length]) for length in (300, 200, 17)]
+    outputs = smollm2.generate(prompts, GREEDY)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert_exact(output, smollm2_oracle.complete(prompt, 6))
+    held = [i for i, tokens in enumerate(outputs[0].metrics.kv_tokens_per_instance) if tokens]
+    assert held == sorted(plans[300][-1][1])

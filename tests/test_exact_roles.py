@@ -80,3 +80,26 @@ def test_smollm2() -> None:
         [output] = llm.generate([prompt], GREEDY)
         assert moved(llm, "kv_transfer") > 0 and moved(llm, "kv_balance") > 0
     assert_exact(output, Oracle(smollm2_folder()).complete(prompt, 6))
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Iterator[LLM]:
+    with LLM(prefill_parallel="4", decode_parallel="tp2", block_size=16, max_num_batched_tokens=64) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def smollm2_oracle() -> Oracle:
+    return Oracle(smollm2_folder())
+
+
+@pytest.mark.parametrize("plans", PLANS.values(), ids=PLANS)
+def test_forced_plans_of_smollm2(smollm2: LLM, smollm2_oracle: Oracle, plans: Plans) -> None:
+    smollm2.engine.set_policy(forced(plans, 4, decode=(4,), balance=True))
+    smollm2.reset_prefix_cache()
+    before = moved(smollm2, "kv_transfer"), moved(smollm2, "kv_balance")
+    prompts = [list(topic_tokens()[:length]) for length in (300, 200, 17)]
+    for prompt, output in zip(prompts, smollm2.generate(prompts, GREEDY), strict=True):
+        assert_exact(output, smollm2_oracle.complete(prompt, 6))
+    assert moved(smollm2, "kv_transfer") > before[0] and moved(smollm2, "kv_balance") > before[1]
+    assert_at_rest(smollm2)

@@ -14,7 +14,7 @@ class InFlight:
     """Makes completions of reports. Times are seconds of any clock.
 
     A rank works as long as a step wants something of it that does not wait for another step: who receives a MoveKV
-    works on it from when all have sent it.
+    works on it from when all have started to send it.
     """
 
     def __init__(self, fleet: Fleet) -> None:
@@ -24,7 +24,8 @@ class InFlight:
         self._due: dict[int, set[int]] = {}  # by rank: the steps that want something of it now
         self._since_s: dict[int, float] = {}  # by rank that works: when it reported, or got a step while it had none
         self._carried: dict[int, list[int]] = {}  # by step: the moves that it sends
-        self._unsent: dict[int, set[int]] = {}  # by move: ranks that have not sent their share
+        self._unsent: dict[int, set[int]] = {}  # by move: ranks that have not started to send their share
+        self._leaving: dict[int, set[int]] = {}  # by move: ranks whose share has not left, as far as they said
 
     def ranks(self, instances: Iterable[int]) -> list[int]:
         """Of some instances."""
@@ -60,15 +61,26 @@ class InFlight:
         for move in self._carried.pop(number, ()):
             del self._unsent[move]
         del self._awaited[number]
+        self._leaving.pop(number, None)
         return _completion(number, self._reports.pop(number))
+
+    def sent(self, rank: int, number: int) -> None:
+        """A rank's share of a move has left it. The move may be done already."""
+        self._leaving.get(number, set()).discard(rank)
 
     def first_due_s(self) -> float | None:
         """Since when the rank that has not reported for longest works; None when none does."""
         return min(self._since_s.values(), default=None)
 
     def stalled(self, late_s: float) -> list[int]:
-        """The ranks that work and have not reported since `late_s`."""
-        return sorted(rank for rank, since_s in self._since_s.items() if since_s <= late_s)
+        """The ranks that work and have not reported since `late_s`, then those whose KV has not left for one of them.
+
+        Nothing says which end holds up a move of which a part has not left: it leaves when both ends take part.
+        """
+        late = {rank for rank, since_s in self._since_s.items() if since_s <= late_s}
+        moves = {number for rank in late for number in self._due[rank] if not self._unsent.get(number)}
+        sources = {rank for number in moves for rank in self._leaving.get(number, ())} - late
+        return [*sorted(late), *sorted(rank for rank in sources if rank not in self._since_s)]
 
     def _begin_move(self, move: MoveKV, carrier: int) -> None:
         """`carrier` is the step in which sources send it: its own, or the Forward that it streams out of."""
@@ -77,6 +89,7 @@ class InFlight:
         self._await(move.number, [*self.ranks(move.targets), *(sources if carrier == move.number else ())])
         self._carried.setdefault(carrier, []).append(move.number)
         self._unsent[move.number] = set(sources)
+        self._leaving[move.number] = set(sources)
 
     def _await(self, number: int, ranks: Iterable[int]) -> None:
         self._awaited[number] = set(ranks)

@@ -31,6 +31,7 @@ from longspan.runtime.messages import (
     RunForward,
     RunFree,
     RunMoves,
+    Sent,
     Stop,
     WorkerConfig,
     command_address,
@@ -191,6 +192,8 @@ class LocalExecutor:
                 return self._in_flight.take(report, time.monotonic())
             case Moved():
                 return self._in_flight.take(report, time.monotonic())
+            case Sent(rank, number):
+                self._in_flight.sent(rank, number)
             case Failed(rank, reason, peer=True):
                 self._blame(rank, reason)
             case Failed(rank, reason):

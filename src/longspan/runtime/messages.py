@@ -89,6 +89,13 @@ class Moved(msgspec.Struct, frozen=True, tag="moved"):
     bytes_sent: BytesSent
 
 
+class Sent(msgspec.Struct, frozen=True, tag="sent"):
+    """All that a rank sends of a MoveKV has left it."""
+
+    rank: int
+    number: int
+
+
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """The worker raised and is about to exit; `peer` when it only noticed that another one is gone."""
 
@@ -104,7 +111,7 @@ class Exited(msgspec.Struct, frozen=True, tag="exited"):
     code: int
 
 
-Report = Ready | Done | Moved | Failed | Exited
+Report = Ready | Done | Moved | Sent | Failed | Exited
 
 
 def command_address(run_dir: str, rank: int) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from longspan.attn.comm import CommError, Message, Pending
+from longspan.attn.comm import Message, Pending
 from longspan.runtime.block_messages import BlockSlice
 
 PIECE_BYTES = 8 * 2**20
@@ -46,14 +46,14 @@ class Way:
     Args:
         begin: makes the message of a piece, and starts to send or receive it.
         end: the message has left, or is there. Its memory counts until it is `left`.
-        fail: a peer is gone. Nothing more is done here.
+        fail: a peer is gone, or there is no memory, or any other error. Nothing more is done here.
     """
 
     def __init__(
         self,
         begin: Callable[[Piece], tuple[Message, Pending]],
         end: Callable[[Way, Piece, Message], None],
-        fail: Callable[[CommError], None],
+        fail: Callable[[Exception], None],
     ) -> None:
         self._begin, self._end, self._fail = begin, end, fail
         self._given: queue.SimpleQueue[tuple[int, BlockSlice, torch.cuda.Event | None]] = queue.SimpleQueue()
@@ -61,7 +61,7 @@ class Way:
         self._room = threading.Condition()
         self._num_bytes = self._num_given = self._num_left = 0
         for work in (self._begin_all, self._end_all):
-            threading.Thread(target=work, daemon=True).start()
+            threading.Thread(target=self._run, args=(work,), daemon=True).start()
 
     def put(self, number: int, blocks: BlockSlice, ready: torch.cuda.Event | None) -> None:
         """Blocks of one layer of a move."""
@@ -80,6 +80,12 @@ class Way:
             self._num_left += piece.is_last
             self._room.notify()
 
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - whatever it is, who computes must hear of it
+            self._fail(error)
+
     def _begin_all(self) -> None:
         while True:
             number, blocks, ready = self._given.get()
@@ -87,11 +93,7 @@ class Way:
             for index, part in enumerate(pieces):
                 piece = Piece(number=number, blocks=part, index=index, is_last=index + 1 == len(pieces), ready=ready)
                 self._enter(part.num_bytes)
-                try:
-                    message, pending = self._begin(piece)
-                except CommError as error:
-                    self._fail(error)
-                    return
+                message, pending = self._begin(piece)
                 self._under_way.put((piece, message, pending))
 
     def _enter(self, num_bytes: int) -> None:
@@ -103,10 +105,6 @@ class Way:
     def _end_all(self) -> None:
         while True:
             piece, message, pending = self._under_way.get()
-            try:
-                pending.wait()
-            except CommError as error:
-                self._fail(error)
-                return
+            pending.wait()
             self._end(self, piece, message)
             del piece, message, pending  # what waits for the next one must not keep its memory

@@ -8,13 +8,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
-from longspan.attn.comm import CommError, Message, Pending, Transport
+from longspan.attn.comm import Message, Pending, Transport
 from longspan.core.steps import Link, MoveKV
 from longspan.runtime.block_messages import BlockMessages, BlockSlice, RankMove
-from longspan.runtime.messages import Moved
+from longspan.runtime.messages import Moved, Sent
 from longspan.runtime.move_transport import beside, mark
 from longspan.runtime.move_ways import Piece, Way
 from longspan.runtime.step_comm import MoveComm
+
+_News = tuple[Way, Piece, Message] | int | Exception
+"""From the threads of the ways: what has come, the number of a move of which a last message has left, or an error."""
 
 
 class Moves:
@@ -34,7 +37,8 @@ class Moves:
         self._sending: dict[int, Way] = {}
         self._receiving: dict[int, Way] = {}
         self._missing: Counter[int] = Counter()  # layers of moves to this rank, a rank of their source each
-        self._arrived: queue.SimpleQueue[tuple[Way, Piece, Message] | CommError] = queue.SimpleQueue()
+        self._leaving: Counter[int] = Counter()  # messages of the last layer of moves from this rank, a peer each
+        self._news: queue.SimpleQueue[_News] = queue.SimpleQueue()
         self.wakeup, self._wake = os.pipe()
         for end in (self.wakeup, self._wake):
             os.set_blocking(end, False)
@@ -51,7 +55,7 @@ class Moves:
             for move in taken:
                 for blocks in move.coming(layer):
                     self._missing[move.number] += 1
-                    self._way(self._receiving, blocks, self._receive, self._tell).put(move.number, blocks, None)
+                    self._way(self._receiving, blocks, self._receive, self._came).put(move.number, blocks, None)
 
     def send(self, moves: Sequence[MoveKV]) -> Iterator[Moved]:
         """Sends what this rank has of moves, and reports each that it has something of."""
@@ -66,25 +70,37 @@ class Moves:
 
     def send_layer(self, move: RankMove, layer: int, sent: Counter[tuple[str, Link]]) -> None:
         """Sends what this rank has of one layer, and counts it in `sent`. Nobody writes it before it has come."""
+        is_last = layer + 1 == self._messages.num_layers
         for blocks in move.leaving(layer):
+            self._leaving[move.number] += is_last
             self._comm.count(blocks.peer, blocks.num_bytes, sent)
             ready = mark(self._messages.device)
-            self._way(self._sending, blocks, self._send, _left).put(move.number, blocks, ready)
+            self._way(self._sending, blocks, self._send, self._left).put(move.number, blocks, ready)
+        if is_last and move.is_source:  # of which this rank may have nothing to send
+            self._leaving[move.number] += 1
+            self._tell(move.number)
 
-    def take_arrived(self) -> list[Moved]:
-        """Writes what has come to the pool; reports the moves of which it was the last.
+    def take_arrived(self) -> list[Moved | Sent]:
+        """Writes what has come to the pool; reports the moves of which it was the last, and those that have left.
 
         Raises:
             CommError: when a peer is gone.
+            Exception: whatever else a way has failed with.
         """
         with suppress(BlockingIOError):
             os.read(self.wakeup, 4096)
-        done = []
-        while not self._arrived.empty():
-            arrived = self._arrived.get()
-            if isinstance(arrived, CommError):
-                raise arrived
-            way, piece, message = arrived
+        done: list[Moved | Sent] = []
+        while not self._news.empty():
+            news = self._news.get()
+            if isinstance(news, Exception):
+                raise news
+            if isinstance(news, int):
+                self._leaving[news] -= 1
+                if not self._leaving[news]:
+                    del self._leaving[news]
+                    done.append(Sent(rank=self._rank, number=news))
+                continue
+            way, piece, message = news
             self._messages.store(piece.blocks, message)
             way.left(piece)
             self._missing[piece.number] -= piece.is_last
@@ -102,7 +118,7 @@ class Moves:
     ) -> Way:
         way = ways.get(blocks.peer)
         if way is None:
-            way = ways[blocks.peer] = Way(begin, end, self._fail)
+            way = ways[blocks.peer] = Way(begin, end, self._tell)
         return way
 
     def _send(self, piece: Piece) -> tuple[Message, Pending]:
@@ -117,18 +133,15 @@ class Moves:
             group = self._comm.group(piece.number, piece.blocks.layer, Counter(), piece.index)
             return message, group.start(sends={}, receives={piece.blocks.peer: message}, hop=0)
 
-    def _tell(self, way: Way, piece: Piece, message: Message) -> None:
-        self._arrived.put((way, piece, message))
-        self._wake_up()
+    def _came(self, way: Way, piece: Piece, message: Message) -> None:
+        self._tell((way, piece, message))
 
-    def _fail(self, error: CommError) -> None:
-        self._arrived.put(error)
-        self._wake_up()
+    def _left(self, way: Way, piece: Piece, _: Message) -> None:
+        way.left(piece)
+        if piece.is_last and piece.blocks.layer + 1 == self._messages.num_layers:
+            self._tell(piece.number)
 
-    def _wake_up(self) -> None:
+    def _tell(self, news: _News) -> None:
+        self._news.put(news)
         with suppress(BlockingIOError):  # it is full of wake-ups already
             os.write(self._wake, b"\0")
-
-
-def _left(way: Way, piece: Piece, _: Message) -> None:
-    way.left(piece)

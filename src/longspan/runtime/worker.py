@@ -44,6 +44,7 @@ from longspan.runtime.messages import (
     RunForward,
     RunFree,
     RunMoves,
+    Sent,
     Stop,
     WorkerConfig,
     command_address,
@@ -99,8 +100,8 @@ class Worker:
             messages = BlockMessages(self._pool, info.specs, fleet, config.rank)
             self.network = Network(config, self._device, messages, self.watch)
 
-    def move(self, commands: Sequence[Command]) -> Iterator[Moved]:
-        """Receives KV: posts what new commands say will come, and takes in what has come."""
+    def move(self, commands: Sequence[Command]) -> Iterator[Moved | Sent]:
+        """Receives KV: posts what new commands say will come, takes in what has come. Reports what has left, too."""
         if self.network is not None:
             for command in commands:
                 if isinstance(command, RunMoves):

@@ -1,0 +1,111 @@
+"""What goes wrong in the threads of a way is raised by the thread that computes."""
+
+from __future__ import annotations
+
+import select
+import threading
+import time
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from longspan.attn.comm import CommError, Pending
+from longspan.attn.spec import AttnSpec
+from longspan.core.fleet import Fleet
+from longspan.core.parallel import ParallelSpec
+from longspan.core.steps import BlockRef, MoveKV
+from longspan.kv.pool import KvPool
+from longspan.runtime.block_messages import BlockMessages
+from longspan.runtime.messages import Sent
+from longspan.runtime.moves import Moves
+
+MOVE = MoveKV(number=1, request_id=1, copies=((BlockRef(0, 3), BlockRef(1, 2)),))
+NO_MEMORY = torch.OutOfMemoryError("out of memory")
+
+
+class Failing:
+    """A transport, and what it starts, of which one of the two methods raises."""
+
+    tagged = True
+
+    def __init__(self, *, start: Exception | None = None, wait: Exception | None = None) -> None:
+        self._start, self._wait = start, wait
+
+    def start(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int) -> Pending:
+        assert bool(sends) != bool(receives) and tag
+        if self._start is not None:
+            raise self._start
+        return self
+
+    def wait(self) -> None:
+        assert self._wait is not None
+        raise self._wait
+
+    def flush(self) -> None:
+        pass
+
+
+def moves_of(rank: int, transport: Failing) -> Moves:
+    """Of one of two instances."""
+    specs = [AttnSpec(num_heads=2, num_kv_heads=2, head_dim=8, scale=1.0, window=None, softcap=None)] * 2
+    pool = KvPool(specs, num_blocks=4, block_size=4, dtype=torch.float32, device=torch.device("cpu"))
+    messages = BlockMessages(pool, specs, Fleet(spec=ParallelSpec.parse("2")), rank)
+    return Moves(messages, transport, rank=rank, hosts=(0, 0))
+
+
+def await_wakeup(moves: Moves) -> None:
+    assert select.select([moves.wakeup], [], [], 10.0)[0], "nobody wakes who computes"
+
+
+def take_all(moves: Moves) -> None:
+    """What the thread that computes says to a move itself, and what its way says."""
+    for _ in range(2):
+        await_wakeup(moves)
+        moves.take_arrived()
+
+
+@pytest.mark.parametrize("rank", [0, 1], ids=["source", "target"])
+@pytest.mark.parametrize(
+    ("transport", "error"),
+    [
+        (Failing(start=NO_MEMORY), torch.OutOfMemoryError),
+        (Failing(start=CommError("a peer is gone")), CommError),
+        (Failing(wait=NO_MEMORY), torch.OutOfMemoryError),
+        (Failing(wait=CommError("a peer is gone")), CommError),
+    ],
+    ids=["no memory to begin", "no peer to begin with", "no memory to end", "no peer to end with"],
+)
+def test_any_error_of_a_way_is_raised(rank: int, transport: Failing, error: type[Exception]) -> None:
+    moves = moves_of(rank, transport)
+    if rank == 0:
+        list(moves.send([MOVE]))
+    else:
+        moves.expect([MOVE])
+    with pytest.raises(error):
+        take_all(moves)
+
+
+class Slow(Failing):
+    """What it starts ends when `leave` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leave = threading.Event()
+
+    def wait(self) -> None:
+        self.leave.wait()
+
+
+def test_what_has_left_is_reported_then() -> None:
+    """Not when it was begun."""
+    transport = Slow()
+    moves = moves_of(0, transport)
+    [begun] = moves.send([MOVE])
+    assert begun.bytes_sent == {("kv_transfer", "same_host"): 2 * 2 * 2 * 4 * 8 * 4}
+    time.sleep(0.1)
+    assert moves.take_arrived() == [] and not moves.is_idle
+    transport.leave.set()
+    await_wakeup(moves)
+    assert moves.take_arrived() == [Sent(rank=0, number=MOVE.number)] and moves.is_idle
