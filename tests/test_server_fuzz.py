@@ -89,7 +89,7 @@ def test_whatever_is_asked_the_answer_is_as_promised(
     print(mode.value, {label: dict(statuses) for label, statuses in seen.items()})
     client.wait_until_idle()
     if not mode.is_negative:
-        # The names of options are the policy's, not the document's: by chance nobody changes one. test_server_policy does.
+        # The document does not name options, which are the policy's, so no random request changes one.
         del seen["POST /admin/policy"]
         assert all(statuses[200] for statuses in seen.values()), "no route only ever refuses"
 
