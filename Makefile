@@ -46,7 +46,7 @@ lint: $(STAMP)
 	$(BIN)/lint-imports --no-cache
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

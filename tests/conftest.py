@@ -16,10 +16,17 @@ from hypothesis import settings
 if TYPE_CHECKING:
     from oracle import Oracle
 
-# The same examples on every run, so that what was green stays green; LONGSPAN_RANDOM_TESTS=1 looks for new ones.
-settings.register_profile("repeatable", derandomize=True)
-if "LONGSPAN_RANDOM_TESTS" not in os.environ:
-    settings.load_profile("repeatable")
+# The same examples on every run, so that what was green stays green; LONGSPAN_RANDOM_TESTS=1 looks for new ones. None
+# has a deadline: machines that others use, too, stall now and then.
+settings.register_profile("longspan", derandomize="LONGSPAN_RANDOM_TESTS" not in os.environ, deadline=None)
+settings.load_profile("longspan")
+
+
+def pytest_configure() -> None:
+    """Each process of `pytest -n` has a core of its own: threads of several on the same cores would spin."""
+    if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
 
 
 @pytest.fixture
@@ -104,3 +111,13 @@ def oracle(tiny: Path) -> Oracle:
     from oracle import Oracle
 
     return Oracle(tiny)
+
+
+@pytest.fixture(scope="session")
+def smollm2_oracle() -> Oracle:
+    """What Hugging Face says of the default model."""
+    from oracle import Oracle
+
+    from longspan.model.smollm2 import smollm2_folder
+
+    return Oracle(smollm2_folder())
