@@ -122,8 +122,7 @@ def request_of(length: int, *, max_tokens: int = 10) -> Request:
 def view(*, used: dict[int, int], active: dict[int, int], promised: dict[int, int]) -> ClusterView:
     account, running = KvAccount(num_instances=3, num_blocks=100, block_size=16), Running(3)
     for instance, number in used.items():
-        for _ in range(number):
-            account.pool(instance).allocate()
+        account.pool(instance).allocate(number)
     for instance, number in active.items():
         for _ in range(number):
             decoding = request_of(1)

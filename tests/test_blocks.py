@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 import hypothesis.stateful as sf
@@ -121,7 +122,7 @@ class Accounting(sf.RuleBasedStateMachine):
         for instance in self.instances:
             pool = self.account.pool(instance)
             assert pool.num_free == self.num_blocks
-            assert sorted(pool.allocate() for _ in range(self.num_blocks)) == list(range(self.num_blocks))
+            assert sorted(pool.allocate(self.num_blocks)) == list(range(self.num_blocks))
 
     def check_kv(self, request: Request) -> None:
         for position in range(request.num_computed):
@@ -152,19 +153,36 @@ def new_pool(num_blocks: int = 4) -> BlockPool:
 
 def test_blank_blocks_go_lowest_first() -> None:
     pool = new_pool()
-    assert [pool.allocate() for _ in range(4)] == [0, 1, 2, 3]
+    assert pool.allocate(4) == [0, 1, 2, 3]
     for block in (2, 0, 3):
         pool.release(block)
-    assert [pool.allocate() for _ in range(3)] == [0, 2, 3]
+    assert pool.allocate(3) == [0, 2, 3]
     with pytest.raises(AssertionError, match="beyond the free blocks"):
-        pool.allocate()
+        pool.allocate(1)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 6)), max_size=30), st.randoms(use_true_random=False))
+def test_any_number_of_blocks_comes_and_goes_at_once(actions: list[tuple[bool, int]], draw: random.Random) -> None:
+    pool, blank, used = new_pool(20), set(range(20)), list[int]()
+    for takes, number in actions:
+        if takes and number <= len(blank):
+            expected = sorted(blank)[:number]
+            assert pool.allocate(number) == expected
+            blank.difference_update(expected)
+            used += expected
+        elif not takes:
+            begin = draw.randint(0, len(used))
+            left = [used.pop(begin) for _ in range(min(number, len(used) - begin))]
+            pool.release(*left)
+            blank.update(left)
+        assert pool.num_free == len(blank)
 
 
 @given(st.permutations(range(6)), st.integers(0, 6), st.lists(st.integers(0, 5), max_size=8))
 def test_eviction_is_least_recently_used_first(order: list[int], num_blank: int, used: list[int]) -> None:
     pool = new_pool(6)
     keys = {}
-    for block in [pool.allocate() for _ in range(6)]:
+    for block in pool.allocate(6):
         if block >= num_blank:
             pool.publish(block, full(block, 0, 0))
             keys[block] = chain_key(ROOT, (block, 0, 0))
@@ -179,13 +197,13 @@ def test_eviction_is_least_recently_used_first(order: list[int], num_blank: int,
             recency.append(block)
     for expected in [*range(num_blank), *recency]:
         known = {block for block, key in keys.items() if pool.find(key) == block}
-        assert pool.allocate() == expected
+        assert pool.allocate(1) == [expected]
         assert {block for block, key in keys.items() if pool.find(key) == block} == known - {expected}
 
 
 def test_a_shared_block_is_freed_by_its_last_holder() -> None:
     pool = new_pool(1)
-    block = pool.allocate()
+    [block] = pool.allocate(1)
     pool.publish(block, full(1, 2, 3))
     pool.share(block)
     pool.release(block)
@@ -199,25 +217,25 @@ def test_a_shared_block_is_freed_by_its_last_holder() -> None:
 
 def test_of_two_equal_blocks_the_first_is_offered() -> None:
     pool = new_pool()
-    first, second = pool.allocate(), pool.allocate()
+    first, second = pool.allocate(2)
     pool.publish(first, full(1, 2, 3))
     pool.publish(second, full(1, 2, 3))
     assert pool.find(chain_key(ROOT, (1, 2, 3))) == first
     pool.release(second)
     pool.release(first)
-    assert pool.allocate() == second, "the copy is blank, not cached"
+    assert pool.allocate(1) == [second], "the copy is blank, not cached"
 
 
 def test_blocks_in_use_are_neither_adopted_nor_evicted() -> None:
     pool = new_pool(2)
-    block = pool.allocate()
+    [block] = pool.allocate(1)
     pool.publish(block, Content(ROOT, (1, 2)))
     assert pool.find_adoptable(ROOT, (1, 2, 3)) == (-1, 0)
     with pytest.raises(AssertionError, match="unreferenced"):
         pool.adopt(block)
-    assert pool.allocate() != block
+    assert pool.allocate(1) != [block]
     with pytest.raises(AssertionError, match="beyond"):
-        pool.allocate()
+        pool.allocate(1)
     pool.release(block)
     assert pool.find_adoptable(ROOT, (1, 2, 3)) == (block, 2)
     pool.adopt(block)
@@ -228,7 +246,7 @@ def test_blocks_in_use_are_neither_adopted_nor_evicted() -> None:
 def test_a_tail_is_adopted_only_when_it_gives_more_than_it_loses() -> None:
     pool = BlockPool(num_blocks=4, block_size=8)
     tails = [(1, 2, 3, 4, 5, 6), (1, 2, 9), (1, 7)]
-    blocks = [pool.allocate() for _ in tails]
+    blocks = pool.allocate(len(tails))
     for block, tokens in zip(blocks, tails, strict=True):
         pool.publish(block, Content(ROOT, tokens))
         pool.release(block)

@@ -16,10 +16,10 @@ from longspan.core.steps import Exchange, Forward, Part, Sample
 from longspan.cost import catalog
 from longspan.cost.architecture import from_config
 from longspan.cost.chain import Member, skewed
-from longspan.cost.channels import Channel, Share, channel_time, exchanged_bytes, share_of
+from longspan.cost.channels import Channel, Share, Shares, channel_time, exchanged_bytes, share_of
 from longspan.cost.cluster import Cluster, roofline
 from longspan.cost.efficiency import Kernels
-from longspan.cost.estimate import Estimate, estimate_decode, estimate_prefill
+from longspan.cost.estimate import Estimate, decode_channel, estimate_decode, estimate_prefill
 from longspan.cost.exchange_rules import alltoall_bytes
 from longspan.cost.forward import Roofline
 from longspan.cost.step_cost import RooflineCost
@@ -123,8 +123,8 @@ def test_a_share_counts_the_pairs_of_its_runs() -> None:
 def test_bytes_are_those_of_the_rules(members: int) -> None:
     model = model_on(instances=members)
     shape, tokens = model.layer.model.attention, 1024
-    shares = tuple(share_of((), cached=0, width=0) for _ in range(members))
-    shares = tuple(replace(share, queries=tokens // members, held=tokens / members) for share in shares)
+    share = Share(queries=tokens // members, pairs=0, scores=0, held=tokens / members)
+    shares = Shares.of([share] * members)
     kv_bytes = tokens * shape.kv_bytes
 
     def sent(exchange: Exchange) -> float:
@@ -162,8 +162,8 @@ def test_unfused_attention_computes_hidden_scores_too() -> None:
     """Twice the pairs of a causal mask, and rectangles in a chain, which has fewer of them."""
     model = model_on(instances=2, kernels="eager")
     whole = Share(queries=4096, pairs=4096 * 4097 / 2, scores=4096**2, held=4096)
-    alone = Channel(exchange="local", group=(0,), shares=(whole,), keys=4096, decode=False)
-    half = replace(alone, shares=(replace(whole, scores=whole.scores / 2),))
+    alone = Channel(exchange="local", group=(0,), shares=Shares.of([whole]), keys=4096, decode=False)
+    half = replace(alone, shares=Shares.of([replace(whole, scores=whole.scores / 2)]))
     full_s, half_s = (channel_time(model.layer, model.topology, one).attention_s for one in (alone, half))
     assert full_s == pytest.approx(2 * half_s, rel=0.01)
     gathered, chained = prefill(2, "gather_kv", 16384, kernels="eager"), prefill(2, "chain", 16384, kernels="eager")
@@ -301,3 +301,48 @@ def test_instances_of_a_step_end_by_what_they_do() -> None:
     assert seconds[0] < seconds[1] < seconds[2] < seconds[3]
     passed = replace(part(0, 10, 11, (0,), "local"), unknown_on=3)
     assert step_cost(4).seconds(Forward(number=0, parts=(passed,)))[3] == 0
+
+
+GROUPS = ((0,), (3,), (0, 1), (1, 2, 3), (4, 5, 6, 7), (0, 1, 2, 3, 4, 5, 6, 7))
+
+
+@st.composite
+def drawn_part(draw: st.DrawFn) -> Part:
+    """A decode or a piece of a prompt."""
+    group, start = draw(st.sampled_from(GROUPS)), draw(st.integers(0, 10**5))
+    new = draw(st.one_of(st.just(1), st.integers(1, 10**4)))
+    exchange = draw(st.sampled_from(EXCHANGES)) if len(group) > 1 else "local"
+    return part(draw(st.integers(0, 99)), start, start + new, group, exchange)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(drawn_part(), min_size=1, max_size=5), min_size=2, max_size=5))
+def test_what_was_asked_before_changes_no_time(steps: list[list[Part]]) -> None:
+    cost = step_cost(8)
+    for parts in steps:
+        forward = Forward(number=0, parts=tuple(parts))
+        assert cost.seconds(forward) == step_cost(8).seconds(forward)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(GROUPS), st.integers(1, 10**5), st.integers(1, 9)), min_size=1, max_size=5),
+    st.sampled_from(KERNELS),
+    st.dictionaries(st.integers(0, 7), st.integers(1, 9)),
+)
+def test_instances_have_what_their_channels_take(
+    drawn: list[tuple[tuple[int, ...], int, int]], kernels: Kernels, tokens: dict[int, int]
+) -> None:
+    """Also if others are alike in all but one thing."""
+    model = model_on(instances=8, kernels=kernels)
+    tokens = dict.fromkeys(range(8), 0) | tokens
+    channels = [decode_channel("ring_q" if len(group) > 1 else "local", group, *sizes) for group, *sizes in drawn]
+    found = model.times(channels, tokens, tokens)
+    alone = [model.times([channel], tokens, tokens) for channel in channels]
+    for instance, one in found.items():
+        for name in ("attention_s", "overhead_s", "exchange_s"):
+            whole = sum(getattr(each[instance], name) for each in alone)
+            assert getattr(one, name) == pytest.approx(whole)
+        bare = model.times([], {instance: tokens[instance]}, tokens)[instance]
+        assert (one.linear_s, one.elementwise_s, one.head_s) == (bare.linear_s, bare.elementwise_s, bare.head_s)
+        assert one.total_s == sum(one.as_dict().values())

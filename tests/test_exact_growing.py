@@ -13,7 +13,6 @@ from oracle import Oracle, assert_exact
 from texts import topic_tokens
 
 from longspan import LLM, SamplingParams
-from longspan.model.smollm2 import smollm2_folder
 from longspan.policy.tetris import GroupOptions
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, output_logits=True)
@@ -89,24 +88,19 @@ def test_policies(llm: LLM, oracle: Oracle, policy: str) -> None:
     assert_exact(output, oracle.complete(turn, 6))
 
 
-def test_smollm2() -> None:
+def test_smollm2(smollm2_oracle: Oracle) -> None:
     prompt = list(topic_tokens()[:1500])
     with LLM(instances=2) as llm:
         llm.engine.set_policy(forced({1500: [(600, (1,)), (900, (0, 1))]}, 2))
         [output] = llm.generate([prompt], GREEDY)
         assert llm.bytes_exchanged["ring_kv"] > 0
-    assert_exact(output, Oracle(smollm2_folder()).complete(prompt, 6))
+    assert_exact(output, smollm2_oracle.complete(prompt, 6))
 
 
 @pytest.fixture(scope="module")
 def smollm2() -> Iterator[LLM]:
     with LLM(instances=4, block_size=16, max_num_batched_tokens=64) as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def smollm2_oracle() -> Oracle:
-    return Oracle(smollm2_folder())
 
 
 @pytest.mark.parametrize("plans", PLANS.values(), ids=PLANS)

@@ -12,7 +12,6 @@ from oracle import Oracle, assert_exact
 from texts import topic_tokens
 
 from longspan import LLM, SamplingParams
-from longspan.model.smollm2 import smollm2_folder
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, output_logits=True)
 
@@ -72,25 +71,20 @@ def test_several_outputs_of_a_prompt_are_drawn_alike(llm: LLM) -> None:
     assert len({tuple(one.token_ids) for one in first.outputs}) == 3
 
 
-def test_smollm2() -> None:
+def test_smollm2(smollm2_oracle: Oracle) -> None:
     """Nine query heads and three KV heads; the prompt grows from one instance to two."""
     prompt = list(topic_tokens()[:1500])
     with LLM(prefill_parallel="2", decode_parallel="tp2") as llm:
         llm.engine.set_policy(forced({1500: [(600, (1,)), (900, (0, 1))]}, 2, decode=(2,), balance=True))
         [output] = llm.generate([prompt], GREEDY)
         assert moved(llm, "kv_transfer") > 0 and moved(llm, "kv_balance") > 0
-    assert_exact(output, Oracle(smollm2_folder()).complete(prompt, 6))
+    assert_exact(output, smollm2_oracle.complete(prompt, 6))
 
 
 @pytest.fixture(scope="module")
 def smollm2() -> Iterator[LLM]:
     with LLM(prefill_parallel="4", decode_parallel="tp2", block_size=16, max_num_batched_tokens=64) as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def smollm2_oracle() -> Oracle:
-    return Oracle(smollm2_folder())
 
 
 @pytest.mark.parametrize("plans", PLANS.values(), ids=PLANS)

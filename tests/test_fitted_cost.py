@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -93,6 +94,19 @@ def test_a_mixed_step_starts_once() -> None:
     prefills = prefill_s(1, 1000, 0) + prefill_s(1, 1000, 500) - PREFILL[1][0]
     beside = PREFILL[1][1] + DECODE[1][2] * 300
     assert found == {0: pytest.approx(prefills + beside, rel=1e-3), 1: pytest.approx(decode_s(1, 50), rel=1e-3)}
+
+
+def test_decodes_of_a_group_beside_a_prefill_send_messages_all_the_same() -> None:
+    decodes = [part(name, 300, 301, 0, 1, exchange="ring_q") for name in (1, 2)]
+    found = seconds(part(0, 0, 1000, 0, 1, exchange="ring_kv"), *decodes)
+    messages = DECODE[2][0] - DECODE[1][0]
+    expected = prefill_s(2, 1000, 0) + messages + 2 * (PREFILL[1][1] + DECODE[2][2] * 300)
+    assert found == dict.fromkeys((0, 1), pytest.approx(expected, rel=1e-3))
+
+
+def test_who_only_passes_a_token_on_takes_no_time() -> None:
+    found = seconds(replace(part(0, 300, 301, 0), unknown_on=2))
+    assert found == {0: pytest.approx(decode_s(1, 300), rel=1e-3), 2: 0.0}
 
 
 def test_what_was_not_measured_is_refused_with_the_remedy() -> None:

@@ -168,7 +168,7 @@ def test_logs_are_kept_while_their_worker_runs(tiny: str, tmp_path: Path, monkey
 def test_a_worker_that_raises_is_named_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM()
     # A block number beyond the pool: only a bug in the controller could send it, and the worker must not survive it.
-    monkeypatch.setattr(llm.engine.account.pool(0), "allocate", lambda: 10**6)
+    monkeypatch.setattr(llm.engine.account.pool(0), "allocate", lambda number: [10**6] * number)
     with pytest.raises(WorkerLostError, match=r"rank 0 .*IndexError"):
         llm.generate([[1, 2, 3]], LONG)
     llm.shutdown()

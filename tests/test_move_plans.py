@@ -7,11 +7,12 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from one_part import forward
 
 from longspan.core.fleet import Fleet
 from longspan.core.heads import deal_heads
 from longspan.core.parallel import ParallelSpec
-from longspan.core.steps import BlockRef, Forward, MoveKV, Part, Sampling
+from longspan.core.steps import BlockRef, MoveKV
 from longspan.runtime.head_routes import head_routes
 from longspan.runtime.in_flight import InFlight
 from longspan.runtime.messages import Done, Moved
@@ -47,23 +48,6 @@ FLEET = Fleet(spec=ParallelSpec(instances=2), decode_spec=ParallelSpec(tp=2))
 
 def move(number: int, *sources: int) -> MoveKV:
     return MoveKV(number=number, request_id=0, copies=tuple((BlockRef(one, 0), BlockRef(2, one)) for one in sources))
-
-
-def forward(number: int, group: tuple[int, ...], *streams: MoveKV) -> Forward:
-    part = Part(
-        request_id=0,
-        start=0,
-        stop=1,
-        tokens=(5,),
-        group=group,
-        runs=((),) * len(group),
-        exchange="local",
-        first_block=0,
-        blocks=(),
-        sample=None,
-        sampling=Sampling(seed=0),
-    )
-    return Forward(number=number, parts=(part,), streams=streams)
 
 
 def done(rank: int, number: int) -> Done:

@@ -210,7 +210,9 @@ def test_many_moves_to_and_from_everyone(folders: dict[str, Path]) -> None:
             copies = tuple((BlockRef(source, block), BlockRef(target, block)) for block in blocks)
             moves.append(MoveKV(number=cluster.number(), request_id=place, copies=copies))
             cluster.executor.submit(moves[-1])
-        cluster.wait(*(move.number for move in moves))
+        done = cluster.wait(*(move.number for move in moves))
+    moved = sum(sum(one.bytes_sent.values()) for one in done)
+    assert moved == BLOCK_BYTES * sum(len(move.copies) for move in moves)
 
 
 def test_a_move_that_waits_for_its_source_is_not_late(folders: dict[str, Path]) -> None:

@@ -130,5 +130,5 @@ def test_the_signature_shows_every_argument() -> None:
     shown = inspect.signature(LLM).parameters
     assert shown.keys() == {field.name for field in fields(Arguments)}
     assert shown["block_size"].default == 256
-    with pytest.raises(TypeError, match="'blocksize'"):
+    with pytest.raises(TypeError, match=r"^LLM\(\) got an unexpected keyword argument 'blocksize'"):
         LLM(blocksize=16)  # type: ignore[call-arg]  # of no such name

@@ -16,12 +16,12 @@ from longspan.core.running import Running
 from longspan.core.runs import Deal, Layout
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Forward, Free
+from longspan.core.teams import teams_of
 from longspan.policy import make_policy
 from longspan.policy.choosing import Facts
 from longspan.policy.chunked import Chunked
 from longspan.policy.context import Context
 from longspan.policy.dealing import Room, Shape, deal_chunk, holders
-from longspan.policy.teams import teams_of
 
 
 @pytest.mark.parametrize(("instances", "kind"), [(1, Chunked), (2, Context), (7, Context)])

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan.cost.profile import Decode, Prefill, Profile, Subject, Transfer, TransferKind
-from longspan.cost.profile_plan import SHARED, default_lengths, kinds_of_links, missing, prompts_of
+from longspan.cost.profile_plan import (
+    SHARED,
+    DecodeTask,
+    Room,
+    all_missing,
+    default_lengths,
+    kinds_of_links,
+    prompts_of,
+)
 from longspan.cost.shapes import ModelShape
 from longspan.cost.time_fit import Times, fit_link, fit_times
 
 SUBJECT = Subject(
     model="m", dtype="float32", device="cpu", tp=1, threads=1, kernel="torch", machine="a processor of some kind"
 )
+ROOM = Room(max_model_len=8192, block_size=256, num_blocks=1000)
 COEFFICIENTS = st.tuples(
     st.floats(1e-4, 1e-2), st.sampled_from([0.0, 1e-5, 1e-3]), st.sampled_from([0.0, 1e-8, 1e-7]), st.just(5e-8)
 )
@@ -76,6 +86,15 @@ def test_predictions_are_what_was_measured_where_it_was() -> None:
     for new, cached in ((700, 0), (100_000, 100_000), (1, 0)):
         correction = times.seconds(new, cached) / fit.seconds(new, cached)
         assert min(errors) <= correction <= max(errors)
+
+
+def test_fits_of_samples_at_the_same_places_keep_their_own_times() -> None:
+    fit = fit_times([(n, p, 1e-3 * n) for n, p in PROMPTS])
+    assert fit is not None
+    for factor in (1.0, 1.5, 0.5):
+        for prompts in (PROMPTS, PROMPTS[:3]):
+            times = Times(fit=fit, samples=tuple((n, p, factor * fit.seconds(n, p)) for n, p in prompts))
+            assert times.seconds(700, 30) == pytest.approx(factor * fit.seconds(700, 30))
 
 
 @given(st.floats(0, 1e-2), st.floats(1e3, 1e12))
@@ -216,10 +235,27 @@ def test_default_lengths_are_prompts_of_the_model(max_model_len: int) -> None:
 
 def test_what_is_missing_is_measured_in_turns_and_once() -> None:
     profile, prompts = Profile(subject=SUBJECT), [(512, 0), (16, 512)]
-    tasks = missing(profile, 2, prompts, 2)
-    assert [task.exchange for task in tasks] == list(SHARED) * 4
-    for task in tasks[:7]:
-        profile = profile.with_prefill(prefill(task.new_tokens, task.cached_tokens, 1.0, exchange=task.exchange))
-    assert missing(profile, 2, prompts, 2) == tasks[7:]
-    assert len(missing(profile, 2, prompts, 3)) == 30 - 7
-    assert [task.exchange for task in missing(profile, 1, prompts, 2)] == ["local"] * 4
+    tasks = all_missing(profile, {1, 2}, prompts, ROOM, 2)
+    once = tasks[: len(tasks) // 2]
+    assert tasks == [*once, *once]
+    alone, decodes = ["local"] * 2, ["local"] * 3  # batches of up to four of the longest
+    assert [task.exchange for task in once] == [*alone, *decodes, *SHARED, *SHARED, *["ring_q"] * 3]
+    assert [task.batch for task in once[2:5] if isinstance(task, DecodeTask)] == [1, 2, 4]
+    for task in tasks[:2]:
+        profile = profile.with_prefill(prefill(task.new_tokens, task.cached_tokens, 1.0, members=1, exchange="local"))
+    assert all_missing(profile, {1, 2}, prompts, ROOM, 2) == tasks[2:]
+    assert len(all_missing(profile, {1, 2}, prompts, ROOM, 3)) == 3 * len(once) - 2
+
+
+def test_decodes_are_measured_behind_as_many_tokens_as_there_is_room_for() -> None:
+    prompts = [(100, 0), (1000, 0), (8000, 0)]
+
+    def decodes(members: int, room: Room) -> list[tuple[int, int]]:
+        found = all_missing(Profile(subject=SUBJECT), {members}, prompts, room, 1)
+        return [(task.batch, task.context_tokens) for task in found if isinstance(task, DecodeTask)]
+
+    whole = [(1, 100), (1, 1000), (1, 8000), (2, 100), (2, 1000), (2, 8000), (4, 100), (4, 1000), (4, 8000)]
+    assert decodes(1, ROOM) == [*whole, (8, 100), (8, 1000)]
+    assert {context for _, context in decodes(2, ROOM)} == {512, 1000, 8000}  # of which each member has a block
+    assert (1, 4080) in decodes(1, msgspec.structs.replace(ROOM, max_model_len=4096))
+    assert (4, 1000) not in decodes(1, msgspec.structs.replace(ROOM, num_blocks=15))

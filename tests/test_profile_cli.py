@@ -49,24 +49,26 @@ class Machine(FakeLLM):
         self.num_instances = int(self.arguments["parallel"].partition("x")[0])
         limits = SimpleNamespace(max_num_batched_tokens=STEP)
         self.engine = SimpleNamespace(
-            config=SimpleNamespace(block_size=8, num_instances=self.num_instances, limits=limits)
+            config=SimpleNamespace(block_size=8, num_blocks=1000, num_instances=self.num_instances, limits=limits)
         )
-        self.num_others = 0
+        self.num_sharing = 1
         self.policy: dict[str, str] = {}
         self.prompts: list[list[int]] = []
 
     def set_policy(self, policy: str, options: dict[str, str]) -> None:
         assert policy in ("context", "chunked")
-        self.num_others = self.num_instances - 1 if policy == "chunked" else 0
+        self.num_sharing = self.num_instances if policy == "context" else 1
         self.policy = options
 
-    def generate(self, prompt: Any, params: Any, *, use_tqdm: bool) -> list[object]:
+    def generate(self, prompts: Any, params: Any, *, use_tqdm: bool) -> list[object]:
         del use_tqdm
-        if isinstance(prompt[0], list):
-            if not isinstance(params, list):
-                assert params.max_tokens == 1 and len(prompt) == 1, "all are to be on one instance"
-                return self.generate(prompt[0], params, use_tqdm=False)
-            return self._decode(prompt, params)
+        if isinstance(params, list):
+            return self._decode(prompts, params)
+        assert params.max_tokens == 1
+        assert len(prompts) in (1, self.num_instances // self.num_sharing), "one for everybody, or all for one"
+        return [self._prefill(prompt) for prompt in prompts]
+
+    def _prefill(self, prompt: list[int]) -> object:
         if "fractions" in self.policy and len(prompt) == self.failure_in_chains_of:
             raise KeyboardInterrupt
         if self.failure_after == sum(len(one.prompts) for one in self.started):
@@ -74,18 +76,19 @@ class Machine(FakeLLM):
         cached = max((len(p) for p in self.prompts if self.cached and prompt[: len(p)] == p), default=0)
         self.prompts.append(prompt)
         per_token = 2e-3 if self.policy.get("exchange") == "ring_q" else 1e-3
-        ttft_s = per_token * (len(prompt) - cached) / self.num_instances
+        ttft_s = per_token * (len(prompt) - cached) / self.num_sharing
         if "fractions" in self.policy:
             pieces = map(float, self.policy["fractions"].split(","))
             ttft_s = per_token * len(prompt) * max(piece * cost for piece, cost in zip(pieces, (2, 6), strict=True))
-        return [SimpleNamespace(metrics=SimpleNamespace(ttft_s=ttft_s, num_cached_tokens=cached))]
+        return SimpleNamespace(metrics=SimpleNamespace(ttft_s=ttft_s, num_cached_tokens=cached))
 
     def _decode(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[object]:
         """5 ms, and for each request 1 ms and 10 us per token; until all have started, nonsense.
 
         Meanwhile each other instance computes a prompt of a full step, as far as prompts may be so long.
         """
-        batch = len(prompts) - self.num_others
+        num_others = self.num_instances // self.num_sharing - 1
+        batch = len(prompts) - num_others
         decoding, others = prompts[:batch], prompts[batch:]
         assert all(prompt in self.prompts for prompt in decoding), "their KV was computed before"
         assert not any(prompt in self.prompts for prompt in others), "theirs was not"
@@ -97,7 +100,7 @@ class Machine(FakeLLM):
         gap_s = 5e-3 + sum(1e-3 + 1e-5 * len(prompt) for prompt in decoding)
         tbt_s = [*[9.0] * batch, *[gap_s] * (num_tokens - batch - 1)]
         last = [9.0, *[gap_s] * (num_tokens - 2)]
-        times = [*[tbt_s] * (batch - 1), last, *[[]] * len(others)]
+        times = [*[tbt_s] * (batch - 1), last, *[[]] * num_others]
         return [
             SimpleNamespace(metrics=SimpleNamespace(arrival_s=0.0, ttft_s=1.0 + place, tbt_s=gaps))
             for place, gaps in enumerate(times)
@@ -131,9 +134,11 @@ def stored() -> Profile:
     return found
 
 
-def test_groups_are_measured_with_every_exchange_and_one_instance_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_groups_are_measured_with_every_exchange_and_one_instance_among_others(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert run("profile", "m", "--parallel", "3", "--repeats", "2", "--threads-per-rank", "1", "--json", *LENGTHS) == 0
-    assert [one.arguments["parallel"] for one in Machine.started] == ["3", "2", "1"]
+    assert [one.arguments["parallel"] for one in Machine.started] == ["3", "2"], "what one does is timed while all do"
     assert {one.arguments["threads_per_rank"] for one in Machine.started} == {1}
     assert all(one.closed for one in Machine.started)
     profile = stored()

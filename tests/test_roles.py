@@ -98,6 +98,7 @@ def test_groups_that_grow_at_random(seed: int) -> None:
         for _ in range(draw.choice((0, 5, 30))):
             if cluster.engine.has_unfinished:
                 cluster.step(draw.choice((None, 0.0)))
+            check_sources(cluster)
             if draw.random() < 0.03:
                 cluster.engine.finish(draw.choice(requests), "abort")
         if draw.random() < 0.1:
@@ -107,6 +108,16 @@ def test_groups_that_grow_at_random(seed: int) -> None:
         expected = cluster.expected_output(request)
         aborted = request.finish_reason == "abort"
         assert request.output == (expected[: len(request.output)] if aborted else expected)
+
+
+def check_sources(cluster: Cluster) -> None:
+    """Who sends is kept with each transfer: those that move from it, that hold what is unsent, that will hold more."""
+    for request in cluster.requests:
+        if (transfer := cluster.transfer_of(request.id)) is not None:
+            moving, table = set(transfer.moves.values()), request.table
+            unsent = {table[i].instance for i in range(transfer.num_shared, len(table)) if i not in transfer.sent}
+            to_come = set(request.keepers) if len(table) < transfer.num_blocks else set()
+            assert (transfer.busy, transfer.sources) == (moving, moving | unsent | to_come)
 
 
 # ---------------------------------------------------------------- where requests go

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan.core.running import Running
+from longspan.core.teams import teams_of
 
 OPTIONS = [{}, {"threshold": "20"}, {"threshold": "20", "exchange": "chain"}, {"threshold": "20", "rotate": "token"}]
 
@@ -53,13 +54,14 @@ def check(cluster: Cluster) -> None:
     assert list(view.running) == running and len(view.running) == len(running)
     assert list(view.waiting) == [request for request in live if not request.group and not request.must_wait]
     assert set(view.running.shared) == {request for request in running if len(request.group) > 1}
-    assert set(view.running.shared_groups) == {r.group for r in running if len(r.group) > 1}
+    assert list(view.running.teams) == teams_of(request.group for request in running if len(request.group) > 1)
     for group in ({0}, {1, 2}, {0, 1, 2}):
         assert set(view.running.within(group)) == {request for request in running if group.issuperset(request.group)}
     fresh = Running.of(running, 3)
     for instance in range(3):
         assert set(view.running.on(instance)) == {request for request in running if instance in request.group}
-        assert view.running.due(instance) == fresh.due(instance)
+    assert view.running.due_tokens == fresh.due_tokens
+    assert view.running.due_blocks == fresh.due_blocks
     assert set(view.running.occupied) == {instance for request in running for instance in request.group}
     steps = list(engine._steps._sent.values())
     num_in_flight = [sum(instance in forward.instances for forward in steps) for instance in range(3)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from typing import Any
 
@@ -257,3 +258,15 @@ def test_the_numbers_are_those_of_the_requests() -> None:
 def test_the_longest_queue_is_told() -> None:
     asked = [Arrival(due_s=0.0, prompt=prompt_of(place, 128), output_len=1) for place in range(5)]
     assert run(asked).max_queue == 3, "with a step in flight and one behind it"
+
+
+def test_only_a_simulation_that_runs_keeps_garbage_from_being_searched_for() -> None:
+    def finished(_: int) -> None:
+        assert gc.get_freeze_count() > before
+        raise KeyboardInterrupt
+
+    before = gc.get_freeze_count()
+    asked = [Arrival(due_s=0.0, prompt=prompt_of(0, 20), output_len=2)]
+    with pytest.raises(KeyboardInterrupt):
+        run(asked, watch=Watch(finished=finished))
+    assert gc.get_freeze_count() <= before

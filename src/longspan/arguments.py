@@ -172,14 +172,18 @@ def unpacked(
     kind: Callable[ParametersT, ValueT],
 ) -> Callable[[Callable[[SelfT, ValueT], None]], Callable[Concatenate[SelfT, ParametersT], None]]:
     """Lets a method that takes a `kind` be called with what makes one."""
+    signature = inspect.signature(kind)
 
     def unpack(method: Callable[[SelfT, ValueT], None]) -> Callable[Concatenate[SelfT, ParametersT], None]:
         @wraps(method)
         def taking_all(self: SelfT, /, *args: ParametersT.args, **kwargs: ParametersT.kwargs) -> None:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{type(self).__name__}() {error}") from None  # and not of `kind`, which nobody called
             method(self, kind(*args, **kwargs))
 
         itself = next(iter(inspect.signature(method).parameters.values()))
-        signature = inspect.signature(kind)
         shown = signature.replace(parameters=[itself, *signature.parameters.values()], return_annotation=None)
         taking_all.__signature__ = shown  # type: ignore[attr-defined]  # read by inspect
         return taking_all

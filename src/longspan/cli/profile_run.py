@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
 from tqdm import tqdm
 
 from longspan.core.sampling import SamplingParams
@@ -15,11 +15,11 @@ from longspan.cost.profile import Decode, Prefill, Profile
 from longspan.cost.profile_plan import (
     DECODE_STEPS,
     DecodeTask,
+    Room,
     Task,
+    all_missing,
     default_lengths,
     kinds_of_links,
-    missing,
-    missing_decodes,
     prompts_of,
 )
 
@@ -36,7 +36,7 @@ _WARM_UP_TOKENS = 256
 def measure(start: Start, most_members: int, lengths: Sequence[int] | None, repeats: int) -> Profile:
     """The profile of this machine, with everything measured that it lacked of groups of 1 to `most_members`.
 
-    Everything is saved once it is measured.
+    What one instance does is timed while all do the same. Everything is saved once it is measured.
 
     Raises:
         ValueError: for lengths that are no prompts of the model, or a stored profile that cannot be read.
@@ -46,16 +46,16 @@ def measure(start: Start, most_members: int, lengths: Sequence[int] | None, repe
 
     profile: Profile | None = None
     prompts: list[tuple[int, int]] = []
-    most_tokens = 0
-    for members in range(most_members, 0, -1):
-        sizes = {members, 1} if members == most_members else {members}
-        if profile is not None and not _left(profile, members, sizes, prompts, most_tokens, repeats):
+    room: Room | None = None
+    for members in [most_members, *range(most_members - 1, 1, -1)]:
+        sizes = {1, members} if members == most_members else {members}
+        if profile is not None and room is not None and not all_missing(profile, sizes, prompts, room, repeats):
             continue
         with start(members) as llm:
-            if profile is None:
+            if profile is None or room is None:
                 profile = load_profile(llm.subject) or Profile(subject=llm.subject)
-                prompts, most_tokens = _prompts(lengths, llm.max_model_len), llm.max_model_len
-            left = _left(profile, members, sizes, prompts, most_tokens, repeats)
+                prompts, room = _prompts(lengths, llm.max_model_len), _room(llm)
+            left = all_missing(profile, sizes, prompts, room, repeats)
             if left:
                 _warm_up(llm, members)
             for task in _shown(left, members):
@@ -65,18 +65,9 @@ def measure(start: Start, most_members: int, lengths: Sequence[int] | None, repe
     return profile
 
 
-def _left(
-    profile: Profile,
-    members: int,
-    decoding: Collection[int],
-    prompts: Sequence[tuple[int, int]],
-    most_tokens: int,
-    repeats: int,
-) -> list[Task | DecodeTask]:
-    """What is to be measured of prefills in groups of so many, and of decodes in groups of the sizes `decoding`."""
-    whole = [new for new, cached in prompts if not cached]
-    decodes = (missing_decodes(profile, size, whole, most_tokens, repeats) for size in sorted(decoding))
-    return [*missing(profile, members, prompts, repeats), *chain.from_iterable(decodes)]
+def _room(llm: LLM) -> Room:
+    config = llm.engine.config
+    return Room(max_model_len=llm.max_model_len, block_size=config.block_size, num_blocks=config.num_blocks)
 
 
 def measure_links(profile: Profile, num_ranks: int) -> Profile:
@@ -107,15 +98,14 @@ def _shown(tasks: Sequence[Task | DecodeTask], members: int) -> Iterator[Task | 
 
 
 def _measured(llm: LLM, profile: Profile, task: Task | DecodeTask) -> Profile:
-    """The profile with one more time, of prompts that were not there before."""
-    seed = 1 + profile.num_times + sum(len(decode.seconds) for decode in profile.decodes)
+    """The profile with one more time."""
     if isinstance(task, DecodeTask):
         decode = Decode(
             members=task.members,
             exchange=task.exchange,
             batch=task.batch,
             context_tokens=task.context_tokens,
-            seconds=(_timed_decode(llm, task, seed=seed),),
+            seconds=(_timed_decode(llm, profile, task),),
         )
         return profile.with_decode(decode)
     prefill = Prefill(
@@ -123,19 +113,22 @@ def _measured(llm: LLM, profile: Profile, task: Task | DecodeTask) -> Profile:
         exchange=task.exchange,
         new_tokens=task.new_tokens,
         cached_tokens=task.cached_tokens,
-        seconds=(_timed(llm, task, seed=seed),),
+        seconds=(_timed(llm, task, seed=1 + profile.num_times),),
     )
     return profile.with_prefill(prefill)
 
 
-def _timed_decode(llm: LLM, task: DecodeTask, *, seed: int) -> float:
+def _timed_decode(llm: LLM, profile: Profile, task: DecodeTask) -> float:
     """Median seconds between tokens of random prompts once all decode together.
 
     Their KV is computed before, so that each starts with a single token; dealt prompts still start one after the other.
-    Of one instance, the others compute prompts of a full step meanwhile: all of a host share its memory, and where many
-    requests wait, that is what they do most of the time.
+    Larger batches have the prompts of smaller ones, too, whose KV is still there. Of one instance, the others compute
+    prompts of a full step meanwhile: all of a host share its memory, and where many requests wait, that is what they do
+    most of the time.
     """
-    draw, vocabulary = random.Random(seed), range(llm.info.vocab_size)
+    vocabulary, found = range(llm.info.vocab_size), profile.find_decode(*msgspec.structs.astuple(task))
+    time = 0 if found is None else len(found.seconds)
+    draw = random.Random(f"decodes of {task.members} behind {task.context_tokens} tokens, time {time}")
     prompts = [draw.choices(vocabulary, k=task.context_tokens) for _ in range(task.batch)]
     beside: list[list[int]] = []
     if task.members > 1:
@@ -144,6 +137,7 @@ def _timed_decode(llm: LLM, task: DecodeTask, *, seed: int) -> float:
         llm.set_policy("chunked", {})
         config = llm.engine.config
         full = min(config.limits.max_num_batched_tokens, llm.max_model_len - 1)
+        draw = random.Random(f"beside {len(prompts)} behind {task.context_tokens} tokens, time {time}")
         beside = [draw.choices(vocabulary, k=full) for _ in range(config.num_instances - 1)]
     for prompt in prompts:  # one by one, so that all are on one instance
         llm.generate([prompt], _ONE_TOKEN, use_tqdm=False)
@@ -163,27 +157,33 @@ def _warm_up(llm: LLM, members: int) -> None:
 
 
 def _timed(llm: LLM, task: Task, *, seed: int) -> float:
+    """Of one instance, while all others have such a prompt, too."""
     if task.members > 1:
         llm.set_policy("context", {"exchange": task.exchange, "threshold": "0"})
-    return timed(llm, task.new_tokens, task.cached_tokens, seed=seed)
+        return timed(llm, task.new_tokens, task.cached_tokens, seed=seed)
+    llm.set_policy("chunked", {})
+    everyone = llm.engine.config.num_instances
+    return timed(llm, task.new_tokens, task.cached_tokens, seed=seed, num_prompts=everyone)
 
 
-def timed(llm: LLM, new_tokens: int, cached_tokens: int, *, seed: int) -> float:
-    """Seconds to the first token of a random prompt, whose first `cached_tokens` have been computed before.
+def timed(llm: LLM, new_tokens: int, cached_tokens: int, *, seed: int, num_prompts: int = 1) -> float:
+    """Mean seconds to the first token of random prompts at once, which all have `cached_tokens` computed before.
 
     Raises:
         ValueError: when those did not stay.
         WorkerLostError: when a worker dies.
     """
-    draw = random.Random(seed)
-    prompt = [draw.randrange(llm.info.vocab_size) for _ in range(cached_tokens + new_tokens)]
+    draw, vocabulary = random.Random(seed), range(llm.info.vocab_size)
+    prompts = [draw.choices(vocabulary, k=cached_tokens + new_tokens) for _ in range(num_prompts)]
     if cached_tokens:
-        llm.generate(prompt[:cached_tokens], _ONE_TOKEN, use_tqdm=False)
-    [output] = llm.generate(prompt, _ONE_TOKEN, use_tqdm=False)
-    if cached_tokens and output.metrics.num_cached_tokens < cached_tokens:
-        raise ValueError(
-            f"of {cached_tokens} tokens only {output.metrics.num_cached_tokens} stayed cached: allow more KV memory, "
-            "or give shorter --lengths"
-        )
-    assert output.metrics.ttft_s is not None, "a token was asked for"
-    return output.metrics.ttft_s
+        llm.generate([prompt[:cached_tokens] for prompt in prompts], _ONE_TOKEN, use_tqdm=False)
+    times = []
+    for output in llm.generate(prompts, _ONE_TOKEN, use_tqdm=False):
+        kept = output.metrics.num_cached_tokens
+        if cached_tokens and kept < cached_tokens:
+            raise ValueError(
+                f"of {cached_tokens} tokens only {kept} stayed cached: allow more KV memory, or give shorter --lengths"
+            )
+        assert output.metrics.ttft_s is not None, "a token was asked for"
+        times.append(output.metrics.ttft_s)
+    return statistics.fmean(times)

@@ -17,7 +17,7 @@ from longspan.core.places import Place, places_of_ranks
 from longspan.core.runs import Run
 from longspan.core.steps import Exchange
 from longspan.cost import catalog
-from longspan.cost.channels import Channel, share_of
+from longspan.cost.channels import Channel, Shares, share_of
 from longspan.cost.cluster import Cluster as Devices
 from longspan.cost.cluster import slowest_link
 from longspan.cost.fitted_cost import FittedCost
@@ -147,7 +147,7 @@ def _num_blocks(line: Roofline, scheduling: SchedulingOptions) -> int:
     """What the memory holds beside weights and the activations of a full step."""
     tokens, layer = scheduling.max_num_batched_tokens, line.layer
     share = share_of((Run(0, tokens),), cached=0.0, width=tokens)
-    whole = Channel(exchange="local", group=(0,), shares=(share,), keys=tokens, decode=False)
+    whole = Channel(exchange="local", group=(0,), shares=Shares.of([share]), keys=tokens, decode=False)
     full = memory(layer, whole, tokens)
     block = scheduling.block_size * layer.kv_bytes * layer.model.attention.num_layers
     found = int((_USED_MEMORY * full.capacity - full.used + full.kv) // block)

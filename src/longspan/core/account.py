@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 
 from longspan.core.blocks import BlockPool, Content, Tier
 from longspan.core.request import Request
@@ -107,7 +109,8 @@ class KvAccount:
 
     def extend(self, request: Request, holders: Sequence[int]) -> None:
         """One new block at the end of the request's table per entry of `holders`, on that instance."""
-        request.table += [BlockRef(instance, self._device[instance].allocate()) for instance in holders]
+        for instance, same in groupby(holders):
+            request.table += self._allocate(instance, len(list(same)))
 
     def relocate(self, request: Request, moves: Iterable[tuple[int, int]]) -> tuple[tuple[BlockRef, BlockRef], ...]:
         """New blocks for some places in the request's table, each on the instance named with it.
@@ -117,17 +120,19 @@ class KvAccount:
         copies = []
         for index, instance in moves:
             old = request.table[index]
-            new = request.table[index] = BlockRef(instance, self.pool(instance).allocate())
+            [new] = self._allocate(instance, 1)
+            request.table[index] = new
             request.copying[new] = old
-            self.hold((old,))
-            self.give_back((old,))
             copies.append((old, new))
+        replaced = [old for old, _ in copies]
+        self.hold(replaced)
+        self.give_back(replaced)
         return tuple(copies)
 
-    def settle(self, request: Request, copies: Iterable[tuple[BlockRef, BlockRef]]) -> None:
+    def settle(self, request: Request, copies: Sequence[tuple[BlockRef, BlockRef]]) -> None:
         """Blocks of a request are copied: the old ones are given back, the new ones can be offered."""
-        for old, new in copies:
-            self.let_go((old,))
+        self.let_go([old for old, _ in copies])
+        for _, new in copies:
             del request.copying[new]
         self.publish(request, 0)
 
@@ -145,23 +150,22 @@ class KvAccount:
             return None
         for ref in shared:
             pool.share(ref.block)
-        new = (BlockRef(instance, pool.allocate()) for _ in range(num_blocks - len(shared)))
-        return (*shared, *new), len(shared)
+        return (*shared, *self._allocate(instance, num_blocks - len(shared))), len(shared)
 
     def hold(self, refs: Iterable[BlockRef]) -> None:
         """One more reference to each of these blocks, for a copy under way."""
-        for instance, block in refs:
-            self._device[instance].hold(block)
+        for instance, blocks in _by_instance(refs):
+            self._device[instance].hold(*blocks)
 
     def let_go(self, refs: Iterable[BlockRef]) -> None:
         """The copy is done."""
-        for instance, block in refs:
-            self._device[instance].let_go(block)
+        for instance, blocks in _by_instance(refs):
+            self._device[instance].let_go(*blocks)
 
     def give_back(self, refs: Iterable[BlockRef]) -> None:
-        """One reference to each of these blocks less."""
-        for instance, block in refs:
-            self._device[instance].release(block)
+        """One reference to each of these blocks less, in this order."""
+        for instance, blocks in _by_instance(refs):
+            self._device[instance].release(*blocks)
 
     def hand_over(self, request: Request, blocks: Iterable[BlockRef]) -> None:
         """From now on the request has these blocks, which hold the same; its old ones stay known where they are."""
@@ -181,6 +185,10 @@ class KvAccount:
             self._publish(request, _num_namable(request) // self.block_size)
         self.give_back(reversed(request.table))
         request.table.clear()
+
+    def _allocate(self, instance: int, number: int) -> list[BlockRef]:
+        """New blocks of an instance."""
+        return [tuple.__new__(BlockRef, (instance, block)) for block in self._device[instance].allocate(number)]
 
     def _publish(self, request: Request, index: int) -> None:
         stop = min(_num_namable(request), (index + 1) * self.block_size)
@@ -203,6 +211,12 @@ class KvAccount:
         found = [(self.pool(instance).find_adoptable(parent, tokens), instance) for instance in group]
         (block, length), instance = max(found, key=lambda candidate: candidate[0][1])
         return (BlockRef(instance, block), length) if length else (None, 0)
+
+
+def _by_instance(refs: Iterable[BlockRef]) -> Iterator[tuple[int, list[int]]]:
+    """The blocks of neighbours on one instance, and that instance."""
+    for instance, same in groupby(refs, attrgetter("instance")):
+        yield instance, [block for _, block in same]
 
 
 def _num_namable(request: Request) -> int:

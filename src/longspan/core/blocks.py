@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import heapq
 from array import array
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from operator import neg
 
 ROOT = b""
 """Parent key of a request's first block."""
@@ -52,7 +53,7 @@ class BlockPool:
         self.changes = 0
         self._references = [0] * num_blocks
         self._held: dict[int, int] = {}
-        self._blank = list(range(num_blocks))
+        self._blank = list(range(num_blocks - 1, -1, -1))  # descending
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._content: dict[int, Content] = {}
         self._by_key: dict[bytes, int] = {}
@@ -67,17 +68,21 @@ class BlockPool:
         """How many requests and copies under way hold the block."""
         return self._references[block]
 
-    def allocate(self) -> int:
-        """A blank block with one reference. The caller has checked `num_free`."""
-        if not self._blank:
+    def allocate(self, number: int) -> list[int]:
+        """Blank blocks with one reference each. The caller has checked `num_free`."""
+        num_left = max(0, len(self._blank) - number)
+        found = self._blank[num_left:]
+        found.reverse()
+        del self._blank[num_left:]
+        while len(found) < number:
             assert self._cached, "allocation beyond the free blocks"
             oldest, _ = self._cached.popitem(last=False)
             self._forget(oldest)
-            heapq.heappush(self._blank, oldest)
-        block = heapq.heappop(self._blank)
-        self._references[block] = 1
+            found.append(oldest)
+        for block in found:
+            self._references[block] = 1
         self.changes += 1
-        return block
+        return found
 
     def share(self, block: int) -> None:
         """One more reference to a block whose content is known."""
@@ -86,19 +91,22 @@ class BlockPool:
         self._references[block] += 1
         self.changes += 1
 
-    def hold(self, block: int) -> None:
-        """One more reference to a block that has one, for a copy under way."""
-        assert self._references[block] > 0, "only blocks in use are held"
-        self._references[block] += 1
-        self._held[block] = self._held.get(block, 0) + 1
+    def hold(self, *blocks: int) -> None:
+        """One more reference to blocks that have one, for a copy of each under way."""
+        references, held = self._references, self._held
+        for block in blocks:
+            assert references[block] > 0, "only blocks in use are held"
+            references[block] += 1
+            held[block] = held.get(block, 0) + 1
         self.changes += 1
 
-    def let_go(self, block: int) -> None:
-        """A copy is done."""
-        num_held = self._held.pop(block) - 1
-        if num_held:
-            self._held[block] = num_held
-        self.release(block)
+    def let_go(self, *blocks: int) -> None:
+        """A copy of each of these is done."""
+        for block in blocks:
+            num_held = self._held.pop(block) - 1
+            if num_held:
+                self._held[block] = num_held
+        self.release(*blocks)
 
     @property
     def num_leaving(self) -> int:
@@ -113,17 +121,31 @@ class BlockPool:
         self._references[block] = 1
         self.changes += 1
 
-    def release(self, block: int) -> None:
-        """One reference less."""
-        assert self._references[block] > 0, "a block is released once per reference"
-        self._references[block] -= 1
+    def release(self, *blocks: int) -> None:
+        """One reference less to each, in this order."""
+        references, content, blank = self._references, self._content, list[int]()
+        for block in blocks:
+            assert references[block] > 0, "a block is released once per reference"
+            references[block] -= 1
+            if references[block]:
+                continue
+            if block in content:
+                self._cached[block] = None
+            else:
+                blank.append(block)
+        if blank:
+            self._put_back(sorted(blank, reverse=True))
         self.changes += 1
-        if self._references[block]:
-            return
-        if block in self._content:
-            self._cached[block] = None
+
+    def _put_back(self, blocks: list[int]) -> None:
+        """Descending blocks are blank. Mostly no other blank one lies between them: they were allocated together."""
+        blank = self._blank
+        place = bisect_left(blank, -blocks[0], key=neg)
+        if place == len(blank) or blank[place] < blocks[-1]:
+            blank[place:place] = blocks
         else:
-            heapq.heappush(self._blank, block)
+            for block in blocks:
+                insort(blank, block, key=neg)
 
     def publish(self, block: int, content: Content) -> None:
         """Offers a block's content for reuse. Of two blocks with the same content the first stays the one offered."""

@@ -195,6 +195,8 @@ class Engine:
 
     def _hand_over(self) -> bool:
         """Sends KV that waits and can be sent, and tells whether a request goes on elsewhere, where all has arrived."""
+        if not self._transfers.stirred:
+            return False
         self._send_waiting()
         if not (arrived := self._transfers.arrived()):
             return False
@@ -215,7 +217,8 @@ class Engine:
             if share.hit is not None:
                 self._admit(share)
         for share in shares:
-            self.account.extend(share.request, share.holders)
+            if share.holders:
+                self.account.extend(share.request, share.holders)
         if any(share.target is not None for share in shares):
             self._send_waiting()  # what is cached can go before the rest is computed
         for batch in batches:
@@ -332,12 +335,16 @@ class Engine:
         if not self._transfers.is_move(done.number):
             self._steps.complete(done)
             return
-        self.bytes_sent.update(done.bytes_sent)
+        self._count_bytes(done)
         self._transfers.moved(done.number)
+
+    def _count_bytes(self, done: Completion) -> None:
+        for what, number in done.bytes_sent.items():
+            self.bytes_sent[what] += number
 
     def _complete(self, forward: Forward, done: Completion) -> list[Request]:
         self._end(forward)
-        self.bytes_sent.update(done.bytes_sent)
+        self._count_bytes(done)
         self._transfers.computed(forward)
         for move in forward.balances:
             self.account.settle(self._requests[move.request_id], move.copies)

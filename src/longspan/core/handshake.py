@@ -36,6 +36,8 @@ class Transfer:
         sent: places of blocks that are sent.
         moves: the sources of those in flight, by number.
         num_arrived: blocks that are there.
+        busy: instances that it moves from now.
+        sources: instances that send any of it, or still have to: each can use one backend.
     """
 
     request: Request
@@ -51,41 +53,53 @@ class Transfer:
     sent: set[int] = field(default_factory=set)
     moves: dict[int, int] = field(default_factory=dict)
     num_arrived: int = 0
+    busy: set[int] = field(default_factory=set)
+    sources: set[int] = field(default_factory=set)
 
     @property
     def is_there(self) -> bool:
         """Whether the target has all of it."""
         return bool(self.blocks) and self.num_shared + self.num_arrived == self.num_blocks
 
-    @property
-    def busy(self) -> set[int]:
-        """Instances that it moves from now."""
-        return set(self.moves.values())
-
-    @property
-    def sources(self) -> set[int]:
-        """Instances that send any of it, or still have to: each can use one backend."""
-        found = self.busy
-        found.update([instance for instance, number in self.unsent.items() if number])
-        if self.num_placed < self.num_blocks:
-            found.update(self.request.keepers)  # of what is not computed yet
-        return found
-
     def can_send(self, source: int) -> bool:
         """Whether there is a backend for this source: a free one, or if each source has its own, the one that takes a
         move from there already: they follow each other.
         """
-        busy = self.busy
-        return self.backends >= len(self.sources) if source in busy else self.backends > len(busy)
+        if source in self.busy:
+            return self.backends >= len(self.sources)
+        return self.backends > len(self.busy)
 
     def table_changed(self, part: Part | None = None) -> None:
-        """Counts what is still to be sent: of a part only its new blocks, if it does not tell the whole table."""
+        """Counts what is still to be sent, after a change of the request's table or group: of a part only its new
+        blocks, if it does not tell the whole table.
+        """
         table, first = self.request.table, 0 if part is None else part.first_block
         if not first:
             self.unsent.clear()
         self.num_placed = len(table)
         new = range(max(first, self.num_shared), len(table))
         self.unsent.update(table[index].instance for index in new if index not in self.sent)
+        self._count()
+
+    def begin(self, number: int, source: int, indices: Collection[int]) -> None:
+        """A move of these places in the table is sent."""
+        self.moves[number] = source
+        self.sent.update(indices)
+        self.unsent[source] -= len(indices)
+        self._count()
+
+    def end(self, number: int) -> int:
+        """A move is done; returns the instance that sent it."""
+        source = self.moves.pop(number)
+        self._count()
+        return source
+
+    def _count(self) -> None:
+        """Moves, what is unsent, or the group have changed."""
+        self.busy = set(self.moves.values())
+        self.sources = self.busy.union([instance for instance, number in self.unsent.items() if number])
+        if self.num_placed < self.num_blocks:
+            self.sources.update(self.request.keepers)  # of what is not computed yet
 
     def withdrawn(self) -> Transfer:
         """The same with nothing on the target: all that is computed waits to be sent again."""
@@ -173,8 +187,8 @@ class Handshakes:
         found = []
         for target, transfers in self._order.items():
             for transfer in transfers.values():
-                if transfer.backends:
-                    self._set_backends(transfer, min(transfer.backends, len(transfer.sources)))
+                if transfer.backends > len(transfer.sources):
+                    self._set_backends(transfer, len(transfer.sources))
             if self._taken[target] < self._backends:
                 self._reserve(target, transfers.values())
             found += [transfer for transfer in transfers.values() if transfer.backends]

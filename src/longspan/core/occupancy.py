@@ -9,10 +9,9 @@ class Occupancy:
     """Counts steps in flight per instance; with `most` of them an instance is full."""
 
     def __init__(self, num_instances: int, *, most: int) -> None:
-        self.busy: set[int] = set()
-        self.full: set[int] = set()
-        self._num_instances, self._most = num_instances, most
-        self._num_in_flight = [0] * num_instances
+        self._num_instances = num_instances
+        self._having: list[set[int]] = [set() for _ in range(most)]  # at place n: who has more than n steps in flight
+        self.busy, self.full = self._having[0], self._having[-1]
         self._busy_s, self._busy_since_s = [0.0] * num_instances, [0.0] * num_instances
 
     @property
@@ -22,24 +21,25 @@ class Occupancy:
 
     def begin(self, instances: Iterable[int], now_s: float) -> None:
         """A step was sent to these."""
-        for i in instances:
-            if not self._num_in_flight[i]:
-                self._busy_since_s[i] = now_s
-                self.busy.add(i)
-            self._num_in_flight[i] += 1
-            if self._num_in_flight[i] >= self._most:
-                self.full.add(i)
+        joining = set(instances)
+        for i in joining - self.busy:
+            self._busy_since_s[i] = now_s
+        for having in self._having:
+            already = joining & having
+            having.update(joining)
+            joining = already
 
     def end(self, instances: Iterable[int], now_s: float) -> None:
         """A step of these is over."""
-        for i in instances:
-            self._num_in_flight[i] -= 1
-            self.full.discard(i)
-            if not self._num_in_flight[i]:
-                self._busy_s[i] += now_s - self._busy_since_s[i]
-                self.busy.discard(i)
+        leaving = set(instances)
+        for having in reversed(self._having):
+            last = leaving & having
+            having.difference_update(last)
+            leaving -= last
+        for i in last:
+            self._busy_s[i] += now_s - self._busy_since_s[i]
 
     def busy_s(self, now_s: float) -> list[float]:
         """Seconds in which each instance had a step to run."""
-        since = zip(self._num_in_flight, self._busy_s, self._busy_since_s, strict=True)
-        return [done + (now_s - begun if steps else 0.0) for steps, done, begun in since]
+        since = enumerate(zip(self._busy_s, self._busy_since_s, strict=True))
+        return [done + (now_s - begun if i in self.busy else 0.0) for i, (done, begun) in since]

@@ -13,11 +13,16 @@ from longspan.core.steps import Completion, Forward
 
 
 class StepOrder:
-    """The steps that were sent, and those of their completions that must wait for earlier ones."""
+    """The steps that were sent, and those of their completions that must wait for earlier ones.
+
+    A step waits for the latest that was sent before it to each of its instances: that one waits for those before it.
+    """
 
     def __init__(self) -> None:
         self._sent: dict[int, Forward] = {}
-        self._queues: defaultdict[int, deque[int]] = defaultdict(deque)  # of each instance, without those ready
+        self._latest: dict[int, int] = {}  # of each instance
+        self._before: dict[int, set[int]] = {}  # of each step that is not ready: those it waits for
+        self._after: defaultdict[int, list[int]] = defaultdict(list)  # of such a step: those that wait for it
         self._early: dict[int, Completion] = {}
         self._ready: deque[Completion] = deque()
 
@@ -26,9 +31,13 @@ class StepOrder:
 
     def send(self, forward: Forward) -> None:
         """A step with the highest number so far."""
-        self._sent[forward.number] = forward
-        for instance in forward.instances:
-            self._queues[instance].append(forward.number)
+        number, instances = forward.number, forward.instances
+        before = self._before.keys() & map(self._latest.get, instances)
+        for earlier in before:
+            self._after[earlier].append(number)
+        self._latest.update(dict.fromkeys(instances, number))
+        self._before[number] = before
+        self._sent[number] = forward
 
     def complete(self, done: Completion) -> None:
         """What `take` gives from now on: all completions that wait for no earlier step on one of their instances."""
@@ -36,16 +45,13 @@ class StepOrder:
         candidates = [done.number]
         while candidates:
             number = heapq.heappop(candidates)
-            if number not in self._early:
-                continue
-            queues = [self._queues[instance] for instance in self._sent[number].instances]
-            if any(queue[0] != number for queue in queues):
+            if number not in self._early or self._before[number]:
                 continue
             self._ready.append(self._early.pop(number))
-            for queue in queues:
-                queue.popleft()
-                if queue:
-                    heapq.heappush(candidates, queue[0])
+            del self._before[number]
+            for later in self._after.pop(number, ()):
+                self._before[later].remove(number)
+                heapq.heappush(candidates, later)
 
     @property
     def has_ready(self) -> bool:
@@ -61,7 +67,9 @@ class StepOrder:
         """Forgets everything; the steps that were not over."""
         steps = list(self._sent.values())
         self._sent.clear()
-        self._queues.clear()
+        self._latest.clear()
+        self._before.clear()
+        self._after.clear()
         self._early.clear()
         self._ready.clear()
         return steps

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import compress
+
 from longspan.core.protocols import Share
 from longspan.core.request import Request
 from longspan.core.steps import UNKNOWN, Part, Sample
@@ -20,7 +22,7 @@ def make_part(share: Share, eos_token_ids: tuple[int, ...]) -> Part:
     request.group, request.rotation, request.keeper = share.group, share.rotation, share.keeper
     unknown_on = request.sampler if tokens[-1] == UNKNOWN else None
     first_block, request.sent_blocks = request.sent_blocks, len(request.table)
-    first_output, new_output = _new_output(request)
+    first_output, new_output = _new_output(request) if request.keeps_history else (0, ())
     request.num_scheduled = share.stop
     return Part(
         request_id=request.id,
@@ -45,8 +47,8 @@ def make_part(share: Share, eos_token_ids: tuple[int, ...]) -> Part:
 
 def _sample(share: Share) -> Sample:
     request, position = share.request, share.stop
-    for instance, runs in zip(share.group, share.runs, strict=True):
-        if runs and runs[-1].stop == position:
+    for instance, runs in compress(zip(share.group, share.runs, strict=True), share.runs):
+        if runs[-1].stop == position:
             request.sampler = instance
     return Sample(
         instance=request.sampler,
@@ -56,7 +58,5 @@ def _sample(share: Share) -> Sample:
 
 
 def _new_output(request: Request) -> tuple[int, tuple[int, ...]]:
-    if not request.keeps_history:
-        return 0, ()
     first, request.sent_output = request.sent_output, len(request.output)
     return first, tuple(request.output[first:])

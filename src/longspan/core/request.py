@@ -58,6 +58,7 @@ class Request:
         choice, leader: which of the `n` outputs of a prompt this is; all but the first wait until it has computed the
             prompt, whose KV they share.
         num_prompt: tokens of the prompt.
+        keeps_history: whether ranks must know its output tokens, for penalties or a grammar.
         num_promised: tokens there will be when all steps in flight are done; they can be scheduled already.
         admission: counts admissions; a request that was preempted stands behind those that were not.
         group: the instances that hold its KV, in ring order; empty while it waits. It can shrink, and grow while no
@@ -107,10 +108,14 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_prompt: int = field(init=False)
+    keeps_history: bool = field(init=False)
     _keys: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.prompt)
+        params = self.params
+        penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        self.keeps_history = penalties != (1.0, 0.0, 0.0) or bool(self.grammar)
 
     @property
     def num_known(self) -> int:
@@ -135,13 +140,6 @@ class Request:
         return leader is not None and not leader.output and leader.finish_reason is None
 
     @property
-    def keeps_history(self) -> bool:
-        """Whether ranks must know its output tokens, for penalties or a grammar."""
-        params = self.params
-        penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-        return penalties != (1.0, 0.0, 0.0) or bool(self.grammar)
-
-    @property
     def scores_prompt(self) -> bool:
         """Whether the logprobs of its prompt are still to be reported."""
         return self.params.prompt_logprobs is not None and self.leader is None and not self.output
@@ -151,9 +149,10 @@ class Request:
         num_prompt = self.num_prompt
         if stop <= num_prompt:
             return self.prompt[start:stop]
-        known = tuple(self.output[max(0, start - num_prompt) : stop - num_prompt])
         if start < num_prompt:
-            known = (*self.prompt[start:], *known)
+            known = (*self.prompt[start:], *self.output[: stop - num_prompt])
+        else:
+            known = tuple(self.output[start - num_prompt : stop - num_prompt])
         missing = stop - start - len(known)
         return known + (UNKNOWN,) * missing if missing else known
 

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple, Self
 
 from longspan.core.request import Request
-
-
-class Due(NamedTuple):
-    """What running requests will still ask of one instance.
-
-    Attributes:
-        tokens: to compute there, if the members of a group share evenly.
-        blocks: for the tokens that the requests have.
-    """
-
-    tokens: int
-    blocks: int
+from longspan.core.teams import teams_of
 
 
 class Running:
@@ -33,8 +22,9 @@ class Running:
         self.changes = [0] * num_instances
         self._all: dict[int, Request] = {}
         self._groups: dict[int, tuple[int, ...]] = {}
-        self._alone: list[dict[int, Request]] = [{} for _ in range(num_instances)]
+        self._alone: dict[int, dict[int, Request]] = {}
         self._shared: dict[tuple[int, ...], dict[int, Request]] = {}
+        self._teams: list[frozenset[int]] | None = None  # of `_shared`, while it has the same groups
         self._on: list[dict[int, Request]] = [{} for _ in range(num_instances)]
         self._occupied: set[int] = set()
         self._tokens, self._blocks = [0] * num_instances, [0] * num_instances
@@ -64,9 +54,11 @@ class Running:
         return self._on[instance].values()
 
     @property
-    def shared_groups(self) -> Collection[tuple[int, ...]]:
-        """Of those that several instances have a part in."""
-        return self._shared.keys()
+    def teams(self) -> Sequence[frozenset[int]]:
+        """Of instances that share requests, see `teams_of`; found out once after each change of groups."""
+        if self._teams is None:
+            self._teams = teams_of(self._shared)
+        return self._teams
 
     @property
     def shared(self) -> Iterator[Request]:
@@ -80,19 +72,23 @@ class Running:
 
     def within(self, instances: set[int] | frozenset[int]) -> Iterator[Request]:
         """Those that no other instances have a part in, in no order."""
-        for instance in self._occupied & instances:
+        for instance in self._alone.keys() & instances:
             yield from self._alone[instance].values()
         for group, found in self._shared.items():
             if group[0] in instances and instances.issuperset(group):
                 yield from found.values()
 
-    def due(self, instance: int) -> Due:
-        """What is still asked of an instance; found out once after each change."""
-        for request_id in self._stale:
-            if self._groups.get(request_id):
-                self._ask(request_id, _Ask.of(self._all[request_id]))
-        self._stale.clear()
-        return Due(self._tokens[instance], self._blocks[instance])
+    @property
+    def due_tokens(self) -> Sequence[int]:
+        """What is still to be computed on each instance, if the members of a group share evenly."""
+        self._settle()
+        return self._tokens
+
+    @property
+    def due_blocks(self) -> Sequence[int]:
+        """What is still asked of each instance for the tokens that the requests have."""
+        self._settle()
+        return self._blocks
 
     def join(self, request: Request) -> None:
         """A request was admitted, after all others."""
@@ -125,9 +121,11 @@ class Running:
     def _seat(self, request: Request) -> None:
         group = self._groups[request.id] = request.group
         if len(group) == 1:
-            self._alone[group[0]][request.id] = request
+            self._alone.setdefault(group[0], {})[request.id] = request
         else:
-            self._shared.setdefault(group, {})[request.id] = request
+            if group not in self._shared:
+                self._shared[group], self._teams = {}, None
+            self._shared[group][request.id] = request
         for instance in group:
             self._on[instance][request.id] = request
         self._occupied.update(group)
@@ -141,12 +139,22 @@ class Running:
                 self._occupied.discard(instance)
         if len(group) == 1:
             del self._alone[group[0]][request.id]
+            if not self._alone[group[0]]:
+                del self._alone[group[0]]
         elif group:
             del self._shared[group][request.id]
             if not self._shared[group]:
                 del self._shared[group]
+                self._teams = None
         self._ask(request.id, None)
         self.changed(group, ())
+
+    def _settle(self) -> None:
+        """Finds out what those ask that have changed."""
+        for request_id in self._stale:
+            if self._groups.get(request_id):
+                self._ask(request_id, _Ask.of(self._all[request_id]))
+        self._stale.clear()
 
     def _ask(self, request_id: int, ask: _Ask | None) -> None:
         """What a request asks of its instances from now on."""

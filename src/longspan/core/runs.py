@@ -133,12 +133,13 @@ def deal(
     if body > start and head is not None:
         pieces[head].append((start, body))
     num_blocks = max(0, stop - body) / align
-    for index, (first, last) in enumerate(itertools.pairwise(_cuts(layout, num_blocks, num_members, fractions))):
-        member = index % num_members
-        if layout == "zigzag" and index >= num_members:
-            member = 2 * num_members - 1 - index
-        pieces[member].append((min(stop, body + first * align), min(stop, body + last * align)))
-    return _runs(pieces)
+    cuts = [min(stop, body + cut * align) for cut in _cuts(layout, num_blocks, num_members, fractions)]
+    there_and_back = [*range(num_members), *range(num_members - 1, -1, -1)]
+    members = itertools.cycle(there_and_back if layout == "zigzag" else range(num_members))
+    for member, first, last in zip(members, cuts, cuts[1:], strict=False):
+        if first < last:
+            _append(pieces[member], first, last)
+    return tuple([tuple([Run(first, last) for first, last in member]) for member in pieces])
 
 
 def _cuts(layout: Layout, num_blocks: float, num_members: int, fractions: Sequence[float]) -> list[int]:
@@ -153,19 +154,12 @@ def _cuts(layout: Layout, num_blocks: float, num_members: int, fractions: Sequen
     return [begun * i // num_chunks for i in range(num_chunks + 1)]
 
 
-def _runs(pieces: Sequence[Sequence[tuple[int, int]]]) -> Deal:
-    return tuple([_joined(sorted([(start, stop) for start, stop in member if start < stop])) for member in pieces])
-
-
-def _joined(pieces: Iterable[tuple[int, int]]) -> tuple[Run, ...]:
-    """Runs of ascending pieces, of which those that touch become one."""
-    joined: list[tuple[int, int]] = []
-    for start, stop in pieces:
-        if joined and joined[-1][1] == start:
-            joined[-1] = joined[-1][0], stop
-        else:
-            joined.append((start, stop))
-    return tuple([Run(start, stop) for start, stop in joined])
+def _append(pieces: list[tuple[int, int]], first: int, last: int) -> None:
+    """A piece behind others, joined to the one that it touches."""
+    if pieces and pieces[-1][1] == first:
+        pieces[-1] = pieces[-1][0], last
+    else:
+        pieces.append((first, last))
 
 
 def positions(runs: Iterable[Run]) -> list[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import chain
 
 from longspan.core.account import KvAccount
 from longspan.core.handshake import Handshakes, Transfer
@@ -21,13 +22,16 @@ class Transfers:
 
     Args:
         number: gives the next step's number.
+
+    Attributes:
+        stirred: whether anything has happened by which more could be sent `by_themselves`, or have `arrived`.
     """
 
     def __init__(self, account: KvAccount, handshakes: Handshakes, number: Callable[[], int]) -> None:
         self._account, self._handshakes, self._number = account, handshakes, number
         self._transfers: dict[int, Transfer] = {}
         self._moves: dict[int, tuple[MoveKV, Transfer]] = {}
-        self._stirred = True  # whether anything has happened by which more could be sent, or be there
+        self.stirred = False
 
     @property
     def promised(self) -> Mapping[int, int]:
@@ -54,28 +58,29 @@ class Transfers:
         )
         transfer.table_changed()
         request.target = target
-        self._stirred = True
+        self.stirred = True
         self._transfers[request.id] = transfer
         self._handshakes.shake(transfer)
 
     def streams(self, parts: Sequence[Part]) -> tuple[MoveKV, ...]:
         """Of what these parts of a Forward complete, as far as backends are free."""
-        known = [part for part in parts if part.request_id in self._transfers]
-        for part in known:
-            self._transfers[part.request_id].table_changed(part)
+        if not (transfers := self._transfers):
+            return ()
+        known = [(part, transfers[part.request_id]) for part in parts if part.request_id in transfers]
         if not known:
             return ()
+        for part, transfer in known:
+            transfer.table_changed(part)
         self._handshakes.in_order()
         found = []
-        for part in known:
-            transfer = self._transfers[part.request_id]
+        for part, transfer in known:
             found += self._send(transfer, _to_send(transfer, _completed(part, transfer)))
         return tuple(found)
 
     def by_themselves(self) -> list[MoveKV]:
         """Of what is computed and was not sent, as far as backends are free; first handshakes first."""
         found: list[MoveKV] = []
-        for transfer in self._handshakes.in_order() if self._stirred else ():
+        for transfer in self._handshakes.in_order():
             if transfer.waiting and any(map(transfer.can_send, transfer.sources)):
                 found += self._send(transfer, _to_send(transfer, transfer.waiting))
                 waiting = (index for index in transfer.waiting if index not in transfer.sent)
@@ -84,17 +89,19 @@ class Transfers:
 
     def computed(self, forward: Forward) -> None:
         """A Forward is done: what it completed and did not stream waits."""
+        if not (transfers := self._transfers):
+            return
         for part in forward.parts:
-            if (transfer := self._transfers.get(part.request_id)) is not None:
+            if (transfer := transfers.get(part.request_id)) is not None:
                 transfer.waiting += [i for i in _completed(part, transfer) if i not in transfer.sent]
-                self._stirred = True
+                self.stirred = True
 
     def moved(self, number: int) -> None:
         """A move is done."""
         move, transfer = self._moves.pop(number)
-        self._stirred = True
-        self._account.let_go(ref for pair in move.copies for ref in pair)
-        source = transfer.moves.pop(number)
+        self.stirred = True
+        self._account.let_go(chain(*zip(*move.copies, strict=True)))
+        source = transfer.end(number)
         if self._transfers.get(move.request_id) is transfer:
             transfer.num_arrived += len(move.copies)
         elif source not in transfer.busy:
@@ -105,17 +112,15 @@ class Transfers:
 
         What is there may have been there before it was computed here: also wait for the token that goes on with it.
         """
-        if not self._stirred:
-            return []
         ready = [one for one in self._transfers.values() if one.is_there and one.request.num_known > one.num_tokens]
         for transfer in ready:
             self._end(transfer)
-        self._stirred = bool(ready)
+        self.stirred = bool(ready)
         return [(transfer.request, transfer.target, transfer.blocks) for transfer in ready]
 
     def give_up(self, request: Request) -> None:
         """A request ends, or loses its KV: there is more room for others, too."""
-        self._stirred = True
+        self.stirred = True
         if (transfer := self._transfers.get(request.id)) is not None:
             self._end(transfer)
             self._account.give_back(reversed(transfer.blocks))
@@ -125,8 +130,10 @@ class Transfers:
 
         What was sent is sent again when there is room: its old blocks are kept until the request is handed over.
         """
+        if not self._transfers:
+            return
         for transfer in list(self._handshakes.outgrown(full)):
-            self._stirred = True
+            self.stirred = True
             again = self._transfers[transfer.request.id] = transfer.withdrawn()
             self._handshakes.replace(transfer, again)
             self._account.give_back(reversed(transfer.blocks))
@@ -142,11 +149,9 @@ class Transfers:
                 continue
             copies = tuple((table[index], transfer.blocks[index]) for index in indices)
             move = MoveKV(number=self._number(), request_id=transfer.request.id, copies=copies)
-            self._account.hold(ref for pair in copies for ref in pair)
+            self._account.hold(chain(*zip(*copies, strict=True)))
             self._moves[move.number] = move, transfer
-            transfer.moves[move.number] = source
-            transfer.sent.update(indices)
-            transfer.unsent[source] -= len(indices)
+            transfer.begin(move.number, source, indices)
             found.append(move)
         return found
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from longspan.core.runs import Run
 from longspan.core.steps import Exchange
@@ -42,18 +43,48 @@ class Share:
 
 
 @dataclass(kw_only=True, slots=True)
+class Shares:
+    """A `Share` of each member, in ring order, as columns `[members]`."""
+
+    queries: Sequence[int]
+    pairs: Sequence[float]
+    scores: Sequence[float]
+    held: Sequence[float]
+
+    @classmethod
+    def of(cls, shares: Sequence[Share]) -> Shares:
+        """Those of members one after the other."""
+        return cls(
+            queries=[share.queries for share in shares],
+            pairs=[share.pairs for share in shares],
+            scores=[share.scores for share in shares],
+            held=[share.held for share in shares],
+        )
+
+    def of_member(self, member: int) -> Share:
+        """That of the member at a place of the ring."""
+        return Share(
+            queries=self.queries[member], pairs=self.pairs[member], scores=self.scores[member], held=self.held[member]
+        )
+
+    @property
+    def busiest(self) -> Share:
+        """That with the most pairs, the first of equals."""
+        return self.of_member(self.pairs.index(max(self.pairs)))
+
+
+@dataclass(kw_only=True, slots=True)
 class Channel:
     """The parts of a step that have one group and exchange.
 
     Attributes:
-        shares: one per member, in ring order.
         keys: that all of the parts' queries see together.
         decode: whether all its queries are single tokens, so that a step is a recorded graph without launches.
     """
 
     exchange: Exchange
     group: tuple[int, ...]
-    shares: tuple[Share, ...]
+    shares: Shares
     keys: float
     decode: bool
 
@@ -100,7 +131,7 @@ def chain_share_of(runs: Sequence[Run]) -> Share:
 
 def cached_in_chain(channel: Channel) -> float:
     """Keys of earlier steps. They go to all readers at once, and do not run through the chain."""
-    return max(0.0, channel.shares[0].held - channel.shares[0].queries)
+    return max(0.0, channel.shares.held[0] - channel.shares.queries[0])
 
 
 def attention_s(layer: Layer, share: Share, *, keys: float, pieces: int = 1, head_parts: int = 1) -> float:
@@ -130,7 +161,7 @@ def copies_s(layer: Layer, keys: float) -> float:
 def channel_time(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
     """Of any channel but a chain."""
     if len(channel.group) == 1:
-        return ChannelTime(attention_s=attention_s(layer, channel.shares[0], keys=channel.keys))
+        return ChannelTime(attention_s=attention_s(layer, channel.shares.of_member(0), keys=channel.keys))
     exchange = channel.exchange
     if exchange == "ring_kv":
         return _ring_kv(layer, topology, channel)
@@ -145,47 +176,62 @@ def channel_time(layer: Layer, topology: Topology, channel: Channel) -> ChannelT
 def _ring_kv(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
     """In each hop keys and values travel while those before them are used; the last are not sent on."""
     members = len(channel.group)
-    busiest = _busiest(channel.shares)
+    busiest = channel.shares.busiest
     attended_s = attention_s(layer, busiest, keys=channel.keys, pieces=members)
-    largest = max(share.held for share in channel.shares)
-    sent_s = topology.hop_s(largest * layer.kv_bytes, channel.group)
+    sent_s = topology.hop_s(max(channel.shares.held) * layer.kv_bytes, channel.group)
     return ChannelTime(
         attention_s=attended_s,
         exposed_s=(members - 1) * max(0.0, sent_s - attended_s / members),
-        overhead_s=(members - 1) * (_hop_s(layer, channel) + _merge_s(layer, busiest.queries)),
+        overhead_s=(members - 1) * (_hop_s(layer, channel.decode) + _merge_s(layer, busiest.queries)),
     )
 
 
 def _ring_q(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
     """Queries travel while those before them are used; partial outputs go back at once, which nothing hides."""
-    members, shape, shares = len(channel.group), layer.model.attention, channel.shares
-    asking, holding = [share.queries for share in shares], [share.held for share in shares]
-    queries, most, largest = sum(asking), max(asking), max(holding)
-    part = largest / max(1.0, sum(holding))
+    members, shares = len(channel.group), channel.shares
+    queries, largest = sum(shares.queries), max(shares.held)
+    part = largest / max(1.0, sum(shares.held))
     asked = Share(
         queries=max(1, queries // members),
-        pairs=part * sum([share.pairs for share in shares]),
-        scores=part * sum([share.scores for share in shares]),
+        pairs=part * sum(shares.pairs),
+        scores=part * sum(shares.scores),
         held=largest,
     )
     attended_s = attention_s(layer, asked, keys=part * channel.keys, pieces=members)
-    width = layer.heads * shape.head_dim * layer.chip.bytes_per_element
-    sent_s = topology.hop_s(most * width, channel.group)
-    returned = (queries - queries / members) * (width + 4 * layer.heads)
+    sent_s, returned_s, overhead_s = _queries_s(
+        layer, topology, channel.group, channel.decode, queries, max(shares.queries)
+    )
     return ChannelTime(
         attention_s=attended_s,
-        exposed_s=(members - 1) * max(0.0, sent_s - attended_s / members)
-        + topology.alltoall_s(returned, channel.group),
-        overhead_s=(members - 1) * _hop_s(layer, channel) + members * _merge_s(layer, most),
+        exposed_s=(members - 1) * max(0.0, sent_s - attended_s / members) + returned_s,
+        overhead_s=overhead_s,
+    )
+
+
+@lru_cache(maxsize=2**14)
+def _queries_s(
+    layer: Layer, topology: Topology, group: tuple[int, ...], decode: bool, queries: int, most: int
+) -> tuple[float, float, float]:
+    """What of `ring_q` does not depend on keys, which change with every token that is decoded.
+
+    Returns:
+        The time of sending a member's queries on, that of returning partial outputs, and the overhead.
+    """
+    members = len(group)
+    width = layer.heads * layer.model.attention.head_dim * layer.chip.bytes_per_element
+    returned = (queries - queries / members) * (width + 4 * layer.heads)
+    return (
+        topology.hop_s(most * width, group),
+        topology.alltoall_s(returned, group),
+        (members - 1) * _hop_s(layer, decode) + members * _merge_s(layer, most),
     )
 
 
 def _gather_kv(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
     """Everybody waits until everybody has all keys and values."""
-    largest = max(share.held for share in channel.shares)
     return ChannelTime(
-        attention_s=attention_s(layer, _busiest(channel.shares), keys=channel.keys),
-        exposed_s=topology.gather_s(largest * layer.kv_bytes, channel.group),
+        attention_s=attention_s(layer, channel.shares.busiest, keys=channel.keys),
+        exposed_s=topology.gather_s(max(channel.shares.held) * layer.kv_bytes, channel.group),
         overhead_s=copies_s(layer, channel.keys),
     )
 
@@ -194,13 +240,8 @@ def _by_heads(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime
     """`alltoall` and `gather_hidden`: each member attends with some heads for all tokens."""
     members, shape = len(channel.group), layer.model.attention
     shares = channel.shares
-    every = Share(
-        queries=sum(share.queries for share in shares),
-        pairs=sum(share.pairs for share in shares),
-        scores=sum(share.scores for share in shares),
-        held=channel.keys,
-    )
-    most = max(share.queries for share in shares)
+    every = Share(queries=sum(shares.queries), pairs=sum(shares.pairs), scores=sum(shares.scores), held=channel.keys)
+    most = max(shares.queries)
     element = layer.chip.bytes_per_element
     if channel.exchange == "gather_hidden":
         exposed_s = 2 * topology.gather_s(most * shape.hidden_size * element, channel.group)
@@ -209,8 +250,7 @@ def _by_heads(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime
     else:
         outputs = most * layer.heads * shape.head_dim * element * (members - 1) / members
         kv_heads = max(1.0, layer.kv_heads / members)
-        held = max(share.held for share in shares)
-        keys = held * layer.kv_bytes * kv_heads / layer.kv_heads * (members - 1)
+        keys = max(shares.held) * layer.kv_bytes * kv_heads / layer.kv_heads * (members - 1)
         exposed_s = topology.alltoall_s(outputs + keys, channel.group) + topology.alltoall_s(outputs, channel.group)
     return ChannelTime(
         attention_s=attention_s(layer, every, keys=channel.keys, head_parts=members), exposed_s=exposed_s
@@ -221,14 +261,13 @@ def exchanged_bytes(layer: Layer, channel: Channel) -> float:
     """What all ranks together send for a channel in one layer."""
     shape, members = layer.model.attention, len(channel.group)
     element = layer.chip.bytes_per_element
-    queries = sum(share.queries for share in channel.shares)
-    held = sum(share.held for share in channel.shares)
+    queries, held = sum(channel.shares.queries), sum(channel.shares.held)
     kv_bytes = 2 * shape.num_kv_heads * shape.head_dim * element
     if members == 1:
         return 0.0
     if channel.exchange == "chain":
         cached = cached_in_chain(channel)
-        return kv_bytes * sum(max(share.held, cached) for share in channel.shares[:-1])
+        return kv_bytes * sum(max(held, cached) for held in channel.shares.held[:-1])
     if channel.exchange in ("ring_kv", "gather_kv", "gather_kv_dense"):
         return (members - 1) * kv_bytes * held
     if channel.exchange == "ring_q":
@@ -240,12 +279,8 @@ def exchanged_bytes(layer: Layer, channel: Channel) -> float:
     return 2 * shape.head_dim * element * (shape.num_heads * queries + kv_heads * held) * others
 
 
-def _busiest(shares: Sequence[Share]) -> Share:
-    return max(shares, key=lambda share: share.pairs)
-
-
-def _hop_s(layer: Layer, channel: Channel) -> float:
-    return 0.0 if channel.decode else layer.chip.attention.hop_us * 1e-6
+def _hop_s(layer: Layer, decode: bool) -> float:
+    return 0.0 if decode else layer.chip.attention.hop_us * 1e-6
 
 
 def _merge_s(layer: Layer, queries: float) -> float:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from longspan.core.runs import Run, deal
 from longspan.core.steps import Exchange
-from longspan.cost.channels import Channel, Share, attention_s, chain_share_of, exchanged_bytes, share_of
+from longspan.cost.channels import Channel, Share, Shares, attention_s, chain_share_of, exchanged_bytes, share_of
 from longspan.cost.forward import Breakdown, Roofline
 from longspan.cost.memory import Memory, memory
 from longspan.cost.partition import cut, even, search
@@ -102,7 +102,7 @@ class Prompt:
         return Channel(
             exchange=self.exchange,
             group=self.group,
-            shares=tuple(share.times(self.batch) for share in shares),
+            shares=Shares.of([share.times(self.batch) for share in shares]),
             keys=total * self.batch,
             decode=False,
         )
@@ -135,7 +135,7 @@ def estimate_prefill(
     alone = replace(prompt, exchange="local", group=(0,)).channel(None)
     alone_s = _times(model, alone, batch)[0].total_s
     shape = model.layer.model.attention
-    pairs = sum(share.pairs for share in channel.shares)
+    pairs = sum(channel.shares.pairs)
     flops = (
         2 * model.layer.model.num_parameters * prompt.new * batch
         + 4 * pairs * shape.num_heads * shape.head_dim * shape.num_layers
@@ -179,7 +179,7 @@ def decode_channel(exchange: Exchange, group: tuple[int, ...], length: int, batc
         queries = batch // members + (member < batch % members)
         held = keys / members
         shares.append(Share(queries=queries, pairs=queries * length, scores=queries * length, held=held))
-    return Channel(exchange=exchange, group=group, shares=tuple(shares), keys=keys, decode=True)
+    return Channel(exchange=exchange, group=group, shares=Shares.of(shares), keys=keys, decode=True)
 
 
 def _partition(model: Roofline, prompt: Prompt, fractions: Fractions) -> tuple[int, ...] | None:
@@ -230,7 +230,7 @@ def _levelled(model: Roofline, prompt: Prompt, block: int) -> tuple[int, ...]:
 
 
 def _times(model: Roofline, channel: Channel, batch: int = 1) -> dict[int, Breakdown]:
-    tokens = {instance: share.queries for instance, share in zip(channel.group, channel.shares, strict=True)}
+    tokens = dict(zip(channel.group, channel.shares.queries, strict=True))
     if channel.decode:
         sampled = dict(tokens)
     else:
@@ -242,7 +242,7 @@ def _estimate(
     model: Roofline, channel: Channel, *, phase: Phase, breakdown: Breakdown, lower_bound_s: float, flops: float
 ) -> Estimate:
     layer, shape = model.layer, model.layer.model.attention
-    queries = [share.queries for share in channel.shares]
+    queries = channel.shares.queries
     sums = 1 if layer.model.parallel else 2
     reduced = sums * 2 * (layer.tp - 1) * sum(queries) * shape.hidden_size * layer.chip.bytes_per_element
     seconds = breakdown.total_s

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection
 
 from longspan.core.steps import Exchange, Forward, MoveKV, Part
@@ -16,8 +16,9 @@ class FittedCost:
     """A cost for the simulator: every instance of a part takes as long as the profile says of such a group.
 
     A step is computed as one row of tokens, so it starts once: the largest prefill's start counts, or that of
-    decodes where there is no prefill. Beside a prefill, a decode costs a token of it and its own context. KV moves as
-    quickly as two ranks sent to each other.
+    decodes where there is no prefill. Beside a prefill, a decode costs a token of it and its own context, and the first
+    one of a group its messages: what a group's decode takes to start beyond one instance's. KV moves as quickly as two
+    ranks sent to each other.
 
     Args:
         shape: of the model that was measured.
@@ -67,9 +68,8 @@ class FittedCost:
         return self._link.seconds(most * self._block_bytes / self._tp)
 
     def seconds(self, forward: Forward) -> dict[int, float]:
-        """Seconds of each instance."""
-        starts: defaultdict[int, float] = defaultdict(float)
-        rest: defaultdict[int, float] = defaultdict(float)
+        """See `StepCost`. An instance that only passes a token on takes no time."""
+        starts, rest = dict.fromkeys(forward.instances, 0.0), dict.fromkeys(forward.instances, 0.0)
         prefilling: set[int] = set()
         for part in forward.parts:
             if not self._decodes_in(part):
@@ -79,9 +79,12 @@ class FittedCost:
                 for instance in part.group:
                     starts[instance] = max(starts[instance], fixed)
                     rest[instance] += max(0.0, whole - fixed)
+        decoding: set[tuple[tuple[int, ...], Exchange]] = set()
         for part in forward.parts:
             if self._decodes_in(part):
-                self._add_decode(part, starts, rest, prefilling)
+                is_first = (part.group, part.exchange) not in decoding
+                decoding.add((part.group, part.exchange))
+                self._add_decode(part, starts, rest, prefilling, is_first=is_first)
         found = {instance: starts[instance] + seconds for instance, seconds in rest.items()}
         for move in forward.balances:
             group = next(part.group for part in forward.parts if part.request_id == move.request_id)
@@ -90,13 +93,17 @@ class FittedCost:
             found.update({instance: found[instance] + waiting_s for instance in group})
         return found
 
-    def _add_decode(self, part: Part, starts: dict[int, float], rest: dict[int, float], prefilling: set[int]) -> None:
+    def _add_decode(
+        self, part: Part, starts: dict[int, float], rest: dict[int, float], prefilling: set[int], *, is_first: bool
+    ) -> None:
         fit = self._decodes[len(part.group), part.exchange]
         context_s = fit.context_s * part.start
-        token_s = self._times[1, "local"].fit.token_s
+        beside_s = self._times[1, "local"].fit.token_s + context_s
+        if is_first:
+            beside_s += max(0.0, fit.start_s - self._decodes[1, "local"].start_s)
         for instance in part.group:
             if instance in prefilling:
-                rest[instance] += token_s + context_s
+                rest[instance] += beside_s
             else:
                 starts[instance] = max(starts[instance], fit.start_s)
                 rest[instance] += fit.request_s + context_s

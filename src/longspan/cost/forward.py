@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from longspan.cost.chain import Member, skewed
-from longspan.cost.channels import Channel, ChannelTime, attention_s, cached_in_chain, channel_time, copies_s
+from longspan.cost.channels import Channel, attention_s, cached_in_chain, channel_time, copies_s
 from longspan.cost.layer import Layer
 from longspan.cost.topology import Topology
 
 
 @dataclass(kw_only=True, slots=True)
 class Breakdown:
-    """Seconds of one instance in a forward pass, by what they are spent on.
+    """Seconds of one instance in a forward pass, by what they are spent on. Instances alike share one: write to none.
 
     Attributes:
         linear_s: projections and feed-forward layers.
@@ -24,6 +25,7 @@ class Breakdown:
         exchange_s: messages between instances that nothing hides, and waiting for them.
         launch_s: what the host needs beyond all of that to start all operators.
         head_s: the output head.
+        total_s: all.
     """
 
     linear_s: float = 0.0
@@ -34,11 +36,10 @@ class Breakdown:
     exchange_s: float = 0.0
     launch_s: float = 0.0
     head_s: float = 0.0
+    total_s: float = field(init=False)
 
-    @property
-    def total_s(self) -> float:
-        """All."""
-        return (
+    def __post_init__(self) -> None:
+        self.total_s = (
             self.linear_s
             + self.elementwise_s
             + self.attention_s
@@ -49,14 +50,30 @@ class Breakdown:
             + self.head_s
         )
 
+    def __add__(self, other: Breakdown) -> Breakdown:
+        """Both, one after the other."""
+        return Breakdown(
+            linear_s=self.linear_s + other.linear_s,
+            elementwise_s=self.elementwise_s + other.elementwise_s,
+            attention_s=self.attention_s + other.attention_s,
+            overhead_s=self.overhead_s + other.overhead_s,
+            all_reduce_s=self.all_reduce_s + other.all_reduce_s,
+            exchange_s=self.exchange_s + other.exchange_s,
+            launch_s=self.launch_s + other.launch_s,
+            head_s=self.head_s + other.head_s,
+        )
+
     @property
     def exposed_communication_s(self) -> float:
         """Messages that nothing hides."""
         return self.all_reduce_s + self.exchange_s
 
     def as_dict(self) -> dict[str, float]:
-        """Seconds by name."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
+        """Seconds by name, without the total."""
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.init}
+
+
+_IDLE = Breakdown()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,7 +82,7 @@ class Roofline:
 
     layer: Layer
     topology: Topology
-    _known: dict[tuple[float, float], dict[str, float]] = field(default_factory=dict, repr=False)
+    _known: dict[tuple[float, float], Breakdown] = field(default_factory=dict, repr=False)
 
     def times(
         self, channels: Sequence[Channel], tokens: Mapping[int, float], sampled: Mapping[int, float]
@@ -77,31 +94,46 @@ class Roofline:
             tokens: that each instance computes; those with none do not take part.
             sampled: for how many of them it computes the output head.
         """
-        layer, num_layers = self.layer, self.layer.model.attention.num_layers
-        found = {
-            instance: Breakdown(**self._computed(tokens[instance], sampled.get(instance, 0))) for instance in tokens
-        }
-        launches = dict.fromkeys(tokens, layer.num_launches)
-        chains = []
+        found = dict.fromkeys(tokens, _IDLE)
+        chains: list[Channel] = []
+        starts = self.layer.chip.attention.unfused
         for channel in channels:
+            starts = starts or not channel.decode
             if channel.exchange == "chain" and len(channel.group) > 1:
                 chains.append(channel)
-            else:
-                time = channel_time(layer, self.topology, channel)
-                _add([found[instance] for instance in channel.group], time, num_layers)
-            if extra := self._extra_launches(channel):
-                for instance in channel.group:
-                    launches[instance] += extra
+                continue
+            more = self._exchanged(channel)
+            for instance in channel.group:
+                before = found[instance]
+                found[instance] = more if before is _IDLE else before + more
         for channel in chains:
-            self._chain(channel, found)
-        if layer.chip.attention.unfused or not all(channel.decode for channel in channels):
-            launch_s = num_layers * layer.chip.attention.launch_us * 1e-6
-            for instance, breakdown in found.items():
-                breakdown.launch_s = self._waiting_s(breakdown.total_s, launches[instance] * launch_s)
+            self._chain(channel, found, tokens, sampled)
+        self._compute(found, tokens, sampled)
+        if starts:
+            self._start(found, channels)
         return found
 
-    def _computed(self, tokens: float, sampled: float) -> dict[str, float]:
-        """What does not depend on channels, as fields of `Breakdown`."""
+    def _exchanged(self, channel: Channel) -> Breakdown:
+        """What each member of a channel spends on it."""
+        time, num_layers = channel_time(self.layer, self.topology, channel), self.layer.model.attention.num_layers
+        return Breakdown(
+            attention_s=num_layers * time.attention_s,
+            overhead_s=num_layers * time.overhead_s,
+            exchange_s=num_layers * time.exposed_s,
+        )
+
+    def _compute(self, found: dict[int, Breakdown], tokens: Mapping[int, float], sampled: Mapping[int, float]) -> None:
+        """Adds what does not depend on channels."""
+        alike: dict[tuple[float, float, int], Breakdown] = {}
+        for instance, before in list(found.items()):  # which keeps all of them, so that none has another's id
+            number, asked = tokens[instance], sampled.get(instance, 0)
+            if number or asked:
+                kind = number, asked, id(before)
+                if kind not in alike:
+                    alike[kind] = before + self._computed(number, asked)
+                found[instance] = alike[kind]
+
+    def _computed(self, tokens: float, sampled: float) -> Breakdown:
         key = tokens, sampled
         if key not in self._known:
             layer, shape = self.layer, self.layer.model.attention
@@ -111,31 +143,50 @@ class Roofline:
                 sums = 1 if layer.model.parallel else 2
                 reduced = tokens * shape.hidden_size * layer.chip.bytes_per_element
                 reduced_s = sums * self.topology.all_reduce_s(reduced)
-            self._known[key] = {
-                "linear_s": shape.num_layers * (before.linear_s + behind.linear_s),
-                "elementwise_s": shape.num_layers * (before.elementwise_s + behind.elementwise_s),
-                "all_reduce_s": shape.num_layers * reduced_s,
-                "head_s": layer.head_s(sampled) if sampled else 0.0,
-            }
+            self._known[key] = Breakdown(
+                linear_s=shape.num_layers * (before.linear_s + behind.linear_s),
+                elementwise_s=shape.num_layers * (before.elementwise_s + behind.elementwise_s),
+                all_reduce_s=shape.num_layers * reduced_s,
+                head_s=layer.head_s(sampled) if sampled else 0.0,
+            )
         return self._known[key]
 
-    def _waiting_s(self, device_s: float, host_s: float) -> float:
-        """How much longer it takes since the host has to start everything."""
-        smooth = self.layer.chip.efficiency.host_smooth
-        return float((device_s**smooth + host_s**smooth) ** (1 / smooth)) - device_s
+    def _start(self, found: dict[int, Breakdown], channels: Sequence[Channel]) -> None:
+        """Adds how much longer it takes since the host has to start everything."""
+        chip, extra = self.layer.chip, Counter[int]()
+        for channel in channels:
+            if launches := self._extra_launches(channel):
+                extra.update(dict.fromkeys(channel.group, launches))
+        launch_s = self.layer.model.attention.num_layers * chip.attention.launch_us * 1e-6
+        smooth = chip.efficiency.host_smooth
+        alike: dict[tuple[int, int], Breakdown] = {}
+        for instance, one in list(found.items()):
+            kind = extra[instance], id(one)
+            if kind not in alike:
+                device_s, host_s = one.total_s, (self.layer.num_launches + extra[instance]) * launch_s
+                waiting_s = float((device_s**smooth + host_s**smooth) ** (1 / smooth)) - device_s
+                alike[kind] = one + Breakdown(launch_s=waiting_s)
+            found[instance] = alike[kind]
 
-    def _chain(self, channel: Channel, found: dict[int, Breakdown]) -> None:
+    def _chain(
+        self,
+        channel: Channel,
+        found: dict[int, Breakdown],
+        tokens: Mapping[int, float],
+        sampled: Mapping[int, float],
+    ) -> None:
         """Adds a chain; all else that its members compute comes behind its attention, layer by layer."""
         num_layers = self.layer.model.attention.num_layers
-        members, cached = [], cached_in_chain(channel)
-        for index, (instance, share) in enumerate(zip(channel.group, channel.shares, strict=True)):
-            breakdown = found[instance]
-            attended_s = attention_s(self.layer, share, keys=share.held)
-            copied_s = copies_s(self.layer, share.held) if index else 0.0
-            breakdown.attention_s += num_layers * attended_s
-            breakdown.overhead_s += num_layers * copied_s
+        members, busy_s, cached = [], [], cached_in_chain(channel)
+        for index, instance in enumerate(channel.group):
+            share = channel.shares.of_member(index)
+            attended_s = num_layers * attention_s(self.layer, share, keys=share.held)
+            copied_s = num_layers * copies_s(self.layer, share.held) if index else 0.0
+            found[instance] += Breakdown(attention_s=attended_s, overhead_s=copied_s)
+            whole = found[instance] + self._computed(tokens[instance], sampled.get(instance, 0))
+            busy_s.append(whole.total_s - whole.head_s)
             before_s = self.layer.before(share.queries).total_s
-            rest_s = (breakdown.total_s - breakdown.head_s) / num_layers - before_s
+            rest_s = busy_s[-1] / num_layers - before_s
             sent_s = latency_s = 0.0
             if index + 1 < len(channel.group):
                 receiver = channel.group[index + 1]
@@ -144,21 +195,11 @@ class Roofline:
                 sent_s = self.topology.send_s(new * self.layer.kv_bytes, instance, receiver) - latency_s
             members.append(Member(before_s=before_s, behind_s=rest_s, message_s=sent_s, latency_s=latency_s))
         ends = skewed(members, num_layers, rendezvous=self.layer.chip.attention.rendezvous)
-        for instance, end_s in zip(channel.group, ends, strict=True):
-            breakdown = found[instance]
-            breakdown.exchange_s += max(0.0, end_s - (breakdown.total_s - breakdown.head_s))
+        for instance, end_s, own_s in zip(channel.group, ends, busy_s, strict=True):
+            found[instance] += Breakdown(exchange_s=max(0.0, end_s - own_s))
 
     def _extra_launches(self, channel: Channel) -> int:
         """Unfused code gathers into a list of tensors and joins them, keys and values apart."""
         if len(channel.group) == 1 or not self.layer.chip.attention.unfused:
             return 0
         return 2 * len(channel.group) if channel.exchange in ("gather_kv", "gather_kv_dense") else 2
-
-
-def _add(breakdowns: Iterable[Breakdown], time: ChannelTime, num_layers: int) -> None:
-    attended_s, overhead_s = num_layers * time.attention_s, num_layers * time.overhead_s
-    exposed_s = num_layers * time.exposed_s
-    for breakdown in breakdowns:
-        breakdown.attention_s += attended_s
-        breakdown.overhead_s += overhead_s
-        breakdown.exchange_s += exposed_s

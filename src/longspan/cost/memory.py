@@ -69,12 +69,12 @@ def memory(layer: Layer, channel: Channel, tokens: float) -> Memory:
         tokens: that the busiest instance computes at once.
     """
     shape, attention = layer.model.attention, layer.chip.attention
-    held = max(share.held for share in channel.shares)
+    held = max(channel.shares.held)
     copies = 1
     gathered = len(channel.group) > 1 and channel.exchange in ("gather_kv", "gather_kv_dense", "chain")
     if attention.unfused and gathered:
         held, copies = max(held, channel.keys if channel.exchange != "chain" else 0.0), attention.kv_copies
-    scores = max(share.scores for share in channel.shares) * layer.heads * attention.score_buffer_bytes
+    scores = max(channel.shares.scores) * layer.heads * attention.score_buffer_bytes
     hidden = _HIDDEN_COPIES * tokens * shape.hidden_size * layer.chip.bytes_per_element
     matrices = 4 if layer.model.gated else 2
     wide = matrices * tokens * layer.model.intermediate_size / layer.tp * layer.chip.bytes_per_element

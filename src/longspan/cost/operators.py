@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TypeVar
 
 import numpy as np
@@ -46,7 +46,7 @@ class Chip:
         part = self.efficiency.stream.add
         return self.start_s + num_bytes * stream_byte_s(part * self.device.bytes_per_s, limit)
 
-    @property
+    @cached_property
     def start_s(self) -> float:
         """Of the smallest operator."""
         return self.efficiency.stream.start_us * 1e-6
@@ -89,7 +89,7 @@ class Chip:
         num_bytes = 2 * keys * kv_heads * head_dim * self.bytes_per_element
         return num_bytes / (self.device.bytes_per_s * self.efficiency.linear.memory)
 
-    @property
+    @cached_property
     def _peak(self) -> float:
         return self.device.peak(self.bytes_per_element)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 
 import msgspec
@@ -20,6 +20,15 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
 
 
+class DecodeTask(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests that decode together, to measure once."""
+
+    members: int
+    exchange: Exchange
+    batch: int
+    context_tokens: int
+
+
 SHARED: tuple[Exchange, ...] = ("ring_kv", "ring_q", "alltoall", "gather_kv", "chain")
 """The exchanges of groups that are measured."""
 
@@ -28,6 +37,8 @@ DECODE_BATCHES = (1, 2, 4, 8)
 
 DECODE_STEPS = 8
 """Times between tokens that one measurement takes, once all requests have started."""
+
+_MOST_OF_LONGEST = 4
 
 _PARTIAL_PARTS = (32, 4)
 """Of so many cached tokens, one part in so many is new."""
@@ -47,22 +58,6 @@ def prompts_of(lengths: Iterable[int], max_model_len: int) -> list[tuple[int, in
     return [(n, p) for n, p in dict.fromkeys(chain(((n, 0) for n in every), partial)) if n + p < max_model_len]
 
 
-def missing(profile: Profile, members: int, prompts: Iterable[tuple[int, int]], repeats: int) -> list[Task]:
-    """What is left to measure for groups of so many, in an order in which exchanges take turns: machines drift."""
-    exchanges: tuple[Exchange, ...] = SHARED if members > 1 else ("local",)
-    tasks = []
-    for new, cached in prompts:
-        done = {exchange: profile.find(members, exchange, new, cached) for exchange in exchanges}
-        counts = {exchange: len(found.seconds) if found else 0 for exchange, found in done.items()}
-        tasks += [
-            Task(members=members, exchange=exchange, new_tokens=new, cached_tokens=cached)
-            for repeat in range(repeats)
-            for exchange in exchanges
-            if counts[exchange] <= repeat
-        ]
-    return tasks
-
-
 def kinds_of_links(num_ranks: int) -> set[tuple[TransferKind, int]]:
     """The transfers to measure between so many ranks, and among how many of them each is."""
     kinds: set[tuple[TransferKind, int]] = {("host_copy", 1)}
@@ -71,29 +66,61 @@ def kinds_of_links(num_ranks: int) -> set[tuple[TransferKind, int]]:
     return kinds
 
 
-class DecodeTask(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests that decode together, to measure once."""
+class Room(msgspec.Struct, frozen=True, kw_only=True):
+    """What instances can hold: so many tokens of a request, so many blocks of so many tokens each."""
 
-    members: int
-    exchange: Exchange
-    batch: int
-    context_tokens: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
 
 
-def missing_decodes(
-    profile: Profile, members: int, lengths: Iterable[int], max_model_len: int, repeats: int
-) -> list[DecodeTask]:
-    """What is left to measure of decodes in groups of so many: small and large batches behind the shortest, the middle
-    and the longest of `lengths`, as far as all tokens of a batch are no more than one long request has.
+def all_missing(
+    profile: Profile, sizes: Collection[int], prompts: Sequence[tuple[int, int]], room: Room, repeats: int
+) -> list[Task | DecodeTask]:
+    """What is left to measure of prefills and decodes in groups of these sizes.
+
+    All of it once before anything a second time: what else the machine does for a while spoils one time of each.
     """
-    every = sorted(set(lengths))
-    contexts = sorted({every[0], every[len(every) // 2], every[-1]})
+    whole = [new for new, cached in prompts if not cached]
+    left: list[Task | DecodeTask] = []
+    for times in range(1, repeats + 1):
+        for size in sorted(sizes):
+            left += _missing_prefills(profile, size, prompts, times)
+            left += _missing_decodes(profile, size, whole, room, times)
+    return left
+
+
+def _missing_prefills(profile: Profile, members: int, prompts: Iterable[tuple[int, int]], times: int) -> list[Task]:
+    """The prefills that groups of so many were timed at fewer than so many times."""
+    exchanges: tuple[Exchange, ...] = SHARED if members > 1 else ("local",)
+    tasks = []
+    for new, cached in prompts:
+        for exchange in exchanges:
+            found = profile.find(members, exchange, new, cached)
+            if found is None or len(found.seconds) < times:
+                tasks.append(Task(members=members, exchange=exchange, new_tokens=new, cached_tokens=cached))
+    return tasks
+
+
+def _missing_decodes(
+    profile: Profile, members: int, lengths: Sequence[int], room: Room, times: int
+) -> list[DecodeTask]:
+    """The decodes that groups of so many were timed at fewer than so many times: small and large batches behind the
+    shortest, the middle and the longest of `lengths`, of which each member has a block at least.
+
+    Batches have no more tokens than four of the longest, nor than an instance can hold.
+    """
+    longest = max(1, room.max_model_len - DECODE_BATCHES[-1] - DECODE_STEPS)
+    shortest = members * room.block_size if members > 1 else 1
+    every = sorted({min(longest, max(shortest, length)) for length in lengths})
     exchange: Exchange = "ring_q" if members > 1 else "local"
     tasks = []
     for batch in DECODE_BATCHES:
-        for context in contexts:
+        for context in sorted({every[0], every[len(every) // 2], every[-1]}):
             found = profile.find_decode(members, exchange, batch, context)
-            if batch * (context + batch + DECODE_STEPS) <= max_model_len:
-                task = DecodeTask(members=members, exchange=exchange, batch=batch, context_tokens=context)
-                tasks += [task] * max(0, repeats - (len(found.seconds) if found else 0))
+            is_known = found is not None and len(found.seconds) >= times
+            num_blocks = batch * -(-(context + batch + DECODE_STEPS) // room.block_size)
+            fits = num_blocks <= room.num_blocks and batch * context <= _MOST_OF_LONGEST * every[-1]
+            if fits and not is_known:
+                tasks.append(DecodeTask(members=members, exchange=exchange, batch=batch, context_tokens=context))
     return tasks

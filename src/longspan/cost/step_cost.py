@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import compress
 from typing import Protocol
 
 from longspan.core.fleet import Fleet
 from longspan.core.steps import Exchange, Forward, MoveKV, Part
 from longspan.cost.architecture import Architecture
-from longspan.cost.channels import Channel, Share, chain_share_of, share_of
+from longspan.cost.channels import Channel, Share, Shares, chain_share_of, share_of
 from longspan.cost.cluster import Cluster, rooflines
 from longspan.cost.efficiency import Kernels
 from longspan.cost.forward import Breakdown, Roofline
@@ -125,50 +126,45 @@ class RooflineCost:
         for parts in prompts.values():
             channel = _channel(parts)
             channels.append(channel)
-            for instance, share in zip(channel.group, channel.shares, strict=True):
-                tokens[instance] += share.queries
+            for instance, queries in zip(channel.group, channel.shares.queries, strict=True):
+                tokens[instance] += queries
         times = self._line(forward.parts[0].group[0]).times(channels, tokens, sampled)
         if forward.balances:
             self._wait_for_balances(forward, times)
         return {instance: breakdown.total_s for instance, breakdown in times.items()}
 
-    def _wait_for_balances(self, forward: Forward, times: Mapping[int, Breakdown]) -> None:
+    def _wait_for_balances(self, forward: Forward, times: dict[int, Breakdown]) -> None:
         layers_s = {i: (one.total_s - one.head_s) / self.num_layers for i, one in times.items()}
         for move in forward.balances:
             group = next(part.group for part in forward.parts if part.request_id == move.request_id)
             layer_s = min(layers_s[instance] for instance in group)
             waiting_s = exposed_s(self.move_s(move), layer_s, self.num_layers)
             for instance in group:
-                times[instance].exchange_s += waiting_s
+                times[instance] += Breakdown(exchange_s=waiting_s)
 
 
 class _Decodes:
     """Single tokens of several requests in one group by one exchange."""
 
     def __init__(self, group: tuple[int, ...]) -> None:
-        self._group, members = group, len(group)
-        self._queries, self._seen, self._keys = [0] * members, [0] * members, 0
+        self._group = group
+        self._queries = dict.fromkeys(group, 0)
+        self._seen = dict.fromkeys(group, 0)
 
     def add(self, part: Part) -> int:
         """Counts one; returns the instance that computes it."""
-        member = [bool(runs) for runs in part.runs].index(True)
-        self._queries[member] += 1
-        self._seen[member] += part.stop
-        self._keys += part.stop
-        return self._group[member]
+        instance = next(compress(self._group, part.runs))
+        self._queries[instance] += 1
+        self._seen[instance] += part.stop
+        return instance
 
     def channel(self, exchange: Exchange) -> Channel:
-        group = self._group
-        held = self._keys / len(group)
-        idle = Share(queries=0, pairs=0, scores=0, held=held)
-        shares = tuple(
-            [
-                Share(queries=queries, pairs=seen, scores=seen, held=held) if queries else idle
-                for queries, seen in zip(self._queries, self._seen, strict=True)
-            ]
-        )
+        seen = tuple(self._seen.values())
+        keys = sum(seen)
+        held = (keys / len(seen),) * len(seen)
+        shares = Shares(queries=tuple(self._queries.values()), pairs=seen, scores=seen, held=held)
         exchange = "ring_q" if exchange == "chain" else exchange
-        return Channel(exchange=exchange, group=group, shares=shares, keys=self._keys, decode=True)
+        return Channel(exchange=exchange, group=self._group, shares=shares, keys=keys, decode=True)
 
 
 def _decodes_alone(forward: Forward) -> tuple[int, int, int] | None:
@@ -189,8 +185,8 @@ def _decodes_alone(forward: Forward) -> tuple[int, int, int] | None:
 
 def _find_alone_s(line: Roofline, num_decodes: int, num_keys: int, num_sampled: int) -> float:
     """Of what `_decodes_alone` says."""
-    share = Share(queries=num_decodes, pairs=num_keys, scores=num_keys, held=num_keys)
-    channel = Channel(exchange="local", group=(0,), shares=(share,), keys=num_keys, decode=True)
+    shares = Shares(queries=(num_decodes,), pairs=(num_keys,), scores=(num_keys,), held=(num_keys,))
+    channel = Channel(exchange="local", group=(0,), shares=shares, keys=num_keys, decode=True)
     return line.times([channel], {0: num_decodes}, {0: num_sampled})[0].total_s
 
 
@@ -213,7 +209,7 @@ def _channel(parts: Sequence[Part]) -> Channel:
                 share = share_of(runs, cached=part.start / members, width=part.stop)
             shares[index] = share if len(parts) == 1 else _sum(shares[index], share)
     return Channel(
-        exchange=exchange, group=group, shares=tuple(shares), keys=sum(part.stop for part in parts), decode=False
+        exchange=exchange, group=group, shares=Shares.of(shares), keys=sum(part.stop for part in parts), decode=False
     )
 
 

@@ -6,7 +6,8 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from operator import mul, truediv
 from typing import TypeVar
 
 import numpy as np
@@ -74,20 +75,46 @@ class Times:
     def seconds(self, new_tokens: int, cached_tokens: int = 0) -> float:
         """Of a prefill of so many tokens."""
         fitted = self.fit.seconds(new_tokens, cached_tokens)
-        weight = corrections = 0.0
-        behind, log2 = cached_tokens + 1, math.log2
-        for new, before, seconds, expected in self._expected:
-            distance = log2(new / new_tokens) ** 2 + log2(before / behind) ** 2
-            nearness = 1 / (max(_SAME_PLACE, distance))
-            weight += nearness
-            corrections += nearness * seconds / expected
-        return fitted * corrections / weight if weight else fitted
+        places, measured, expected = self._known
+        if not places.found:
+            return fitted
+        nearness, weight = _nearness(places, new_tokens, cached_tokens)
+        corrections: float = sum(map(truediv, map(mul, nearness, measured), expected))
+        return fitted * corrections / weight
 
     @cached_property
-    def _expected(self) -> list[tuple[int, int, float, float]]:
-        """Of each sample that takes time: new tokens, one more than cached ones, seconds, and what was fitted."""
-        fitted = [(new, cached + 1, seconds, self.fit.seconds(new, cached)) for new, cached, seconds in self.samples]
-        return [sample for sample in fitted if sample[-1]]
+    def _known(self) -> tuple[_Places, tuple[float, ...], tuple[float, ...]]:
+        """Of each sample that takes time: where it lies, seconds, and what was fitted."""
+        fitted = [(new, cached, seconds, self.fit.seconds(new, cached)) for new, cached, seconds in self.samples]
+        known = [sample for sample in fitted if sample[-1]]
+        return (
+            _places(tuple((new, cached) for new, cached, _, _ in known)),
+            tuple(seconds for _, _, seconds, _ in known),
+            tuple(expected for _, _, _, expected in known),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Places:
+    """New and cached tokens of each sample. Fits of samples at the same places share one, so that it stands for them in
+    what is known of it.
+    """
+
+    found: tuple[tuple[int, int], ...]
+
+
+_places = lru_cache(maxsize=256)(_Places)
+
+
+@lru_cache(maxsize=1024)
+def _nearness(places: _Places, new_tokens: int, cached_tokens: int) -> tuple[list[float], float]:
+    """How much each sample weighs for a prefill of so many tokens, and all together."""
+    behind, log2 = cached_tokens + 1, math.log2
+    found = [
+        1 / max(_SAME_PLACE, log2(new / new_tokens) ** 2 + log2((cached + 1) / behind) ** 2)
+        for new, cached in places.found
+    ]
+    return found, sum(found)
 
 
 def fit_times(samples: Sequence[Sample]) -> TimeFit | None:

@@ -51,7 +51,7 @@ def wire(kind: LinkKind, bytes_per_s: float | None = None) -> Wire:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Topology:
     """Instances of `tp` ranks, one after the other on hosts of `gpus_per_host` devices.
 
@@ -66,7 +66,7 @@ class Topology:
     between: Wire
     first_instance: int = 0
     first_device: int = 0
-    _known: dict[tuple[int, ...], int] = field(default_factory=dict, compare=False, repr=False)
+    _known: dict[tuple[int, ...], int] = field(default_factory=dict, repr=False)
 
     def host(self, instance: int) -> int:
         """Of an instance's first rank."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import compress
 from typing import Protocol
 
 from longspan.core.account import PrefixHit
@@ -49,6 +51,8 @@ class Growing:
     @classmethod
     def of(cls, running: Running, groups: Mapping[int, tuple[int, ...]]) -> Growing:
         """Of these requests; those that wait ask for nothing yet."""
+        if not groups:
+            return _NONE_GROWS
         more: Counter[int] = Counter()
         for request_id, group in groups.items():
             request = running.get(request_id)
@@ -65,39 +69,47 @@ class Growing:
 _NONE_GROWS = Growing()
 
 
-@dataclass(kw_only=True, slots=True)
 class Budget:
-    """What is left to give away in the step being planned, per instance.
+    """What is left to give away in the step being planned, per instance; all there is at first.
+
+    Args:
+        instances: that compute.
 
     Attributes:
-        tokens: of the instances that the step is for; all else is known of every instance.
-        load: tokens that running and admitted requests still have to compute there.
-        reserved: free blocks that running requests will need for the tokens they have; admissions leave them alone.
+        tokens: of these; all else is known of every instance.
         claimed, adopted: blocks that admissions of this plan begin with, and those of them that are taken over.
         growing: of requests whose groups are still to grow.
     """
 
-    tokens: dict[int, int]
-    blocks: PerInstance
-    seqs: PerInstance
-    load: PerInstance
-    reserved: PerInstance
-    claimed: set[BlockRef] = field(default_factory=set)
-    adopted: set[BlockRef] = field(default_factory=set)
-    growing: Growing = _NONE_GROWS
+    def __init__(self, view: ClusterView, instances: Iterable[int], growing: Growing = _NONE_GROWS) -> None:
+        self._view = view
+        self.tokens = dict.fromkeys(instances, view.limits.max_num_batched_tokens)
+        self.claimed: set[BlockRef] = set()
+        self.adopted: set[BlockRef] = set()
+        self.growing = growing
 
-    @classmethod
-    def of(cls, view: ClusterView, instances: Iterable[int], growing: Growing = _NONE_GROWS) -> Budget:
-        """All there is when only these instances compute."""
-        account, running, limits = view.account, view.running, view.limits
-        return cls(
-            tokens=dict.fromkeys(instances, limits.max_num_batched_tokens),
-            blocks=PerInstance(lambda i: account.pool(i).num_free),
-            seqs=PerInstance(lambda i: limits.max_num_seqs - len(running.on(i))),
-            load=PerInstance(lambda i: running.due(i).tokens),
-            reserved=PerInstance(lambda i: max(0, running.due(i).blocks + growing.more[i])),
-            growing=growing,
-        )
+    @cached_property
+    def blocks(self) -> PerInstance:
+        """Free ones."""
+        account = self._view.account
+        return PerInstance(lambda i: account.pool(i).num_free)
+
+    @cached_property
+    def seqs(self) -> PerInstance:
+        """Free seats."""
+        running, most = self._view.running, self._view.limits.max_num_seqs
+        return PerInstance(lambda i: most - len(running.on(i)))
+
+    @cached_property
+    def load(self) -> list[int]:
+        """Tokens that running and admitted requests still have to compute there."""
+        return list(self._view.running.due_tokens)
+
+    @cached_property
+    def reserved(self) -> PerInstance:
+        """Free blocks that running requests will need for the tokens they have; admissions leave them alone."""
+        due, more = self._view.running.due_blocks, self.growing.more
+        return PerInstance(lambda i: max(0, due[i] + more.get(i, 0)))
 
     def fits(self, blocks: Mapping[int, int]) -> bool:
         """Whether so many blocks are free."""
@@ -110,7 +122,7 @@ class Budget:
         if self.adopted.intersection(hit.refs):
             return False
         missing = request.blocks_for(request.num_tokens) - len(hit.refs)
-        room = sum(self.blocks[i] - self.reserved[i] - cost[i] for i in self._keepers(share))
+        room = sum([self.blocks[i] - self.reserved[i] - cost.get(i, 0) for i in self._keepers(share)])
         return missing <= room and self.fits(Counter(share.holders) + cost)
 
     def grow(self, share: Share) -> None:
@@ -118,12 +130,13 @@ class Budget:
         if share.hit is None and share.group != share.request.group:
             for instance in set(share.group).difference(share.request.group):
                 self.seqs[instance] -= 1
-        for instance, runs in zip(share.group, share.runs, strict=True):
-            if runs:
-                self.tokens[instance] -= sum([len(run) for run in runs])
-        for instance in share.holders:
-            self.reserved[instance] = max(0, self.reserved[instance] - 1)
-            self.blocks[instance] -= 1
+        dealt = zip(share.group, share.runs, strict=True)
+        for instance, runs in compress(dealt, share.runs):  # one token is for one of many members
+            self.tokens[instance] -= sum([len(run) for run in runs])
+        if share.holders:
+            for instance, number in Counter(share.holders).items():
+                self.reserved[instance] = max(0, self.reserved[instance] - number)
+                self.blocks[instance] -= number
         for _, instance in share.moves:
             self.blocks[instance] -= 1
 
@@ -178,19 +191,18 @@ def fill(
     instances: frozenset[int],
     placement: Placement,
     waiting: Iterable[Request] | None = None,
-    budget: Budget | None = None,
+    growing: Growing = _NONE_GROWS,
 ) -> Batch | None:
     """Plans one step of `instances`; a request takes part when its whole group is among them.
 
-    `waiting` are those who may be admitted, in turn; by default all who wait. The `budget` is all there is, unless
-    another is given. None when the step cannot be planned ahead: somebody must be preempted whom a step in flight
-    names.
+    `waiting` are those who may be admitted, in turn; by default all who wait. None when the step cannot be planned
+    ahead: somebody must be preempted whom a step in flight names.
     """
     batch, queue = Batch(), _runnable(view, instances)
     candidates = view.waiting if waiting is None else waiting
     if not queue and not (view.waiting and candidates):
         return batch
-    budget = budget or Budget.of(view, instances)
+    budget = Budget(view, instances, growing)
     while queue:
         request = queue.popleft()
         share = placement.grow(request, view, budget)

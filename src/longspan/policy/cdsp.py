@@ -156,12 +156,15 @@ class _Search:
         best_s = elapsed_s + ttft_s
         best: _Chain = (new, groups, k, None)
         self._best_s = min(self._best_s, best_s)
-        if not self._chunking or k <= low:
+        latest_s = groups.queue_s[k]  # when all groups inside this one are free
+        if not self._chunking or k <= low or latest_s <= elapsed_s:
             return best_s, best
         groups = groups.inside(k)
         for current in range(low, k):
-            times, extended = self._times[current], groups.after(current)
-            start_s = max(elapsed_s, groups.queue_s[current])
+            times, start_s = self._times[current], max(elapsed_s, groups.queue_s[current])
+            if latest_s - start_s <= times.start_s:
+                continue
+            extended = groups.after(current)
             for following in range(current + 1, k + 1):
                 budget_s = extended.queue_s[following] - start_s
                 if budget_s <= times.start_s:

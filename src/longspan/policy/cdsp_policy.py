@@ -15,7 +15,7 @@ from typing import Protocol
 from longspan.core.account import KvAccount, PrefixHit
 from longspan.core.protocols import ClusterView, Plan, PolicySettings, Share
 from longspan.core.request import Request
-from longspan.policy.batching import Batch, Budget, Growing, PerInstance, fill, single_share
+from longspan.policy.batching import Batch, Budget, Growing, fill, single_share
 from longspan.policy.cdsp import ChunkPlan, Prompt
 from longspan.policy.cdsp_queue import QueueTimes
 from longspan.policy.cdsp_rates import RateWatch
@@ -111,7 +111,8 @@ class Cdsp(Settled):
         decode: Sequence[int] = (),
     ) -> None:
         super().__init__(settings)
-        self._everyone, self._place = everyone, {i: place for place, i in enumerate(everyone)}
+        self._everyone, self._all = everyone, frozenset(everyone)
+        self._place = {i: place for place, i in enumerate(everyone)}
         self._planner, self._shares, self._watch, self._chunking = planner, shares, watch, chunking
         self._decode = decode
         self._router: Router | None = None
@@ -120,7 +121,6 @@ class Cdsp(Settled):
         """By request id, in order of their turns."""
         self._first: dict[int, int] = {}
         """Whose turn it is to prefill, by instance."""
-        self._num_decodes = PerInstance(lambda _: 0)
         self._idle: tuple[KvAccount, int] | None = None
         """What the last plan saw, if it was empty: the same has the same plan. Time alone changes the watch only."""
 
@@ -134,18 +134,21 @@ class Cdsp(Settled):
     def plan(self, view: ClusterView) -> Plan:
         """One batch per set of instances that share requests, where all of the set can take a step."""
         decodes = plan_decodes(view, self._decode, self)
-        if view.full.issuperset(self._everyone):
+        if self._all <= view.full:
             return decodes
-        seen = view.account, view.changes(self._everyone)
-        if seen == self._idle:
+        if self._idle is not None and self._idle == self._seen(view):
             self._watch.renew(view.now_s)
             return decodes
         self._look(view)
         plan, stuck = self._plan_turns(view)
         if stuck and self._let_running_pass() and not (plan.batches or plan.preempted):
             plan, _ = self._plan_turns(view)
-        self._idle = None if plan.batches or plan.preempted else seen
+        self._idle = None if plan.batches or plan.preempted else self._seen(view)
         return Plan(preempted=plan.preempted + decodes.preempted, batches=plan.batches + decodes.batches)
+
+    def _seen(self, view: ClusterView) -> tuple[KvAccount, int]:
+        """What makes a difference to a plan."""
+        return view.account, view.changes(self._everyone)
 
     # ---------------------------------------------------------------- plans
 
@@ -169,9 +172,6 @@ class Cdsp(Settled):
             self._plans[request.id] = self._planned(request, view)
             if request.metrics.scheduled_s is not None:
                 self._let_earlier_pass(request)
-        self._num_decodes = PerInstance(
-            lambda i: sum(r.id not in self._plans and r.target is None for r in view.running.on(i))
-        )
 
     def _seconds(self, planned: Planned) -> list[tuple[float, tuple[int, ...]]]:
         return [
@@ -217,45 +217,45 @@ class Cdsp(Settled):
 
     def _plan_turns(self, view: ClusterView) -> tuple[Plan, bool]:
         """What those do whose turn it is, and whether one of them waits for room."""
-        in_turn = self._in_turn()
-        groups = {p.request.id: p.group for p in self._plans.values() if p.begun and not p.is_scheduled}
+        unscheduled = [planned for planned in self._plans.values() if not planned.is_scheduled]
+        if not unscheduled:  # everybody decodes
+            return plan_for_teams(view, (), self._all, lambda able: fill(view, able, self, ())), False
+        in_turn = self._in_turn(unscheduled)
+        groups = {planned.request.id: planned.group for planned in unscheduled if planned.begun}
         waiting = [planned for planned in in_turn if not planned.begun]
         groups.update((planned.request.id, planned.group) for planned in waiting)
         growing = Growing.of(view.running, groups)
-        budget = Budget.of(view, (), growing)
-        able = [planned for planned in waiting if _has_room(planned, view, budget)]
+        able = _with_room(waiting, view, growing)
         tried: list[Planned] = []
         batches: list[Batch] = []
 
         def step(instances: frozenset[int]) -> Batch | None:
             self._router = Router(view, self._decode) if self._decode else None
             tried[:] = [planned for planned in able if instances.issuperset(planned.spans[0].group)]
-            budget = Budget.of(view, sorted(instances), growing)
             requests = [planned.request for planned in tried]
-            batch = fill(view, instances, self, requests, budget) if instances else Batch()
+            batch = fill(view, instances, self, requests, growing) if instances else Batch()
             batches.append(batch or Batch())
             return batch
 
         joining = [p.span(p.request.num_scheduled).group for p in in_turn if p.begun]
         beginning = [planned.spans[0].group for planned in able]
-        plan = plan_for_teams(view, [*joining, *beginning], self._everyone, step)
+        plan = plan_for_teams(view, [*joining, *beginning], self._all, step)
         begun = {share.request.id for batch in batches[-1:] for share in batch.shares}
         refused = any(planned.request.id not in begun for planned in tried)
         return plan, refused or len(able) < len(waiting)
 
-    def _in_turn(self) -> list[Planned]:
-        """Who is first in the queue of every instance of the chunk that comes next."""
+    def _in_turn(self, unscheduled: Iterable[Planned]) -> list[Planned]:
+        """Who of these is first in the queue of every instance of the chunk that comes next."""
         first = self._first = {}
         found = []
-        for request_id, planned in self._plans.items():
-            if planned.is_scheduled:
-                continue
+        for planned in unscheduled:
             if len(first) == len(self._everyone):
                 break
+            request = planned.request
             for instance in planned.group:
-                first.setdefault(instance, request_id)
-            span = planned.span(planned.request.num_scheduled) if planned.begun else planned.spans[0]
-            if self._is_first(request_id, span.group):
+                first.setdefault(instance, request.id)
+            span = planned.span(request.num_scheduled) if planned.begun else planned.spans[0]
+            if self._is_first(request.id, span.group):
                 found.append(planned)
         return found
 
@@ -312,7 +312,18 @@ class Cdsp(Settled):
 
     def _most(self, group: Iterable[int], view: ClusterView) -> int:
         """Tokens of a prompt on each member: those that decode there have theirs first."""
-        return max(1, view.limits.max_num_batched_tokens - max(self._num_decodes[i] for i in group))
+        return max(1, view.limits.max_num_batched_tokens - max(self._num_decodes(i, view) for i in group))
+
+    def _num_decodes(self, instance: int, view: ClusterView) -> int:
+        return sum(request.id not in self._plans and request.target is None for request in view.running.on(instance))
+
+
+def _with_room(waiting: Sequence[Planned], view: ClusterView, growing: Growing) -> list[Planned]:
+    """Those that are likely to be admitted."""
+    if not waiting:
+        return []
+    budget = Budget(view, (), growing)
+    return [planned for planned in waiting if _has_room(planned, view, budget)]
 
 
 def _has_room(planned: Planned, view: ClusterView, budget: Budget) -> bool:
@@ -320,7 +331,8 @@ def _has_room(planned: Planned, view: ClusterView, budget: Budget) -> bool:
     request, group = planned.request, planned.group
     if any(budget.seqs[i] <= 0 for i in planned.spans[0].group):
         return False
-    room, whole = sum(budget.blocks[i] - budget.reserved[i] for i in group), request.blocks_for(request.num_tokens)
+    free, reserved = budget.blocks, budget.reserved
+    room, whole = sum([free[i] - reserved[i] for i in group]), request.blocks_for(request.num_tokens)
     if whole <= room:
         return True
     hit = view.account.match(request, group)  # what others use, too, takes no room

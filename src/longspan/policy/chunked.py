@@ -27,7 +27,7 @@ class Chunked(Settled):
 
     def __init__(self, everyone: tuple[int, ...], settings: PolicySettings) -> None:
         super().__init__(settings)
-        self._everyone = everyone
+        self._everyone, self._all = everyone, frozenset(everyone)
 
     @classmethod
     def create(cls, num_instances: int, options: Mapping[str, str], facts: Facts) -> Chunked:
@@ -44,7 +44,7 @@ class Chunked(Settled):
 
     def plan(self, view: ClusterView) -> Plan:
         """One batch for every instance that can take a step."""
-        return plan_for_teams(view, (), self._everyone, lambda able: fill(view, able, self) if able else Batch())
+        return plan_for_teams(view, (), self._all, lambda able: fill(view, able, self) if able else Batch())
 
     def grow(self, request: Request, view: ClusterView, budget: Budget) -> Share | None:
         """What the token budget leaves for it."""

@@ -79,6 +79,7 @@ class Context(Settled):
     ) -> None:
         super().__init__(settings or settings_of("context", options))
         self._everyone = tuple(sorted(range(num_instances), key=facts.place))
+        self._all = frozenset(self._everyone)
         self._host = {i: facts.place(i).host_id for i in self._everyone}
         self._options, self._partitions = options, partitions
         self._chooser = Chooser(num_instances, facts, options.wanted, chains=options.chains, weights=options.weights)
@@ -106,7 +107,7 @@ class Context(Settled):
 
     def plan(self, view: ClusterView) -> Plan:
         """One batch per set of instances that share requests, where all of the set can take a step."""
-        return plan_for_teams(view, (), self._everyone, lambda able: self._fill(view, able))
+        return plan_for_teams(view, (), self._all, lambda able: self._fill(view, able))
 
     def _fill(self, view: ClusterView, able: frozenset[int]) -> Batch | None:
         """A step of these instances; None when somebody in flight is in the way."""

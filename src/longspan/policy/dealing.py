@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from longspan.core.runs import Deal, Layout, Run, deal
 
@@ -36,10 +37,12 @@ class Room:
 
     def fits(self, dealt: Deal) -> bool:
         """Whether every member can take its runs."""
-        return all(
-            sum(len(run) for run in runs) <= tokens and sum(len(_begun(run, self.block_size)) for run in runs) <= blocks
-            for runs, tokens, blocks in zip(dealt, self.tokens, self.blocks, strict=True)
-        )
+        for runs, tokens, blocks in zip(dealt, self.tokens, self.blocks, strict=True):
+            if sum([len(run) for run in runs]) > tokens:
+                return False
+            if sum([len(_begun(run, self.block_size)) for run in runs]) > blocks:
+                return False
+        return True
 
 
 _ZIGZAG = Shape()
@@ -55,12 +58,12 @@ def deal_chunk(start: int, stop: int, owners: Sequence[int], room: Room, shape: 
     """
     num_members, size = len(room.tokens), room.block_size
     held = Counter(owners)
-    order = sorted(range(num_members), key=lambda m: (held[m], m))
+    order = sorted(range(num_members), key=lambda m: held.get(m, 0))
     head = None
     if start % size:
         head = 0 if shape.chained else owners[start // size]
     places = list(range(num_members)) if shape.in_order else order
-    for end in (stop, *_ends(start, room, shape)):
+    for end in chain((stop,), _ends(start, room, shape)):
         if start < end <= stop:
             dealt = _deal_in_order(start, end, places, size, head, shape)
             if room.fits(dealt):

@@ -44,12 +44,13 @@ class GroupShares:
 
         `most` bounds the tokens of a dealt prompt on each member; None when there are none left to give.
         """
-        is_single = request.num_tokens - request.num_scheduled == 1
+        start = request.num_scheduled
+        is_single = request.num_tokens - start == 1
         if (end := _alone(request, is_single=is_single)) is not None:
-            return single_share(request, end, request.num_scheduled, budget)
-        if self._options.rotate == "token" and is_single and request.num_scheduled >= request.num_prompt:
+            return single_share(request, end, start, budget)
+        if is_single and self._options.rotate == "token" and start >= request.num_prompt:
             return rotated_share(request, self._options.decode, budget)
-        if is_single and request.num_scheduled % request.block_size:
+        if is_single and start % request.block_size:
             return token_share(request, self._options.decode, budget)
         return self.chunk(request, view, budget, request.group, None, most=most, end=request.num_tokens)
 
@@ -89,10 +90,11 @@ class GroupShares:
         table = list(hit.refs) if hit is not None else request.table
         start = hit.num_tokens if hit is not None else request.num_scheduled
         cost = view.account.hit_cost(hit, budget.claimed) if hit is not None else Counter[int]()
-        cost.update(instance for _, instance in moves)
+        if moves:
+            cost.update(instance for _, instance in moves)
         room = Room(
-            tokens=tuple(min(budget.tokens[i], most) for i in group),
-            blocks=tuple(budget.blocks[i] - cost[i] for i in group),
+            tokens=tuple([min(budget.tokens[i], most) for i in group]),
+            blocks=tuple([budget.blocks[i] - cost.get(i, 0) for i in group]),
             block_size=request.block_size,
         )
         exchange: Exchange = self._options.decode
@@ -113,16 +115,16 @@ class GroupShares:
             dealt = deal_chunk(start, end, owners, room, shape)
             if dealt is None:
                 return None
-            stop = max(run.stop for runs in dealt for run in runs)
+            stop = max([run.stop for runs in dealt for run in runs])
             held = holders(dealt, len(table), request.blocks_for(stop), request.block_size)
         return Share(
             request=request,
             group=group,
             start=start,
-            stop=max(run.stop for runs in dealt for run in runs),
+            stop=max([run.stop for runs in dealt for run in runs]),
             runs=dealt,
-            holders=tuple(group[member] for member in held),
-            exchange=self._chooser.of_step(exchange, sum(len(run) for runs in dealt for run in runs), len(group)),
+            holders=tuple([group[member] for member in held]),
+            exchange=self._chooser.of_step(exchange, sum([len(run) for runs in dealt for run in runs]), len(group)),
             keeper=keeper,
             hit=hit,
             moves=moves,

@@ -33,15 +33,16 @@ class Router:
 
     def _freeness(self, instance: int) -> float:
         view = self._view
-        free = view.account.pool(instance).num_free - view.promised.get(instance, 0) - self._chosen[instance]
+        free = view.account.pool(instance).num_free - view.promised.get(instance, 0) - self._chosen.get(instance, 0)
         return free / max(1, len(view.running.on(instance)))
 
 
 def plan_decodes(view: ClusterView, decode: Sequence[int], placement: Placement) -> Plan:
     """Continuous batching on each of these instances by itself; nobody is admitted there."""
-    able = [i for i in decode if i not in view.full and view.running.on(i)]
+    full, occupied = view.full, view.running.occupied
+    able = [i for i in decode if i in occupied and i not in full]
     filled = [fill(view, frozenset((instance,)), placement, ()) or Batch() for instance in able]
     return Plan(
-        preempted=tuple(request for batch in filled for request in batch.preempted),
-        batches=tuple(tuple(batch.shares) for batch in filled if batch.shares),
+        preempted=tuple([request for batch in filled for request in batch.preempted]),
+        batches=tuple([tuple(batch.shares) for batch in filled if batch.shares]),
     )

@@ -1,29 +1,18 @@
-"""Instances that share a request step together: what they wait for, and how a batch is cut into one step for each."""
+"""Instances that share a request step together: who can take a step, and how a batch is cut into one for each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from longspan.core.protocols import ClusterView, Plan, Share
+from longspan.core.teams import teams_of
 from longspan.policy.batching import Batch
-
-
-def teams_of(groups: Iterable[tuple[int, ...]]) -> list[frozenset[int]]:
-    """The smallest sets of the instances of these groups such that no group reaches across two."""
-    team_of: dict[int, set[int]] = {}
-    for group in groups:
-        met = {id(team_of[i]): team_of[i] for i in group if i in team_of}
-        joined = set(group).union(*met.values())
-        if any(len(team) == len(joined) for team in met.values()):
-            continue  # one of them has all of it
-        team_of.update(dict.fromkeys(joined, joined))
-    return sorted(map(frozenset, {id(team): team for team in team_of.values()}.values()), key=min)
 
 
 def plan_for_teams(
     view: ClusterView,
-    groups: Iterable[tuple[int, ...]],
-    everyone: Iterable[int],
+    groups: Sequence[tuple[int, ...]],
+    everyone: frozenset[int],
     fill: Callable[[frozenset[int]], Batch | None],
 ) -> Plan:
     """One batch per set of instances that share requests, where all of the set can take a step.
@@ -31,10 +20,12 @@ def plan_for_teams(
     `groups` step together, besides those of running requests. `fill` plans a step of the instances it is given, or
     returns None when somebody in flight is in the way; it is then asked again for those that have nothing in flight.
     """
-    teams = teams_of([*view.running.shared_groups, *groups])
+    teams = view.running.teams
+    if joined := [g for g in groups if len(g) > 1 and not any(team.issuperset(g) for team in teams)]:
+        teams = teams_of([*teams, *joined])
 
     def attempt(taken: frozenset[int]) -> Batch | None:
-        return fill(frozenset(everyone).difference(taken, *(t for t in teams if not t.isdisjoint(taken))))
+        return fill(everyone.difference(taken, *[team for team in teams if not team.isdisjoint(taken)]))
 
     batch = attempt(view.full) or attempt(view.busy) or Batch()
     return Plan(preempted=tuple(batch.preempted), batches=_by_team(batch.shares))
@@ -42,9 +33,11 @@ def plan_for_teams(
 
 def _by_team(shares: Sequence[Share]) -> tuple[tuple[Share, ...], ...]:
     """A batch for each set of instances that these shares connect, in ascending order."""
+    if not shares:
+        return ()
     groups = {_touched(share) for share in shares}
-    if len(groups) <= 1:
-        return (tuple(shares),) if shares else ()
+    if len(groups) == 1:
+        return (tuple(shares),)
     teams = teams_of(groups)
     team_of = {i: number for number, team in enumerate(teams) for i in team}
     batches: list[list[Share]] = [[] for _ in teams]
@@ -56,6 +49,6 @@ def _by_team(shares: Sequence[Share]) -> tuple[tuple[Share, ...], ...]:
 def _touched(share: Share) -> tuple[int, ...]:
     """The instances that a share's step names: also who passes on a token that was sampled elsewhere."""
     request, group = share.request, share.group
-    if request.num_tokens == request.num_known or request.sampler in group:
+    if request.sampler in group or request.num_tokens == request.num_known:
         return group
     return (*group, request.sampler)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import heapq
+import math
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -91,7 +92,7 @@ class SimExecutor:
     ) -> None:
         self._clock, self._vocab_size, self._cost = clock, vocab_size, cost or LinearCost()
         self._ready_s, self._watch = ready_s, watch
-        self._free_at: dict[int, float] = {}
+        self._free_at = defaultdict[int, float](lambda: ready_s)
         self._sent_at: dict[int, float] = {}
         self._received_at: dict[int, float] = {}
         self._due: list[tuple[float, int, Forward | MoveKV | _Stream]] = []
@@ -112,20 +113,18 @@ class SimExecutor:
 
     def poll(self, timeout_s: float | None) -> list[Completion]:
         """Moves the clock to the next completion, but no further than `timeout_s`."""
-        limit = None if timeout_s is None else self._clock.now() + timeout_s
-        done: list[Completion] = []
-        while self._due and not done:
-            if limit is not None and self._due[0][0] > limit:
-                break
-            at_s = self._due[0][0]
+        limit = math.inf if timeout_s is None else self._clock.now() + timeout_s
+        due, done = self._due, list[Completion]()
+        while not done and due and due[0][0] <= limit:
+            at_s = due[0][0]
             self._clock.advance_to(at_s)
-            while self._due and self._due[0][0] == at_s:
-                _, _, what = heapq.heappop(self._due)
+            while due and due[0][0] == at_s:
+                _, _, what = heapq.heappop(due)
                 if isinstance(what, _Stream):
                     self._move(what.move, at_s, what.forward_end_s)
                 else:
                     done.append(self._completion(what))
-        if not done and limit is not None:
+        if not done and timeout_s is not None:
             self._clock.advance_to(limit)
         return done
 
@@ -135,10 +134,8 @@ class SimExecutor:
         return Completion(number=step.number, sampled=sampled, bytes_sent={})
 
     def _run(self, forward: Forward) -> None:
-        instances = forward.instances
-        start = max([self._clock.now(), *[self._free_at.get(i, self._ready_s) for i in instances]])
-        seconds = self._cost.seconds(forward)
-        ends = {instance: start + seconds.get(instance, 0.0) for instance in instances}
+        start = max(self._clock.now(), *map(self._free_at.__getitem__, forward.instances))
+        ends = {instance: start + seconds for instance, seconds in self._cost.seconds(forward).items()}
         self._free_at.update(ends)
         heapq.heappush(self._due, (max(ends.values()), forward.number, forward))
         for move in forward.streams:

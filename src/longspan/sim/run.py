@@ -6,9 +6,11 @@ arrivals, in the order of their places. The same input therefore gives the same 
 
 from __future__ import annotations
 
+import gc
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -66,7 +68,19 @@ def simulate(
     faults = faults or Faults()
     faults.check(config.num_instances)
     slowed = SlowedCost(cost, faults.slow) if faults.slow else cost
-    return _Simulation(arrivals, config, policy, slowed, faults, watch or Watch()).run()
+    simulation = _Simulation(arrivals, config, policy, slowed, faults, watch or Watch())
+    with _garbage_left_alone():
+        return simulation.run()
+
+
+@contextmanager
+def _garbage_left_alone() -> Iterator[None]:
+    """What is there already, all arrivals included, is not searched for garbage again and again meanwhile."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @dataclass(kw_only=True)
