@@ -4,8 +4,10 @@
 
 Percentiles of times, errors, and where each request was placed, side by side. Machines that others use, too, drift by
 tens of percent within minutes, so everything is profiled anew before and after each policy's requests, in place of the
-profile that is stored. Policies decide by the one before; simulated steps cost what that says, and in a second column
-what both say together, which is no prediction but leaves the drift out. Below: single prompts, and the drift.
+profile that is stored. Policies decide by the one before; simulated steps cost what that says; in a second column what
+both say together; in a third one that much slower (or quicker) that simulated instances are as long busy as real ones
+were. The latter two are no predictions, but leave drift out: what is wrong there is wrong for another reason. Below:
+single prompts, and the drift.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from longspan.model.profiles import profile_file
 from longspan.policy import make_policy
 from longspan.policy.choosing import Facts
 from longspan.sim.arrivals import Arrival
+from longspan.sim.faults import Faults
 from longspan.sim.result import Result
 from longspan.sim.run import simulate
 
@@ -46,6 +49,7 @@ FAR_APART_S = 1e6
 ALONE = (500, 1500, 4000)
 """Prompts that are served when nothing else is: the machine may be quicker or slower than when it was profiled."""
 WITHIN = 0.15
+_ROUNDS = 4
 
 
 @dataclass(kw_only=True)
@@ -82,11 +86,14 @@ class Recorded:
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Of one run: seconds to first tokens by request, between all tokens, and where requests were placed."""
+    """Of one run: seconds to first tokens by request, between all tokens, and where requests were placed; for how long
+    instances had something to do, all together.
+    """
 
     ttft_s: Sequence[float]
     tbt_s: Sequence[float]
     placements: Sequence[tuple[int, tuple[int, ...]]]
+    busy_s: float
 
 
 def main() -> None:
@@ -124,7 +131,13 @@ def main() -> None:
             alone = [_serve(llm, twin.policy(), [twin.arrival(0, length, 2)]) for length in ALONE]
         after = profiled()
         both = before.joined(after)
-        _print(name, real, {"before": twin.simulate(arrivals, before), "both": twin.simulate(arrivals, both)})
+        slower = twin.slower(arrivals, both, real.busy_s)
+        columns = {
+            "before": twin.simulate(arrivals, before),
+            "both": twin.simulate(arrivals, both),
+            f"both x{slower:.2f}": twin.simulate(arrivals, both, slower),
+        }
+        _print(name, real, columns)
         said = [twin.simulate([twin.arrival(0, length, 2)], both) for length in ALONE]
         ratios = (simulated.ttft_s[0] / served.ttft_s[0] for simulated, served in zip(said, alone, strict=True))
         print(f"single prompts of {ALONE} tokens, simulated / real TTFT: {', '.join(f'{one:.2f}' for one in ratios)}")
@@ -163,17 +176,29 @@ class Twin:
         times = arrival_times(number, request_rate=rate, burstiness=1.0, rng=rng)
         return [replace(one, due_s=due_s) for one, due_s in zip(arrivals, times, strict=True)]
 
-    def simulate(self, arrivals: Sequence[Arrival], profile: Profile) -> Times:
-        """With steps that cost what a profile says."""
+    def simulate(self, arrivals: Sequence[Arrival], profile: Profile, slower: float = 1.0) -> Times:
+        """With steps that cost so many times what a profile says."""
         policy = self.policy()
-        result = self._run(arrivals, profile, policy)
-        gaps = [gap for one in result.served for gap in one.tbt_s]
-        return Times(ttft_s=[one.ttft_s for one in result.served], tbt_s=gaps, placements=policy.placements)
+        result = self._run(arrivals, profile, policy, slower)
+        return Times(
+            ttft_s=[one.ttft_s for one in result.served],
+            tbt_s=[gap for one in result.served for gap in one.tbt_s],
+            placements=policy.placements,
+            busy_s=sum(result.busy_s),
+        )
 
-    def _run(self, arrivals: Sequence[Arrival], profile: Profile, policy: Policy) -> Result:
+    def slower(self, arrivals: Sequence[Arrival], profile: Profile, busy_s: float) -> float:
+        """How many times what a profile says steps must cost, so that instances are busy for so long."""
+        factor = 1.0
+        for _ in range(_ROUNDS):
+            factor *= busy_s / self.simulate(arrivals, profile, factor).busy_s
+        return factor
+
+    def _run(self, arrivals: Sequence[Arrival], profile: Profile, policy: Policy, slower: float = 1.0) -> Result:
         assert self.facts.shape is not None, "the model runs"
         cost = FittedCost(profile, self.facts.shape, block_size=self.config.block_size)
-        return simulate(arrivals, self.config, policy, cost)
+        faults = Faults(slow=dict.fromkeys(range(INSTANCES), slower))
+        return simulate(arrivals, self.config, policy, cost, faults=faults)
 
 
 def _drift(before: Profile, after: Profile) -> float:
@@ -190,7 +215,7 @@ def _serve(llm: LLM, policy: Recorded, arrivals: Sequence[Arrival]) -> Times:
         engine.step()
     engine.set_policy(policy)
     requests: list[Request] = []
-    begin = time.monotonic()
+    busy_s, begin = sum(engine.load().busy_s), time.monotonic()
     while len(requests) < len(arrivals) or engine.has_unfinished:
         now = time.monotonic() - begin
         while len(requests) < len(arrivals) and arrivals[len(requests)].due_s <= now:
@@ -206,6 +231,7 @@ def _serve(llm: LLM, policy: Recorded, arrivals: Sequence[Arrival]) -> Times:
         ttft_s=[one.metrics.ttft_s or 0.0 for one in requests],
         tbt_s=[gap for one in requests for gap in one.metrics.tbt_s],
         placements=[(request_id - first, group) for request_id, group in policy.placements],
+        busy_s=sum(engine.load().busy_s) - busy_s,
     )
 
 
@@ -214,7 +240,7 @@ def _params(num_tokens: int) -> SamplingParams:
 
 
 def _print(name: str, real: Times, simulated: Mapping[str, Times]) -> None:
-    print(f"\npolicy {name}, {INSTANCES} x 1 thread; simulated with the profile from before, and with both")
+    print(f"\npolicy {name}, {INSTANCES} x 1 thread; simulated with the profile from before, with both, and as busy")
     print(f"{'':10}{'real, s':>12}" + "".join(f"{column + ', s':>14}{'error':>9}" for column in simulated))
     errors: dict[str, list[float]] = {column: [] for column in simulated}
     for what, label in (("ttft_s", "TTFT"), ("tbt_s", "TBT")):

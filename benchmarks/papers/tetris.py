@@ -81,9 +81,7 @@ def _main() -> bool:
     tetris_serving.options(parser)
     given = parser.parse_args()
     if given.serving:
-        return tetris_serving.run(
-            quick=given.quick, num_requests=given.num_requests, jobs=given.jobs, json_path=given.json
-        )
+        return tetris_serving.run(given)
     return main()
 
 

@@ -228,13 +228,16 @@ def _max_rate(scene: Scene, requests: Workload, light_s: float) -> float:
     return found
 
 
-def run(*, quick: bool, num_requests: int | None, jobs: int, json_path: Path | None) -> bool:
+def run(given: argparse.Namespace) -> bool:
     """Runs and prints everything, each case when it is done; returns whether `tetris` has the highest rate in each."""
-    setups, workloads = (SETUPS[:1], _WORKLOADS[:1]) if quick else (SETUPS, _WORKLOADS)
-    loads = (0.5, 0.9) if quick else _LOADS
-    cases, number = list(product(setups, workloads)), num_requests or (400 if quick else 1000)
+    setups = [setup for setup in SETUPS if setup.model in given.models]
+    loads: tuple[float, ...] = _LOADS
+    cases, number = list(product(setups, given.workloads)), given.num_requests or 1000
+    if given.quick:
+        cases, loads, number = cases[:1], (0.5, 0.9), given.num_requests or 400
+    json_path: Path | None = given.json
     studies = []
-    with ProcessPoolExecutor(max_workers=jobs) as pool:
+    with ProcessPoolExecutor(max_workers=given.jobs) as pool:
         waiting = [pool.submit(study, setup, workload, number, loads) for setup, workload in cases]
         for one in tqdm(waiting, desc="cases", disable=None):
             studies.append(one.result())
@@ -281,11 +284,13 @@ def _print(one: Study) -> None:
 
 
 def _verdicts(studies: Iterable[Study]) -> None:
-    """A line for each claim of the paper."""
+    """A line for each claim of the paper that these are about."""
     studies = list(studies)
     claims = Table("claim", "paper", "ours", "", title="The paper's claims")
 
     def claim(name: str, paper: tuple[float, float], ours: list[float], form: str) -> None:
+        if not ours:
+            return
         reached = "within the paper's range"
         if min(ours) > paper[1]:
             reached = "MORE than the paper"
@@ -328,7 +333,10 @@ def _best_disaggregated(one: Study) -> float:
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Those of `--serving`."""
-    parser.add_argument("--quick", action="store_true", help="one model, one workload, 400 requests")
+    models = [setup.model for setup in SETUPS]
+    parser.add_argument("--models", nargs="+", default=models, choices=models)
+    parser.add_argument("--workloads", nargs="+", default=_WORKLOADS, choices=_WORKLOADS)
+    parser.add_argument("--quick", action="store_true", help="the first of these cases, 400 requests")
     parser.add_argument("--num-requests", type=int, help="of each run; 1000 unless --quick")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
