@@ -2,8 +2,8 @@
 
 Lengths and queueing times are random, as in §7.4 of the paper; instances stand eight to a host, sizes are powers of two
 up to all of them, and times are like those of its Table 1: per token and per pair they shrink with the size, while each
-further member adds to the start. Prints one line per number of instances, and then some for hosts of other sizes, also
-of such as the groups do not divide.
+further member adds to the start. Prints one line per number of instances; with --other-hosts then some for hosts of
+other sizes, also of such as the groups do not divide.
 
 p50 and p99 are by the wall clock, and so include what other programs of a busy machine take; cpu_p99 does not.
 """
@@ -14,7 +14,6 @@ import argparse
 import random
 import statistics
 import time
-from itertools import chain
 
 from longspan.policy.cdsp import Planner, Prompt
 from longspan.policy.cdsp_times import SpTimes
@@ -55,9 +54,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-prompts", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--other-hosts", action="store_true", help=f"also {SIZES[-1]} instances on hosts of {_OTHER_HOSTS}"
+    )
     given = parser.parse_args()
-    usual, others = ((n, _PER_HOST) for n in SIZES), ((SIZES[-1], per_host) for per_host in _OTHER_HOSTS)
-    for num_instances, per_host in chain(usual, others):
+    others = _OTHER_HOSTS if given.other_hosts else ()
+    for num_instances, per_host in [(n, _PER_HOST) for n in SIZES] + [(SIZES[-1], per_host) for per_host in others]:
         wall_s, cpu_s = plan_times_s(num_instances, per_host, given.num_prompts, given.seed)
         p50, p99, cpu_p99 = (
             statistics.median(wall_s),

@@ -50,6 +50,13 @@ TINY = {
 }
 
 
+def test_heads_that_are_tied_by_default_are_counted_once() -> None:
+    """Configs leave out what is the default of their class."""
+    gemma, llama = (from_config(TINY | {"model_type": kind}, name=kind) for kind in ("gemma", "llama"))
+    assert (gemma.tied, llama.tied) == (True, False)
+    assert from_config(TINY | {"model_type": "gemma", "tie_word_embeddings": False}, name="gemma").tied is False
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_models_have_the_parameters_that_they_are_known_for(name: str) -> None:
     model = from_config(catalog.model_config(name), name=name)

@@ -73,9 +73,10 @@ DRAWN = st.builds(
 @given(DRAWN, st.floats(0, 0.99), st.integers(1, 64))
 def test_estimates_keep_their_bounds_and_add_up(drawn: Drawn, part: float, batch: int) -> None:
     model = drawn.model()
+    decoding: Exchange = "ring_q" if drawn.exchange == "gather_hidden" else drawn.exchange
     for found in (
         estimate_prefill(model, drawn.instances, drawn.exchange, drawn.length, int(part * drawn.length), batch=batch),
-        estimate_decode(model, drawn.instances, drawn.exchange, drawn.length, batch),
+        estimate_decode(model, drawn.instances, decoding, drawn.length, batch),
     ):
         assert 0 < found.lower_bound_s <= found.seconds
         assert found.seconds == pytest.approx(sum(found.breakdown.as_dict().values()))
@@ -95,6 +96,28 @@ def test_more_tokens_and_slower_links_take_longer(drawn: Drawn) -> None:
     assert estimate_prefill(model, drawn.instances, drawn.exchange, 2 * drawn.length).seconds > found
     slow = drawn.model(link_bytes_per_s=1e9)
     assert estimate_prefill(slow, drawn.instances, drawn.exchange, drawn.length).seconds >= found
+
+
+def test_decoding_reads_all_weights_but_the_embedding() -> None:
+    model = model_on()
+    layer = model.layer.model
+    read = (
+        2 * (layer.num_parameters - layer.head_weights) + 1000 * layer.attention.kv_bytes * layer.attention.num_layers
+    )
+    found = estimate_decode(model, 1, "local", 1000).lower_bound_s
+    assert found == pytest.approx(read / model.layer.chip.device.bytes_per_s)
+    with pytest.raises(ValueError, match="gather_hidden is of prompts"):
+        estimate_decode(model_on(instances=2), 2, "gather_hidden", 1000)
+
+
+def test_heads_are_not_cut() -> None:
+    """Of 32, one of five members has 7; of 64 members, 32 have one."""
+
+    def attention_s(instances: int) -> float:
+        return prefill(instances, "alltoall", 64_000, cluster=replace(A100S, hosts=8)).breakdown.attention_s
+
+    assert attention_s(5) == pytest.approx(7 / 32 * prefill(1, "local", 64_000).breakdown.attention_s, rel=0.02)
+    assert attention_s(64) == attention_s(32) < attention_s(16)
 
 
 def test_the_bound_is_equation_2() -> None:

@@ -104,6 +104,36 @@ def test_decodes_of_a_group_beside_a_prefill_send_messages_all_the_same() -> Non
     assert found == dict.fromkeys((0, 1), pytest.approx(expected, rel=1e-3))
 
 
+def test_decodes_of_two_groups_send_the_messages_of_both() -> None:
+    found = seconds(part(0, 300, 301, 0, 1, exchange="ring_q"), part(1, 300, 301, 0, 2, exchange="ring_q"))
+    alone, messages = decode_s(2, 300), DECODE[2][0] - DECODE[1][0]
+    both = alone + messages + DECODE[2][1] + DECODE[2][2] * 300
+    assert found == dict.fromkeys((0, 1, 2), pytest.approx(both, rel=1e-3)), "who shares a group with 0 waits for it"
+
+
+def test_members_that_compute_tokens_of_others_wait_for_each_other() -> None:
+    shared = part(0, 300, 301, 0, 1, exchange="ring_q")
+    context, alone = DECODE[2][2] * 300, decode_s(2, 300)
+    measured = profile()
+    for batch, more in ((1, 0.5), (2, 0.7), (4, 9.0)):
+        took = decode_s(2, *[1000] * batch) + more
+        sizes: dict[str, Any] = {"members": 2, "exchange": "ring_q", "batch": batch, "context_tokens": 1000}
+        measured = measured.with_decode(Decode(**sizes, singles=2, seconds=(took,)))
+    assert measured.decode_fits() == profile().decode_fits()
+    cost = fitted(measured)
+
+    def took_s(*parts: Part) -> dict[int, float]:
+        return cost.seconds(Forward(number=1, parts=parts))
+
+    beside = DECODE[1][1] + DECODE[1][2] * 50
+    assert took_s(shared) == dict.fromkeys((0, 1), pytest.approx(alone, rel=1e-3))
+    assert took_s(shared, part(1, 50, 51, 0)) == dict.fromkeys((0, 1), pytest.approx(alone + beside, rel=1e-3))
+    both = took_s(shared, part(1, 50, 51, 1))
+    assert both == dict.fromkeys((0, 1), pytest.approx(alone + beside + 0.7, rel=1e-3))
+    prefill = took_s(shared, part(1, 0, 1000, 1))
+    assert max(prefill.values()) < prefill_s(1, 1000, 0) + 0.1 and context > 0
+
+
 def test_who_only_passes_a_token_on_takes_no_time() -> None:
     found = seconds(replace(part(0, 300, 301, 0), unknown_on=2))
     assert found == {0: pytest.approx(decode_s(1, 300), rel=1e-3), 2: 0.0}

@@ -14,6 +14,7 @@ from longspan.cost.profile_plan import (
     SHARED,
     DecodeTask,
     Room,
+    Task,
     all_missing,
     default_lengths,
     kinds_of_links,
@@ -239,12 +240,34 @@ def test_what_is_missing_is_measured_in_turns_and_once() -> None:
     once = tasks[: len(tasks) // 2]
     assert tasks == [*once, *once]
     alone, decodes = ["local"] * 2, ["local"] * 3  # batches of up to four of the longest
-    assert [task.exchange for task in once] == [*alone, *decodes, *SHARED, *SHARED, *["ring_q"] * 3]
+    with_singles = ["ring_q"] * 3
+    assert [task.exchange for task in once] == [*alone, *decodes, *SHARED, *SHARED, *["ring_q"] * 3, *with_singles]
+    assert [task.singles for task in once if isinstance(task, DecodeTask)] == [*[0] * 6, *[2] * 3]
     assert [task.batch for task in once[2:5] if isinstance(task, DecodeTask)] == [1, 2, 4]
     for task in tasks[:2]:
         profile = profile.with_prefill(prefill(task.new_tokens, task.cached_tokens, 1.0, members=1, exchange="local"))
     assert all_missing(profile, {1, 2}, prompts, ROOM, 2) == tasks[2:]
     assert len(all_missing(profile, {1, 2}, prompts, ROOM, 3)) == 3 * len(once) - 2
+
+
+def test_one_instance_is_measured_anew_beside_another_number_of_busy_ones() -> None:
+    profile, prompts = Profile(subject=SUBJECT), [(512, 0), (16, 512)]
+    beside_one = msgspec.structs.replace(ROOM, beside=1)
+    tasks = all_missing(profile, {1}, prompts, beside_one, 1)
+    for one in (prefill(512, 0, 1.0, members=1, exchange="local"), prefill(16, 512, 1.0, members=1, exchange="local")):
+        profile = profile.with_prefill(msgspec.structs.replace(one, beside=1))
+    assert all_missing(profile, {1}, prompts, beside_one, 1) == tasks[2:]
+    for beside in (0, 3):
+        assert all_missing(profile, {1}, prompts, msgspec.structs.replace(ROOM, beside=beside), 1) == tasks
+    profile = profile.with_prefill(prefill(512, 0, 2.0, members=1, exchange="local"))
+    assert [(one.seconds, one.beside) for one in profile.prefills] == [((1.0,), 1), ((2.0,), 0)]
+
+
+def test_prompts_that_a_group_cannot_hold_are_left_out() -> None:
+    room = msgspec.structs.replace(ROOM, num_blocks=4)  # 1,024 tokens of each member
+    found = all_missing(Profile(subject=SUBJECT), {1, 2}, [(1023, 0), (1024, 0), (128, 1024)], room, 1)
+    prompts = {(task.members, task.new_tokens, task.cached_tokens) for task in found if isinstance(task, Task)}
+    assert prompts == {(1, 1023, 0), (2, 1023, 0), (2, 1024, 0), (2, 128, 1024)}
 
 
 def test_decodes_are_measured_behind_as_many_tokens_as_there_is_room_for() -> None:

@@ -25,6 +25,7 @@ from longspan.runtime import links
 SHAPE = ModelShape(num_layers=4, hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=8, bytes_per_element=4)
 LENGTHS = ("--lengths", "8,100")
 STEP = 40
+BLOCK_SIZE = 8
 NUM_PROMPTS = 6  # 8, 100; behind 8: 1, 2; behind 100: 3, 25
 
 
@@ -49,7 +50,9 @@ class Machine(FakeLLM):
         self.num_instances = int(self.arguments["parallel"].partition("x")[0])
         limits = SimpleNamespace(max_num_batched_tokens=STEP)
         self.engine = SimpleNamespace(
-            config=SimpleNamespace(block_size=8, num_blocks=1000, num_instances=self.num_instances, limits=limits)
+            config=SimpleNamespace(
+                block_size=BLOCK_SIZE, num_blocks=1000, num_instances=self.num_instances, limits=limits
+            )
         )
         self.num_sharing = 1
         self.policy: dict[str, str] = {}
@@ -83,21 +86,26 @@ class Machine(FakeLLM):
         return SimpleNamespace(metrics=SimpleNamespace(ttft_s=ttft_s, num_cached_tokens=cached))
 
     def _decode(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[object]:
-        """5 ms, and for each request 1 ms and 10 us per token; until all have started, nonsense.
+        """5 ms, and for each request 1 ms and 10 us per token; until all have started, nonsense. 20 ms more for a group
+        whose members have requests of half a block of their own.
 
         Meanwhile each other instance computes a prompt of a full step, as far as prompts may be so long.
         """
         num_others = self.num_instances // self.num_sharing - 1
         batch = len(prompts) - num_others
         decoding, others = prompts[:batch], prompts[batch:]
-        assert all(prompt in self.prompts for prompt in decoding), "their KV was computed before"
+        singles = [prompt for prompt in decoding if len(prompt) == BLOCK_SIZE // 2]
+        assert len(singles) in ({0, self.num_instances} if self.num_sharing > 1 else {0})
+        assert all(prompt in self.prompts or prompt in singles for prompt in decoding), "their KV was computed before"
+        assert self.num_sharing == 1 or int(self.policy["threshold"]) == (BLOCK_SIZE if singles else 0)
         assert not any(prompt in self.prompts for prompt in others), "theirs was not"
         assert {len(prompt) for prompt in others} <= {min(STEP, self.max_model_len - 1)}
         assert {one.max_tokens for one in params[batch:]} <= {1}
         self.prompts += others
         [num_tokens] = {one.max_tokens for one in params[:batch]}
         assert num_tokens is not None
-        gap_s = 5e-3 + sum(1e-3 + 1e-5 * len(prompt) for prompt in decoding)
+        computed = [prompt for prompt in decoding if prompt not in singles]
+        gap_s = 5e-3 + sum(1e-3 + 1e-5 * len(prompt) for prompt in computed) + (0.02 if singles else 0.0)
         tbt_s = [*[9.0] * batch, *[gap_s] * (num_tokens - batch - 1)]
         last = [9.0, *[gap_s] * (num_tokens - 2)]
         times = [*[tbt_s] * (batch - 1), last, *[[]] * num_others]
@@ -156,6 +164,7 @@ def test_groups_are_measured_with_every_exchange_and_one_instance_among_others(
     ]
     for fit in shown["decode_fits"]:
         assert (fit["start_s"], fit["request_s"], fit["context_s"]) == pytest.approx((5e-3, 1e-3, 1e-5), rel=1e-3)
+        assert fit["wait_s"] == (None if fit["members"] == 1 else pytest.approx(0.02, rel=1e-3))
     assert {len(decode["seconds"]) for decode in shown["decodes"]} == {2}
     assert [(rule["members"], rule["num_missed"]) for rule in shown["ring_rules"]] == [(2, 0), (3, 0)]
     assert {(link["kind"], link["members"]) for link in shown["links"]} == kinds_of_links(3)

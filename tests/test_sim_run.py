@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import longspan.sim.run as sim_run
 from longspan.core.engine import Engine, EngineConfig
 from longspan.core.protocols import Limits
 from longspan.core.steps import Forward
@@ -260,12 +261,13 @@ def test_the_longest_queue_is_told() -> None:
     assert run(asked).max_queue == 3, "with a step in flight and one behind it"
 
 
-def test_only_a_simulation_that_runs_keeps_garbage_from_being_searched_for() -> None:
+def test_only_a_simulation_that_runs_keeps_garbage_from_being_searched_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def finished(_: int) -> None:
         assert gc.get_freeze_count() > before
         raise KeyboardInterrupt
 
     before = gc.get_freeze_count()
+    monkeypatch.setattr(sim_run, "_MANY", 1)
     asked = [Arrival(due_s=0.0, prompt=prompt_of(0, 20), output_len=2)]
     with pytest.raises(KeyboardInterrupt):
         run(asked, watch=Watch(finished=finished))

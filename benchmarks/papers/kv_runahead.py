@@ -33,13 +33,15 @@ _TABLES = {
         16: (1.67, 1.16, 0.86, 0.59),
     },
 }
-_TABLE_3 = {  # 1 GPU, then 2 and 4 with 10 GB/s
-    1: (0.10, 0.10, 0.10),
-    2: (0.24, 0.16, 0.19),
-    4: (0.65, 0.38, 0.36),
-    8: (1.95, 0.99, 0.72),
-    12: (3.95, 1.82, 1.15),
+_TABLE_3 = {  # 1 GPU, 2 and 4 with 10 GB/s, 2 and 4 with 1 GB/s
+    1: (0.10, 0.10, 0.10, 0.11, 0.19),
+    2: (0.24, 0.16, 0.19, 0.21, 0.35),
+    4: (0.65, 0.38, 0.36, 0.84, 0.93),
+    8: (1.95, 0.99, 0.72, 1.31, 2.06),
+    12: (3.95, 1.82, 1.15, 2.28, 2.30),
 }
+_COLUMNS = {10: {0: 1, 1: 2, 2: 4}, 1: {3: 2, 4: 4}}
+"""How many GPUs, by the speed of links and the place in a row."""
 _TOLERANCE = 0.15
 
 
@@ -72,28 +74,30 @@ def tables_1_and_2(constants: Efficiency | None = None, methods: Sequence[str] =
     ]
 
 
-def table_3() -> list[Cell]:
-    """One GPU, and the columns with 10 GB/s."""
+def table_3(link_gbytes_per_s: int = 10) -> list[Cell]:
+    """The columns with links of that speed; one GPU, which needs none, with the quicker."""
     return [
         Cell(
-            name=f"10 GB/s, {gpus} GPUs, {thousands}k",
-            paper=paper,
-            ours=seconds(setting("llama-7b", 10), "KVR-S", gpus, 1024 * thousands),
+            name=f"{link_gbytes_per_s} GB/s, {gpus} GPUs, {thousands}k",
+            paper=row[place],
+            ours=seconds(setting("llama-7b", link_gbytes_per_s), "KVR-S", gpus, 1024 * thousands),
             tolerance=_TOLERANCE,
         )
         for thousands, row in _TABLE_3.items()
-        for gpus, paper in zip((1, 2, 4), row, strict=True)
+        for place, gpus in _COLUMNS[link_gbytes_per_s].items()
     ]
 
 
 def main() -> bool:
-    """Prints all; returns whether all is near enough."""
+    """Prints all; returns whether all but the columns with 1 GB/s, which the model does not reach, is near enough."""
     passed = report("KV-Runahead, Tables 1 and 2", tables_1_and_2())
     gathered = setting("llama-7b").prefill("2", "gather_kv", 16_384).memory
     chained = setting("llama-7b").prefill("2", "chain", 16_384, fractions="search").memory
     print(f"TSP, 2 GPUs, 16k: out of memory in the paper; ours: {gathered.arithmetic}")
     print(f"KVR-S, 2 GPUs, 16k: ours: {chained.arithmetic}\n")
-    return report("KV-Runahead, Table 3", table_3()) and passed and not gathered.fits and chained.fits
+    passed = report("KV-Runahead, Table 3", table_3()) and passed
+    report("KV-Runahead, Table 3, 1 GB/s (known to be far off)", table_3(1))
+    return passed and not gathered.fits and chained.fits
 
 
 if __name__ == "__main__":

@@ -35,7 +35,10 @@ def estimate(
     parallel: Annotated[str, _work(metavar="SPEC", help=r"\[N]\[xtpT]: N instances of T devices each.")] = "1",
     exchange: Annotated[
         PromptExchange,
-        _work(help="How instances share prompts, if there are several; auto: ring_kv, and ring_q to decode."),
+        _work(
+            help="How instances share prompts, if there are several; auto: ring_kv, and ring_q to decode. "
+            "Behind a chain its last instance decodes alone."
+        ),
     ] = "auto",
     fractions: Annotated[
         str | None,

@@ -22,8 +22,9 @@ def as_fields(profile: Profile, table: PartitionTable) -> dict[str, object]:
     fits = [
         {"members": members, "exchange": exchange, **asdict(fit)} for (members, exchange), fit in profile.fits().items()
     ]
+    waits_s = profile.waits_s()
     decode_fits = [
-        {"members": members, "exchange": exchange, **asdict(fit)}
+        {"members": members, "exchange": exchange, **asdict(fit), "wait_s": waits_s.get((members, exchange))}
         for (members, exchange), fit in profile.decode_fits().items()
     ]
     groups = sorted({prefill.members for prefill in profile.prefills})
@@ -78,13 +79,17 @@ def _fits(profile: Profile) -> Table:
 
 
 def _decodes(profile: Profile) -> Table:
-    table = Table(title="Seconds between tokens: a + b B + c B C for B requests behind C tokens", title_justify="left")
-    for name in ("", "a, ms", "b, ms", "c, µs", "mean error", "largest"):
+    title = (
+        "Seconds between tokens: a + b B + c B C for B requests behind C tokens, + w where members decode others, too"
+    )
+    table, waits_s = Table(title=title, title_justify="left"), profile.waits_s()
+    for name in ("", "a, ms", "b, ms", "c, µs", "mean error", "largest", "w, ms"):
         table.add_column(name, justify="right" if name else "left")
     for (members, exchange), fit in profile.decode_fits().items():
         terms = (fit.start_s * 1e3, fit.request_s * 1e3, fit.context_s * 1e6)
-        errors = (f"{fit.mean_error:.1%}", f"{fit.max_error:.1%}")
-        table.add_row(_name(members, exchange), *(f"{term:.4g}" for term in terms), *errors)
+        errors, wait_s = (f"{fit.mean_error:.1%}", f"{fit.max_error:.1%}"), waits_s.get((members, exchange))
+        waits = "" if wait_s is None else f"{wait_s * 1e3:.4g}"
+        table.add_row(_name(members, exchange), *(f"{term:.4g}" for term in terms), *errors, waits)
     return table
 
 

@@ -36,7 +36,8 @@ _WARM_UP_TOKENS = 256
 def measure(start: Start, most_members: int, lengths: Sequence[int] | None, repeats: int) -> Profile:
     """The profile of this machine, with everything measured that it lacked of groups of 1 to `most_members`.
 
-    What one instance does is timed while all do the same. Everything is saved once it is measured.
+    One instance is timed while the others are busy, too: with the same prompt, or with prefills while it decodes.
+    Smaller groups than `most_members` are timed while nothing else runs. Everything is saved once it is measured.
 
     Raises:
         ValueError: for lengths that are no prompts of the model, or a stored profile that cannot be read.
@@ -54,7 +55,8 @@ def measure(start: Start, most_members: int, lengths: Sequence[int] | None, repe
         with start(members) as llm:
             if profile is None or room is None:
                 profile = load_profile(llm.subject) or Profile(subject=llm.subject)
-                prompts, room = _prompts(lengths, llm.max_model_len), _room(llm)
+                room = _room(llm)
+                prompts = _prompts(lengths, room)
             left = all_missing(profile, sizes, prompts, room, repeats)
             if left:
                 _warm_up(llm, members)
@@ -67,7 +69,12 @@ def measure(start: Start, most_members: int, lengths: Sequence[int] | None, repe
 
 def _room(llm: LLM) -> Room:
     config = llm.engine.config
-    return Room(max_model_len=llm.max_model_len, block_size=config.block_size, num_blocks=config.num_blocks)
+    return Room(
+        max_model_len=llm.max_model_len,
+        block_size=config.block_size,
+        num_blocks=config.num_blocks,
+        beside=config.num_instances - 1,
+    )
 
 
 def measure_links(profile: Profile, num_ranks: int) -> Profile:
@@ -83,13 +90,20 @@ def measure_links(profile: Profile, num_ranks: int) -> Profile:
     return profile
 
 
-def _prompts(lengths: Sequence[int] | None, max_model_len: int) -> list[tuple[int, int]]:
+def _prompts(lengths: Sequence[int] | None, room: Room) -> list[tuple[int, int]]:
+    """New and cached tokens of all prefills; by default of those that one instance can hold, and of the longest."""
+    longest = room.max_model_len - 1
     if lengths is None:
-        return prompts_of(default_lengths(max_model_len), max_model_len)
-    if not lengths or min(lengths) < 1 or max(lengths) >= max_model_len:
+        return prompts_of(default_lengths(room.max_model_len), room.max_model_len)
+    if not lengths or min(lengths) < 1 or max(lengths) > longest:
         given = ",".join(map(str, lengths))
-        raise ValueError(f"--lengths are from 1 to {max_model_len - 1} tokens with this model, but {given} given")
-    return prompts_of(lengths, max_model_len)
+        raise ValueError(f"--lengths are from 1 to {longest} tokens with this model, but {given} given")
+    if not room.holds(1, max(lengths) + 1):
+        raise ValueError(
+            f"--lengths {max(lengths)} is more than the {room.num_blocks} blocks of {room.block_size} tokens that one "
+            "instance has for KV: give shorter ones, or more memory with --kv-cache-memory-bytes"
+        )
+    return prompts_of(lengths, room.max_model_len)
 
 
 def _shown(tasks: Sequence[Task | DecodeTask], members: int) -> Iterator[Task | DecodeTask]:
@@ -105,7 +119,9 @@ def _measured(llm: LLM, profile: Profile, task: Task | DecodeTask) -> Profile:
             exchange=task.exchange,
             batch=task.batch,
             context_tokens=task.context_tokens,
+            singles=task.singles,
             seconds=(_timed_decode(llm, profile, task),),
+            beside=_beside(llm, task),
         )
         return profile.with_decode(decode)
     prefill = Prefill(
@@ -114,36 +130,45 @@ def _measured(llm: LLM, profile: Profile, task: Task | DecodeTask) -> Profile:
         new_tokens=task.new_tokens,
         cached_tokens=task.cached_tokens,
         seconds=(_timed(llm, task, seed=1 + profile.num_times),),
+        beside=_beside(llm, task),
     )
     return profile.with_prefill(prefill)
+
+
+def _beside(llm: LLM, task: Task | DecodeTask) -> int:
+    """How many instances are busy with something else."""
+    return llm.engine.config.num_instances - task.members
 
 
 def _timed_decode(llm: LLM, profile: Profile, task: DecodeTask) -> float:
     """Median seconds between tokens of random prompts once all decode together.
 
-    Their KV is computed before, so that each starts with a single token; dealt prompts still start one after the other.
-    Larger batches have the prompts of smaller ones, too, whose KV is still there. Of one instance, the others compute
-    prompts of a full step meanwhile: all of a host share its memory, and where many requests wait, that is what they do
-    most of the time.
+    Their KV is computed before, but for what a full last block has; dealt prompts still start one after the other.
+    Larger batches have the prompts of smaller ones, too, whose KV is still there. Singles, shorter than a block, go to
+    whom has the least to do. Of one instance, the others compute prompts of a full step meanwhile: all of a host share
+    its memory, and where many requests wait, that is what they do most of the time.
     """
-    vocabulary, found = range(llm.info.vocab_size), profile.find_decode(*msgspec.structs.astuple(task))
+    vocabulary, config = range(llm.info.vocab_size), llm.engine.config
+    found = profile.find_decode(*msgspec.structs.astuple(task))
     time = 0 if found is None else len(found.seconds)
     draw = random.Random(f"decodes of {task.members} behind {task.context_tokens} tokens, time {time}")
     prompts = [draw.choices(vocabulary, k=task.context_tokens) for _ in range(task.batch)]
+    singles = [draw.choices(vocabulary, k=-(-config.block_size // 2)) for _ in range(task.singles)]
     beside: list[list[int]] = []
     if task.members > 1:
-        llm.set_policy("context", {"exchange": "ring_kv", "decode": task.exchange, "threshold": "0"})
+        threshold = str(config.block_size if singles else 0)
+        llm.set_policy("context", {"exchange": "ring_kv", "decode": task.exchange, "threshold": threshold})
     else:
         llm.set_policy("chunked", {})
-        config = llm.engine.config
         full = min(config.limits.max_num_batched_tokens, llm.max_model_len - 1)
         draw = random.Random(f"beside {len(prompts)} behind {task.context_tokens} tokens, time {time}")
-        beside = [draw.choices(vocabulary, k=full) for _ in range(config.num_instances - 1)]
+        beside = [draw.choices(vocabulary, k=full) for _ in range(_beside(llm, task))]
     for prompt in prompts:  # one by one, so that all are on one instance
         llm.generate([prompt], _ONE_TOKEN, use_tqdm=False)
-    steps = SamplingParams(temperature=0.0, max_tokens=task.batch + DECODE_STEPS, ignore_eos=True)
-    params = [steps] * task.batch + [_ONE_TOKEN] * len(beside)
-    outputs = llm.generate([*prompts, *beside], params, use_tqdm=False)[: task.batch]
+    decoding = [*prompts, *singles]
+    steps = SamplingParams(temperature=0.0, max_tokens=len(decoding) + DECODE_STEPS, ignore_eos=True)
+    params = [steps] * len(decoding) + [_ONE_TOKEN] * len(beside)
+    outputs = llm.generate([*decoding, *beside], params, use_tqdm=False)[: len(decoding)]
     latest = max(outputs, key=lambda output: output.metrics.arrival_s + (output.metrics.ttft_s or 0.0))
     return statistics.median(latest.metrics.tbt_s[1:DECODE_STEPS])
 
@@ -162,8 +187,7 @@ def _timed(llm: LLM, task: Task, *, seed: int) -> float:
         llm.set_policy("context", {"exchange": task.exchange, "threshold": "0"})
         return timed(llm, task.new_tokens, task.cached_tokens, seed=seed)
     llm.set_policy("chunked", {})
-    everyone = llm.engine.config.num_instances
-    return timed(llm, task.new_tokens, task.cached_tokens, seed=seed, num_prompts=everyone)
+    return timed(llm, task.new_tokens, task.cached_tokens, seed=seed, num_prompts=1 + _beside(llm, task))
 
 
 def timed(llm: LLM, new_tokens: int, cached_tokens: int, *, seed: int, num_prompts: int = 1) -> float:

@@ -28,6 +28,7 @@ class Occupancy:
             already = joining & having
             having.update(joining)
             joining = already
+        assert not joining, f"instances {sorted(joining)} are full"
 
     def end(self, instances: Iterable[int], now_s: float) -> None:
         """A step of these is over."""
@@ -36,6 +37,7 @@ class Occupancy:
             last = leaving & having
             having.difference_update(last)
             leaving -= last
+        assert not leaving, f"instances {sorted(leaving)} have no step"
         for i in last:
             self._busy_s[i] += now_s - self._busy_since_s[i]
 

@@ -74,7 +74,7 @@ class Running:
         """Those that no other instances have a part in, in no order."""
         for instance in self._alone.keys() & instances:
             yield from self._alone[instance].values()
-        for group, found in self._shared.items():
+        for group, found in self._shared.items() if len(instances) > 1 else ():
             if group[0] in instances and instances.issuperset(group):
                 yield from found.values()
 

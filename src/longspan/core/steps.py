@@ -7,7 +7,7 @@ long.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from longspan.core.rotation import Rotation
@@ -183,8 +183,20 @@ class Part:
         return shown_name(self.exchange)
 
 
+class _BetweenInstances:
+    """What follows from the fields of a MoveKV, and so is in no message.
+
+    Attributes:
+        sources, targets: the instances that send and receive, ascending.
+    """
+
+    __slots__ = ("sources", "targets")
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+
+
 @dataclass(kw_only=True, slots=True)
-class MoveKV:
+class MoveKV(_BetweenInstances):
     """Copies whole KV blocks of one request to other instances, every layer of them.
 
     By itself it is a step: sources send what they hold, targets write it into their pools while they compute, and a
@@ -194,22 +206,30 @@ class MoveKV:
     Attributes:
         copies: pairs of source and target. Meanwhile nobody writes its sources, and nobody else touches its targets.
             Ranks need to know nothing of the request: its first part may come later, and it may be freed before.
-        sources, targets: the instances that send and receive, ascending.
     """
 
     number: int
     request_id: int
     copies: tuple[tuple[BlockRef, BlockRef], ...]
-    sources: tuple[int, ...] = field(init=False, repr=False)
-    targets: tuple[int, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.sources = tuple(sorted({source.instance for source, _ in self.copies}))
-        self.targets = tuple(sorted({target.instance for _, target in self.copies}))
+        self.sources = tuple(sorted({source.instance for source, _ in self.copies}))  # type: ignore[misc]  # of the base
+        self.targets = tuple(sorted({target.instance for _, target in self.copies}))  # type: ignore[misc]
+
+
+class _OnInstances:
+    """What follows from the parts of a Forward, and so is in no message.
+
+    Attributes:
+        instances: those that take part, ascending: they compute, or pass on a token.
+    """
+
+    __slots__ = ("instances",)
+    instances: tuple[int, ...]
 
 
 @dataclass(kw_only=True, slots=True)
-class Forward:
+class Forward(_OnInstances):
     """One forward pass over several parts, which may differ in group and exchange.
 
     Attributes:
@@ -218,14 +238,12 @@ class Forward:
         streams: moves of blocks that this Forward completes, to instances outside: sources send a layer as soon as its
             KV is computed. Targets are told by the executor. Each has a `Completion` of its own, after the Forward's or
             before.
-        instances: those that take part, ascending: they compute, or pass on a token.
     """
 
     number: int
     parts: tuple[Part, ...]
     balances: tuple[MoveKV, ...] = ()
     streams: tuple[MoveKV, ...] = ()
-    instances: tuple[int, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         members: set[int] = set()
@@ -233,7 +251,7 @@ class Forward:
             members.update(part.group)
             if part.unknown_on is not None:
                 members.add(part.unknown_on)
-        self.instances = tuple(sorted(members))
+        self.instances = tuple(sorted(members))  # type: ignore[misc]  # a slot of the base
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

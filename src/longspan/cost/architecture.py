@@ -32,6 +32,22 @@ _TWO_MATRICES = {
 }
 _LAYER_NORM = _TWO_MATRICES - {"nemotron"} | {"stablelm", "cohere"}
 _NO_ROTARY = {"gpt2", "opt", "bloom", "mpt", "gpt_bigcode"}
+_TIED = {
+    "falcon",
+    "gpt2",
+    "opt",
+    "bloom",
+    "mpt",
+    "gpt_bigcode",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "gemma3_text",
+    "cohere",
+    "cohere2",
+    "starcoder2",
+}
+"""Whose output head is the embedding unless the config says otherwise."""
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -128,7 +144,7 @@ def from_config(
         vocab_size=_size(config, "vocab_size", name),
         ffn_bytes=bytes_per_element if ffn_bytes is None else ffn_bytes,
         gated=kind not in _TWO_MATRICES,
-        tied=bool(config.get("tie_word_embeddings", False)),
+        tied=bool(config.get("tie_word_embeddings", kind in _TIED)),
         rms_norm=kind not in _LAYER_NORM,
         rotary=kind not in _NO_ROTARY and not config.get("alibi", False),
         parallel=bool(config.get("parallel_attn", kind in ("gpt_neox", "gptj", "phi", "cohere"))),

@@ -6,6 +6,7 @@ Bytes are as in docs/exchanges.md.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -135,9 +136,11 @@ def cached_in_chain(channel: Channel) -> float:
 
 
 def attention_s(layer: Layer, share: Share, *, keys: float, pieces: int = 1, head_parts: int = 1) -> float:
-    """Seconds of a member's attention over `keys`, as so many equal pieces, for a part of the heads."""
+    """Seconds of a member's attention over `keys`, as so many equal pieces, with its part of the heads."""
     chip, head_dim = layer.chip, layer.model.attention.head_dim
-    heads, kv_heads = layer.heads / head_parts, max(1.0, layer.kv_heads / head_parts)
+    heads, kv_heads = layer.heads, layer.kv_heads
+    if head_parts > 1:
+        heads, kv_heads = math.ceil(heads / head_parts), math.ceil(kv_heads / head_parts)
     if chip.attention.unfused:
         return chip.scores_s(scores=share.scores, keys=keys, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
     return pieces * chip.attention_s(

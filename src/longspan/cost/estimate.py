@@ -156,16 +156,19 @@ def estimate_decode(model: Roofline, instances: int, exchange: Exchange, length:
     A chain leaves all of them with its last member, which decodes alone.
 
     Raises:
-        ValueError: without tokens or requests, or for an exchange that decoding has no use for.
+        ValueError: without tokens or requests, or for `gather_hidden`, by which nothing decodes.
     """
     if length < 1 or batch < 1:
         raise ValueError(f"decoding is of at least 1 request behind 1 token, but {batch} behind {length} given")
+    if exchange == "gather_hidden":
+        raise ValueError("exchange gather_hidden is of prompts: decode by ring_q, ring_kv, alltoall or gather_kv")
     if exchange == "chain":
         instances = 1
     channel = decode_channel("local" if instances == 1 else exchange, tuple(range(instances)), length, batch)
     breakdown = max(_times(model, channel).values(), key=lambda one: one.total_s)
     layer, shape = model.layer, model.layer.model.attention
-    read = layer.model.weight_bytes * instances + batch * length * shape.kv_bytes * shape.num_layers
+    embedding = 0.0 if layer.model.tied else layer.model.head_weights * shape.bytes_per_element
+    read = (layer.model.weight_bytes - embedding) * instances + batch * length * shape.kv_bytes * shape.num_layers
     flops = batch * (2 * layer.model.num_parameters + 4 * length * shape.num_heads * shape.head_dim * shape.num_layers)
     bound_s = read / (instances * layer.tp * layer.chip.device.bytes_per_s)
     return _estimate(model, channel, phase="decode", breakdown=breakdown, lower_bound_s=bound_s, flops=flops)

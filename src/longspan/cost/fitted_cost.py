@@ -16,9 +16,10 @@ class FittedCost:
     """A cost for the simulator: every instance of a part takes as long as the profile says of such a group.
 
     A step is computed as one row of tokens, so it starts once: the largest prefill's start counts, or that of
-    decodes where there is no prefill. Beside a prefill, a decode costs a token of it and its own context, and the first
-    one of a group its messages: what a group's decode takes to start beyond one instance's. KV moves as quickly as two
-    ranks sent to each other.
+    decodes where there is no prefill. The first decode of each group costs its messages: what it takes to start beyond
+    one instance's; and in a step of decodes where several members compute tokens, what they wait for each other. Beside
+    a prefill, a decode costs a token of it and its own context. Members of a group end together. KV moves as quickly as
+    two ranks sent to each other.
 
     Args:
         shape: of the model that was measured.
@@ -32,6 +33,7 @@ class FittedCost:
         self._link, self._tp = profile.link("point_to_point", 2), profile.subject.tp
         self._num_layers, self._block_bytes = shape.num_layers, block_size * shape.kv_bytes * shape.num_layers
         self._times, self._decodes = profile.times(), profile.decode_fits()
+        self._waits_s = profile.waits_s()
         self._known: dict[tuple[int, Exchange, int, int], float] = {}
         if (1, "local") not in self._times or (1, "local") not in self._decodes:
             raise ValueError(
@@ -85,7 +87,13 @@ class FittedCost:
                 is_first = (part.group, part.exchange) not in decoding
                 decoding.add((part.group, part.exchange))
                 self._add_decode(part, starts, rest, prefilling, is_first=is_first)
+        computing = {i for part in forward.parts for i, runs in zip(part.group, part.runs, strict=True) if runs}
+        for group, exchange in decoding:
+            if len(computing.intersection(group)) > 1 and prefilling.isdisjoint(group):
+                for instance in group:
+                    rest[instance] += self._waits_s.get((len(group), exchange), 0.0)
         found = {instance: starts[instance] + seconds for instance, seconds in rest.items()}
+        _end_together(found, {part.group for part in forward.parts if len(part.group) > 1})
         for move in forward.balances:
             group = next(part.group for part in forward.parts if part.request_id == move.request_id)
             layer_s = min(found[instance] for instance in group) / self._num_layers
@@ -97,15 +105,14 @@ class FittedCost:
         self, part: Part, starts: dict[int, float], rest: dict[int, float], prefilling: set[int], *, is_first: bool
     ) -> None:
         fit = self._decodes[len(part.group), part.exchange]
-        context_s = fit.context_s * part.start
-        beside_s = self._times[1, "local"].fit.token_s + context_s
-        if is_first:
-            beside_s += max(0.0, fit.start_s - self._decodes[1, "local"].start_s)
+        start_s = min(fit.start_s, self._decodes[1, "local"].start_s)
+        messages_s = fit.start_s - start_s if is_first else 0.0
+        context_s = messages_s + fit.context_s * part.start
         for instance in part.group:
             if instance in prefilling:
-                rest[instance] += beside_s
+                rest[instance] += self._times[1, "local"].fit.token_s + context_s
             else:
-                starts[instance] = max(starts[instance], fit.start_s)
+                starts[instance] = max(starts[instance], start_s)
                 rest[instance] += fit.request_s + context_s
 
     def _decodes_in(self, part: Part) -> bool:
@@ -123,6 +130,13 @@ class FittedCost:
         if kind not in self._times:
             raise ValueError(_missing(*kind))
         return self._times[kind]
+
+
+def _end_together(seconds: dict[int, float], groups: Collection[tuple[int, ...]]) -> None:
+    """Members of a group wait for each other in each layer, and so for those of other groups that these wait for."""
+    for _ in groups:
+        for group in groups:
+            seconds.update(dict.fromkeys(group, max(seconds[instance] for instance in group)))
 
 
 def _missing(members: int, exchange: str) -> str:

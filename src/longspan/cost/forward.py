@@ -161,6 +161,8 @@ class Roofline:
         smooth = chip.efficiency.host_smooth
         alike: dict[tuple[int, int], Breakdown] = {}
         for instance, one in list(found.items()):
+            if one is _IDLE:
+                continue
             kind = extra[instance], id(one)
             if kind not in alike:
                 device_s, host_s = one.total_s, (self.layer.num_launches + extra[instance]) * launch_s

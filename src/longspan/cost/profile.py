@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self, TypeVar
 
 import msgspec
 
@@ -40,6 +40,7 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     Attributes:
         members: how many instances shared it; with one, the exchange is `local`.
         cached_tokens: whose KV was there before.
+        beside: how many other instances of the machine were busy meanwhile.
     """
 
     members: int
@@ -47,6 +48,7 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     new_tokens: int
     cached_tokens: int
     seconds: tuple[float, ...]
+    beside: int = 0
 
     def __post_init__(self) -> None:
         timed = self.seconds and min(self.seconds) > 0
@@ -68,6 +70,8 @@ class Decode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         members: how many instances shared each of them; with one, the exchange is `local`.
         batch: how many requests.
         context_tokens: tokens of each before the new ones.
+        singles: requests of one instance that decode in the same steps, one on each member.
+        beside: how many other instances of the machine were busy meanwhile.
     """
 
     members: int
@@ -75,6 +79,8 @@ class Decode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     batch: int
     context_tokens: int
     seconds: tuple[float, ...]
+    singles: int = 0
+    beside: int = 0
 
     def __post_init__(self) -> None:
         timed = self.seconds and min(self.seconds) > 0
@@ -87,6 +93,16 @@ class Decode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def median_s(self) -> float:
         """Of all times."""
         return statistics.median(self.seconds)
+
+
+_TimesT = TypeVar("_TimesT", Prefill, Decode)
+
+
+def _joined(before: _TimesT | None, after: _TimesT) -> _TimesT:
+    if before is None or before.beside != after.beside:
+        return after
+    earlier: tuple[float, ...] = before.seconds
+    return msgspec.structs.replace(after, seconds=earlier + after.seconds)
 
 
 TransferKind = Literal["point_to_point", "alltoall", "all_gather", "host_copy"]
@@ -117,12 +133,10 @@ class Profile(Stored, frozen=True, kw_only=True):
     decodes: tuple[Decode, ...] = ()
 
     def with_prefill(self, prefill: Prefill) -> Self:
-        """A profile that also has these times, beside those that it has of such a prefill."""
+        """A profile that also has these times of such a prefill; in place of those beside more or fewer instances."""
         before = self.find(prefill.members, prefill.exchange, prefill.new_tokens, prefill.cached_tokens)
         kept = tuple(one for one in self.prefills if one is not before)
-        seconds = (*(before.seconds if before else ()), *prefill.seconds)
-        joined = msgspec.structs.replace(prefill, seconds=seconds)
-        return msgspec.structs.replace(self, prefills=(*kept, joined))
+        return msgspec.structs.replace(self, prefills=(*kept, _joined(before, prefill)))
 
     def with_transfer(self, transfer: Transfer) -> Self:
         """A profile with these times of such a transfer, in place of those that it has."""
@@ -137,16 +151,18 @@ class Profile(Stored, frozen=True, kw_only=True):
         return next(found, None)
 
     def with_decode(self, decode: Decode) -> Self:
-        """A profile that also has these times, beside those that it has of such a decode."""
-        before = self.find_decode(decode.members, decode.exchange, decode.batch, decode.context_tokens)
+        """A profile that also has these times of such a decode; in place of those beside more or fewer instances."""
+        before = self.find_decode(decode.members, decode.exchange, decode.batch, decode.context_tokens, decode.singles)
         kept = tuple(one for one in self.decodes if one is not before)
-        joined = msgspec.structs.replace(decode, seconds=(*(before.seconds if before else ()), *decode.seconds))
-        return msgspec.structs.replace(self, decodes=(*kept, joined))
+        return msgspec.structs.replace(self, decodes=(*kept, _joined(before, decode)))
 
-    def find_decode(self, members: int, exchange: Exchange, batch: int, context_tokens: int) -> Decode | None:
+    def find_decode(
+        self, members: int, exchange: Exchange, batch: int, context_tokens: int, singles: int = 0
+    ) -> Decode | None:
         """What was measured of such a decode, if it was."""
-        wanted = (members, exchange, batch, context_tokens)
-        return next((d for d in self.decodes if (d.members, d.exchange, d.batch, d.context_tokens) == wanted), None)
+        wanted = (members, exchange, batch, context_tokens, singles)
+        found = (d for d in self.decodes if (d.members, d.exchange, d.batch, d.context_tokens, d.singles) == wanted)
+        return next(found, None)
 
     def joined(self, other: Profile) -> Self:
         """A profile with the times of both; with those of the other's transfers, where both have some."""
@@ -163,9 +179,23 @@ class Profile(Stored, frozen=True, kw_only=True):
         """By members and exchange, as far as there are measurements enough."""
         samples: dict[tuple[int, Exchange], list[Sample]] = defaultdict(list)
         for decode in self.decodes:
-            samples[decode.members, decode.exchange].append((decode.batch, decode.context_tokens, decode.median_s))
+            if not decode.singles:
+                samples[decode.members, decode.exchange].append((decode.batch, decode.context_tokens, decode.median_s))
         fits = ((kind, fit_decodes(of_kind)) for kind, of_kind in sorted(samples.items()))
         return {kind: fit for kind, fit in fits if fit is not None}
+
+    def waits_s(self) -> dict[tuple[int, Exchange], float]:
+        """By members and exchange, how much longer decodes of a group take when each member computes one of its own.
+
+        They wait for each other in each layer then, and compete for what they share. Groups of which that was not
+        measured are left out.
+        """
+        fits, found = self.decode_fits(), defaultdict[tuple[int, Exchange], list[float]](list)
+        for decode in self.decodes:
+            kind = decode.members, decode.exchange
+            if decode.singles and kind in fits:
+                found[kind].append(decode.median_s - fits[kind].seconds(decode.batch, decode.context_tokens))
+        return {kind: max(0.0, statistics.median(more)) for kind, more in found.items()}
 
     @property
     def links(self) -> list[tuple[TransferKind, int]]:

@@ -8,7 +8,7 @@ from itertools import chain
 import msgspec
 
 from longspan.core.steps import Exchange
-from longspan.cost.profile import Profile, TransferKind
+from longspan.cost.profile import Decode, Prefill, Profile, TransferKind
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,12 +21,13 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DecodeTask(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests that decode together, to measure once."""
+    """Requests that decode together, to measure once; `singles` are those of one instance, one on each member."""
 
     members: int
     exchange: Exchange
     batch: int
     context_tokens: int
+    singles: int = 0
 
 
 SHARED: tuple[Exchange, ...] = ("ring_kv", "ring_q", "alltoall", "gather_kv", "chain")
@@ -38,6 +39,7 @@ DECODE_BATCHES = (1, 2, 4, 8)
 DECODE_STEPS = 8
 """Times between tokens that one measurement takes, once all requests have started."""
 
+_BATCHES_WITH_SINGLES = (1, 2, 4)
 _MOST_OF_LONGEST = 4
 
 _PARTIAL_PARTS = (32, 4)
@@ -67,11 +69,25 @@ def kinds_of_links(num_ranks: int) -> set[tuple[TransferKind, int]]:
 
 
 class Room(msgspec.Struct, frozen=True, kw_only=True):
-    """What instances can hold: so many tokens of a request, so many blocks of so many tokens each."""
+    """What each instance can hold: so many tokens of a request, so many blocks of so many tokens each.
+
+    Attributes:
+        beside: how many instances are busy while one of them is timed.
+    """
 
     max_model_len: int
     block_size: int
     num_blocks: int
+    beside: int = 0
+
+    def holds(self, members: int, num_tokens: int) -> bool:
+        """Whether so many of them together have room for a request."""
+        return -(-num_tokens // self.block_size) <= members * self.num_blocks
+
+    def is_known(self, found: Prefill | Decode | None, times: int) -> bool:
+        """Whether there are so many times, by as many busy instances."""
+        wanted = self.beside if found is not None and found.members == 1 else 0
+        return found is not None and found.beside == wanted and len(found.seconds) >= times
 
 
 def all_missing(
@@ -79,27 +95,30 @@ def all_missing(
 ) -> list[Task | DecodeTask]:
     """What is left to measure of prefills and decodes in groups of these sizes.
 
-    All of it once before anything a second time: what else the machine does for a while spoils one time of each.
+    All of it once before anything a second time: what else the machine does for a while spoils one time of each. What
+    does not fit into the KV memory of a group is left out.
     """
     whole = [new for new, cached in prompts if not cached]
     left: list[Task | DecodeTask] = []
     for times in range(1, repeats + 1):
         for size in sorted(sizes):
-            left += _missing_prefills(profile, size, prompts, times)
+            left += _missing_prefills(profile, size, prompts, room, times)
             left += _missing_decodes(profile, size, whole, room, times)
     return left
 
 
-def _missing_prefills(profile: Profile, members: int, prompts: Iterable[tuple[int, int]], times: int) -> list[Task]:
-    """The prefills that groups of so many were timed at fewer than so many times."""
+def _missing_prefills(
+    profile: Profile, members: int, prompts: Iterable[tuple[int, int]], room: Room, times: int
+) -> list[Task]:
+    """The prefills that groups of so many can hold, and were timed at fewer than so many times."""
     exchanges: tuple[Exchange, ...] = SHARED if members > 1 else ("local",)
-    tasks = []
-    for new, cached in prompts:
-        for exchange in exchanges:
-            found = profile.find(members, exchange, new, cached)
-            if found is None or len(found.seconds) < times:
-                tasks.append(Task(members=members, exchange=exchange, new_tokens=new, cached_tokens=cached))
-    return tasks
+    return [
+        Task(members=members, exchange=exchange, new_tokens=new, cached_tokens=cached)
+        for new, cached in prompts
+        for exchange in exchanges
+        if room.holds(members, new + cached + 1)
+        and not room.is_known(profile.find(members, exchange, new, cached), times)
+    ]
 
 
 def _missing_decodes(
@@ -108,19 +127,23 @@ def _missing_decodes(
     """The decodes that groups of so many were timed at fewer than so many times: small and large batches behind the
     shortest, the middle and the longest of `lengths`, of which each member has a block at least.
 
-    Batches have no more tokens than four of the longest, nor than an instance can hold.
+    Batches have no more tokens than four of the longest, nor than an instance can hold. Groups are timed behind the
+    middle one also while each member decodes a request of its own.
     """
     longest = max(1, room.max_model_len - DECODE_BATCHES[-1] - DECODE_STEPS)
     shortest = members * room.block_size if members > 1 else 1
     every = sorted({min(longest, max(shortest, length)) for length in lengths})
     exchange: Exchange = "ring_q" if members > 1 else "local"
-    tasks = []
-    for batch in DECODE_BATCHES:
-        for context in sorted({every[0], every[len(every) // 2], every[-1]}):
-            found = profile.find_decode(members, exchange, batch, context)
-            is_known = found is not None and len(found.seconds) >= times
-            num_blocks = batch * -(-(context + batch + DECODE_STEPS) // room.block_size)
-            fits = num_blocks <= room.num_blocks and batch * context <= _MOST_OF_LONGEST * every[-1]
-            if fits and not is_known:
-                tasks.append(DecodeTask(members=members, exchange=exchange, batch=batch, context_tokens=context))
+    middle, tasks = every[len(every) // 2], []
+    kinds = [(batch, context, 0) for batch in DECODE_BATCHES for context in sorted({every[0], middle, every[-1]})]
+    if members > 1:
+        kinds += [(batch, middle, members) for batch in _BATCHES_WITH_SINGLES]
+    for batch, context, singles in kinds:
+        is_known = room.is_known(profile.find_decode(members, exchange, batch, context, singles), times)
+        num_blocks = (batch + singles) * -(-(context + batch + DECODE_STEPS) // room.block_size)
+        fits = num_blocks <= room.num_blocks and batch * context <= _MOST_OF_LONGEST * every[-1]
+        if fits and not is_known:
+            tasks.append(
+                DecodeTask(members=members, exchange=exchange, batch=batch, context_tokens=context, singles=singles)
+            )
     return tasks

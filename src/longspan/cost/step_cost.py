@@ -29,7 +29,7 @@ class StepCost(Protocol):
         ...
 
     def seconds(self, forward: Forward) -> dict[int, float]:
-        """Of each instance that takes part, from the moment all of them have begun; what of its `balances` the layers
+        """Of every one of its `instances`, from the moment all of them have begun; what of its `balances` the layers
         do not hide is in it, its `streams` are not.
         """
         ...

@@ -136,6 +136,7 @@ class SimExecutor:
     def _run(self, forward: Forward) -> None:
         start = max(self._clock.now(), *map(self._free_at.__getitem__, forward.instances))
         ends = {instance: start + seconds for instance, seconds in self._cost.seconds(forward).items()}
+        assert len(ends) == len(forward.instances), "each instance that takes part has its time"
         self._free_at.update(ends)
         heapq.heappush(self._due, (max(ends.values()), forward.number, forward))
         for move in forward.streams:

@@ -28,6 +28,8 @@ from longspan.sim.tokens import Texts
 
 _VOCAB_SIZE = 2**15
 _LOSS, _ARRIVAL = 0, 1
+_MANY = 1000
+"""From so many arrivals on, searching them for garbage takes a notable part of a simulation."""
 _Event = tuple[float, int, int]
 """When, what, and for an arrival its place."""
 
@@ -69,13 +71,17 @@ def simulate(
     faults.check(config.num_instances)
     slowed = SlowedCost(cost, faults.slow) if faults.slow else cost
     simulation = _Simulation(arrivals, config, policy, slowed, faults, watch or Watch())
-    with _garbage_left_alone():
+    with _garbage_left_alone(arrivals):
         return simulation.run()
 
 
 @contextmanager
-def _garbage_left_alone() -> Iterator[None]:
-    """What is there already, all arrivals included, is not searched for garbage again and again meanwhile."""
+def _garbage_left_alone(arrivals: Sequence[Arrival]) -> Iterator[None]:
+    """What is there already is not searched for garbage again and again meanwhile, if there are many arrivals."""
+    if len(arrivals) < _MANY:
+        yield
+        return
+    gc.collect()  # an earlier engine, say, which is in a cycle
     gc.freeze()
     try:
         yield
