@@ -97,7 +97,7 @@ class Machine(FakeLLM):
         singles = [prompt for prompt in decoding if len(prompt) == BLOCK_SIZE // 2]
         assert len(singles) in ({0, self.num_instances} if self.num_sharing > 1 else {0})
         assert all(prompt in self.prompts or prompt in singles for prompt in decoding), "their KV was computed before"
-        assert self.num_sharing == 1 or int(self.policy["threshold"]) == (BLOCK_SIZE if singles else 0)
+        assert self.num_sharing == 1 or int(self.policy["threshold"]) == (BLOCK_SIZE // 2 if singles else 0)
         assert not any(prompt in self.prompts for prompt in others), "theirs was not"
         assert {len(prompt) for prompt in others} <= {min(STEP, self.max_model_len - 1)}
         assert {one.max_tokens for one in params[batch:]} <= {1}
@@ -164,12 +164,25 @@ def test_groups_are_measured_with_every_exchange_and_one_instance_among_others(
     ]
     for fit in shown["decode_fits"]:
         assert (fit["start_s"], fit["request_s"], fit["context_s"]) == pytest.approx((5e-3, 1e-3, 1e-5), rel=1e-3)
-        assert fit["wait_s"] == (None if fit["members"] == 1 else pytest.approx(0.02, rel=1e-3))
+        assert fit["wait_s"] == (None if fit["members"] == 1 else pytest.approx(0.02 - 1e-3, rel=1e-3))
     assert {len(decode["seconds"]) for decode in shown["decodes"]} == {2}
     assert [(rule["members"], rule["num_missed"]) for rule in shown["ring_rules"]] == [(2, 0), (3, 0)]
     assert {(link["kind"], link["members"]) for link in shown["links"]} == kinds_of_links(3)
     assert all(link["bytes_per_s"] == pytest.approx(1e9) for link in shown["links"])
     assert (Machine.link_calls, shown["partitions"]) == ([3], [])
+
+
+def test_one_instance_is_measured_anew_beside_others() -> None:
+    """No prompt is one that was computed before: `Machine` looks."""
+    assert run("profile", "m", "--repeats", "1", *LENGTHS) == 0
+    alone = [prefill for prefill in stored().prefills if prefill.members == 1]
+    assert {prefill.beside for prefill in alone} == {0}
+    assert run("profile", "m", "--parallel", "2", "--repeats", "2", *LENGTHS) == 0
+    prefills = [prefill for prefill in stored().prefills if prefill.members == 1]
+    decodes = [decode for decode in stored().decodes if decode.members == 1]
+    assert {(len(one.seconds), one.beside) for one in (*prefills, *decodes)} == {(2, 1)}
+    for prefill in prefills:
+        assert prefill.seconds == pytest.approx([1e-3 * prefill.new_tokens] * 2), "nothing else of it was cached"
 
 
 def test_it_goes_on_where_it_was_stopped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,9 +79,7 @@ def _fits(profile: Profile) -> Table:
 
 
 def _decodes(profile: Profile) -> Table:
-    title = (
-        "Seconds between tokens: a + b B + c B C for B requests behind C tokens, + w where members decode others, too"
-    )
+    title = "Seconds between tokens: a + b B + c B C for B requests behind C tokens, + w where several members compute"
     table, waits_s = Table(title=title, title_justify="left"), profile.waits_s()
     for name in ("", "a, ms", "b, ms", "c, µs", "mean error", "largest", "w, ms"):
         table.add_column(name, justify="right" if name else "left")

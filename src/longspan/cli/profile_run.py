@@ -54,8 +54,8 @@ def measure(start: Start, most_members: int, lengths: Sequence[int] | None, repe
             continue
         with start(members) as llm:
             if profile is None or room is None:
-                profile = load_profile(llm.subject) or Profile(subject=llm.subject)
                 room = _room(llm)
+                profile = (load_profile(llm.subject) or Profile(subject=llm.subject)).of_one_beside(room.beside)
                 prompts = _prompts(lengths, room)
             left = all_missing(profile, sizes, prompts, room, repeats)
             if left:
@@ -91,7 +91,7 @@ def measure_links(profile: Profile, num_ranks: int) -> Profile:
 
 
 def _prompts(lengths: Sequence[int] | None, room: Room) -> list[tuple[int, int]]:
-    """New and cached tokens of all prefills; by default of those that one instance can hold, and of the longest."""
+    """New and cached tokens of all prefills; by default of all that the model takes."""
     longest = room.max_model_len - 1
     if lengths is None:
         return prompts_of(default_lengths(room.max_model_len), room.max_model_len)
@@ -104,6 +104,11 @@ def _prompts(lengths: Sequence[int] | None, room: Room) -> list[tuple[int, int]]
             "instance has for KV: give shorter ones, or more memory with --kv-cache-memory-bytes"
         )
     return prompts_of(lengths, room.max_model_len)
+
+
+def _num_kept(found: Prefill | Decode | None, beside: int) -> int:
+    """How many times there are; those beside more or fewer busy instances do not count."""
+    return len(found.seconds) if found is not None and found.beside == beside else 0
 
 
 def _shown(tasks: Sequence[Task | DecodeTask], members: int) -> Iterator[Task | DecodeTask]:
@@ -124,12 +129,13 @@ def _measured(llm: LLM, profile: Profile, task: Task | DecodeTask) -> Profile:
             beside=_beside(llm, task),
         )
         return profile.with_decode(decode)
+    time = _num_kept(profile.find(*msgspec.structs.astuple(task)), _beside(llm, task))
     prefill = Prefill(
         members=task.members,
         exchange=task.exchange,
         new_tokens=task.new_tokens,
         cached_tokens=task.cached_tokens,
-        seconds=(_timed(llm, task, seed=1 + profile.num_times),),
+        seconds=(_timed(llm, task, seed=f"{task}, time {time}"),),
         beside=_beside(llm, task),
     )
     return profile.with_prefill(prefill)
@@ -149,18 +155,18 @@ def _timed_decode(llm: LLM, profile: Profile, task: DecodeTask) -> float:
     its memory, and where many requests wait, that is what they do most of the time.
     """
     vocabulary, config = range(llm.info.vocab_size), llm.engine.config
-    found = profile.find_decode(*msgspec.structs.astuple(task))
-    time = 0 if found is None else len(found.seconds)
+    time = _num_kept(profile.find_decode(*msgspec.structs.astuple(task)), _beside(llm, task))
     draw = random.Random(f"decodes of {task.members} behind {task.context_tokens} tokens, time {time}")
     prompts = [draw.choices(vocabulary, k=task.context_tokens) for _ in range(task.batch)]
     singles = [draw.choices(vocabulary, k=-(-config.block_size // 2)) for _ in range(task.singles)]
     beside: list[list[int]] = []
     if task.members > 1:
-        threshold = str(config.block_size if singles else 0)
+        threshold = str(len(singles[0]) if singles else 0)
         llm.set_policy("context", {"exchange": "ring_kv", "decode": task.exchange, "threshold": threshold})
     else:
         llm.set_policy("chunked", {})
-        full = min(config.limits.max_num_batched_tokens, llm.max_model_len - 1)
+        room = config.num_blocks * config.block_size
+        full = min(config.limits.max_num_batched_tokens, llm.max_model_len - 1, room - 1)
         draw = random.Random(f"beside {len(prompts)} behind {task.context_tokens} tokens, time {time}")
         beside = [draw.choices(vocabulary, k=full) for _ in range(_beside(llm, task))]
     for prompt in prompts:  # one by one, so that all are on one instance
@@ -178,10 +184,10 @@ def _warm_up(llm: LLM, members: int) -> None:
     length = min(_WARM_UP_TOKENS, llm.max_model_len - 1)
     for exchange in ("ring_kv", "alltoall") if members > 1 else ("local",):
         task = Task(members=members, exchange=exchange, new_tokens=length, cached_tokens=0)
-        _timed(llm, task, seed=0)
+        _timed(llm, task, seed="warm-up")
 
 
-def _timed(llm: LLM, task: Task, *, seed: int) -> float:
+def _timed(llm: LLM, task: Task, *, seed: str) -> float:
     """Of one instance, while all others have such a prompt, too."""
     if task.members > 1:
         llm.set_policy("context", {"exchange": task.exchange, "threshold": "0"})
@@ -190,7 +196,7 @@ def _timed(llm: LLM, task: Task, *, seed: int) -> float:
     return timed(llm, task.new_tokens, task.cached_tokens, seed=seed, num_prompts=1 + _beside(llm, task))
 
 
-def timed(llm: LLM, new_tokens: int, cached_tokens: int, *, seed: int, num_prompts: int = 1) -> float:
+def timed(llm: LLM, new_tokens: int, cached_tokens: int, *, seed: int | str, num_prompts: int = 1) -> float:
     """Mean seconds to the first token of random prompts at once, which all have `cached_tokens` computed before.
 
     Raises:

@@ -251,8 +251,8 @@ def _by_heads(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime
         moved = most * layer.kv_bytes
         exposed_s += topology.alltoall_s(moved * (members - 1) / members, channel.group)
     else:
-        outputs = most * layer.heads * shape.head_dim * element * (members - 1) / members
-        kv_heads = max(1.0, layer.kv_heads / members)
+        outputs = most * math.ceil(layer.heads / members) * shape.head_dim * element * (members - 1)
+        kv_heads = math.ceil(layer.kv_heads / members)
         keys = max(shares.held) * layer.kv_bytes * kv_heads / layer.kv_heads * (members - 1)
         exposed_s = topology.alltoall_s(outputs + keys, channel.group) + topology.alltoall_s(outputs, channel.group)
     return ChannelTime(

@@ -160,7 +160,7 @@ def estimate_decode(model: Roofline, instances: int, exchange: Exchange, length:
     """
     if length < 1 or batch < 1:
         raise ValueError(f"decoding is of at least 1 request behind 1 token, but {batch} behind {length} given")
-    if exchange == "gather_hidden":
+    if exchange == "gather_hidden" and instances > 1:
         raise ValueError("exchange gather_hidden is of prompts: decode by ring_q, ring_kv, alltoall or gather_kv")
     if exchange == "chain":
         instances = 1

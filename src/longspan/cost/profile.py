@@ -138,6 +138,16 @@ class Profile(Stored, frozen=True, kw_only=True):
         kept = tuple(one for one in self.prefills if one is not before)
         return msgspec.structs.replace(self, prefills=(*kept, _joined(before, prefill)))
 
+    def of_one_beside(self, busy: int) -> Self:
+        """A profile without what one instance was timed at beside more or fewer busy ones."""
+
+        def stays(one: Prefill | Decode) -> bool:
+            return one.members > 1 or one.beside == busy
+
+        return msgspec.structs.replace(
+            self, prefills=tuple(filter(stays, self.prefills)), decodes=tuple(filter(stays, self.decodes))
+        )
+
     def with_transfer(self, transfer: Transfer) -> Self:
         """A profile with these times of such a transfer, in place of those that it has."""
         key = transfer.kind, transfer.members, transfer.num_bytes
@@ -165,7 +175,9 @@ class Profile(Stored, frozen=True, kw_only=True):
         return next(found, None)
 
     def joined(self, other: Profile) -> Self:
-        """A profile with the times of both; with those of the other's transfers, where both have some."""
+        """A profile with the times of both; with those of the other alone of transfers, and where other numbers of
+        instances were busy.
+        """
         found = self
         for prefill in other.prefills:
             found = found.with_prefill(prefill)
@@ -187,14 +199,16 @@ class Profile(Stored, frozen=True, kw_only=True):
     def waits_s(self) -> dict[tuple[int, Exchange], float]:
         """By members and exchange, how much longer decodes of a group take when each member computes one of its own.
 
-        They wait for each other in each layer then, and compete for what they share. Groups of which that was not
-        measured are left out.
+        They wait for each other in each layer then, and compete for what they share; what the members' own tokens cost by
+        themselves does not count. Groups of which that was not measured are left out.
         """
         fits, found = self.decode_fits(), defaultdict[tuple[int, Exchange], list[float]](list)
+        own_s = fits[1, "local"].request_s if (1, "local") in fits else 0.0
         for decode in self.decodes:
             kind = decode.members, decode.exchange
             if decode.singles and kind in fits:
-                found[kind].append(decode.median_s - fits[kind].seconds(decode.batch, decode.context_tokens))
+                expected_s = fits[kind].seconds(decode.batch, decode.context_tokens) + own_s
+                found[kind].append(decode.median_s - expected_s)
         return {kind: max(0.0, statistics.median(more)) for kind, more in found.items()}
 
     @property
