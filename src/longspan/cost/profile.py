@@ -199,8 +199,8 @@ class Profile(Stored, frozen=True, kw_only=True):
     def waits_s(self) -> dict[tuple[int, Exchange], float]:
         """By members and exchange, how much longer decodes of a group take when each member computes one of its own.
 
-        They wait for each other in each layer then, and compete for what they share; what the members' own tokens cost by
-        themselves does not count. Groups of which that was not measured are left out.
+        They wait for each other in each layer then, and compete for what they share. What the members' own tokens cost
+        by themselves does not count. Groups of which that was not measured are left out.
         """
         fits, found = self.decode_fits(), defaultdict[tuple[int, Exchange], list[float]](list)
         own_s = fits[1, "local"].request_s if (1, "local") in fits else 0.0
