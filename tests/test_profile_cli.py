@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fake_llm import FakeLLM, run
-from test_profile import SUBJECT
+from test_profile import SUBJECT, num_prompts
 from tiny_models import make_tiny
 
 import longspan
@@ -150,7 +150,7 @@ def test_groups_are_measured_with_every_exchange_and_one_instance_among_others(
     assert {one.arguments["threads_per_rank"] for one in Machine.started} == {1}
     assert all(one.closed for one in Machine.started)
     profile = stored()
-    assert profile.num_times == 2 * NUM_PROMPTS * (2 * len(SHARED) + 1)
+    assert num_prompts(profile) == 2 * NUM_PROMPTS * (2 * len(SHARED) + 1)
     shown = json.loads(capsys.readouterr().out)
     assert shown["subject"]["model"] == "m" and len(shown["prefills"]) == len(profile.prefills)
     for fit in shown["fits"]:
@@ -190,14 +190,14 @@ def test_it_goes_on_where_it_was_stopped(monkeypatch: pytest.MonkeyPatch, capsys
     assert run("profile", "m", "--parallel", "2", "--repeats", "1", *LENGTHS) == 130
     assert Machine.started[-1].closed
     before = stored()
-    assert 0 < before.num_times < NUM_PROMPTS * len(SHARED)
+    assert 0 < num_prompts(before) < NUM_PROMPTS * len(SHARED)
     monkeypatch.setattr(Machine, "failure_after", None)
     assert run("profile", "m", "--parallel", "2", "--repeats", "1", *LENGTHS) == 0
     assert {len(prefill.seconds) for prefill in stored().prefills} == {1}
-    assert stored().num_times == NUM_PROMPTS * (len(SHARED) + 1)
-    num_prompts = [len(one.prompts) for one in Machine.started]
+    assert num_prompts(stored()) == NUM_PROMPTS * (len(SHARED) + 1)
+    computed = [len(one.prompts) for one in Machine.started]
     assert run("profile", "m", "--parallel", "2", "--repeats", "1", *LENGTHS) == 0
-    assert [len(one.prompts) for one in Machine.started] == [*num_prompts, 0], "nothing is measured again"
+    assert [len(one.prompts) for one in Machine.started] == [*computed, 0], "nothing is measured again"
     assert "2 gather_kv" in capsys.readouterr().out
     assert Machine.link_calls == [2]
 
@@ -294,4 +294,4 @@ def test_a_real_engine_is_measured(
             llm.generate([[5] * 100], use_tqdm=False)
     with LLM(str(folder), instances=2, skip_tokenizer_init=True, block_size=16) as llm:
         assert llm.facts.profile is not None
-        assert llm.facts.profile.num_times == len(shown["prefills"])
+        assert num_prompts(llm.facts.profile) == len(shown["prefills"])

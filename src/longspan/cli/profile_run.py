@@ -20,6 +20,7 @@ from longspan.cost.profile_plan import (
     all_missing,
     default_lengths,
     kinds_of_links,
+    num_times,
     prompts_of,
 )
 
@@ -55,7 +56,8 @@ def measure(start: Start, most_members: int, lengths: Sequence[int] | None, repe
         with start(members) as llm:
             if profile is None or room is None:
                 room = _room(llm)
-                profile = (load_profile(llm.subject) or Profile(subject=llm.subject)).of_one_beside(room.beside)
+                profile = load_profile(llm.subject) or Profile(subject=llm.subject)
+                profile = profile.of_one_beside(llm.engine.config.num_instances - 1)
                 prompts = _prompts(lengths, room)
             left = all_missing(profile, sizes, prompts, room, repeats)
             if left:
@@ -73,7 +75,6 @@ def _room(llm: LLM) -> Room:
         max_model_len=llm.max_model_len,
         block_size=config.block_size,
         num_blocks=config.num_blocks,
-        beside=config.num_instances - 1,
     )
 
 
@@ -106,11 +107,6 @@ def _prompts(lengths: Sequence[int] | None, room: Room) -> list[tuple[int, int]]
     return prompts_of(lengths, room.max_model_len)
 
 
-def _num_kept(found: Prefill | Decode | None, beside: int) -> int:
-    """How many times there are; those beside more or fewer busy instances do not count."""
-    return len(found.seconds) if found is not None and found.beside == beside else 0
-
-
 def _shown(tasks: Sequence[Task | DecodeTask], members: int) -> Iterator[Task | DecodeTask]:
     name = "one instance" if members == 1 else f"{members} instances"
     yield from tqdm(tasks, desc=name, unit="time", dynamic_ncols=True, disable=None if tasks else True)
@@ -129,7 +125,7 @@ def _measured(llm: LLM, profile: Profile, task: Task | DecodeTask) -> Profile:
             beside=_beside(llm, task),
         )
         return profile.with_decode(decode)
-    time = _num_kept(profile.find(*msgspec.structs.astuple(task)), _beside(llm, task))
+    time = num_times(profile.find(*msgspec.structs.astuple(task)))
     prefill = Prefill(
         members=task.members,
         exchange=task.exchange,
@@ -155,7 +151,7 @@ def _timed_decode(llm: LLM, profile: Profile, task: DecodeTask) -> float:
     its memory, and where many requests wait, that is what they do most of the time.
     """
     vocabulary, config = range(llm.info.vocab_size), llm.engine.config
-    time = _num_kept(profile.find_decode(*msgspec.structs.astuple(task)), _beside(llm, task))
+    time = num_times(profile.find_decode(*msgspec.structs.astuple(task)))
     draw = random.Random(f"decodes of {task.members} behind {task.context_tokens} tokens, time {time}")
     prompts = [draw.choices(vocabulary, k=task.context_tokens) for _ in range(task.batch)]
     singles = [draw.choices(vocabulary, k=-(-config.block_size // 2)) for _ in range(task.singles)]

@@ -216,11 +216,6 @@ class Profile(Stored, frozen=True, kw_only=True):
         """Of which kinds of transfers, among how many ranks, there are times."""
         return sorted({(transfer.kind, transfer.members) for transfer in self.transfers})
 
-    @property
-    def num_times(self) -> int:
-        """How many prompts have been timed."""
-        return sum(len(prefill.seconds) for prefill in self.prefills)
-
     def fits(self) -> dict[tuple[int, Exchange], TimeFit]:
         """By members and exchange, as far as there are measurements enough."""
         return {kind: times.fit for kind, times in self.times().items()}

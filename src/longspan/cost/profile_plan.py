@@ -68,26 +68,21 @@ def kinds_of_links(num_ranks: int) -> set[tuple[TransferKind, int]]:
     return kinds
 
 
-class Room(msgspec.Struct, frozen=True, kw_only=True):
-    """What each instance can hold: so many tokens of a request, so many blocks of so many tokens each.
+def num_times(found: Prefill | Decode | None) -> int:
+    """How often something was measured."""
+    return 0 if found is None else len(found.seconds)
 
-    Attributes:
-        beside: how many instances are busy while one of them is timed.
-    """
+
+class Room(msgspec.Struct, frozen=True, kw_only=True):
+    """What each instance can hold: so many tokens of a request, so many blocks of so many tokens each."""
 
     max_model_len: int
     block_size: int
     num_blocks: int
-    beside: int = 0
 
     def holds(self, members: int, num_tokens: int) -> bool:
         """Whether so many of them together have room for a request."""
         return -(-num_tokens // self.block_size) <= members * self.num_blocks
-
-    def is_known(self, found: Prefill | Decode | None, times: int) -> bool:
-        """Whether there are so many times, by as many busy instances."""
-        wanted = self.beside if found is not None and found.members == 1 else 0
-        return found is not None and found.beside == wanted and len(found.seconds) >= times
 
 
 def all_missing(
@@ -116,8 +111,7 @@ def _missing_prefills(
         Task(members=members, exchange=exchange, new_tokens=new, cached_tokens=cached)
         for new, cached in prompts
         for exchange in exchanges
-        if room.holds(members, new + cached + 1)
-        and not room.is_known(profile.find(members, exchange, new, cached), times)
+        if room.holds(members, new + cached + 1) and num_times(profile.find(members, exchange, new, cached)) < times
     ]
 
 
@@ -139,10 +133,10 @@ def _missing_decodes(
     if members > 1:
         kinds += [(batch, middle, members) for batch in _BATCHES_WITH_SINGLES]
     for batch, context, singles in kinds:
-        is_known = room.is_known(profile.find_decode(members, exchange, batch, context, singles), times)
+        known = num_times(profile.find_decode(members, exchange, batch, context, singles))
         num_blocks = (batch + singles) * -(-(context + batch + DECODE_STEPS) // room.block_size)
         fits = num_blocks <= room.num_blocks and batch * context <= _MOST_OF_LONGEST * every[-1]
-        if fits and not is_known:
+        if fits and known < times:
             tasks.append(
                 DecodeTask(members=members, exchange=exchange, batch=batch, context_tokens=context, singles=singles)
             )
