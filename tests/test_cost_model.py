@@ -324,6 +324,14 @@ def test_instances_of_a_step_end_by_what_they_do() -> None:
     assert seconds[0] < seconds[1] < seconds[2] < seconds[3]
     passed = replace(part(0, 10, 11, (0,), "local"), unknown_on=3)
     assert step_cost(4).seconds(Forward(number=0, parts=(passed,)))[3] == 0
+    beside = part(1, 0, 1000, (1,), "local")
+    assert step_cost(4).seconds(Forward(number=0, parts=(passed, beside)))[3] == 0, "also beside a prompt"
+
+
+def test_a_link_that_the_devices_of_a_host_share_is_between_hosts() -> None:
+    assert Cluster(hardware="a100-sxm-40g", gpus_per_host=8, hosts=2, link="efa-400g-per-host").num_gpus == 16
+    with pytest.raises(ValueError, match="efa-400g-per-host is between hosts, .*: give --hosts 2 or more"):
+        Cluster(hardware="a100-sxm-40g", gpus_per_host=8, link="efa-400g-per-host")
 
 
 GROUPS = ((0,), (3,), (0, 1), (1, 2, 3), (4, 5, 6, 7), (0, 1, 2, 3, 4, 5, 6, 7))

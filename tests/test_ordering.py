@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_part import forward
 
 from longspan.core.occupancy import Occupancy
 from longspan.core.ordering import StepOrder
-from longspan.core.steps import Completion, Forward
+from longspan.core.steps import BlockRef, Completion, Forward, MoveKV
 
 GROUPS = st.lists(st.integers(0, 4), min_size=1, max_size=4, unique=True).map(tuple)
 
@@ -74,3 +75,12 @@ def test_busy_is_who_has_a_step_and_full_who_has_the_most(data: st.DataObject, m
             occupancy.end(in_flight.pop(data.draw(st.integers(0, len(in_flight) - 1))), now_s)
         number = Counter(instance for group in in_flight for instance in group)
         busy_s = [seconds + bool(number[i]) for i, seconds in enumerate(busy_s)]
+
+
+def test_what_follows_from_a_step_is_in_no_message() -> None:
+    step = forward(1, (3, 1), MoveKV(number=2, request_id=0, copies=((BlockRef(3, 0), BlockRef(0, 5)),)), unknown_on=2)
+    message = msgspec.msgpack.encode(step)
+    fields = msgspec.msgpack.decode(message)
+    assert "instances" not in fields and fields["streams"][0].keys() == {"number", "request_id", "copies"}
+    again = msgspec.msgpack.decode(message, type=Forward)
+    assert (again.instances, again.streams[0].sources, again.streams[0].targets) == ((1, 2, 3), (3,), (0,))
