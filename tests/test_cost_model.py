@@ -330,7 +330,7 @@ def test_instances_of_a_step_end_by_what_they_do() -> None:
 
 def test_a_link_that_the_devices_of_a_host_share_is_between_hosts() -> None:
     assert Cluster(hardware="a100-sxm-40g", gpus_per_host=8, hosts=2, link="efa-400g-per-host").num_gpus == 16
-    with pytest.raises(ValueError, match="efa-400g-per-host is between hosts, .*: give --hosts 2 or more"):
+    with pytest.raises(ValueError, match=r"efa-400g-per-host is between hosts, .*: give --hosts 2 or more"):
         Cluster(hardware="a100-sxm-40g", gpus_per_host=8, link="efa-400g-per-host")
 
 
