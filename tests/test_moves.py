@@ -184,8 +184,10 @@ def test_memory_for_what_is_under_way_is_bounded(folders: dict[str, Path], decod
         grown = [peak_bytes(process) - was for process, was in zip((source, *targets), before, strict=True)]
     pools = [0, *(num_blocks * BLOCK_BYTES * heads // 3 for heads in ((3,) if len(targets) == 1 else (2, 1)))]
     grown = [peak - pool for peak, pool in zip(grown, pools, strict=True)]
-    assert grown[0] < len(targets) * WINDOW_BYTES + slack
-    assert all(peak < 2 * WINDOW_BYTES + slack for peak in grown[1:]), "the allocator keeps as much again"
+    ways = [len(targets), *(1 for _ in targets)]
+    assert all(peak < 2 * num * WINDOW_BYTES + slack for peak, num in zip(grown, ways, strict=True)), (
+        "the allocator may keep as much again as is in messages"
+    )
 
 
 def peak_bytes(process: psutil.Process, *, anew: bool = False) -> int:
