@@ -23,7 +23,7 @@ from longspan.attn.comm import Group, Message, TorchTransport
 from longspan.attn.gather import all_gather, gather_hops
 from longspan.core.errors import WorkerLostError
 from longspan.cost.profile import Transfer, TransferKind
-from longspan.runtime.devices import connect, open_device
+from longspan.runtime.devices import connect, keep_to_cores, open_device
 
 _SIZES = (2**12, 2**16, 2**20, 2**24)
 _REPEATS = 7
@@ -71,6 +71,8 @@ def _last_line(log: Path) -> str:
 
 def main(rank: int, num_ranks: int, store: str, device_kind: str) -> list[Transfer]:
     """What one rank sees; all ranks do the same transfers in the same order."""
+    if device_kind == "cpu":
+        keep_to_cores(rank, num_ranks, 1)
     torch.set_num_threads(1)
     device = open_device(device_kind, rank)
     found = [_copies(device, size) for size in _SIZES] if rank == 0 else []

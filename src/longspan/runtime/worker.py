@@ -31,7 +31,7 @@ from longspan.model.files import ModelFiles
 from longspan.model.store import DTYPES
 from longspan.runtime.batch import Packed, PromptRows, pack
 from longspan.runtime.block_messages import BlockMessages
-from longspan.runtime.devices import open_device
+from longspan.runtime.devices import keep_to_cores, open_device
 from longspan.runtime.exchange import StepAttention
 from longspan.runtime.guides import Vocabulary
 from longspan.runtime.messages import (
@@ -221,6 +221,8 @@ def main(config: WorkerConfig, lifeline: int) -> None:
 
 def _serve(config: WorkerConfig, commands: zmq.Socket[bytes], reports: zmq.Socket[bytes]) -> bool:
     """Works until it is told to stop; returns whether no KV was on its way then."""
+    if config.device == "cpu":
+        keep_to_cores(config.rank, config.fleet.num_ranks, config.num_threads)
     torch.set_num_threads(config.num_threads)
     if config.attention_kernel is not None:
         native.load(Path(config.attention_kernel))
