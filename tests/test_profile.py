@@ -255,6 +255,42 @@ def test_what_is_missing_is_measured_in_turns_and_once() -> None:
     assert len(all_missing(profile, {1, 2}, prompts, ROOM, 3)) == 3 * len(once) - 2
 
 
+def test_the_quickest_exchange_is_measured_twice_as_often() -> None:
+    """Until the quickest has been: the first one turns out not to be."""
+    profile, prompts, room = Profile(subject=SUBJECT), [(512, 0), (16, 512)], ROOM
+    seconds = {"ring_kv": 1.0, "ring_q": 0.9, "alltoall": 1.1, "gather_kv": 1.2, "chain": 1.3, "local": 2.0}
+    for task in all_missing(profile, {1, 2}, prompts, room, 2):
+        if isinstance(task, Task):
+            profile = profile.with_prefill(timed_prefill(task, seconds[task.exchange]))
+        else:
+            profile = profile.with_decode(timed_decode(task))
+    assert {len(one.seconds) for one in (*profile.prefills, *profile.decodes)} == {2}
+    again = all_missing(profile, {1, 2}, prompts, room, 2)
+    wanted = [("ring_q", 512, 0), ("ring_q", 16, 512)]
+    assert named(again) == [*wanted, *wanted]
+    for task in again:
+        assert isinstance(task, Task)
+        profile = profile.with_prefill(timed_prefill(task, 1.5 if task.cached_tokens else 0.9))
+    again = all_missing(profile, {1, 2}, prompts, room, 2)
+    assert named(again) == [("ring_kv", 16, 512)] * 2
+    profile = profile.with_prefill(timed_prefill(again[0], 1.0))
+    assert all_missing(profile, {1, 2}, prompts, room, 2) == again[1:]
+    assert not all_missing(profile.with_prefill(timed_prefill(again[1], 1.0)), {1, 2}, prompts, room, 2)
+
+
+def timed_prefill(task: Task | DecodeTask, seconds: float) -> Prefill:
+    assert isinstance(task, Task)
+    return prefill(task.new_tokens, task.cached_tokens, seconds, members=task.members, exchange=task.exchange)
+
+
+def timed_decode(task: DecodeTask) -> Decode:
+    return Decode(**msgspec.structs.asdict(task), seconds=(0.1,))
+
+
+def named(tasks: list[Task | DecodeTask]) -> list[tuple[str, int, int]]:
+    return [(task.exchange, task.new_tokens, task.cached_tokens) for task in tasks if isinstance(task, Task)]
+
+
 def test_one_instance_is_measured_anew_beside_another_number_of_busy_ones() -> None:
     profile, prompts = Profile(subject=SUBJECT), [(512, 0), (16, 512)]
     tasks = all_missing(profile, {1}, prompts, ROOM, 1)

@@ -150,7 +150,7 @@ def test_groups_are_measured_with_every_exchange_and_one_instance_among_others(
     assert {one.arguments["threads_per_rank"] for one in Machine.started} == {1}
     assert all(one.closed for one in Machine.started)
     profile = stored()
-    assert num_prompts(profile) == 2 * NUM_PROMPTS * (2 * len(SHARED) + 1)
+    assert num_prompts(profile) == 2 * NUM_PROMPTS * (2 * len(SHARED) + 1 + 2), "the quickest one, too, twice as often"
     shown = json.loads(capsys.readouterr().out)
     assert shown["subject"]["model"] == "m" and len(shown["prefills"]) == len(profile.prefills)
     for fit in shown["fits"]:
@@ -193,8 +193,7 @@ def test_it_goes_on_where_it_was_stopped(monkeypatch: pytest.MonkeyPatch, capsys
     assert 0 < num_prompts(before) < NUM_PROMPTS * len(SHARED)
     monkeypatch.setattr(Machine, "failure_after", None)
     assert run("profile", "m", "--parallel", "2", "--repeats", "1", *LENGTHS) == 0
-    assert {len(prefill.seconds) for prefill in stored().prefills} == {1}
-    assert num_prompts(stored()) == NUM_PROMPTS * (len(SHARED) + 1)
+    assert num_prompts(stored()) == NUM_PROMPTS * (len(SHARED) + 1 + 1), "of the quickest one two times"
     computed = [len(one.prompts) for one in Machine.started]
     assert run("profile", "m", "--parallel", "2", "--repeats", "1", *LENGTHS) == 0
     assert [len(one.prompts) for one in Machine.started] == [*computed, 0], "nothing is measured again"
@@ -294,4 +293,4 @@ def test_a_real_engine_is_measured(
             llm.generate([[5] * 100], use_tqdm=False)
     with LLM(str(folder), instances=2, skip_tokenizer_init=True, block_size=16) as llm:
         assert llm.facts.profile is not None
-        assert num_prompts(llm.facts.profile) == len(shown["prefills"])
+        assert num_prompts(llm.facts.profile) >= len(shown["prefills"]) + NUM_PROMPTS, "the quickest ones twice"

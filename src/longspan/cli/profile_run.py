@@ -59,12 +59,12 @@ def measure(start: Start, most_members: int, lengths: Sequence[int] | None, repe
                 profile = load_profile(llm.subject) or Profile(subject=llm.subject)
                 profile = profile.of_one_beside(llm.engine.config.num_instances - 1)
                 prompts = _prompts(lengths, room)
-            left = all_missing(profile, sizes, prompts, room, repeats)
-            if left:
+            if all_missing(profile, sizes, prompts, room, repeats):
                 _warm_up(llm, members)
-            for task in _shown(left, members):
-                profile = _measured(llm, profile, task)
-                save_profile(profile)
+            while left := all_missing(profile, sizes, prompts, room, repeats):
+                for task in _shown(left, members):
+                    profile = _measured(llm, profile, task)
+                    save_profile(profile)
     assert profile is not None, "there is at least one instance"
     return profile
 
