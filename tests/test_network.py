@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -51,29 +52,46 @@ def test_memory_is_left_for_what_moves(
     assert kv_bytes(0) - kv_bytes(move_bytes(fleet, backends)) == windows * WINDOW_BYTES
 
 
-@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux only")
-def test_threads_that_take_messages_interrupt_nobody(tmp_path: Path) -> None:
-    """Only they: what computes is as before."""
-    with workers(make_tiny("llama", tmp_path), fleet_of("2")) as cluster:
-        for pid in cluster.executor.pids:
+NOT_LINUX = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux only")
+
+
+@pytest.fixture
+def two_cores() -> Iterator[list[int]]:
+    """What starts from now on has no others."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))  # pytest -n leaves one
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    os.sched_setaffinity(0, cores)
+    yield cores
+    os.sched_setaffinity(0, before)
+
+
+@NOT_LINUX
+@pytest.mark.parametrize("fleet", [fleet_of("2"), fleet_of("1", "1"), fleet_of("3")], ids=["2", "roles", "3"])
+def test_threads_of_workers(fleet: Fleet, two_cores: list[int], tmp_path: Path) -> None:
+    """Those that take messages interrupt nobody; where there is a core for each rank, both keep to it."""
+    if len(two_cores) < 2:
+        pytest.skip("one core")
+    with workers(make_tiny("llama", tmp_path), fleet) as cluster:
+        for rank, pid in enumerate(cluster.executor.pids):
             of_gloo = [
                 int(task.name)
                 for task in Path(f"/proc/{pid}/task").iterdir()
                 if task.joinpath("comm").read_text().startswith("gloo")
             ]
             assert of_gloo
+            own = {two_cores[rank]} if fleet.num_ranks == len(two_cores) else set(two_cores)
             assert {os.sched_getscheduler(thread) for thread in of_gloo} == {os.SCHED_BATCH}
             assert os.sched_getscheduler(pid) == os.SCHED_OTHER
+            assert [os.sched_getaffinity(thread) for thread in (pid, *of_gloo)] == [own] * (1 + len(of_gloo))
 
 
-@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux only")
-@pytest.mark.parametrize("own", ["SCHED_OTHER", "SCHED_BATCH", "SCHED_IDLE"])
-def test_a_policy_that_somebody_chose_stays(own: str) -> None:
-    chosen = getattr(os, own)
+def policies_seen(own: int) -> list[int]:
+    """Of a thread that starts among polite ones, and after that of the one that has started it, which had `own`."""
     seen = []
 
     def look() -> None:
-        os.sched_setscheduler(0, chosen, os.sched_param(0))
+        os.sched_setscheduler(0, own, os.sched_param(0))
         with polite_threads():
             child = threading.Thread(target=lambda: seen.append(os.sched_getscheduler(0)))
             child.start()
@@ -83,30 +101,56 @@ def test_a_policy_that_somebody_chose_stays(own: str) -> None:
     thread = threading.Thread(target=look)
     thread.start()
     thread.join()
-    assert seen == [os.SCHED_BATCH if own == "SCHED_OTHER" else chosen, chosen]
+    return seen
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux only")
+@NOT_LINUX
+def test_threads_are_polite_beside_one_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert policies_seen(os.SCHED_OTHER) == [os.SCHED_BATCH, os.SCHED_OTHER]
+    for chosen in (os.SCHED_BATCH, os.SCHED_IDLE):
+        assert policies_seen(chosen) == [chosen, chosen], "somebody chose that"
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert policies_seen(os.SCHED_OTHER) == [os.SCHED_OTHER] * 2
+
+
+@NOT_LINUX
+def test_systems_that_allow_nothing_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def refuse(*args: object) -> None:
+        calls.append(args)
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(os, "sched_getscheduler", lambda _: os.SCHED_OTHER)
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    with polite_threads():
+        assert len(calls) == 1
+    keep_to_cores("cpu", 0, len(os.sched_getaffinity(0)))
+    assert len(calls) == 2
+
+
+@NOT_LINUX
 @pytest.mark.parametrize(
-    ("num_ranks", "num_threads", "kept"),
+    ("kind", "threads", "num_ranks", "kept"),
     [
-        (3, 2, [{2, 3}, {5, 7}, {8, 9}]),
-        (6, 1, [{2}, {3}, {5}, {7}, {8}, {9}]),
-        (1, 6, [None]),
-        (2, 2, [None, None]),
-        (4, 2, [None] * 4),
+        ("cpu", 1, 3, [{2}, {5}, {9}]),
+        ("cpu", 1, 2, []),
+        ("cpu", 1, 4, []),
+        ("cpu", 2, 3, []),
+        ("cuda", 1, 3, []),
     ],
-    ids=["three of two", "six of one", "alone", "cores to spare", "too few cores"],
+    ids=["a core each", "cores to spare", "too few cores", "more threads", "devices"],
 )
-def test_ranks_that_fill_the_machine_keep_to_cores_of_their_own(
-    num_ranks: int, num_threads: int, kept: list[set[int] | None], monkeypatch: pytest.MonkeyPatch
+def test_ranks_that_fill_the_machine_keep_to_a_core(
+    kind: str, threads: int, num_ranks: int, kept: list[set[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {9, 8, 2, 3, 5, 7})
-    chosen: list[set[int] | None] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {9, 2, 5})
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    chosen: list[set[int]] = []
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: chosen.append(set(cores)))
     for rank in range(num_ranks):
-        num_before = len(chosen)
-        keep_to_cores(rank, num_ranks, num_threads)
-        if len(chosen) == num_before:
-            chosen.append(None)
+        keep_to_cores(kind, rank, num_ranks)
     assert chosen == kept

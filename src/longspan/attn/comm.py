@@ -10,7 +10,7 @@ import os
 import sys
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Protocol
 
@@ -154,22 +154,22 @@ def meet(store: str, rank: int, world_size: int, *, backend: str = "gloo", timeo
 
 @contextmanager
 def polite_threads() -> Iterator[None]:
-    """Threads that start in the block do not interrupt others when they wake up, where the system is Linux.
+    """Where a rank computes on one thread, threads that start in the block do not interrupt it when they wake up.
 
-    gloo's thread polls a socket for as long as another thread holds its lock, as one that sends does. Where that one
-    is interrupted by this, which may well share its core, nothing happens until the scheduler's next tick, up to 4 ms
-    later. A step of many small exchanges would take up to twice as long.
+    gloo's thread polls a socket for as long as another thread holds the socket's lock. If it interrupts that one in the
+    middle of a send, it polls until the scheduler's next tick, up to 4 ms later. On Linux, and where the system allows
+    it. Idle threads of a larger team poll, too, and gloo's thread had better interrupt those.
     """
-    if not hasattr(os, "SCHED_BATCH"):
-        yield
-        return
-    policy, param = os.sched_getscheduler(0), os.sched_getparam(0)
-    if policy == os.SCHED_OTHER:
-        os.sched_setscheduler(0, os.SCHED_BATCH, param)  # which threads inherit
+    is_polite = False
+    if hasattr(os, "SCHED_BATCH") and torch.get_num_threads() == 1 and os.sched_getscheduler(0) == os.SCHED_OTHER:
+        with suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # which threads inherit
+            is_polite = True
     try:
         yield
     finally:
-        os.sched_setscheduler(0, policy, param)
+        if is_polite:
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 class TorchTransport:

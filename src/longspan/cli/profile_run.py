@@ -59,9 +59,11 @@ def measure(start: Start, most_members: int, lengths: Sequence[int] | None, repe
                 profile = load_profile(llm.subject) or Profile(subject=llm.subject)
                 profile = profile.of_one_beside(llm.engine.config.num_instances - 1)
                 prompts = _prompts(lengths, room)
-            if all_missing(profile, sizes, prompts, room, repeats):
-                _warm_up(llm, members)
+            is_warm = False
             while left := all_missing(profile, sizes, prompts, room, repeats):
+                if not is_warm:
+                    _warm_up(llm, members)
+                    is_warm = True
                 for task in _shown(left, members):
                     profile = _measured(llm, profile, task)
                     save_profile(profile)
@@ -109,7 +111,7 @@ def _prompts(lengths: Sequence[int] | None, room: Room) -> list[tuple[int, int]]
 
 def _shown(tasks: Sequence[Task | DecodeTask], members: int) -> Iterator[Task | DecodeTask]:
     name = "one instance" if members == 1 else f"{members} instances"
-    yield from tqdm(tasks, desc=name, unit="time", dynamic_ncols=True, disable=None if tasks else True)
+    yield from tqdm(tasks, desc=name, unit="time", dynamic_ncols=True, disable=None)
 
 
 def _measured(llm: LLM, profile: Profile, task: Task | DecodeTask) -> Profile:

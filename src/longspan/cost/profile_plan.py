@@ -119,12 +119,12 @@ def _missing_prefills(
 def _missing_quickest(
     profile: Profile, members: int, prompts: Iterable[tuple[int, int]], room: Room, repeats: int
 ) -> list[Task]:
-    """The prefills that all exchanges were timed at, and the quickest fewer than twice that often."""
+    """The quickest exchange of each prompt, for each time that it lacks of twice `repeats`."""
     quickest: list[Prefill] = []
     for new, cached in prompts if members > 1 else ():
-        found = [one for exchange in SHARED if (one := profile.find(members, exchange, new, cached)) is not None]
-        if found and room.holds(members, new + cached + 1):
-            quickest.append(min(found, key=lambda one: one.median_s))
+        if room.holds(members, new + cached + 1):
+            found = (profile.find(members, exchange, new, cached) for exchange in SHARED)
+            quickest.append(min((one for one in found if one is not None), key=lambda one: one.median_s))
     return [
         Task(members=members, exchange=one.exchange, new_tokens=one.new_tokens, cached_tokens=one.cached_tokens)
         for times in range(repeats, 2 * repeats)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
 import torch
 
@@ -18,16 +19,17 @@ def open_device(kind: str, rank: int) -> torch.device:
     return device
 
 
-def keep_to_cores(rank: int, num_ranks: int, num_threads: int) -> None:
-    """Where the threads of all ranks fill this machine, those of a rank that start from now on stay on its own cores.
+def keep_to_cores(kind: str, rank: int, num_ranks: int) -> None:
+    """Where ranks that compute on one CPU thread each fill the machine, a rank's threads from now on stay on its core.
 
-    Elsewhere a message would often wait for the scheduler's next tick, since the thread that takes it wakes up where
-    another rank computes. Linux only.
+    So gloo's thread, which interrupts nobody (`polite_threads`), never waits for another rank to stop computing. Linux
+    only, and where the system allows it.
     """
-    if num_ranks > 1 and hasattr(os, "sched_setaffinity"):
+    if kind == "cpu" and torch.get_num_threads() == 1 and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
-        if num_ranks * num_threads == len(cores):
-            os.sched_setaffinity(0, cores[rank * num_threads : (rank + 1) * num_threads])
+        if num_ranks == len(cores):
+            with suppress(OSError):
+                os.sched_setaffinity(0, {cores[rank]})
 
 
 def connect(kind: str, store: str, rank: int, world_size: int, *, timeout_s: float | None = None) -> TorchTransport:

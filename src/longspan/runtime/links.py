@@ -71,9 +71,8 @@ def _last_line(log: Path) -> str:
 
 def main(rank: int, num_ranks: int, store: str, device_kind: str) -> list[Transfer]:
     """What one rank sees; all ranks do the same transfers in the same order."""
-    if device_kind == "cpu":
-        keep_to_cores(rank, num_ranks, 1)
     torch.set_num_threads(1)
+    keep_to_cores(device_kind, rank, num_ranks)
     device = open_device(device_kind, rank)
     found = [_copies(device, size) for size in _SIZES] if rank == 0 else []
     if num_ranks > 1:

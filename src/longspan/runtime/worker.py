@@ -221,9 +221,8 @@ def main(config: WorkerConfig, lifeline: int) -> None:
 
 def _serve(config: WorkerConfig, commands: zmq.Socket[bytes], reports: zmq.Socket[bytes]) -> bool:
     """Works until it is told to stop; returns whether no KV was on its way then."""
-    if config.device == "cpu":
-        keep_to_cores(config.rank, config.fleet.num_ranks, config.num_threads)
     torch.set_num_threads(config.num_threads)
+    keep_to_cores(config.device, config.rank, config.fleet.num_ranks)
     if config.attention_kernel is not None:
         native.load(Path(config.attention_kernel))
     worker = Worker(config)
