@@ -11,7 +11,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from longspan.serve.answer import QueueFullError
 from longspan.serve.lanes import Lane
 
 LARGE = "x" * 200_000
+plain_add = Lane._add
 
 
 class Gate:
@@ -137,17 +139,23 @@ def test_grammars_hold_up_only_each_other_and_their_queue_is_bounded(
     events: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     guided = completion(prompt=[SAY], max_tokens=3, structured_outputs={"regex": "a"})
+    grammars: list[Lane] = []
+
+    def add(lane: Lane, work: Callable[[], Any]) -> Future[Any]:
+        if lane._name == "grammars" and not grammars:
+            grammars.append(lane)
+        return plain_add(lane, work)
 
     async def check() -> None:
         async with serving(events) as face, gate() as closed:
             monkeypatch.setattr(wire, "grammar_of", closed.work)
+            monkeypatch.setattr(Lane, "_add", add)
             waiting = []
             for _ in range(34):
                 connection = socket.create_connection(("127.0.0.1", face.port))
                 connection.sendall(post(json.dumps(guided).encode()))
                 waiting.append(connection)
-            await until(lambda: closed.num_begun == 2)
-            await asyncio.sleep(0.5)
+            await until(lambda: closed.num_begun == 2 and len(grammars[0]._waiting) == 32)
             start_s = time.monotonic()
             full = await ask(face.port, "/v1/completions", guided)
             assert (full.status, full.body["error"]["code"]) == (503, "queue_full")
@@ -156,7 +164,7 @@ def test_grammars_hold_up_only_each_other_and_their_queue_is_bounded(
             assert time.monotonic() - start_s < 3
             for connection in waiting:
                 connection.close()
-            await asyncio.sleep(0.5)
+            await until(lambda: not grammars[0]._waiting)
         assert (closed.num_begun, closed.most_running) == (2, 2), "the others have left before it was their turn"
 
     asyncio.run(check())
