@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from hand_made import fleet_of, workers
@@ -57,13 +59,20 @@ NOT_LINUX = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux onl
 
 @pytest.fixture
 def two_cores() -> Iterator[list[int]]:
-    """What starts from now on has no others."""
+    """This process and its fork server, if it has one yet, have no others."""
+
+    def keep_all_to(cores: Iterable[int]) -> None:
+        me = psutil.Process()
+        for process in (me, *me.children(recursive=True)):
+            with suppress(ProcessLookupError):  # a worker that has just ended
+                os.sched_setaffinity(process.pid, cores)
+
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, range(os.cpu_count() or 1))  # pytest -n leaves one
     cores = sorted(os.sched_getaffinity(0))[:2]
-    os.sched_setaffinity(0, cores)
+    keep_all_to(cores)
     yield cores
-    os.sched_setaffinity(0, before)
+    keep_all_to(before)
 
 
 @NOT_LINUX
