@@ -139,6 +139,10 @@ def test_systems_that_allow_nothing_are_left_as_they_are(monkeypatch: pytest.Mon
         assert len(calls) == 1
     keep_to_cores("cpu", 0, len(os.sched_getaffinity(0)))
     assert len(calls) == 2
+    monkeypatch.setattr(os, "sched_getscheduler", refuse)
+    with polite_threads():
+        assert len(calls) == 3
+    assert len(calls) == 3, "what was not changed is not changed back"
 
 
 @NOT_LINUX

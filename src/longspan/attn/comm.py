@@ -161,10 +161,11 @@ def polite_threads() -> Iterator[None]:
     it. Idle threads of a larger team poll, too, and gloo's thread had better interrupt those.
     """
     is_polite = False
-    if hasattr(os, "SCHED_BATCH") and torch.get_num_threads() == 1 and os.sched_getscheduler(0) == os.SCHED_OTHER:
+    if hasattr(os, "SCHED_BATCH") and torch.get_num_threads() == 1:
         with suppress(OSError):
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # which threads inherit
-            is_polite = True
+            if os.sched_getscheduler(0) == os.SCHED_OTHER:
+                os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # which threads inherit
+                is_polite = True
     try:
         yield
     finally:
