@@ -315,7 +315,20 @@ def test_batched_decodes_share_the_weights_and_prompts_pay_for_themselves() -> N
     prompt = part(20, 0, 8192, (0, 1), "ring_kv")
     both = seconds(prompt, *(part(request, 1000, 1001, (0,), "local") for request in range(16)))
     assert max(seconds(prompt)[0], many) < both[0] < seconds(prompt)[0] + many
-    assert both[0] > both[1]
+    assert seconds(prompt)[1] < both[1] <= both[0], "who decodes nothing waits for who does"
+
+
+def test_members_of_a_group_wait_for_those_of_others_that_theirs_wait_for() -> None:
+    cost = step_cost(4)
+    decodes = [part(request, 1000, 1001, (0, 1), "ring_q") for request in range(2)]
+    of_one = cost.seconds(Forward(number=0, parts=(decodes[0],)))
+    head_s = of_one[0] - of_one[1]
+    assert head_s == pytest.approx(cost.lines[0].layer.head_s(1)), "the first member samples"
+    joined = cost.seconds(Forward(number=0, parts=(decodes[0], part(5, 0, 8192, (1, 2), "ring_kv"))))
+    assert joined == pytest.approx({0: joined[2] + head_s, 1: joined[2] + head_s, 2: joined[2]}, rel=1e-6)
+    assert joined[2] > 2 * of_one[1], "which is the prompt's time"
+    apart = cost.seconds(Forward(number=0, parts=(decodes[0], part(5, 0, 8192, (2, 3), "ring_kv"))))
+    assert apart[1] < apart[3] == pytest.approx(joined[2], rel=0.1), "groups apart do not wait"
 
 
 def test_instances_of_a_step_end_by_what_they_do() -> None:

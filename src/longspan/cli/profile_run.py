@@ -26,6 +26,7 @@ from longspan.cost.profile_plan import (
 
 if TYPE_CHECKING:
     from longspan.llm import LLM
+    from longspan.outputs import RequestOutput
 
 Start = Callable[[int], "LLM"]
 """Starts so many instances."""
@@ -147,15 +148,20 @@ def _beside(llm: LLM, task: Task | DecodeTask) -> int:
 def _timed_decode(llm: LLM, profile: Profile, task: DecodeTask) -> float:
     """Median seconds between tokens of random prompts once all decode together.
 
-    Their KV is computed before, but for what a full last block has; dealt prompts still start one after the other.
-    Larger batches have the prompts of smaller ones, too, whose KV is still there. Singles, shorter than a block, go to
-    whom has the least to do. Of one instance, the others compute prompts of a full step meanwhile: all of a host share
-    its memory, and where many requests wait, that is what they do most of the time.
+    Their KV is computed before; a full last block would not be found again, so a token is behind it. Dealt prompts still
+    start one after the other. Larger batches have the prompts of smaller ones, too, whose KV is still there. Singles,
+    shorter than a block, go to whom has the least to do. Of one instance, the others compute prompts of a full step
+    meanwhile: all of a host share its memory, and where many requests wait, that is what they do most of the time.
+
+    Raises:
+        ValueError: when those of one instance did not stay there.
+        WorkerLostError: when a worker dies.
     """
     vocabulary, config = range(llm.info.vocab_size), llm.engine.config
     time = num_times(profile.find_decode(*msgspec.structs.astuple(task)))
     draw = random.Random(f"decodes of {task.members} behind {task.context_tokens} tokens, time {time}")
-    prompts = [draw.choices(vocabulary, k=task.context_tokens) for _ in range(task.batch)]
+    behind_block = task.context_tokens % config.block_size == 0
+    prompts = [draw.choices(vocabulary, k=task.context_tokens + behind_block) for _ in range(task.batch)]
     singles = [draw.choices(vocabulary, k=-(-config.block_size // 2)) for _ in range(task.singles)]
     beside: list[list[int]] = []
     if task.members > 1:
@@ -173,8 +179,18 @@ def _timed_decode(llm: LLM, profile: Profile, task: DecodeTask) -> float:
     steps = SamplingParams(temperature=0.0, max_tokens=len(decoding) + DECODE_STEPS, ignore_eos=True)
     params = [steps] * len(decoding) + [_ONE_TOKEN] * len(beside)
     outputs = llm.generate([*decoding, *beside], params, use_tqdm=False)[: len(decoding)]
+    if task.members == 1 and len({_where(output) for output in outputs}) > 1:
+        raise ValueError(
+            f"{task.batch} requests behind {task.context_tokens} tokens did not decode on one instance: allow more KV "
+            "memory, or give shorter --lengths"
+        )
     latest = max(outputs, key=lambda output: output.metrics.arrival_s + (output.metrics.ttft_s or 0.0))
     return statistics.median(latest.metrics.tbt_s[1:DECODE_STEPS])
+
+
+def _where(output: RequestOutput) -> tuple[bool, ...]:
+    """Which instances have KV of it."""
+    return tuple(map(bool, output.metrics.kv_tokens_per_instance))
 
 
 def _warm_up(llm: LLM, members: int) -> None:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection
 
 from longspan.core.steps import Exchange, Forward, MoveKV, Part
+from longspan.core.teams import teams_of
 from longspan.cost.moves import exposed_s
 from longspan.cost.profile import Profile
 from longspan.cost.shapes import ModelShape
@@ -93,7 +94,8 @@ class FittedCost:
                 for instance in group:
                     rest[instance] += self._waits_s.get((len(group), exchange), 0.0)
         found = {instance: starts[instance] + seconds for instance, seconds in rest.items()}
-        _end_together(found, {part.group for part in forward.parts if len(part.group) > 1})
+        for team in teams_of({part.group for part in forward.parts if len(part.group) > 1}):
+            found.update(dict.fromkeys(team, max(found[instance] for instance in team)))
         for move in forward.balances:
             group = next(part.group for part in forward.parts if part.request_id == move.request_id)
             layer_s = min(found[instance] for instance in group) / self._num_layers
@@ -130,13 +132,6 @@ class FittedCost:
         if kind not in self._times:
             raise ValueError(_missing(*kind))
         return self._times[kind]
-
-
-def _end_together(seconds: dict[int, float], groups: Collection[tuple[int, ...]]) -> None:
-    """Members of a group wait for each other in each layer, and so for those of other groups that these wait for."""
-    for _ in groups:
-        for group in groups:
-            seconds.update(dict.fromkeys(group, max(seconds[instance] for instance in group)))
 
 
 def _missing(members: int, exchange: str) -> str:

@@ -23,6 +23,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         threads: of a rank.
         kernel: of attention, `native` or `torch`.
         machine: the processor, and the accelerator if that computes.
+        revision: of longspan, as far as it changes times or how they are measured; 0 is unknown.
     """
 
     model: str
@@ -32,6 +33,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     threads: int
     kernel: str
     machine: str
+    revision: int = 0
 
 
 class Prefill(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

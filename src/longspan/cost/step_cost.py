@@ -10,6 +10,7 @@ from typing import Protocol
 
 from longspan.core.fleet import Fleet
 from longspan.core.steps import Exchange, Forward, MoveKV, Part
+from longspan.core.teams import teams_of
 from longspan.cost.architecture import Architecture
 from longspan.cost.channels import Channel, Share, Shares, chain_share_of, share_of
 from longspan.cost.cluster import Cluster, rooflines
@@ -129,6 +130,7 @@ class RooflineCost:
             for instance, queries in zip(channel.group, channel.shares.queries, strict=True):
                 tokens[instance] += queries
         times = self._line(forward.parts[0].group[0]).times(channels, tokens, sampled)
+        _wait_for_members(times, channels)
         if forward.balances:
             self._wait_for_balances(forward, times)
         return {instance: breakdown.total_s for instance, breakdown in times.items()}
@@ -188,6 +190,20 @@ def _find_alone_s(line: Roofline, num_decodes: int, num_keys: int, num_sampled: 
     shares = Shares(queries=(num_decodes,), pairs=(num_keys,), scores=(num_keys,), held=(num_keys,))
     channel = Channel(exchange="local", group=(0,), shares=shares, keys=num_keys, decode=True)
     return line.times([channel], {0: num_decodes}, {0: num_sampled})[0].total_s
+
+
+def _wait_for_members(times: dict[int, Breakdown], channels: Sequence[Channel]) -> None:
+    """Makes members of a group end together, but for their output heads: they wait for each other in every layer.
+
+    Not those of a chain, whose first may be ahead.
+    """
+    groups = {channel.group for channel in channels if len(channel.group) > 1 and channel.exchange != "chain"}
+    for team in teams_of(groups):
+        layers_s = {instance: times[instance].total_s - times[instance].head_s for instance in team}
+        slowest_s = max(layers_s.values())
+        for instance, own_s in layers_s.items():
+            if own_s < slowest_s:
+                times[instance] += Breakdown(exchange_s=slowest_s - own_s)
 
 
 def _blocks(move: MoveKV) -> tuple[tuple[tuple[int, int], int], ...]:

@@ -14,6 +14,9 @@ from longspan.cost.profile import Profile, Subject
 from longspan.model.cache import cache_root, write_file
 from longspan.model.files import ModelError, ModelFiles
 
+_REVISION = 1
+"""Raised with every change by which instances take other times for the same work, or are measured otherwise."""
+
 
 def subject_of(files: ModelFiles, device: str, *, tp: int, threads: int, native: bool) -> Subject:
     """What a profile would be of that is measured here; `native`: with the attention kernel of our own."""
@@ -26,6 +29,7 @@ def subject_of(files: ModelFiles, device: str, *, tp: int, threads: int, native:
         threads=threads,
         kernel="native" if native else "torch",
         machine=f"{_cpu_name()}, {_gpu_name()}" if device == "cuda" else _cpu_name(),
+        revision=_REVISION,
     )
 
 
