@@ -148,10 +148,10 @@ def _beside(llm: LLM, task: Task | DecodeTask) -> int:
 def _timed_decode(llm: LLM, profile: Profile, task: DecodeTask) -> float:
     """Median seconds between tokens of random prompts once all decode together.
 
-    Their KV is computed before; a full last block would not be found again, so a token is behind it. Dealt prompts still
-    start one after the other. Larger batches have the prompts of smaller ones, too, whose KV is still there. Singles,
-    shorter than a block, go to whom has the least to do. Of one instance, the others compute prompts of a full step
-    meanwhile: all of a host share its memory, and where many requests wait, that is what they do most of the time.
+    Their KV is computed before; a full last block would not be found again, so one token more follows. Dealt prompts
+    still start one after the other. Larger batches have the prompts of smaller ones, too, whose KV is still there.
+    Singles, shorter than a block, go to whom has the least to do. Of one instance, the others compute prompts of a
+    full step meanwhile: all of a host share its memory, and where many requests wait, they do that most of the time.
 
     Raises:
         ValueError: when those of one instance did not stay there.
