@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument(
         "--load", type=float, default=0.9, help="part of the rate that keeps the simulated cluster busy"
     )
-    parser.add_argument("--lengths", default="128,1024,4096", help="prompts that are profiled")
+    parser.add_argument("--lengths", default="128,1024,2048,4096", help="prompts that are profiled")
     parser.add_argument("--repeats", type=int, default=2, help="how often everything is measured in each profile")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_profile import SUBJECT
 
-from longspan.core.runs import Run
+from longspan.core.runs import Layout, deal
 from longspan.core.steps import BlockRef, Forward, MoveKV, Part
 from longspan.cost.fitted_cost import FittedCost
 from longspan.cost.profile import Decode, Prefill, Profile, Transfer
@@ -19,6 +19,7 @@ from longspan.cost.time_fit import fit_decodes
 from longspan.sim.executor import LinearCost
 from longspan.sim.predicted import predicted_profile
 
+BLOCK_SIZE = 100
 PREFILL = {1: (0.02, 1e-4, 2e-8, 1e-8), 2: (0.03, 6e-5, 1e-8, 5e-9)}
 DECODE = {1: (0.01, 1e-3, 1e-7), 2: (0.015, 8e-4, 5e-8)}
 
@@ -37,7 +38,7 @@ def profile(*, decodes: bool = True) -> Profile:
     found = Profile(subject=SUBJECT)
     for members, exchange in ((1, "local"), (2, "ring_kv")):
         kind: dict[str, Any] = {"members": members, "exchange": exchange}
-        for new in (100, 1000, 4000):
+        for new in (200, 1000, 4000):
             for cached in (0, 500, 8000):
                 seconds = (prefill_s(members, new, cached),)
                 found = found.with_prefill(Prefill(new_tokens=new, cached_tokens=cached, seconds=seconds, **kind))
@@ -50,7 +51,8 @@ def profile(*, decodes: bool = True) -> Profile:
 
 
 def part(name: int, start: int, stop: int, *group: int, exchange: str = "local") -> Part:
-    runs = ((Run(start, stop),), *((),) * (len(group) - 1))
+    layout: Layout = "single" if stop - start == 1 else "contiguous" if exchange == "chain" else "zigzag"
+    runs = deal(layout, start, stop, len(group), align=BLOCK_SIZE, head=0)
     kind: Any = exchange
     return Part(
         request_id=name,
@@ -72,13 +74,40 @@ def seconds(*parts: Part) -> dict[int, float]:
 
 def fitted(measured: Profile) -> FittedCost:
     shape = ModelShape(num_layers=10, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16, bytes_per_element=2)
-    return FittedCost(measured, shape, block_size=100)
+    return FittedCost(measured, shape, block_size=BLOCK_SIZE)
 
 
 def test_one_prefill_takes_what_was_measured() -> None:
     assert seconds(part(0, 500, 1500, 3)) == {3: pytest.approx(prefill_s(1, 1000, 500), rel=1e-3)}
     shared = part(0, 500, 1500, 3, 5, exchange="ring_kv")
     assert seconds(shared) == dict.fromkeys((3, 5), pytest.approx(prefill_s(2, 1000, 500), rel=1e-3))
+
+
+@pytest.mark.parametrize(("length", "busiest"), [(100, 100), (250, 150), (450, 250), (650, 350), (700, 400)])
+def test_a_prefill_takes_what_its_busiest_member_does(length: int, busiest: int) -> None:
+    shared = part(0, 0, length, 3, 5, exchange="ring_kv")
+    assert seconds(shared) == dict.fromkeys((3, 5), pytest.approx(prefill_s(2, 2 * busiest, 0), rel=1e-3))
+
+
+def test_a_chain_that_is_cut_unevenly_on_purpose_counts_as_it_is() -> None:
+    chain = profile()
+    for length in (200, 1000, 4000):
+        took = Prefill(members=2, exchange="chain", new_tokens=length, cached_tokens=0, seconds=(length * 1e-3,))
+        chain = chain.with_prefill(took)
+    even = part(0, 0, 500, 0, 1, exchange="chain")
+    assert [sum(map(len, runs)) for runs in even.runs] == [200, 300]
+    uneven = replace(even, runs=deal("contiguous", 0, 500, 2, align=BLOCK_SIZE, fractions=(0.6, 0.4)))
+    for one, counted in ((even, 600), (uneven, 500)):
+        found = fitted(chain).seconds(Forward(number=0, parts=(one,)))
+        assert found == dict.fromkeys((0, 1), pytest.approx(counted * 1e-3, rel=1e-3))
+
+
+def test_measured_prompts_count_as_their_busiest_member_too() -> None:
+    few = Prefill(members=2, exchange="ring_kv", new_tokens=60, cached_tokens=0, seconds=(0.5,))
+    same = fitted(profile().with_prefill(few)).seconds(
+        Forward(number=0, parts=(part(0, 0, 60, 0, 1, exchange="ring_kv"),))
+    )
+    assert same == dict.fromkeys((0, 1), pytest.approx(0.5, rel=0.02))
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=9))

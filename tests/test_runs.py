@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from itertools import pairwise
 
@@ -125,6 +126,15 @@ def test_any_zigzag_is_nearly_even(num_members: int, length: int, align: int) ->
     work = [sum(p + 1 for run in runs for p in run.positions) for runs in dealt]
     assert max(tokens) - min(tokens) <= 2 * align
     assert max(work) - min(work) <= 2 * align * length
+
+
+def test_a_zigzag_of_few_blocks_leaves_nobody_with_two_more() -> None:
+    assert [len(run) for runs in deal("zigzag", 0, 595, 2, align=256) for run in runs] == [256, 83, 256]
+    for num_members, num_blocks in itertools.product((2, 4), range(1, 40)):
+        if num_members == 2 or num_blocks % 8 != 5:
+            dealt = deal("zigzag", 0, 10 * num_blocks - 5, num_members, align=10)
+            most = max(sum(map(len, runs)) for runs in dealt)
+            assert most <= max(10 * -(-num_blocks // num_members) - (5 if num_blocks % num_members == 1 else 0), 5)
 
 
 def test_zigzag_pairs_first_and_last_chunks() -> None:

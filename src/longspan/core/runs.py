@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 Layout = Literal["zigzag", "striped", "contiguous", "single"]
@@ -111,9 +112,9 @@ def deal(
     span that starts inside a block begins with the rest of that block, which goes to member `head`, the block's holder.
 
     Layouts: `zigzag` cuts 2N chunks and gives member i chunks i and 2N-1-i, so that causal work is even (Context
-    Parallelism §3.5.1); `striped` gives block b to member b mod N; `contiguous` cuts N chunks, even ones or, rounded to
-    blocks, the `fractions` of the span that members get in their order (KV-Runahead §4.3); `single` gives all to member
-    `head` (or 0).
+    Parallelism §3.5.1), rounded to blocks such that the busiest member has few tokens; `striped` gives block b to
+    member b mod N; `contiguous` cuts N chunks, even ones or, rounded to blocks, the `fractions` of the span that
+    members get in their order (KV-Runahead §4.3); `single` gives all to member `head` (or 0).
 
     Raises:
         ValueError: when there is no member, the number of fractions is another, or the span starts inside a block and
@@ -150,8 +151,32 @@ def _cuts(layout: Layout, num_blocks: float, num_members: int, fractions: Sequen
     if fractions:
         shares = itertools.accumulate(fractions[:-1])
         return [0, *(min(whole, math.floor(num_blocks * share + 0.5)) for share in shares), begun]
-    num_chunks = 2 * num_members if layout == "zigzag" else num_members
-    return [begun * i // num_chunks for i in range(num_chunks + 1)]
+    if layout == "contiguous":
+        return [begun * i // num_members for i in range(num_members + 1)]
+    num_chunks = 2 * num_members
+    less = max(0, begun // num_chunks - 1) * num_chunks  # what all chunks have alike changes no choice
+    phase = _zigzag_phase(begun - less, num_members, ragged=whole < begun)
+    return [(begun * i + phase) // num_chunks for i in range(num_chunks + 1)]
+
+
+@lru_cache(maxsize=4096)
+def _zigzag_phase(num_blocks: int, num_members: int, *, ragged: bool) -> int:
+    """How to round where a zigzag is cut: so that the busiest member has the fewest tokens, then the least attention.
+
+    A `ragged` last block counts as half of one.
+    """
+    num_chunks, end = 2 * num_members, num_blocks - (0.5 if ragged else 0.0)
+
+    def busiest(phase: int) -> tuple[float, float]:
+        tokens, pairs = [0.0] * num_members, [0.0] * num_members
+        cuts = [min(end, (num_blocks * i + phase) // num_chunks) for i in range(num_chunks + 1)]
+        for chunk, (first, last) in enumerate(itertools.pairwise(cuts)):
+            member = min(chunk, num_chunks - 1 - chunk)
+            tokens[member] += last - first
+            pairs[member] += last**2 - first**2
+        return max(tokens), max(pairs)
+
+    return min(range(num_chunks), key=busiest)
 
 
 def _append(pieces: list[tuple[int, int]], first: int, last: int) -> None:

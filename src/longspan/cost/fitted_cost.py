@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
+from longspan.core.runs import Deal, Layout, deal
 from longspan.core.steps import Exchange, Forward, MoveKV, Part
 from longspan.core.teams import teams_of
 from longspan.cost.moves import exposed_s
-from longspan.cost.profile import Profile
+from longspan.cost.profile import Prefill, Profile
 from longspan.cost.shapes import ModelShape
 from longspan.cost.time_fit import Times
 
@@ -16,10 +17,12 @@ from longspan.cost.time_fit import Times
 class FittedCost:
     """A cost for the simulator: every instance of a part takes as long as the profile says of such a group.
 
-    A step is computed as one row of tokens, so it starts once: the largest prefill's start counts, or that of
-    decodes where there is no prefill. The first decode of each group costs its messages: what it takes to start beyond
-    one instance's; and in a step of decodes where several members compute tokens, what they wait for each other. Beside
-    a prefill, a decode costs a token of it and its own context. Members of a group end together. KV moves as quickly as
+    Blocks are dealt whole, so some members have more tokens than others: a prompt counts as one of which each has as
+    many as the busiest, and so do those that were measured, but not where a chain was cut unevenly on purpose. A step
+    is computed as one row of tokens, so it starts once: the largest prefill's start counts, or that of decodes where
+    there is no prefill. The first decode of each group costs its messages: what it takes to start beyond one
+    instance's; and in a step of decodes where several members compute tokens, what they wait for each other. Beside a
+    prefill, a decode costs a token of it and its own context. Members of a group end together. KV moves as quickly as
     two ranks sent to each other.
 
     Args:
@@ -33,7 +36,9 @@ class FittedCost:
     def __init__(self, profile: Profile, shape: ModelShape, *, block_size: int) -> None:
         self._link, self._tp = profile.link("point_to_point", 2), profile.subject.tp
         self._num_layers, self._block_bytes = shape.num_layers, block_size * shape.kv_bytes * shape.num_layers
-        self._times, self._decodes = profile.times(), profile.decode_fits()
+        self._block_size = block_size
+        self._times = profile.times(self._measured_as)
+        self._decodes = profile.decode_fits()
         self._waits_s = profile.waits_s()
         self._known: dict[tuple[int, Exchange, int, int], float] = {}
         if (1, "local") not in self._times or (1, "local") not in self._decodes:
@@ -122,10 +127,24 @@ class FittedCost:
         return part.stop - part.start == 1 and (len(part.group), part.exchange) in self._decodes
 
     def _prefill_s(self, part: Part) -> float:
-        key = len(part.group), part.exchange, part.stop - part.start, part.start
+        new_tokens = part.stop - part.start
+        if part.exchange != "chain" or part.runs == self._dealt(part.exchange, part.start, part.stop, len(part.group)):
+            new_tokens = len(part.group) * max(sum(len(run) for run in runs) for runs in part.runs)
+        key = len(part.group), part.exchange, new_tokens, part.start
         if key not in self._known:
-            self._known[key] = self._of_prefill(part).seconds(part.stop - part.start, part.start)
+            self._known[key] = self._of_prefill(part).seconds(new_tokens, part.start)
         return self._known[key]
+
+    def _measured_as(self, prefill: Prefill) -> int:
+        """How many new tokens it counts as."""
+        start, stop = prefill.cached_tokens, prefill.cached_tokens + prefill.new_tokens
+        dealt = self._dealt(prefill.exchange, start, stop, prefill.members)
+        return prefill.members * max(sum(len(run) for run in runs) for runs in dealt)
+
+    def _dealt(self, exchange: Exchange, start: int, stop: int, members: int) -> Deal:
+        """To members with room alike, and evenly as far as blocks allow."""
+        layout: Layout = "contiguous" if exchange == "chain" else "zigzag"
+        return deal(layout, start, stop, members, align=self._block_size, head=0)
 
     def _of_prefill(self, part: Part) -> Times:
         kind = len(part.group), part.exchange

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
+from collections.abc import Callable
 from typing import ClassVar, Literal, Self, TypeVar
 
 import msgspec
@@ -222,12 +223,13 @@ class Profile(Stored, frozen=True, kw_only=True):
         """By members and exchange, as far as there are measurements enough."""
         return {kind: times.fit for kind, times in self.times().items()}
 
-    def times(self) -> dict[tuple[int, Exchange], Times]:
-        """The same, to predict from."""
+    def times(self, new_tokens: Callable[[Prefill], int] | None = None) -> dict[tuple[int, Exchange], Times]:
+        """The same, to predict from; by new tokens, or whatever else is told to count as that."""
         samples: dict[tuple[int, Exchange], list[Sample]] = defaultdict(list)
         for prefill in self.prefills:
             kind = prefill.members, prefill.exchange
-            samples[kind].append((prefill.new_tokens, prefill.cached_tokens, prefill.median_s))
+            new = new_tokens(prefill) if new_tokens else prefill.new_tokens
+            samples[kind].append((new, prefill.cached_tokens, prefill.median_s))
         fits = ((kind, fit_times(of_kind)) for kind, of_kind in sorted(samples.items()))
         return {kind: Times(fit=fit, samples=tuple(samples[kind])) for kind, fit in fits if fit is not None}
 
