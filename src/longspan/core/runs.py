@@ -161,9 +161,10 @@ def _cuts(layout: Layout, num_blocks: float, num_members: int, fractions: Sequen
 
 @lru_cache(maxsize=4096)
 def _zigzag_phase(num_blocks: int, num_members: int, *, ragged: bool) -> int:
-    """How to round where a zigzag is cut: so that the busiest member has the fewest tokens, then the least attention.
+    """How to round where a zigzag is cut: as gives the busiest member the fewest tokens, then the least attention.
 
-    A `ragged` last block counts as half of one.
+    A `ragged` last block counts as half of one. Cuts that no rounding gives would leave some with half a block less,
+    of three or more members.
     """
     num_chunks, end = 2 * num_members, num_blocks - (0.5 if ragged else 0.0)
 

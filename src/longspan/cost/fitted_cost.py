@@ -129,7 +129,7 @@ class FittedCost:
     def _prefill_s(self, part: Part) -> float:
         new_tokens = part.stop - part.start
         if part.exchange != "chain" or part.runs == self._dealt(part.exchange, part.start, part.stop, len(part.group)):
-            new_tokens = len(part.group) * max(sum(len(run) for run in runs) for runs in part.runs)
+            new_tokens = _as_even(part.runs)
         key = len(part.group), part.exchange, new_tokens, part.start
         if key not in self._known:
             self._known[key] = self._of_prefill(part).seconds(new_tokens, part.start)
@@ -138,8 +138,7 @@ class FittedCost:
     def _measured_as(self, prefill: Prefill) -> int:
         """How many new tokens it counts as."""
         start, stop = prefill.cached_tokens, prefill.cached_tokens + prefill.new_tokens
-        dealt = self._dealt(prefill.exchange, start, stop, prefill.members)
-        return prefill.members * max(sum(len(run) for run in runs) for runs in dealt)
+        return _as_even(self._dealt(prefill.exchange, start, stop, prefill.members))
 
     def _dealt(self, exchange: Exchange, start: int, stop: int, members: int) -> Deal:
         """To members with room alike, and evenly as far as blocks allow."""
@@ -151,6 +150,11 @@ class FittedCost:
         if kind not in self._times:
             raise ValueError(_missing(*kind))
         return self._times[kind]
+
+
+def _as_even(dealt: Deal) -> int:
+    """How many tokens there would be if each member had as many as the busiest."""
+    return len(dealt) * max(sum(map(len, runs)) for runs in dealt)
 
 
 def _missing(members: int, exchange: str) -> str:
