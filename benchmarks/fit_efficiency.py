@@ -3,14 +3,15 @@
     python benchmarks/fit_efficiency.py PROFILES
 
 PROFILES is a folder with linear_layers.csv.gz and collectives.csv.gz: median milliseconds of operators and collectives,
-from the repository of the Vidur simulator (MIT). Prints the tables [linear] and [stream], and what links.toml has of
-NVLink.
+from the repository of the Vidur simulator (MIT). Prints the tables [linear] and [stream], what links.toml has of
+NVLink, and how far that file is from all measured messages and collectives.
 """
 
 from __future__ import annotations
 
 import csv
 import gzip
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,10 +23,28 @@ from numpy.typing import NDArray
 from longspan.cost import catalog
 from longspan.cost.efficiency import LinearCurve
 from longspan.cost.operators import product_s
+from longspan.cost.topology import wire
 
 Array = NDArray[np.float64]
 _DEVICES = {"a100": "a100-sxm-80g", "h100": "h100-sxm-80g", "a40": "a40"}
 _LINKS = {"a100_dgx": "nvlink3", "h100_dgx": "nvlink4"}
+_MEASURED = {
+    ("a100_dgx", "send_recv", 2, 2): "nvlink3",
+    ("a100_dgx", "all_reduce", 2, 2): "nvlink3",
+    ("a100_dgx", "all_reduce", 4, 4): "nvlink3",
+    ("a100_dgx", "all_reduce", 8, 8): "nvlink3",
+    ("h100_dgx", "send_recv", 2, 2): "nvlink4",
+    ("h100_dgx", "all_reduce", 2, 2): "nvlink4",
+    ("h100_dgx", "all_reduce", 4, 4): "nvlink4",
+    ("h100_dgx", "all_reduce", 8, 8): "nvlink4",
+    ("a100_pairwise_nvlink", "all_reduce", 4, 4): "pcie4-x16",
+    ("h100_pairwise_nvlink", "all_reduce", 4, 4): "pcie5-x16",
+    ("a100_dgx", "send_recv", 2, 1): "infiniband-8x200g",
+    ("a100_dgx", "all_reduce", 2, 1): "infiniband-8x200g",
+    ("a100_dgx", "all_reduce", 16, 8): "infiniband-8x200g",
+    ("h100_dgx", "send_recv", 2, 1): "rdma-400g",
+}
+_MIDDLE = 2**20
 _HALF = 2
 _NAMES = ("compute", "half_wave", "half_depth", "memory", "smooth", "start_us")
 _START = (0.75, 0.1, 50.0, 0.8, 2.0, 4.0)
@@ -135,7 +154,9 @@ def main(folder: Path) -> None:
         print(f"{name} = {np.mean(list(by_device.values())):.2f}  # {shown}")
     print(f"add = {add:.3f}")
     print(f"start_us = {1e6 * float(np.median(starts)):.1f}")
-    _print_links(_lines(folder / "collectives.csv.gz"))
+    collectives = _lines(folder / "collectives.csv.gz")
+    _print_links(collectives)
+    _print_link_errors(collectives)
 
 
 def _lines(file: Path) -> list[dict[str, str]]:
@@ -242,6 +263,33 @@ def _print_links(lines: list[dict[str, str]]) -> None:
             ]
             if times:
                 print(f"# {network}, {collective} of {on_2} ranks on 2 hosts: latency {np.median(times):.1f} us")
+
+
+def _print_link_errors(lines: list[dict[str, str]]) -> None:
+    """How far links.toml is from all rows of these kinds, by size."""
+    print("\n# collective and ranks, link: error on average and at worst of messages below 1 MiB, and of others")
+    for (network, collective, ranks, per_host), name in _MEASURED.items():
+        wanted = (network, collective, str(ranks), str(per_host))
+        errors: dict[bool, list[float]] = {False: [], True: []}
+        for line in lines:
+            if tuple(line[field] for field in _KIND) == wanted:
+                num_bytes = int(line["size"])
+                predicted_s = _link_s(catalog.link(name), collective, num_bytes, ranks, -(-ranks // per_host))
+                errors[num_bytes >= _MIDDLE].append(1e3 * predicted_s / float(line["median_ms"]) - 1)
+        shown = ", ".join(
+            f"{np.abs(found).mean():.0%} and {max(found, key=abs):+.0%} of {len(found)}" for found in errors.values()
+        )
+        print(f"# {network}, {collective} of {ranks} on {-(-ranks // per_host)} hosts, {name}: {shown}")
+
+
+def _link_s(kind: catalog.LinkKind, collective: str, num_bytes: int, ranks: int, hosts: int) -> float:
+    """As `cost/topology.py` has it."""
+    link = wire(kind)
+    if collective == "send_recv":
+        return link.latency_s + num_bytes / link.bytes_per_s
+    doublings = math.ceil(math.log2(hosts)) if kind.where == "between" else 1
+    speed = link.ring_bytes_per_s * (ranks // hosts if kind.where == "between" else 1)
+    return link.collective_s * doublings + 2 * (ranks - 1) / ranks * num_bytes / speed
 
 
 if __name__ == "__main__":

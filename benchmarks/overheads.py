@@ -2,11 +2,12 @@
 
     python benchmarks/overheads.py [--length 4096] [--repeats 5]
 
-Balancing: a prompt of two chunks, the first on one instance, the second on both; time to first token with the KV of the
-first chunk dealt anew to both, against leaving it where it is. Streaming: a prompt on an instance that only prefills;
-time to first token when all of its KV goes to another that decodes, against a prompt that ends with its first token and
-goes nowhere. Backends: several prompts at once, in such chunks on two instances that only prefill, until the last has
-ended on a third that decodes; with one transfer backend, so half of what the sources could use, against two.
+Balancing: a prompt of two chunks, the first on one instance, the second, of half of `--length`, on both; time to first
+token with the KV of the first chunk dealt anew to both, against leaving it where it is. Streaming: a prompt on an
+instance that only prefills; time to first token when all of its KV goes to another that decodes, against a prompt that
+ends with its first token and goes nowhere. Backends: several prompts at once, in such chunks on two instances that only
+prefill, until the last has ended on a third that decodes; with one transfer backend, so half of what the sources could
+use, against two.
 
 With and without take turns, so that a machine that gets slower meanwhile does so for both. Random prompts.
 """
@@ -24,6 +25,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -40,17 +42,21 @@ from longspan.policy.group_shares import GroupShares
 from longspan.policy.sharing import SharingOptions
 
 _NUM_AT_ONCE = 6
+_HISTORIES = (0.25, 0.5, 1.0, 2.0)
+"""How many times as long as the second chunk the first is, as in the paper."""
 _BLOCK = 64
 
 
+@dataclass(frozen=True)
 class InTwoChunks:
-    """Plans half of a prompt on instance 0, and the rest on 0 and 1."""
+    """Plans the first chunk of a prompt on instance 0, and the rest, 1 / `history` times as long, on 0 and 1."""
 
+    history: float = 1.0
     largest = 2
 
     def plan(self, prompt: Prompt, queue_s: Sequence[float]) -> ChunkPlan:
         """See `ChunkPlanner`."""
-        first = prompt.new_tokens // 2
+        first = round(prompt.new_tokens * self.history / (1 + self.history))
         chunks = Chunk(num_tokens=first, group=(0,)), Chunk(num_tokens=prompt.new_tokens - first, group=(0, 1))
         return ChunkPlan(chunks=chunks, ttft_s=max(queue_s) + 1.0)
 
@@ -59,12 +65,12 @@ class InTwoChunks:
         return 1.0
 
 
-def growing(*, balance: bool, decode: Sequence[int] = ()) -> Policy:
+def growing(*, balance: bool, decode: Sequence[int] = (), history: float = 1.0) -> Policy:
     """A policy that runs these plans, and decodes on the same instances or on others."""
     options = SharingOptions(exchange="ring_kv")
     shares = GroupShares(options, Chooser(2, Facts(), options.wanted), balance=balance)
     watch, settings = RateWatch(RateTable(entries=((0.0, 0.0),))), PolicySettings(name="growing", options={})
-    return Cdsp((0, 1), InTwoChunks(), shares, watch, settings=settings, decode=decode)
+    return Cdsp((0, 1), InTwoChunks(history), shares, watch, settings=settings, decode=decode)
 
 
 @dataclass(frozen=True)
@@ -81,16 +87,16 @@ class Runner:
     def __init__(self, llm: LLM, length: int) -> None:
         self.llm, self._length, self._random = llm, length, random.Random(0)
 
-    def ttft_s(self, num_tokens: int = 1) -> float:
+    def ttft_s(self, num_tokens: int = 1, *, length: int | None = None) -> float:
         """Of one prompt that is answered with so many tokens."""
-        [output] = self.llm.generate([self._prompt(self._length)], _tokens(num_tokens), use_tqdm=False)
+        [output] = self.llm.generate([self._prompt(length or self._length)], _tokens(num_tokens), use_tqdm=False)
         assert output.metrics.ttft_s is not None, "it has ended"
         return output.metrics.ttft_s
 
-    def growing_ttft_s(self, *, balance: bool) -> float:
-        """Of one prompt in two chunks."""
-        self.llm.engine.set_policy(growing(balance=balance))
-        return self.ttft_s()
+    def growing_ttft_s(self, history: float, *, balance: bool) -> float:
+        """Of one prompt in two chunks, the second of which is half as long as other prompts."""
+        self.llm.engine.set_policy(growing(balance=balance, history=history))
+        return self.ttft_s(length=round(self._length / 2 * (1 + history)))
 
     def all_s(self) -> float:
         """Until the last of several shorter prompts, computed by instances 0 and 1, has its tokens from instance 2."""
@@ -119,9 +125,13 @@ def main() -> None:
         roles["prefill_parallel"] = "2"
         two, one = (runner(**roles, transfer_backends=backends) for backends in (2, 1))
         comparisons: Mapping[str, Comparison] = {
-            "balancing a group that grows": Comparison(
-                lambda: uniform.growing_ttft_s(balance=True), lambda: uniform.growing_ttft_s(balance=False)
-            ),
+            **{
+                f"balancing a group that grows, behind {history:g} times as much": Comparison(
+                    partial(uniform.growing_ttft_s, history, balance=True),
+                    partial(uniform.growing_ttft_s, history, balance=False),
+                )
+                for history in _HISTORIES
+            },
             "streaming to a decode instance": Comparison(lambda: streaming.ttft_s(2), streaming.ttft_s),
             "one backend instead of two": Comparison(one.all_s, two.all_s),
         }
@@ -143,7 +153,9 @@ def main() -> None:
 
 
 def _report(samples: Mapping[str, Mapping[str, Sequence[float]]], length: int) -> Table:
-    table = Table(title=f"Seconds for prompts of {length} tokens, a quarter of it for the last row")
+    table = Table(
+        title=f"Seconds for prompts of {length} tokens, for backends a quarter; for balancing, half behind others"
+    )
     for column in ("", "with", "without", "ratio", "lowest to highest"):
         table.add_column(column, justify="left" if not column else "right")
     for name, found in samples.items():

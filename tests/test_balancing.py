@@ -151,12 +151,17 @@ def view(*, used: dict[int, int], active: dict[int, int], promised: dict[int, in
         ({1: 20, 2: 60}, {1: 4, 2: 1}, {}, 2),
         ({}, {}, {1: 1}, 2),
         ({2: 10}, {1: 1, 2: 1}, {1: 20}, 2),
+        ({}, {1: 64, 2: 1}, {1: 600, 2: 110}, 2),
+        ({2: 99}, {1: 1, 2: 9}, {1: 110}, 2),
     ],
 )
 def test_freeness_is_free_slots_for_each_active_request(
     used: dict[int, int], active: dict[int, int], promised: dict[int, int], target: int
 ) -> None:
-    """80 free of 4 requests are 20 for each, 40 of one are more; what is promised is not free."""
+    """80 free of 4 requests are 20 for each, 40 of one are more; what is promised is not free.
+
+    Where more is promised than is free, who lacks less is chosen: not 500 of 64 requests, but 10 of one.
+    """
     router = Router(view(used=used, active=active, promised=promised), (1, 2))
     assert router.route(request_of(100)) == target
 

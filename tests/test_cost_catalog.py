@@ -139,6 +139,11 @@ def test_configs_of_other_families() -> None:
     assert (small.attention.num_kv_heads, small.rotary, small.parallel) == (32, False, False)
 
 
+def test_what_nested_objects_say_besides_does_not_matter() -> None:
+    plain = {"attn_config": {"alibi": True}, "ffn_config": {"ffn_type": "mptmlp"}, "num_experts": 1}
+    assert from_config({**TINY, **plain}, name="tiny") == from_config(TINY, name="tiny")
+
+
 def test_mixed_precision_counts_the_feed_forward_layers_apart() -> None:
     model = from_config(TINY, name="tiny", ffn_bytes=1)
     assert model.weight_bytes == 2 * model.num_parameters - 2 * model.ffn_weights
@@ -152,6 +157,10 @@ def test_mixed_precision_counts_the_feed_forward_layers_apart() -> None:
         ({"vocab_size": "many"}, "vocab_size of tiny must be a positive whole number, but 'many' given"),
         ({"num_key_value_heads": 3}, "8 query heads do not share 3 KV heads evenly"),
         ({"num_local_experts": 8}, "has experts in its feed-forward layers, whose cost is not modelled"),
+        ({"num_experts": [4, 8]}, "has experts in its feed-forward layers, whose cost is not modelled"),
+        ({"kv_lora_rank": 512}, "has latent attention"),
+        ({"ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16}}, "has ffn_hidden_size in ffn_config"),
+        ({"attn_config": {"kv_n_heads": 8}}, "has kv_n_heads in attn_config"),
     ],
 )
 def test_bad_configs_are_refused(change: dict[str, Any], message: str) -> None:

@@ -185,6 +185,10 @@ def test_without_json_it_prints_a_table(capsys: pytest.CaptureFixture[str]) -> N
         ((*BASE, "--context", "1K", "--link", "nvlink3", "--link-gbytes-per-s", "5"), "both give its speed"),
         ((*BASE, "--context", "1K", "--phase", "decode", "--cached", "5"), "leave them out with --phase decode"),
         ((*BASE, "--context", "1K", "--parallel", "2", "--fractions", "0.5"), "fractions must add up to 1"),
+        (
+            (*BASE, "--hosts", "4", "--context", "64K", "--parallel", "32", "--fractions", "search"),
+            "for up to 16 instances",
+        ),
         ((*BASE, "--context", "1K", "--dtype", "fp4"), "fp4"),
     ],
 )
@@ -204,6 +208,8 @@ def test_mistakes_are_refused_with_exit_code_2(
         ("1M", 2**20),
         ("1m", 10**6),
         ("25.6k", 25600),
+        ("1.001k", 1001),
+        ("0.29k", 290),
         ("0", 0),
         ("2G", 2**31),
     ],
@@ -215,4 +221,10 @@ def test_lengths_are_read_as_vllm_reads_them(text: str, tokens: int) -> None:
 @pytest.mark.parametrize("text", ["", "k", "-1", "1.5", "1.5K", "0.0001k", "8KB", "1e3", "٣"])
 def test_other_lengths_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"--context must be a (whole )?number of tokens"):
+        length("--context", text)
+
+
+@pytest.mark.parametrize("text", ["2T", "1" + 400 * "0", "99999999999999999999.5k"])
+def test_lengths_beyond_reason_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="--context can be at most 1099511627776 tokens"):
         length("--context", text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from oracle import Oracle, assert_exact
 
 from longspan import LLM, SamplingParams
 from longspan.core.errors import WorkerLostError
+from longspan.core.steps import Forward, MoveKV, Step
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, output_logits=True)
 PLANS = {"min_chunk": "16", "improvement_rate": "0"}
@@ -58,6 +60,33 @@ def test_many_prompts_and_another_turn(
         [output] = llm.generate([turn], GREEDY)
         assert output.metrics.num_cached_tokens > 0
         assert_exact(output, oracle.complete(turn, 8))
+
+
+def test_one_backend_serves_twelve_in_the_order_of_their_handshakes(
+    tiny: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On real workers: no transfer begins before all of the one before is there, and nobody waits for ever."""
+    prompts = prompts_of(300, 20, 100, 250, 40, 17, 200, 150, 1, 90, 280, 60)
+    shaken: list[int] = []
+    moves: list[MoveKV] = []
+    with start(tiny, "2", "1", 1) as llm:
+        submit = llm.engine._executor.submit
+
+        def watched(step: Step) -> None:
+            if isinstance(step, Forward):
+                shaken.extend(part.request_id for part in step.parts)
+                moves.extend(step.streams)
+            elif isinstance(step, MoveKV):
+                moves.append(step)
+            submit(step)
+
+        monkeypatch.setattr(llm.engine._executor, "submit", watched)
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert_exact(output, oracle.complete(prompt, 8))
+    moves.sort(key=lambda move: move.number)
+    in_turn = [name for name, _ in groupby(move.request_id for move in moves)]
+    assert in_turn == list(dict.fromkeys(shaken)) and len(in_turn) == 12
 
 
 def test_decode_instances_with_little_room(tiny: Path, oracle: Oracle) -> None:

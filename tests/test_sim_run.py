@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 import longspan.sim.run as sim_run
 from longspan.core.engine import Engine, EngineConfig
 from longspan.core.protocols import Limits
-from longspan.core.steps import Forward
+from longspan.core.runs import deal
+from longspan.core.steps import Exchange, Forward, Part
 from longspan.policy import make_policy
 from longspan.sim.arrivals import Arrival, conversations, prompt_of
 from longspan.sim.executor import LinearCost, Ran
-from longspan.sim.faults import Faults
+from longspan.sim.faults import Faults, SlowedCost
 from longspan.sim.result import Result, summary
 from longspan.sim.run import Watch, simulate
 
@@ -173,6 +174,37 @@ def test_a_straggler_takes_its_factor_longer() -> None:
     asked = [Arrival(due_s=0.0, prompt=prompt_of(0, 100), output_len=3)]
     one, other = run(asked), run(asked, faults=Faults(slow={0: 2.5}))
     assert other.makespan_s == pytest.approx(2.5 * one.makespan_s)
+
+
+def test_whoever_works_with_a_straggler_waits_for_it() -> None:
+    """Members of a ring end together, also with a slow one; of a chain, those before it do not wait."""
+
+    class Evenly(LinearCost):
+        def seconds(self, forward: Forward) -> dict[int, float]:
+            return dict.fromkeys(forward.instances, 1.0)
+
+    def seconds(exchange: Exchange, slow: dict[int, float]) -> dict[int, float]:
+        runs = deal("contiguous", 0, 6, 3)
+        part = Part(
+            request_id=0,
+            start=0,
+            stop=6,
+            tokens=range(6),
+            group=(0, 1, 2),
+            runs=runs,
+            exchange=exchange,
+            first_block=0,
+            blocks=(),
+            sample=None,
+        )
+        return SlowedCost(Evenly(), slow).seconds(Forward(number=1, parts=(part,)))
+
+    assert seconds("ring_kv", {1: 1.5}) == {0: 1.5, 1: 1.5, 2: 1.5}
+    assert seconds("chain", {1: 1.5}) == {0: 1.0, 1: 1.5, 2: 1.5}
+    assert seconds("chain", {1: 1.5, 2: 3.0}) == {0: 1.0, 1: 1.5, 2: 3.0}
+    quick = {0: 0.5, 1: 0.5, 2: 0.5}
+    assert seconds("ring_kv", quick) == seconds("chain", quick) == quick
+    assert seconds("ring_kv", {0: 0.5}) == {0: 1.0, 1: 1.0, 2: 1.0}
 
 
 @pytest.mark.parametrize(

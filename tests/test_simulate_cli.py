@@ -5,17 +5,23 @@ from __future__ import annotations
 import gzip
 import json
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_llm import run
-from msgspec.structs import replace
+from msgspec import structs
 from test_profile import SUBJECT
 
+from longspan.cli.scheduling import SchedulingOptions
+from longspan.cli.simulate import ClusterOptions, WorkloadOptions
+from longspan.cli.simulate_cluster import cluster_of
+from longspan.cli.simulate_workload import workload_of
 from longspan.cost.catalog import model_config
 from longspan.cost.profile import Decode, Prefill, Profile
+from longspan.cost.step_cost import RooflineCost
 
 FIELDS = {
     "ttft_p50_s",
@@ -34,7 +40,7 @@ FIELDS = {
 @pytest.fixture
 def profile(tmp_path: Path) -> Path:
     """A machine that takes 10 ms and 50 us per token, shared evenly; 12 ms between tokens."""
-    found = Profile(subject=replace(SUBJECT, model="/models/smollm2-135m"))
+    found = Profile(subject=structs.replace(SUBJECT, model="/models/smollm2-135m"))
     for members, exchange in ((1, "local"), (2, "ring_kv")):
         for new, cached in ((1000, 0), (8000, 0), (1000, 8000)):
             seconds = 0.01 + 5e-5 * new / members + 1e-10 * new * cached
@@ -258,6 +264,10 @@ def test_the_page_says_what_the_run_was(tmp_path: Path, capsys: pytest.CaptureFi
             ("--profile", "P", "--parallel", "3", "--gpus-per-host", "2"),
             "= 3 devices, but --hosts 1 * --gpus-per-host 2",
         ),
+        (
+            ("--profile", "P", "--parallel", "2", "--hosts", "3"),
+            "2 devices cannot be on 3 hosts: give --hosts 2 or fewer",
+        ),
         (("--profile", "P", "--parallel", "2xtp2"), "of instances with tp 1"),
         (("--profile", "P", "--hosts", "0"), "--hosts must be at least 1, but 0 given"),
         (("--profile", "P", "--link", "nvlink"), "--link nvlink is for --hardware"),
@@ -275,6 +285,7 @@ def test_the_page_says_what_the_run_was(tmp_path: Path, capsys: pytest.CaptureFi
         (("--profile", "P", "--rate", "0"), "--rate must be above 0"),
         (("--profile", "P", "--rate", "1", "--num-requests", "0"), "--num-requests must be at least 1"),
         (("--profile", "P", "--rate", "1", "--turns", "0"), "at least 1 turn"),
+        (("--profile", "P", "--rate", "1", "--turns", "2", "--think-time", "inf"), "seconds and finite, but inf given"),
         (("--profile", "P", "--rate", "1", "--slow", "0"), "--slow"),
         (("--profile", "P", "--rate", "1", "--slow", "0=x"), "--slow is INSTANCE=FACTOR"),
         (("--profile", "P", "--rate", "1", "--slow", "9=2"), "instance 9 is to be slow, but there are 8"),
@@ -294,6 +305,38 @@ def test_mistakes_are_one_line(
     assert run("simulate", "smollm2-135m", *given, "--json") == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "hosts"),
+    [
+        ({"hosts": 2, "parallel": "5xtp2"}, [0, 0, 0, 1, 1]),
+        ({"hosts": 3, "parallel": "7"}, [0, 0, 0, 1, 1, 1, 2]),
+        ({"hosts": 2, "gpus_per_host": 3, "prefill_parallel": "2", "decode_parallel": "2xtp2"}, [0, 0, 0, 1]),
+    ],
+)
+def test_policies_and_costs_have_instances_on_the_same_hosts(flags: dict[str, Any], hosts: list[int]) -> None:
+    options = ClusterOptions(hardware="a100-sxm-80g", **flags)
+    found = cluster_of("llama-3-8b", options, SchedulingOptions())
+    assert isinstance(found.cost, RooflineCost)
+    assert [found.facts.place(instance).host for instance in range(found.num_instances)] == hosts
+    for line in found.cost.lines:
+        first = line.topology.first_instance
+        number = sum(other.topology.first_instance <= first for other in found.cost.lines)
+        beyond = [other.topology.first_instance for other in found.cost.lines[number:]] or [found.num_instances]
+        assert [line.topology.host(instance) for instance in range(first, beyond[0])] == hosts[first : beyond[0]]
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+def test_requests_come_at_a_rate_however_it_was_given(turns: int) -> None:
+    """Also when they are turns: the highest rate, given as --rate, is the same load."""
+    options = WorkloadOptions(rate=2.0, num_requests=600, turns=turns)
+    given = workload_of(options)
+    stretched = workload_of(replace(options, rate=0.5)).at_rate(2.0)
+    firsts = [[one.due_s for one in workload.arrivals if one.follows is None] for workload in (given, stretched)]
+    assert len(firsts[0]) == 600 / turns
+    assert firsts[1] == pytest.approx(firsts[0], rel=0.1)
+    assert firsts[1][-1] == pytest.approx(300)
 
 
 def test_another_model_than_was_profiled_is_refused(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,6 +46,7 @@ _FIXED_RATES = (0.1, 0.3, 0.5, 0.7)
 _LOADS = (0.3, 0.5, 0.7, 0.8, 0.9, 1.0)
 """Parts of the highest rate of `tetris` at which its options are compared."""
 _PRECISION = 1.05
+_FEWEST = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +150,7 @@ class Systems:
             WorkloadOptions(
                 workload=self._workload,
                 rate=1.0,
-                num_requests=num or self._num_requests,
+                num_requests=self._num_requests if num is None else num,
                 output_len=output_len,
                 seed=seed,
             )
@@ -236,6 +237,8 @@ def run(given: argparse.Namespace) -> bool:
     if given.quick:
         cases, loads, number = cases[:1], (0.5, 0.9), given.num_requests or 400
     json_path: Path | None = given.json
+    if number < _FEWEST:
+        raise SystemExit(f"--num-requests must be at least {_FEWEST}, or no rate is too high, but {number} given")
     studies = []
     with ProcessPoolExecutor(max_workers=given.jobs) as pool:
         waiting = [pool.submit(study, setup, workload, number, loads) for setup, workload in cases]

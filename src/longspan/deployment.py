@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Self, get_args
@@ -22,8 +23,11 @@ from longspan.model.source import prepare
 from longspan.model.store import DTYPES, read_info
 from longspan.policy import make_policy
 from longspan.policy.choosing import Facts
+from longspan.policy.tetris import hint_of_a_constant_rate
 from longspan.runtime.launch import start_workers
 from longspan.runtime.local import LocalExecutor, MonotonicClock
+
+_log = logging.getLogger("longspan")
 
 
 class Deployment:
@@ -62,6 +66,8 @@ class Deployment:
         )
         self.facts = _facts(self.subject, self.info.shape(DTYPES[given.dtype].itemsize), given)
         self._policy = make_policy(given.policy, num_instances=fleet.num_instances, options=options, facts=self.facts)
+        if (hint := hint_of_a_constant_rate(self._policy.settings, given.roles)) is not None:
+            _log.info(hint)
         num_blocks = arguments.num_blocks(self.info, files, given)
         config = _config(given, self.info, self._policy, num_blocks)
         self.max_model_len = config.max_model_len

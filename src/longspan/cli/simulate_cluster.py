@@ -13,7 +13,7 @@ from longspan.cli.scheduling import SchedulingOptions
 from longspan.cli.simulate import ClusterOptions
 from longspan.cli.simulate_fleet import fleet_of, roles_of
 from longspan.core.fleet import Fleet, Roles
-from longspan.core.places import Place, places_of_ranks
+from longspan.core.places import Place
 from longspan.core.runs import Run
 from longspan.core.steps import Exchange
 from longspan.cost import catalog
@@ -91,8 +91,7 @@ def _computed(
     model: str, hardware: str, options: ClusterOptions, fleet: Fleet, scheduling: SchedulingOptions
 ) -> Cluster:
     """By data sheets."""
-    gpus_per_host = options.gpus_per_host or math.ceil(fleet.num_ranks / options.hosts)
-    devices = devices_of(hardware, gpus_per_host, options.hosts, options)
+    devices = devices_of(hardware, _per_host(options, fleet), options.hosts, options)
     sizes, kernels = architecture(model, dtype=options.dtype, ffn_dtype=options.ffn_dtype), options.attention or "flash"
     cost = RooflineCost(sizes, devices, fleet, block_size=scheduling.block_size, kernels=kernels)
     blocks = [scheduling.num_gpu_blocks_override or _num_blocks(line, scheduling) for line in cost.lines]
@@ -207,9 +206,13 @@ def _last_name(model: str) -> str:
 
 
 def _places(options: ClusterOptions, fleet: Fleet) -> tuple[Place, ...]:
-    """Of the first rank of each instance."""
-    places = places_of_ranks(fleet.num_ranks, str(options.hosts))
-    return tuple(places[fleet.ranks(instance)[0]] for instance in range(fleet.num_instances))
+    """Of the first rank of each instance: hosts are filled one after the other, as their cost has it."""
+    firsts, per_host = [fleet.ranks(instance)[0] for instance in range(fleet.num_instances)], _per_host(options, fleet)
+    return tuple(Place(host=rank // per_host, device=rank) for rank in firsts)
+
+
+def _per_host(options: ClusterOptions, fleet: Fleet) -> int:
+    return options.gpus_per_host or math.ceil(fleet.num_ranks / options.hosts)
 
 
 def _at_least_one(numbers: Mapping[str, int | None]) -> None:

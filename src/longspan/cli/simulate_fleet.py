@@ -66,6 +66,8 @@ def _alike(options: ClusterOptions) -> ParallelSpec:
 def _check_devices(options: ClusterOptions, specs: dict[str, ParallelSpec]) -> None:
     """Raises ValueError unless these instances take all devices."""
     needed = sum(spec.num_ranks for spec in specs.values())
+    if needed < options.hosts:
+        raise ValueError(f"{needed} devices cannot be on {options.hosts} hosts: give --hosts {needed} or fewer")
     there = needed if options.gpus_per_host is None else options.hosts * options.gpus_per_host
     if needed == there:
         return

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from longspan.cli.simulate_scene import Scene
 from longspan.cli.simulate_workload import Workload
 from longspan.policy.cdsp_rates import RateTable
-from longspan.policy.tetris import default_improvement_rate
+from longspan.policy.tetris import hint_of_a_constant_rate
 from longspan.sim.improvement import best_improvement_rate, request_rates
 
 _TOLD = ("improvement_rate", "improvement_rates")
@@ -46,15 +46,8 @@ def print_improvement_rates(scene: Scene, workload: Workload, highest: float | N
 
 def tell_of_a_constant_rate(scene: Scene) -> None:
     """On stderr, when the improvement rate is to go by the request rate, but nobody said how."""
-    settings = scene.policy().settings
-    told = settings.options
-    if settings.name == "tetris" and told["improvement_rate"] == "auto" and not told["improvement_rates"]:
-        rate = default_improvement_rate(scene.cluster.roles)
-        typer.echo(
-            f"longspan: -o improvement_rate=auto is {rate:g} at every request rate without a table: find one "
-            "with --profile-improvement-rates, and give it as -o improvement_rates=",
-            err=True,
-        )
+    if (hint := hint_of_a_constant_rate(scene.policy().settings, scene.cluster.roles)) is not None:
+        typer.echo(f"longspan: {hint}", err=True)
 
 
 def profile_improvement_rates(

@@ -33,10 +33,9 @@ class Workload:
     shares: bool
 
     def at_rate(self, rate: float) -> Workload:
-        """The same with all times stretched, so that first turns come at this rate."""
-        firsts = [one for one in self.arrivals if one.follows is None]
-        last_s = max(one.due_s for one in firsts)
-        factor = len(firsts) / rate / last_s if last_s else 0.0
+        """The same with the times of first turns stretched, so that all turns together come at this rate."""
+        last_s = max(one.due_s for one in self.arrivals if one.follows is None)
+        factor = len(self.arrivals) / rate / last_s if last_s else 0.0
         stretched = [
             one if one.follows is not None else replace(one, due_s=one.due_s * factor) for one in self.arrivals
         ]

@@ -142,7 +142,6 @@ class Part:
 
     Attributes:
         start, stop: the span of token positions computed.
-        tokens: ids of the span's tokens.
         group: the instances that work on it, in ring order. All that hold its KV are among them.
         runs: of the span, per member of `group`; ranks never re-deal.
         first_block, blocks: the request's block table is cut to `first_block` entries, then extended by `blocks`.

@@ -48,7 +48,9 @@ _TIED = {
     "starcoder2",
 }
 """Whose output head is the embedding unless the config says otherwise."""
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_NESTED = {"attn_config": ("kv_n_heads",), "ffn_config": ("ffn_hidden_size", "moe_num_experts")}
+_LATENT = "kv_lora_rank"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,11 +123,17 @@ def from_config(
     """Reads a config.json, also one that nests the language model under `text_config`.
 
     Raises:
-        ValueError: when a field is missing or no positive number, with its name; for mixtures of experts.
+        ValueError: when a field is missing or no positive number, with its name; for mixtures of experts, latent
+            attention, and sizes in objects that are not read.
     """
     config = config.get("text_config", config)
-    if any((config.get(key) or 0) > 1 for key in _EXPERTS):
+    if any(config.get(key) not in (None, 0, 1) for key in _EXPERTS):
         raise ValueError(f"the config of {name} has experts in its feed-forward layers, whose cost is not modelled")
+    if config.get(_LATENT):
+        raise ValueError(f"the config of {name} has latent attention ({_LATENT}), whose cost is not modelled")
+    for key, fields in _NESTED.items():
+        if unread := [field for field in fields if field in (config.get(key) or ())]:
+            raise ValueError(f"the config of {name} has {unread[0]} in {key}, whose cost is not modelled")
     kind = str(config.get("model_type", ""))
     hidden_size = _size(config, "hidden_size", name)
     num_heads = _size(config, "num_attention_heads", name)

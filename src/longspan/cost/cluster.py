@@ -25,7 +25,8 @@ class Cluster:
             is not quicker than the bus is taken to go there, and reaches the part of it that messages on the bus do.
 
     Raises:
-        ValueError: for numbers below 1, unknown names, or one host with a link that its devices share.
+        ValueError: for numbers below 1, unknown names, one host with a link that its devices share, or several with
+            one inside a host.
     """
 
     hardware: str
@@ -40,6 +41,12 @@ class Cluster:
                 raise ValueError(f"{name} must be at least 1, but {getattr(self, name)} given")
         if self.link_bytes_per_s is not None and not self.link_bytes_per_s > 0:
             raise ValueError(f"a link carries more than 0 bytes per second, but {self.link_bytes_per_s:g} given")
+        if self.hosts > 1 and self.link is not None and catalog.link(self.link).where == "inside":
+            networks = [name for name in catalog.names("links") if catalog.link(name).where == "between"]
+            raise ValueError(
+                f"the link {self.link} is inside a host, but {self.hosts} hosts given: choose one between hosts "
+                f"({', '.join(networks)}), or give --hosts 1 with all devices"
+            )
         if self.hosts == 1 and self.link is not None and catalog.link(self.link).per_host:
             raise ValueError(
                 f"the link {self.link} is between hosts, and shared by the devices of each: give --hosts 2 or more"

@@ -19,6 +19,7 @@ Phase = Literal["prefill", "decode"]
 Fractions = tuple[float, ...] | Literal["search"] | None
 _BLOCK = 128
 """Pieces of a chain are whole blocks of so many tokens."""
+_SEARCHED = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +124,8 @@ def estimate_prefill(
     Chains, and whatever gets fractions, are dealt contiguously, the rest zigzag.
 
     Raises:
-        ValueError: without new tokens or prompts, for no exchange, or another number of fractions.
+        ValueError: without new tokens or prompts, for no exchange, another number of fractions, or more instances
+            than they are searched for.
     """
     if instances == 1:
         exchange = "local"
@@ -206,6 +208,11 @@ def _searched(model: Roofline, prompt: Prompt) -> tuple[int, ...]:
         return max(breakdown.total_s for breakdown in found.values())
 
     members = len(prompt.group)
+    if members > _SEARCHED:
+        raise ValueError(
+            f"fractions are searched for up to {_SEARCHED} instances, but {members} given: more take minutes to "
+            "hours; give fractions, or leave them out for even pieces"
+        )
     block = min(_BLOCK, max(1, prompt.new // (4 * members)))
     seeds = (None, _levelled(model, prompt, block))
     found = (search(ttft_s, prompt.new, members, block, seed) for seed in seeds)

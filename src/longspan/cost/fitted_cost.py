@@ -87,11 +87,11 @@ class FittedCost:
                 for instance in part.group:
                     starts[instance] = max(starts[instance], fixed)
                     rest[instance] += max(0.0, whole - fixed)
-        decoding: set[tuple[tuple[int, ...], Exchange]] = set()
+        decoding: dict[tuple[tuple[int, ...], Exchange], None] = {}  # in order, so that sums have the same last bits
         for part in forward.parts:
             if self._decodes_in(part):
                 is_first = (part.group, part.exchange) not in decoding
-                decoding.add((part.group, part.exchange))
+                decoding[part.group, part.exchange] = None
                 self._add_decode(part, starts, rest, prefilling, is_first=is_first)
         computing = {i for part in forward.parts for i, runs in zip(part.group, part.runs, strict=True) if runs}
         for group, exchange in decoding:

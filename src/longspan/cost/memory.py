@@ -54,13 +54,6 @@ class Memory:
         relation = "<=" if self.fits else ">"
         return f"{terms} = {self.used / _GIB:.1f} GiB per GPU {relation} {self.capacity / _GIB:.1f} GiB"
 
-    def check(self) -> None:
-        """Raises ValueError with the arithmetic unless it fits."""
-        if not self.fits:
-            raise ValueError(
-                f"out of memory: {self.arithmetic}: use more GPUs, a shorter context, or weights of fewer bits"
-            )
-
 
 def memory(layer: Layer, channel: Channel, tokens: float) -> Memory:
     """Of the fullest rank, when its group has computed a channel's queries and holds all its keys.

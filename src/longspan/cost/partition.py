@@ -17,6 +17,7 @@ Partition = tuple[int, ...]
 
 _SUM_TOLERANCE = 1e-3
 _CONFIRMED = 3
+_MANY = 8
 
 
 def even(length: int, members: int, align: int) -> Partition:
@@ -81,7 +82,8 @@ def search(
 
     No partition is evaluated twice, unless it is `noisy`. For m members and `levels = 1 + log2(first stride / align)`,
     evaluations are at most `1 + levels * (m - 1) * neighbours`, with `neighbours = m * (m - 1) * (m * m - m + 2) / 4`:
-    2 for two members, 12 for three, 42 for four, 812 for eight.
+    2 for two members, 12 for three, 42 for four, 812 for eight. More than eight members would be too many for that: of
+    those a single stride changes hands, which is `m * (m - 1)` neighbours.
 
     Args:
         ttft: seconds, measured or modelled; infinity for a partition that does not fit.
@@ -125,9 +127,13 @@ def _confirmed(known: dict[Partition, float], ttft: Callable[[Partition], float]
 
 
 def _shifts(members: int) -> list[tuple[int, ...]]:
-    """What members gain, in strides, when one or two change hands, but not two between the same two members."""
+    """What members gain, in strides, when one or two change hands, but not two between the same two members.
+
+    One, for more than `_MANY` members.
+    """
     gifts = list(itertools.permutations(range(members), 2))
-    twice = (two for two in itertools.combinations(gifts, 2) if len({*two[0], *two[1]}) > 2)
+    pairs = itertools.combinations(gifts, 2) if members <= _MANY else ()
+    twice = (two for two in pairs if len({*two[0], *two[1]}) > 2)
     gains = (
         tuple(sum((m == taker) - (m == giver) for giver, taker in given) for m in range(members))
         for given in [*((gift,) for gift in gifts), *twice]

@@ -14,6 +14,7 @@ _NORMAL = NormalDist()
 _SIGMAS_OF_RANGE = 6
 _FURTHEST = 4  # sigmas from the range to where the mean of the uncut logarithm is looked for
 _HALVINGS = 60
+_MOST = 2.0**40
 
 
 class Lengths(Protocol):
@@ -40,8 +41,10 @@ class Quantiles:
         parts, lengths = [part for part, _ in self.points], [length for _, length in self.points]
         if len(parts) < 2 or parts[0] != 0 or parts[-1] != 1 or sorted(set(parts)) != parts:
             raise ValueError(f"quantiles ascend from 0 to 1, but there are those of {parts}: give at least 0 and 1")
-        if sorted(lengths) != lengths or lengths[0] < 1:
-            raise ValueError(f"lengths at ascending quantiles are from 1 and ascend, but {lengths} given")
+        if sorted(lengths) != lengths or not 1 <= lengths[0] <= lengths[-1] <= _MOST:
+            raise ValueError(
+                f"lengths at ascending quantiles ascend, from 1 to {_MOST:.0f} at most, but {lengths} given"
+            )
 
     def at(self, part: float) -> float:
         """See `Lengths`."""

@@ -1,7 +1,8 @@
 """Instances that only decode: which of them a request goes to, and what each does in a step.
 
 By Tetris §5.2 a request goes where most slots are free for each request that decodes there. Blocks of KV on its way
-count as used, also of requests that wait for them (the virtual usage of Llumix).
+count as used, also of requests that wait for them (the virtual usage of Llumix). Where that is more than there is, the
+paper's quotient would prefer the instance with the most requests; the one that lacks the fewest blocks is chosen.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ class Router:
         return target
 
     def _freeness(self, instance: int) -> float:
+        """Free blocks for each request; where more are promised than there are, how many are missing, below 0."""
         view = self._view
         free = view.account.pool(instance).num_free - view.promised.get(instance, 0) - self._chosen.get(instance, 0)
-        return free / max(1, len(view.running.on(instance)))
+        return free / max(1, len(view.running.on(instance))) if free > 0 else free
 
 
 def plan_decodes(view: ClusterView, decode: Sequence[int], placement: Placement) -> Plan:

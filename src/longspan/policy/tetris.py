@@ -14,7 +14,7 @@ from typing import Literal
 
 from longspan.core.fleet import Roles
 from longspan.core.places import hosts_of
-from longspan.core.protocols import option_text
+from longspan.core.protocols import PolicySettings, option_text
 from longspan.core.steps import Exchange
 from longspan.policy.cdsp import Planner
 from longspan.policy.cdsp_fixed import FixedGroups
@@ -132,7 +132,7 @@ class Tetris(Cdsp):
 
     def __init__(self, instances: range, options: TetrisOptions, facts: Facts, planner: Planner) -> None:
         self._options, self._chunk_planner = options, planner
-        self._default_rate = default_improvement_rate(facts.roles)
+        self._default_rate = _default_improvement_rate(facts.roles)
         everyone, decode = _where(instances, facts)
         super().__init__(
             everyone,
@@ -154,7 +154,18 @@ class Tetris(Cdsp):
         self._chunking, self._chunk_planner.min_chunk_tokens = changed.chunking, changed.min_chunk
 
 
-def default_improvement_rate(roles: Roles | None) -> float:
+def hint_of_a_constant_rate(settings: PolicySettings, roles: Roles | None) -> str | None:
+    """What to tell people when the improvement rate is to go by the request rate, but nobody said how."""
+    told = settings.options
+    if settings.name != "tetris" or told["improvement_rate"] != "auto" or told["improvement_rates"]:
+        return None
+    return (
+        f"-o improvement_rate=auto is {_default_improvement_rate(roles):g} at every request rate without a table: find "
+        "one with longspan simulate --profile-improvement-rates, and give it as -o improvement_rates="
+    )
+
+
+def _default_improvement_rate(roles: Roles | None) -> float:
     """Where no table says otherwise: between what the paper finds best for few and for many requests.
 
     Where instances also decode, the lowest: then most groups are as large as they get, and few wait for one of another

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 import signal
 import tempfile
@@ -38,7 +37,6 @@ from longspan.runtime.messages import (
     report_address,
 )
 
-_log = logging.getLogger("longspan")
 _START_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 3.0
 _MAX_PARENT = 70

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -51,8 +52,8 @@ def conversations(arrivals: Sequence[Arrival], *, turns: int, think_s: float) ->
     """
     if turns < 1:
         raise ValueError(f"a conversation has at least 1 turn, but {turns} given")
-    if not think_s >= 0:
-        raise ValueError(f"the time between turns must be at least 0 seconds, but {think_s} given")
+    if not 0 <= think_s < math.inf:
+        raise ValueError(f"the time between turns must be at least 0 seconds and finite, but {think_s} given")
     return list(_joined(arrivals, turns, think_s))
 
 

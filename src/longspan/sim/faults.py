@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from longspan.core.steps import Forward, MoveKV
+from longspan.core.teams import teams_of
 from longspan.cost.step_cost import StepCost
 
 
@@ -63,5 +64,17 @@ class SlowedCost:
         return self.cost.received_s(move)
 
     def seconds(self, forward: Forward) -> dict[int, float]:
-        """See `StepCost`."""
-        return {i: seconds * self.factors.get(i, 1.0) for i, seconds in self.cost.seconds(forward).items()}
+        """See `StepCost`. Whoever works with a slow instance waits for it, but for those before it in a chain."""
+        own_s = self.cost.seconds(forward)
+        found = {i: seconds * self.factors.get(i, 1.0) for i, seconds in own_s.items()}
+        parts = [part for part in forward.parts if len(part.group) > 1]
+        for part in parts:
+            if part.exchange == "chain":
+                late_s = -math.inf
+                for instance in part.group:
+                    found[instance] = max(found[instance], own_s[instance] + late_s)
+                    late_s = max(late_s, found[instance] - own_s[instance])
+        for team in teams_of({part.group for part in parts if part.exchange != "chain"}):
+            late_s = max(found[instance] - own_s[instance] for instance in team)
+            found.update({instance: max(found[instance], own_s[instance] + late_s) for instance in team})
+        return found

@@ -1,0 +1,72 @@
+"""How long it takes to simulate many requests on 64 devices: by the clock, and of the processor.
+
+    python benchmarks/simulation_speed.py [--num-requests 100000] [--policies tetris] [--no-roles]
+
+Llama 3 8B on 8 hosts of 8 A100, `short` requests: 64 instances of one device at `--rate`, and with `tetris` 32 that
+prefill beside 4 of eight devices that decode. One process, one thread; nothing is drawn or written meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass
+
+from longspan.cli.scheduling import SchedulingOptions
+from longspan.cli.simulate import ClusterOptions, WorkloadOptions
+from longspan.cli.simulate_scene import Scene
+from longspan.cli.simulate_workload import workload_of
+from longspan.sim.faults import Faults
+
+_POLICIES = ("chunked", "context", "tetris", "loongserve")
+_CLUSTER = ClusterOptions(hardware="a100-sxm-80g", hosts=8, gpus_per_host=8)
+_ROLES = ClusterOptions(
+    hardware="a100-sxm-80g", hosts=8, gpus_per_host=8, prefill_parallel="32", decode_parallel="4xtp8"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """Seconds that a simulation took, and those that it simulated."""
+
+    clock_s: float
+    cpu_s: float
+    simulated_s: float
+
+    def __str__(self) -> str:
+        return f"{self.clock_s:.1f} s ({self.cpu_s:.1f} s of CPU) for {self.simulated_s:,.0f} simulated ones"
+
+
+def speed(policy: str, cluster: ClusterOptions, num_requests: int, rate: float) -> Speed:
+    """Of all requests; making them counts."""
+    start_s, start_cpu_s = time.perf_counter(), time.process_time()
+    scene = Scene.of("llama-3-8b", cluster, SchedulingOptions(policy=policy), Faults())
+    result = scene.run(workload_of(WorkloadOptions(workload="short", rate=rate, num_requests=num_requests)))
+    assert len(result.served) == num_requests, "all fit"
+    return Speed(
+        clock_s=time.perf_counter() - start_s,
+        cpu_s=time.process_time() - start_cpu_s,
+        simulated_s=result.makespan_s,
+    )
+
+
+def main() -> None:
+    """Prints a line for each case."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num-requests", type=int, default=100_000)
+    parser.add_argument("--rate", type=float, default=6.0)
+    parser.add_argument("--policies", nargs="+", default=["tetris"], choices=_POLICIES)
+    parser.add_argument("--no-roles", action="store_true", help="leave out instances that only decode")
+    given = parser.parse_args()
+    if given.num_requests < 1 or not given.rate > 0:
+        sys.exit("--num-requests must be at least 1, and --rate above 0")
+    cases = [(f"{policy}, 64 instances", policy, _CLUSTER) for policy in given.policies]
+    if not given.no_roles:
+        cases.append(("tetris, 32 prefill and 4xtp8 decode instances", "tetris", _ROLES))
+    for name, policy, cluster in cases:
+        print(f"{name}: {speed(policy, cluster, given.num_requests, given.rate)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
