@@ -76,6 +76,16 @@ class Breakdown:
 _IDLE = Breakdown()
 
 
+def _add(found: dict[int, Breakdown], group: Sequence[int], more: Breakdown) -> None:
+    """The same to all members; those that were alike before still share one."""
+    befores = [found[instance] for instance in group]
+    alike: dict[int, Breakdown] = {}
+    for before in befores:
+        if id(before) not in alike:
+            alike[id(before)] = more if before is _IDLE else before + more
+    found.update(zip(group, [alike[id(before)] for before in befores], strict=True))
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Roofline:
     """Predicts forward passes of a model on a cluster."""
@@ -102,10 +112,7 @@ class Roofline:
             if channel.exchange == "chain" and len(channel.group) > 1:
                 chains.append(channel)
                 continue
-            more = self._exchanged(channel)
-            for instance in channel.group:
-                before = found[instance]
-                found[instance] = more if before is _IDLE else before + more
+            _add(found, channel.group, self._exchanged(channel))
         for channel in chains:
             self._chain(channel, found, tokens, sampled)
         self._compute(found, tokens, sampled)

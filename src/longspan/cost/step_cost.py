@@ -15,7 +15,7 @@ from longspan.cost.architecture import Architecture
 from longspan.cost.channels import Channel, Share, Shares, chain_share_of, share_of
 from longspan.cost.cluster import Cluster, rooflines
 from longspan.cost.efficiency import Kernels
-from longspan.cost.forward import Breakdown, Roofline
+from longspan.cost.forward import Roofline
 from longspan.cost.moves import exposed_s, moved_s, received_s
 
 _NOTHING = Share(queries=0, pairs=0.0, scores=0.0, held=0.0)
@@ -130,19 +130,21 @@ class RooflineCost:
             for instance, queries in zip(channel.group, channel.shares.queries, strict=True):
                 tokens[instance] += queries
         times = self._line(forward.parts[0].group[0]).times(channels, tokens, sampled)
-        _wait_for_members(times, channels)
+        layers_s = {instance: one.total_s - one.head_s for instance, one in times.items()}
+        _wait_for_members(layers_s, channels)
         if forward.balances:
-            self._wait_for_balances(forward, times)
-        return {instance: breakdown.total_s for instance, breakdown in times.items()}
+            self._wait_for_balances(forward, layers_s)
+        return {instance: layers_s[instance] + one.head_s for instance, one in times.items()}
 
-    def _wait_for_balances(self, forward: Forward, times: dict[int, Breakdown]) -> None:
-        layers_s = {i: (one.total_s - one.head_s) / self.num_layers for i, one in times.items()}
+    def _wait_for_balances(self, forward: Forward, layers_s: dict[int, float]) -> None:
+        """Adds what of them is not hidden to the time of all layers of each member."""
+        hiding_s = dict(layers_s)
         for move in forward.balances:
             group = next(part.group for part in forward.parts if part.request_id == move.request_id)
-            layer_s = min(layers_s[instance] for instance in group)
+            layer_s = min(hiding_s[instance] for instance in group) / self.num_layers
             waiting_s = exposed_s(self.move_s(move), layer_s, self.num_layers)
             for instance in group:
-                times[instance] += Breakdown(exchange_s=waiting_s)
+                layers_s[instance] += waiting_s
 
 
 class _Decodes:
@@ -192,18 +194,14 @@ def _find_alone_s(line: Roofline, num_decodes: int, num_keys: int, num_sampled: 
     return line.times([channel], {0: num_decodes}, {0: num_sampled})[0].total_s
 
 
-def _wait_for_members(times: dict[int, Breakdown], channels: Sequence[Channel]) -> None:
-    """Makes members of a group end together, but for their output heads: they wait for each other in every layer.
+def _wait_for_members(layers_s: dict[int, float], channels: Sequence[Channel]) -> None:
+    """Gives all members of a group the time of all layers of the slowest: they wait for each other in every layer.
 
     Not those of a chain, whose first may be ahead.
     """
     groups = {channel.group for channel in channels if len(channel.group) > 1 and channel.exchange != "chain"}
-    for team in teams_of(groups):
-        layers_s = {instance: times[instance].total_s - times[instance].head_s for instance in team}
-        slowest_s = max(layers_s.values())
-        for instance, own_s in layers_s.items():
-            if own_s < slowest_s:
-                times[instance] += Breakdown(exchange_s=slowest_s - own_s)
+    for team in groups if len(groups) == 1 else teams_of(groups):
+        layers_s.update(dict.fromkeys(team, max([layers_s[instance] for instance in team])))
 
 
 def _blocks(move: MoveKV) -> tuple[tuple[tuple[int, int], int], ...]:
