@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import csv
 import gzip
-import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from numpy.typing import NDArray
 from longspan.cost import catalog
 from longspan.cost.efficiency import LinearCurve
 from longspan.cost.operators import product_s
-from longspan.cost.topology import wire
+from longspan.cost.topology import Topology, wire
 
 Array = NDArray[np.float64]
 _DEVICES = {"a100": "a100-sxm-80g", "h100": "h100-sxm-80g", "a40": "a40"}
@@ -270,11 +269,13 @@ def _print_link_errors(lines: list[dict[str, str]]) -> None:
     print("\n# collective and ranks, link: error on average and at worst of messages below 1 MiB, and of others")
     for (network, collective, ranks, per_host), name in _MEASURED.items():
         wanted = (network, collective, str(ranks), str(per_host))
+        of_one, of_two = _topology(name, ranks, per_host), _topology(name, 1, per_host)
         errors: dict[bool, list[float]] = {False: [], True: []}
         for line in lines:
             if tuple(line[field] for field in _KIND) == wanted:
                 num_bytes = int(line["size"])
-                predicted_s = _link_s(catalog.link(name), collective, num_bytes, ranks, -(-ranks // per_host))
+                single = collective == "send_recv"
+                predicted_s = of_two.send_s(num_bytes, 0, 1) if single else of_one.all_reduce_s(num_bytes)
                 errors[num_bytes >= _MIDDLE].append(1e3 * predicted_s / float(line["median_ms"]) - 1)
         shown = ", ".join(
             f"{np.abs(found).mean():.0%} and {max(found, key=abs):+.0%} of {len(found)}" for found in errors.values()
@@ -282,14 +283,11 @@ def _print_link_errors(lines: list[dict[str, str]]) -> None:
         print(f"# {network}, {collective} of {ranks} on {-(-ranks // per_host)} hosts, {name}: {shown}")
 
 
-def _link_s(kind: catalog.LinkKind, collective: str, num_bytes: int, ranks: int, hosts: int) -> float:
-    """As `cost/topology.py` has it."""
-    link = wire(kind)
-    if collective == "send_recv":
-        return link.latency_s + num_bytes / link.bytes_per_s
-    doublings = math.ceil(math.log2(hosts)) if kind.where == "between" else 1
-    speed = link.ring_bytes_per_s * (ranks // hosts if kind.where == "between" else 1)
-    return link.collective_s * doublings + 2 * (ranks - 1) / ranks * num_bytes / speed
+def _topology(name: str, ranks: int, per_host: int) -> Topology:
+    """Of one instance of so many ranks, or two of one rank each, on hosts that such a link is in, or between."""
+    kind = catalog.link(name)
+    inside = wire(catalog.link("nvlink3") if kind.where == "between" else kind)
+    return Topology(tp=ranks, gpus_per_host=per_host, inside=inside, between=wire(kind))
 
 
 if __name__ == "__main__":

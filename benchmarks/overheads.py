@@ -96,7 +96,7 @@ class Runner:
     def growing_ttft_s(self, history: float, *, balance: bool) -> float:
         """Of one prompt in two chunks, the second of which is half as long as other prompts."""
         self.llm.engine.set_policy(growing(balance=balance, history=history))
-        return self.ttft_s(length=round(self._length / 2 * (1 + history)))
+        return self.ttft_s(length=_grown(self._length, history))
 
     def all_s(self) -> float:
         """Until the last of several shorter prompts, computed by instances 0 and 1, has its tokens from instance 2."""
@@ -121,6 +121,8 @@ def main() -> None:
             return Runner(stack.enter_context(LLM(**arguments, **more)), options.length)  # type: ignore[arg-type]  # its own
 
         uniform = runner(instances=2)
+        if (longest := _grown(options.length, max(_HISTORIES))) >= uniform.llm.max_model_len:
+            sys.exit(f"--length {options.length} needs prompts of {longest} tokens: give less")
         streaming = runner(**roles)
         roles["prefill_parallel"] = "2"
         two, one = (runner(**roles, transfer_backends=backends) for backends in (2, 1))
@@ -164,6 +166,11 @@ def _report(samples: Mapping[str, Mapping[str, Sequence[float]]], length: int) -
         spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
         table.add_row(name, f"{with_it:.3f}", f"{without:.3f}", f"{with_it / without:.3f}", spread)
     return table
+
+
+def _grown(length: int, history: float) -> int:
+    """Tokens of a prompt in two chunks, the second of which has half of `length`."""
+    return round(length / 2 * (1 + history))
 
 
 def _tokens(number: int) -> SamplingParams:

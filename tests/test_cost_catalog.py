@@ -140,7 +140,8 @@ def test_configs_of_other_families() -> None:
 
 
 def test_what_nested_objects_say_besides_does_not_matter() -> None:
-    plain = {"attn_config": {"alibi": True}, "ffn_config": {"ffn_type": "mptmlp"}, "num_experts": 1}
+    attention = {"alibi": True, "kv_n_heads": None}
+    plain = {"attn_config": attention, "ffn_config": {"ffn_type": "mptmlp", "moe_num_experts": 1}, "num_experts": 1}
     assert from_config({**TINY, **plain}, name="tiny") == from_config(TINY, name="tiny")
 
 
@@ -159,8 +160,10 @@ def test_mixed_precision_counts_the_feed_forward_layers_apart() -> None:
         ({"num_local_experts": 8}, "has experts in its feed-forward layers, whose cost is not modelled"),
         ({"num_experts": [4, 8]}, "has experts in its feed-forward layers, whose cost is not modelled"),
         ({"kv_lora_rank": 512}, "has latent attention"),
-        ({"ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16}}, "has ffn_hidden_size in ffn_config"),
-        ({"attn_config": {"kv_n_heads": 8}}, "has kv_n_heads in attn_config"),
+        ({"ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16}}, "has moe_num_experts in ffn_config"),
+        ({"ffn_config": {"ffn_hidden_size": 10752}}, "ffn_hidden_size in ffn_config, .*: name it intermediate_size"),
+        ({"attn_config": {"kv_n_heads": 8}}, "has kv_n_heads in attn_config, .*: name it num_key_value_heads"),
+        ({"attn_config": 5}, "attn_config of tiny must be an object, but 5 given"),
     ],
 )
 def test_bad_configs_are_refused(change: dict[str, Any], message: str) -> None:

@@ -65,7 +65,7 @@ def test_many_prompts_and_another_turn(
 def test_one_backend_serves_twelve_in_the_order_of_their_handshakes(
     tiny: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On real workers: no transfer begins before all of the one before is there, and nobody waits for ever."""
+    """On real workers: transfers are sent in that order, request after request, and nobody waits for ever."""
     prompts = prompts_of(300, 20, 100, 250, 40, 17, 200, 150, 1, 90, 280, 60)
     shaken: list[int] = []
     moves: list[MoveKV] = []
@@ -87,6 +87,15 @@ def test_one_backend_serves_twelve_in_the_order_of_their_handshakes(
     moves.sort(key=lambda move: move.number)
     in_turn = [name for name, _ in groupby(move.request_id for move in moves)]
     assert in_turn == list(dict.fromkeys(shaken)) and len(in_turn) == 12
+
+
+def test_who_gives_no_table_of_improvement_rates_is_told(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="longspan"):
+        start(tiny, "1", "1").shutdown()
+        assert "improvement_rate" not in caplog.text, "it was given"
+        roles = {"prefill_parallel": "1", "decode_parallel": "1"}
+        LLM(str(tiny), **roles, skip_tokenizer_init=True).shutdown()
+    assert "improvement_rate=auto is 0.3 at every request rate" in caplog.text
 
 
 def test_decode_instances_with_little_room(tiny: Path, oracle: Oracle) -> None:

@@ -68,7 +68,10 @@ def test_quantiles_are_met_and_between_them_the_logarithm_is_linear() -> None:
     assert np.median(drawn) == pytest.approx(100, rel=0.1)
 
 
-@pytest.mark.parametrize("points", [{"0": 5}, {"0": 5, "0.9": 9}, {"0": 9, "1": 5}, {"0": 0, "1": 5}, [1], {"a": 1}])
+WRONG = {"0": 5}, {"0": 5, "0.9": 9}, {"0": 9, "1": 5}, {"0": 0, "1": 5}, {"0": 5, "1": 1e300}, {"0": 5, "1": "nan"}
+
+
+@pytest.mark.parametrize("points", [*WRONG, [1], {"a": 1}])
 def test_what_are_no_quantiles_is_refused(points: object) -> None:
     with pytest.raises(ValueError, match="quantile"):
         quantiles("input_len", points)

@@ -268,6 +268,10 @@ def test_the_page_says_what_the_run_was(tmp_path: Path, capsys: pytest.CaptureFi
             ("--profile", "P", "--parallel", "2", "--hosts", "3"),
             "2 devices cannot be on 3 hosts: give --hosts 2 or fewer",
         ),
+        (
+            ("--hardware", "l4", "--parallel", "6", "--hosts", "5"),
+            "6 devices, 2 to a host, take 3 hosts, but --hosts 5 given: give --hosts 3, or",
+        ),
         (("--profile", "P", "--parallel", "2xtp2"), "of instances with tp 1"),
         (("--profile", "P", "--hosts", "0"), "--hosts must be at least 1, but 0 given"),
         (("--profile", "P", "--link", "nvlink"), "--link nvlink is for --hardware"),
@@ -285,7 +289,10 @@ def test_the_page_says_what_the_run_was(tmp_path: Path, capsys: pytest.CaptureFi
         (("--profile", "P", "--rate", "0"), "--rate must be above 0"),
         (("--profile", "P", "--rate", "1", "--num-requests", "0"), "--num-requests must be at least 1"),
         (("--profile", "P", "--rate", "1", "--turns", "0"), "at least 1 turn"),
-        (("--profile", "P", "--rate", "1", "--turns", "2", "--think-time", "inf"), "seconds and finite, but inf given"),
+        (
+            ("--profile", "P", "--rate", "1", "--turns", "2", "--think-time", "inf"),
+            "from 0 to 100000 seconds, but inf given",
+        ),
         (("--profile", "P", "--rate", "1", "--slow", "0"), "--slow"),
         (("--profile", "P", "--rate", "1", "--slow", "0=x"), "--slow is INSTANCE=FACTOR"),
         (("--profile", "P", "--rate", "1", "--slow", "9=2"), "instance 9 is to be slow, but there are 8"),

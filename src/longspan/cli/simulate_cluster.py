@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from longspan.cli.scheduling import SchedulingOptions
 from longspan.cli.simulate import ClusterOptions
 from longspan.cli.simulate_fleet import fleet_of, roles_of
 from longspan.core.fleet import Fleet, Roles
-from longspan.core.places import Place
+from longspan.core.places import Place, places_of_ranks
 from longspan.core.runs import Run
 from longspan.core.steps import Exchange
 from longspan.cost import catalog
@@ -206,9 +206,14 @@ def _last_name(model: str) -> str:
 
 
 def _places(options: ClusterOptions, fleet: Fleet) -> tuple[Place, ...]:
-    """Of the first rank of each instance: hosts are filled one after the other, as their cost has it."""
-    firsts, per_host = [fleet.ranks(instance)[0] for instance in range(fleet.num_instances)], _per_host(options, fleet)
-    return tuple(Place(host=rank // per_host, device=rank) for rank in firsts)
+    """Of the first rank of each instance. By data sheets, hosts are filled one after the other, as in their cost."""
+    places: Sequence[Place]
+    if options.profile is not None:
+        places = places_of_ranks(fleet.num_ranks, str(options.hosts))
+    else:
+        per_host = _per_host(options, fleet)
+        places = [Place(host=rank // per_host, device=rank) for rank in range(fleet.num_ranks)]
+    return tuple(places[fleet.ranks(instance)[0]] for instance in range(fleet.num_instances))
 
 
 def _per_host(options: ClusterOptions, fleet: Fleet) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from longspan.cli.simulate import ClusterOptions
 from longspan.core.fleet import Fleet, Roles
 from longspan.core.parallel import ParallelSpec
@@ -68,6 +70,12 @@ def _check_devices(options: ClusterOptions, specs: dict[str, ParallelSpec]) -> N
     needed = sum(spec.num_ranks for spec in specs.values())
     if needed < options.hosts:
         raise ValueError(f"{needed} devices cannot be on {options.hosts} hosts: give --hosts {needed} or fewer")
+    per_host = math.ceil(needed / options.hosts)
+    if options.profile is None and (taken := math.ceil(needed / per_host)) < options.hosts:
+        raise ValueError(
+            f"{needed} devices, {per_host} to a host, take {taken} hosts, but --hosts {options.hosts} given: give "
+            f"--hosts {taken}, or as many devices as fill them"
+        )
     there = needed if options.gpus_per_host is None else options.hosts * options.gpus_per_host
     if needed == there:
         return

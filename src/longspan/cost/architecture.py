@@ -49,7 +49,11 @@ _TIED = {
 }
 """Whose output head is the embedding unless the config says otherwise."""
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_NESTED = {"attn_config": ("kv_n_heads",), "ffn_config": ("ffn_hidden_size", "moe_num_experts")}
+_NESTED = {
+    ("ffn_config", "moe_num_experts"): "the cost of experts is not modelled",
+    ("ffn_config", "ffn_hidden_size"): "name it intermediate_size, beside hidden_size",
+    ("attn_config", "kv_n_heads"): "name it num_key_value_heads, beside num_attention_heads",
+}
 _LATENT = "kv_lora_rank"
 
 
@@ -131,9 +135,12 @@ def from_config(
         raise ValueError(f"the config of {name} has experts in its feed-forward layers, whose cost is not modelled")
     if config.get(_LATENT):
         raise ValueError(f"the config of {name} has latent attention ({_LATENT}), whose cost is not modelled")
-    for key, fields in _NESTED.items():
-        if unread := [field for field in fields if field in (config.get(key) or ())]:
-            raise ValueError(f"the config of {name} has {unread[0]} in {key}, whose cost is not modelled")
+    for (key, field), usual in _NESTED.items():
+        nested = config.get(key) or {}
+        if not isinstance(nested, Mapping):
+            raise ValueError(f"{key} of {name} must be an object, but {nested!r} given")
+        if nested.get(field) not in (None, 0, 1):
+            raise ValueError(f"the config of {name} has {field} in {key}, which is not read: {usual}")
     kind = str(config.get("model_type", ""))
     hidden_size = _size(config, "hidden_size", name)
     num_heads = _size(config, "num_attention_heads", name)

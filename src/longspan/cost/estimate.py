@@ -210,8 +210,8 @@ def _searched(model: Roofline, prompt: Prompt) -> tuple[int, ...]:
     members = len(prompt.group)
     if members > _SEARCHED:
         raise ValueError(
-            f"fractions are searched for up to {_SEARCHED} instances, but {members} given: more take minutes to "
-            "hours; give fractions, or leave them out for even pieces"
+            f"fractions are searched for up to {_SEARCHED} instances, but {members} given, which would take "
+            "minutes: give fractions, or leave them out (even pieces for a chain, else zigzag)"
         )
     block = min(_BLOCK, max(1, prompt.new // (4 * members)))
     seeds = (None, _levelled(model, prompt, block))

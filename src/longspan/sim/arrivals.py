@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from longspan.sim.tokens import Texts, text
+
+_LONGEST_S = 1e5
+"""A day and a little: much longer ones would reach into the next of conversations that are to be far apart."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,12 +50,12 @@ def conversations(arrivals: Sequence[Arrival], *, turns: int, think_s: float) ->
     after the answer before.
 
     Raises:
-        ValueError: for less than one turn, or a time below 0.
+        ValueError: for less than one turn, or a time below 0 or above 1e5 seconds.
     """
     if turns < 1:
         raise ValueError(f"a conversation has at least 1 turn, but {turns} given")
-    if not 0 <= think_s < math.inf:
-        raise ValueError(f"the time between turns must be at least 0 seconds and finite, but {think_s} given")
+    if not 0 <= think_s <= _LONGEST_S:
+        raise ValueError(f"the time between turns is from 0 to {_LONGEST_S:g} seconds, but {think_s} given")
     return list(_joined(arrivals, turns, think_s))
 
 

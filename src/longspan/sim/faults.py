@@ -45,7 +45,11 @@ class Faults:
 
 @dataclass(frozen=True)
 class SlowedCost:
-    """A cost under which some instances compute slowly. Links are as quick as ever."""
+    """A cost under which some instances compute slowly, by all of their time, also what they wait and sample.
+
+    Links are as quick as ever. Whoever shares a ring with a slow one ends with it, and those behind it in a chain are
+    as late; who is late only for that does not make others of a further chain in the same step late.
+    """
 
     cost: StepCost
     factors: Mapping[int, float]
