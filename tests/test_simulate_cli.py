@@ -266,12 +266,13 @@ def test_the_page_says_what_the_run_was(tmp_path: Path, capsys: pytest.CaptureFi
         ),
         (
             ("--profile", "P", "--parallel", "2", "--hosts", "3"),
-            "2 devices cannot be on 3 hosts: give --hosts 2 or fewer",
+            "2 ranks lie on 1 to 2 hosts, but 3 given",
         ),
         (
             ("--hardware", "l4", "--parallel", "6", "--hosts", "5"),
             "6 devices, 2 to a host, take 3 hosts, but --hosts 5 given: give --hosts 3, or",
         ),
+        (("--hardware", "l4", "--parallel", "2", "--hosts", "3"), "take 2 hosts, but --hosts 3 given: give --hosts 2"),
         (("--profile", "P", "--parallel", "2xtp2"), "of instances with tp 1"),
         (("--profile", "P", "--hosts", "0"), "--hosts must be at least 1, but 0 given"),
         (("--profile", "P", "--link", "nvlink"), "--link nvlink is for --hardware"),

@@ -11,7 +11,7 @@ from longspan.cli.model_config import architecture
 from longspan.cli.model_config import cluster_of as devices_of
 from longspan.cli.scheduling import SchedulingOptions
 from longspan.cli.simulate import ClusterOptions
-from longspan.cli.simulate_fleet import fleet_of, roles_of
+from longspan.cli.simulate_fleet import devices_per_host, fleet_of, roles_of
 from longspan.core.fleet import Fleet, Roles
 from longspan.core.places import Place, places_of_ranks
 from longspan.core.runs import Run
@@ -91,7 +91,7 @@ def _computed(
     model: str, hardware: str, options: ClusterOptions, fleet: Fleet, scheduling: SchedulingOptions
 ) -> Cluster:
     """By data sheets."""
-    devices = devices_of(hardware, _per_host(options, fleet), options.hosts, options)
+    devices = devices_of(hardware, devices_per_host(options, fleet.num_ranks), options.hosts, options)
     sizes, kernels = architecture(model, dtype=options.dtype, ffn_dtype=options.ffn_dtype), options.attention or "flash"
     cost = RooflineCost(sizes, devices, fleet, block_size=scheduling.block_size, kernels=kernels)
     blocks = [scheduling.num_gpu_blocks_override or _num_blocks(line, scheduling) for line in cost.lines]
@@ -211,13 +211,9 @@ def _places(options: ClusterOptions, fleet: Fleet) -> tuple[Place, ...]:
     if options.profile is not None:
         places = places_of_ranks(fleet.num_ranks, str(options.hosts))
     else:
-        per_host = _per_host(options, fleet)
+        per_host = devices_per_host(options, fleet.num_ranks)
         places = [Place(host=rank // per_host, device=rank) for rank in range(fleet.num_ranks)]
     return tuple(places[fleet.ranks(instance)[0]] for instance in range(fleet.num_instances))
-
-
-def _per_host(options: ClusterOptions, fleet: Fleet) -> int:
-    return options.gpus_per_host or math.ceil(fleet.num_ranks / options.hosts)
 
 
 def _at_least_one(numbers: Mapping[str, int | None]) -> None:

@@ -65,23 +65,24 @@ def _alike(options: ClusterOptions) -> ParallelSpec:
     return spec
 
 
+def devices_per_host(options: ClusterOptions, num_ranks: int) -> int:
+    """Of each host but perhaps the last, which are filled one after the other."""
+    return options.gpus_per_host or math.ceil(num_ranks / options.hosts)
+
+
 def _check_devices(options: ClusterOptions, specs: dict[str, ParallelSpec]) -> None:
-    """Raises ValueError unless these instances take all devices."""
+    """Raises ValueError unless these instances take all devices, and no host is left empty."""
     needed = sum(spec.num_ranks for spec in specs.values())
-    if needed < options.hosts:
-        raise ValueError(f"{needed} devices cannot be on {options.hosts} hosts: give --hosts {needed} or fewer")
-    per_host = math.ceil(needed / options.hosts)
+    per_host = devices_per_host(options, needed)
+    if options.gpus_per_host is not None and needed != (there := options.hosts * per_host):
+        given = ", ".join(f"{flag} {spec}" for flag, spec in specs.items())
+        sums = " + ".join(f"instances({spec.instances}) * tp({spec.tp})" for spec in specs.values())
+        raise ValueError(
+            f"{given}: {sums} = {needed} devices, but --hosts {options.hosts} * --gpus-per-host {per_host} = {there}: "
+            "make them equal"
+        )
     if options.profile is None and (taken := math.ceil(needed / per_host)) < options.hosts:
         raise ValueError(
             f"{needed} devices, {per_host} to a host, take {taken} hosts, but --hosts {options.hosts} given: give "
             f"--hosts {taken}, or as many devices as fill them"
         )
-    there = needed if options.gpus_per_host is None else options.hosts * options.gpus_per_host
-    if needed == there:
-        return
-    given = ", ".join(f"{flag} {spec}" for flag, spec in specs.items())
-    sums = " + ".join(f"instances({spec.instances}) * tp({spec.tp})" for spec in specs.values())
-    raise ValueError(
-        f"{given}: {sums} = {needed} devices, but --hosts {options.hosts} * --gpus-per-host {options.gpus_per_host} = "
-        f"{there}: make them equal"
-    )

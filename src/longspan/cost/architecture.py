@@ -49,11 +49,8 @@ _TIED = {
 }
 """Whose output head is the embedding unless the config says otherwise."""
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_NESTED = {
-    ("ffn_config", "moe_num_experts"): "the cost of experts is not modelled",
-    ("ffn_config", "ffn_hidden_size"): "name it intermediate_size, beside hidden_size",
-    ("attn_config", "kv_n_heads"): "name it num_key_value_heads, beside num_attention_heads",
-}
+_NESTED = {"ffn_config": ("ffn_hidden_size", "intermediate_size"), "attn_config": ("kv_n_heads", "num_key_value_heads")}
+"""What MPT and DBRX have in objects of their own, and its usual name."""
 _LATENT = "kv_lora_rank"
 
 
@@ -131,16 +128,17 @@ def from_config(
             attention, and sizes in objects that are not read.
     """
     config = config.get("text_config", config)
-    if any(config.get(key) not in (None, 0, 1) for key in _EXPERTS):
+    nested = {key: config.get(key) or {} for key in _NESTED}
+    for key, value in nested.items():
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{key} of {name} must be an object, but {value!r} given")
+    if any(one.get(key) not in (None, 0, 1) for one in (config, nested["ffn_config"]) for key in _EXPERTS):
         raise ValueError(f"the config of {name} has experts in its feed-forward layers, whose cost is not modelled")
     if config.get(_LATENT):
         raise ValueError(f"the config of {name} has latent attention ({_LATENT}), whose cost is not modelled")
-    for (key, field), usual in _NESTED.items():
-        nested = config.get(key) or {}
-        if not isinstance(nested, Mapping):
-            raise ValueError(f"{key} of {name} must be an object, but {nested!r} given")
-        if nested.get(field) not in (None, 0, 1):
-            raise ValueError(f"the config of {name} has {field} in {key}, which is not read: {usual}")
+    for key, (field, usual) in _NESTED.items():
+        if nested[key].get(field) is not None:
+            raise ValueError(f"the config of {name} has {field} in {key}, which is not read: name it {usual}, outside")
     kind = str(config.get("model_type", ""))
     hidden_size = _size(config, "hidden_size", name)
     num_heads = _size(config, "num_attention_heads", name)
