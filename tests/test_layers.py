@@ -45,17 +45,3 @@ def test_exports_are_listed_and_unknown_names_refused() -> None:
     assert set(longspan.__all__) <= set(dir(longspan))
     with pytest.raises(AttributeError, match="no attribute 'nope'"):
         longspan.nope  # noqa: B018
-
-
-def test_the_readme_names_every_module() -> None:
-    """The file tree has one line per file, in the folder where it is."""
-    tree = (ROOT / "README.md").read_text(encoding="utf-8").partition("src/longspan/\n")[2].partition("```")[0]
-    named, folder = set(), ""
-    for name in (line.split()[0] for line in tree.splitlines()):
-        if name.endswith("/"):
-            folder = name
-        else:
-            named.add(folder + name)
-    source = ROOT / "src" / "longspan"
-    files = {path.relative_to(source).as_posix() for path in source.rglob("*.py")}
-    assert named == {path for path in files if "/" not in path or not path.endswith("__init__.py")}
