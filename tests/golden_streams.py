@@ -58,10 +58,9 @@ def _part(part: Part) -> str:
 
 def hashes(steps: Iterable[Step]) -> list[str]:
     """A short hash of every few steps, so that a difference tells where it begins."""
-    return [
-        hashlib.sha256("\n".join(map(line, some)).encode()).hexdigest()[:12]
-        for some in _in_turn(steps, _STEPS_PER_HASH)
-    ]
+    texts = list(map(line, steps))
+    groups = ("\n".join(texts[i : i + _STEPS_PER_HASH]) for i in range(0, len(texts), _STEPS_PER_HASH))
+    return [hashlib.sha256(group.encode()).hexdigest()[:12] for group in groups]
 
 
 # ---------------------------------------------------------------- small clusters, every step of which is checked
