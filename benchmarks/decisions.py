@@ -15,8 +15,8 @@ import random
 import statistics
 import time
 
-from longspan.policy.cdsp import Planner, Prompt
-from longspan.policy.cdsp_times import SpTimes
+from longspan.policy.tetris.planner import Planner, Prompt
+from longspan.policy.tetris.times import SpTimes
 
 SIZES = (8, 16, 32, 64, 128)
 _PER_HOST = 8

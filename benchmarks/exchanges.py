@@ -28,8 +28,7 @@ from rich.table import Table
 
 from longspan import LLM, SamplingParams
 from longspan.core.steps import Exchange
-from longspan.cost.partition import Partition, search
-from longspan.cost.partition_table import Entry, PartitionTable
+from longspan.cost.partitions import Entry, Partition, PartitionTable, search
 from longspan.cost.profile import Prefill, Profile
 
 ONE, BOTH = "one instance", "two prompts at once"

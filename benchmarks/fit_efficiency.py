@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longspan.cost import catalog
-from longspan.cost.efficiency import LinearCurve
-from longspan.cost.operators import product_s
+from longspan.cost.catalog import LinearCurve
+from longspan.cost.roofline import product_s
 from longspan.cost.topology import Topology, wire
 
 Array = NDArray[np.float64]

@@ -34,12 +34,12 @@ from rich.table import Table
 
 from longspan import LLM, SamplingParams
 from longspan.core.protocols import Policy, PolicySettings
-from longspan.policy.cdsp import Chunk, ChunkPlan, Prompt
-from longspan.policy.cdsp_policy import Cdsp
-from longspan.policy.cdsp_rates import RateTable, RateWatch
 from longspan.policy.choosing import Chooser, Facts
 from longspan.policy.group_shares import GroupShares
-from longspan.policy.sharing import SharingOptions
+from longspan.policy.options import SharingOptions
+from longspan.policy.tetris.execution import Cdsp
+from longspan.policy.tetris.planner import Chunk, ChunkPlan, Prompt
+from longspan.policy.tetris.rates import RateTable, RateWatch
 
 _NUM_AT_ONCE = 6
 _HISTORIES = (0.25, 0.5, 1.0, 2.0)

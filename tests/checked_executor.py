@@ -10,9 +10,9 @@ from itertools import pairwise
 from cluster_setup import Setup, invented_token, rank_requests
 
 from longspan.core.blocks import BlockPool
+from longspan.core.owners import BlockRef, Rotation
 from longspan.core.request import Request
-from longspan.core.rotation import Rotation
-from longspan.core.steps import UNKNOWN, BlockRef, Completion, Forward, Free, MoveKV, Part, Step
+from longspan.core.steps import UNKNOWN, Completion, Forward, Free, MoveKV, Part, Step
 from longspan.sim.executor import SimExecutor
 
 

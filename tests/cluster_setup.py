@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from longspan.core.fleet import Roles
+from longspan.core.cluster import Roles
 from longspan.core.request import Request
 from longspan.core.steps import Forward, MoveKV
 from longspan.policy.choosing import Facts

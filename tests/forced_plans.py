@@ -10,12 +10,12 @@ from longspan.core.account import PrefixHit
 from longspan.core.protocols import ClusterView, Plan, PolicySettings, Share
 from longspan.core.request import Request
 from longspan.policy.batching import Budget, fill, single_share
-from longspan.policy.cdsp import Chunk, ChunkPlan, Prompt
-from longspan.policy.cdsp_policy import Cdsp, ChunkPlanner
-from longspan.policy.cdsp_rates import RateTable, RateWatch
 from longspan.policy.choosing import Chooser, Facts
 from longspan.policy.group_shares import GroupShares
-from longspan.policy.sharing import SharingOptions
+from longspan.policy.options import SharingOptions
+from longspan.policy.tetris.execution import Cdsp, ChunkPlanner
+from longspan.policy.tetris.planner import Chunk, ChunkPlan, Prompt
+from longspan.policy.tetris.rates import RateTable, RateWatch
 
 Plans = Mapping[int, Sequence[tuple[int, tuple[int, ...]]]]
 """By length of the prompt: the tokens and the group of every chunk but the last, whose tokens are the rest."""

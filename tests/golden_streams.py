@@ -21,7 +21,7 @@ from longspan.cli.scheduling import SchedulingOptions
 from longspan.cli.simulate import ClusterOptions, WorkloadOptions
 from longspan.cli.simulate_scene import Scene
 from longspan.cli.simulate_workload import workload_of
-from longspan.core.fleet import Roles
+from longspan.core.cluster import Roles
 from longspan.core.steps import Forward, Free, MoveKV, Part, Step
 from longspan.policy.choosing import Facts
 from longspan.sim.executor import SimExecutor

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import numpy as np
 from oracle import Expected, assert_exact
 
-from longspan.core.fleet import Fleet
-from longspan.core.parallel import ParallelSpec
+from longspan.core.cluster import Fleet, ParallelSpec
+from longspan.core.owners import BlockRef
 from longspan.core.runs import Layout, deal, positions
-from longspan.core.steps import BlockRef, Completion, Exchange, Forward, MoveKV, Part, Sample, Sampling
+from longspan.core.steps import Completion, Exchange, Forward, MoveKV, Part, Sample, Sampling
 from longspan.model.source import prepare
 from longspan.runtime.launch import start_workers
 from longspan.runtime.local import LocalExecutor

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from workloads import assert_lawful
 
 from longspan.core.account import KvAccount
-from longspan.core.fleet import Roles
+from longspan.core.cluster import Roles
+from longspan.core.owners import BlockRef
 from longspan.core.protocols import ClusterView, Limits
+from longspan.core.queues import Running
 from longspan.core.request import Request, RequestMetrics
-from longspan.core.running import Running
 from longspan.core.sampling import SamplingParams
-from longspan.core.steps import BlockRef
-from longspan.policy.balancing import even_moves
-from longspan.policy.routing import Router
+from longspan.policy.group_shares import even_moves
+from longspan.policy.placement import Router
 
 PLENTY = dict.fromkeys(range(8), 10_000)
 

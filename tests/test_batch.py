@@ -10,8 +10,9 @@ from cluster import Cluster, Setup, Slots, rank_requests
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from longspan.core.owners import BlockRef
 from longspan.core.runs import Deal, Run
-from longspan.core.steps import UNKNOWN, BlockRef, Forward, Free, Part, Sample, Sampling
+from longspan.core.steps import UNKNOWN, Forward, Free, Part, Sample, Sampling
 from longspan.runtime.batch import Packed, pack
 
 CPU = torch.device("cpu")

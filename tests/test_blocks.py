@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from longspan.core.account import KvAccount
 from longspan.core.blocks import ROOT, BlockPool, Content, chain_key
+from longspan.core.owners import BlockRef
 from longspan.core.request import Request, RequestMetrics
 from longspan.core.sampling import SamplingParams
-from longspan.core.steps import BlockRef
 
 SIZE = 3
 

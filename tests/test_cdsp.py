@@ -13,11 +13,9 @@ from tetris_paper import Instance, Paper, numbers
 from tetris_paper import get_group as group_of_paper
 
 from longspan.cost.time_fit import TimeFit
-from longspan.policy.cdsp import Planner, Prompt
-from longspan.policy.cdsp_fixed import FixedGroups
-from longspan.policy.cdsp_groups import Cluster, Groups
-from longspan.policy.cdsp_queue import QueueTimes
-from longspan.policy.cdsp_times import SpTimes
+from longspan.policy.tetris.planner import Cluster, Groups, Planner, Prompt
+from longspan.policy.tetris.policy import FixedGroups
+from longspan.policy.tetris.times import QueueTimes, SpTimes
 
 COEFFICIENTS = st.builds(
     SpTimes,

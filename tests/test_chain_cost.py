@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan.cost.chain import LayerCost, chain, gather_kv, layer_cost
-from longspan.cost.partition import even, search
+from longspan.cost.partitions import even, search
 from longspan.cost.time_fit import LinkFit, TimeFit
 
 FREE = LayerCost(

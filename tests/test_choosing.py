@@ -14,14 +14,14 @@ from msgspec import structs
 from test_profile import SUBJECT, prefill
 
 from longspan.core.account import PrefixHit
-from longspan.core.places import Place
+from longspan.core.cluster import Place
 from longspan.core.runs import Run
 from longspan.core.steps import Exchange
+from longspan.cost.architecture import Hardware, ModelShape
 from longspan.cost.exchange_rules import ring_kv_or_ring_q, whole_weights_pay
-from longspan.cost.partition_table import Entry, PartitionTable
+from longspan.cost.partitions import Entry, PartitionTable
 from longspan.cost.profile import Profile, Transfer
 from longspan.cost.profile_plan import SHARED, prompts_of
-from longspan.cost.shapes import Hardware, ModelShape
 from longspan.policy.choosing import Chooser, Facts
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=8, bytes_per_element=4)

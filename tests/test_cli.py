@@ -18,8 +18,8 @@ import pytest
 from fake_llm import FakeLLM, run
 
 from longspan import cli
-from longspan.core.errors import WorkerLostError
 from longspan.core.sampling import SamplingParams
+from longspan.errors import WorkerLostError
 
 pytestmark = pytest.mark.usefixtures("fake_llm")
 

@@ -11,8 +11,8 @@ import pytest
 from fake_llm import WORDS, FakeLLM, run
 
 from longspan.cli.jsonl import parse_line
-from longspan.core.errors import WorkerLostError
 from longspan.core.sampling import SamplingParams, StructuredOutputsParams
+from longspan.errors import WorkerLostError
 
 pytestmark = pytest.mark.usefixtures("fake_llm")
 

@@ -8,7 +8,7 @@ import pytest
 
 from longspan.cost import catalog
 from longspan.cost.architecture import from_config
-from longspan.cost.efficiency import Attention
+from longspan.cost.catalog import Attention
 
 MODELS = {  # billions of parameters, as their names or papers say
     "llama-7b": 6.7,

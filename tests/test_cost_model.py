@@ -10,16 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longspan.core.fleet import Fleet
-from longspan.core.parallel import ParallelSpec
+from longspan.core.cluster import Fleet, ParallelSpec
 from longspan.core.runs import Run, deal
 from longspan.core.steps import Exchange, Forward, Part, Sample
 from longspan.cost import catalog
 from longspan.cost.architecture import from_config
+from longspan.cost.catalog import Kernels
 from longspan.cost.chain import Member, skewed
 from longspan.cost.channels import Channel, Share, Shares, channel_time, exchanged_bytes, share_of
 from longspan.cost.cluster import Cluster, roofline
-from longspan.cost.efficiency import Kernels
 from longspan.cost.estimate import Estimate, decode_channel, estimate_decode, estimate_prefill
 from longspan.cost.exchange_rules import alltoall_bytes
 from longspan.cost.forward import Roofline

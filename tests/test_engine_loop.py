@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from longspan import SamplingParams
 from longspan.core.engine import Engine, EngineConfig
-from longspan.core.errors import WorkerLostError
 from longspan.core.protocols import Limits
 from longspan.core.steps import Completion, Step
+from longspan.errors import WorkerLostError
 from longspan.jobs import Job
 from longspan.policy import make_policy
 from longspan.serve import engine_loop

@@ -13,7 +13,7 @@ from oracle import Oracle, assert_exact
 from texts import topic_tokens
 
 from longspan import LLM, SamplingParams
-from longspan.policy.tetris import GroupOptions
+from longspan.policy.tetris.policy import GroupOptions
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, output_logits=True)
 COUNTING = SamplingParams(

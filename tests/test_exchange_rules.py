@@ -10,6 +10,7 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
+from longspan.cost.architecture import Hardware, ModelShape
 from longspan.cost.exchange_rules import (
     AppendixD,
     alltoall_bytes,
@@ -25,7 +26,6 @@ from longspan.cost.exchange_rules import (
     whole_weights_pay,
 )
 from longspan.cost.ring_fit import RingSample, fit_appendix_d
-from longspan.cost.shapes import Hardware, ModelShape
 from longspan.cost.time_fit import LinkFit
 
 LLAMA_405B = ModelShape(

@@ -23,7 +23,7 @@ from longspan.attn.exchanges.chain import chain, chain_start
 from longspan.attn.exchanges.local import local
 from longspan.attn.spec import AttnSpec
 from longspan.core.heads import deal_heads, spread_heads
-from longspan.core.rotation import Rotation
+from longspan.core.owners import Rotation
 from longspan.core.runs import Deal, Run, clip, coalesce, deal, positions
 from longspan.core.steps import Link
 

@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_profile import SUBJECT
 
+from longspan.core.owners import BlockRef
 from longspan.core.runs import Layout, deal
-from longspan.core.steps import BlockRef, Forward, MoveKV, Part
+from longspan.core.steps import Forward, MoveKV, Part
+from longspan.cost.architecture import ModelShape
 from longspan.cost.fitted_cost import FittedCost
 from longspan.cost.profile import Decode, Prefill, Profile, Transfer
-from longspan.cost.shapes import ModelShape
 from longspan.cost.time_fit import fit_decodes
 from longspan.sim.executor import LinearCost
 from longspan.sim.predicted import predicted_profile

@@ -9,8 +9,7 @@ from cluster import Cluster, Setup
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longspan.core.fleet import Roles
-from longspan.core.places import Place
+from longspan.core.cluster import Place, Roles
 from longspan.policy import make_policy
 from longspan.policy.choosing import Facts
 

@@ -19,9 +19,8 @@ import pytest
 from tiny_models import make_tiny
 
 from longspan import LLM, SamplingParams
-from longspan.core.errors import WorkerLostError
-from longspan.core.fleet import Fleet
-from longspan.core.parallel import ParallelSpec
+from longspan.core.cluster import Fleet, ParallelSpec
+from longspan.errors import WorkerLostError
 from longspan.runtime import launch, local
 
 LONG = SamplingParams(temperature=0, max_tokens=4)

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from one_part import forward
 
-from longspan.core.fleet import Fleet
+from longspan.core.cluster import Fleet, ParallelSpec
 from longspan.core.heads import deal_heads
-from longspan.core.parallel import ParallelSpec
-from longspan.core.steps import BlockRef, MoveKV
+from longspan.core.owners import BlockRef
+from longspan.core.steps import MoveKV
 from longspan.runtime.head_routes import head_routes
 from longspan.runtime.in_flight import InFlight
 from longspan.runtime.messages import Done, Moved

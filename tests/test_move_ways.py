@@ -13,9 +13,9 @@ from torch import Tensor
 
 from longspan.attn.comm import CommError, Pending
 from longspan.attn.spec import AttnSpec
-from longspan.core.fleet import Fleet
-from longspan.core.parallel import ParallelSpec
-from longspan.core.steps import BlockRef, MoveKV
+from longspan.core.cluster import Fleet, ParallelSpec
+from longspan.core.owners import BlockRef
+from longspan.core.steps import MoveKV
 from longspan.kv.pool import KvPool
 from longspan.runtime.block_messages import BlockMessages
 from longspan.runtime.messages import Sent

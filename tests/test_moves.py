@@ -18,8 +18,9 @@ from texts import topic_tokens
 from tiny_models import BASE, write_checkpoint
 from transformers import LlamaConfig
 
-from longspan.core.errors import WorkerLostError
-from longspan.core.steps import BlockRef, Completion, Exchange, MoveKV
+from longspan.core.owners import BlockRef
+from longspan.core.steps import Completion, Exchange, MoveKV
+from longspan.errors import WorkerLostError
 from longspan.model.smollm2 import smollm2_folder
 from longspan.runtime.move_ways import WINDOW_BYTES
 

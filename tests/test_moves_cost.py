@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from longspan.core.fleet import Fleet
-from longspan.core.parallel import ParallelSpec
+from longspan.core.cluster import Fleet, ParallelSpec
+from longspan.core.owners import BlockRef
 from longspan.core.runs import Run, deal
-from longspan.core.steps import BlockRef, Forward, MoveKV, Part
+from longspan.core.steps import Forward, MoveKV, Part
 from longspan.cost import catalog
 from longspan.cost.architecture import from_config
 from longspan.cost.cluster import Cluster, rooflines

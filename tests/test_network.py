@@ -17,7 +17,7 @@ from hand_made import fleet_of, workers
 from tiny_models import make_tiny
 
 from longspan.attn.comm import polite_threads
-from longspan.core.fleet import Fleet
+from longspan.core.cluster import Fleet
 from longspan.runtime.capacity import default_kv_bytes, move_bytes
 from longspan.runtime.devices import keep_to_cores
 from longspan.runtime.move_ways import WINDOW_BYTES

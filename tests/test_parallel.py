@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 
 from longspan import LLM, arguments
 from longspan.arguments import Arguments
-from longspan.core.fleet import Roles
-from longspan.core.parallel import ParallelSpec
-from longspan.core.places import Place, hosts_of, places_of_ranks
+from longspan.core.cluster import ParallelSpec, Place, Roles, hosts_of, places_of_ranks
 
 
 @given(st.integers(1, 10_000))

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from longspan.core.runs import deal
 from longspan.cost.chain import LayerCost, chain
-from longspan.cost.partition import Partition, cut, even, parse_fractions, search
-from longspan.cost.partition_table import Entry, PartitionTable
+from longspan.cost.partitions import Entry, Partition, PartitionTable, cut, even, parse_fractions, search
 
 LENGTHS, ALIGNS = st.integers(1, 3000), st.sampled_from([1, 16, 128])
 PAPER = (0.350, 0.255, 0.210, 0.185)  # KV-Runahead §5, 10K tokens on 4 GPUs

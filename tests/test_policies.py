@@ -10,18 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan.core.account import KvAccount
+from longspan.core.cluster import teams_of
 from longspan.core.protocols import ClusterView, Limits
+from longspan.core.queues import Running
 from longspan.core.request import Request, RequestMetrics
-from longspan.core.running import Running
 from longspan.core.runs import Deal, Layout
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Forward, Free
-from longspan.core.teams import teams_of
 from longspan.policy import make_policy
 from longspan.policy.choosing import Facts
 from longspan.policy.chunked import Chunked
 from longspan.policy.context import Context
-from longspan.policy.dealing import Room, Shape, deal_chunk, holders
+from longspan.policy.sharding import Room, Shape, deal_chunk, holders
 
 
 @pytest.mark.parametrize(("instances", "kind"), [(1, Chunked), (2, Context), (7, Context)])

@@ -8,7 +8,7 @@ from workloads import assert_lawful
 
 from longspan.core.protocols import OptionValue, Policy, SettledError, option_text
 from longspan.policy import make_policy
-from longspan.policy.cdsp_rates import RateTable, RateWatch
+from longspan.policy.tetris.rates import RateTable, RateWatch
 
 CHANGEABLE = ("improvement_rate", "improvement_rates", "chunking", "min_chunk")
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longspan.cost.architecture import ModelShape
 from longspan.cost.profile import Decode, Prefill, Profile, Subject, Transfer, TransferKind
 from longspan.cost.profile_plan import (
     SHARED,
@@ -20,7 +21,6 @@ from longspan.cost.profile_plan import (
     kinds_of_links,
     prompts_of,
 )
-from longspan.cost.shapes import ModelShape
 from longspan.cost.time_fit import Times, fit_link, fit_times
 
 SUBJECT = Subject(

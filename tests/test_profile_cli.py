@@ -15,9 +15,9 @@ from tiny_models import make_tiny
 
 import longspan
 from longspan.core.sampling import SamplingParams
+from longspan.cost.architecture import ModelShape
 from longspan.cost.profile import Profile, Transfer
 from longspan.cost.profile_plan import SHARED, kinds_of_links
-from longspan.cost.shapes import ModelShape
 from longspan.llm import LLM
 from longspan.model.profiles import load_partitions, load_profile, profile_file, save_profile
 from longspan.policy.choosing import Facts

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from test_tetris import GROUPS, machine
 from workloads import assert_lawful, finishes_lawfully, repeats, setups_of
 
+from longspan.core.cluster import Place, Roles
 from longspan.core.config import EngineConfig
-from longspan.core.fleet import Roles
-from longspan.core.places import Place
 from longspan.core.request import Request
 from longspan.core.steps import MoveKV
 from longspan.policy import make_policy

@@ -12,8 +12,8 @@ import pytest
 from oracle import Oracle, assert_exact
 
 from longspan import LLM, SamplingParams
-from longspan.core.errors import WorkerLostError
 from longspan.core.steps import Forward, MoveKV, Step
+from longspan.errors import WorkerLostError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, output_logits=True)
 PLANS = {"min_chunk": "16", "improvement_rate": "0"}

@@ -5,10 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longspan.core.homes import Homes
-from longspan.core.rotation import Rotation
+from longspan.core.owners import BlockRef, Homes, Rotation
 from longspan.core.runs import clip, places
-from longspan.core.steps import BlockRef
 
 HELD = st.lists(st.integers(0, 40), min_size=1, max_size=6).map(tuple)
 STARTS, NUMBERS = st.integers(0, 20), st.integers(0, 200)

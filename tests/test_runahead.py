@@ -6,7 +6,7 @@ import pytest
 from cluster import Cluster, Setup
 
 from longspan.core.request import Request
-from longspan.cost.partition_table import Entry, PartitionTable
+from longspan.cost.partitions import Entry, PartitionTable
 from longspan.policy import make_policy
 from longspan.policy.choosing import Facts
 

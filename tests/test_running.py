@@ -8,8 +8,8 @@ from cluster import Cluster, Setup
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longspan.core.running import Running
-from longspan.core.teams import teams_of
+from longspan.core.cluster import teams_of
+from longspan.core.queues import Running
 
 OPTIONS = [{}, {"threshold": "20"}, {"threshold": "20", "exchange": "chain"}, {"threshold": "20", "rotate": "token"}]
 

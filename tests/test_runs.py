@@ -10,9 +10,8 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from longspan.core.homes import Homes
+from longspan.core.owners import BlockRef, Homes
 from longspan.core.runs import Deal, Layout, Run, clip, coalesce, deal, relate
-from longspan.core.steps import BlockRef
 
 STARTS, LENGTHS, STEPS = st.integers(0, 40), st.integers(0, 9), st.integers(1, 5)
 LAYOUTS: list[Layout] = ["zigzag", "striped", "contiguous", "single"]

@@ -9,8 +9,9 @@ from cluster import Cluster, Setup
 from hypothesis import given
 from hypothesis import strategies as st
 
+from longspan.core.owners import BlockRef
 from longspan.core.runs import Run
-from longspan.core.steps import BlockRef, Forward, Free, MoveKV, Part, Sample, Sampling
+from longspan.core.steps import Forward, Free, MoveKV, Part, Sample, Sampling
 from longspan.sim.clock import VirtualClock
 from longspan.sim.executor import LinearCost, SimExecutor
 

@@ -7,7 +7,7 @@ import json
 import pytest
 from fake_llm import run
 
-from longspan.policy.cdsp_rates import IMPROVEMENT_RATES, RateTable
+from longspan.policy.tetris.rates import IMPROVEMENT_RATES, RateTable
 from longspan.sim.improvement import best_improvement_rate, request_rates
 
 HOST = ("llama-3-8b", "--hardware", "a100-sxm-80g", "--gpus-per-host", "8")

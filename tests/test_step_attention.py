@@ -18,10 +18,10 @@ from transports import Wires, run_members
 
 from longspan.attn.comm import Transport
 from longspan.attn.reference import random_qkv, reference
-from longspan.core.fleet import Fleet
-from longspan.core.parallel import ParallelSpec
+from longspan.core.cluster import Fleet, ParallelSpec
+from longspan.core.owners import BlockRef
 from longspan.core.runs import deal, positions
-from longspan.core.steps import BlockRef, Forward, Free, Part, Sampling
+from longspan.core.steps import Forward, Free, Part, Sampling
 from longspan.kv.pool import KvPool
 from longspan.runtime.batch import pack
 from longspan.runtime.exchange import StepAttention

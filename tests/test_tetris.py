@@ -13,17 +13,17 @@ from forced_plans import Wandering, forced
 from hypothesis import strategies as st
 from workloads import assert_lawful, finishes_lawfully, repeats, setups_of
 
+from longspan.core.cluster import Place
 from longspan.core.engine import Engine, EngineConfig
-from longspan.core.places import Place
 from longspan.core.protocols import Limits
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
+from longspan.cost.architecture import Hardware, ModelShape
 from longspan.cost.profile import Prefill, Profile, Subject
-from longspan.cost.shapes import Hardware, ModelShape
 from longspan.policy import make_policy
-from longspan.policy.cdsp_rates import RateTable, RateWatch
-from longspan.policy.cdsp_times import expected_times, measured_times, sp_sizes
 from longspan.policy.choosing import Facts
+from longspan.policy.tetris.rates import RateTable, RateWatch
+from longspan.policy.tetris.times import expected_times, measured_times, sp_sizes
 from longspan.sim.clock import VirtualClock
 from longspan.sim.executor import LinearCost, SimExecutor
 

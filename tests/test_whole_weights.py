@@ -27,12 +27,11 @@ from longspan.attn.cases import Request
 from longspan.attn.comm import Group, Transport
 from longspan.attn.exchanges.inside import Inside
 from longspan.attn.spec import AttnSpec
-from longspan.core.fleet import Fleet
+from longspan.core.cluster import Fleet, ParallelSpec
 from longspan.core.heads import cut_evenly, deal_heads
-from longspan.core.homes import Homes
-from longspan.core.parallel import ParallelSpec
+from longspan.core.owners import BlockRef, Homes
 from longspan.core.runs import deal, positions
-from longspan.core.steps import WHOLE, BlockRef, Exchange, Forward, Part, Sample, Sampling
+from longspan.core.steps import WHOLE, Exchange, Forward, Part, Sample, Sampling
 from longspan.kv.pool import KvPool
 from longspan.model.adapter import Model
 from longspan.model.joining import join, share_message

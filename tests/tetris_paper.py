@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from longspan.policy.cdsp_times import SpTimes
+from longspan.policy.tetris.times import SpTimes
 
 Allocation = list[tuple[int, frozenset[int]]]
 """A: the tokens and the instances of every chunk."""

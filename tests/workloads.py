@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
-from longspan.cost.partition_table import Entry, PartitionTable
+from longspan.cost.partitions import Entry, PartitionTable
 from longspan.cost.profile import Prefill, Profile, Subject
 from longspan.policy.choosing import Facts
 

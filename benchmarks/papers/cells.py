@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from longspan.core.parallel import ParallelSpec
+from longspan.core.cluster import ParallelSpec
 from longspan.core.steps import Exchange
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture, from_config
+from longspan.cost.catalog import Efficiency, Kernels
 from longspan.cost.cluster import Cluster, roofline
-from longspan.cost.efficiency import Efficiency, Kernels
 from longspan.cost.estimate import Estimate, Fractions, estimate_decode, estimate_prefill
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from cells import Cell, Setting, report
 
-from longspan.cost.efficiency import Efficiency
+from longspan.cost.catalog import Efficiency
 
 _TABLES = {
     "llama-7b": {  # TSP and KVR-S on 4 GPUs, then on 8

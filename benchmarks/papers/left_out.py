@@ -17,7 +17,7 @@ import tetris
 from cells import Cell, mean_error
 
 from longspan.cost import catalog
-from longspan.cost.efficiency import Efficiency, Kernels
+from longspan.cost.catalog import Efficiency, Kernels
 
 _FACTORS = (0.7, 0.85, 1.0, 1.15, 1.3)
 Chosen = Callable[[Cell], bool]

@@ -17,7 +17,7 @@ from dataclasses import replace
 import tetris_serving
 from cells import Cell, Setting, report
 
-from longspan.cost.efficiency import Efficiency
+from longspan.cost.catalog import Efficiency
 
 _LENGTHS = (4, 16, 64, 256)
 _TABLE_1 = {

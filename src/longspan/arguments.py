@@ -15,9 +15,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from longspan.attn import native
-from longspan.core.fleet import Fleet, Roles
-from longspan.core.parallel import ParallelSpec
-from longspan.core.places import Place, places_of_ranks
+from longspan.core.cluster import Fleet, ParallelSpec, Place, Roles, places_of_ranks
 from longspan.core.protocols import Limits
 from longspan.kv.pool import bytes_per_block
 from longspan.model.cache import cache_root

@@ -9,13 +9,13 @@ from typing import Self, get_args
 
 from longspan import arguments
 from longspan.arguments import Arguments, unpacked
+from longspan.core.cluster import hosts_of
 from longspan.core.config import EngineConfig, capacity_tokens
 from longspan.core.engine import Engine
-from longspan.core.places import hosts_of
 from longspan.core.protocols import Policy, PolicySettings
 from longspan.core.steps import Link
+from longspan.cost.architecture import ModelShape, typical_hardware
 from longspan.cost.profile import Subject
-from longspan.cost.shapes import ModelShape, typical_hardware
 from longspan.jobs import JobMaker
 from longspan.model.info import ModelInfo
 from longspan.model.profiles import load_partitions, load_profile, subject_of
@@ -23,7 +23,7 @@ from longspan.model.source import prepare
 from longspan.model.store import DTYPES, read_info
 from longspan.policy import make_policy
 from longspan.policy.choosing import Facts
-from longspan.policy.tetris import hint_of_a_constant_rate
+from longspan.policy.tetris.policy import hint_of_a_constant_rate
 from longspan.runtime.launch import start_workers
 from longspan.runtime.local import LocalExecutor, MonotonicClock
 

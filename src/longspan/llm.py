@@ -10,9 +10,9 @@ from typing import TypeVar, Unpack, cast
 
 from longspan import chat_template
 from longspan.chat_template import Message, TemplateOptions
-from longspan.core.errors import WorkerLostError
 from longspan.core.sampling import SamplingParams
 from longspan.deployment import Deployment
+from longspan.errors import WorkerLostError
 from longspan.jobs import Job, Prompt
 from longspan.outputs import RequestOutput
 from longspan.progress import Progress

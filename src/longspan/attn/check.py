@@ -26,7 +26,7 @@ import typer
 from longspan.attn.cases import EXCHANGES, IN_ORDER, member_case, random_batch, random_spec
 from longspan.attn.comm import Group, TorchTransport, meet
 from longspan.attn.exchanges.gather_hidden import hidden_hops
-from longspan.core.places import hosts_of, places_of_ranks
+from longspan.core.cluster import hosts_of, places_of_ranks
 from longspan.core.steps import Link
 
 _MOST_ERROR = 1e-5

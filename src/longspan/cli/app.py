@@ -23,7 +23,7 @@ from longspan.cli.generate import generate
 from longspan.cli.profile import profile
 from longspan.cli.serve import serve
 from longspan.cli.simulate import simulate
-from longspan.core.errors import WorkerLostError
+from longspan.errors import WorkerLostError
 
 app = typer.Typer(
     name="longspan",

@@ -62,7 +62,7 @@ def estimate(
     Nothing is run. docs/cost.md says how it is computed, and how far it is from what papers measured.
     """
     from longspan.cli.model_config import architecture, cluster_of  # noqa: PLC0415 - other verbs need none of it
-    from longspan.core.parallel import ParallelSpec  # noqa: PLC0415
+    from longspan.core.cluster import ParallelSpec  # noqa: PLC0415
     from longspan.cost.cluster import roofline  # noqa: PLC0415
     from longspan.cost.estimate import estimate_decode, estimate_prefill  # noqa: PLC0415
 
@@ -84,7 +84,7 @@ def estimate(
 
 
 def _fractions(text: str | None) -> Fractions:
-    from longspan.cost.partition import parse_fractions  # noqa: PLC0415
+    from longspan.cost.partitions import parse_fractions  # noqa: PLC0415
 
     if text is None or text == "search":
         return cast("Fractions", text)

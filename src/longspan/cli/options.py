@@ -14,7 +14,7 @@ import typer
 import longspan
 from longspan.cli.pairs import key_values
 from longspan.cli.scheduling import SHARING, SchedulingOptions
-from longspan.core.parallel import ParallelSpec
+from longspan.core.cluster import ParallelSpec
 from longspan.core.sampling import SamplingParams, StructuredOutputsParams
 from longspan.runtime.forkserver import start_server
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from longspan.cli.bundles import bundled
 from longspan.cli.options import EngineOptions, ModelArgument, id_list
-from longspan.core.parallel import ParallelSpec
+from longspan.core.cluster import ParallelSpec
 
 if TYPE_CHECKING:
     from longspan.llm import LLM

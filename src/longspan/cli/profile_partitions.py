@@ -11,8 +11,7 @@ from tqdm import tqdm
 
 from longspan.cli.profile_run import Start, timed
 from longspan.cost import chain
-from longspan.cost.partition import Partition, cut, search
-from longspan.cost.partition_table import Entry, PartitionTable
+from longspan.cost.partitions import Entry, Partition, PartitionTable, cut, search
 from longspan.cost.profile import Profile
 from longspan.cost.profile_plan import default_lengths
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 import msgspec
 from rich.table import Table
 
-from longspan.cost.partition_table import PartitionTable
+from longspan.cost.partitions import PartitionTable
 from longspan.cost.profile import Profile
 
 

@@ -12,24 +12,22 @@ from longspan.cli.model_config import cluster_of as devices_of
 from longspan.cli.scheduling import SchedulingOptions
 from longspan.cli.simulate import ClusterOptions
 from longspan.cli.simulate_fleet import devices_per_host, fleet_of, roles_of
-from longspan.core.fleet import Fleet, Roles
-from longspan.core.places import Place, places_of_ranks
+from longspan.core.cluster import Fleet, Place, Roles, places_of_ranks
 from longspan.core.runs import Run
 from longspan.core.steps import Exchange
 from longspan.cost import catalog
+from longspan.cost.architecture import Hardware
 from longspan.cost.channels import Channel, Shares, share_of
 from longspan.cost.cluster import Cluster as Devices
-from longspan.cost.cluster import slowest_link
+from longspan.cost.cluster import memory, slowest_link
 from longspan.cost.fitted_cost import FittedCost
 from longspan.cost.forward import Roofline
-from longspan.cost.memory import memory
-from longspan.cost.partition_table import PartitionTable
+from longspan.cost.partitions import PartitionTable
 from longspan.cost.profile import Profile, Subject
 from longspan.cost.profile_plan import prompts_of
-from longspan.cost.shapes import Hardware
 from longspan.cost.step_cost import RooflineCost, StepCost
-from longspan.policy.cdsp_times import named_sizes
 from longspan.policy.choosing import Facts
+from longspan.policy.tetris.times import named_sizes
 from longspan.sim.predicted import predicted_profile
 
 _PROFILED_TOKENS = 2**20

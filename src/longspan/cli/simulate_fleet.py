@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 from longspan.cli.simulate import ClusterOptions
-from longspan.core.fleet import Fleet, Roles
-from longspan.core.parallel import ParallelSpec
+from longspan.core.cluster import Fleet, ParallelSpec, Roles
 
 _GPUS_PER_HOST = 8
 

@@ -18,7 +18,7 @@ from longspan.cli.simulate import ClusterOptions, FaultOptions, ResultOptions, W
 from longspan.cli.simulate_rates import print_improvement_rates, tell_of_a_constant_rate
 from longspan.cli.simulate_scene import Scene
 from longspan.cli.simulate_workload import Workload, workload_of
-from longspan.core.fleet import Roles
+from longspan.core.cluster import Roles
 from longspan.sim.faults import Faults
 from longspan.sim.rates import MOST_TIMES_LIGHT
 from longspan.sim.report import check_report, html_report

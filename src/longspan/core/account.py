@@ -10,8 +10,8 @@ from itertools import groupby
 from operator import attrgetter
 
 from longspan.core.blocks import BlockPool, Content, Tier
+from longspan.core.owners import BlockRef
 from longspan.core.request import Request
-from longspan.core.steps import BlockRef
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from longspan.core.account import KvAccount
-from longspan.core.fleet import Roles
+from longspan.core.cluster import Roles
 from longspan.core.protocols import Limits, Policy
 
 

@@ -10,18 +10,14 @@ from typing import get_args
 
 from longspan.core.account import KvAccount
 from longspan.core.config import EngineConfig
-from longspan.core.handshake import Handshakes
-from longspan.core.occupancy import Occupancy
-from longspan.core.ordering import StepOrder
-from longspan.core.outcomes import promise_token, take_part, take_scores, take_token
-from longspan.core.parts import make_part
+from longspan.core.parts import make_part, promise_token, take_part, take_scores, take_token
 from longspan.core.protocols import Clock, ClusterView, Executor, Load, Policy, Share
+from longspan.core.queues import Running, Waiting
 from longspan.core.request import FinishReason, Request, RequestMetrics, check_length
-from longspan.core.running import Running
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import EXCHANGE_NAMES, Completion, Forward, Free, Link, MoveKV, Part, Sampled
-from longspan.core.transfers import Transfers
-from longspan.core.waiting import Waiting
+from longspan.core.steps_in_flight import Occupancy, StepOrder
+from longspan.core.transfers import Handshakes, Transfers
 
 __all__ = ["Engine", "EngineConfig"]
 

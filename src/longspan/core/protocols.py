@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from longspan.core.account import KvAccount, PrefixHit
+from longspan.core.owners import Rotation
+from longspan.core.queues import Running
 from longspan.core.request import Request
-from longspan.core.rotation import Rotation
-from longspan.core.running import Running
 from longspan.core.runs import Deal
 from longspan.core.steps import Completion, Exchange, Step
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from longspan.core.blocks import ROOT, chain_key
-from longspan.core.homes import Homes
-from longspan.core.rotation import Rotation
+from longspan.core.owners import BlockRef, Homes, Rotation
 from longspan.core.sampling import SamplingParams
-from longspan.core.steps import UNKNOWN, BlockRef, Sampling, TokenLogprobs
+from longspan.core.steps import UNKNOWN, Sampling, TokenLogprobs
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

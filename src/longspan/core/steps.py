@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
-from longspan.core.rotation import Rotation
+from longspan.core.owners import BlockRef, Rotation
 from longspan.core.runs import Deal
 
 Exchange = Literal[
@@ -51,13 +51,6 @@ BytesSent = dict[tuple[str, Link], int]
 
 UNKNOWN = -1
 """Stands for a token that is yet to be sampled."""
-
-
-class BlockRef(NamedTuple):
-    """One KV block: number `block` in the pool of `instance`."""
-
-    instance: int
-    block: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from longspan.core.runs import Run
 from longspan.core.steps import Exchange
-from longspan.cost.layer import Layer
+from longspan.cost.roofline import Layer
 from longspan.cost.topology import Topology
 
 

@@ -11,9 +11,9 @@ from typing import Any, Literal
 from longspan.core.runs import Run, deal
 from longspan.core.steps import Exchange
 from longspan.cost.channels import Channel, Share, Shares, attention_s, chain_share_of, exchanged_bytes, share_of
+from longspan.cost.cluster import Memory, memory
 from longspan.cost.forward import Breakdown, Roofline
-from longspan.cost.memory import Memory, memory
-from longspan.cost.partition import cut, even, search
+from longspan.cost.partitions import cut, even, search
 
 Phase = Literal["prefill", "decode"]
 Fractions = tuple[float, ...] | Literal["search"] | None

@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from longspan.cost.shapes import Hardware, ModelShape
+from longspan.cost.architecture import Hardware, ModelShape
 from longspan.cost.time_fit import LinkFit
 
 RingChoice = Literal["ring_kv", "ring_q"]

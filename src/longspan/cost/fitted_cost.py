@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
+from longspan.core.cluster import teams_of
 from longspan.core.runs import Deal, Layout, deal
 from longspan.core.steps import Exchange, Forward, MoveKV, Part
-from longspan.core.teams import teams_of
-from longspan.cost.moves import exposed_s
+from longspan.cost.architecture import ModelShape
+from longspan.cost.forward import exposed_s
 from longspan.cost.profile import Prefill, Profile
-from longspan.cost.shapes import ModelShape
 from longspan.cost.time_fit import Times
 
 

@@ -10,9 +10,9 @@ from typing import ClassVar, Literal, Self, TypeVar
 import msgspec
 
 from longspan.core.steps import Exchange
+from longspan.cost.architecture import Hardware, ModelShape
+from longspan.cost.catalog import Stored
 from longspan.cost.ring_fit import RingFit, RingSample, fit_appendix_d
-from longspan.cost.shapes import Hardware, ModelShape
-from longspan.cost.stored import Stored
 from longspan.cost.time_fit import DecodeFit, LinkFit, Sample, TimeFit, Times, fit_decodes, fit_link, fit_times
 
 

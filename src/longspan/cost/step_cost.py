@@ -8,15 +8,13 @@ from functools import lru_cache
 from itertools import compress
 from typing import Protocol
 
-from longspan.core.fleet import Fleet
+from longspan.core.cluster import Fleet, teams_of
 from longspan.core.steps import Exchange, Forward, MoveKV, Part
-from longspan.core.teams import teams_of
 from longspan.cost.architecture import Architecture
+from longspan.cost.catalog import Kernels
 from longspan.cost.channels import Channel, Share, Shares, chain_share_of, share_of
 from longspan.cost.cluster import Cluster, rooflines
-from longspan.cost.efficiency import Kernels
-from longspan.cost.forward import Roofline
-from longspan.cost.moves import exposed_s, moved_s, received_s
+from longspan.cost.forward import Roofline, exposed_s, moved_s, received_s
 
 _NOTHING = Share(queries=0, pairs=0.0, scores=0.0, held=0.0)
 

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedConfig
 
 from longspan.attn.spec import AttnSpec
-from longspan.cost.shapes import ModelShape
+from longspan.cost.architecture import ModelShape
 from longspan.model.files import ModelError
 from longspan.model.rope import rope_switch_length
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from longspan.cost.partition_table import PartitionTable
+from longspan.cost.partitions import PartitionTable
 from longspan.cost.profile import Profile, Subject
 from longspan.model.cache import cache_root, write_file
 from longspan.model.files import ModelError, ModelFiles

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from longspan.core.protocols import Policy
-from longspan.policy import loongserve, runahead, tetris
+from longspan.policy import loongserve, runahead
 from longspan.policy.choosing import Facts
 from longspan.policy.chunked import Chunked
 from longspan.policy.context import Context
+from longspan.policy.tetris import policy as tetris
 
 _POLICIES: dict[str, Callable[[int, Mapping[str, str], Facts], Policy]] = {
     "chunked": Chunked.create,

@@ -15,12 +15,12 @@ from itertools import compress
 from typing import Protocol
 
 from longspan.core.account import PrefixHit
+from longspan.core.owners import BlockRef, Rotation
 from longspan.core.protocols import ClusterView, Share
+from longspan.core.queues import Running
 from longspan.core.request import Request
-from longspan.core.rotation import Rotation
-from longspan.core.running import Running
 from longspan.core.runs import Run, deal
-from longspan.core.steps import BlockRef, Exchange
+from longspan.core.steps import Exchange
 
 
 class PerInstance(dict[int, int]):

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from longspan.core.fleet import Roles
-from longspan.core.places import Place
+from longspan.core.cluster import Place, Roles
 from longspan.core.steps import Exchange
+from longspan.cost.architecture import Hardware, ModelShape
 from longspan.cost.exchange_rules import WeightSource, cheaper_weights, ring_kv_or_ring_q, whole_weights_pay
-from longspan.cost.partition_table import PartitionTable
+from longspan.cost.partitions import PartitionTable
 from longspan.cost.profile import Profile
-from longspan.cost.shapes import Hardware, ModelShape
 
 _MOST_KNOWN = 100_000
 _OF_ANY_LAYOUT: tuple[Exchange, ...] = ("ring_kv", "ring_q", "alltoall", "gather_kv")

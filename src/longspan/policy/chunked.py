@@ -13,8 +13,7 @@ from longspan.core.request import Request
 from longspan.policy.batching import Batch, Budget, fill, single_share
 from longspan.policy.choosing import Facts
 from longspan.policy.options import Settled, parse_options, settings_of
-from longspan.policy.placing import admit_alone
-from longspan.policy.teams import plan_for_teams
+from longspan.policy.placement import admit_alone, plan_for_teams
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,11 +21,9 @@ from longspan.core.request import Request
 from longspan.policy.batching import Batch, Budget, fill
 from longspan.policy.choosing import Chooser, Facts
 from longspan.policy.group_shares import GroupShares, is_too_large
-from longspan.policy.options import Settled, parse_options, settings_of
-from longspan.policy.partitions import Partitions
-from longspan.policy.placing import admit_alone
-from longspan.policy.sharing import SharingOptions
-from longspan.policy.teams import plan_for_teams
+from longspan.policy.options import Settled, SharingOptions, parse_options, settings_of
+from longspan.policy.placement import admit_alone, plan_for_teams
+from longspan.policy.sharding import Partitions
 
 _UNMEASURED_THRESHOLD = 1024
 

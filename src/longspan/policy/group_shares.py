@@ -1,21 +1,41 @@
-"""The share of a request in the next step of its group: so many tokens of its prompt, or one token of its decode."""
+"""How the KV of earlier chunks is spread anew over a group that has grown (Tetris §4.1)."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from longspan.core.account import PrefixHit
+from longspan.core.owners import BlockRef
 from longspan.core.protocols import ClusterView, Share
 from longspan.core.request import Request
 from longspan.core.runs import Deal
 from longspan.core.steps import Exchange
-from longspan.policy.balancing import even_moves
 from longspan.policy.batching import Budget, rotated_share, single_share, token_share
 from longspan.policy.choosing import Chooser
-from longspan.policy.dealing import Room, Shape, deal_chunk, deal_to_last, holders
-from longspan.policy.partitions import Partitions
-from longspan.policy.sharing import SharingOptions
+from longspan.policy.options import SharingOptions
+from longspan.policy.sharding import Partitions, Room, Shape, deal_chunk, deal_to_last, holders
+
+
+def even_moves(
+    blocks: Sequence[BlockRef], group: Sequence[int], room: Mapping[int, int]
+) -> tuple[tuple[int, int], ...]:
+    """Pairs of a place among the `blocks` and the member that it goes to, so that members differ by one block at most.
+
+    There are as few moves as can be: whoever has most keeps the odd blocks, and only the last blocks of a member leave
+    it. No member is given more blocks than it has `room` for.
+    """
+    places = defaultdict[int, list[int]](list)
+    for place, ref in enumerate(blocks):
+        places[ref.instance].append(place)
+    held = Counter({instance: len(found) for instance, found in places.items()})
+    each, odd = divmod(len(blocks), len(group))
+    most = sorted(group, key=lambda instance: -held[instance])
+    wanted = {instance: each + (rank < odd) for rank, instance in enumerate(most)}
+    takers = [i for i in group for _ in range(min(max(0, wanted[i] - held[i]), max(0, room[i])))]
+    givers = [place for i in group for place in places[i][wanted[i] :]]
+    return tuple(sorted(zip(givers, takers, strict=False)))
 
 
 class GroupShares:

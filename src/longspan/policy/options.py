@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, fields
-from typing import Any, TypeVar, get_args, get_type_hints
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 import msgspec
 
 from longspan.core.protocols import PolicySettings
+from longspan.core.steps import Exchange
+from longspan.cost.partitions import parse_fractions
+from longspan.policy.sharding import Shape
 
 OptionsT = TypeVar("OptionsT")
 
@@ -71,3 +75,95 @@ def _wanted(hint: Any) -> Iterator[str]:  # noqa: ANN401 - a type, a union, a li
             yield from _wanted(choice)
     else:
         yield from {bool: ("true", "false"), int: ("a whole number",), float: ("a number",)}[hint]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharingOptions:
+    """How requests are shared.
+
+    Attributes:
+        exchange: of prefill; `auto` chooses for each step what is expected to be quickest.
+        decode: the exchange of single tokens. All but `ring_q` move the KV of the whole request for each of them.
+        layout: of prefill; `auto` is zigzag, or contiguous for a chain or when fractions are given.
+        fractions: of a contiguous layout, one per instance (`0.6,0.4`); empty for even pieces.
+        dense: with `gather_kv`, compute the scores that causality hides, too, as KV-Runahead's baseline does.
+        weights: with `alltoall` and tensor parallelism, every rank computes prefills with the whole weights of a layer,
+            and gets them from the `host`, whose copy CPUs map, or from the `peers` in its instance; `auto` does so
+            where it sends fewer bytes than summing outputs, and takes what is quicker.
+        home: where a chain leaves the KV: all of it with the `last` instance while that has room, which then decodes
+            alone, or each token's where it was `computed`; `auto` is last.
+        rotate: who holds new tokens of a decode: by `block`, the member with the fewest blocks takes the next block; by
+            `token`, the one with the fewest tokens takes the next token. What members hold then differs by one token at
+            most once it has evened out, but the next turn of a conversation computes the answer again: only blocks with
+            neighbouring tokens are found again.
+
+    Raises:
+        ValueError: for options that contradict each other.
+    """
+
+    exchange: Literal["auto", "ring_kv", "ring_q", "alltoall", "gather_kv", "gather_hidden", "chain"] = "auto"
+    decode: Literal["ring_q", "ring_kv", "alltoall", "gather_kv"] = "ring_q"
+    layout: Literal["auto", "zigzag", "striped", "contiguous"] = "auto"
+    fractions: str = ""
+    dense: bool = False
+    weights: Literal["auto", "host", "peers"] = "auto"
+    home: Literal["auto", "last", "computed"] = "auto"
+    rotate: Literal["block", "token"] = "block"
+
+    def __post_init__(self) -> None:
+        if self.exchange == "chain" and self.layout not in {"auto", "contiguous"}:
+            raise ValueError(
+                "exchange chain passes keys from each instance to the next, whose tokens must follow, but layout "
+                f"{self.layout} given: use contiguous"
+            )
+        if self.fractions and self.layout not in {"auto", "contiguous"}:
+            raise ValueError(f"fractions are for layout contiguous, but {self.layout} given: leave one of them out")
+        if self.dense and self.exchange != "gather_kv":
+            raise ValueError(f"dense is for exchange gather_kv, but {self.exchange} given: leave one of them out")
+        if self.weights != "auto" and self.exchange != "alltoall":
+            raise ValueError(f"weights are for exchange alltoall, but {self.exchange} given: leave one of them out")
+        if self.home != "auto" and self.exchange not in {"auto", "chain"}:
+            raise ValueError(f"home is for exchange chain, but {self.exchange} given: leave one of them out")
+        if self.fractions:
+            parse_fractions(self.fractions)
+
+    def check_group(self, size: int) -> None:
+        """Raises ValueError when there are not as many fractions as instances."""
+        given = len(parse_fractions(self.fractions)) if self.fractions else size
+        if given != size:
+            raise ValueError(
+                f"fractions {self.fractions} are {given}, but there are {size} instances: give one for each"
+            )
+
+    def shape(self, exchange: Exchange) -> Shape:
+        """How prompts are dealt for an exchange."""
+        return self._shapes[exchange == "chain"]
+
+    def check_tp(self, tp: int | None) -> None:
+        """Raises ValueError when weights are to be made whole that are, on instances of one rank; None is unknown."""
+        if self.weights != "auto" and tp == 1:
+            raise ValueError(
+                f"weights={self.weights} is for instances split by tensor parallelism, but tp is 1: leave it out, or "
+                "split them with --parallel, such as 2xtp2"
+            )
+
+    @cached_property
+    def _shapes(self) -> tuple[Shape, Shape]:
+        """For all exchanges but chains, and for chains."""
+        layout = self.layout
+        if layout == "auto":
+            layout = "contiguous" if self.fractions else "zigzag"
+        fractions = parse_fractions(self.fractions) if self.fractions else ()
+        return Shape(layout=layout, fractions=fractions), Shape(layout="contiguous", fractions=fractions, chained=True)
+
+    @property
+    def chains(self) -> bool:
+        """Whether the layout can be that of a chain."""
+        return self.layout in {"auto", "contiguous"}
+
+    @property
+    def wanted(self) -> Exchange | None:
+        """The exchange of prefill; None when it is to be chosen."""
+        if self.exchange == "auto":
+            return None
+        return "gather_kv_dense" if self.dense else self.exchange

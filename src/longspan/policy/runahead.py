@@ -13,7 +13,7 @@ from typing import Literal
 from longspan.policy.choosing import Facts
 from longspan.policy.context import Context, ContextOptions, LengthOptions
 from longspan.policy.options import parse_options, settings_of
-from longspan.policy.partitions import Partitions
+from longspan.policy.sharding import Partitions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from longspan.attn.member import MemberPart, MemberParts, num_tokens
-from longspan.core.homes import Homes
+from longspan.core.owners import BlockRef, Homes
 from longspan.core.runs import Run
-from longspan.core.steps import UNKNOWN, WHOLE, BlockRef, Exchange, Forward, Part, Sample
+from longspan.core.steps import UNKNOWN, WHOLE, Exchange, Forward, Part, Sample
 from longspan.runtime.requests import RankRequests
 from longspan.runtime.unknown import UnknownToken
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longspan.attn.comm import Message
 from longspan.attn.spec import AttnSpec
-from longspan.core.fleet import Fleet
+from longspan.core.cluster import Fleet
 from longspan.core.steps import MoveKV
 from longspan.kv.pool import KvPool
 from longspan.runtime.head_routes import Route, head_routes

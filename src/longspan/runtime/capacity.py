@@ -5,7 +5,7 @@ from __future__ import annotations
 import psutil
 import torch
 
-from longspan.core.fleet import Fleet
+from longspan.core.cluster import Fleet
 from longspan.runtime.move_ways import WINDOW_BYTES
 
 _CPU_SHARE = 0.3

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from longspan.core.fleet import Fleet
+from longspan.core.cluster import Fleet
 from longspan.core.steps import Completion, Forward, Link, MoveKV, Sampled, Scored
 from longspan.runtime.messages import Done, Moved
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from longspan.core.fleet import Fleet
+from longspan.core.cluster import Fleet
 from longspan.model.cache import cache_root
 from longspan.model.files import ModelFiles
 from longspan.runtime.local import LocalExecutor, make_run_dir

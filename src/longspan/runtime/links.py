@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from longspan.attn.comm import Group, Message, TorchTransport
 from longspan.attn.gather import all_gather, gather_hops
-from longspan.core.errors import WorkerLostError
 from longspan.cost.profile import Transfer, TransferKind
+from longspan.errors import WorkerLostError
 from longspan.runtime.devices import connect, keep_to_cores, open_device
 
 _SIZES = (2**12, 2**16, 2**20, 2**24)

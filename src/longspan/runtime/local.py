@@ -15,8 +15,8 @@ from typing import NoReturn, Self
 import msgspec
 import zmq
 
-from longspan.core.errors import WorkerLostError
 from longspan.core.steps import Completion, Free, MoveKV, Step
+from longspan.errors import WorkerLostError
 from longspan.runtime.forkserver import WorkerProcess, start_worker
 from longspan.runtime.in_flight import InFlight
 from longspan.runtime.messages import (

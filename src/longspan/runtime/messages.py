@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from longspan.core.fleet import Fleet
+from longspan.core.cluster import Fleet
 from longspan.core.steps import BytesSent, Forward, Free, MoveKV, Sampled, Scored
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from longspan.core.steps import BlockRef, Part, Sample, Sampling
+from longspan.core.owners import BlockRef
+from longspan.core.steps import Part, Sample, Sampling
 from longspan.runtime.guides import Guide, Vocabulary
 from longspan.runtime.sampler import Draw, TokenCounts
 

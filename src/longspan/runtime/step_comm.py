@@ -10,7 +10,7 @@ from torch import Tensor
 from longspan.attn.all_reduce import all_reduce
 from longspan.attn.comm import Group, Transport
 from longspan.attn.exchanges.gather_hidden import hidden_hops
-from longspan.core.fleet import Fleet
+from longspan.core.cluster import Fleet
 from longspan.core.steps import Link, shown_name
 from longspan.runtime.batch import Channel
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import msgspec
 import zmq
 
-from longspan.core.errors import WorkerLostError
 from longspan.core.request import FinishReason, Request
 from longspan.deployment import Deployment
+from longspan.errors import WorkerLostError
 from longspan.jobs import Job
 from longspan.serve.messages import (
     Accepted,

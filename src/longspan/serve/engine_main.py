@@ -17,8 +17,8 @@ from contextlib import closing
 import msgspec
 import zmq
 
-from longspan.core.errors import WorkerLostError
 from longspan.deployment import Deployment
+from longspan.errors import WorkerLostError
 from longspan.runtime.forkserver import start_server
 from longspan.serve.engine_loop import EngineLoop
 from longspan.serve.messages import EngineSetup, NotStarted, PolicySet, Started, address

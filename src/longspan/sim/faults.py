@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from longspan.core.cluster import teams_of
 from longspan.core.steps import Forward, MoveKV
-from longspan.core.teams import teams_of
 from longspan.cost.step_cost import StepCost
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from longspan.policy.cdsp_rates import GRID_PER_S, IMPROVEMENT_RATES
+from longspan.policy.tetris.rates import GRID_PER_S, IMPROVEMENT_RATES
 
 
 def request_rates(highest: float) -> tuple[float, ...]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from longspan.core.fleet import Roles
+from longspan.core.cluster import Roles
 from longspan.sim.result import Result, summary
 from longspan.sim.timeline import Block, Timeline
 

@@ -16,13 +16,12 @@ from longspan.core.account import KvAccount, PrefixHit
 from longspan.core.protocols import ClusterView, Plan, PolicySettings, Share
 from longspan.core.request import Request
 from longspan.policy.batching import Batch, Budget, Growing, fill, single_share
-from longspan.policy.cdsp import ChunkPlan, Prompt
-from longspan.policy.cdsp_queue import QueueTimes
-from longspan.policy.cdsp_rates import RateWatch
 from longspan.policy.group_shares import GroupShares
 from longspan.policy.options import Settled
-from longspan.policy.routing import Router, plan_decodes
-from longspan.policy.teams import plan_for_teams
+from longspan.policy.placement import Router, plan_decodes, plan_for_teams
+from longspan.policy.tetris.planner import ChunkPlan, Prompt
+from longspan.policy.tetris.rates import RateWatch
+from longspan.policy.tetris.times import QueueTimes
 
 
 class ChunkPlanner(Protocol):

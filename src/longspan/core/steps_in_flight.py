@@ -1,13 +1,10 @@
-"""Completions in the order of steps.
-
-A step is complete when its last rank has reported. Ranks work first in, first out, but each at its own pace: one that
-is done early may go on with a later step, in which others have no part, and complete it before.
-"""
+"""Steps that were sent and are not complete: their order, and how many of them each instance has."""
 
 from __future__ import annotations
 
 import heapq
 from collections import defaultdict, deque
+from collections.abc import Iterable
 
 from longspan.core.steps import Completion, Forward
 
@@ -73,3 +70,45 @@ class StepOrder:
         self._early.clear()
         self._ready.clear()
         return steps
+
+
+class Occupancy:
+    """Counts steps in flight per instance; with `most` of them an instance is full."""
+
+    def __init__(self, num_instances: int, *, most: int) -> None:
+        self._num_instances = num_instances
+        self._having: list[set[int]] = [set() for _ in range(most)]  # at place n: who has more than n steps in flight
+        self.busy, self.full = self._having[0], self._having[-1]
+        self._busy_s, self._busy_since_s = [0.0] * num_instances, [0.0] * num_instances
+
+    @property
+    def all_full(self) -> bool:
+        """Whether no instance can be sent a step."""
+        return len(self.full) == self._num_instances
+
+    def begin(self, instances: Iterable[int], now_s: float) -> None:
+        """A step was sent to these."""
+        joining = set(instances)
+        for i in joining - self.busy:
+            self._busy_since_s[i] = now_s
+        for having in self._having:
+            already = joining & having
+            having.update(joining)
+            joining = already
+        assert not joining, f"instances {sorted(joining)} are full"
+
+    def end(self, instances: Iterable[int], now_s: float) -> None:
+        """A step of these is over."""
+        leaving = set(instances)
+        for having in reversed(self._having):
+            last = leaving & having
+            having.difference_update(last)
+            leaving -= last
+        assert not leaving, f"instances {sorted(leaving)} have no step"
+        for i in last:
+            self._busy_s[i] += now_s - self._busy_since_s[i]
+
+    def busy_s(self, now_s: float) -> list[float]:
+        """Seconds in which each instance had a step to run."""
+        since = enumerate(zip(self._busy_s, self._busy_since_s, strict=True))
+        return [done + (now_s - begun if i in self.busy else 0.0) for i, (done, begun) in since]

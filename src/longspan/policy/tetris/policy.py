@@ -1,30 +1,52 @@
-"""Tetris (chunkwise dynamic sequence parallelism), and fixed groups, its baseline, on the same machinery.
-
-Both plan each prompt when it arrives, by seconds that were measured (`longspan profile`) or expected, see
-`cdsp_times.py`; `cdsp_policy.py` runs the plans. Decode is as in `context`: KV stays where it is, queries move. Where
-some instances only decode, KV goes to one of these instead (`routing.py`).
-"""
+"""Tetris (chunkwise dynamic sequence parallelism), and fixed groups, its baseline, on the same machinery."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from longspan.core.fleet import Roles
-from longspan.core.places import hosts_of
+from longspan.core.cluster import Roles, hosts_of
 from longspan.core.protocols import PolicySettings, option_text
 from longspan.core.steps import Exchange
-from longspan.policy.cdsp import Planner
-from longspan.policy.cdsp_fixed import FixedGroups
-from longspan.policy.cdsp_policy import Cdsp
-from longspan.policy.cdsp_rates import RateTable, RateWatch, check_improvement_rate
-from longspan.policy.cdsp_times import check_sizes, expected_times, measured_times, sp_sizes
 from longspan.policy.choosing import Chooser, Facts
 from longspan.policy.group_shares import GroupShares
-from longspan.policy.options import parse_options, settings_of
-from longspan.policy.sharing import SharingOptions
+from longspan.policy.options import SharingOptions, parse_options, settings_of
+from longspan.policy.tetris.execution import Cdsp
+from longspan.policy.tetris.planner import Chunk, ChunkPlan, Planner, Prompt
+from longspan.policy.tetris.rates import RateTable, RateWatch, check_improvement_rate
+from longspan.policy.tetris.times import SpTimes, check_sizes, expected_times, measured_times, sp_sizes
+
+
+class FixedGroups:
+    """Groups of `size` neighbours, in the order of `everyone`, who divide into such groups."""
+
+    def __init__(self, times: SpTimes, everyone: Sequence[int], size: int) -> None:
+        assert len(everyone) % size == 0, "nobody is left over"
+        self.groups = [tuple(everyone[start : start + size]) for start in range(0, len(everyone), size)]
+        self._times = times
+
+    @property
+    def largest(self) -> int:
+        """How many instances can have one prompt."""
+        return len(self.groups[0])
+
+    def seconds(self, size: int, new_tokens: int, cached_tokens: int) -> float:
+        """Of a chunk."""
+        assert size == self.largest, "there is one size"
+        return self._times.seconds(new_tokens, cached_tokens)
+
+    def plan(self, prompt: Prompt, queue_s: Sequence[float]) -> ChunkPlan | None:
+        """All tokens in one chunk, on the group with the shortest queue of those that have all of `prompt.held`."""
+        able = [group for group in self.groups if set(prompt.held) <= set(group)]
+        if not able:
+            return None
+        group = min(able, key=lambda one: max(queue_s[i] for i in one))
+        seconds = self._times.seconds(prompt.new_tokens, prompt.cached_tokens)
+        chunk = Chunk(num_tokens=prompt.new_tokens, group=group)
+        return ChunkPlan(chunks=(chunk,), ttft_s=max(queue_s[i] for i in group) + seconds)
+
 
 _ENOUGH_OF_A_HOST = 4
 """With fewer instances to a host, groups that end there lose more for prompts than they win for decodes at low load."""

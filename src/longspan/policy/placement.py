@@ -1,0 +1,113 @@
+"""Which instances step together, and which of them a request goes to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from longspan.core.account import PrefixHit
+from longspan.core.cluster import teams_of
+from longspan.core.protocols import ClusterView, Plan, Share
+from longspan.core.request import Request
+from longspan.policy.batching import Batch, Budget, Placement, fill, single_share
+
+
+def plan_for_teams(
+    view: ClusterView,
+    groups: Sequence[tuple[int, ...]],
+    everyone: frozenset[int],
+    fill: Callable[[frozenset[int]], Batch | None],
+) -> Plan:
+    """One batch per set of instances that share requests, where all of the set can take a step.
+
+    `groups` step together, besides those of running requests. `fill` plans a step of the instances it is given, or
+    returns None when somebody in flight is in the way; it is then asked again for those that have nothing in flight.
+    """
+    teams = view.running.teams
+    if joined := [g for g in groups if len(g) > 1 and not any(team.issuperset(g) for team in teams)]:
+        teams = teams_of([*teams, *joined])
+
+    def attempt(taken: frozenset[int]) -> Batch | None:
+        return fill(everyone.difference(taken, *[team for team in teams if not team.isdisjoint(taken)]))
+
+    batch = attempt(view.full) or attempt(view.busy) or Batch()
+    return Plan(preempted=tuple(batch.preempted), batches=_by_team(batch.shares))
+
+
+def _by_team(shares: Sequence[Share]) -> tuple[tuple[Share, ...], ...]:
+    """A batch for each set of instances that these shares connect, in ascending order."""
+    if not shares:
+        return ()
+    groups = {_touched(share) for share in shares}
+    if len(groups) == 1:
+        return (tuple(shares),)
+    teams = teams_of(groups)
+    team_of = {i: number for number, team in enumerate(teams) for i in team}
+    batches: list[list[Share]] = [[] for _ in teams]
+    for share in shares:
+        batches[team_of[share.group[0]]].append(share)
+    return tuple(tuple(batch) for batch in batches)
+
+
+def _touched(share: Share) -> tuple[int, ...]:
+    """The instances that a share's step names: also who passes on a token that was sampled elsewhere."""
+    request, group = share.request, share.group
+    if request.sampler in group or request.num_tokens == request.num_known:
+        return group
+    return (*group, request.sampler)
+
+
+def admit_alone(request: Request, view: ClusterView, budget: Budget, everyone: Sequence[int]) -> Share | None:
+    """The first share of a request on the instance where its prefill is expected to end first.
+
+    That is the one with the fewest tokens to compute, its own uncached ones included. None while no instance has a seat
+    and room for it, or the best one takes no part in this step.
+    """
+    hits = {i: view.account.match(request, (i,)) for i in everyone}
+    best_first = sorted(everyone, key=lambda i: (budget.load[i] - hits[i].num_tokens, i))
+    able = (i for i in best_first if budget.seqs[i] > 0 and _has_room(request, i, hits[i], budget))
+    home = next(able, None)
+    if home is None or home not in budget.tokens:
+        return None
+    return single_share(request, home, hits[home].num_tokens, budget, hits[home])
+
+
+def _has_room(request: Request, instance: int, hit: PrefixHit, budget: Budget) -> bool:
+    """Whether the prompt is likely to fit beside what is promised; `Budget.admits` has the last word."""
+    missing = request.blocks_for(request.num_tokens) - len(hit.refs)
+    return missing <= budget.blocks[instance] - budget.reserved[instance]
+
+
+class Router:
+    """Chooses targets for the admissions of one plan."""
+
+    def __init__(self, view: ClusterView, decode: Sequence[int]) -> None:
+        self._view, self._decode = view, decode
+        self._chosen: Counter[int] = Counter()
+
+    def route(self, request: Request) -> int | None:
+        """The instance with the highest freeness, of equals the first, which counts the request from now on; None for
+        a request that ends with its next token.
+        """
+        if len(request.output) + 1 >= request.max_tokens:
+            return None
+        target = max(self._decode, key=self._freeness)
+        self._chosen[target] += request.blocks_for(request.num_tokens)
+        return target
+
+    def _freeness(self, instance: int) -> float:
+        """Free blocks for each request; where more are promised than there are, how many are missing, below 0."""
+        view = self._view
+        free = view.account.pool(instance).num_free - view.promised.get(instance, 0) - self._chosen.get(instance, 0)
+        return free / max(1, len(view.running.on(instance))) if free > 0 else free
+
+
+def plan_decodes(view: ClusterView, decode: Sequence[int], placement: Placement) -> Plan:
+    """Continuous batching on each of these instances by itself; nobody is admitted there."""
+    full, occupied = view.full, view.running.occupied
+    able = [i for i in decode if i in occupied and i not in full]
+    filled = [fill(view, frozenset((instance,)), placement, ()) or Batch() for instance in able]
+    return Plan(
+        preempted=tuple([request for batch in filled for request in batch.preempted]),
+        batches=tuple([tuple(batch.shares) for batch in filled if batch.shares]),
+    )

@@ -1,0 +1,1 @@
+"""Chunkwise dynamic sequence parallelism: the planner of Tetris, and what runs its plans."""
