@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from longspan.model.smollm2 import smollm2_folder
+from longspan.model.source import smollm2_folder
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TASKS = REPOSITORY / "benchmarks" / "eval_tasks"

@@ -16,7 +16,7 @@ from longspan.cli.scheduling import SchedulingOptions
 from longspan.cli.simulate import ClusterOptions, WorkloadOptions
 from longspan.cli.simulate_scene import Scene
 from longspan.cli.simulate_workload import workload_of
-from longspan.sim.faults import Faults
+from longspan.sim.run import Faults
 
 _POLICIES = ("chunked", "context", "tetris", "loongserve")
 _CLUSTER = ClusterOptions(hardware="a100-sxm-80g", hosts=8, gpus_per_host=8)

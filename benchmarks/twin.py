@@ -32,13 +32,12 @@ from longspan.loadgen.arrivals import arrival_times
 from longspan.loadgen.lengths import Quantiles, draw_lengths
 from longspan.loadgen.prompts import PromptMaker
 from longspan.loadgen.workload import Ask
-from longspan.model.profiles import profile_file
 from longspan.policy import make_policy
 from longspan.policy.choosing import Facts
+from longspan.profiling.store import profile_file
 from longspan.sim.arrivals import Arrival
-from longspan.sim.faults import Faults
 from longspan.sim.result import Result
-from longspan.sim.run import simulate
+from longspan.sim.run import Faults, simulate
 
 INPUT_LEN = Quantiles(points=((0.0, 100.0), (1.0, 6000.0)))
 OUTPUT_LEN = Quantiles(points=((0.0, 8.0), (1.0, 64.0)))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from longspan import attn
-from longspan.model.smollm2 import smollm2_folder
+from longspan.model.source import smollm2_folder
 
 NUM_TOKENS = 500
 

@@ -17,8 +17,7 @@ from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Forward, MoveKV, Part
 from longspan.core.transfers import Transfer
 from longspan.policy import make_policy
-from longspan.sim.clock import VirtualClock
-from longspan.sim.executor import SimExecutor
+from longspan.sim.executor import SimExecutor, VirtualClock
 
 __all__ = ["VOCAB", "Cluster", "Setup", "Slots", "invented_token", "rank_requests"]
 

@@ -12,7 +12,7 @@ from longspan.core.cluster import Roles
 from longspan.core.request import Request
 from longspan.core.steps import Forward, MoveKV
 from longspan.policy.choosing import Facts
-from longspan.runtime.requests import RankRequests
+from longspan.runtime.worker.requests import RankRequests
 from longspan.sim.executor import LinearCost
 
 VOCAB = 64

@@ -118,6 +118,6 @@ def smollm2_oracle() -> Oracle:
     """What Hugging Face says of the default model."""
     from oracle import Oracle
 
-    from longspan.model.smollm2 import smollm2_folder
+    from longspan.model.source import smollm2_folder
 
     return Oracle(smollm2_folder())

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from longspan.core.steps import Sampling
-from longspan.runtime.sampler import Draw, TokenCounts, uniform
+from longspan.runtime.sampling.sampler import Draw, TokenCounts, uniform
 
 VOCAB = 16
 

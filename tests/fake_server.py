@@ -10,7 +10,6 @@ from starlette.routing import BaseRoute
 from starlette.testclient import TestClient
 
 from longspan.core.protocols import PolicySettings
-from longspan.jobs import Job, JobMaker
 from longspan.serve.answer import Answer
 from longspan.serve.app import make_app
 from longspan.serve.client import EngineClient
@@ -19,6 +18,7 @@ from longspan.serve.policy_face import PolicyFace, PolicyRefusedError
 from longspan.serve.server import Server
 from longspan.serve.settings import ServerSettings
 from longspan.serve.updates import ChoiceUpdate, Update
+from longspan.text.input_processor import Job, JobMaker
 
 OUTPUT = [5, 6]
 """What every choice of every answer is."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from test_exchanges import outputs, spec_of
 from transports import FaultyTransport
 
-from longspan.attn.cases import Request
+from longspan.attn.check import Request
 from longspan.attn.comm import CommError, Group, Message, TorchTransport
 from longspan.core.runs import deal
 

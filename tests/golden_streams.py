@@ -25,7 +25,7 @@ from longspan.core.cluster import Roles
 from longspan.core.steps import Forward, Free, MoveKV, Part, Step
 from longspan.policy.choosing import Facts
 from longspan.sim.executor import SimExecutor
-from longspan.sim.faults import Faults
+from longspan.sim.run import Faults
 
 RECORDED = Path(__file__).parent / "golden" / "streams.json"
 _STEPS_PER_HASH = 25

@@ -17,8 +17,7 @@ from longspan.core.owners import BlockRef
 from longspan.core.runs import Layout, deal, positions
 from longspan.core.steps import Completion, Exchange, Forward, MoveKV, Part, Sample, Sampling
 from longspan.model.source import prepare
-from longspan.runtime.launch import start_workers
-from longspan.runtime.local import LocalExecutor
+from longspan.runtime.executor.local import LocalExecutor, start_workers
 
 BLOCK = 16
 

@@ -88,7 +88,7 @@ class ServerProcess:
 
     def one(self, what: str) -> psutil.Process:
         """The descendant that is an `engine`, a `forkserver`, or a `worker`."""
-        forker = next(child for child in self.family if "longspan.runtime.forkserver_main" in child.cmdline())
+        forker = next(child for child in self.family if "longspan.runtime.executor.forkserver_main" in child.cmdline())
         if what == "worker":
             return forker.children()[0]
         return forker if what == "forkserver" else forker.parent()

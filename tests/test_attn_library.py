@@ -17,7 +17,7 @@ from transports import run_members
 
 import longspan
 from longspan import attn
-from longspan.attn.cases import Request, random_batch, random_spec
+from longspan.attn.check import Request, random_batch, random_spec
 from longspan.attn.comm import Transport
 from longspan.attn.spec import AttnSpec
 from longspan.core.runs import Run, coalesce, deal, positions

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from longspan.core.owners import BlockRef
 from longspan.core.runs import Deal, Run
 from longspan.core.steps import UNKNOWN, Forward, Free, Part, Sample, Sampling
-from longspan.runtime.batch import Packed, pack
+from longspan.runtime.worker.batch import Packed, pack
 
 CPU = torch.device("cpu")
 

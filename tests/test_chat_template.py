@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from longspan.chat_template import conversations, render
-from longspan.model.smollm2 import smollm2_folder
+from longspan.model.source import smollm2_folder
+from longspan.text.chat_template import conversations, render
 
 HELLO: dict[str, Any] = {"role": "user", "content": "Hello"}
 TALK: list[dict[str, Any]] = [

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from longspan.model import grammar_check
-from longspan.runtime.forkserver import _ForkServer
+from longspan.runtime.executor.forkserver import _ForkServer
 from longspan.serve.client import EngineClient
 from longspan.serve.messages import EngineSetup
+from longspan.text import grammar_check
 
 
 def start_engine(events: Path) -> None:

@@ -19,7 +19,6 @@ from longspan.core.engine import Engine, EngineConfig
 from longspan.core.protocols import Limits
 from longspan.core.steps import Completion, Step
 from longspan.errors import WorkerLostError
-from longspan.jobs import Job
 from longspan.policy import make_policy
 from longspan.serve import engine_loop
 from longspan.serve.engine_loop import EngineLoop
@@ -37,8 +36,8 @@ from longspan.serve.messages import (
     Restarting,
     Turn,
 )
-from longspan.sim.clock import VirtualClock
-from longspan.sim.executor import LinearCost, SimExecutor
+from longspan.sim.executor import LinearCost, SimExecutor, VirtualClock
+from longspan.text.input_processor import Job
 
 _VOCAB, _BLOCKS, _BLOCK_SIZE = 64, 16, 4
 _CAPACITY = 2 * _BLOCKS * _BLOCK_SIZE

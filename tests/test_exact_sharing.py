@@ -12,7 +12,7 @@ from oracle import Oracle, assert_exact
 from texts import topic_tokens
 
 from longspan import LLM, SamplingParams
-from longspan.model.smollm2 import smollm2_folder
+from longspan.model.source import smollm2_folder
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, output_logits=True)
 EXCHANGES = ("auto", "ring_kv", "ring_q", "alltoall", "gather_kv", "gather_hidden", "chain")

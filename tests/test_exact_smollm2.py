@@ -7,7 +7,7 @@ from oracle import Oracle, assert_exact
 from texts import topic_tokens
 
 from longspan import LLM, SamplingParams
-from longspan.model.smollm2 import smollm2_folder
+from longspan.model.source import smollm2_folder
 
 LENGTHS = (1, 2, 17, 1000, 4096)
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, output_logits=True)

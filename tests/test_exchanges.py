@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transports import FaultyTransport, Wires, run_members
 
-from longspan.attn.cases import EXCHANGES, IN_ORDER, Request, member_case
+from longspan.attn.check import EXCHANGES, IN_ORDER, Request, member_case
 from longspan.attn.comm import Group, Transport
 from longspan.attn.exchanges.chain import chain, chain_start
 from longspan.attn.exchanges.local import local

@@ -16,9 +16,8 @@ from test_exchanges import ALL, cases, exchange, outputs, spec_of
 from torch import Tensor
 from transports import DiedError, FaultyTransport, MemoryTransport, Wires, run_members
 
-from longspan.attn.cases import EXCHANGES, IN_ORDER, Request, member_case
+from longspan.attn.check import EXCHANGES, IN_ORDER, Request, member_case, random_qkv
 from longspan.attn.comm import CommError, Group, Message, Transport
-from longspan.attn.reference import random_qkv
 from longspan.core.runs import deal
 
 pytestmark = pytest.mark.usefixtures("one_thread")

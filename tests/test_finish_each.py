@@ -9,8 +9,8 @@ import pytest
 from tiny_models import make_tiny
 
 from longspan import LLM, SamplingParams
-from longspan.jobs import Job
-from longspan.tracking import Tracked
+from longspan.text.input_processor import Job
+from longspan.text.output_processor import Tracked
 
 
 @pytest.fixture(scope="module")

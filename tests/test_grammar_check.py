@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
-from longspan.model.grammar_check import check
+from longspan.text.grammar_check import check
 
 
 @pytest.mark.parametrize("regex", ["[uvw]{3}", "(?!u)v", "(uvw"])  # which no other test has checked before

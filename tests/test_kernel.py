@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from longspan.attn import kernel
+from longspan.attn.check import random_qkv, reference
 from longspan.attn.kernel import attend, attend_pieces
 from longspan.attn.merge import merge
-from longspan.attn.reference import random_qkv, reference
 from longspan.attn.spec import AttnSpec
 from longspan.core.runs import Run, relate
 

@@ -8,7 +8,7 @@ import torch
 from longspan.cost.profile import Profile, Subject
 from longspan.cost.profile_plan import kinds_of_links
 from longspan.errors import WorkerLostError
-from longspan.runtime.links import time_links
+from longspan.profiling.links import time_links
 
 SUBJECT = Subject(model="m", dtype="float32", device="cpu", tp=1, threads=1, kernel="torch", machine="m")
 

@@ -14,7 +14,7 @@ from texts import topic_tokens
 from tiny_models import make_tiny
 
 from longspan import LLM, SamplingParams
-from longspan.model.smollm2 import smollm2_folder
+from longspan.model.source import smollm2_folder
 from longspan.outputs import LogprobsOfToken, RequestOutput
 
 TOLERANCE = 1e-3

@@ -21,7 +21,7 @@ from tiny_models import make_tiny
 from longspan import LLM, SamplingParams
 from longspan.core.cluster import Fleet, ParallelSpec
 from longspan.errors import WorkerLostError
-from longspan.runtime import launch, local
+from longspan.runtime.executor import local
 
 LONG = SamplingParams(temperature=0, max_tokens=4)
 
@@ -150,17 +150,17 @@ def test_hung_workers_end_with_a_controller_that_is_killed(tiny: str) -> None:
 
 
 def test_logs_are_kept_while_their_worker_runs(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "cache_root", lambda: tmp_path)
+    monkeypatch.setattr(local, "cache_root", lambda: tmp_path)
     folder = tmp_path / "logs"
     with LLM(tiny, skip_tokenizer_init=True):
         [log] = folder.glob("*/rank0.log")
         os.utime(log.parent, (0, 0))  # others are newer
         for number in range(40):
             (folder / f"longspan-{number}").mkdir()
-        launch._log_dir("longspan-new")
+        local._log_dir("longspan-new")
         assert log.exists()
         assert len(list(folder.iterdir())) == 21
-    launch._log_dir("longspan-newer")
+    local._log_dir("longspan-newer")
     assert not log.exists()
 
 

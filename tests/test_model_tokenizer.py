@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from longspan.model.files import ModelError, ModelFiles
-from longspan.model.tokenizer import Detokenizer, load_tokenizer, token_text
+from longspan.text.tokenizer import Detokenizer, load_tokenizer, token_text
 
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 PRINTABLE_FIRST = PRINTABLE + [byte for byte in range(256) if byte not in PRINTABLE]

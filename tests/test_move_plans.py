@@ -13,8 +13,8 @@ from longspan.core.cluster import Fleet, ParallelSpec
 from longspan.core.heads import deal_heads
 from longspan.core.owners import BlockRef
 from longspan.core.steps import MoveKV
-from longspan.runtime.head_routes import head_routes
-from longspan.runtime.in_flight import InFlight
+from longspan.runtime.executor.in_flight import InFlight
+from longspan.runtime.kv.block_messages import head_routes
 from longspan.runtime.messages import Done, Moved
 
 

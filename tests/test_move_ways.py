@@ -16,10 +16,10 @@ from longspan.attn.spec import AttnSpec
 from longspan.core.cluster import Fleet, ParallelSpec
 from longspan.core.owners import BlockRef
 from longspan.core.steps import MoveKV
-from longspan.kv.pool import KvPool
-from longspan.runtime.block_messages import BlockMessages
+from longspan.runtime.kv.block_messages import BlockMessages
+from longspan.runtime.kv.moves import Moves
+from longspan.runtime.kv.pool import KvPool
 from longspan.runtime.messages import Sent
-from longspan.runtime.moves import Moves
 
 MOVE = MoveKV(number=1, request_id=1, copies=((BlockRef(0, 3), BlockRef(1, 2)),))
 NO_MEMORY = torch.OutOfMemoryError("out of memory")

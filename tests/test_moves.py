@@ -21,8 +21,8 @@ from transformers import LlamaConfig
 from longspan.core.owners import BlockRef
 from longspan.core.steps import Completion, Exchange, MoveKV
 from longspan.errors import WorkerLostError
-from longspan.model.smollm2 import smollm2_folder
-from longspan.runtime.move_ways import WINDOW_BYTES
+from longspan.model.source import smollm2_folder
+from longspan.runtime.kv.moves import WINDOW_BYTES
 
 MIB = 2**20
 BLOCK_BYTES = BLOCK * 3 * 16 * 4 * 2 * BASE["num_hidden_layers"]

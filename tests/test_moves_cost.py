@@ -14,9 +14,8 @@ from longspan.cost import catalog
 from longspan.cost.architecture import from_config
 from longspan.cost.cluster import Cluster, rooflines
 from longspan.cost.step_cost import RooflineCost
-from longspan.sim.clock import VirtualClock
-from longspan.sim.executor import SimExecutor
-from longspan.sim.faults import SlowedCost
+from longspan.sim.executor import SimExecutor, VirtualClock
+from longspan.sim.run import SlowedCost
 
 BLOCK = 256
 MODEL = from_config(catalog.model_config("llama-3-8b"), name="llama-3-8b")

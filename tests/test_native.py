@@ -15,13 +15,13 @@ from texts import topic_tokens
 
 from longspan import LLM, SamplingParams
 from longspan.attn import native
+from longspan.attn.check import random_qkv, reference
 from longspan.attn.kernel import attend, attend_dense
 from longspan.attn.paged import PagedKv, PagedPlan, Reads, attend_paged
-from longspan.attn.reference import random_qkv, reference
 from longspan.attn.spec import AttnSpec
 from longspan.core.runs import Run, relate
 from longspan.model.cache import cache_root
-from longspan.model.smollm2 import smollm2_folder
+from longspan.model.source import smollm2_folder
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,8 @@ from tiny_models import make_tiny
 from longspan.attn.comm import polite_threads
 from longspan.core.cluster import Fleet
 from longspan.runtime.capacity import default_kv_bytes, move_bytes
-from longspan.runtime.devices import keep_to_cores
-from longspan.runtime.move_ways import WINDOW_BYTES
+from longspan.runtime.kv.moves import WINDOW_BYTES
+from longspan.runtime.worker.network import keep_to_cores
 
 
 def test_lanes_of_their_own(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longspan import LLM, arguments
-from longspan.arguments import Arguments
+from longspan import LLM, args
+from longspan.args import Arguments
 from longspan.core.cluster import ParallelSpec, Place, Roles, hosts_of, places_of_ranks
 
 
@@ -83,16 +83,16 @@ def test_neighbours_are_near() -> None:
 
 def test_pretended_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LONGSPAN_HOSTS", raising=False)
-    assert hosts_of(arguments.places(4)) == (0, 0, 0, 0)
+    assert hosts_of(args.places(4)) == (0, 0, 0, 0)
     monkeypatch.setenv("LONGSPAN_HOSTS", "2")
-    assert hosts_of(arguments.places(4)) == (0, 0, 1, 1)
+    assert hosts_of(args.places(4)) == (0, 0, 1, 1)
 
 
 @pytest.mark.parametrize("given", ["0", "3", "-1", "two", "1.5", " ", "0-0", "0-0,0-1,0-2", "0-0,1", "0-0,0--1"])
 def test_impossible_hosts_are_refused(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LONGSPAN_HOSTS", given)
     with pytest.raises(ValueError, match=f"LONGSPAN_HOSTS: .*2 ranks .*but '?{given}'? given"):
-        arguments.places(2)
+        args.places(2)
 
 
 @pytest.mark.parametrize(

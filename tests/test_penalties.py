@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from longspan.core.steps import Sampling
-from longspan.runtime.penalties import Draw, TokenCounts, adjusted
+from longspan.runtime.sampling.penalties import Draw, TokenCounts, adjusted
 
 
 @given(st.integers(0, 10**6), st.lists(cases, min_size=1, max_size=6))

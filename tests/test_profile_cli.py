@@ -19,9 +19,9 @@ from longspan.cost.architecture import ModelShape
 from longspan.cost.profile import Profile, Transfer
 from longspan.cost.profile_plan import SHARED, kinds_of_links
 from longspan.llm import LLM
-from longspan.model.profiles import load_partitions, load_profile, profile_file, save_profile
 from longspan.policy.choosing import Facts
-from longspan.runtime import links
+from longspan.profiling import links
+from longspan.profiling.store import load_partitions, load_profile, profile_file, save_profile
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=8, bytes_per_element=4)
 LENGTHS = ("--lengths", "8,100")

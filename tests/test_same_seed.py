@@ -13,7 +13,7 @@ from texts import topic_tokens
 
 from longspan import LLM, SamplingParams
 from longspan.outputs import CompletionOutput, RequestOutput
-from longspan.runtime.sampler import uniform
+from longspan.runtime.sampling.sampler import uniform
 
 NUM_TOKENS = 24
 TEMPERATURE = 0.8

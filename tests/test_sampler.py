@@ -26,10 +26,9 @@ from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from longspan.core.steps import Sampling
-from longspan.runtime import tiles, truncation
-from longspan.runtime.quantiles import uniforms
-from longspan.runtime.sampler import sample, uniform
-from longspan.runtime.truncation import largest, weights
+from longspan.runtime.sampling import filtering, sampler
+from longspan.runtime.sampling.filtering import largest, weights
+from longspan.runtime.sampling.sampler import sample, uniform, uniforms
 
 
 def sampled(logits: Tensor, asked: list[Case]) -> list[int]:
@@ -62,7 +61,7 @@ def test_a_row_does_not_depend_on_its_neighbours(
     assert torch.equal(logits, before), "the reported logits are left alone"
     order = list(range(len(asked)))
     shuffle.shuffle(order)
-    with patch.object(tiles, "_CPU_NUMBERS", tile_numbers), patch.object(truncation, "_PREFIX", prefix):
+    with patch.object(sampler, "_CPU_NUMBERS", tile_numbers), patch.object(filtering, "_PREFIX", prefix):
         assert sampled(logits[order], [asked[row] for row in order]) == [together[row] for row in order]
     assert [sampled(logits[row : row + 1], [asked[row]])[0] for row in range(len(asked))] == together
 
@@ -248,7 +247,7 @@ def test_top_p_is_reached_exactly() -> None:
 
 @pytest.mark.parametrize(("quantile", "token"), [(0.0, 1), (1 - 2**-53, 3)])
 def test_the_ends_of_the_quantiles_are_allowed_tokens(quantile: float, token: int) -> None:
-    with patch("longspan.runtime.sampler.uniforms", return_value=[quantile]):
+    with patch("longspan.runtime.sampling.sampler.uniforms", return_value=[quantile]):
         assert sampled(torch.zeros(1, 5), [case(banned=(0, 4))]) == [token]
 
 

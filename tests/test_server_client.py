@@ -27,11 +27,11 @@ from fake_engine import (
 from fake_engine_install import told, until
 
 from longspan import SamplingParams
-from longspan.jobs import Job
 from longspan.serve.answer import Answer, EngineLostError, News, QueueFullError
 from longspan.serve.client import EngineClient
 from longspan.serve.messages import EngineSetup
 from longspan.serve.updates import Update
+from longspan.text.input_processor import Job
 
 
 def job(what: int, max_tokens: int = 3) -> Job:

@@ -19,10 +19,9 @@ from longspan import LLM, SamplingParams
 from longspan.core.engine import Engine, EngineConfig
 from longspan.core.protocols import Executor, Limits
 from longspan.core.steps import Completion, Forward, Step
-from longspan.model.smollm2 import smollm2_folder
+from longspan.model.source import smollm2_folder
 from longspan.policy import make_policy
-from longspan.sim.clock import VirtualClock
-from longspan.sim.executor import SimExecutor
+from longspan.sim.executor import SimExecutor, VirtualClock
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from longspan.core.owners import BlockRef
 from longspan.core.runs import Run
 from longspan.core.steps import Forward, Free, MoveKV, Part, Sample, Sampling
-from longspan.sim.clock import VirtualClock
-from longspan.sim.executor import LinearCost, SimExecutor
+from longspan.sim.executor import LinearCost, SimExecutor, VirtualClock
 
 COST = LinearCost(base_s=1.0, per_token_s=0.5)
 

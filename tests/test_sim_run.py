@@ -18,9 +18,8 @@ from longspan.core.steps import Exchange, Forward, Part
 from longspan.policy import make_policy
 from longspan.sim.arrivals import Arrival, conversations, prompt_of
 from longspan.sim.executor import LinearCost, Ran
-from longspan.sim.faults import Faults, SlowedCost
 from longspan.sim.result import Result, summary
-from longspan.sim.run import Watch, simulate
+from longspan.sim.run import Faults, SlowedCost, Watch, simulate
 
 COST = LinearCost(base_s=0.01, per_token_s=0.001)
 

@@ -8,7 +8,7 @@ import pytest
 from fake_llm import run
 
 from longspan.policy.tetris.rates import IMPROVEMENT_RATES, RateTable
-from longspan.sim.improvement import best_improvement_rate, request_rates
+from longspan.sim.result import best_improvement_rate, request_rates
 
 HOST = ("llama-3-8b", "--hardware", "a100-sxm-80g", "--gpus-per-host", "8")
 ROLES = ("--prefill-parallel", "4", "--decode-parallel", "tp4", "--policy", "tetris")

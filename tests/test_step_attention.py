@@ -16,17 +16,17 @@ from test_exchanges import LAW, spec_of
 from torch import Tensor
 from transports import Wires, run_members
 
+from longspan.attn.check import random_qkv, reference
 from longspan.attn.comm import Transport
-from longspan.attn.reference import random_qkv, reference
 from longspan.core.cluster import Fleet, ParallelSpec
 from longspan.core.owners import BlockRef
 from longspan.core.runs import deal, positions
 from longspan.core.steps import Forward, Free, Part, Sampling
-from longspan.kv.pool import KvPool
-from longspan.runtime.batch import pack
-from longspan.runtime.exchange import StepAttention
-from longspan.runtime.step_comm import StepComm
-from longspan.runtime.timing import Stopwatch
+from longspan.runtime.kv.pool import KvPool
+from longspan.runtime.worker.attention import StepAttention
+from longspan.runtime.worker.batch import pack
+from longspan.runtime.worker.step_comm import StepComm
+from longspan.runtime.worker.timing import Stopwatch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BLOCK = 8

@@ -24,16 +24,14 @@ from longspan.cli.options import SamplingOptions
 from longspan.core.engine import Engine, EngineConfig
 from longspan.core.sampling import SamplingParams, StructuredOutputsParams
 from longspan.core.steps import Completion, Sampled, Sampling
-from longspan.jobs import Job, JobMaker
 from longspan.model.files import ModelError, ModelFiles
-from longspan.model.smollm2 import smollm2_folder
-from longspan.model.vocabulary import grammar_vocabulary
+from longspan.model.source import smollm2_folder
 from longspan.policy import make_policy
-from longspan.runtime.guides import Guide, Vocabulary, forbid
-from longspan.runtime.penalties import Draw, adjusted
-from longspan.sim.clock import VirtualClock
-from longspan.sim.executor import SimExecutor
-from longspan.structured import MAX_CHARS
+from longspan.runtime.sampling.penalties import Draw, Guide, Vocabulary, adjusted, forbid
+from longspan.sim.executor import SimExecutor, VirtualClock
+from longspan.text.input_processor import Job, JobMaker
+from longspan.text.structured import MAX_CHARS
+from longspan.text.tokenizer import grammar_vocabulary
 
 VOCAB = 49_152
 EOS = (2, 0)

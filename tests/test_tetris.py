@@ -24,8 +24,7 @@ from longspan.policy import make_policy
 from longspan.policy.choosing import Facts
 from longspan.policy.tetris.rates import RateTable, RateWatch
 from longspan.policy.tetris.times import expected_times, measured_times, sp_sizes
-from longspan.sim.clock import VirtualClock
-from longspan.sim.executor import LinearCost, SimExecutor
+from longspan.sim.executor import LinearCost, SimExecutor, VirtualClock
 
 GROUPS: list[dict[str, str]] = [
     {},

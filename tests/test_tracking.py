@@ -14,10 +14,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from longspan.core.request import RequestMetrics
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import TokenLogprobs
-from longspan.model.smollm2 import smollm2_folder
+from longspan.llm import Progress, num_tokens
+from longspan.model.source import smollm2_folder
 from longspan.outputs import CompletionOutput, Logprob
-from longspan.progress import Progress, num_tokens
-from longspan.tracking import Job, Tracked, by_token
+from longspan.text.output_processor import Job, Tracked, by_token
 
 EOS = 2
 

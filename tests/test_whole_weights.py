@@ -23,24 +23,24 @@ from tiny_models import TINY
 from torch import Tensor
 from transports import FaultyTransport, Wires, run_members
 
-from longspan.attn.cases import Request
+from longspan.attn.check import Request
 from longspan.attn.comm import Group, Transport
-from longspan.attn.exchanges.inside import Inside
 from longspan.attn.spec import AttnSpec
 from longspan.core.cluster import Fleet, ParallelSpec
 from longspan.core.heads import cut_evenly, deal_heads
 from longspan.core.owners import BlockRef, Homes
 from longspan.core.runs import deal, positions
 from longspan.core.steps import WHOLE, Exchange, Forward, Part, Sample, Sampling
-from longspan.kv.pool import KvPool
+from longspan.layerwise.alltoall_weights import Inside
+from longspan.layerwise.shared_layers import join, share_message
 from longspan.model.adapter import Model
-from longspan.model.joining import join, share_message
 from longspan.model.sharding import Shard, attention_modules
 from longspan.model.source import prepare
-from longspan.runtime.batch import pack
-from longspan.runtime.exchange import StepAttention
-from longspan.runtime.step_comm import StepComm
-from longspan.runtime.timing import Stopwatch
+from longspan.runtime.kv.pool import KvPool
+from longspan.runtime.worker.attention import StepAttention
+from longspan.runtime.worker.batch import pack
+from longspan.runtime.worker.step_comm import StepComm
+from longspan.runtime.worker.timing import Stopwatch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BLOCK = 16

@@ -14,7 +14,6 @@ from openai.types.chat import ChatCompletion
 from openai.types.chat import ChatCompletionChunk as OpenAIChunk
 from wire_world import NAMES, read, scores, stream, tokenizer, updates, whole, world
 
-from longspan.jobs import Job
 from longspan.outputs import Logprob
 from longspan.serve.updates import ChoiceUpdate, Update
 from longspan.serve.wire import (
@@ -29,6 +28,7 @@ from longspan.serve.wire import (
     chat_job,
     completion_jobs,
 )
+from longspan.text.input_processor import Job
 
 SERVED = world()
 HELLO = [{"role": "user", "content": "Hello"}]

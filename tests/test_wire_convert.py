@@ -8,7 +8,6 @@ import pytest
 from wire_world import World, read, tokenizer, world
 
 from longspan.core.sampling import SamplingParams, StructuredOutputsParams
-from longspan.jobs import JobMaker
 from longspan.serve.limits import RequestLimits
 from longspan.serve.wire import (
     ChatCompletionRequest,
@@ -21,6 +20,7 @@ from longspan.serve.wire import (
     detokenized,
     tokenized,
 )
+from longspan.text.input_processor import JobMaker
 
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
 SERVED = world()

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from test_model_tokenizer import BYTE_FALLBACK, BYTE_LEVEL, VOCAB, spell
 
 from longspan.core.sampling import SamplingParams
-from longspan.jobs import Job
 from longspan.serve.wire.echo import echo_of, pieces_of
 from longspan.serve.wire.logprobs import Names
+from longspan.text.input_processor import Job
 
 
 @given(st.lists(st.integers(0, VOCAB - 1), max_size=80))

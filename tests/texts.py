@@ -7,7 +7,7 @@ import pydoc_data.topics
 
 from transformers import AutoTokenizer
 
-from longspan.model.smollm2 import smollm2_folder
+from longspan.model.source import smollm2_folder
 
 
 @functools.cache

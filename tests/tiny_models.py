@@ -19,7 +19,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from longspan.model.smollm2 import smollm2_folder
+from longspan.model.source import smollm2_folder
 
 SWITCH_LENGTH = 64
 WINDOW = 32

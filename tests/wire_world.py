@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from longspan.jobs import Job, JobMaker
-from longspan.model.smollm2 import smollm2_folder
-from longspan.model.tokenizer import Detokenizer, token_text
+from longspan.model.source import smollm2_folder
 from longspan.outputs import Logprob, LogprobsOfToken
 from longspan.serve.limits import RequestLimits
 from longspan.serve.updates import ChoiceUpdate, Update
 from longspan.serve.wire import Assembler, read_request
+from longspan.text.input_processor import Job, JobMaker
+from longspan.text.tokenizer import Detokenizer, token_text
 
 RequestT = TypeVar("RequestT", bound=BaseModel)
 NAMES: dict[str, Any] = {"response_id": "cmpl-1", "model": "smollm2", "created": 1_700_000_000}

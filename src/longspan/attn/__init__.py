@@ -28,8 +28,7 @@ from longspan.core.runs import Deal, Run, deal, positions
 if TYPE_CHECKING:
     from longspan.attn.comm import CommError
     from longspan.attn.huggingface import Split, register
-    from longspan.attn.library import alltoall, chain, gather_kv, ring_kv, ring_q
-    from longspan.attn.members import Members, join
+    from longspan.attn.library import Members, alltoall, chain, gather_kv, join, ring_kv, ring_q
 
 __all__ = [
     "CommError",
@@ -52,12 +51,12 @@ __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "CommError": "longspan.attn.comm",
-        "Members": "longspan.attn.members",
+        "Members": "longspan.attn.library",
         "Split": "longspan.attn.huggingface",
         "alltoall": "longspan.attn.library",
         "chain": "longspan.attn.library",
         "gather_kv": "longspan.attn.library",
-        "join": "longspan.attn.members",
+        "join": "longspan.attn.library",
         "register": "longspan.attn.huggingface",
         "ring_kv": "longspan.attn.library",
         "ring_q": "longspan.attn.library",

@@ -15,9 +15,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from longspan.attn.arguments import checked_runs
 from longspan.attn.interface import as_output, read_spec, rope_dicts
-from longspan.attn.library import ring_kv
+from longspan.attn.library import Members, ring_kv
 from longspan.attn.member import num_tokens
-from longspan.attn.members import Members
 from longspan.core.runs import Deal, positions
 
 _NAME = "longspan_split"

@@ -6,9 +6,9 @@ import logging
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from longspan.chat_template import Message
     from longspan.llm import LLM
     from longspan.outputs import RequestOutput
+    from longspan.text.chat_template import Message
 
 _log = logging.getLogger("longspan")
 

@@ -16,7 +16,7 @@ from longspan.cli.pairs import key_values
 from longspan.cli.scheduling import SHARING, SchedulingOptions
 from longspan.core.cluster import ParallelSpec
 from longspan.core.sampling import SamplingParams, StructuredOutputsParams
-from longspan.runtime.forkserver import start_server
+from longspan.runtime.executor.forkserver import start_server
 
 if TYPE_CHECKING:
     from longspan.llm import LLM

@@ -81,7 +81,7 @@ def _check(engine: EngineOptions) -> None:
 
 def _start(model: str, engine: EngineOptions, spec: ParallelSpec, instances: int) -> LLM:
     """With as many threads per rank as all instances would have, and no need of a tokenizer."""
-    from longspan.arguments import threads_per_rank  # noqa: PLC0415 - loads torch
+    from longspan.args import threads_per_rank  # noqa: PLC0415 - loads torch
 
     options = replace(
         engine,

@@ -24,7 +24,7 @@ Clock = Callable[[Partition], float]
 
 def known_partitions(profile: Profile) -> PartitionTable:
     """What was searched on this machine before. Raises ValueError when the stored table cannot be read."""
-    from longspan.model.profiles import load_partitions  # noqa: PLC0415 - loads torch
+    from longspan.profiling.store import load_partitions  # noqa: PLC0415 - loads torch
 
     return load_partitions(profile.subject)
 
@@ -41,7 +41,7 @@ def search_partitions(
         ValueError: when the profile does not tell what a prompt costs, or a stored table cannot be read.
         WorkerLostError: when a worker dies.
     """
-    from longspan.model.profiles import save_partitions  # noqa: PLC0415 - loads torch
+    from longspan.profiling.store import save_partitions  # noqa: PLC0415 - loads torch
 
     table = known_partitions(profile)
     with start(2) as llm:

@@ -45,7 +45,7 @@ def measure(start: Start, most_members: int, lengths: Sequence[int] | None, repe
         ValueError: for lengths that are no prompts of the model, or a stored profile that cannot be read.
         WorkerLostError: when a worker dies.
     """
-    from longspan.model.profiles import load_profile, save_profile  # noqa: PLC0415 - loads torch
+    from longspan.profiling.store import load_profile, save_profile  # noqa: PLC0415 - loads torch
 
     profile: Profile | None = None
     prompts: list[tuple[int, int]] = []
@@ -83,8 +83,8 @@ def _room(llm: LLM) -> Room:
 
 def measure_links(profile: Profile, num_ranks: int) -> Profile:
     """With the speeds of links between so many ranks, measured unless they were."""
-    from longspan.model.profiles import save_profile  # noqa: PLC0415 - loads torch
-    from longspan.runtime.links import time_links  # noqa: PLC0415 - loads torch
+    from longspan.profiling.links import time_links  # noqa: PLC0415 - loads torch
+    from longspan.profiling.store import save_profile  # noqa: PLC0415 - loads torch
 
     if kinds_of_links(num_ranks) <= set(profile.links):
         return profile

@@ -15,7 +15,7 @@ from longspan.cli.simulate_scene import Scene
 from longspan.cli.simulate_workload import Workload
 from longspan.policy.tetris.policy import hint_of_a_constant_rate
 from longspan.policy.tetris.rates import RateTable
-from longspan.sim.improvement import best_improvement_rate, request_rates
+from longspan.sim.result import best_improvement_rate, request_rates
 
 _TOLD = ("improvement_rate", "improvement_rates")
 

@@ -19,12 +19,10 @@ from longspan.cli.simulate_rates import print_improvement_rates, tell_of_a_const
 from longspan.cli.simulate_scene import Scene
 from longspan.cli.simulate_workload import Workload, workload_of
 from longspan.core.cluster import Roles
-from longspan.sim.faults import Faults
-from longspan.sim.rates import MOST_TIMES_LIGHT
 from longspan.sim.report import check_report, html_report
-from longspan.sim.result import Result, summary
-from longspan.sim.timeline import Timeline
-from longspan.sim.trace import chrome_trace
+from longspan.sim.result import MOST_TIMES_LIGHT, Result, summary
+from longspan.sim.run import Faults
+from longspan.sim.timeline import Timeline, chrome_trace
 
 _RESTART_S = 10.0
 _IN_OTHER_WORDS = ("hardware", "transfer_backends", "policy", "policy_option", *SHARING)

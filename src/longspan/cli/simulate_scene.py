@@ -15,10 +15,8 @@ from longspan.cli.simulate_workload import Workload
 from longspan.core.config import EngineConfig, capacity_tokens
 from longspan.core.protocols import Policy
 from longspan.policy import make_policy
-from longspan.sim.faults import Faults
-from longspan.sim.rates import MOST_TIMES_LIGHT, find_max_rate
-from longspan.sim.result import Result, percentile
-from longspan.sim.run import Watch, simulate
+from longspan.sim.result import MOST_TIMES_LIGHT, Result, find_max_rate, percentile
+from longspan.sim.run import Faults, Watch, simulate
 from longspan.sim.timeline import Timeline
 
 _FAR_APART_S = 1e6

@@ -9,15 +9,14 @@ from transformers import PreTrainedModel
 
 from longspan.attn.comm import Group
 from longspan.core.steps import Exchange
+from longspan.layerwise.shared_layers import SharedLayer
+from longspan.layerwise.whole_weights import HostWeights, PeerWeights, WholeWeights
 from longspan.model.bridge import SERVE, Attend
 from longspan.model.files import ModelFiles
-from longspan.model.info import ModelInfo
+from longspan.model.info import ModelInfo, build_skeleton, check_supported, load_config
 from longspan.model.rope import PinnedLongRope, pin_longrope
 from longspan.model.sharding import Shard, attention_modules, sum_partial_results
-from longspan.model.shared_layers import SharedLayer
 from longspan.model.store import DTYPES, map_tensors, read_info
-from longspan.model.support import build_skeleton, check_supported, load_config
-from longspan.model.whole_weights import HostWeights, PeerWeights, WholeWeights
 
 __all__ = ["Attend", "Model", "ModelInfo", "check_supported"]
 

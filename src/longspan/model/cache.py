@@ -1,11 +1,15 @@
 """The cache folder, and building a folder in it exactly once."""
 
+from __future__ import annotations
+
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock
+from transformers.utils import logging
 
 from longspan.model.files import ModelError, one_line
 
@@ -55,3 +59,17 @@ def _make_writable(folder: Path) -> None:
         ) from error
     if not os.access(folder, os.W_OK):
         raise ModelError(f"the cache folder {folder} cannot be written to; set LONGSPAN_CACHE to another folder")
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Within the context transformers logs errors only and draws no progress bar."""
+    verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if had_bars:
+            logging.enable_progress_bar()

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from longspan.attn.spec import AttnSpec
 from longspan.core.heads import HeadShare, cut_evenly, deal_heads
 from longspan.model.files import ModelError, ModelFiles
-from longspan.model.support import build_skeleton, load_config
+from longspan.model.info import build_skeleton, load_config
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 _ROUTER = re.compile(r"\.gate\.weight$")

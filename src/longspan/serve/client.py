@@ -16,8 +16,7 @@ import zmq
 import zmq.asyncio
 
 from longspan.core.protocols import PolicySettings
-from longspan.jobs import Job
-from longspan.runtime.local import make_run_dir
+from longspan.runtime.executor.local import make_run_dir
 from longspan.serve.answer import Answer, EngineLostError, QueueFullError, RequestFailedError
 from longspan.serve.messages import (
     Accepted,
@@ -41,6 +40,7 @@ from longspan.serve.messages import (
     address,
 )
 from longspan.serve.policy_face import PolicyFace, PolicyRefusedError
+from longspan.text.input_processor import Job
 
 State = Literal["starting", "serving", "restarting", "down"]
 _log = logging.getLogger("longspan")

@@ -15,9 +15,7 @@ import msgspec
 import zmq
 
 from longspan.core.request import FinishReason, Request
-from longspan.deployment import Deployment
 from longspan.errors import WorkerLostError
-from longspan.jobs import Job
 from longspan.serve.messages import (
     Accepted,
     Add,
@@ -39,7 +37,9 @@ from longspan.serve.messages import (
     Turn,
 )
 from longspan.serve.updates import ChoiceUpdate, Update
-from longspan.tracking import Choice, Tracked
+from longspan.service import Deployment
+from longspan.text.input_processor import Job
+from longspan.text.output_processor import Choice, Tracked
 
 _log = logging.getLogger("longspan")
 _MOST_LOSSES = 2

@@ -17,11 +17,11 @@ from contextlib import closing
 import msgspec
 import zmq
 
-from longspan.deployment import Deployment
 from longspan.errors import WorkerLostError
-from longspan.runtime.forkserver import start_server
+from longspan.runtime.executor.forkserver import start_server
 from longspan.serve.engine_loop import EngineLoop
 from longspan.serve.messages import EngineSetup, NotStarted, PolicySet, Started, address
+from longspan.service import Deployment
 
 
 def main() -> None:

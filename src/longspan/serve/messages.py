@@ -12,8 +12,8 @@ from longspan.core.protocols import PolicySettings
 from longspan.core.request import FinishReason
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import BytesSent
-from longspan.jobs import Job
 from longspan.serve.updates import Update
+from longspan.text.input_processor import Job
 
 
 class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,11 +14,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from longspan.jobs import Job
 from longspan.serve.answer import Answer, EngineLostError, News, QueueFullError, RequestFailedError
 from longspan.serve.client import EngineClient
 from longspan.serve.errors import error_body
 from longspan.serve.wire import Assembler
+from longspan.text.input_processor import Job
 
 _KEEP_ALIVE = b": still working\n\n"
 _END = b"data: [DONE]\n\n"

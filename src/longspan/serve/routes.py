@@ -12,12 +12,12 @@ from pydantic.json_schema import models_json_schema
 from starlette.responses import PlainTextResponse, Response
 
 import longspan
-from longspan.jobs import Job
 from longspan.serve import wire
 from longspan.serve.document import EVENTS
 from longspan.serve.errors import error_response
 from longspan.serve.respond import json_response
 from longspan.serve.server import Server
+from longspan.text.input_processor import Job
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": wire.ErrorBody, "description": words}

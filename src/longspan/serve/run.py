@@ -12,8 +12,6 @@ from pathlib import Path
 
 import uvicorn
 
-from longspan.jobs import JobMaker
-from longspan.model.tokenizer import tokenizer_in
 from longspan.serve.app import make_app
 from longspan.serve.client import EngineClient
 from longspan.serve.messages import EngineSetup, Started
@@ -21,6 +19,8 @@ from longspan.serve.protocol import HttpProtocol
 from longspan.serve.server import Server
 from longspan.serve.settings import ServerSettings
 from longspan.serve.starting import Face
+from longspan.text.input_processor import JobMaker
+from longspan.text.tokenizer import tokenizer_in
 
 _log = logging.getLogger("longspan")
 _POLL_S = 0.05

@@ -13,7 +13,6 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from longspan.core.protocols import PolicySettings
-from longspan.jobs import Job, JobMaker
 from longspan.serve import wire
 from longspan.serve.answer import EngineLostError
 from longspan.serve.client import EngineClient
@@ -23,6 +22,7 @@ from longspan.serve.metrics import Metrics
 from longspan.serve.middleware import Tally
 from longspan.serve.respond import Call, Watch, respond
 from longspan.serve.settings import ServerSettings
+from longspan.text.input_processor import Job, JobMaker
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 ResultT = TypeVar("ResultT")

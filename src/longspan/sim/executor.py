@@ -1,4 +1,4 @@
-"""An executor that computes nothing: a step takes as long as its cost says, and its tokens are invented."""
+"""An executor on a virtual clock: a step takes as long as its cost says, and its tokens are invented."""
 
 from __future__ import annotations
 
@@ -11,7 +11,22 @@ from dataclasses import dataclass
 
 from longspan.core.steps import Completion, Forward, MoveKV, Part, Sample, Sampled, Step
 from longspan.cost.step_cost import StepCost
-from longspan.sim.clock import VirtualClock
+
+
+class VirtualClock:
+    """A clock that only moves when told to."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+
+    def now(self) -> float:
+        """Seconds since the start of the simulation."""
+        return self._now_s
+
+    def advance_to(self, time_s: float) -> None:
+        """Moves on; never back."""
+        assert time_s >= self._now_s, "virtual time does not go back"
+        self._now_s = time_s
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,10 @@
-"""What became of simulated requests, and the numbers that sum it up."""
+"""What became of simulated requests, the numbers that sum it up, and what is found by several runs."""
 
 from __future__ import annotations
 
+import math
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -11,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longspan.core.request import Request
+from longspan.policy.tetris.rates import GRID_PER_S, IMPROVEMENT_RATES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,3 +125,57 @@ def summary(result: Result) -> dict[str, float | int | None]:
 def percentile(values: NDArray[np.float64], percent: float) -> float | None:
     """As numpy interpolates it; None of no values."""
     return float(np.percentile(values, percent)) if len(values) else None
+
+
+MOST_TIMES_LIGHT = 25
+"""A rate is too high when the 99th percentile of TTFT is so many times that of light load (Tetris §7.2)."""
+
+_MOST_DOUBLINGS = 24
+_PRECISION = 1.02
+
+
+def find_max_rate(keeps_up: Callable[[float], bool], *, start: float, precision: float = _PRECISION) -> float | None:
+    """The highest rate, to a `precision` of 2 %, at which `keeps_up` holds, looked for from `start` by doubling and
+    halving.
+
+    None when all requests at once are not too many either: it takes more of them to find a rate.
+
+    Raises:
+        ValueError: when no rate does.
+    """
+    if keeps_up(math.inf):
+        return None
+    low = start
+    for _ in range(_MOST_DOUBLINGS):
+        if keeps_up(low):
+            break
+        low /= 2
+    else:
+        raise ValueError(f"not even {low:g} requests per second leave TTFT near that of light load")
+    high = 2 * low
+    while low >= start and keeps_up(high):
+        low, high = high, 2 * high
+    while high / low > precision:
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if keeps_up(middle) else (low, middle)
+    return low
+
+
+def request_rates(highest: float) -> tuple[float, ...]:
+    """Those of the grid, up to the first that is not below `highest`.
+
+    Raises:
+        ValueError: when there is none.
+    """
+    if not 0 < highest <= 1000:
+        raise ValueError(f"request rates to profile are above 0 and at most 1000 per second, but {highest:g} given")
+    rates = [GRID_PER_S]
+    while rates[-1] < highest:
+        rates.append(GRID_PER_S * (len(rates) + 1))
+    return tuple(rates)
+
+
+def best_improvement_rate(mean_ttft_s: Callable[[float], float]) -> tuple[float, Mapping[float, float]]:
+    """The improvement rate with the least mean TTFT, the lowest of equals, and what all of them gave."""
+    found = {rate: mean_ttft_s(rate) for rate in IMPROVEMENT_RATES}
+    return min(found, key=found.__getitem__), found

@@ -7,8 +7,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from longspan.attn.collectives import all_gather
 from longspan.attn.comm import Group
-from longspan.attn.gather import all_gather
 from longspan.attn.kernel import attend_dense
 from longspan.attn.member import MemberParts, attend_runs, by_position, kv_message, kv_room, split_queries
 from longspan.attn.paged import PagedKv

@@ -10,11 +10,11 @@ from typing import Any, Generic, Protocol, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from longspan.core.request import FinishReason
-from longspan.jobs import Job
 from longspan.outputs import LogprobsOfToken
 from longspan.serve.updates import ChoiceUpdate, Update
 from longspan.serve.wire.logprobs import Names
 from longspan.serve.wire.requests import GenerationRequest
+from longspan.text.input_processor import Job
 
 Body = dict[str, Any]
 RequestT = TypeVar("RequestT", bound=GenerationRequest)

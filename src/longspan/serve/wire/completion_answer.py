@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from longspan.jobs import Job
-from longspan.model.tokenizer import Detokenizer
 from longspan.outputs import LogprobsOfToken
 from longspan.serve.updates import ChoiceUpdate
 from longspan.serve.wire.answers import AnswerAssembler, Body, Choice, News
 from longspan.serve.wire.echo import Echo, echo_of
 from longspan.serve.wire.logprobs import completion_logprobs, prompt_logprobs
 from longspan.serve.wire.requests import CompletionRequest
+from longspan.text.input_processor import Job
+from longspan.text.tokenizer import Detokenizer
 
 
 class CompletionAssembler(AnswerAssembler[CompletionRequest]):

@@ -9,10 +9,8 @@ from typing import Any, Literal, Protocol
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from longspan.chat_template import TemplateOptions
 from longspan.core.request import check_room
 from longspan.core.sampling import SamplingParams, StructuredOutputsParams
-from longspan.jobs import Job, JobMaker
 from longspan.serve.limits import RequestLimits
 from longspan.serve.wire.errors import WireError, blaming, cut
 from longspan.serve.wire.messages import for_template, num_chars
@@ -23,6 +21,8 @@ from longspan.serve.wire.requests import (
     GenerationRequest,
     TokenizeRequest,
 )
+from longspan.text.chat_template import TemplateOptions
+from longspan.text.input_processor import Job, JobMaker
 
 DEFAULT_MAX_TOKENS = 16
 """Of completions, as OpenAI's."""

@@ -8,8 +8,8 @@ from itertools import accumulate, groupby
 
 from transformers import PreTrainedTokenizerBase
 
-from longspan.jobs import Job
-from longspan.model.tokenizer import Detokenizer, token_text
+from longspan.text.input_processor import Job
+from longspan.text.tokenizer import Detokenizer, token_text
 
 _UNDECODED = "\N{REPLACEMENT CHARACTER}"
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from longspan.model.tokenizer import token_text
 from longspan.outputs import Logprob, LogprobsOfToken
+from longspan.text.tokenizer import token_text
 
 LEAST = -9999.0
 """Stands for minus infinity, which JSON does not have."""

@@ -1,0 +1,178 @@
+"""All-gather, reduce-scatter and sums over the members of a group; each byte goes from one host to another once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from longspan.attn.comm import Group, Message
+from longspan.core.heads import cut_evenly
+
+
+def gather_hops(size: int) -> int:
+    """Hops that one `all_gather` numbers in a group of `size` members; a `reduce_scatter` has two."""
+    return 1 + size
+
+
+def all_gather(group: Group, blocks: Sequence[Message], *, hop: int = 0) -> None:
+    """Gives every member every block.
+
+    Args:
+        blocks: a message per member, all of the shapes that its owner has; this member's own is filled, the others are
+            when the call returns. Empty ones are not sent.
+        hop: the first of `gather_hops` hops.
+
+    Raises:
+        CommError: when a peer is gone.
+    """
+    Gathering(group, blocks, hop=hop).wait()
+
+
+class Gathering:
+    """An `all_gather` under way, until `wait`. Meanwhile this member's own block must not change."""
+
+    def __init__(self, group: Group, blocks: Sequence[Message], *, hop: int = 0) -> None:
+        self._group, self._blocks, self._hop = group, blocks, hop
+        self._others = [owner for owner in range(group.size) if owner != group.rank]
+        self._first = group.start(
+            sends=dict.fromkeys(_receivers(group, group.rank), blocks[group.rank]),
+            receives={owner: blocks[owner] for owner in self._others if group.rank in _receivers(group, owner)},
+            hop=hop,
+        )
+
+    def wait(self) -> None:
+        """Returns when all blocks are there, some of which are only now spread on this host."""
+        self._first.wait()
+        group, blocks, me = self._group, self._blocks, self._group.rank
+        here = group.hosts[me]
+        neighbours = [member for member in self._others if group.hosts[member] == here]
+        pending = []
+        for owner in self._others:
+            if group.hosts[owner] != here and neighbours:
+                carrier = _partner(group, owner, here)
+                sends = dict.fromkeys(neighbours, blocks[owner]) if carrier == me else {}
+                receives = {} if carrier == me else {carrier: blocks[owner]}
+                pending.append(group.start(sends=sends, receives=receives, hop=self._hop + 1 + owner))
+        for one in pending:
+            one.wait()
+
+
+def gather_rows(group: Group, mine: Tensor, counts: Sequence[int], *, hop: int = 0) -> Tensor:
+    """The rows `[all rows, width]` of all members, in their order, from this member's; `counts` has how many each has.
+
+    `hop` is the first of `gather_hops` hops.
+    """
+    blocks = [Message([((count, mine.shape[1]), mine.dtype)], mine.device) for count in counts]
+    blocks[group.rank].tensors[0].copy_(mine)
+    all_gather(group, blocks, hop=hop)
+    return torch.cat([block.tensors[0] for block in blocks])
+
+
+def reduce_scatter(group: Group, blocks: Sequence[Tensor], *, hop: int = 0) -> Tensor:
+    """The sum of all members' blocks for this member, in the blocks' type.
+
+    Sums are float32. What goes from one host to another is the sum over the members of the one, rounded to the blocks'
+    type.
+
+    Args:
+        blocks: for each member what this one adds to its sum. All members have the same shapes and type.
+        hop: the first of two hops.
+
+    Raises:
+        CommError: when a peer is gone.
+    """
+    me, here = group.rank, group.hosts[group.rank]
+    neighbours = [member for member in range(group.size) if group.hosts[member] == here and member != me]
+    collected = {member: _collects(group, member) for member in (me, *neighbours)}
+    leaving = {member: _message([blocks[owner] for owner in collected[member]]) for member in neighbours}
+    coming = {member: _room([blocks[owner] for owner in collected[me]]) for member in neighbours}
+    group.start(sends=leaving, receives=coming, hop=hop).wait()
+    sums = {owner: blocks[owner].float() for owner in collected[me]}
+    for message in coming.values():
+        for owner, block in zip(collected[me], message.tensors, strict=True):
+            sums[owner] = sums[owner] + block
+    dtype = blocks[me].dtype
+    leaving = {owner: _message([total.to(dtype)]) for owner, total in sums.items() if owner != me}
+    coming = {_partner(group, me, host): _room([blocks[me]]) for host in sorted(set(group.hosts) - {here})}
+    group.start(sends=leaving, receives=coming, hop=hop + 1).wait()
+    return sum((message.tensors[0] for message in coming.values()), sums[me]).to(dtype)
+
+
+def _receivers(group: Group, owner: int) -> set[int]:
+    """To whom `owner` sends its block itself: its neighbours, and one member of every other host."""
+    host = group.hosts[owner]
+    neighbours = {member for member in range(group.size) if group.hosts[member] == host and member != owner}
+    return neighbours | {_partner(group, owner, other) for other in set(group.hosts) - {host}}
+
+
+def _collects(group: Group, member: int) -> list[int]:
+    """Whose sums over the members of its host `member` makes: its own, and those of its partners on other hosts."""
+    host = group.hosts[member]
+    return [
+        owner
+        for owner in range(group.size)
+        if (owner == member if group.hosts[owner] == host else _partner(group, owner, host) == member)
+    ]
+
+
+def _partner(group: Group, member: int, host: int) -> int:
+    """Who on `host` exchanges with `member`, who lies elsewhere."""
+    neighbours = [other for other in range(group.size) if group.hosts[other] == group.hosts[member]]
+    there = [other for other in range(group.size) if group.hosts[other] == host]
+    return there[neighbours.index(member) % len(there)]
+
+
+def _room(blocks: Sequence[Tensor]) -> Message:
+    return Message([(tuple(block.shape), block.dtype) for block in blocks], blocks[0].device)
+
+
+def _message(blocks: Sequence[Tensor]) -> Message:
+    message = _room(blocks)
+    for room, block in zip(message.tensors, blocks, strict=True):
+        room.copy_(block)
+    return message
+
+
+def all_reduce(group: Group, tensor: Tensor) -> Tensor:
+    """Reduce-scatter, then all-gather: each member sends `2 (n - 1) / n` of the tensor.
+
+    Every member sums its piece in float32, in the order of the members, and rounds once: the result does not depend on
+    who is faster, and all members have the same.
+    """
+    if group.size == 2:
+        return _swap(group, tensor)
+    flat = tensor.reshape(-1)
+    pieces = cut_evenly(flat.numel(), group.size)
+    mine = slice(*pieces[group.rank])
+    others = [member for member in range(group.size) if member != group.rank]
+    sends = {member: _sum_message(flat, *pieces[member]) for member in others}
+    for member, message in sends.items():
+        message.tensors[0].copy_(flat[slice(*pieces[member])])
+    receives = {member: _sum_message(flat, *pieces[group.rank]) for member in others}
+    group.start(sends=sends, receives=receives, hop=0).wait()
+    parts = [flat[mine] if member == group.rank else receives[member].tensors[0] for member in range(group.size)]
+    total = torch.stack([part.float() for part in parts]).sum(dim=0).to(tensor.dtype)
+    told, heard = (
+        _sum_message(flat, *pieces[group.rank]),
+        {member: _sum_message(flat, *pieces[member]) for member in others},
+    )
+    told.tensors[0].copy_(total)
+    group.start(sends=dict.fromkeys(others, told), receives=heard, hop=1).wait()
+    return torch.cat(
+        [total if member == group.rank else heard[member].tensors[0] for member in range(group.size)]
+    ).view(tensor.shape)
+
+
+def _swap(group: Group, tensor: Tensor) -> Tensor:
+    """Two members send each other all they have: no more bytes, and one hop instead of two."""
+    other = 1 - group.rank
+    told, heard = (Message([(tuple(tensor.shape), tensor.dtype)], tensor.device) for _ in range(2))
+    told.tensors[0].copy_(tensor)
+    group.start(sends={other: told}, receives={other: heard}, hop=0).wait()
+    return (tensor.float() + heard.tensors[0].float()).to(tensor.dtype)
+
+
+def _sum_message(like: Tensor, start: int, stop: int) -> Message:
+    return Message([((stop - start,), like.dtype)], like.device)

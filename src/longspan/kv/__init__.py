@@ -1,1 +1,0 @@
-"""Paged KV pools: the tensors behind the block numbers."""

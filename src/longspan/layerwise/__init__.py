@@ -1,0 +1,1 @@
+"""Exchanges that take over whole layers, beside the attention exchanges of `attn`."""

@@ -1,0 +1,174 @@
+"""`alltoall` with whole weights on one rank of an instance that is split by tensor parallelism, layer by layer.
+
+Each rank of an instance makes the queries, keys and values of all heads for a slice of its tokens. They are swapped
+inside the instance, so that each rank has its heads for all of them, as ever; `alltoall` between the instances follows.
+Then outputs are swapped back, each rank finishes its slice, and all ranks get all tokens again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor
+
+from longspan.attn.collectives import gather_rows
+from longspan.attn.comm import Group, Message
+from longspan.attn.exchanges.alltoall import alltoall
+from longspan.attn.member import MemberParts
+from longspan.attn.spec import AttnSpec
+from longspan.core.heads import HeadShare, cut_evenly, deal_heads
+from longspan.core.steps import WHOLE
+from longspan.layerwise.shared_layers import Rotary, Weights
+from longspan.model.adapter import Model
+from longspan.runtime.kv.pool import KvPool
+from longspan.runtime.worker.batch import Channel, Packed
+from longspan.runtime.worker.step_comm import StepComm
+from longspan.runtime.worker.timing import Stopwatch
+
+
+class Inside:
+    """One layer of one rank. All ranks of the instance call `to_heads`, `to_tokens` and `gather`, in this order.
+
+    Args:
+        group: the ranks of the instance.
+        spec: of the whole layer.
+        num_tokens: of the instance.
+    """
+
+    def __init__(self, group: Group, spec: AttnSpec, num_tokens: int) -> None:
+        self._group, self._spec = group, spec
+        self._shares = deal_heads(spec.num_heads, spec.num_kv_heads, group.size)
+        self._slices = [slice(first, last) for first, last in cut_evenly(num_tokens, group.size)]
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """Tokens of each rank."""
+        return [tokens.stop - tokens.start for tokens in self._slices]
+
+    @property
+    def mine(self) -> slice:
+        """This rank's tokens."""
+        return self._slices[self._group.rank]
+
+    def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values `[heads of this rank's share, all tokens, head_dim]`, from those of all heads for
+        its tokens.
+        """
+        me, ranks = self._group.rank, range(self._group.size)
+        others = [rank for rank in ranks if rank != me]
+        leaving = {rank: self._message(rank, q, k, v) for rank in others}
+        coming = {rank: self._room(rank, me, q) for rank in others}
+        pending = self._group.start(sends=leaving, receives=coming, hop=0)
+        coming[me] = self._message(me, q, k, v)
+        pending.wait()
+        queries, keys, values = (torch.cat([coming[rank].tensors[kind] for rank in ranks], dim=1) for kind in range(3))
+        return queries, keys, values
+
+    def to_tokens(self, out: Tensor) -> Tensor:
+        """Outputs `[all heads, this rank's tokens, head_dim]`, from those of its share for all tokens."""
+        me, ranks = self._group.rank, range(self._group.size)
+        others = [rank for rank in ranks if rank != me]
+        leaving = {rank: self._results(me, rank, out) for rank in others}
+        for rank, message in leaving.items():
+            message.tensors[0].copy_(out[:, self._slices[rank]])
+        coming = {rank: self._results(rank, me, out) for rank in others}
+        self._group.start(sends=leaving, receives=coming, hop=1).wait()
+        return torch.cat([out[:, self.mine] if rank == me else coming[rank].tensors[0] for rank in ranks])
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """What every rank made of its tokens, `[tokens, width]`, for all of them."""
+        return gather_rows(self._group, rows, self.counts, hop=2)
+
+    def _message(self, receiver: int, q: Tensor, k: Tensor, v: Tensor) -> Message:
+        message = self._room(self._group.rank, receiver, q)
+        for room, made, heads in zip(message.tensors, (q, k, v), _kinds(self._shares[receiver]), strict=True):
+            room.copy_(made[heads.start : heads.stop])
+        return message
+
+    def _room(self, sender: int, receiver: int, like: Tensor) -> Message:
+        kinds = _kinds(self._shares[receiver])
+        shapes = [(len(heads), self.counts[sender], self._spec.head_dim) for heads in kinds]
+        return Message([(shape, like.dtype) for shape in shapes], like.device)
+
+    def _results(self, sender: int, receiver: int, like: Tensor) -> Message:
+        shape = (len(self._shares[sender].heads), self.counts[receiver], self._spec.head_dim)
+        return Message([(shape, like.dtype)], like.device)
+
+
+def _kinds(share: HeadShare) -> tuple[range, range, range]:
+    """The heads of its queries, keys and values."""
+    return share.heads, share.kv_heads, share.kv_heads
+
+
+Store = Callable[[int, Channel, Tensor, Tensor], None]
+"""Writes a layer's keys and values of this instance's tokens of a channel to the pool."""
+
+
+class WholeStep:
+    """The channels of one step that need whole weights. All ranks of an instance call it alike, without tokens too."""
+
+    def __init__(
+        self, packed: Packed, comm: StepComm, *, model: Model, pool: KvPool, store: Store, watch: Stopwatch
+    ) -> None:
+        self._comm, self._model, self._pool, self._store, self._watch = comm, model, pool, store, watch
+        channels = [channel for channel in packed.channels if channel.exchange in WHOLE]
+        self._parts = {channel.number: _from_zero(channel.parts) for channel in channels}
+        self._rotary = {c.number: _rotary(c, packed, model) for c in channels if c.num_tokens}
+        used = dict.fromkeys(channel.exchange for channel in channels if channel.num_tokens)
+        self._sources = {one: model.whole_weights(one, partial(comm.inside, "weights")) for one in used}
+        self._weights: dict[str, Weights] = {}
+        self._start(0)
+
+    def begin(self, layer: int) -> None:
+        """Before the outputs of a layer's channels: waits for its weights, and sends for those of the next."""
+        self._weights = {exchange: source.take(layer) for exchange, source in self._sources.items()}
+        self._start(layer + 1)
+
+    def output(self, layer: int, channel: Channel, hidden: Tensor) -> Tensor:
+        """The output `[tokens, hidden]` of a layer's attention for this instance's tokens of a channel."""
+        spec = self._model.info.specs[layer]
+        inside = Inside(self._comm.inside("alltoall"), spec, len(hidden))
+        mine = hidden[inside.mine]
+
+        def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with self._watch.during("attention"):
+                q, k, v = inside.to_heads(q, k, v)
+                self._store(layer, channel, k, v)
+                out, kv = torch.empty_like(q), self._pool.layer(layer)
+                group, parts = self._comm.channel(layer, channel), self._parts[channel.number]
+                alltoall(group, parts, q, kv, self._model.specs[layer], out)
+                return inside.to_tokens(out)
+
+        if not len(mine):  # the module cannot run on none
+            attend(layer, *_nothing(spec, hidden))
+            return inside.gather(mine)
+        rotary = self._rotary[channel.number]
+        own = rotary[0][:, inside.mine], rotary[1][:, inside.mine]
+        weights = self._weights[channel.exchange]
+        with self._model.without_sums():
+            made = self._model.shared_layers[layer].compute_with(weights, spec, mine, own, attend)
+        return inside.gather(made)
+
+    def _start(self, layer: int) -> None:
+        if layer < self._model.info.num_layers:
+            for source in self._sources.values():
+                source.start(layer)
+
+
+def _from_zero(parts: MemberParts) -> MemberParts:
+    """With rows that count from the first of them, which follow each other."""
+    first = parts[0].rows.start
+    return MemberParts([replace(p, rows=slice(p.rows.start - first, p.rows.stop - first)) for p in parts])
+
+
+def _rotary(channel: Channel, packed: Packed, model: Model) -> Rotary:
+    rows = slice(channel.parts[0].rows.start, channel.parts[-1].rows.stop)
+    return model.rotary(packed.positions[rows], packed.rope_lengths[rows])
+
+
+def _nothing(spec: AttnSpec, like: Tensor) -> Sequence[Tensor]:
+    """Queries, keys and values of no token."""
+    return [like.new_empty(heads, 0, spec.head_dim) for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]

@@ -1,0 +1,176 @@
+"""How fast ranks reach each other, and a device its host, timed by processes of their own.
+
+`time_links` starts one per rank, `python -m longspan.profiling.links`, connected as workers are. The first one reports.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from longspan.attn.collectives import all_gather, gather_hops
+from longspan.attn.comm import Group, Message, TorchTransport
+from longspan.cost.profile import Transfer, TransferKind
+from longspan.errors import WorkerLostError
+from longspan.runtime.worker.network import connect, keep_to_cores, open_device
+
+_SIZES = (2**12, 2**16, 2**20, 2**24)
+_REPEATS = 7
+_TIMEOUT_S = 60.0
+
+
+def time_links(num_ranks: int, device: str) -> list[Transfer]:
+    """Transfers of every kind and some sizes between so many ranks.
+
+    Raises:
+        WorkerLostError: when a rank fails; the reason is the last that it said.
+    """
+    processes: list[subprocess.Popen[bytes]] = []
+    with tempfile.TemporaryDirectory(prefix="longspan-links-") as folder:
+        logs = [Path(folder, f"log{rank}") for rank in range(num_ranks)]
+        try:
+            for rank, log in enumerate(logs):
+                arguments = [str(rank), str(num_ranks), f"{folder}/store", device]
+                with log.open("wb") as stderr:
+                    process = subprocess.Popen(
+                        [sys.executable, "-m", "longspan.profiling.links", *arguments],
+                        stdin=subprocess.PIPE,  # closes with us, however we end
+                        stdout=subprocess.PIPE,
+                        stderr=stderr,
+                        start_new_session=True,  # Ctrl-C is ours to handle
+                    )
+                processes.append(process)
+            stdout = processes[0].stdout
+            assert stdout is not None, "it is a pipe"
+            told = stdout.read()
+            for rank, process in enumerate(processes):
+                if process.wait(_TIMEOUT_S) != 0:
+                    raise WorkerLostError(rank, _last_line(logs[rank]))
+        finally:
+            for process in processes:
+                process.kill()
+                process.communicate()  # closes the pipes
+    return msgspec.json.decode(told, type=list[Transfer])
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+
+
+def main(rank: int, num_ranks: int, store: str, device_kind: str) -> list[Transfer]:
+    """What one rank sees; all ranks do the same transfers in the same order."""
+    torch.set_num_threads(1)
+    keep_to_cores(device_kind, rank, num_ranks)
+    device = open_device(device_kind, rank)
+    found = [_copies(device, size) for size in _SIZES] if rank == 0 else []
+    if num_ranks > 1:
+        transport = connect(device_kind, store, rank, num_ranks, timeout_s=_TIMEOUT_S)
+        found += _between(Links(transport, rank, num_ranks, device))
+        dist.barrier()
+        dist.destroy_process_group()
+    return found
+
+
+def _between(links: Links) -> Iterator[Transfer]:
+    calls: tuple[tuple[TransferKind, int, Callable[[int], float]], ...] = (
+        ("point_to_point", 2, links.there_and_back),
+        ("alltoall", links.size, links.alltoall),
+        ("all_gather", links.size, links.all_gather),
+    )
+    for kind, members, call in calls:
+        for size in _SIZES:
+            share = size if kind == "point_to_point" else size // (links.size - 1)
+            seconds = [call(share) for _ in range(_REPEATS + 1)]
+            sent = size if kind == "point_to_point" else share * (links.size - 1)
+            yield Transfer(kind=kind, members=members, num_bytes=sent, seconds=tuple(seconds[1:]))
+
+
+class Links:
+    """One rank's view of all; every method sends messages of so many bytes and returns seconds."""
+
+    def __init__(self, transport: TorchTransport, rank: int, size: int, device: torch.device) -> None:
+        self.size, self._rank, self._device, self._transport = size, rank, device, transport
+        self._next_tag = 0
+
+    def there_and_back(self, num_bytes: int) -> float:
+        """Half of the time from rank 0 to rank 1 and back."""
+        group = self._group()
+        if self._rank > 1:
+            return self._timed(lambda: None)
+        peer = 1 - self._rank
+
+        def turn() -> None:
+            message = self._message(num_bytes)
+            for hop in range(2):
+                sends = hop == self._rank
+                group.start(
+                    sends={peer: message} if sends else {}, receives={} if sends else {peer: message}, hop=hop
+                ).wait()
+
+        return self._timed(turn) / 2
+
+    def alltoall(self, num_bytes: int) -> float:
+        """Every rank to every other, a message for each."""
+        group, others = self._group(), [rank for rank in range(self.size) if rank != self._rank]
+        leaving = {rank: self._message(num_bytes) for rank in others}
+        coming = {rank: self._message(num_bytes) for rank in others}
+        return self._timed(lambda: group.start(sends=leaving, receives=coming, hop=0).wait())
+
+    def all_gather(self, num_bytes: int) -> float:
+        """Every rank to every other, the same message."""
+        group, blocks = self._group(), [self._message(num_bytes) for _ in range(self.size)]
+        return self._timed(lambda: all_gather(group, blocks))
+
+    def _group(self) -> Group:
+        first = self._next_tag
+        self._next_tag += gather_hops(self.size) + 1
+        return Group(self._transport, range(self.size), self._rank, first_tag=first)
+
+    def _message(self, num_bytes: int) -> Message:
+        return Message([((num_bytes,), torch.uint8)], self._device)
+
+    def _timed(self, call: Callable[[], object]) -> float:
+        dist.barrier()
+        seconds = _seconds(call, self._device)
+        self._transport.flush()
+        return seconds
+
+
+def _copies(device: torch.device, num_bytes: int) -> Transfer:
+    """From the device to memory of its host, which may be the same."""
+    source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    seconds = [_seconds(lambda: target.copy_(source), device) for _ in range(_REPEATS + 1)]
+    return Transfer(kind="host_copy", members=1, num_bytes=num_bytes, seconds=tuple(seconds[1:]))
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    begin = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begin
+
+
+def _exit_with_parent() -> None:
+    os.read(sys.stdin.fileno(), 1)  # nothing is ever written
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    seen = main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
+    with suppress(BrokenPipeError):
+        sys.stdout.buffer.write(msgspec.json.encode(seen))

@@ -1,0 +1,1 @@
+"""The control plane: starts workers, sends them steps, and takes their completions."""

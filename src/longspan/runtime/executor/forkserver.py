@@ -1,0 +1,242 @@
+"""Worker processes, forked from one that has imported everything: a worker then starts in a blink, not in seconds.
+
+The first worker of a controller starts the server, a process with one thread that imports PyTorch and transformers.
+It stays for the next engine and ends with its controller, however that ends; its workers end with it. Both ties
+are pipes that close when their owner is gone. This module is light: only the server imports `runtime.worker`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from longspan.runtime.messages import WorkerConfig
+
+LOST = -9
+"""Exit code of workers whose server was lost: they end at once, but nobody learns how."""
+
+
+_START_TIMEOUT_S = 300.0
+"""The server has imported everything and forked."""
+_END_TIMEOUT_S = 5.0
+"""The server has done what ends a worker, or itself."""
+
+
+class StartWorker(msgspec.Struct, frozen=True, tag="start"):
+    """Fork a worker that writes to the file `log`; answered by `Started`."""
+
+    config: WorkerConfig
+    log: str
+
+
+class KillWorker(msgspec.Struct, frozen=True, tag="kill"):
+    """Kill a worker unless it has ended."""
+
+    pid: int
+
+
+class Started(msgspec.Struct, frozen=True, tag="started"):
+    """The process id of the worker that was asked for."""
+
+    pid: int
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """A worker has ended; negative codes are signals."""
+
+    pid: int
+    code: int
+
+
+ServerCommand = StartWorker | KillWorker
+ServerReport = Started | Ended
+
+
+class WorkerProcess:
+    """A worker as its controller sees it."""
+
+    def __init__(self, server: _ForkServer, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._server = server
+        self._ended = threading.Event()
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Its exit code, once it has ended.
+
+        Raises:
+            TimeoutError: when it still runs after `timeout_s`.
+        """
+        if not self._ended.wait(timeout_s):
+            raise TimeoutError(f"worker process {self.pid} still runs after {timeout_s} s")
+        assert self.returncode is not None, "set before the event"
+        return self.returncode
+
+    def kill(self) -> None:
+        """Ends it by force."""
+        self._server.send(KillWorker(self.pid))
+
+    def destroy(self) -> None:
+        """Ends it by force and waits for that, though not for ever: a server that does not do it ends, too."""
+        self.kill()
+        try:
+            self.wait(_END_TIMEOUT_S)
+        except TimeoutError:
+            self._server.destroy()
+
+    def end(self, code: int) -> None:
+        """It has ended."""
+        self.returncode = code
+        self._ended.set()
+
+
+class _ForkServer:
+    """The controller's side of the server process."""
+
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+        self._process = subprocess.Popen(
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "longspan.runtime.executor.forkserver_main",
+            ],  # -P: no code from the current folder
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",  # workers set their own number; threads would not survive a fork
+                "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # looking for devices must not initialise CUDA before the fork
+            },
+            start_new_session=True,  # signals to the terminal's group are the controller's to handle
+        )
+        self._workers: dict[int, WorkerProcess] = {}
+        self._lock = threading.Lock()
+        self._starting = threading.Lock()
+        self._started = threading.Semaphore(0)
+        self._latest: WorkerProcess | None = None
+        self._decoder = msgspec.json.Decoder(ServerReport)
+        threading.Thread(target=self._listen, daemon=True).start()
+        atexit.register(self.close)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs and is this process's own, not that of a parent that forked."""
+        return self._process.poll() is None and self.owner == os.getpid()
+
+    def start(self, config: WorkerConfig, log: Path) -> WorkerProcess:
+        with self._starting:
+            self.send(StartWorker(config, str(log)))
+            if not self._started.acquire(timeout=_START_TIMEOUT_S):
+                self.destroy()
+                raise OSError(f"the process that forks workers does nothing for {_START_TIMEOUT_S:g} s")
+            if self._latest is None:
+                raise OSError(f"the process that forks workers ended with code {self._process.wait()}")
+            return self._latest
+
+    def send(self, command: ServerCommand) -> None:
+        """Says nothing to a server that is gone: its workers are, too."""
+        with self._lock:
+            try:
+                self._pipe.write(msgspec.json.encode(command) + b"\n")
+                self._pipe.flush()
+            except (BrokenPipeError, ValueError):
+                return
+
+    def close(self) -> None:
+        """Ends the server and with it all its workers."""
+        if self.owner == os.getpid():
+            with self._lock, suppress(BrokenPipeError):  # what was said last to one that is gone is not said
+                self._pipe.close()
+            try:
+                self._process.wait(_END_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self.destroy()
+
+    def destroy(self) -> None:
+        """Ends the server and all its workers by force, for one that hangs."""
+        workers = list(self._workers)
+        with _watched(workers) as wait:
+            for pid in workers:  # they are the server's to reap, so these numbers are still theirs
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self._process.kill()
+            self._process.wait()
+            wait()
+
+    @property
+    def _pipe(self) -> BinaryIO:
+        assert self._process.stdin is not None, "asked for a pipe"
+        return self._process.stdin  # type: ignore[return-value]  # binary, as no text mode was asked for
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None, "asked for a pipe"
+        for line in self._process.stdout:
+            match self._decoder.decode(line):
+                case Started(pid):
+                    self._latest = self._workers[pid] = WorkerProcess(self, pid)
+                    self._started.release()
+                case Ended(pid, code):
+                    self._workers.pop(pid).end(code)
+        self._latest = None
+        self._started.release()
+        for worker in self._workers.values():
+            worker.end(LOST)
+
+
+@contextmanager
+def _watched(pids: Sequence[int]) -> Iterator[Callable[[], None]]:
+    """Gives a function that waits, though not for ever, until processes which need not be ours have ended.
+
+    Where the system cannot tell, it does not wait.
+    """
+    ends: list[int] = []
+    try:
+        for pid in pids if hasattr(os, "pidfd_open") else ():
+            with suppress(ProcessLookupError):
+                ends.append(os.pidfd_open(pid))
+        yield lambda: _await_all(ends)
+    finally:
+        for end in ends:
+            os.close(end)
+
+
+def _await_all(ends: Sequence[int]) -> None:
+    deadline = time.monotonic() + _END_TIMEOUT_S
+    for end in ends:
+        select.select([end], [], [], max(0.0, deadline - time.monotonic()))
+
+
+_server: _ForkServer | None = None
+_server_lock = threading.Lock()
+
+
+def start_server() -> _ForkServer:
+    """Starts the server unless it runs already; returns at once, while it is still importing."""
+    global _server  # noqa: PLW0603 - one per process is its point
+    with _server_lock:
+        if _server is None or not _server.alive:
+            _server = _ForkServer()
+        return _server
+
+
+def start_worker(config: WorkerConfig, log: Path) -> WorkerProcess:
+    """A new worker process, which writes to the file `log`.
+
+    Raises:
+        OSError: when the server cannot be started.
+    """
+    return start_server().start(config, log)

@@ -1,0 +1,129 @@
+"""The process that workers are forked from: see `runtime.forkserver`. Its one thread is what makes forking safe."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from typing import NoReturn
+
+import msgspec
+
+from longspan.runtime.executor.forkserver import Ended, KillWorker, ServerCommand, ServerReport, Started, StartWorker
+from longspan.runtime.worker import worker
+
+_END_TIMEOUT_S = 2.0
+_POLL_S = 0.02
+
+
+class _Children:
+    """Living workers, each with the pipe whose end it takes for the server's."""
+
+    def __init__(self) -> None:
+        self._lifelines: dict[int, int] = {}
+
+    def start(self, command: StartWorker) -> None:
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            for lifeline in (*self._lifelines.values(), writing):
+                os.close(lifeline)
+            _become_worker(command, reading)
+        os.close(reading)
+        self._lifelines[pid] = writing
+        _report(Started(pid))
+
+    def kill(self, pid: int) -> None:
+        if pid in self._lifelines:  # else it has ended, and its number may be another's
+            os.kill(pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """They end with their lifelines; those that do not, since they hang, by force."""
+        for lifeline in self._lifelines.values():
+            os.close(lifeline)
+        deadline_s = time.monotonic() + _END_TIMEOUT_S
+        while self._lifelines:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+            if pid:
+                del self._lifelines[pid]
+            elif time.monotonic() < deadline_s:
+                time.sleep(_POLL_S)
+            else:
+                for pid in self._lifelines:
+                    os.kill(pid, signal.SIGKILL)
+                return
+
+    def reap(self) -> None:
+        while self._lifelines:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            os.close(self._lifelines.pop(pid))
+            _report(Ended(pid, os.waitstatus_to_exitcode(status)))
+
+
+def main() -> None:
+    """Forks workers as it is told until its controller closes the pipe."""
+    gc.collect()
+    gc.freeze()  # so that collections in the workers do not copy shared pages
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    waking, wake = socket.socketpair()
+    for end in (waking, wake):
+        end.setblocking(False)
+    signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    selector = selectors.DefaultSelector()
+    selector.register(waking, selectors.EVENT_READ)
+    selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
+    children, received, decoder = _Children(), b"", msgspec.json.Decoder(ServerCommand)
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj is waking:
+                waking.recv(4096)
+                children.reap()
+                continue
+            data = os.read(sys.stdin.fileno(), 1 << 16)
+            if not data:
+                children.end()
+                return
+            *lines, received = (received + data).split(b"\n")
+            for line in lines:
+                match decoder.decode(line):
+                    case StartWorker() as command:
+                        children.start(command)
+                    case KillWorker(pid):
+                        children.kill(pid)
+
+
+def _become_worker(command: StartWorker, lifeline: int) -> NoReturn:
+    code = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        log = os.open(command.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        with suppress(OSError):  # not every file system can
+            fcntl.flock(log, fcntl.LOCK_SH)  # so that nobody tidies it away as long as somebody writes
+        null = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((null, 0), (log, 1), (log, 2)):
+            os.dup2(source, target)
+        worker.main(command.config, lifeline)
+        code = 0
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _report(report: ServerReport) -> None:
+    with suppress(BrokenPipeError):  # the controller is gone, and so will we be: its other pipe is closed, too
+        os.write(sys.stdout.fileno(), msgspec.json.encode(report) + b"\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""KV pools, and KV that moves between ranks."""

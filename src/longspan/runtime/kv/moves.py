@@ -1,0 +1,354 @@
+"""KV that moves between ranks of different steps: nobody's Forward waits for it, on either end."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longspan.attn.comm import Message, Pending, Transport, peer_errors, start_receives, start_sends
+from longspan.core.steps import Forward, Link, MoveKV
+from longspan.runtime.kv.block_messages import BlockMessages, BlockSlice, RankMove
+from longspan.runtime.messages import Moved, Sent
+from longspan.runtime.worker.step_comm import MoveComm
+
+
+class MoveTransport:
+    """A `Transport` whose sends take as long as they take: what `start` returns keeps their buffers and waits for them.
+
+    `start` itself waits for nothing. Both are for threads that have nothing else to do.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None, *, staged: bool, device: torch.device) -> None:
+        self._group, self._staged, self._device = process_group, staged, device
+        self.tagged = dist.get_backend(process_group) != "nccl"
+
+    def start(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int) -> Pending:
+        """See `Transport`."""
+        with peer_errors():
+            arrival = start_receives(receives, self._group, tag, staged=self._staged)
+            leaving = list(start_sends(sends, self._group, tag, staged=self._staged))
+        return _Beside(arrival, leaving, self._device)
+
+    def flush(self) -> None:
+        """Does not wait: peers may be in other steps."""
+
+
+class _Beside:
+    def __init__(self, arrival: Pending, leaving: Sequence[tuple[dist.Work, Tensor]], device: torch.device) -> None:
+        self._arrival, self._leaving, self._device = arrival, leaving, device
+
+    def wait(self) -> None:
+        """Until all is there, and all has left."""
+        with beside(self._device):
+            self._arrival.wait()
+            with peer_errors():
+                for work, _ in self._leaving:
+                    work.wait()
+
+
+def mark(device: torch.device) -> torch.cuda.Event | None:
+    """The moment at which a CUDA device is done with what it has been given up to now."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+@contextmanager
+def beside(device: torch.device, after: torch.cuda.Event | None = None) -> Iterator[None]:
+    """A block that waits for transfers does so on a CUDA device, too, whose other work goes on. It begins `after`."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    if after is not None:
+        stream.wait_event(after)
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
+PIECE_BYTES = 8 * 2**20
+"""The largest message, unless a single block is larger."""
+WINDOW_BYTES = 64 * 2**20
+"""Messages that are under way from one rank to another at once, and so the memory for them at each end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """One message of a move.
+
+    Attributes:
+        number: of the move.
+        blocks: that are in the message.
+        index: of the piece among those of its layer.
+        is_last: whether it is the last of them.
+        ready: on a CUDA device, when the pool has the blocks.
+    """
+
+    number: int
+    blocks: BlockSlice
+    index: int
+    is_last: bool
+    ready: torch.cuda.Event | None
+
+
+class Way:
+    """What moves to, or from, one other rank, first in, first out. Threads of its own do all that waits.
+
+    Both ends are given the same in the same order. So what is oldest under way here is oldest there, or is not known
+    there yet, and nobody waits in a circle.
+
+    Args:
+        begin: makes the message of a piece, and starts to send or receive it.
+        end: the message has left, or is there. Its memory counts until it is `left`.
+        fail: a peer is gone, or there is no memory, or any other error. Nothing more is done here.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[Piece], tuple[Message, Pending]],
+        end: Callable[[Way, Piece, Message], None],
+        fail: Callable[[Exception], None],
+    ) -> None:
+        self._begin, self._end, self._fail = begin, end, fail
+        self._given: queue.SimpleQueue[tuple[int, BlockSlice, torch.cuda.Event | None]] = queue.SimpleQueue()
+        self._under_way: queue.SimpleQueue[tuple[Piece, Message, Pending]] = queue.SimpleQueue()
+        self._room = threading.Condition()
+        self._num_bytes = self._num_given = self._num_left = 0
+        for work in (self._begin_all, self._end_all):
+            threading.Thread(target=self._run, args=(work,), daemon=True).start()
+
+    def put(self, number: int, blocks: BlockSlice, ready: torch.cuda.Event | None) -> None:
+        """Blocks of one layer of a move."""
+        self._num_given += 1
+        self._given.put((number, blocks, ready))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all that was put has left."""
+        return self._num_given == self._num_left
+
+    def left(self, piece: Piece) -> None:
+        """Nobody needs the message of a piece any more."""
+        with self._room:
+            self._num_bytes -= piece.blocks.num_bytes
+            self._num_left += piece.is_last
+            self._room.notify()
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - whatever it is, who computes must hear of it
+            self._fail(error)
+
+    def _begin_all(self) -> None:
+        while True:
+            number, blocks, ready = self._given.get()
+            pieces = blocks.cut(PIECE_BYTES)
+            for index, part in enumerate(pieces):
+                piece = Piece(number=number, blocks=part, index=index, is_last=index + 1 == len(pieces), ready=ready)
+                self._enter(part.num_bytes)
+                message, pending = self._begin(piece)
+                self._under_way.put((piece, message, pending))
+
+    def _enter(self, num_bytes: int) -> None:
+        """Waits until there is room for so many bytes, or nothing is under way."""
+        with self._room:
+            self._room.wait_for(lambda: not self._num_bytes or self._num_bytes + num_bytes <= WINDOW_BYTES)
+            self._num_bytes += num_bytes
+
+    def _end_all(self) -> None:
+        while True:
+            piece, message, pending = self._under_way.get()
+            pending.wait()
+            self._end(self, piece, message)
+            del piece, message, pending  # what waits for the next one must not keep its memory
+
+
+_News = tuple[Way, Piece, Message] | int | Exception
+"""From the threads of the ways: what has come, the number of a move of which a last message has left, or an error."""
+
+
+class Moves:
+    """One rank's end of the MoveKVs that are steps of their own, and of those that stream out of a Forward.
+
+    A way per other rank and direction reads the pool, sends and receives, with a bounded number of bytes under way.
+    The pool is written by `take_arrived` only, that is by the thread that computes, between its steps.
+
+    Attributes:
+        wakeup: a file descriptor that can be read when there may be something to take.
+    """
+
+    def __init__(self, messages: BlockMessages, transport: Transport, *, rank: int, hosts: Sequence[int]) -> None:
+        self._messages, self._rank = messages, rank
+        num_layers = messages.num_layers
+        self._comm = MoveComm(transport, "kv_transfer", rank=rank, hosts=hosts, num_layers=num_layers)
+        self._sending: dict[int, Way] = {}
+        self._receiving: dict[int, Way] = {}
+        self._missing: Counter[int] = Counter()  # layers of moves to this rank, a rank of their source each
+        self._leaving: Counter[int] = Counter()  # messages of the last layer of moves from this rank, a peer each
+        self._news: queue.SimpleQueue[_News] = queue.SimpleQueue()
+        self.wakeup, self._wake = os.pipe()
+        for end in (self.wakeup, self._wake):
+            os.set_blocking(end, False)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not self._missing and all(way.is_idle for way in self._sending.values())
+
+    def expect(self, moves: Sequence[MoveKV]) -> None:
+        """Receives moves to this rank, if any, in the order in which they are sent: layer by layer."""
+        taken = [self._messages.part(move) for move in moves]
+        for layer in range(self._messages.num_layers):
+            for move in taken:
+                for blocks in move.coming(layer):
+                    self._missing[move.number] += 1
+                    self._way(self._receiving, blocks, self._receive, self._came).put(move.number, blocks, None)
+
+    def send(self, moves: Sequence[MoveKV]) -> Iterator[Moved]:
+        """Sends what this rank has of moves, and reports each that it has something of."""
+        parts = [self._messages.part(move) for move in moves]
+        sent = {move.number: Counter[tuple[str, Link]]() for move in moves}
+        for layer in range(self._messages.num_layers):
+            for part in parts:
+                self.send_layer(part, layer, sent[part.number])
+        for part in parts:
+            if part.is_source:
+                yield Moved(rank=self._rank, number=part.number, bytes_sent=dict(sent[part.number]))
+
+    def send_layer(self, move: RankMove, layer: int, sent: Counter[tuple[str, Link]]) -> None:
+        """Sends what this rank has of one layer, and counts it in `sent`. Nobody writes it before it has come."""
+        is_last = layer + 1 == self._messages.num_layers
+        for blocks in move.leaving(layer):
+            self._leaving[move.number] += is_last
+            self._comm.count(blocks.peer, blocks.num_bytes, sent)
+            ready = mark(self._messages.device)
+            self._way(self._sending, blocks, self._send, self._left).put(move.number, blocks, ready)
+        if is_last and move.is_source:  # of which this rank may have nothing to send
+            self._leaving[move.number] += 1
+            self._tell(move.number)
+
+    def take_arrived(self) -> list[Moved | Sent]:
+        """Writes what has come to the pool; reports the moves of which it was the last, and those that have left.
+
+        Raises:
+            CommError: when a peer is gone.
+            Exception: whatever else a way has failed with.
+        """
+        with suppress(BlockingIOError):
+            os.read(self.wakeup, 4096)
+        done: list[Moved | Sent] = []
+        while not self._news.empty():
+            news = self._news.get()
+            if isinstance(news, Exception):
+                raise news
+            if isinstance(news, int):
+                self._leaving[news] -= 1
+                if not self._leaving[news]:
+                    del self._leaving[news]
+                    done.append(Sent(rank=self._rank, number=news))
+                continue
+            way, piece, message = news
+            self._messages.store(piece.blocks, message)
+            way.left(piece)
+            self._missing[piece.number] -= piece.is_last
+            if not self._missing[piece.number]:
+                del self._missing[piece.number]
+                done.append(Moved(rank=self._rank, number=piece.number, bytes_sent={}))
+        return done
+
+    def _way(
+        self,
+        ways: dict[int, Way],
+        blocks: BlockSlice,
+        begin: Callable[[Piece], tuple[Message, Pending]],
+        end: Callable[[Way, Piece, Message], None],
+    ) -> Way:
+        way = ways.get(blocks.peer)
+        if way is None:
+            way = ways[blocks.peer] = Way(begin, end, self._tell)
+        return way
+
+    def _send(self, piece: Piece) -> tuple[Message, Pending]:
+        with beside(self._messages.device, after=piece.ready):
+            message = self._messages.filled(piece.blocks)
+            group = self._comm.group(piece.number, piece.blocks.layer, Counter(), piece.index)
+            return message, group.start(sends={piece.blocks.peer: message}, receives={}, hop=0)
+
+    def _receive(self, piece: Piece) -> tuple[Message, Pending]:
+        with beside(self._messages.device):
+            message = self._messages.room(piece.blocks)
+            group = self._comm.group(piece.number, piece.blocks.layer, Counter(), piece.index)
+            return message, group.start(sends={}, receives={piece.blocks.peer: message}, hop=0)
+
+    def _came(self, way: Way, piece: Piece, message: Message) -> None:
+        self._tell((way, piece, message))
+
+    def _left(self, way: Way, piece: Piece, _: Message) -> None:
+        way.left(piece)
+        if piece.is_last and piece.blocks.layer + 1 == self._messages.num_layers:
+            self._tell(piece.number)
+
+    def _tell(self, news: _News) -> None:
+        self._news.put(news)
+        with suppress(BlockingIOError):  # it is full of wake-ups already
+            os.write(self._wake, b"\0")
+
+
+class StepMoves:
+    """One rank's end of the `balances` and `streams` of a Forward, which counts what it sends in `sent`."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        messages: BlockMessages,
+        *,
+        balance: MoveComm,
+        moves: Moves,
+        sent: Counter[tuple[str, Link]],
+    ) -> None:
+        self._messages, self._comm, self._moves, self._sent = messages, balance, moves, sent
+        self._balances = [messages.part(move) for move in forward.balances]
+        self._streams = [messages.part(move) for move in forward.streams]
+        self._num_settled = self._num_streamed = 0
+        self._coming: list[tuple[Pending, list[tuple[BlockSlice, Message]]]] = []
+        self._start(0)
+
+    def settle(self, layer: int) -> None:
+        """Waits until a layer's balances are in the pool, and then sets those of the next layer going."""
+        while self._num_settled <= layer:
+            for pending, rooms in self._coming:
+                pending.wait()
+                for blocks, room in rooms:
+                    self._messages.store(blocks, room)
+            self._num_settled += 1
+            self._start(self._num_settled)
+
+    def stream(self, layer: int) -> None:
+        """Sends the streams of all layers up to this one, whose new KV is in the pool."""
+        while self._num_streamed <= layer:
+            for move in self._streams:
+                self._moves.send_layer(move, self._num_streamed, self._sent)
+            self._num_streamed += 1
+
+    def _start(self, layer: int) -> None:
+        """Sends and receives of a layer's balances."""
+        self._coming = []
+        for move in self._balances if layer < self._messages.num_layers else ():
+            group = self._comm.group(move.number, layer, self._sent)
+            sends = {blocks.peer: self._messages.filled(blocks) for blocks in move.leaving(layer)}
+            rooms = [(blocks, self._messages.room(blocks)) for blocks in move.coming(layer)]
+            receives = {blocks.peer: room for blocks, room in rooms}
+            self._coming.append((group.start(sends=sends, receives=receives, hop=0), rooms))

@@ -1,0 +1,215 @@
+"""One rank's view of a Forward: its tokens packed in a row, where their KV goes, and how each part exchanges."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longspan.attn.member import MemberPart, MemberParts, num_tokens
+from longspan.core.owners import BlockRef, Homes
+from longspan.core.runs import Run
+from longspan.core.steps import UNKNOWN, WHOLE, Exchange, Forward, Part, Sample
+from longspan.runtime.worker.requests import RankRequests, UnknownToken
+
+
+@dataclass(frozen=True, kw_only=True)
+class Channel:
+    """Parts with the same exchange and group, which are exchanged together.
+
+    Attributes:
+        number: among the exchanging channels of the whole Forward, so that all members know it by the same number.
+        rank: this member's index in the group.
+        slots: of a `chain`, and of `SHARED` exchanges, for each part: what this member stores of the new tokens that it
+            has or gets.
+        rope_lengths: of each part.
+    """
+
+    number: int
+    exchange: Exchange
+    members: tuple[int, ...]
+    rank: int
+    parts: MemberParts
+    slots: tuple[Slots, ...]
+    rope_lengths: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Those of this member, which follow each other."""
+        return sum(num_tokens(part.q_runs[self.rank]) for part in self.parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slots:
+    """Where the keys and values of some tokens go: the token in row `rows[i]` to slot `offsets[i]` of `blocks[i]`.
+
+    All `[tokens]` int64.
+    """
+
+    rows: Tensor
+    blocks: Tensor
+    offsets: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptRows:
+    """Prompt tokens whose logprobs are wanted: packed token `rows[i]` predicts `targets[i]` at `positions[i]`."""
+
+    request_id: int
+    rows: tuple[int, ...]
+    positions: tuple[int, ...]
+    targets: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """All of a Forward that concerns one rank.
+
+    Attributes:
+        tokens, positions, rope_lengths: `[tokens]` int64, one packed row.
+        num_alone: tokens before those of `SHARED` exchanges, which come last; None when there are no such parts.
+        slots: where the KV of tokens goes that are stored before the exchange: of all parts whose channel has none.
+        channels: in the same order on every rank.
+        keep: `[n]` indices of the tokens whose logits are sampled by `samples`, for `request_ids`.
+        unknown: tokens that this rank must find out or pass on before it computes.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    rope_lengths: Tensor
+    num_alone: int | None
+    slots: Slots
+    channels: tuple[Channel, ...]
+    keep: Tensor
+    samples: tuple[Sample, ...]
+    request_ids: tuple[int, ...]
+    unknown: tuple[UnknownToken, ...]
+    prompts: tuple[PromptRows, ...]
+
+
+def pack(forward: Forward, requests: RankRequests, *, instance: int, block_size: int, device: torch.device) -> Packed:
+    """Packs the parts in which `instance` is a member, and brings `requests` up to date."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    rope_lengths: list[int] = []
+    stored: list[tuple[int, BlockRef, int]] = []
+    channels: dict[tuple[Exchange, tuple[int, ...]], list[tuple[MemberPart, Slots | None, int]]] = {}
+    sampled: list[tuple[int, Sample, int]] = []
+    unknown: list[UnknownToken] = []
+    prompts: list[PromptRows] = []
+    num_alone = None
+    for part in _shared_last(forward.parts):
+        if instance not in part.group:
+            unknown.extend(_unknown(part, instance, -1))
+            continue
+        table = requests.apply(part).table
+        homes = Homes(table=table, group=part.group, block_size=block_size, rotation=part.rotation)
+        me, first = part.group.index(instance), len(tokens)
+        runs = part.runs[me]
+        for run in runs:
+            tokens.extend(part.tokens[run.start - part.start : run.stop - part.start])
+            positions.extend(run.positions)
+        rope_lengths.extend([part.rope_length] * (len(tokens) - first))
+        packed = MemberPart(
+            rows=slice(first, len(tokens)),
+            q_runs=part.runs,
+            kv_runs=homes.held(part.stop),
+            blocks=homes.blocks(instance),
+        )
+        kept = None
+        if part.exchange in STORED_AFTERWARDS:
+            after = _has_afterwards(part, me)
+            kept = _slots(((row, *homes.slot(at)) for row, at in enumerate(after)), instance, device)
+        else:
+            stored.extend((row, *homes.slot(positions[row])) for row in range(first, len(tokens)))
+        channels.setdefault((part.exchange, part.group), []).append((packed, kept, part.rope_length))
+        if part.exchange in SHARED and num_alone is None:
+            num_alone = first
+        if part.sample is not None and part.sample.instance == instance:
+            sampled.append((part.request_id, part.sample, len(tokens) - 1))
+        unknown.extend(_unknown(part, instance, len(tokens) - 1))
+        if part.targets and runs:
+            prompts.append(_prompt_rows(part, runs, first))
+    return Packed(
+        tokens=torch.tensor(tokens, dtype=torch.int64, device=device),
+        positions=torch.tensor(positions, dtype=torch.int64, device=device),
+        rope_lengths=torch.tensor(rope_lengths, dtype=torch.int64, device=device),
+        num_alone=num_alone,
+        slots=_slots(stored, instance, device),
+        channels=_channels(forward, channels, instance),
+        keep=torch.tensor([row for _, _, row in sampled], dtype=torch.int64, device=device),
+        samples=tuple(wish for _, wish, _ in sampled),
+        request_ids=tuple(request_id for request_id, _, _ in sampled),
+        unknown=tuple(unknown),
+        prompts=tuple(prompts),
+    )
+
+
+SHARED: tuple[Exchange, ...] = ("gather_hidden", *WHOLE)
+"""Exchanges that compute attention layers with other weights than the model's, for tokens that come last in the row."""
+
+STORED_AFTERWARDS = ("chain", *SHARED)
+"""Exchanges that hand over what is to be stored."""
+
+
+def _shared_last(parts: Sequence[Part]) -> list[Part]:
+    """Those of `SHARED` exchanges after all others, by exchange and group."""
+    return sorted(parts, key=lambda part: (1, part.exchange, part.group) if part.exchange in SHARED else (0, "", ()))
+
+
+def _has_afterwards(part: Part, me: int) -> list[int]:
+    """The positions of the new tokens that a member has after the exchange: its own, or those up to its own."""
+    if part.exchange in SHARED:
+        return [position for run in part.runs[me] for position in run.positions]
+    ends = (run.stop for runs in part.runs[: me + 1] for run in runs)
+    return list(range(part.start, max(ends, default=part.start)))
+
+
+def _slots(tokens: Iterable[tuple[int, BlockRef, int]], instance: int, device: torch.device) -> Slots:
+    """Of tokens given as row, block, and offset: those whose block is this instance's."""
+    own = [(row, ref.block, offset) for row, ref, offset in tokens if ref.instance == instance]
+    rows, blocks, offsets = torch.tensor(own, dtype=torch.int64, device=device).view(-1, 3).unbind(1)
+    return Slots(rows=rows, blocks=blocks, offsets=offsets)
+
+
+def _unknown(part: Part, instance: int, last_row: int) -> Iterator[UnknownToken]:
+    if part.tokens[-1] == UNKNOWN:
+        assert part.sample is not None and part.unknown_on is not None, "what is unknown is the request's last token"
+        target = part.sample.instance
+        if instance in (target, part.unknown_on):
+            row = last_row if instance == target else -1
+            yield UnknownToken(request_id=part.request_id, source=part.unknown_on, target=target, row=row)
+
+
+def _prompt_rows(part: Part, runs: Sequence[Run], first_row: int) -> PromptRows:
+    """The rows of this member whose next token lies in the prompt, on whichever member that is."""
+    before = [position for run in runs for position in run.positions if position - part.start < len(part.targets)]
+    return PromptRows(
+        request_id=part.request_id,
+        rows=tuple(range(first_row, first_row + len(before))),
+        positions=tuple(position + 1 for position in before),
+        targets=tuple(part.targets[position - part.start] for position in before),
+    )
+
+
+def _channels(
+    forward: Forward,
+    kinds: Mapping[tuple[Exchange, tuple[int, ...]], Sequence[tuple[MemberPart, Slots | None, int]]],
+    instance: int,
+) -> tuple[Channel, ...]:
+    exchanging = dict.fromkeys((part.exchange, part.group) for part in forward.parts if len(part.group) > 1)
+    numbers = {kind: number for number, kind in enumerate(exchanging)}
+    return tuple(
+        Channel(
+            number=numbers.get((exchange, group), 0),
+            exchange=exchange,
+            members=group,
+            rank=group.index(instance),
+            parts=MemberParts([part for part, _, _ in parts]),
+            slots=tuple(slots for _, slots, _ in parts if slots is not None),
+            rope_lengths=tuple(length for _, _, length in parts),
+        )
+        for (exchange, group), parts in kinds.items()
+    )

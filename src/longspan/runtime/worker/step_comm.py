@@ -1,0 +1,112 @@
+"""The groups of ranks that one step sends messages in, and the tags of these."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from longspan.attn.collectives import all_reduce
+from longspan.attn.comm import Group, Transport
+from longspan.core.cluster import Fleet
+from longspan.core.steps import Link, shown_name
+from longspan.layerwise.gather_hidden import hidden_hops
+from longspan.runtime.worker.batch import Channel
+
+_CHANNELS = 1024
+"""Channels of one Forward, over all ranks, that get tags of their own."""
+_NUM_TAGS = 2**31
+_NUM_MOVE_TAGS = 2**27
+"""The last of them are those of moves."""
+_PIECES = 64
+"""Messages of a layer of a move, from one rank to another, that have tags of their own; fewer are under way."""
+_NOBODY = -1
+
+
+class StepComm:
+    """One step's groups; `hosts` has the host of every rank.
+
+    Exchanges connect ranks of different instances that have the same place in theirs, and so the same heads, where
+    both are split alike. Tags are unique per (step, layer, channel, hop) among the steps that can be in flight.
+    """
+
+    def __init__(
+        self,
+        transport: Transport | None,
+        number: int,
+        *,
+        fleet: Fleet,
+        rank: int,
+        hosts: Sequence[int],
+        num_layers: int,
+    ) -> None:
+        self.sent: Counter[tuple[str, Link]] = Counter()
+        self._transport, self._fleet, self._hosts = transport, fleet, hosts
+        self._instance, self._place = fleet.place(rank)
+        self._num_layers, self._hops = num_layers, hidden_hops(len(hosts))  # no exchange has more
+        self._num_inside = 0
+        per_step = 2 * (num_layers + 1) * _CHANNELS * self._hops  # inside instances a layer has more than channels
+        self._first_tag = number % ((_NUM_TAGS - _NUM_MOVE_TAGS) // per_step) * per_step
+
+    def channel(self, layer: int, channel: Channel) -> Group:
+        """The members of a channel in one layer."""
+        ranks = [self._beside(instance) for instance in channel.members]
+        assert _NOBODY not in ranks, "instances that exchange are split alike"
+        return self._group(ranks, channel.rank, shown_name(channel.exchange), self._tag(layer, channel.number))
+
+    def everyone(self) -> Group | None:
+        """All instances, for what travels before the first layer between those that are split alike; None when there
+        is only one rank.
+        """
+        if self._transport is None:
+            return None
+        ranks = [self._beside(instance) for instance in range(self._fleet.num_instances)]
+        return self._group(ranks, self._instance, "tokens", self._tag(self._num_layers, 0))
+
+    def inside(self, name: str) -> Group:
+        """The ranks of this instance, who ask for it in the same order; no exchange of a channel is between them."""
+        tag = self._first_tag + self._num_inside * self._hops
+        self._num_inside += 1
+        return self._group(self._fleet.ranks(self._instance), self._place, name, tag)
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        """The sum over the ranks of this instance."""
+        return all_reduce(self.inside("all_reduce"), partial)
+
+    def _beside(self, instance: int) -> int:
+        """The rank of this place in another instance, if that is split alike."""
+        alike = self._fleet.tps[instance] == self._fleet.tps[self._instance]
+        return self._fleet.ranks(instance)[self._place] if alike else _NOBODY
+
+    def _group(self, ranks: Sequence[int], index: int, name: str, first_tag: int) -> Group:
+        assert self._transport is not None, "a group of several ranks has a transport"
+        hosts = [self._hosts[rank] for rank in ranks]
+        return Group(self._transport, ranks, index, hosts=hosts, name=name, first_tag=first_tag, sent=self.sent)
+
+    def _tag(self, layer: int, channel: int) -> int:
+        assert channel < _CHANNELS, "a step has few kinds of groups and exchanges"
+        return self._first_tag + (layer * _CHANNELS + channel) * self._hops
+
+
+class MoveComm:
+    """All ranks, for the KV that moves between them on one lane, counted as `name`."""
+
+    def __init__(self, transport: Transport, name: str, *, rank: int, hosts: Sequence[int], num_layers: int) -> None:
+        self._transport, self._name, self._rank, self._hosts = transport, name, rank, hosts
+        self._num_layers = num_layers
+
+    def group(self, number: int, layer: int, sent: Counter[tuple[str, Link]], piece: int = 0) -> Group:
+        """For one message of a layer of the MoveKV of a number, whose only hop is 0; a member is a rank. Counts in
+        `sent`.
+        """
+        per_move = self._num_layers * _PIECES
+        within = layer * _PIECES + piece % _PIECES
+        tag = _NUM_TAGS - _NUM_MOVE_TAGS + number % (_NUM_MOVE_TAGS // per_move) * per_move + within
+        ranks = range(len(self._hosts))
+        return Group(self._transport, ranks, self._rank, hosts=self._hosts, name=self._name, first_tag=tag, sent=sent)
+
+    def count(self, peer: int, num_bytes: int, sent: Counter[tuple[str, Link]]) -> None:
+        """Counts what goes to a rank in messages whose groups do not."""
+        link: Link = "same_host" if self._hosts[peer] == self._hosts[self._rank] else "other_host"
+        sent[self._name, link] += num_bytes

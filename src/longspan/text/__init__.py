@@ -1,0 +1,1 @@
+"""Prompts and chat templates to token ids, tokens to text, and grammars."""

@@ -1,0 +1,165 @@
+"""Prompts in progress: the engine's tokens become text, its logprobs dictionaries, its requests outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from longspan.core.engine import Engine
+from longspan.core.request import Request
+from longspan.core.steps import TokenLogprobs
+from longspan.outputs import CompletionOutput, Logprob, LogprobsOfToken, RequestOutput
+from longspan.text.input_processor import Job
+from longspan.text.tokenizer import Detokenizer, token_text
+
+TokenText = Callable[[int], str | None]
+
+
+class Tracked:
+    """A job with its `n` choices, once it is started."""
+
+    def __init__(self, job: Job, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self.job = job
+        self.choices: tuple[Choice, ...] = ()
+        self._tokenizer = tokenizer
+        self._prompt_logprobs: list[LogprobsOfToken | None] | None = None
+
+    def start(self, engine: Engine) -> None:
+        """Adds its requests to the engine; all but the first share the first one's prompt."""
+        ids, params = self.job.token_ids, self.job.params
+        leader = engine.add(ids, params, grammar=self.job.grammar)
+        others = [
+            engine.add(ids, params, choice=index, leader=leader, grammar=self.job.grammar)
+            for index in range(1, params.n)
+        ]
+        self.choices = tuple(Choice(request, self._tokenizer) for request in (leader, *others))
+
+    @property
+    def finished(self) -> bool:
+        """Whether all its choices are."""
+        return all(choice.finished for choice in self.choices)
+
+    @property
+    def num_taken(self) -> int:
+        """Output tokens so far."""
+        return sum(choice.num_taken for choice in self.choices)
+
+    @property
+    def stuck(self) -> str | None:
+        """Why there is no answer, if an output cannot go on: no token of the model fits what its grammar demands."""
+        for choice in self.choices:
+            if choice.request.finish_reason == "error":
+                words = (
+                    "an output could not be completed in the form that structured_outputs or response_format asks for"
+                )
+                return f"{words}: {choice.request.stop_reason}"
+        return None
+
+    def output(self) -> RequestOutput:
+        """What there is so far."""
+        leader = self.choices[0].request
+        return RequestOutput(
+            request_id=leader.id,
+            prompt=self.job.text,
+            prompt_token_ids=list(leader.prompt),
+            prompt_logprobs=self.prompt_logprobs(),
+            outputs=[choice.output(index) for index, choice in enumerate(self.choices)],
+            finished=self.finished,
+            metrics=leader.metrics,
+        )
+
+    def prompt_logprobs(self) -> list[LogprobsOfToken | None] | None:
+        """Known, and the same from then on, when the first token is out; None before, or if not asked for."""
+        leader = self.choices[0].request
+        if self.job.params.prompt_logprobs is not None and self._prompt_logprobs is None and leader.output:
+            decoded = _token_text(self._tokenizer)
+            self._prompt_logprobs = [
+                None if report is None else by_token(token, report, decoded)
+                for token, report in zip(leader.prompt, leader.prompt_logprobs, strict=True)
+            ]
+        return self._prompt_logprobs
+
+
+class Choice:
+    """One of a prompt's outputs: a request of the engine with its text."""
+
+    def __init__(self, request: Request, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self.request = request
+        self.num_taken = 0
+        self._decoded = _token_text(tokenizer)
+        self._detokenizer = None if tokenizer is None else _detokenizer(request, tokenizer)
+        self.logprobs: list[LogprobsOfToken] = []
+        self._cumulative = 0.0
+
+    @property
+    def finished(self) -> bool:
+        """Whether no more tokens will come."""
+        return self.request.finish_reason is not None
+
+    @property
+    def text(self) -> str:
+        """So far, without what may still turn out to belong to a stop string."""
+        return "" if self._detokenizer is None else self._detokenizer.text
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """The stop string or token that ended it, or what went wrong."""
+        stopped_by = None if self._detokenizer is None else self._detokenizer.stopped_by
+        return self.request.stop_reason if stopped_by is None else stopped_by
+
+    def take_new_tokens(self, engine: Engine) -> None:
+        """Turns new tokens into text and ends the request at a stop string."""
+        request, start = self.request, self.num_taken
+        self.num_taken = len(request.output)
+        for token, report in zip(request.output[start:], request.logprobs[start:], strict=False):
+            self.logprobs.append(by_token(token, report, self._decoded))
+            self._cumulative += report.logprob
+        if self._detokenizer is None:
+            return
+        # Before this sees stop strings, "stop" means that the last token is a stop token, which has no text.
+        stop = self.num_taken - (request.finish_reason == "stop" and self.num_taken > start)
+        self._detokenizer.add(request.output[start:stop], finished=self.finished)
+        if self._detokenizer.stopped_by is not None:
+            engine.finish(request, "stop")
+
+    def abort(self, engine: Engine) -> None:
+        """Ends the request now, if it still runs, and releases all of its text."""
+        if not self.finished:
+            engine.finish(self.request, "abort")
+            self.take_new_tokens(engine)
+
+    def output(self, index: int) -> CompletionOutput:
+        """What there is so far."""
+        request, params = self.request, self.request.params
+        logits = [np.frombuffer(data, dtype=np.float32) for data in request.logits]
+        return CompletionOutput(
+            index=index,
+            text=self.text,
+            token_ids=list(request.output),
+            cumulative_logprob=None if params.logprobs is None else self._cumulative,
+            logprobs=None if params.logprobs is None else list(self.logprobs),
+            finish_reason=request.finish_reason,
+            stop_reason=self.stop_reason,
+            logits=logits if params.output_logits else None,
+        )
+
+
+def by_token(token: int, report: TokenLogprobs, decoded: TokenText) -> LogprobsOfToken:
+    """A token's logprobs by token id: `token` itself, then the most likely ones, best first."""
+    found = {token: Logprob(logprob=report.logprob, rank=report.rank, decoded_token=decoded(token))}
+    for rank, (other, logprob) in enumerate(zip(report.top_ids, report.top_logprobs, strict=True), start=1):
+        if other != token:
+            found[other] = Logprob(logprob=logprob, rank=rank, decoded_token=decoded(other))
+    return found
+
+
+def _token_text(tokenizer: PreTrainedTokenizerBase | None) -> TokenText:
+    return (lambda _: None) if tokenizer is None else partial(token_text, tokenizer)
+
+
+def _detokenizer(request: Request, tokenizer: PreTrainedTokenizerBase) -> Detokenizer:
+    params = request.params
+    return Detokenizer(tokenizer, request.prompt, params.stop_strings, min_tokens=params.min_tokens)

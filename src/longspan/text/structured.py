@@ -1,0 +1,84 @@
+"""What form an output must have, made into a grammar that ranks understand, and every check on the way."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+
+from longspan.core.sampling import StructuredOutputsParams
+from longspan.text import grammar_check
+
+MAX_CHARS = 65_536
+"""Of a schema, a regular expression, all choices together, or a grammar."""
+
+_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+"""Between the tokens of JSON. Bounded, or a small model may go on with blanks for ever; ample to indent a line."""
+
+
+def compile_grammar(params: StructuredOutputsParams, vocabulary: LLTokenizer) -> str:
+    """The grammar in llguidance's serialised form.
+
+    Raises:
+        ValueError: when it is too large, not valid, asks for something that is not supported, or allows no output.
+    """
+    try:
+        return _compiled(params, vocabulary)
+    except ValueError as error:
+        name = next(name for name in ("json", "regex", "choice", "grammar", "json_object") if getattr(params, name))
+        raise ValueError(f"structured_outputs: {name} cannot be used: {error}") from None
+
+
+def _compiled(params: StructuredOutputsParams, vocabulary: LLTokenizer) -> str:
+    texts = (params.json, params.regex, *(params.choice or ()), params.grammar)
+    length = sum(len(text) for text in texts if isinstance(text, str))
+    if length > MAX_CHARS:
+        raise ValueError(f"it has {length} characters, but at most {MAX_CHARS} are allowed: shorten it")
+    grammar = _serialised(params)
+    if params.choice is None and not params.json_object:  # of these, length is all that can be wrong
+        grammar_check.check(grammar)
+    _check_start(grammar, vocabulary)
+    return grammar
+
+
+def _serialised(params: StructuredOutputsParams) -> str:
+    if params.regex is not None:
+        return LLMatcher.grammar_from_regex(params.regex)
+    if params.choice is not None:
+        # One terminal, so that thousands of choices are one automaton instead of as many parser items.
+        return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(_quoted, params.choice)))
+    if params.grammar is not None:
+        return LLMatcher.grammar_from_lark(params.grammar)
+    schema = '{"type": "object"}' if params.json is None else params.json
+    assert isinstance(schema, str), "a dictionary becomes text in the constructor"
+    return LLMatcher.grammar_from_json_schema(_checked_schema(schema), defaults={"whitespace_pattern": _WHITESPACE})
+
+
+def _checked_schema(text: str) -> str:
+    try:
+        schema = json.loads(text)
+    except RecursionError:
+        raise ValueError("the schema is nested too deeply: flatten it") from None
+    except ValueError as error:
+        raise ValueError(f"the schema is not JSON ({error}): a schema is an object such as {{...}}") from None
+    if not isinstance(schema, dict):
+        raise ValueError(f"a schema is an object such as {{...}}, but {text!r:.60} given")
+    return text
+
+
+def _quoted(text: str) -> str:
+    """As Lark writes it; the rules are those of JSON."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _check_start(grammar: str, vocabulary: LLTokenizer) -> None:
+    """Some mistakes show only when the first token is asked for."""
+    matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=grammar_check.LIMITS)
+    allowed = allocate_token_bitmask(1, vocabulary.vocab_size)
+    fill_next_token_bitmask(matcher, allowed)
+    if matcher.is_error():
+        raise ValueError(grammar_check.one_line(matcher.get_error()))
+    if not np.any(allowed):
+        raise ValueError("no token of this model can begin such an output: change it")

@@ -1,0 +1,185 @@
+"""Tokens to text, one piece at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+
+from llguidance import LLTokenizer
+from llguidance.hf import from_tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from longspan.model.files import ModelError, ModelFiles, one_line
+
+# Stands for a space in SentencePiece's vocabularies.
+_WORD_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
+
+# How a decoder writes bytes that are no character (yet).
+_UNDECODED = "\N{REPLACEMENT CHARACTER}"
+_MAX_UNFINISHED = 3  # bytes, so tokens, of an unfinished character
+
+# A window grows to the second length and is then cut to the first; it exceeds the third for lasting garbage only.
+_MIN_WINDOW, _FULL_WINDOW, _MAX_WINDOW = 12, 32, 256
+
+
+def load_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a prepared model; ModelError when it comes without tokenizer files."""
+    if files.tokenizer_dir is None:
+        raise ModelError(f"model {files.name!r} has no tokenizer files; pass token ids and skip_tokenizer_init=True")
+    return tokenizer_in(files.tokenizer_dir, files.name, trust_remote_code=files.trust_remote_code)
+
+
+def tokenizer_in(folder: Path, name: str, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """Load the tokenizer in a folder, that of the model `name`; ModelError when that fails."""
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, ImportError) as error:
+        raise ModelError(f"the tokenizer of {name!r} cannot be loaded ({one_line(error)})") from error
+
+
+def token_text(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:
+    """The text of one token seen by itself: special tokens by their name, parts of a character by its replacement."""
+    text: str = tokenizer.decode([token_id], skip_special_tokens=False)
+    # A decoder of SentencePiece drops the space that begins a text.
+    begins_word = str(tokenizer.convert_ids_to_tokens(token_id)).startswith(_WORD_MARK)
+    return f" {text}" if begins_word and not text.startswith(" ") else text
+
+
+class Detokenizer:
+    """The text of one sequence of output tokens, released in pieces that never change afterwards.
+
+    The pieces together are `tokenizer.decode(ids, skip_special_tokens=True)`, as the continuation of the prompt's
+    text (a space between prompt and output is kept). Held back until more is known: an unfinished UTF-8 character,
+    and text that may be the beginning of a stop string. Text from the first stop string on is never released.
+    Stop strings that end within the first `min_tokens` tokens do not count.
+
+    (A byte-fallback tokenizer that emits bytes which are no UTF-8 may differ by replacement characters there: one
+    bad byte changes how it decodes its good neighbours, however far back.)
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt_token_ids: Sequence[int] = (),
+        stop: tuple[str, ...] = (),
+        *,
+        min_tokens: int = 0,
+    ) -> None:
+        self.text = ""
+        """All text released so far."""
+        self.stopped_by: str | None = None
+        """The stop string that ended the text, if one did."""
+        self._stream = _TextStream(tokenizer, prompt_token_ids)
+        self._stop = tuple(filter(None, stop))
+        self._num_unchecked = min_tokens
+        self._pending = ""  # decoded, not released
+        self._start = 0  # where in _pending a stop string may begin
+
+    def add(self, token_ids: Sequence[int], finished: bool = False) -> str:
+        """Take the next output tokens and return the text that they release; `finished` releases the rest."""
+        if self.stopped_by is not None:
+            return ""
+        self._pending += self._stream.add(token_ids, finished)
+        if self._num_unchecked > 0:
+            self._num_unchecked -= len(token_ids)
+            self._start = len(self._pending)
+        if found := self._first_stop():
+            at, self.stopped_by = found
+            return self._release(at)
+        return self._release(len(self._pending) - (0 if finished else self._num_held()))
+
+    def _first_stop(self) -> tuple[int, str] | None:
+        """Return where in the pending text the first stop string begins, and which it is."""
+        found = [(at, stop) for stop in self._stop if (at := self._pending.find(stop, self._start)) >= 0]
+        return min(found, key=lambda hit: hit[0], default=None)
+
+    def _num_held(self) -> int:
+        """The length of the longest end of the pending text that begins a stop string."""
+        longest = min(max(map(len, self._stop), default=0) - 1, len(self._pending) - self._start)
+        ends = (self._pending[-length:] for length in range(longest, 0, -1))
+        return next((len(end) for end in ends if any(stop.startswith(end) for stop in self._stop)), 0)
+
+    def _release(self, length: int) -> str:
+        piece, self._pending = self._pending[:length], self._pending[length:]
+        self._start = max(0, self._start - length)
+        self.text += piece
+        return piece
+
+
+class _TextStream:
+    """Decodes a growing token sequence through a window of its last tokens, so that each is decoded a few times.
+
+    Replacement characters at the end are held, as they may be the beginning of a character. (All of them: a
+    byte-fallback decoder shows every byte of a run, also of finished characters, as undecoded while one of them is.)
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_token_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._num_known = len(tokenizer)
+        self._special = {id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._window, self._num_taken = self._begin(self._plain(prompt_token_ids[-2 * _FULL_WINDOW :])[-_FULL_WINDOW:])
+
+    def add(self, token_ids: Sequence[int], finished: bool) -> str:
+        """Return the text decided by these tokens; all that is left when finished."""
+        self._window += self._plain(token_ids)
+        text = self._decode(self._window)
+        num_decided = len(text) if finished else self._num_decided(text)
+        new = text[self._num_taken : num_decided]
+        self._num_taken = max(self._num_taken, num_decided)
+        if len(self._window) > _FULL_WINDOW:
+            self._shorten(text)
+        return new
+
+    def _num_decided(self, text: str) -> int:
+        num_held = len(text) - len(text.rstrip(_UNDECODED))
+        return len(text) - (num_held if len(self._window) <= _MAX_WINDOW else min(num_held, _MAX_UNFINISHED))
+
+    def _shorten(self, text: str) -> None:
+        """Cut the window where a character begins, which is one of any four places; anywhere if it is too long."""
+        num_held = len(text) - self._num_taken
+        for length in range(_MIN_WINDOW, _MIN_WINDOW + _MAX_UNFINISHED + 1):
+            tail = self._decode(self._window[-length:])
+            if len(self._window) > _MAX_WINDOW or (num_held == 0 and text.endswith(tail)):
+                self._window = self._window[-length:]
+                self._num_taken = len(tail) - num_held
+                return
+
+    def _begin(self, prompt: list[int]) -> tuple[list[int], int]:
+        """Return the first window, which begins with a whole character, and the length of the prompt's text in it.
+
+        A character that the prompt leaves unfinished is not the prompt's: it comes when the output finishes it.
+        """
+        few = range(_MAX_UNFINISHED + 1)
+        for num_unfinished, skip in product(few, few if len(prompt) == _FULL_WINDOW else (0,)):
+            text = self._decode(prompt[skip : len(prompt) - num_unfinished])
+            if text == text.strip(_UNDECODED):
+                return prompt[skip:], len(text)
+        return prompt, len(self._decode(prompt))
+
+    def _plain(self, token_ids: Sequence[int]) -> list[int]:
+        # Special and unknown tokens have no text; left in, a window could hold nothing else.
+        return [id_ for id_ in token_ids if id_ < self._num_known and id_ not in self._special]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
+
+
+def grammar_vocabulary(
+    tokenizer: PreTrainedTokenizerBase, *, vocab_size: int, eos_token_ids: Sequence[int] = ()
+) -> LLTokenizer:
+    """The vocabulary of a tokenizer for a model with `vocab_size` logits; takes up to a second.
+
+    `eos_token_ids` are the model's; if there are none, the tokenizer's own counts.
+
+    Raises:
+        ModelError: when the tokenizer is of a kind whose bytes cannot be told, or nothing can end an output.
+    """
+    eos = list(eos_token_ids) or [token for token in (tokenizer.eos_token_id,) if token is not None]
+    if not eos:
+        raise ModelError("structured outputs need an end-of-sequence token, but this model has none: leave them out")
+    try:
+        return from_tokenizer(tokenizer, n_vocab=max(vocab_size, len(tokenizer)), eos_token=eos)
+    except ValueError as error:
+        raise ModelError(f"structured outputs cannot work with this model's tokenizer ({one_line(error)})") from error
