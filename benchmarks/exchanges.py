@@ -79,7 +79,7 @@ class Runner:
 
     def learn(self, lengths: Sequence[int], table: PartitionTable, repeats: int) -> None:
         """Times every exchange that `auto` may take, and lets it know."""
-        model, profile = self._llm.facts.model, Profile(subject=self._llm.subject)
+        model, profile = self._llm.facts.model, Profile(profile_key=self._llm.profile_key)
         for _ in track(range(repeats), "profiling"):
             for length in lengths:
                 settings = {(2, name): {**_SHARED, "exchange": name} for name in _PROFILED}

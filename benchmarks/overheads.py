@@ -35,7 +35,7 @@ from rich.table import Table
 from longspan import LLM, SamplingParams
 from longspan.core.protocols import Policy, PolicySettings
 from longspan.policy.choosing import Chooser, Facts
-from longspan.policy.group_shares import GroupShares
+from longspan.policy.group_parts import GroupParts
 from longspan.policy.options import SharingOptions
 from longspan.policy.tetris.execution import Cdsp
 from longspan.policy.tetris.planner import Chunk, ChunkPlan, Prompt
@@ -68,7 +68,7 @@ class InTwoChunks:
 def growing(*, balance: bool, decode: Sequence[int] = (), history: float = 1.0) -> Policy:
     """A policy that runs these plans, and decodes on the same instances or on others."""
     options = SharingOptions(exchange="ring_kv")
-    shares = GroupShares(options, Chooser(2, Facts(), options.wanted), balance=balance)
+    shares = GroupParts(options, Chooser(2, Facts(), options.wanted), balance=balance)
     watch, settings = RateWatch(RateTable(entries=((0.0, 0.0),))), PolicySettings(name="growing", options={})
     return Cdsp((0, 1), InTwoChunks(history), shares, watch, settings=settings, decode=decode)
 

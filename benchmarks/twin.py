@@ -115,7 +115,7 @@ def main() -> None:
 
     lengths = [int(length) for length in asked.lengths.split(",")]
     with start(1) as llm:
-        stored = profile_file(llm.subject)
+        stored = profile_file(llm.profile_key)
 
     def profiled() -> Profile:
         stored.unlink(missing_ok=True)

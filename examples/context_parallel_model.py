@@ -28,7 +28,7 @@ def main() -> None:
     wanted = model(ids[None]).logits[0, -1]
     model.set_attn_implementation(attn.register())
     with attn.join() as group:
-        split = attn.Split(group, [attn.deal("zigzag", 0, NUM_TOKENS, group.size)])
+        split = attn.Split(group, [attn.shard_span("zigzag", 0, NUM_TOKENS, group.size)])
         mine = split.positions
         logits = model(ids[None, mine], position_ids=torch.tensor([mine]), use_cache=False, split=split).logits[0]
     if mine[-1] == NUM_TOKENS - 1:

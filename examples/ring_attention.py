@@ -24,7 +24,7 @@ def main() -> None:
     wanted = scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
     with attn.join() as group:
         for exchange in EXCHANGES:
-            runs = attn.deal("contiguous" if exchange is attn.chain else "zigzag", 0, NUM_TOKENS, group.size)
+            runs = attn.shard_span("contiguous" if exchange is attn.chain else "zigzag", 0, NUM_TOKENS, group.size)
             mine = attn.positions(runs[group.rank])
             out = exchange(group, q[:, mine], k[:, mine], v[:, mine], [runs])
             difference = (out - wanted[:, mine]).abs().max()

@@ -104,7 +104,7 @@ class CheckedExecutor:
                 self._end_move(self.moving.pop(completion.number))
                 continue
             forward = self.in_flight.pop(completion.number)
-            for source, _ in (pair for move in forward.balances for pair in move.copies):
+            for source, _ in (pair for move in forward.rebalances for pair in move.copies):
                 self._owners[source].remove(-forward.number)
         return completions
 
@@ -123,7 +123,7 @@ class CheckedExecutor:
         assert all(busy[i] <= most for i in forward.instances), "few steps are in flight on an instance"
         assert forward.parts
         assert len({part.request_id for part in forward.parts}) == len(forward.parts)
-        for move in forward.balances:
+        for move in forward.rebalances:
             self._balance(forward, move)
         for part in forward.parts:
             self._begin(part)
@@ -199,8 +199,8 @@ class CheckedExecutor:
         assert {ref for ref, _ in slots} == set(live.table), "blocks for all tokens and no more"
         assert {ref.instance for ref in live.table} <= set(part.group)
         for member, runs in enumerate(part.runs):
-            holders = {slots[position][0].instance for run in runs for position in run.positions}
-            assert holders <= set(part.group[member:] if part.exchange == "chain" else [part.group[member]])
+            block_owners = {slots[position][0].instance for run in runs for position in run.positions}
+            assert block_owners <= set(part.group[member:] if part.exchange == "chain" else [part.group[member]])
         for ref, _ in slots[part.start :]:
             assert self._owners[ref] == {part.request_id}, "a block that is written belongs to one request"
             assert ref not in self._named, "nobody writes what moves, or where it goes"
@@ -281,7 +281,7 @@ class CheckedExecutor:
         parts = [part for forward in self.in_flight.values() for part in forward.parts]
         starts = [part.start for part in parts if part.request_id == move.request_id]
         table = self.live[move.request_id].table
-        filling = {target for f in self.in_flight.values() for m in f.balances for _, target in m.copies}
+        filling = {target for f in self.in_flight.values() for m in f.rebalances for _, target in m.copies}
         for source, _ in move.copies:
             assert all((table.index(source) + 1) * self._setup.block_size <= start for start in starts)
             assert source not in filling, "no step in flight fills what moves"
@@ -322,7 +322,7 @@ class CheckedExecutor:
         assert part.first_block == 0 and part.sampling is not None, "the whole table is told"
         assert set(move.sources) | set(move.targets) <= set(part.group)
         self._check_held(move)
-        before, holders = Counter(ref.instance for ref in live.table[: part.start // size]), _holders(live.table)
+        before, block_owners = Counter(ref.instance for ref in live.table[: part.start // size]), _holders(live.table)
         for source, target in move.copies:
             index = live.table.index(source)
             assert (index + 1) * size <= part.start and source.instance != target.instance
@@ -335,7 +335,7 @@ class CheckedExecutor:
         live.slots.move(live.table)
         after = Counter(ref.instance for ref in live.table[: part.start // size])
         unevenness = [sum(number**2 for number in held.values()) for held in (before, after)]
-        fewer = len(_holders(live.table)) < len(holders)
+        fewer = len(_holders(live.table)) < len(block_owners)
         assert fewer or unevenness[1] < unevenness[0], "what members hold is more even than before, or fewer hold any"
 
     def _has_moved(self, live: _Live, request: Request) -> bool:

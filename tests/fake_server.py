@@ -17,8 +17,8 @@ from longspan.serve.messages import Ended, PolicySet, Started, Stats, Times, Tur
 from longspan.serve.policy_face import PolicyFace, PolicyRefusedError
 from longspan.serve.server import Server
 from longspan.serve.settings import ServerSettings
-from longspan.serve.updates import ChoiceUpdate, Update
-from longspan.text.input_processor import Job, JobMaker
+from longspan.serve.updates import ChoiceDelta, Update
+from longspan.text.input_processor import EngineRequest, InputProcessor
 
 OUTPUT = [5, 6]
 """What every choice of every answer is."""
@@ -78,25 +78,25 @@ class FakeEngine:
         self.policy.take(PolicySet(changed, 0))
         return changed
 
-    async def submit(self, jobs: Sequence[Job]) -> Answer:
+    async def submit(self, engine_requests: Sequence[EngineRequest]) -> Answer:
         if self.failure is not None and not self.num_told:
             raise self.failure
-        answer = Answer(jobs, lambda _: None)
-        for index, job in enumerate(jobs):
+        answer = Answer(engine_requests, lambda _: None)
+        for index, engine_request in enumerate(engine_requests):
             answer.accept(index)
-            self._tell(answer, index, job)
+            self._tell(answer, index, engine_request)
         if self.failure is not None:
             answer.fail(cast("Any", self.failure))
         return answer
 
-    def _tell(self, answer: Answer, index: int, job: Job) -> None:
+    def _tell(self, answer: Answer, index: int, engine_request: EngineRequest) -> None:
         done = self.num_told == len(OUTPUT)
         turn = Turn(
-            updates=[(index, _update(job, self.num_told, finished=done))],
-            ended=[_ended(job, choice) for choice in range(job.params.n if done else 0)],
+            updates=[(index, _update(engine_request, self.num_told, finished=done))],
+            ended=[_ended(engine_request, choice) for choice in range(engine_request.params.n if done else 0)],
             ttft_s=[1.5],
-            num_prompt_tokens=len(job.token_ids),
-            tbt_s=[0.25] * job.params.n * (self.num_told - 1),
+            num_prompt_tokens=len(engine_request.token_ids),
+            tbt_s=[0.25] * engine_request.params.n * (self.num_told - 1),
         )
         self.on_turn(turn)
         for ended in turn.ended:
@@ -104,20 +104,20 @@ class FakeEngine:
         answer.put(*turn.updates[0])
 
 
-def _ended(job: Job, choice: int) -> Ended:
+def _ended(engine_request: EngineRequest, choice: int) -> Ended:
     return Ended(
         id=0,
         reason="length",
-        num_prompt_tokens=len(job.token_ids),
+        num_prompt_tokens=len(engine_request.token_ids),
         num_output_tokens=len(OUTPUT),
         is_first_choice=choice == 0,
         times=TIMES,
     )
 
 
-def _update(job: Job, num_tokens: int, *, finished: bool) -> Update:
+def _update(engine_request: EngineRequest, num_tokens: int, *, finished: bool) -> Update:
     choices = [
-        ChoiceUpdate(
+        ChoiceDelta(
             index=index,
             text="",
             token_ids=OUTPUT[:num_tokens],
@@ -125,16 +125,16 @@ def _update(job: Job, num_tokens: int, *, finished: bool) -> Update:
             finish_reason="length" if finished else None,
             stop_reason=None,
         )
-        for index in range(job.params.n)
+        for index in range(engine_request.params.n)
     ]
     return Update(choices=choices, prompt_logprobs=None, num_cached_tokens=1, finished=finished)
 
 
 def make_server(**settings: Any) -> Server:
     """A server of a model without a tokenizer."""
-    jobs = JobMaker(tokenizer=None, vocab_size=STARTED.vocab_size, max_model_len=STARTED.max_model_len)
+    input_processor = InputProcessor(tokenizer=None, vocab_size=STARTED.vocab_size, max_model_len=STARTED.max_model_len)
     engine = cast("EngineClient", FakeEngine())
-    return Server(engine, jobs, ServerSettings(**{"model_names": ("tiny",), **settings}))
+    return Server(engine, input_processor, ServerSettings(**{"model_names": ("tiny",), **settings}))
 
 
 def fake_of(server: Server) -> FakeEngine:

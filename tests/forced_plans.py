@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from longspan.core.account import PrefixHit
-from longspan.core.protocols import ClusterView, Plan, PolicySettings, Share
+from longspan.core.protocols import ClusterView, Plan, PolicySettings, ScheduledPart
 from longspan.core.request import Request
-from longspan.policy.batching import Budget, fill, single_share
+from longspan.policy.batching import Budget, fill, single_part
 from longspan.policy.choosing import Chooser, Facts
-from longspan.policy.group_shares import GroupShares
+from longspan.policy.group_parts import GroupParts
 from longspan.policy.options import SharingOptions
 from longspan.policy.tetris.execution import Cdsp, ChunkPlanner
 from longspan.policy.tetris.planner import Chunk, ChunkPlan, Prompt
@@ -92,10 +92,10 @@ def planned(
 ) -> Cdsp:
     """Prompts as a planner wishes, on instances that also decode, or with others that do."""
     options, num_instances = options or SharingOptions(), planner.largest
-    shares = GroupShares(options, Chooser(num_instances, Facts(), options.wanted), balance=balance)
+    scheduled_parts = GroupParts(options, Chooser(num_instances, Facts(), options.wanted), balance=balance)
     watch = RateWatch(RateTable(entries=((0.0, 0.0),)))
     settings = PolicySettings(name="planned", options={})
-    return Cdsp(tuple(range(num_instances)), planner, shares, watch, settings=settings, decode=decode)
+    return Cdsp(tuple(range(num_instances)), planner, scheduled_parts, watch, settings=settings, decode=decode)
 
 
 class Wandering:
@@ -103,7 +103,7 @@ class Wandering:
 
     def __init__(self, num_instances: int, seed: int) -> None:
         self._everyone, self._seed = tuple(range(num_instances)), seed
-        self._shares = GroupShares(SharingOptions(), Chooser(num_instances, Facts()))
+        self._shares = GroupParts(SharingOptions(), Chooser(num_instances, Facts()))
 
     def capacity_tokens(self, *, num_blocks: int, block_size: int) -> int:
         return len(self._everyone) * num_blocks * block_size
@@ -115,15 +115,19 @@ class Wandering:
         batch = None if view.full else fill(view, frozenset(self._everyone), self)
         if batch is None:
             return Plan()
-        return Plan(preempted=tuple(batch.preempted), batches=(tuple(batch.shares),) if batch.shares else ())
+        return Plan(
+            preempted=tuple(batch.preempted), batches=(tuple(batch.scheduled_parts),) if batch.scheduled_parts else ()
+        )
 
-    def admit(self, request: Request, view: ClusterView, budget: Budget) -> Share | None:
+    def admit(self, request: Request, view: ClusterView, budget: Budget) -> ScheduledPart | None:
         return self._share(request, view, budget, PrefixHit())
 
-    def grow(self, request: Request, view: ClusterView, budget: Budget) -> Share | None:
+    def grow(self, request: Request, view: ClusterView, budget: Budget) -> ScheduledPart | None:
         return self._share(request, view, budget, None)
 
-    def _share(self, request: Request, view: ClusterView, budget: Budget, hit: PrefixHit | None) -> Share | None:
+    def _share(
+        self, request: Request, view: ClusterView, budget: Budget, hit: PrefixHit | None
+    ) -> ScheduledPart | None:
         draw = random.Random(f"{self._seed} {request.id} {request.num_scheduled}")
         known = {ref.instance for ref in request.table} or {draw.choice(self._everyone)}
         seats = {i for i in self._everyone if budget.seqs[i] > 0 or i in request.group}
@@ -131,5 +135,5 @@ class Wandering:
         if not known <= seats:
             return None
         if len(group) == 1:
-            return single_share(request, group[0], request.num_scheduled, budget, hit, most=40)
+            return single_part(request, group[0], request.num_scheduled, budget, hit, most=40)
         return self._shares.chunk(request, view, budget, group, hit, most=40, end=request.num_tokens)

@@ -20,7 +20,7 @@ from transports import FaultyTransport
 
 from longspan.attn.check import Request
 from longspan.attn.comm import CommError, Group, Message, TorchTransport
-from longspan.core.runs import deal
+from longspan.core.runs import shard_span
 
 SPEC = spec_of(window=70)
 
@@ -48,8 +48,8 @@ def check(transport: FaultyTransport, members: tuple[int, ...], rank: int, seed:
         return
     me, draw = members.index(rank), random.Random(seed)
     start, stop = draw.randrange(100), draw.randrange(100, 300)
-    cached, chunk = deal("zigzag", 0, start, len(members)), deal("zigzag", start, stop, len(members))
-    token = deal("single", stop, stop + 1, len(members), head=seed % len(members))
+    cached, chunk = shard_span("zigzag", 0, start, len(members)), shard_span("zigzag", start, stop, len(members))
+    token = shard_span("single", stop, stop + 1, len(members), head=seed % len(members))
     chunks = [(name, chunk, (cached, chunk)) for name in ("ring_kv", "gather_kv", "alltoall")]
     for number, (name, queries, held) in enumerate((*chunks, ("ring_q", token, (cached, chunk, token)))):
         runs = tuple(tuple(run for one in held for run in one[m]) for m in range(len(members)))
@@ -74,7 +74,7 @@ def meet_short_message(transport: TorchTransport, rank: int, tag: int) -> None:
 
 
 def until_killed(transport: TorchTransport, num_ranks: int, rank: int, tags: itertools.count[int]) -> None:
-    spans = deal("zigzag", 0, 200, num_ranks)
+    spans = shard_span("zigzag", 0, 200, num_ranks)
     request = Request(q_runs=spans, kv_runs=spans, seed=0)
     killed = random.Random(5).randrange(3, 9)
     begin = time.monotonic()

@@ -19,7 +19,7 @@ from workloads import MACHINES, TABLE, Job, play
 
 from longspan.cli.scheduling import SchedulingOptions
 from longspan.cli.simulate import ClusterOptions, WorkloadOptions
-from longspan.cli.simulate_scene import Scene
+from longspan.cli.simulate_scene import Experiment
 from longspan.cli.simulate_workload import workload_of
 from longspan.core.cluster import Roles
 from longspan.core.steps import Forward, Free, MoveKV, Part, Step
@@ -37,7 +37,7 @@ def line(step: Step) -> str:
         return f"{step.number} free {step.request_ids}"
     if isinstance(step, MoveKV):
         return _move(step)
-    moves = [_move(move) for move in (*step.balances, *step.streams)]
+    moves = [_move(move) for move in (*step.rebalances, *step.streams)]
     return f"{step.number} forward {[_part(part) for part in step.parts]} {moves}"
 
 
@@ -216,7 +216,7 @@ def _simulated(name: str) -> list[Step]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SimExecutor, "submit", recorded)
-        Scene.of("llama-3-8b", cluster, SchedulingOptions(policy=policy), faults).run(workload_of(workload))
+        Experiment.of("llama-3-8b", cluster, SchedulingOptions(policy=policy), faults).run(workload_of(workload))
     return steps
 
 

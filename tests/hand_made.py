@@ -14,7 +14,7 @@ from oracle import Expected, assert_exact
 
 from longspan.core.cluster import Fleet, ParallelSpec
 from longspan.core.owners import BlockRef
-from longspan.core.runs import Layout, deal, positions
+from longspan.core.runs import Layout, positions, shard_span
 from longspan.core.steps import Completion, Exchange, Forward, MoveKV, Part, Sample, Sampling
 from longspan.model.source import prepare
 from longspan.runtime.executor.local import LocalExecutor, start_workers
@@ -100,7 +100,7 @@ class Driven:
         group: tuple[int, ...],
         exchange: Exchange = "ring_kv",
         *,
-        balances: Sequence[MoveKV] = (),
+        rebalances: Sequence[MoveKV] = (),
         stream_to: int | None = None,
     ) -> Forward:
         """Computes up to `stop`, and samples if these are all tokens. Members are told everything each time.
@@ -112,7 +112,7 @@ class Driven:
         single = len(group) == 1 or stop - start == 1
         layout: Layout = "single" if single else "contiguous" if exchange == "chain" else "zigzag"
         head = 0 if not start % BLOCK or exchange == "chain" else group.index(self.table[start // BLOCK].instance)
-        runs = deal(layout, start, stop, len(group), align=BLOCK, head=head)
+        runs = shard_span(layout, start, stop, len(group), align=BLOCK, head=head)
         for block in range(len(self.table), -(-stop // BLOCK)):
             member = next(m for m, own in enumerate(runs) if block * BLOCK in positions(own))
             self.table.append(self.cluster.block(group[-1 if exchange == "chain" else member]))
@@ -132,7 +132,7 @@ class Driven:
         )
         number = self.cluster.number()
         streams = () if stream_to is None else tuple(self.moves_to(stream_to))
-        forward = Forward(number=number, parts=(part,), balances=tuple(balances), streams=streams)
+        forward = Forward(number=number, parts=(part,), rebalances=tuple(rebalances), streams=streams)
         self.cluster.executor.submit(forward)
         return forward
 

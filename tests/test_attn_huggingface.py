@@ -15,7 +15,7 @@ from transports import MemoryTransport, Wires, run_members
 
 from longspan import attn
 from longspan.attn.comm import Transport
-from longspan.core.runs import Deal, deal
+from longspan.core.runs import SpanShards, shard_span
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -37,14 +37,16 @@ def ids(length: int, seed: int = 0) -> Tensor:
 
 
 @torch.no_grad()
-def split_logits(model: nn.Module, sequences: list[Tensor], runs: list[Deal], exchange: Callable[..., Tensor]) -> Any:
+def split_logits(
+    model: nn.Module, sequences: list[Tensor], runs: list[SpanShards], exchange: Callable[..., Tensor]
+) -> Any:
     """`[tokens, vocab]` of each member's tokens, and these tokens' places among all."""
 
     @torch.no_grad()
     def member(rank: int, transport: Transport) -> tuple[Tensor, list[tuple[int, int]]]:
         with attn.Members(transport, range(len(runs[0])), rank) as group:
             split = attn.Split(group, runs, exchange)
-            places = [(index, p) for index, dealt in enumerate(runs) for p in attn.positions(dealt[rank])]
+            places = [(index, p) for index, sharded in enumerate(runs) for p in attn.positions(sharded[rank])]
             assert split.positions == [position for _, position in places]
             tokens = torch.stack([sequences[index][position] for index, position in places])
             positions = torch.tensor([split.positions])
@@ -70,7 +72,7 @@ def test_logits_are_those_of_one_process(load: Callable[..., nn.Module], name: s
     ]
     many = load(name, attn.register())
     for layout, exchange, size in cases:
-        runs = [deal(layout, 0, len(sequence), size, align=8) for sequence in sequences]
+        runs = [shard_span(layout, 0, len(sequence), size, align=8) for sequence in sequences]
         for logits, places in split_logits(many, sequences, runs, exchange):
             rows = torch.stack([wanted[index][position] for index, position in places])
             torch.testing.assert_close(logits, rows, rtol=0, atol=3e-5)
@@ -83,7 +85,7 @@ def alone(size: int = 1) -> attn.Members:
 
 def refusal(model: nn.Module, **changes: Any) -> str:
     """What the first of one member hears when it calls the model as it should be, but for the changes."""
-    runs = [deal("zigzag", 0, 20, 1)]
+    runs = [shard_span("zigzag", 0, 20, 1)]
     split = attn.Split(alone(), runs)
     arguments = {"input_ids": ids(20)[None], "position_ids": torch.arange(20)[None], "use_cache": False, "split": split}
     with pytest.raises(ValueError) as caught, torch.set_grad_enabled(changes.pop("grad", False)):  # noqa: PT011
@@ -113,7 +115,7 @@ def test_what_would_be_wrong_is_refused(load: Callable[..., nn.Module]) -> None:
 @torch.no_grad()
 def continued(model: nn.Module) -> dict[str, Any]:
     """A second call that goes on after a cache."""
-    split = attn.Split(alone(), [deal("zigzag", 0, 20, 1)])
+    split = attn.Split(alone(), [shard_span("zigzag", 0, 20, 1)])
     first = model(ids(20)[None], position_ids=torch.arange(20)[None], use_cache=True, split=split)
     return {"past_key_values": first.past_key_values, "input_ids": ids(1)[None], "position_ids": torch.tensor([[20]])}
 
@@ -122,20 +124,23 @@ def test_members_disagree_on_some_rope(load: Callable[..., nn.Module]) -> None:
     """Fine as long as all are on one side of the switch."""
     one, many = load("llama-longrope", "eager"), load("llama-longrope", attn.register())
     sequence = ids(2 * SWITCH_LENGTH)
-    for runs, length in ((deal("zigzag", 0, SWITCH_LENGTH, 2), SWITCH_LENGTH), (deal("zigzag", 0, 128, 2), 128)):
+    for runs, length in (
+        (shard_span("zigzag", 0, SWITCH_LENGTH, 2), SWITCH_LENGTH),
+        (shard_span("zigzag", 0, 128, 2), 128),
+    ):
         with torch.no_grad():
             wanted = one(sequence[None, :length]).logits[0]
         for logits, places in split_logits(many, [sequence[:length]], [runs], attn.ring_kv):
             rows = torch.stack([wanted[position] for _, position in places])
             torch.testing.assert_close(logits, rows, rtol=0, atol=3e-5)
     with pytest.raises(AssertionError, match=r"longrope changes after 64 tokens.*\[50, 100\]"):
-        split_logits(many, [sequence[:100]], [deal("contiguous", 0, 100, 2)], attn.ring_kv)
+        split_logits(many, [sequence[:100]], [shard_span("contiguous", 0, 100, 2)], attn.ring_kv)
 
 
 def test_splits_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match=r"\[deal\(...\)\]"):
-        attn.Split(alone(2), deal("zigzag", 0, 20, 2))
+    with pytest.raises(ValueError, match=r"\[shard_span\(...\)\]"):
+        attn.Split(alone(2), shard_span("zigzag", 0, 20, 2))
     with pytest.raises(ValueError, match="3 members, but the group has 2"):
-        attn.Split(alone(2), [deal("zigzag", 0, 20, 3)])
+        attn.Split(alone(2), [shard_span("zigzag", 0, 20, 3)])
     with pytest.raises(ValueError, match=r"members \[1, 2\] have no tokens"):
-        attn.Split(alone(3), [deal("single", 0, 5, 3)])
+        attn.Split(alone(3), [shard_span("single", 0, 5, 3)])

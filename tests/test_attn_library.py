@@ -20,7 +20,7 @@ from longspan import attn
 from longspan.attn.check import Request, random_batch, random_spec
 from longspan.attn.comm import Transport
 from longspan.attn.spec import AttnSpec
-from longspan.core.runs import Run, coalesce, deal, positions
+from longspan.core.runs import Run, coalesce, positions, shard_span
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -49,7 +49,7 @@ def packed(batch: Sequence[Request], member: int, spec: AttnSpec) -> tuple[Tenso
     runs = [(request.q_runs, request.kv_runs, request.kv_runs) for request in batch]
     q, k, v = (
         torch.cat(
-            [one[kind][:, positions(dealt[kind][member])] for one, dealt in zip(tensors, runs, strict=True)], dim=1
+            [one[kind][:, positions(sharded[kind][member])] for one, sharded in zip(tensors, runs, strict=True)], dim=1
         )
         for kind in range(3)
     )
@@ -108,7 +108,7 @@ def test_process_groups() -> None:
 @ALL
 def test_queries_alone_suffice(exchange: Callable[..., Tensor]) -> None:
     """Without kv_runs everybody holds the keys of its queries; the scale has a default; bytes are counted."""
-    runs = deal("contiguous", 0, 90, 3, fractions=(0.5, 0.3, 0.2))
+    runs = shard_span("contiguous", 0, 90, 3, fractions=(0.5, 0.3, 0.2))
     spec = AttnSpec(num_heads=6, num_kv_heads=2, head_dim=16, scale=0.25, window=None, softcap=None)
     request = Request(q_runs=runs, kv_runs=runs, seed=3)
 
@@ -140,16 +140,16 @@ class _Nobody:
     def flush(self) -> None: ...
 
 
-HALVES = deal("contiguous", 0, 8, 2)
+HALVES = shard_span("contiguous", 0, 8, 2)
 SHAPES = ((4, 4, 16), (2, 4, 16), (2, 4, 16))
 
 
 @pytest.mark.parametrize(
     ("runs", "shapes", "options", "words"),
     [
-        (HALVES, SHAPES, {}, r"list.*\[deal"),
-        ([], SHAPES, {}, r"list.*\[deal"),
-        ([deal("zigzag", 0, 12, 3)], SHAPES, {}, r"runs\[0\] deals to 3 members, but the group has 2"),
+        (HALVES, SHAPES, {}, r"list.*\[shard_span"),
+        ([], SHAPES, {}, r"list.*\[shard_span"),
+        ([shard_span("zigzag", 0, 12, 3)], SHAPES, {}, r"runs\[0\] deals to 3 members, but the group has 2"),
         ([HALVES], ((4, 5, 16), *SHAPES[1:]), {}, r"q has 5 tokens, but by runs this member has 4"),
         ([HALVES], (SHAPES[0], (2, 3, 16), (2, 3, 16)), {}, r"k has 3 tokens, but by kv_runs this member has 4"),
         ([HALVES, HALVES], SHAPES, {}, r"q has 4 tokens, but by runs this member has 4 \+ 4"),
@@ -159,7 +159,7 @@ SHAPES = ((4, 4, 16), (2, 4, 16), (2, 4, 16))
         ([HALVES], SHAPES, {"kv_runs": [HALVES, HALVES]}, "1 sequences, but kv_runs of 2"),
         ([HALVES], SHAPES, {"window": 0}, "window 0"),
         ([HALVES], SHAPES, {"softcap": -1.0}, "softcap -1.0"),
-        ([deal("contiguous", 8, 16, 2)], SHAPES, {}, r"all keys of \[0, 16\).*cached"),
+        ([shard_span("contiguous", 8, 16, 2)], SHAPES, {}, r"all keys of \[0, 16\).*cached"),
         ([((Run(0, 4),), (Run(5, 8),))], SHAPES, {}, r"\[0, 4\); \[5, 8\).*one span"),
         ([((Run(0, 4),), (Run(2, 8),))], SHAPES, {}, "each once"),
         ([HALVES], SHAPES, {"kv_runs": [((Run(0, 4),), (Run(3, 8),))]}, r"kv_runs\[0\].*each once"),
@@ -175,8 +175,8 @@ def test_mistakes_are_told(
 
 
 def test_mistakes_in_a_chain() -> None:
-    with pytest.raises(ValueError, match=r"\[0, 2\)\+\[6, 8\); \[2, 6\).*deal\('contiguous'"):
-        call(attn.chain, [deal("zigzag", 0, 8, 2)], SHAPES)
+    with pytest.raises(ValueError, match=r"\[0, 2\)\+\[6, 8\); \[2, 6\).*shard_span\('contiguous'"):
+        call(attn.chain, [shard_span("zigzag", 0, 8, 2)], SHAPES)
     with pytest.raises(ValueError, match=r"kv_runs\[0\]: members hold the new keys \[4, 8\); \[0, 4\)"):
         call(attn.chain, [HALVES], SHAPES, kv_runs=[HALVES[::-1]])
 

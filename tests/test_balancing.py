@@ -19,14 +19,14 @@ from longspan.core.protocols import ClusterView, Limits
 from longspan.core.queues import Running
 from longspan.core.request import Request, RequestMetrics
 from longspan.core.sampling import SamplingParams
-from longspan.policy.group_shares import even_moves
+from longspan.policy.group_parts import even_moves
 from longspan.policy.placement import Router
 
 PLENTY = dict.fromkeys(range(8), 10_000)
 
 
-def held_after(holders: list[int], moves: tuple[tuple[int, int], ...]) -> Counter[int]:
-    after = list(holders)
+def held_after(block_owners: list[int], moves: tuple[tuple[int, int], ...]) -> Counter[int]:
+    after = list(block_owners)
     for place, instance in moves:
         after[place] = instance
     return Counter(after)
@@ -41,9 +41,9 @@ def tables(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 
 @given(tables())
 def test_blocks_are_even_after_as_few_moves_as_can_be(table: tuple[list[int], list[int]]) -> None:
-    holders, group = table
-    moves = even_moves([BlockRef(holder, place) for place, holder in enumerate(holders)], group, PLENTY)
-    before, after = Counter(holders), held_after(holders, moves)
+    block_owners, group = table
+    moves = even_moves([BlockRef(holder, place) for place, holder in enumerate(block_owners)], group, PLENTY)
+    before, after = Counter(block_owners), held_after(block_owners, moves)
     counts = sorted(after[instance] for instance in group)
     assert counts[-1] - counts[0] <= 1
     most_first = sorted((before[instance] for instance in group), reverse=True)
@@ -52,14 +52,14 @@ def test_blocks_are_even_after_as_few_moves_as_can_be(table: tuple[list[int], li
 
 @given(tables(), st.lists(st.integers(-3, 6), min_size=8, max_size=8))
 def test_nobody_is_given_more_than_there_is_room_for(table: tuple[list[int], list[int]], room: list[int]) -> None:
-    holders, group = table
-    refs = [BlockRef(holder, place) for place, holder in enumerate(holders)]
+    block_owners, group = table
+    refs = [BlockRef(holder, place) for place, holder in enumerate(block_owners)]
     moves = even_moves(refs, group, dict(enumerate(room)))
     given_to = Counter(instance for _, instance in moves)
     assert all(number <= max(0, room[instance]) for instance, number in given_to.items())
     spread = [
         max(held[i] for i in group) - min(held[i] for i in group)
-        for held in (Counter(holders), held_after(holders, moves))
+        for held in (Counter(block_owners), held_after(block_owners, moves))
     ]
     assert spread[1] <= spread[0]
 
@@ -80,7 +80,7 @@ def test_earlier_chunks_are_spread_over_a_group_that_grows(
     request = cluster.add(range(length), max_tokens=5, presence_penalty=0.5)
     cluster.run()
     assert_lawful(cluster)
-    balanced = [forward for forward in cluster.forwards if forward.balances]
+    balanced = [forward for forward in cluster.forwards if forward.rebalances]
     assert len(balanced) == (len(groups) - 1 if balance else 0)
     for forward, group in zip(balanced, groups[1:], strict=False):
         [part] = forward.parts

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from longspan.core.owners import BlockRef
-from longspan.core.runs import Deal, Run
+from longspan.core.runs import Run, SpanShards
 from longspan.core.steps import UNKNOWN, Forward, Free, Part, Sample, Sampling
 from longspan.runtime.worker.batch import Packed, pack
 
@@ -138,7 +138,7 @@ def test_members_know_a_channel_by_the_same_number_and_parts_in_the_same_order()
     groups = [(0,), (2, 0), (0, 1, 2), (1,), (1, 2), (0, 1, 2), (2, 0)]
     parts = (part_of(number, group, num_tokens=1 + number // 4) for number, group in enumerate(groups))
     forward = Forward(number=1, parts=tuple(parts))
-    known: dict[tuple[int, ...], set[tuple[int, tuple[Deal, ...]]]] = {}
+    known: dict[tuple[int, ...], set[tuple[int, tuple[SpanShards, ...]]]] = {}
     for instance in range(3):
         packed = packed_for(forward, instance)
         for channel in packed.channels:

@@ -33,7 +33,7 @@ def answers(llm: LLM, *bodies: tuple[str, dict[str, Any]], most: int = 2) -> lis
     requests = (
         BatchRequest(tag=tag, url=url, body=json.dumps(body).encode()) for tag, (url, body) in enumerate(bodies)
     )
-    found = answer_each(llm, BatchModel(jobs=llm.jobs, names=("m", "n")), requests, most=most)
+    found = answer_each(llm, BatchModel(input_processor=llm.input_processor, names=("m", "n")), requests, most=most)
     return sorted(found, key=lambda answer: answer.tag)
 
 

@@ -75,15 +75,17 @@ class Accounting(sf.RuleBasedStateMachine):
             request.output.append(data.draw(st.integers(0, 1)))
         start = request.num_computed
         stop = data.draw(st.integers(start + 1, request.num_tokens))
-        holders = data.draw(
+        block_owners = data.draw(
             st.lists(st.sampled_from(request.group), min_size=len(request.table), max_size=len(request.table) + 4)
         )[len(request.table) :]
-        holders = (holders + [request.group[0]] * 4)[: request.blocks_for(stop) - len(request.table)]
-        if any(self.account.pool(i).num_free < number for i, number in Counter(holders).items()):
+        block_owners = (block_owners + [request.group[0]] * 4)[: request.blocks_for(stop) - len(request.table)]
+        if any(self.account.pool(i).num_free < number for i, number in Counter(block_owners).items()):
             return
         held = {ref for other in self.live for ref in other.table}
-        self.account.extend(request, holders)
-        assert held.isdisjoint(request.table[len(request.table) - len(holders) :]), "a block in use is never evicted"
+        self.account.extend(request, block_owners)
+        assert held.isdisjoint(request.table[len(request.table) - len(block_owners) :]), (
+            "a block in use is never evicted"
+        )
         for position in range(start, stop):
             ref = request.table[position // SIZE]
             assert sum(ref in other.table for other in self.live) == 1, "a block that is written is not shared"

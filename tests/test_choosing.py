@@ -14,11 +14,11 @@ from msgspec import structs
 from test_profile import SUBJECT, prefill
 
 from longspan.core.account import PrefixHit
-from longspan.core.cluster import Place
+from longspan.core.cluster import Location
 from longspan.core.runs import Run
 from longspan.core.steps import Exchange
 from longspan.cost.architecture import Hardware, ModelShape
-from longspan.cost.exchange_rules import ring_kv_or_ring_q, whole_weights_pay
+from longspan.cost.exchange_rules import ring_kv_or_ring_q, unsharded_weights_pay
 from longspan.cost.partitions import Entry, PartitionTable
 from longspan.cost.profile import Profile, Transfer
 from longspan.cost.profile_plan import SHARED, prompts_of
@@ -32,7 +32,7 @@ LENGTHS = st.integers(1, 200_000)
 
 def machine(members: int, *, link_s: float, start_s: float = 0.0, exchanges: tuple[str, ...] = SHARED) -> Profile:
     """Computes 0.1 ms a token and 10 ns a pair; a token's keys take `link_s`, its query and output five times that."""
-    profile = Profile(subject=SUBJECT)
+    profile = Profile(profile_key=SUBJECT)
     for new, cached in PROMPTS:
         compute_s = 1e-4 * new + 1e-8 * new * (cached + new / 2)
         profile = profile.with_prefill(prefill(new, cached, 1e-3 + compute_s, members=1, exchange="local"))
@@ -93,7 +93,7 @@ def test_the_quickest_exchange_is_taken() -> None:
     "profile",
     [
         None,
-        Profile(subject=SUBJECT),
+        Profile(profile_key=SUBJECT),
         machine(3, link_s=0.0),
         machine(2, link_s=0.0, exchanges=()),
         machine(2, link_s=0.0, exchanges=("chain",)),
@@ -122,7 +122,7 @@ SPLIT = replace(SHAPE, num_kv_heads=1)  # eight query heads read one KV head, so
 def test_alltoall_takes_whole_weights_where_they_send_less(members: int, new: int, tp: int) -> None:
     """On CPUs from the host, so that it does not depend on the length."""
     chooser = Chooser(members, Facts(shape=SPLIT, tp=tp))
-    pays = whole_weights_pay(SPLIT, new, members, tp, "host")
+    pays = unsharded_weights_pay(SPLIT, new, members, tp, "host")
     assert pays == (tp > 2)
     assert chooser.of_step("alltoall", new, members) == ("alltoall_host" if pays else "alltoall")
     assert chooser.of_step("ring_kv", new, members) == "ring_kv"
@@ -151,7 +151,7 @@ def test_on_accelerators_measured_links_decide(
     host_s: float | None, peer_s: float, length: int, expected: Exchange
 ) -> None:
     """What a byte takes from the host and from a peer."""
-    profile = Profile(subject=structs.replace(SUBJECT, device="cuda"))
+    profile = Profile(profile_key=structs.replace(SUBJECT, device="cuda"))
     for size in (10**4, 10**6):
         if host_s is not None:
             seconds = (host_s * size,)
@@ -278,7 +278,7 @@ def test_a_short_turn_stays_with_the_instance_that_has_the_conversation(facts: F
 
 
 def test_groups_are_in_order_of_proximity_and_on_as_few_hosts_as_can_be() -> None:
-    places = tuple(Place(host=host, device=i) for i, host in enumerate((1, 0, 1, 0, 2)))
+    places = tuple(Location(host=host, device=i) for i, host in enumerate((1, 0, 1, 0, 2)))
     facts = Facts(profile=two_or_four(), places=places)
     cluster = Cluster(Setup(num_instances=5, num_blocks=4096, facts=facts))
     requests = [cluster.add(range(first, first + 3000), max_tokens=50) for first in range(2)]

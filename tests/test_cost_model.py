@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan.core.cluster import Fleet, ParallelSpec
-from longspan.core.runs import Run, deal
+from longspan.core.runs import Run, shard_span
 from longspan.core.steps import Exchange, Forward, Part, Sample
 from longspan.cost import catalog
 from longspan.cost.architecture import from_config
@@ -269,7 +269,7 @@ def part(request: int, start: int, stop: int, group: tuple[int, ...], exchange: 
         stop=stop,
         tokens=(),
         group=group,
-        runs=deal(layout, start, stop, len(group)),
+        runs=shard_span(layout, start, stop, len(group)),
         exchange=exchange,
         first_block=0,
         blocks=(),

@@ -9,8 +9,8 @@ import pytest
 from tiny_models import make_tiny
 
 from longspan import LLM, SamplingParams
-from longspan.core.heads import deal_heads, spread_heads
-from longspan.core.runs import deal
+from longspan.core.heads import split_heads, spread_heads
+from longspan.core.runs import shard_span
 
 HOSTS, MEMBERS, TOKENS, BLOCK = 2, 4, 200, 16
 
@@ -38,7 +38,7 @@ def formula(llm: LLM, exchange: str, tokens: list[int]) -> int:
     assert shape is not None
     heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
     of_a_key = 2 * kv_heads * dim * 4
-    shares = deal_heads(heads, kv_heads, MEMBERS)
+    shares = split_heads(heads, kv_heads, MEMBERS)
     others = [(i, j) for i in range(MEMBERS) for j in range(MEMBERS) if i != j]
     match exchange:
         case "ring_kv" | "gather_kv":
@@ -63,7 +63,7 @@ def test_bytes_are_those_of_the_formula(llm: LLM, exchange: str) -> None:
     llm.generate([[5] * TOKENS], SamplingParams(max_tokens=1), use_tqdm=False)
     sent = llm.bytes_exchanged[exchange] - before.get(exchange, 0)
     layout = "contiguous" if exchange == "chain" else "zigzag"
-    tokens = [sum(map(len, runs)) for runs in deal(layout, 0, TOKENS, MEMBERS, align=BLOCK)]
+    tokens = [sum(map(len, runs)) for runs in shard_span(layout, 0, TOKENS, MEMBERS, align=BLOCK)]
     assert sent == formula(llm, exchange, tokens) * llm.info.num_layers
     if exchange == "gather_kv":
         crossed = llm.bytes_between_hosts[exchange] - crossed_before.get(exchange, 0)

@@ -37,7 +37,7 @@ from longspan.serve.messages import (
     Turn,
 )
 from longspan.sim.executor import LinearCost, SimExecutor, VirtualClock
-from longspan.text.input_processor import Job
+from longspan.text.input_processor import EngineRequest
 
 _VOCAB, _BLOCKS, _BLOCK_SIZE = 64, 16, 4
 _CAPACITY = 2 * _BLOCKS * _BLOCK_SIZE
@@ -75,7 +75,7 @@ class Cluster:
     def __init__(self) -> None:
         self._clock = VirtualClock()
         self.executor = Workers(self._clock)
-        self.jobs = SimpleNamespace(tokenizer=None)
+        self.input_processor = SimpleNamespace(tokenizer=None)
         self.worker_pids = ()
         self.failures: deque[Exception] = deque()
         self.engine = Engine(
@@ -141,7 +141,7 @@ class Face:
         self.asked[number] = Asked(
             num_prompt_tokens=num_tokens, num_choices=n, max_tokens=max_tokens, was_accepted=is_accepted
         )
-        self.tell(Add.of(number, Job(text=None, token_ids=prompt, params=params), is_accepted=is_accepted))
+        self.tell(Add.of(number, EngineRequest(text=None, token_ids=prompt, params=params), is_accepted=is_accepted))
         return number
 
     def cancel(self, number: int) -> None:

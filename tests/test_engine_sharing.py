@@ -22,9 +22,9 @@ def test_short_requests_stay_on_one_instance_and_long_ones_are_dealt() -> None:
     short = [cluster.add([number] * 100, max_tokens=3) for number in range(9)]
     long = [cluster.add([number] * 101, max_tokens=3) for number in range(2)]
     cluster.run()
-    homes = [{part.group for part in cluster.parts_of(request)} for request in short]
-    assert all(len(groups) == 1 for groups in homes)
-    assert sorted(group for groups in homes for group in groups) == sorted([(0,), (1,), (2,)] * 3), "spread evenly"
+    owners = [{part.group for part in cluster.parts_of(request)} for request in short]
+    assert all(len(groups) == 1 for groups in owners)
+    assert sorted(group for groups in owners for group in groups) == sorted([(0,), (1,), (2,)] * 3), "spread evenly"
     assert all({part.group for part in cluster.parts_of(request)} == {(0, 1, 2)} for request in long)
     assert {part.exchange for request in long for part in cluster.parts_of(request)} == {"ring_kv", "ring_q"}
 
@@ -141,8 +141,8 @@ def test_a_decode_that_rotates_by_token_is_even_to_the_token(num_instances: int,
     spreads = spreads_of_2000_tokens(cluster, request)
     assert 1 < spreads[0] <= 2 * 16, "the prompt's own deal"
     assert max(spreads[2 * 16 * num_instances :]) <= 1
-    homes = Counter(part.sample.instance for part in cluster.parts_of(request)[1:] if part.sample is not None)
-    assert max(homes.values()) - min(homes.values()) <= 2 * 16
+    owners = Counter(part.sample.instance for part in cluster.parts_of(request)[1:] if part.sample is not None)
+    assert max(owners.values()) - min(owners.values()) <= 2 * 16
     cluster.run()
 
 

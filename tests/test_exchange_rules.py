@@ -22,8 +22,8 @@ from longspan.cost.exchange_rules import (
     pass_q_bytes,
     ring_kv_or_ring_q,
     summed_bytes,
+    unsharded_weights_pay,
     whole_bytes,
-    whole_weights_pay,
 )
 from longspan.cost.ring_fit import RingSample, fit_appendix_d
 from longspan.cost.time_fit import LinkFit
@@ -275,17 +275,19 @@ def test_whole_weights_that_pay_pay_for_more_tokens(
     shape: ModelShape, length: int, more: int, num_members: int, tp: int
 ) -> None:
     """Those of the host for any length or none; and wherever those of peers do."""
-    pays = {source: whole_weights_pay(shape, length, num_members, tp, source) for source in ("host", "peers")}
-    later = {source: whole_weights_pay(shape, length + more, num_members, tp, source) for source in ("host", "peers")}
+    pays = {source: unsharded_weights_pay(shape, length, num_members, tp, source) for source in ("host", "peers")}
+    later = {
+        source: unsharded_weights_pay(shape, length + more, num_members, tp, source) for source in ("host", "peers")
+    }
     assert later["host"] == pays["host"] >= later["peers"] >= pays["peers"]
 
 
 def test_whole_weights_pay_from_three_ranks_on() -> None:
     """Llama3-405B: two ranks swap (17 / 16) d for the d that they save; three (17 / 24) d, and eight (17 / 64) d."""
-    assert [whole_weights_pay(LLAMA_405B, 1000, 2, tp, "host") for tp in (2, 3, 8)] == [False, True, True]
+    assert [unsharded_weights_pay(LLAMA_405B, 1000, 2, tp, "host") for tp in (2, 3, 8)] == [False, True, True]
     threshold = 2 * 16384 * 2 * (17 / 16) / (1 - 2 * (17 / 16) / 8)
-    assert not whole_weights_pay(LLAMA_405B, int(threshold), 2, 8, "peers")
-    assert whole_weights_pay(LLAMA_405B, int(threshold) + 1, 2, 8, "peers")
+    assert not unsharded_weights_pay(LLAMA_405B, int(threshold), 2, 8, "peers")
+    assert unsharded_weights_pay(LLAMA_405B, int(threshold) + 1, 2, 8, "peers")
 
 
 def test_weights_are_from_where_they_come_sooner() -> None:

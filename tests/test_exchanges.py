@@ -22,9 +22,9 @@ from longspan.attn.comm import Group, Transport
 from longspan.attn.exchanges.chain import chain, chain_start
 from longspan.attn.exchanges.local import local
 from longspan.attn.spec import AttnSpec
-from longspan.core.heads import deal_heads, spread_heads
+from longspan.core.heads import split_heads, spread_heads
 from longspan.core.owners import Rotation
-from longspan.core.runs import Deal, Run, clip, coalesce, deal, positions
+from longspan.core.runs import Run, SpanShards, clip, coalesce, positions, shard_span
 from longspan.core.steps import Link
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -61,13 +61,13 @@ def outputs(name: str, group: Group, batch: Sequence[Request], spec: AttnSpec) -
 
 
 @st.composite
-def deals(draw: st.DrawFn, start: int, stop: int, num_members: int) -> Deal:
+def deals(draw: st.DrawFn, start: int, stop: int, num_members: int) -> SpanShards:
     """Zigzag, all to one member, or cut anywhere and dealt anyhow."""
     layout = draw(st.sampled_from(("zigzag", "single", "random", "random")))
     if layout == "zigzag":
-        return deal("zigzag", start, stop, num_members)
+        return shard_span("zigzag", start, stop, num_members)
     if layout == "single":
-        return deal("single", start, stop, num_members, head=draw(st.integers(0, num_members - 1)))
+        return shard_span("single", start, stop, num_members, head=draw(st.integers(0, num_members - 1)))
     bounds = sorted({start, stop, *draw(st.lists(st.integers(start, stop), max_size=6))})
     runs: list[list[Run]] = [[] for _ in range(num_members)]
     for a, b in itertools.pairwise(bounds):
@@ -76,7 +76,7 @@ def deals(draw: st.DrawFn, start: int, stop: int, num_members: int) -> Deal:
 
 
 @st.composite
-def deals_in_order(draw: st.DrawFn, start: int, stop: int, num_members: int) -> Deal:
+def deals_in_order(draw: st.DrawFn, start: int, stop: int, num_members: int) -> SpanShards:
     """Neighbouring runs, some of them maybe empty."""
     inner = st.lists(st.integers(start, stop), min_size=num_members - 1, max_size=num_members - 1)
     bounds = [start, *sorted(draw(inner)), stop]
@@ -96,7 +96,7 @@ def requests(draw: st.DrawFn, num_members: int, *, in_order: bool = False) -> Re
     return Request(q_runs=q_runs, kv_runs=kv_runs, seed=draw(st.integers(0, 99)))
 
 
-def rotated(kv_runs: Deal, start: int, stop: int) -> Deal:
+def rotated(kv_runs: SpanShards, start: int, stop: int) -> SpanShards:
     """The same up to `start`; homes rotate by token from there on."""
     before = [clip(runs, 0, start) for runs in kv_runs]
     rotation = Rotation(start=start, held=tuple(len(positions(runs)) for runs in before))
@@ -194,7 +194,7 @@ def bytes_of_chain(case: Case) -> int:
 def bytes_of_gather_hidden(case: Case) -> int:
     """Hidden states are as wide as queries, keys and values together here, and outputs as wide as queries."""
     spec = case.spec
-    shares = deal_heads(spec.num_heads, spec.num_kv_heads, case.size)
+    shares = split_heads(spec.num_heads, spec.num_kv_heads, case.size)
     makers = [min(m for m, share in enumerate(shares) if head in share.kv_heads) for head in range(spec.num_kv_heads)]
     vectors = 0
     for request, member, other in pairs(case):
@@ -233,7 +233,7 @@ def test_exact_and_to_the_byte(name: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("num_members", [2, 3, 4])
 def test_chain_sends_half_of_what_gather_kv_sends(num_members: int) -> None:
     """With even partitions and nothing cached, as the paper has it (equations 5 and 7)."""
-    runs = deal("contiguous", 0, 24 * num_members, num_members)
+    runs = shard_span("contiguous", 0, 24 * num_members, num_members)
     case = Case(hosts=(0,) * num_members, batch=(Request(q_runs=runs, kv_runs=runs, seed=0),), spec=spec_of())
     halves = exchange("chain", case)[1].total()
     assert exchange("gather_kv", case)[1].total() == 2 * halves
@@ -242,7 +242,7 @@ def test_chain_sends_half_of_what_gather_kv_sends(num_members: int) -> None:
 
 def test_chain_gives_the_last_member_all_new_keys_and_may_start_layers_ahead() -> None:
     """Every member begins to receive the second layer before it computes the first."""
-    q_runs, cached = deal("contiguous", 20, 77, 3), deal("zigzag", 0, 20, 3)
+    q_runs, cached = shard_span("contiguous", 20, 77, 3), shard_span("zigzag", 0, 20, 3)
     kv_runs = tuple(coalesce([*old, *new]) for old, new in zip(cached, q_runs, strict=True))
     layers = [Request(q_runs=q_runs, kv_runs=kv_runs, seed=seed) for seed in range(2)]
     spec = spec_of(window=30)
@@ -270,7 +270,7 @@ def test_chain_gives_the_last_member_all_new_keys_and_may_start_layers_ahead() -
 
 def test_dense_masks_whole_blocks_of_keys() -> None:
     """More keys than a kernel takes at a time, all of them hidden from the first queries."""
-    runs = deal("zigzag", 0, 1500, 2)
+    runs = shard_span("zigzag", 0, 1500, 2)
     for spec in (spec_of(), spec_of(window=40), spec_of(softcap=5.0)):
         case = Case(hosts=(0, 1), batch=(Request(q_runs=runs[::-1], kv_runs=runs, seed=0),), spec=spec)
         assert_attention(exchange("gather_kv, dense", case)[0], case)

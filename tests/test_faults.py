@@ -18,7 +18,7 @@ from transports import DiedError, FaultyTransport, MemoryTransport, Wires, run_m
 
 from longspan.attn.check import EXCHANGES, IN_ORDER, Request, member_case, random_qkv
 from longspan.attn.comm import CommError, Group, Message, Transport
-from longspan.core.runs import deal
+from longspan.core.runs import shard_span
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -38,8 +38,8 @@ def test_delays_and_reorderings_change_no_bit(name: str, data: st.DataObject, se
 def dealt_evenly(num_members: int) -> Request:
     """Half of the tokens are cached."""
     old, new = (
-        deal("contiguous", 0, 5 * num_members, num_members),
-        deal("contiguous", 5 * num_members, 10 * num_members, num_members),
+        shard_span("contiguous", 0, 5 * num_members, num_members),
+        shard_span("contiguous", 5 * num_members, 10 * num_members, num_members),
     )
     kv_runs = tuple((*one, *other) for one, other in zip(old, new, strict=True))
     return Request(q_runs=new, kv_runs=kv_runs, seed=1)

@@ -9,8 +9,8 @@ import pytest
 from tiny_models import make_tiny
 
 from longspan import LLM, SamplingParams
-from longspan.text.input_processor import Job
-from longspan.text.output_processor import Tracked
+from longspan.text.input_processor import EngineRequest
+from longspan.text.output_processor import RequestState
 
 
 @pytest.fixture(scope="module")
@@ -20,19 +20,19 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         yield llm
 
 
-def jobs(llm: LLM, *max_tokens: int) -> list[Job]:
+def engine_requests(llm: LLM, *max_tokens: int) -> list[EngineRequest]:
     params = (SamplingParams(temperature=0, max_tokens=most, ignore_eos=True) for most in max_tokens)
-    return [llm.jobs.job([5, 6, 7], one) for one in params]
+    return [llm.input_processor.process([5, 6, 7], one) for one in params]
 
 
-def groups(llm: LLM, lengths: Sequence[int], taken: list[int]) -> Iterator[tuple[int, list[Job]]]:
+def groups(llm: LLM, lengths: Sequence[int], taken: list[int]) -> Iterator[tuple[int, list[EngineRequest]]]:
     """A group per length, of one job; 0 is a group without any. Writes down which are taken."""
     for tag, length in enumerate(lengths):
         taken.append(tag)
-        yield tag, jobs(llm, length) if length else []
+        yield tag, engine_requests(llm, length) if length else []
 
 
-def reasons(tracked: Sequence[Tracked]) -> list[str | None]:
+def reasons(tracked: Sequence[RequestState]) -> list[str | None]:
     return [choice.request.finish_reason for one in tracked for choice in one.choices]
 
 
@@ -57,7 +57,7 @@ def test_a_prompt_that_waits_keeps_others_from_being_taken(llm: LLM) -> None:
 def test_groups_of_several_jobs_give_what_generate_gives(llm: LLM) -> None:
     prompts = [[7, 8, 9], [10, 11], [12, 13, 14, 15]]
     params = SamplingParams(temperature=0, max_tokens=5)
-    made = [llm.jobs.job(prompt, params) for prompt in prompts]
+    made = [llm.input_processor.process(prompt, params) for prompt in prompts]
     found = dict(llm.finish_each([("pair", made[:2]), ("one", made[2:])], most=2))
     outputs = [one.output().outputs[0].token_ids for tag in ("pair", "one") for one in found[tag]]
     assert outputs == [output.outputs[0].token_ids for output in llm.generate(prompts, params)]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_profile import SUBJECT
 
 from longspan.core.owners import BlockRef
-from longspan.core.runs import Layout, deal
+from longspan.core.runs import Layout, shard_span
 from longspan.core.steps import Forward, MoveKV, Part
 from longspan.cost.architecture import ModelShape
 from longspan.cost.fitted_cost import FittedCost
@@ -36,7 +36,7 @@ def decode_s(members: int, *contexts: int) -> float:
 
 
 def profile(*, decodes: bool = True) -> Profile:
-    found = Profile(subject=SUBJECT)
+    found = Profile(profile_key=SUBJECT)
     for members, exchange in ((1, "local"), (2, "ring_kv")):
         kind: dict[str, Any] = {"members": members, "exchange": exchange}
         for new in (200, 1000, 4000):
@@ -53,7 +53,7 @@ def profile(*, decodes: bool = True) -> Profile:
 
 def part(name: int, start: int, stop: int, *group: int, exchange: str = "local") -> Part:
     layout: Layout = "single" if stop - start == 1 else "contiguous" if exchange == "chain" else "zigzag"
-    runs = deal(layout, start, stop, len(group), align=BLOCK_SIZE, head=0)
+    runs = shard_span(layout, start, stop, len(group), align=BLOCK_SIZE, head=0)
     kind: Any = exchange
     return Part(
         request_id=name,
@@ -97,7 +97,7 @@ def test_a_chain_that_is_cut_unevenly_on_purpose_counts_as_it_is() -> None:
         chain = chain.with_prefill(took)
     even = part(0, 0, 500, 0, 1, exchange="chain")
     assert [sum(map(len, runs)) for runs in even.runs] == [200, 300]
-    uneven = replace(even, runs=deal("contiguous", 0, 500, 2, align=BLOCK_SIZE, fractions=(0.6, 0.4)))
+    uneven = replace(even, runs=shard_span("contiguous", 0, 500, 2, align=BLOCK_SIZE, fractions=(0.6, 0.4)))
     for one, counted in ((even, 600), (uneven, 500)):
         found = fitted(chain).seconds(Forward(number=0, parts=(one,)))
         assert found == dict.fromkeys((0, 1), pytest.approx(counted * 1e-3, rel=1e-3))
@@ -200,7 +200,7 @@ def test_layers_hide_all_of_a_balance_but_what_comes_before_the_first() -> None:
     move = MoveKV(number=2, request_id=0, copies=((BlockRef(3, 0), BlockRef(5, 0)),))
     cost = fitted(linked)
     plain = cost.seconds(Forward(number=1, parts=(shared,)))
-    balanced = cost.seconds(Forward(number=1, parts=(shared,), balances=(move,)))
+    balanced = cost.seconds(Forward(number=1, parts=(shared,), rebalances=(move,)))
     assert balanced == {i: pytest.approx(plain[i] + cost.move_s(move) / 10) for i in (3, 5)}
 
 

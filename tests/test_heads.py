@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longspan.core.heads import deal_heads, spread_heads, uniform_pieces
+from longspan.core.heads import split_heads, spread_heads, uniform_pieces
 
 
 @given(st.integers(1, 16), st.integers(1, 16), st.integers(1, 40))
 def test_deal(num_kv_heads: int, readers: int, num_members: int) -> None:
-    shares = deal_heads(num_kv_heads * readers, num_kv_heads, num_members)
+    shares = split_heads(num_kv_heads * readers, num_kv_heads, num_members)
     assert len(shares) == num_members
     assert [head for share in shares for head in share.heads] == list(range(num_kv_heads * readers))
     for share in shares:
@@ -42,7 +42,7 @@ def test_deal(num_kv_heads: int, readers: int, num_members: int) -> None:
     ],
 )
 def test_examples(case: tuple[int, int, int], counts: list[int], kv_heads: list[tuple[int, ...]]) -> None:
-    shares = deal_heads(*case)
+    shares = split_heads(*case)
     assert [len(share.heads) for share in shares] == counts
     assert [tuple(share.kv_heads) for share in shares] == kv_heads
 
@@ -62,10 +62,10 @@ def test_spread(num_kv_heads: int, readers: int, num_members: int) -> None:
             read = Counter(head // readers for head in piece.heads)
             assert set(read) == set(piece.kv_heads) and len(set(read.values())) == 1
     if num_kv_heads % num_members == 0:
-        assert shares == deal_heads(num_kv_heads * readers, num_kv_heads, num_members)
+        assert shares == split_heads(num_kv_heads * readers, num_kv_heads, num_members)
 
 
 @pytest.mark.parametrize("case", [(5, 2, 2), (4, 0, 2), (0, 1, 1), (4, 2, 0)])
 def test_impossible_deals_are_refused(case: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="cannot be dealt"):
-        deal_heads(*case)
+        split_heads(*case)

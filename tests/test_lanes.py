@@ -138,7 +138,7 @@ def test_large_texts_come_one_by_one_and_hold_nobody_up(events: Path, monkeypatc
 def test_grammars_hold_up_only_each_other_and_their_queue_is_bounded(
     events: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    guided = completion(prompt=[SAY], max_tokens=3, structured_outputs={"regex": "a"})
+    constrained = completion(prompt=[SAY], max_tokens=3, structured_outputs={"regex": "a"})
     grammars: list[Lane] = []
 
     def add(lane: Lane, work: Callable[[], Any]) -> Future[Any]:
@@ -153,11 +153,11 @@ def test_grammars_hold_up_only_each_other_and_their_queue_is_bounded(
             waiting = []
             for _ in range(34):
                 connection = socket.create_connection(("127.0.0.1", face.port))
-                connection.sendall(post(json.dumps(guided).encode()))
+                connection.sendall(post(json.dumps(constrained).encode()))
                 waiting.append(connection)
             await until(lambda: closed.num_begun == 2 and len(grammars[0]._waiting) == 32)
             start_s = time.monotonic()
-            full = await ask(face.port, "/v1/completions", guided)
+            full = await ask(face.port, "/v1/completions", constrained)
             assert (full.status, full.body["error"]["code"]) == (503, "queue_full")
             assert int(full.headers["retry-after"]) >= 1
             assert (await face.complete(SAY)).token_ids == [7, 7, 7]

@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longspan.cost.profile import Profile, Subject
+from longspan.cost.profile import Profile, ProfileKey
 from longspan.cost.profile_plan import kinds_of_links
 from longspan.errors import WorkerLostError
 from longspan.profiling.links import time_links
 
-SUBJECT = Subject(model="m", dtype="float32", device="cpu", tp=1, threads=1, kernel="torch", machine="m")
+SUBJECT = ProfileKey(model="m", dtype="float32", device="cpu", tp=1, threads=1, kernel="torch", machine="m")
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_transfers_of_every_kind_are_timed(num_ranks: int) -> None:
-    profile = Profile(subject=SUBJECT)
+    profile = Profile(profile_key=SUBJECT)
     for transfer in time_links(num_ranks, "cpu"):
         assert transfer.num_bytes <= 2**24
         profile = profile.with_transfer(transfer)

@@ -9,7 +9,7 @@ from cluster import Cluster, Setup
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longspan.core.cluster import Place, Roles
+from longspan.core.cluster import Location, Roles
 from longspan.policy import make_policy
 from longspan.policy.choosing import Facts
 
@@ -27,7 +27,7 @@ def test_kv_moves_to_one_instance_which_decodes_alone() -> None:
     decodes = [part for part in parts if part.start >= 1000]
     assert len(parts[0].group) == 4
     assert [len(part.group) for part in decodes] == [4] + [1] * 10, "the first takes the KV along"
-    [balance] = [move for forward in cluster.forwards for move in forward.balances]
+    [balance] = [move for forward in cluster.forwards for move in forward.rebalances]
     assert len(balance.sources) == 3
     assert balance.targets == decodes[-1].group
     assert request.output == cluster.expected_output(request)
@@ -107,7 +107,7 @@ def test_disaggregated_prefill_takes_the_group_that_is_quickest_for_itself() -> 
     ],
 )
 def test_mistakes(name: str, roles: bool, options: Mapping[str, str], message: str) -> None:
-    places = tuple(Place(device=device) for device in range(4))
+    places = tuple(Location(device=device) for device in range(4))
     given = Facts(places=places, roles=Roles(num_prefill=3, num_decode=1, backends=1) if roles else None)
     with pytest.raises(ValueError, match=message):
         make_policy(name, num_instances=4, options=options, facts=given)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from one_part import forward
 
 from longspan.core.cluster import Fleet, ParallelSpec
-from longspan.core.heads import deal_heads
+from longspan.core.heads import split_heads
 from longspan.core.owners import BlockRef
 from longspan.core.steps import MoveKV
 from longspan.runtime.executor.in_flight import InFlight
@@ -21,7 +21,7 @@ from longspan.runtime.messages import Done, Moved
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 12), st.integers(1, 12))
 def test_each_target_gets_each_of_its_heads_once(kv_heads: int, readers: int, source_tp: int, target_tp: int) -> None:
     heads = kv_heads * readers
-    has, needs = ([s.kv_heads for s in deal_heads(heads, kv_heads, tp)] for tp in (source_tp, target_tp))
+    has, needs = ([s.kv_heads for s in split_heads(heads, kv_heads, tp)] for tp in (source_tp, target_tp))
     got: list[Counter[int]] = [Counter() for _ in needs]
     load: dict[int, Counter[int]] = {head: Counter() for head in range(kv_heads)}
     for route in head_routes(heads, kv_heads, source_tp, target_tp):

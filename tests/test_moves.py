@@ -120,7 +120,7 @@ def test_balancing(
         request.take(request.forward(70, groups[0], exchange))
         balance, left = request.even_out(groups[1])
         assert balance.copies
-        done = request.take(request.forward(120, groups[1], exchange, balances=[balance]))
+        done = request.take(request.forward(120, groups[1], exchange, rebalances=[balance]))
         cluster.release(left)
         heads = max(3, cluster.fleet.spec.tp)
         size = BLOCK * heads * 16 * 4 * 2 * BASE["num_hidden_layers"]
@@ -141,7 +141,7 @@ def test_balancing_and_streaming_in_one_step(
         request = Driven(cluster, prompt_of(LENGTH))
         request.take(request.forward(70, (0,)))
         balance, _ = request.even_out((0, 1))
-        forward = request.forward(LENGTH, (0, 1), exchange, balances=[balance], stream_to=2)
+        forward = request.forward(LENGTH, (0, 1), exchange, rebalances=[balance], stream_to=2)
         request.take(forward)
         cluster.wait(*(move.number for move in forward.streams))
         request.table = list(request.moved)
@@ -156,7 +156,7 @@ def test_smollm2() -> None:
         request = Driven(cluster, prompt)
         request.take(request.forward(300, (1,), stream_to=2))
         balance, _ = request.even_out((0, 1))
-        request.take(request.forward(610, (0, 1), balances=[balance], stream_to=2))
+        request.take(request.forward(610, (0, 1), rebalances=[balance], stream_to=2))
         forward = request.forward(900, (0, 1), stream_to=2)
         request.take(forward)
         cluster.wait(*(move.number for move in forward.streams))

@@ -8,7 +8,7 @@ import pytest
 
 from longspan.core.cluster import Fleet, ParallelSpec
 from longspan.core.owners import BlockRef
-from longspan.core.runs import Run, deal
+from longspan.core.runs import Run, shard_span
 from longspan.core.steps import Forward, MoveKV, Part
 from longspan.cost import catalog
 from longspan.cost.architecture import from_config
@@ -98,7 +98,7 @@ def test_roles_lie_on_their_own_devices() -> None:
         rooflines(MODEL, HOSTS, Fleet(spec=ParallelSpec(instances=16), decode_spec=ParallelSpec(instances=3, tp=8)))
 
 
-def _prefill(balances: tuple[MoveKV, ...] = (), new: int = 32_768, cached: int = 0) -> Forward:
+def _prefill(rebalances: tuple[MoveKV, ...] = (), new: int = 32_768, cached: int = 0) -> Forward:
     group = (0, 1, 2, 3)
     part = Part(
         request_id=0,
@@ -106,13 +106,13 @@ def _prefill(balances: tuple[MoveKV, ...] = (), new: int = 32_768, cached: int =
         stop=cached + new,
         tokens=range(new),
         group=group,
-        runs=deal("zigzag", cached, cached + new, 4),
+        runs=shard_span("zigzag", cached, cached + new, 4),
         exchange="ring_kv",
         first_block=0,
         blocks=(),
         sample=None,
     )
-    return Forward(number=1, parts=(part,), balances=balances)
+    return Forward(number=1, parts=(part,), rebalances=rebalances)
 
 
 def test_a_balance_beside_long_layers_costs_its_first_layer() -> None:

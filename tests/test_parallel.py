@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from longspan import LLM, args
 from longspan.args import Arguments
-from longspan.core.cluster import ParallelSpec, Place, Roles, hosts_of, places_of_ranks
+from longspan.core.cluster import Location, ParallelSpec, Roles, hosts_of, locations_of_ranks
 
 
 @given(st.integers(1, 10_000))
@@ -72,13 +72,13 @@ def test_every_text_is_read_or_refused(text: str) -> None:
     ],
 )
 def test_ranks_lie_on_hosts(num_ranks: int, given: str, hosts: tuple[int, ...]) -> None:
-    assert hosts_of(places_of_ranks(num_ranks, given)) == hosts
+    assert hosts_of(locations_of_ranks(num_ranks, given)) == hosts
 
 
 def test_neighbours_are_near() -> None:
-    racks = places_of_ranks(5, "1-0,0-1,0-0,0-1,1-0")
+    racks = locations_of_ranks(5, "1-0,0-1,0-0,0-1,1-0")
     assert sorted(range(5), key=racks.__getitem__) == [2, 1, 3, 0, 4]
-    assert racks[3] == Place(rack=0, host=1, device=3)
+    assert racks[3] == Location(rack=0, host=1, device=3)
 
 
 def test_pretended_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longspan.core.runs import deal
+from longspan.core.runs import shard_span
 from longspan.cost.chain import LayerCost, chain
 from longspan.cost.partitions import Entry, Partition, PartitionTable, cut, even, parse_fractions, search
 
@@ -38,7 +38,9 @@ def assert_aligned(partition: Partition, length: int, members: int, align: int) 
 def test_even_pieces_are_those_of_the_contiguous_layout(length: int, members: int, align: int) -> None:
     partition = even(length, members, align)
     assert_aligned(partition, length, members, align)
-    assert list(partition) == [sum(map(len, runs)) for runs in deal("contiguous", 0, length, members, align=align)]
+    assert list(partition) == [
+        sum(map(len, runs)) for runs in shard_span("contiguous", 0, length, members, align=align)
+    ]
 
 
 @given(fractions(), LENGTHS, ALIGNS)

@@ -10,18 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan.core.account import KvAccount
-from longspan.core.cluster import teams_of
+from longspan.core.cluster import coupled_instances
 from longspan.core.protocols import ClusterView, Limits
 from longspan.core.queues import Running
 from longspan.core.request import Request, RequestMetrics
-from longspan.core.runs import Deal, Layout
+from longspan.core.runs import Layout, SpanShards
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Forward, Free
 from longspan.policy import make_policy
 from longspan.policy.choosing import Facts
 from longspan.policy.chunked import Chunked
 from longspan.policy.context import Context
-from longspan.policy.sharding import Room, Shape, deal_chunk, holders
+from longspan.policy.sharding import Room, Shape, block_owners, shard_chunk
 
 
 @pytest.mark.parametrize(("instances", "kind"), [(1, Chunked), (2, Context), (7, Context)])
@@ -136,7 +136,7 @@ def shapes(draw: st.DrawFn, num_members: int) -> Shape:
 def test_a_chunk_fits_its_room(case: tuple[int, int, list[int], Room], data: st.DataObject) -> None:
     start, stop, owners, room = case
     size = room.block_size
-    dealt = deal_chunk(start, stop, owners, room, data.draw(shapes(len(room.tokens))))
+    dealt = shard_chunk(start, stop, owners, room, data.draw(shapes(len(room.tokens))))
     head = owners[start // size] if start % size else None
     if dealt is None:
         with_block = [member for member, number in enumerate(room.blocks) if number] or range(len(room.tokens))
@@ -149,7 +149,7 @@ def test_a_chunk_fits_its_room(case: tuple[int, int, list[int], Room], data: st.
     assert start < end <= stop
     assert head is None or by_position[start] == head
     assert all(sum(map(len, runs)) <= tokens for runs, tokens in zip(dealt, room.tokens, strict=True))
-    new = holders(dealt, len(owners), -(-end // size), size)
+    new = block_owners(dealt, len(owners), -(-end // size), size)
     for block, member in enumerate([*owners, *new]):
         assert {by_position[p] for p in range(block * size, block * size + size) if p in by_position} <= {member}
     wanted = [new.count(member) for member in range(len(room.blocks))]
@@ -168,21 +168,21 @@ def test_with_equal_room_a_chunk_is_even_and_as_large_as_blocks_allow(
     owners = [member for _ in range(2 * num_before) for member in range(num_members)]
     most = 2 * num_blocks * size
     room = Room(tokens=(most + size,) * num_members, blocks=(99,) * num_members, block_size=size)
-    dealt = deal_chunk(start, start + 10_000, owners, room)
+    dealt = shard_chunk(start, start + 10_000, owners, room)
     assert dealt is not None
     assert sizes(dealt) == [most] * num_members
 
 
 def test_fractions_fill_the_room_of_the_busiest_member() -> None:
     room = Room(tokens=(2048, 2048), blocks=(99, 99), block_size=256)
-    dealt = deal_chunk(0, 9000, [], room, Shape(layout="contiguous", fractions=(0.6, 0.4)))
+    dealt = shard_chunk(0, 9000, [], room, Shape(layout="contiguous", fractions=(0.6, 0.4)))
     assert dealt is not None and sizes(dealt) == [2048, 1280]
     assert dealt[0][-1].stop == dealt[1][0].start
 
 
 def test_a_whole_rest_that_fits_is_dealt_at_once() -> None:
     room = Room(tokens=(50, 50), blocks=(9, 9), block_size=16)
-    dealt = deal_chunk(0, 90, [], room)
+    dealt = shard_chunk(0, 90, [], room)
     assert dealt is not None and sum(sizes(dealt)) == 90
 
 
@@ -190,14 +190,14 @@ def test_who_holds_least_gets_the_next_block() -> None:
     room = Room(tokens=(8, 8, 8), blocks=(9, 9, 9), block_size=4)
     for owners, expected in (([0, 1, 2], 0), ([0, 0, 1], 2), ([0, 1, 2, 0], 1)):
         start = 4 * len(owners)
-        dealt = deal_chunk(start, start + 1, owners, room)
+        dealt = shard_chunk(start, start + 1, owners, room)
         assert dealt is not None and sizes(dealt).index(1) == expected
     full = Room(tokens=(8, 8, 8), blocks=(9, 0, 9), block_size=4)
-    dealt = deal_chunk(16, 17, [0, 1, 2, 0], full)
+    dealt = shard_chunk(16, 17, [0, 1, 2, 0], full)
     assert dealt is not None and sizes(dealt) == [0, 0, 1], "a member without a free block is passed over"
 
 
-def sizes(dealt: Deal) -> list[int]:
+def sizes(dealt: SpanShards) -> list[int]:
     return [sum(map(len, runs)) for runs in dealt]
 
 
@@ -206,16 +206,16 @@ def sizes(dealt: Deal) -> list[int]:
 
 @given(st.lists(st.sets(st.integers(0, 5), min_size=1).map(lambda group: tuple(sorted(group))), max_size=6))
 def test_teams_are_the_connected_instances(groups: list[tuple[int, ...]]) -> None:
-    teams = teams_of(groups)
+    coupled_sets = coupled_instances(groups)
     named = sorted({i for group in groups for i in group})
-    assert sorted(i for team in teams for i in team) == named
+    assert sorted(i for coupled in coupled_sets for i in coupled) == named
     reach = {i: {i} for i in range(6)}
     for _ in range(6):
         for group in groups:
             joined = set().union(*(reach[i] for i in group))
             for i in joined:
                 reach[i] = joined | reach[i]
-    assert {frozenset(reach[i]) for i in named} == set(teams)
+    assert {frozenset(reach[i]) for i in named} == set(coupled_sets)
 
 
 # ---------------------------------------------------------------- bounds and order of a batch
@@ -339,11 +339,11 @@ def test_a_following_turn_goes_where_its_prefix_lies() -> None:
     cluster = Cluster(Setup(num_instances=3))
     firsts = [cluster.add([number] * 100, max_tokens=5) for number in range(3)]
     cluster.run()
-    homes = [cluster.parts_of(request)[0].group for request in firsts]
+    owners = [cluster.parts_of(request)[0].group for request in firsts]
     order = (2, 0, 1)
     seconds = [cluster.add([*firsts[i].prompt, *firsts[i].output, 9], max_tokens=2) for i in order]
     cluster.run()
-    assert [cluster.parts_of(request)[0].group for request in seconds] == [homes[i] for i in order]
+    assert [cluster.parts_of(request)[0].group for request in seconds] == [owners[i] for i in order]
     assert all(request.metrics.num_cached_tokens == 104 for request in seconds)
     assert cluster.engine.num_prefix_hits == 3 * 104
     assert cluster.engine.num_prefix_queries == 3 * 100 + 3 * 106

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan.cost.architecture import ModelShape
-from longspan.cost.profile import Decode, Prefill, Profile, Subject, Transfer, TransferKind
+from longspan.cost.profile import Decode, Prefill, Profile, ProfileKey, Transfer, TransferKind
 from longspan.cost.profile_plan import (
     SHARED,
     DecodeTask,
@@ -23,7 +23,7 @@ from longspan.cost.profile_plan import (
 )
 from longspan.cost.time_fit import Times, fit_link, fit_times
 
-SUBJECT = Subject(
+SUBJECT = ProfileKey(
     model="m", dtype="float32", device="cpu", tp=1, threads=1, kernel="torch", machine="a processor of some kind"
 )
 ROOM = Room(max_model_len=8192, block_size=256, num_blocks=1000)
@@ -122,7 +122,7 @@ def test_times_without_duration_are_refused() -> None:
 
 
 def test_times_add_up_and_survive_the_file() -> None:
-    profile = Profile(subject=SUBJECT).with_prefill(prefill(512, 0, 3.0)).with_prefill(prefill(512, 0, 1.0, 2.0))
+    profile = Profile(profile_key=SUBJECT).with_prefill(prefill(512, 0, 3.0)).with_prefill(prefill(512, 0, 1.0, 2.0))
     profile = profile.with_prefill(prefill(512, 8, 9.0))
     found = profile.find(2, "ring_kv", 512, 0)
     assert found is not None and found.seconds == (3.0, 1.0, 2.0)
@@ -132,7 +132,7 @@ def test_times_add_up_and_survive_the_file() -> None:
 
 
 def test_profiles_of_two_times_have_both() -> None:
-    once, again = Profile(subject=SUBJECT), Profile(subject=SUBJECT)
+    once, again = Profile(profile_key=SUBJECT), Profile(profile_key=SUBJECT)
     once = once.with_prefill(prefill(512, 0, 1.0)).with_transfer(transfer("point_to_point", 1000, 0.1))
     again = again.with_prefill(prefill(512, 0, 3.0)).with_prefill(prefill(1024, 0, 5.0))
     again = again.with_transfer(transfer("point_to_point", 1000, 0.2))
@@ -163,7 +163,7 @@ def test_what_is_no_prefill_is_refused(wrong: dict[str, object]) -> None:
 
 
 def test_fits_and_rules_are_of_groups() -> None:
-    profile = Profile(subject=SUBJECT)
+    profile = Profile(profile_key=SUBJECT)
     assert profile.fits() == {} and profile.ring_rule(2) is None
     for new, cached in PROMPTS:
         kv, q = 1e-4 * (new + cached), 3e-4 * new
@@ -183,7 +183,7 @@ def transfer(kind: TransferKind, num_bytes: int, *seconds: float, members: int =
 
 
 def test_links_are_of_a_kind_and_a_number_of_ranks() -> None:
-    profile = Profile(subject=SUBJECT)
+    profile = Profile(profile_key=SUBJECT)
     assert profile.link("alltoall", 2) is None
     for size in (1000, 2000):
         profile = profile.with_transfer(transfer("alltoall", size, 5.0))
@@ -211,7 +211,7 @@ def test_hardware_as_it_showed() -> None:
     """10 GFLOP/s in attention, which is 4 * heads * head_dim operations for each pair and layer."""
     shape = ModelShape(num_layers=10, hidden_size=1, num_heads=5, num_kv_heads=5, head_dim=50, bytes_per_element=4)
     pair_s = 10 * 4 * 5 * 50 / 1e10
-    profile = Profile(subject=SUBJECT)
+    profile = Profile(profile_key=SUBJECT)
     for new, cached in PROMPTS:
         seconds = 1e-3 * new + pair_s * new * (cached + new / 2)
         profile = profile.with_prefill(prefill(new, cached, seconds, members=1, exchange="local"))
@@ -240,7 +240,7 @@ def test_default_lengths_are_prompts_of_the_model(max_model_len: int) -> None:
 
 
 def test_what_is_missing_is_measured_in_turns_and_once() -> None:
-    profile, prompts = Profile(subject=SUBJECT), [(512, 0), (16, 512)]
+    profile, prompts = Profile(profile_key=SUBJECT), [(512, 0), (16, 512)]
     tasks = all_missing(profile, {1, 2}, prompts, ROOM, 2)
     once = tasks[: len(tasks) // 2]
     assert tasks == [*once, *once]
@@ -257,7 +257,7 @@ def test_what_is_missing_is_measured_in_turns_and_once() -> None:
 
 def test_the_quickest_exchange_is_measured_twice_as_often() -> None:
     """Until the quickest has been: the first one turns out not to be."""
-    profile, prompts, room = Profile(subject=SUBJECT), [(512, 0), (16, 512)], ROOM
+    profile, prompts, room = Profile(profile_key=SUBJECT), [(512, 0), (16, 512)], ROOM
     seconds = {"ring_kv": 1.0, "ring_q": 0.9, "alltoall": 1.1, "gather_kv": 1.2, "chain": 1.3, "local": 2.0}
     for task in all_missing(profile, {1, 2}, prompts, room, 2):
         if isinstance(task, Task):
@@ -292,7 +292,7 @@ def named(tasks: list[Task | DecodeTask]) -> list[tuple[str, int, int]]:
 
 
 def test_one_instance_is_measured_anew_beside_another_number_of_busy_ones() -> None:
-    profile, prompts = Profile(subject=SUBJECT), [(512, 0), (16, 512)]
+    profile, prompts = Profile(profile_key=SUBJECT), [(512, 0), (16, 512)]
     tasks = all_missing(profile, {1}, prompts, ROOM, 1)
     for one in (prefill(512, 0, 1.0, members=1, exchange="local"), prefill(16, 512, 1.0, members=1, exchange="local")):
         profile = profile.with_prefill(msgspec.structs.replace(one, beside=1))
@@ -307,7 +307,7 @@ def test_one_instance_is_measured_anew_beside_another_number_of_busy_ones() -> N
 
 def test_prompts_that_a_group_cannot_hold_are_left_out() -> None:
     room = msgspec.structs.replace(ROOM, num_blocks=4)  # 1,024 tokens of each member
-    found = all_missing(Profile(subject=SUBJECT), {1, 2}, [(1023, 0), (1024, 0), (128, 1024)], room, 1)
+    found = all_missing(Profile(profile_key=SUBJECT), {1, 2}, [(1023, 0), (1024, 0), (128, 1024)], room, 1)
     prompts = {(task.members, task.new_tokens, task.cached_tokens) for task in found if isinstance(task, Task)}
     assert prompts == {(1, 1023, 0), (2, 1023, 0), (2, 1024, 0), (2, 128, 1024)}
 
@@ -316,7 +316,7 @@ def test_decodes_are_measured_behind_as_many_tokens_as_there_is_room_for() -> No
     prompts = [(100, 0), (1000, 0), (8000, 0)]
 
     def decodes(members: int, room: Room) -> list[tuple[int, int]]:
-        found = all_missing(Profile(subject=SUBJECT), {members}, prompts, room, 1)
+        found = all_missing(Profile(profile_key=SUBJECT), {members}, prompts, room, 1)
         return [(task.batch, task.context_tokens) for task in found if isinstance(task, DecodeTask)]
 
     whole = [(1, 100), (1, 1000), (1, 8000), (2, 100), (2, 1000), (2, 8000), (4, 100), (4, 1000), (4, 8000)]

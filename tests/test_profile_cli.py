@@ -42,7 +42,7 @@ class Machine(FakeLLM):
     failure_in_chains_of: int | None = None
     cached = together = True
     info = SimpleNamespace(vocab_size=50)
-    subject = SUBJECT
+    profile_key = SUBJECT
     facts = Facts(shape=SHAPE)
 
     def __init__(self, model: str, **arguments: Any) -> None:
@@ -277,7 +277,7 @@ def test_decodes_that_did_not_stay_together_are_no_measurement(
 
 
 def test_a_file_that_is_no_profile_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    save_profile(Profile(subject=SUBJECT))
+    save_profile(Profile(profile_key=SUBJECT))
     profile_file(SUBJECT).write_text("{}")
     assert run("profile", "m", *LENGTHS) == 2
     assert "remove it" in capsys.readouterr().err
@@ -285,7 +285,7 @@ def test_a_file_that_is_no_profile_is_told(capsys: pytest.CaptureFixture[str]) -
 
 def test_times_of_another_revision_are_not_used() -> None:
     older = msgspec.structs.replace(SUBJECT, revision=SUBJECT.revision - 1)
-    save_profile(Profile(subject=older))
+    save_profile(Profile(profile_key=older))
     assert load_profile(older) and load_profile(SUBJECT) is None
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from test_tetris import GROUPS, machine
 from workloads import assert_lawful, finishes_lawfully, repeats, setups_of
 
-from longspan.core.cluster import Place, Roles
+from longspan.core.cluster import Location, Roles
 from longspan.core.config import EngineConfig
 from longspan.core.request import Request
 from longspan.core.steps import MoveKV
@@ -51,7 +51,7 @@ def setups(draw: st.DrawFn) -> Setup:
         options["sp_sizes"] = ",".join(map(str, sorted(sizes)))
     options["balance"] = draw(st.sampled_from(["true", "true", "false"]))
     facts = draw(st.sampled_from([Facts(), machine(*range(1, num_prefill + 1), start_s=0.0)]))
-    places = tuple(Place(host=i % 2, device=i) for i in range(num_prefill + num_decode))
+    places = tuple(Location(host=i % 2, device=i) for i in range(num_prefill + num_decode))
     setup = replace(
         draw(setups_of(policy, num_prefill, options)),
         num_instances=num_prefill + num_decode,
@@ -115,7 +115,7 @@ def check_sources(cluster: Cluster) -> None:
         if (transfer := cluster.transfer_of(request.id)) is not None:
             moving, table = set(transfer.moves.values()), request.table
             unsent = {table[i].instance for i in range(transfer.num_shared, len(table)) if i not in transfer.sent}
-            to_come = set(request.keepers) if len(table) < transfer.num_blocks else set()
+            to_come = set(request.kv_owners) if len(table) < transfer.num_blocks else set()
             assert (transfer.busy, transfer.sources) == (moving, moving | unsent | to_come)
 
 

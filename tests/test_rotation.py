@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longspan.core.owners import BlockRef, Homes, Rotation
-from longspan.core.runs import clip, places
+from longspan.core.owners import BlockRef, Owners, Rotation
+from longspan.core.runs import clip, row_slices
 
 HELD = st.lists(st.integers(0, 40), min_size=1, max_size=6).map(tuple)
 STARTS, NUMBERS = st.integers(0, 20), st.integers(0, 200)
@@ -14,23 +14,23 @@ STARTS, NUMBERS = st.integers(0, 20), st.integers(0, 200)
 
 def homes_one_by_one(held: tuple[int, ...], num_tokens: int) -> list[tuple[int, int]]:
     """Who holds each token, and how many that one held before."""
-    counts, homes = list(held), []
+    counts, owners = list(held), []
     for _ in range(num_tokens):
         home = counts.index(min(counts))
-        homes.append((home, counts[home]))
+        owners.append((home, counts[home]))
         counts[home] += 1
-    return homes
+    return owners
 
 
 @given(HELD, STARTS, NUMBERS, st.integers(1, 16))
 def test_the_fewest_come_first(held: tuple[int, ...], start: int, num_tokens: int, block_size: int) -> None:
     rotation, stop = Rotation(start=start, held=held), start + num_tokens
-    homes = homes_one_by_one(held, num_tokens)
-    assert [rotation.place(position) for position in range(start, stop)] == homes
+    owners = homes_one_by_one(held, num_tokens)
+    assert [rotation.place(position) for position in range(start, stop)] == owners
     num_blocks = 0
     for member, before in enumerate(held):
         runs = rotation.runs(member, stop)
-        own = [start + index for index, (home, _) in enumerate(homes) if home == member]
+        own = [start + index for index, (home, _) in enumerate(owners) if home == member]
         assert [position for run in runs for position in run.positions] == own
         assert all(len(run) for run in runs) and len(runs) <= len(held)
         assert rotation.num_held(member, stop) == before + len(own)
@@ -53,14 +53,14 @@ def test_what_is_left_in_sight_has_its_places(
     in_sight = range(max(start, low), stop if high is None else min(stop, high))
     if in_sight:
         rows = list(in_sight)
-        found = [[rows[place] for place in member_places] for member_places in places(clipped)]
+        found = [[rows[place] for place in member_places] for member_places in row_slices(clipped)]
         assert found == [[list(run.positions) for run in runs] for runs in clipped]
 
 
 @given(st.lists(st.integers(0, 3), max_size=12), st.integers(1, 5), st.data())
 def test_counts_are_of_what_is_held(owners: list[int], block_size: int, data: st.DataObject) -> None:
     table = [BlockRef(owner, block) for block, owner in enumerate(owners)]
-    homes = Homes(table=table, group=(2, 0, 1, 3), block_size=block_size)
+    owners = Owners(table=table, group=(2, 0, 1, 3), block_size=block_size)
     num_tokens = data.draw(st.integers(0, len(table) * block_size))
-    held = homes.held(num_tokens)
-    assert homes.counts(num_tokens) == tuple(sum(len(run) for run in runs) for runs in held)
+    held = owners.held(num_tokens)
+    assert owners.counts(num_tokens) == tuple(sum(len(run) for run in runs) for runs in held)

@@ -88,8 +88,8 @@ def test_what_lies_where_it_was_computed_can_rotate_by_token() -> None:
     running.run()
     first, *decodes = running.parts_of(request)
     assert (first.exchange, request.metrics.kv_tokens_per_instance) == ("chain", [1200, 400])
-    homes = [part.sample.instance for part in decodes if part.sample is not None]
-    assert homes == [1] * 800 + [0, 1] * 99 + [0], "the last one had the shorter piece"
+    owners = [part.sample.instance for part in decodes if part.sample is not None]
+    assert owners == [1] * 800 + [0, 1] * 99 + [0], "the last one had the shorter piece"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from cluster import Cluster, Setup
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longspan.core.cluster import teams_of
+from longspan.core.cluster import coupled_instances
 from longspan.core.queues import Running
 
 OPTIONS = [{}, {"threshold": "20"}, {"threshold": "20", "exchange": "chain"}, {"threshold": "20", "rotate": "token"}]
@@ -54,7 +54,9 @@ def check(cluster: Cluster) -> None:
     assert list(view.running) == running and len(view.running) == len(running)
     assert list(view.waiting) == [request for request in live if not request.group and not request.must_wait]
     assert set(view.running.shared) == {request for request in running if len(request.group) > 1}
-    assert list(view.running.teams) == teams_of(request.group for request in running if len(request.group) > 1)
+    assert list(view.running.coupled_sets) == coupled_instances(
+        request.group for request in running if len(request.group) > 1
+    )
     for group in ({0}, {1, 2}, {0, 1, 2}):
         assert set(view.running.within(group)) == {request for request in running if group.issuperset(request.group)}
     fresh = Running.of(running, 3)

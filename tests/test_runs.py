@@ -10,8 +10,8 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from longspan.core.owners import BlockRef, Homes
-from longspan.core.runs import Deal, Layout, Run, clip, coalesce, deal, relate
+from longspan.core.owners import BlockRef, Owners
+from longspan.core.runs import Layout, Run, SpanShards, clip, coalesce, relate, shard_span
 
 STARTS, LENGTHS, STEPS = st.integers(0, 40), st.integers(0, 9), st.integers(1, 5)
 LAYOUTS: list[Layout] = ["zigzag", "striped", "contiguous", "single"]
@@ -83,11 +83,11 @@ def deals(draw: st.DrawFn) -> tuple[Layout, int, int, int, int, int]:
 @given(deals())
 def test_a_deal_gives_every_position_to_one_member(case: tuple[Layout, int, int, int, int, int]) -> None:
     layout, start, stop, num_members, align, head = case
-    dealt = deal(layout, start, stop, num_members, align=align, head=head)
-    assert len(dealt) == num_members
-    owner = owners(dealt)
+    sharded = shard_span(layout, start, stop, num_members, align=align, head=head)
+    assert len(sharded) == num_members
+    owner = owners(sharded)
     assert sorted(owner) == list(range(start, stop))
-    for runs in dealt:
+    for runs in sharded:
         assert all(len(run) for run in runs)
         assert all(a.stop < b.start for a, b in pairwise(runs)), "ascending and joined"
     for position in range(start + 1, stop):
@@ -99,8 +99,8 @@ def test_a_deal_gives_every_position_to_one_member(case: tuple[Layout, int, int,
         assert set(owner.values()) <= {head}
 
 
-def owners(dealt: Deal) -> dict[int, int]:
-    positions = [(p, member) for member, runs in enumerate(dealt) for run in runs for p in run.positions]
+def owners(sharded: SpanShards) -> dict[int, int]:
+    positions = [(p, member) for member, runs in enumerate(sharded) for run in runs for p in run.positions]
     assert len(positions) == len(dict(positions)), "no position is dealt twice"
     return dict(positions)
 
@@ -111,77 +111,81 @@ def test_equal_zigzag_pieces_are_equal_causal_work(
 ) -> None:
     quantum = 2 * num_members * piece * align
     start = chunks_before * quantum
-    dealt = deal("zigzag", start, start + quantum, num_members, align=align)
-    work = [sum(p + 1 for run in runs for p in run.positions) for runs in dealt]
+    sharded = shard_span("zigzag", start, start + quantum, num_members, align=align)
+    work = [sum(p + 1 for run in runs for p in run.positions) for runs in sharded]
     assert len(set(work)) == 1
-    assert {sum(map(len, runs)) for runs in dealt} == {2 * piece * align}
+    assert {sum(map(len, runs)) for runs in sharded} == {2 * piece * align}
 
 
 @given(st.integers(1, 6), st.integers(0, 300), st.sampled_from([1, 4, 16]))
 def test_any_zigzag_is_nearly_even(num_members: int, length: int, align: int) -> None:
     """Pieces differ by a block, so tokens by two blocks, and causal work by two blocks of the longest rows."""
-    dealt = deal("zigzag", 0, length, num_members, align=align)
-    tokens = [sum(map(len, runs)) for runs in dealt]
-    work = [sum(p + 1 for run in runs for p in run.positions) for runs in dealt]
+    sharded = shard_span("zigzag", 0, length, num_members, align=align)
+    tokens = [sum(map(len, runs)) for runs in sharded]
+    work = [sum(p + 1 for run in runs for p in run.positions) for runs in sharded]
     assert max(tokens) - min(tokens) <= 2 * align
     assert max(work) - min(work) <= 2 * align * length
 
 
 def test_a_zigzag_of_few_blocks_leaves_nobody_with_two_more() -> None:
-    assert [len(run) for runs in deal("zigzag", 0, 595, 2, align=256) for run in runs] == [256, 83, 256]
+    assert [len(run) for runs in shard_span("zigzag", 0, 595, 2, align=256) for run in runs] == [256, 83, 256]
     for num_members, num_blocks in itertools.product((2, 3, 4), range(1, 40)):
-        dealt = deal("zigzag", 0, 10 * num_blocks - 5, num_members, align=10)
-        most = max(sum(map(len, runs)) for runs in dealt)
+        sharded = shard_span("zigzag", 0, 10 * num_blocks - 5, num_members, align=10)
+        most = max(sum(map(len, runs)) for runs in sharded)
         assert most <= 10 * -(-num_blocks // num_members)
         if num_members == 2 and num_blocks % 2:
             assert most == 5 * num_blocks, "whoever has a block more has the ragged one"
 
 
 def test_zigzag_pairs_first_and_last_chunks() -> None:
-    assert deal("zigzag", 0, 8, 2, align=2) == ((Run(0, 2), Run(6, 8)), (Run(2, 6),))
+    assert shard_span("zigzag", 0, 8, 2, align=2) == ((Run(0, 2), Run(6, 8)), (Run(2, 6),))
 
 
 @given(st.integers(1, 5), st.integers(0, 200), st.sampled_from([1, 8]))
 def test_contiguous_is_in_order_and_even(num_members: int, length: int, align: int) -> None:
-    dealt = deal("contiguous", 0, length, num_members, align=align)
-    assert all(len(runs) <= 1 for runs in dealt)
-    assert coalesce(run for runs in dealt for run in runs) == ((Run(0, length),) if length else ())
-    assert [run for runs in dealt for run in runs] == sorted((r for runs in dealt for r in runs), key=lambda r: r.start)
-    blocks = [sum(-(-len(run) // align) for run in runs) for runs in dealt]
+    sharded = shard_span("contiguous", 0, length, num_members, align=align)
+    assert all(len(runs) <= 1 for runs in sharded)
+    assert coalesce(run for runs in sharded for run in runs) == ((Run(0, length),) if length else ())
+    assert [run for runs in sharded for run in runs] == sorted(
+        (r for runs in sharded for r in runs), key=lambda r: r.start
+    )
+    blocks = [sum(-(-len(run) // align) for run in runs) for runs in sharded]
     assert max(blocks) - min(blocks) <= 1
 
 
 @given(st.integers(1, 5), st.integers(0, 200), st.sampled_from([1, 8]))
 def test_stripes_are_single_blocks_in_turn(num_members: int, length: int, align: int) -> None:
-    owner = owners(deal("striped", 0, length, num_members, align=align))
+    owner = owners(shard_span("striped", 0, length, num_members, align=align))
     assert owner == {position: position // align % num_members for position in range(length)}
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=5), st.integers(0, 300), st.sampled_from([1, 8]))
 def test_fractions_are_kept_to_half_a_block_at_every_cut(weights: list[int], length: int, align: int) -> None:
     fractions = [weight / sum(weights) for weight in weights]
-    dealt = deal("contiguous", 0, length, len(weights), align=align, fractions=fractions)
-    assert [run for runs in dealt for run in runs] == sorted((r for runs in dealt for r in runs), key=lambda r: r.start)
-    assert sorted(owners(dealt)) == list(range(length))
+    sharded = shard_span("contiguous", 0, length, len(weights), align=align, fractions=fractions)
+    assert [run for runs in sharded for run in runs] == sorted(
+        (r for runs in sharded for r in runs), key=lambda r: r.start
+    )
+    assert sorted(owners(sharded)) == list(range(length))
     for member in range(1, len(weights)):
-        before = sum(len(run) for runs in dealt[:member] for run in runs)
+        before = sum(len(run) for runs in sharded[:member] for run in runs)
         off = abs(before - length * sum(fractions[:member]))
         assert off <= 0.5 * align + 1e-6 or before == length // align * align, "a block that is not whole is the last's"
 
 
 def test_the_fractions_of_the_paper() -> None:
-    dealt = deal("contiguous", 0, 10_000, 4, fractions=[0.35, 0.255, 0.21, 0.185])
-    assert [sum(map(len, runs)) for runs in dealt] == [3500, 2550, 2100, 1850]
+    sharded = shard_span("contiguous", 0, 10_000, 4, fractions=[0.35, 0.255, 0.21, 0.185])
+    assert [sum(map(len, runs)) for runs in sharded] == [3500, 2550, 2100, 1850]
 
 
 def test_deal_refuses_what_it_cannot_place() -> None:
     for layout, fractions in (("zigzag", [0.5, 0.5]), ("contiguous", [1.0])):
         with pytest.raises(ValueError, match="fractions"):
-            deal(layout, 0, 8, 2, fractions=fractions)  # type: ignore[arg-type]  # a Layout
+            shard_span(layout, 0, 8, 2, fractions=fractions)  # type: ignore[arg-type]  # a Layout
     with pytest.raises(ValueError, match="at least 1 member, but 0"):
-        deal("zigzag", 0, 8, 0)
+        shard_span("zigzag", 0, 8, 0)
     with pytest.raises(ValueError, match="inside a block of 4"):
-        deal("zigzag", 2, 8, 2, align=4)
+        shard_span("zigzag", 2, 8, 2, align=4)
 
 
 @given(st.sets(st.integers(0, 60)), st.randoms())
@@ -204,7 +208,7 @@ def test_clip_keeps_what_lies_behind(positions: set[int], start: int) -> None:
 def test_homes_follow_the_table(instances: list[int], block_size: int, num_tokens: int) -> None:
     assume(num_tokens <= len(instances) * block_size)
     table = [BlockRef(instance, 7) for instance in instances]
-    held = Homes(table=table, group=(2, 0, 1), block_size=block_size).held(num_tokens)
+    held = Owners(table=table, group=(2, 0, 1), block_size=block_size).held(num_tokens)
     for instance, runs in zip((2, 0, 1), held, strict=True):
         expected = [p for p in range(num_tokens) if instances[p // block_size] == instance]
         assert [p for run in runs for p in run.positions] == expected

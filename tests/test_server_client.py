@@ -31,23 +31,23 @@ from longspan.serve.answer import Answer, EngineLostError, News, QueueFullError
 from longspan.serve.client import EngineClient
 from longspan.serve.messages import EngineSetup
 from longspan.serve.updates import Update
-from longspan.text.input_processor import Job
+from longspan.text.input_processor import EngineRequest
 
 
-def job(what: int, max_tokens: int = 3) -> Job:
-    return Job(text=None, token_ids=(what,), params=SamplingParams(max_tokens=max_tokens))
+def engine_request(what: int, max_tokens: int = 3) -> EngineRequest:
+    return EngineRequest(text=None, token_ids=(what,), params=SamplingParams(max_tokens=max_tokens))
 
 
 @asynccontextmanager
 async def started(
-    events: Path, most_jobs: int | None = None, most_tokens: int | None = None, engine_timeout_s: float = 60.0
+    events: Path, max_engine_requests: int | None = None, most_tokens: int | None = None, engine_timeout_s: float = 60.0
 ) -> AsyncIterator[EngineClient]:
     """A client whose engine runs; it must leave nothing behind."""
     client = EngineClient(
         EngineSetup(
             model=str(events),
             arguments={},
-            max_num_queued_reqs=most_jobs,
+            max_num_queued_reqs=max_engine_requests,
             max_num_queued_tokens=most_tokens,
             engine_timeout_s=engine_timeout_s,
         )
@@ -81,8 +81,8 @@ async def kill_engine(client: EngineClient, number: signal.Signals = signal.SIGK
 def test_a_request_is_streamed_or_taken_whole(events: Path) -> None:
     async def check() -> None:
         async with started(events) as client:
-            assert num_tokens(await streamed(await client.submit([job(SAY), job(SAY, 2)]))) == 5
-            assert num_tokens(await (await client.submit([job(SAY), job(SAY, 2)])).whole()) == 5
+            assert num_tokens(await streamed(await client.submit([engine_request(SAY), engine_request(SAY, 2)]))) == 5
+            assert num_tokens(await (await client.submit([engine_request(SAY), engine_request(SAY, 2)])).whole()) == 5
             assert client.num_unfinished == 0
 
     asyncio.run(check())
@@ -91,8 +91,8 @@ def test_a_request_is_streamed_or_taken_whole(events: Path) -> None:
 
 def test_what_told_nothing_is_computed_by_the_next_engine_and_keeps_its_place(events: Path) -> None:
     async def check() -> None:
-        async with started(events, most_jobs=10) as client:
-            assert num_tokens(await streamed(await client.submit([job(DIE_ONCE)]))) == 3
+        async with started(events, max_engine_requests=10) as client:
+            assert num_tokens(await streamed(await client.submit([engine_request(DIE_ONCE)]))) == 3
             assert client.state == "serving"
 
     asyncio.run(check())
@@ -103,7 +103,7 @@ def test_what_told_nothing_is_computed_by_the_next_engine_and_keeps_its_place(ev
 def test_what_was_not_accepted_yet_must_be_by_the_next_engine(events: Path) -> None:
     async def check() -> None:
         async with started(events) as client:
-            submitting = asyncio.create_task(client.submit([job(UNACCEPTED), job(SAY)]))
+            submitting = asyncio.create_task(client.submit([engine_request(UNACCEPTED), engine_request(SAY)]))
             await until(lambda: len(told(events, "Add")) == 2)
             await kill_engine(client)
             await until(lambda: len(told(events, "Add")) == 3)  # the other has ended
@@ -118,7 +118,8 @@ def test_a_stream_that_told_something_fails_but_a_whole_answer_is_made_anew(even
     async def check() -> None:
         async with started(events) as client:
             stream, whole = await asyncio.gather(
-                client.submit([job(BEGIN), job(SAY)]), client.submit([job(SAY, 2), job(SAY_AND_DIE_ONCE, 4)])
+                client.submit([engine_request(BEGIN), engine_request(SAY)]),
+                client.submit([engine_request(SAY, 2), engine_request(SAY_AND_DIE_ONCE, 4)]),
             )
             found: list[News] = []
             with pytest.raises(EngineLostError, match="was lost"):
@@ -132,10 +133,10 @@ def test_a_stream_that_told_something_fails_but_a_whole_answer_is_made_anew(even
 def test_a_request_that_ends_two_engines_is_not_sent_to_a_third(events: Path) -> None:
     async def check() -> None:
         async with started(events) as client:
-            answer = await client.submit([job(DIE)])
+            answer = await client.submit([engine_request(DIE)])
             with pytest.raises(EngineLostError, match="was lost"):
                 await answer.whole()
-            assert num_tokens(await (await client.submit([job(SAY)])).whole()) == 3
+            assert num_tokens(await (await client.submit([engine_request(SAY)])).whole()) == 3
 
     asyncio.run(check())
     assert len(told(events, "start")) == 3
@@ -147,7 +148,7 @@ def test_a_request_that_comes_while_an_engine_ends_is_answered_by_the_next(event
         async with started(events) as client:
             await kill_engine(client)
             for _ in range(20):  # some before the end is noticed, some after
-                answer = asyncio.create_task(client.submit([job(SAY)]))
+                answer = asyncio.create_task(client.submit([engine_request(SAY)]))
                 await asyncio.sleep(0.01)
             assert num_tokens(await (await asyncio.wait_for(answer, 10)).whole()) == 3
             await until(lambda: client.num_unfinished == 0)
@@ -157,13 +158,13 @@ def test_a_request_that_comes_while_an_engine_ends_is_answered_by_the_next(event
 
 def test_the_queue_is_bounded_while_there_is_no_engine(events: Path) -> None:
     async def check() -> None:
-        async with started(events, most_jobs=2) as client:
+        async with started(events, max_engine_requests=2) as client:
             await kill_engine(client)
             await until(lambda: client.state == "restarting")
-            two = [asyncio.create_task(client.submit([job(SAY)])) for _ in range(2)]
+            two = [asyncio.create_task(client.submit([engine_request(SAY)])) for _ in range(2)]
             await asyncio.sleep(0)
             with pytest.raises(QueueFullError, match="3 requests would wait for the engine, of at most 2"):
-                await client.submit([job(SAY)])
+                await client.submit([engine_request(SAY)])
             for answer in await asyncio.gather(*two):
                 assert num_tokens(await answer.whole()) == 3
 
@@ -179,7 +180,7 @@ def test_an_engine_that_hangs_is_replaced_and_its_requests_are_not_lost(events: 
             start_s = time.monotonic()
             losses: list[int] = []
             client.on_loss = lambda: losses.append(1)
-            assert num_tokens(await (await client.submit([job(SAY)])).whole()) == 3
+            assert num_tokens(await (await client.submit([engine_request(SAY)])).whole()) == 3
             assert losses == [1]
             assert 0.5 < time.monotonic() - start_s < 5
 
@@ -204,15 +205,15 @@ def test_what_an_engine_does_not_accept_is_bounded(events: Path) -> None:
     """It hangs, say. What it could run at once (2 requests, 128 tokens) counts beside its queue."""
 
     async def check() -> None:
-        async with started(events, most_jobs=3, most_tokens=30) as client:
+        async with started(events, max_engine_requests=3, most_tokens=30) as client:
             await kill_engine(client, signal.SIGSTOP)
-            waiting = [asyncio.create_task(client.submit([job(SAY)])) for _ in range(5)]
+            waiting = [asyncio.create_task(client.submit([engine_request(SAY)])) for _ in range(5)]
             await asyncio.sleep(0)
             with pytest.raises(QueueFullError, match=r"6 requests .* of at most 5 \(--max-num-queued-reqs\)"):
-                await client.submit([job(SAY)])
+                await client.submit([engine_request(SAY)])
             waiting[0].cancel()
             await asyncio.sleep(0)
-            long = Job(text=None, token_ids=(SAY,) * 155, params=SamplingParams(max_tokens=1))
+            long = EngineRequest(text=None, token_ids=(SAY,) * 155, params=SamplingParams(max_tokens=1))
             with pytest.raises(QueueFullError, match=r"159 tokens .* of at most 158 \(--max-num-queued-tokens\)"):
                 await client.submit([long])
             await kill_engine(client, signal.SIGCONT)
@@ -228,7 +229,7 @@ def test_no_message_is_missed_while_others_are_sent(events: Path) -> None:
     async def ask(client: EngineClient) -> int:
         total = 0
         for _ in range(20):
-            total += num_tokens(await (await client.submit([job(SAY, 1)])).whole())
+            total += num_tokens(await (await client.submit([engine_request(SAY, 1)])).whole())
             await asyncio.sleep(0)
         return total
 
@@ -256,7 +257,7 @@ def test_who_leaves_cancels(events: Path, what: int) -> None:
 
 
 async def _read(client: EngineClient, what: int) -> None:
-    answer = await client.submit([job(what), job(what)])
+    answer = await client.submit([engine_request(what), engine_request(what)])
     try:
         await streamed(answer)
     finally:
@@ -265,7 +266,7 @@ async def _read(client: EngineClient, what: int) -> None:
 
 def test_whatever_fails_after_acceptance_reaches_the_reader() -> None:
     async def check() -> None:
-        answer = Answer([job(SAY)], lambda _: None)
+        answer = Answer([engine_request(SAY)], lambda _: None)
         answer.accept(0)
         answer.fail(QueueFullError("full"))
         for reading in (answer.news(), answer.whole()):
@@ -279,7 +280,7 @@ def test_only_what_is_unfinished_and_untold_is_repeated() -> None:
     async def check() -> None:
         done = Update(choices=[], prompt_logprobs=None, num_cached_tokens=0, finished=True)
         begun = Update(choices=[], prompt_logprobs=None, num_cached_tokens=0, finished=False)
-        answer = Answer([job(SAY), job(SAY)], lambda _: None)
+        answer = Answer([engine_request(SAY), engine_request(SAY)], lambda _: None)
         answer.put(0, done)
         assert await answer.news() == [(0, done)]
         answer.put(1, begun)

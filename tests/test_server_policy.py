@@ -16,7 +16,7 @@ from server_client import Client
 from server_process import ServerProcess, running
 from starlette.testclient import TestClient
 from test_server_access import error_of
-from test_server_client import job, kill_engine, num_tokens, started, streamed
+from test_server_client import engine_request, kill_engine, num_tokens, started, streamed
 
 from longspan.serve.answer import EngineLostError
 from longspan.serve.policy_face import PolicyRefusedError
@@ -146,7 +146,7 @@ def test_changes_reach_the_engine_and_the_next_one(events: Path) -> None:
                 await client.update_policy({"rate": "refuse"})
             await kill_engine(client)
             await until(lambda: len(told(events, "SetPolicy")) == 3)
-            assert num_tokens(await streamed(await client.submit([job(SAY)]))) == 3
+            assert num_tokens(await streamed(await client.submit([engine_request(SAY)]))) == 3
             assert client.policy.settings is not None
             assert client.policy.settings.options["rate"] == "0.1", "a new engine process is set as the last one was"
 

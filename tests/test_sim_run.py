@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import longspan.sim.run as sim_run
 from longspan.core.engine import Engine, EngineConfig
 from longspan.core.protocols import Limits
-from longspan.core.runs import deal
+from longspan.core.runs import shard_span
 from longspan.core.steps import Exchange, Forward, Part
 from longspan.policy import make_policy
 from longspan.sim.arrivals import Arrival, conversations, prompt_of
@@ -148,8 +148,8 @@ def test_instances_start_together_and_end_by_their_own_times() -> None:
         Arrival(due_s=0.0, prompt=prompt_of(1, 8), output_len=3),
     ]
     result = run(asked, 2, {"threshold": "32"}, cost=OwnTimes(), watch=Watch(ran=steps.append))
-    dealt = next(one for one in steps if len(one.forward.instances) == 2)
-    assert dealt.ends_s == {0: dealt.start_s + 1, 1: dealt.start_s + 2}
+    sharded = next(one for one in steps if len(one.forward.instances) == 2)
+    assert sharded.ends_s == {0: sharded.start_s + 1, 1: sharded.start_s + 2}
     assert result.served[0].ttft_s == 2.0, "a step is complete when its last instance is done"
     single = [one for one in steps if one.forward.instances == (0,)]
     free = [max(one.ends_s.get(0, 0.0) for one in steps[: steps.index(this)]) for this in single]
@@ -183,7 +183,7 @@ def test_whoever_works_with_a_straggler_waits_for_it() -> None:
             return dict.fromkeys(forward.instances, 1.0)
 
     def seconds(exchange: Exchange, slow: dict[int, float]) -> dict[int, float]:
-        runs = deal("contiguous", 0, 6, 3)
+        runs = shard_span("contiguous", 0, 6, 3)
         part = Part(
             request_id=0,
             start=0,

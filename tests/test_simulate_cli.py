@@ -40,7 +40,7 @@ FIELDS = {
 @pytest.fixture
 def profile(tmp_path: Path) -> Path:
     """A machine that takes 10 ms and 50 us per token, shared evenly; 12 ms between tokens."""
-    found = Profile(subject=structs.replace(SUBJECT, model="/models/smollm2-135m"))
+    found = Profile(profile_key=structs.replace(SUBJECT, model="/models/smollm2-135m"))
     for members, exchange in ((1, "local"), (2, "ring_kv")):
         for new, cached in ((1000, 0), (8000, 0), (1000, 8000)):
             seconds = 0.01 + 5e-5 * new / members + 1e-10 * new * cached

@@ -20,7 +20,7 @@ from longspan.attn.check import random_qkv, reference
 from longspan.attn.comm import Transport
 from longspan.core.cluster import Fleet, ParallelSpec
 from longspan.core.owners import BlockRef
-from longspan.core.runs import deal, positions
+from longspan.core.runs import positions, shard_span
 from longspan.core.steps import Forward, Free, Part, Sampling
 from longspan.runtime.kv.pool import KvPool
 from longspan.runtime.worker.attention import StepAttention
@@ -55,9 +55,9 @@ def steps_of(chats: Sequence[Chat], draw: random.Random) -> list[Forward | Free]
             first, table = len(owned[index]), owned[index]
             head = chat.group.index(table[-1].instance) if start % BLOCK else draw.randrange(len(chat.group))
             layout = "single" if stop - start == 1 or len(chat.group) == 1 else "zigzag"
-            dealt = deal(layout, start, stop, len(chat.group), align=BLOCK, head=head)
+            sharded = shard_span(layout, start, stop, len(chat.group), align=BLOCK, head=head)
             for block in range(first, -(-stop // BLOCK)):
-                member = next(m for m, runs in enumerate(dealt) if block * BLOCK in positions(runs))
+                member = next(m for m, runs in enumerate(sharded) if block * BLOCK in positions(runs))
                 table.append(BlockRef(chat.group[member], blocks[chat.group[member]].pop()))
             kind = "local" if len(chat.group) == 1 else "ring_q" if stop - start == 1 else "ring_kv"
             parts.append(
@@ -67,7 +67,7 @@ def steps_of(chats: Sequence[Chat], draw: random.Random) -> list[Forward | Free]
                     stop=stop,
                     tokens=tuple(range(start, stop)),
                     group=chat.group,
-                    runs=dealt,
+                    runs=sharded,
                     exchange=kind,
                     first_block=first,
                     blocks=tuple(table[first:]),

@@ -27,9 +27,9 @@ from longspan.core.steps import Completion, Sampled, Sampling
 from longspan.model.files import ModelError, ModelFiles
 from longspan.model.source import smollm2_folder
 from longspan.policy import make_policy
-from longspan.runtime.sampling.penalties import Draw, Guide, Vocabulary, adjusted, forbid
+from longspan.runtime.sampling.penalties import Draw, GrammarMatcher, Vocabulary, adjusted, forbid
 from longspan.sim.executor import SimExecutor, VirtualClock
-from longspan.text.input_processor import Job, JobMaker
+from longspan.text.input_processor import EngineRequest, InputProcessor
 from longspan.text.structured import MAX_CHARS
 from longspan.text.tokenizer import grammar_vocabulary
 
@@ -51,8 +51,8 @@ def vocabulary(size: int = VOCAB) -> Vocabulary:
 
 
 @cache
-def jobs() -> JobMaker:
-    return JobMaker(tokenizer=tokenizer(), vocab_size=VOCAB, max_model_len=8192)
+def input_processor() -> InputProcessor:
+    return InputProcessor(tokenizer=tokenizer(), vocab_size=VOCAB, max_model_len=8192)
 
 
 @cache
@@ -68,11 +68,11 @@ def ids_by_bytes() -> dict[bytes, list[int]]:
 
 def grammar(**form: Any) -> str:
     params = SamplingParams(structured_outputs=StructuredOutputsParams(**form))
-    return jobs().checked(None, (5,), params).grammar
+    return input_processor().checked(None, (5,), params).grammar
 
 
-def guide(size: int = VOCAB, **form: Any) -> Guide:
-    return Guide(grammar(**form), vocabulary(size))
+def guide(size: int = VOCAB, **form: Any) -> GrammarMatcher:
+    return GrammarMatcher(grammar(**form), vocabulary(size))
 
 
 def ids(text: str) -> list[int]:
@@ -326,9 +326,9 @@ def test_json_may_not_go_on_with_blanks_for_ever() -> None:
 
 def test_without_a_tokenizer_nothing_can_be_structured() -> None:
     params = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
-    maker = JobMaker(tokenizer=None, vocab_size=VOCAB, max_model_len=8192)
+    maker = InputProcessor(tokenizer=None, vocab_size=VOCAB, max_model_len=8192)
     with pytest.raises(ValueError, match="structured outputs need a tokenizer, but there is none"):
-        maker.job([5], params)
+        maker.process([5], params)
     nothing_ends = AutoTokenizer.from_pretrained(smollm2_folder(), eos_token=None)
     with pytest.raises(ModelError, match="need an end-of-sequence token"):
         grammar_vocabulary(nothing_ends, vocab_size=VOCAB)
@@ -341,9 +341,12 @@ def test_params_are_values_and_travel() -> None:
     params = SamplingParams(structured_outputs=form)
     assert form == same and hash(params) == hash(SamplingParams(structured_outputs=same))
     assert StructuredOutputsParams(choice=["a", "b"]) == StructuredOutputsParams(choice=("a", "b"))
-    job = jobs().checked(None, (5,), params)
-    assert job.grammar and msgspec.msgpack.decode(msgspec.msgpack.encode(job), type=Job) == job
-    assert jobs().checked(None, (5,), SamplingParams()).grammar == ""
+    engine_request = input_processor().checked(None, (5,), params)
+    assert (
+        engine_request.grammar
+        and msgspec.msgpack.decode(msgspec.msgpack.encode(engine_request), type=EngineRequest) == engine_request
+    )
+    assert input_processor().checked(None, (5,), SamplingParams()).grammar == ""
     with pytest.raises(ValueError, match=r"must be StructuredOutputsParams, but \{'regex': 'a'\}"):
         SamplingParams(structured_outputs={"regex": "a"})  # type: ignore[arg-type]
 

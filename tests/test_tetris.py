@@ -13,13 +13,13 @@ from forced_plans import Wandering, forced
 from hypothesis import strategies as st
 from workloads import assert_lawful, finishes_lawfully, repeats, setups_of
 
-from longspan.core.cluster import Place
+from longspan.core.cluster import Location
 from longspan.core.engine import Engine, EngineConfig
 from longspan.core.protocols import Limits
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
 from longspan.cost.architecture import Hardware, ModelShape
-from longspan.cost.profile import Prefill, Profile, Subject
+from longspan.cost.profile import Prefill, Profile, ProfileKey
 from longspan.policy import make_policy
 from longspan.policy.choosing import Facts
 from longspan.policy.tetris.rates import RateTable, RateWatch
@@ -37,7 +37,7 @@ GROUPS: list[dict[str, str]] = [
 def machine(*sizes: int, start_s: float = 0.01) -> Facts:
     """0.5 ms a token on one instance, as simulated ones take, even shares, and a start for each member."""
     profile = Profile(
-        subject=Subject(model="m", dtype="d", device="d", tp=1, threads=1, kernel="k", machine="m"),
+        profile_key=ProfileKey(model="m", dtype="d", device="d", tp=1, threads=1, kernel="k", machine="m"),
     )
     for size, new in itertools.product(sizes, (100, 1000)):
         times = Prefill(
@@ -67,7 +67,7 @@ def setups(draw: st.DrawFn) -> Setup:
             options["sp_sizes"] = ",".join(map(str, sorted(sizes)))
     setup = draw(setups_of(policy, num_instances, options))
     num_hosts = draw(st.integers(1, 2))
-    places = tuple(Place(host=i % num_hosts, device=i) for i in range(num_instances))
+    places = tuple(Location(host=i % num_hosts, device=i) for i in range(num_instances))
     facts = draw(st.sampled_from([setup.facts, machine(*range(1, num_instances + 1), start_s=0.0)]))
     setup = replace(setup, facts=replace(facts, places=places))
     capacity = make_policy(policy, num_instances=num_instances, options=options, facts=setup.facts).capacity_tokens(
@@ -249,7 +249,7 @@ def test_a_cached_beginning_is_computed_again_where_that_is_sooner() -> None:
 )
 def test_groups_end_with_their_host_if_it_has_enough(per_host: int, options: dict[str, str], expected: int) -> None:
     """So that no decode waits for another host's."""
-    places = tuple(Place(host=i // per_host, device=i) for i in range(8))
+    places = tuple(Location(host=i // per_host, device=i) for i in range(8))
     facts = replace(machine(1, 2, 4, 8), places=places)
     cluster = Cluster(
         Setup(num_instances=8, policy="tetris", options={"improvement_rate": "0", **options}, facts=facts)

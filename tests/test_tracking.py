@@ -17,7 +17,7 @@ from longspan.core.steps import TokenLogprobs
 from longspan.llm import Progress, num_tokens
 from longspan.model.source import smollm2_folder
 from longspan.outputs import CompletionOutput, Logprob
-from longspan.text.output_processor import Job, Tracked, by_token
+from longspan.text.output_processor import EngineRequest, RequestState, by_token
 
 EOS = 2
 
@@ -71,8 +71,8 @@ class Run:
         self, tokenizer: PreTrainedTokenizerBase | None, prompt: Sequence[int] = (5, 6), **wishes: Any
     ) -> None:
         self.engine: Any = ScriptedEngine()
-        self.job = Job(text=None, token_ids=tuple(prompt), params=SamplingParams(**wishes))
-        self.tracked = Tracked(self.job, tokenizer)
+        self.engine_request = EngineRequest(text=None, token_ids=tuple(prompt), params=SamplingParams(**wishes))
+        self.tracked = RequestState(self.engine_request, tokenizer)
         self.tracked.start(self.engine)
 
     def give(self, *tokens: int, choice: int = 0, finish: str | None = None, stop_reason: int | None = None) -> None:
@@ -227,5 +227,7 @@ def test_a_bar_is_drawn_for_several_prompts_on_a_terminal(
 
 def test_every_choice_of_a_job_follows_its_grammar() -> None:
     engine: Any = ScriptedEngine()
-    Tracked(Job(text=None, token_ids=(5,), params=SamplingParams(n=3), grammar="one"), None).start(engine)
+    RequestState(EngineRequest(text=None, token_ids=(5,), params=SamplingParams(n=3), grammar="one"), None).start(
+        engine
+    )
     assert engine.grammars == ["one"] * 3

@@ -27,12 +27,12 @@ from longspan.attn.check import Request
 from longspan.attn.comm import Group, Transport
 from longspan.attn.spec import AttnSpec
 from longspan.core.cluster import Fleet, ParallelSpec
-from longspan.core.heads import cut_evenly, deal_heads
-from longspan.core.owners import BlockRef, Homes
-from longspan.core.runs import deal, positions
-from longspan.core.steps import WHOLE, Exchange, Forward, Part, Sample, Sampling
-from longspan.layerwise.alltoall_weights import Inside
+from longspan.core.heads import cut_evenly, split_heads
+from longspan.core.owners import BlockRef, Owners
+from longspan.core.runs import positions, shard_span
+from longspan.core.steps import UNSHARDED, Exchange, Forward, Part, Sample, Sampling
 from longspan.layerwise.shared_layers import join, share_message
+from longspan.layerwise.unsharded_alltoall import Inside
 from longspan.model.adapter import Model
 from longspan.model.sharding import Shard, attention_modules
 from longspan.model.source import prepare
@@ -49,7 +49,7 @@ CPU = torch.device("cpu")
 
 def inside_bytes(spec: AttnSpec, num_tokens: int, tp: int, width: int) -> int:
     """Of an instance: heads to their ranks and back, then all tokens to all ranks."""
-    shares = deal_heads(spec.num_heads, spec.num_kv_heads, tp)
+    shares = split_heads(spec.num_heads, spec.num_kv_heads, tp)
     lengths = [last - first for first, last in cut_evenly(num_tokens, tp)]
     vectors = sum(
         lengths[maker] * 2 * (len(shares[reader].heads) + len(shares[reader].kv_heads))
@@ -79,7 +79,7 @@ def test_heads_of_slices_become_slices_of_heads_and_back(
 
     def rank(me: int, transport: Transport) -> None:
         inside = Inside(Group(transport, range(size), me, hosts=hosts, sent=sent[me]), spec, num_tokens)
-        share = deal_heads(*heads, size)[me]
+        share = split_heads(*heads, size)[me]
         wanted = [slice(one.start, one.stop) for one in (share.heads, share.kv_heads, share.kv_heads)]
         found = inside.to_heads(*(tensor[:, inside.mine] for tensor in whole))
         assert all(torch.equal(one, all_[some]) for one, all_, some in zip(found, whole, wanted, strict=True))
@@ -153,7 +153,7 @@ def steps_of(chosen: Sequence[int]) -> list[Forward]:
             chat, table = CHATS[index], tables[index]
             start, stop = (0, *chat.stops)[number : number + 2]
             head = chat.group.index(table[-1].instance) if start % BLOCK else 0
-            runs = deal(chat.layout, start, stop, len(chat.group), align=BLOCK, head=head)
+            runs = shard_span(chat.layout, start, stop, len(chat.group), align=BLOCK, head=head)
             first = len(table)
             for block in range(first, -(-stop // BLOCK)):
                 holder = next(m for m, own in enumerate(runs) if block * BLOCK in positions(own))
@@ -228,9 +228,9 @@ def expected_bytes(forwards: Sequence[Forward], number: int, model: Model, tp: i
     tokens: Counter[tuple[Exchange, tuple[int, ...], int]] = Counter()
     for part in forwards[number].parts:
         length = part.stop - part.start
-        summed += length * {"gather_hidden": 1 + len(part.group)}.get(part.exchange, 2 - (part.exchange in WHOLE))
-        if part.exchange in WHOLE:
-            kv_runs = Homes(table=tables[part.request_id], group=part.group, block_size=BLOCK).held(part.stop)
+        summed += length * {"gather_hidden": 1 + len(part.group)}.get(part.exchange, 2 - (part.exchange in UNSHARDED))
+        if part.exchange in UNSHARDED:
+            kv_runs = Owners(table=tables[part.request_id], group=part.group, block_size=BLOCK).held(part.stop)
             request = Request(q_runs=part.runs, kv_runs=kv_runs, seed=0)
             for place in range(tp):
                 for spec in Shard(index=place, size=tp, specs=model.info.specs).local_specs:
@@ -239,7 +239,7 @@ def expected_bytes(forwards: Sequence[Forward], number: int, model: Model, tp: i
                 tokens[part.exchange, part.group, instance] += len(positions(runs))
     for num_tokens in tokens.values():
         found["alltoall"] += sum(inside_bytes(spec, num_tokens, tp, width) for spec in model.info.specs)
-    fetching = {instance for (exchange, _, instance), number in tokens.items() if number and exchange == WHOLE[1]}
+    fetching = {instance for (exchange, _, instance), number in tokens.items() if number and exchange == UNSHARDED[1]}
     whole = sum(weight_bytes(dict(layer.named_parameters())) for layer in attention_modules(model.module))
     found["weights"] = len(fetching) * (tp - 1) * whole
     found["all_reduce"] = 2 * (tp - 1) * summed * width * 4 * num_layers

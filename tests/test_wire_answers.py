@@ -15,7 +15,7 @@ from openai.types.chat import ChatCompletionChunk as OpenAIChunk
 from wire_world import NAMES, read, scores, stream, tokenizer, updates, whole, world
 
 from longspan.outputs import Logprob
-from longspan.serve.updates import ChoiceUpdate, Update
+from longspan.serve.updates import ChoiceDelta, Update
 from longspan.serve.wire import (
     Assembler,
     ChatAssembler,
@@ -25,10 +25,10 @@ from longspan.serve.wire import (
     CompletionAssembler,
     CompletionRequest,
     CompletionResponse,
-    chat_job,
-    completion_jobs,
+    chat_request,
+    completion_requests,
 )
-from longspan.text.input_processor import Job
+from longspan.text.input_processor import EngineRequest
 
 SERVED = world()
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -37,20 +37,20 @@ TEXT = st.text(st.sampled_from("ab é😀\n€"), min_size=1, max_size=12)
 OUTPUT = TEXT.map(lambda text: tokenizer()(text)["input_ids"])
 
 
-def completion(fields: dict[str, Any]) -> tuple[CompletionRequest, list[Job]]:
+def completion(fields: dict[str, Any]) -> tuple[CompletionRequest, list[EngineRequest]]:
     request = read(CompletionRequest, fields)
-    return request, completion_jobs(request, SERVED)
+    return request, completion_requests(request, SERVED)
 
 
-def chat(fields: dict[str, Any]) -> tuple[ChatCompletionRequest, list[Job]]:
+def chat(fields: dict[str, Any]) -> tuple[ChatCompletionRequest, list[EngineRequest]]:
     request = read(ChatCompletionRequest, {"messages": HELLO, **fields})
-    return request, [chat_job(request, SERVED)]
+    return request, [chat_request(request, SERVED)]
 
 
-def assembler(request: CompletionRequest | ChatCompletionRequest, jobs: list[Job]) -> Assembler:
+def assembler(request: CompletionRequest | ChatCompletionRequest, engine_requests: list[EngineRequest]) -> Assembler:
     if isinstance(request, CompletionRequest):
-        return CompletionAssembler(request, jobs, tokenizer(), **NAMES)
-    return ChatAssembler(request, jobs, tokenizer(), **NAMES)
+        return CompletionAssembler(request, engine_requests, tokenizer(), **NAMES)
+    return ChatAssembler(request, engine_requests, tokenizer(), **NAMES)
 
 
 def on_wire(body: object) -> Any:
@@ -86,7 +86,7 @@ def of_whole(body: dict[str, Any]) -> dict[int, dict[str, Any]]:
 
 
 @st.composite
-def completions(draw: st.DrawFn) -> tuple[CompletionRequest, list[Job], list[list[Update]]]:
+def completions(draw: st.DrawFn) -> tuple[CompletionRequest, list[EngineRequest], list[list[Update]]]:
     fields = {
         "prompt": draw(TEXT | st.lists(TEXT, min_size=1, max_size=2) | st.lists(OUTPUT, min_size=1, max_size=2)),
         "n": draw(st.integers(1, 2)),
@@ -98,12 +98,12 @@ def completions(draw: st.DrawFn) -> tuple[CompletionRequest, list[Job], list[lis
         "return_token_ids": draw(st.booleans()),
         "stream_options": USAGE,
     }
-    request, jobs = completion(fields)
-    return request, jobs, draw(news_of(jobs, one=fields["max_tokens"] == 0))
+    request, engine_requests = completion(fields)
+    return request, engine_requests, draw(news_of(engine_requests, one=fields["max_tokens"] == 0))
 
 
 @st.composite
-def chats(draw: st.DrawFn) -> tuple[ChatCompletionRequest, list[Job], list[list[Update]]]:
+def chats(draw: st.DrawFn) -> tuple[ChatCompletionRequest, list[EngineRequest], list[list[Update]]]:
     fields: dict[str, Any] = {
         "n": draw(st.integers(1, 2)),
         "prompt_logprobs": draw(st.sampled_from([None, 1])),
@@ -112,24 +112,33 @@ def chats(draw: st.DrawFn) -> tuple[ChatCompletionRequest, list[Job], list[list[
     }
     if draw(st.booleans()):
         fields |= {"logprobs": True, "top_logprobs": draw(st.integers(0, 3))}
-    request, jobs = chat(fields)
-    return request, jobs, draw(news_of(jobs))
+    request, engine_requests = chat(fields)
+    return request, engine_requests, draw(news_of(engine_requests))
 
 
 @st.composite
-def news_of(draw: st.DrawFn, jobs: list[Job], *, one: bool = False) -> list[list[Update]]:
-    outputs = [[draw(OUTPUT)[: 1 if one else None] for _ in range(job.params.n)] for job in jobs]
+def news_of(draw: st.DrawFn, engine_requests: list[EngineRequest], *, one: bool = False) -> list[list[Update]]:
+    outputs = [
+        [draw(OUTPUT)[: 1 if one else None] for _ in range(engine_request.params.n)]
+        for engine_request in engine_requests
+    ]
     steps = [*draw(st.lists(st.integers(0, 3), max_size=2)), 1]
-    return [list(updates(job, of_job, steps)) for job, of_job in zip(jobs, outputs, strict=True)]
+    return [
+        list(updates(engine_request, of_job, steps))
+        for engine_request, of_job in zip(engine_requests, outputs, strict=True)
+    ]
 
 
 @settings(deadline=None)
 @given(completions() | chats())
 def test_chunks_joined_are_the_whole_answer(drawn: Any) -> None:
-    request, jobs, news = drawn
-    body, chunks = on_wire(whole(assembler(request, jobs), news)), on_wire(stream(assembler(request, jobs), news))
+    request, engine_requests, news = drawn
+    body, chunks = (
+        on_wire(whole(assembler(request, engine_requests), news)),
+        on_wire(stream(assembler(request, engine_requests), news)),
+    )
     assert joined(chunks) == of_whole(body)
-    assert sorted(of_whole(body)) == list(range(len(jobs) * jobs[0].params.n))
+    assert sorted(of_whole(body)) == list(range(len(engine_requests) * engine_requests[0].params.n))
     assert chunks[-1]["choices"] == [] and chunks[-1]["usage"] == body["usage"]
     assert all(chunk["usage"] is None for chunk in chunks[:-1])
     for name in ("prompt_logprobs", "prompt_token_ids"):
@@ -141,8 +150,11 @@ def test_chunks_joined_are_the_whole_answer(drawn: Any) -> None:
 @settings(deadline=None)
 @given(completions() | chats())
 def test_answers_are_as_the_documents_and_openais_types_say(drawn: Any) -> None:
-    request, jobs, news = drawn
-    body, chunks = on_wire(whole(assembler(request, jobs), news)), on_wire(stream(assembler(request, jobs), news))
+    request, engine_requests, news = drawn
+    body, chunks = (
+        on_wire(whole(assembler(request, engine_requests), news)),
+        on_wire(stream(assembler(request, engine_requests), news)),
+    )
     is_chat = isinstance(request, ChatCompletionRequest)
     for model, values in (
         (ChatCompletionResponse if is_chat else CompletionResponse, [body]),
@@ -164,20 +176,23 @@ def test_answers_are_as_the_documents_and_openais_types_say(drawn: Any) -> None:
 @given(completions())
 def test_tokens_begin_where_the_offsets_say(drawn: Any) -> None:
     """Against a plain computation: the whole characters among the bytes of all tokens before."""
-    request, jobs, news = drawn
-    body = whole(assembler(request, jobs), news)
+    request, engine_requests, news = drawn
+    body = whole(assembler(request, engine_requests), news)
     for choice in body["choices"]:
         if choice["logprobs"] is None:
             continue
-        job, of_job = jobs[choice["index"] // jobs[0].params.n], news[choice["index"] // jobs[0].params.n]
+        engine_request, of_job = (
+            engine_requests[choice["index"] // engine_requests[0].params.n],
+            news[choice["index"] // engine_requests[0].params.n],
+        )
         output = [
             token
             for update in of_job
             for change in update.choices
             for token in change.token_ids
-            if change.index == choice["index"] % job.params.n
+            if change.index == choice["index"] % engine_request.params.n
         ]
-        shown = (list(job.token_ids) if request.echo else []) + (output if request.max_tokens else [])
+        shown = (list(engine_request.token_ids) if request.echo else []) + (output if request.max_tokens else [])
         lengths = [len(characters(shown[:index])) for index in range(len(shown))]
         assert choice["logprobs"]["text_offset"] == lengths
         assert len(choice["logprobs"]["tokens"]) == len(shown)
@@ -197,8 +212,8 @@ def characters(token_ids: list[int]) -> str:
 def test_a_prompt_with_special_tokens_is_echoed_as_it_is() -> None:
     text = "a<|im_end|>é b"
     for prompt in (text, tokenizer()(text)["input_ids"]):
-        request, jobs = completion({"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 0})
-        body = whole(assembler(request, jobs), [list(updates(jobs[0], [[5]]))])
+        request, engine_requests = completion({"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 0})
+        body = whole(assembler(request, engine_requests), [list(updates(engine_requests[0], [[5]]))])
         [choice] = body["choices"]
         assert choice["text"] == text
         pieces = dict(zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True))
@@ -212,10 +227,10 @@ def test_log_likelihoods_as_evaluations_compute_them(max_tokens: int, as_ids: bo
     context, continuation = (tokenizer()(text)["input_ids"] for text in ("The sky is", " very blue"))
     ids, sunny = context + continuation, tokenizer()(" sunny")["input_ids"][:1]
     prompt = ids if as_ids else tokenizer().decode(ids)
-    request, jobs = completion(
+    request, engine_requests = completion(
         {"prompt": [prompt], "echo": True, "logprobs": 1, "max_tokens": max_tokens, "temperature": 0, "seed": 1}
     )
-    body = on_wire(whole(assembler(request, jobs), [list(updates(jobs[0], [sunny]))]))
+    body = on_wire(whole(assembler(request, engine_requests), [list(updates(engine_requests[0], [sunny]))]))
     [choice] = body["choices"]
     logprobs = choice["logprobs"]
     assert choice["text"] == "The sky is very blue" + (" sunny" if max_tokens else "")
@@ -234,10 +249,10 @@ def test_log_likelihoods_as_evaluations_compute_them(max_tokens: int, as_ids: bo
 
 
 def test_a_token_that_is_left_out_ends_nothing() -> None:
-    request, jobs = completion({"prompt": "a", "max_tokens": 0, "logprobs": 0})
+    request, engine_requests = completion({"prompt": "a", "max_tokens": 0, "logprobs": 0})
     update = Update(
         choices=[
-            ChoiceUpdate(
+            ChoiceDelta(
                 index=0, text="b", token_ids=[5], logprobs=[scores(5, 0)], finish_reason="stop", stop_reason="b"
             )
         ],
@@ -245,16 +260,16 @@ def test_a_token_that_is_left_out_ends_nothing() -> None:
         num_cached_tokens=0,
         finished=True,
     )
-    [choice] = whole(assembler(request, jobs), [[update]])["choices"]
+    [choice] = whole(assembler(request, engine_requests), [[update]])["choices"]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("", "length", None)
     assert choice["logprobs"]["tokens"] == []
 
 
 def test_a_chat_stream_begins_with_the_role_and_ends_with_the_reason() -> None:
-    request, jobs = chat({"n": 2, "stream": True})
-    news = list(updates(jobs[0], [tokenizer()(text)["input_ids"] for text in ("one two", "😀")]))
+    request, engine_requests = chat({"n": 2, "stream": True})
+    news = list(updates(engine_requests[0], [tokenizer()(text)["input_ids"] for text in ("one two", "😀")]))
     parts = defaultdict(list)
-    for chunk in stream(assembler(request, jobs), [news]):
+    for chunk in stream(assembler(request, engine_requests), [news]):
         assert "usage" not in chunk
         [part] = chunk["choices"]
         parts[part["index"]].append(part)
@@ -267,18 +282,21 @@ def test_a_chat_stream_begins_with_the_role_and_ends_with_the_reason() -> None:
 
 def test_what_tells_nothing_is_not_sent() -> None:
     """A character of several tokens comes when it is whole."""
-    request, jobs = completion({"prompt": "a", "stream": True})
+    request, engine_requests = completion({"prompt": "a", "stream": True})
     output = tokenizer()("😀")["input_ids"]
     assert len(output) > 1
-    chunks = stream(assembler(request, jobs), [list(updates(jobs[0], [output]))])
+    chunks = stream(assembler(request, engine_requests), [list(updates(engine_requests[0], [output]))])
     assert [chunk["choices"][0]["text"] for chunk in chunks] == ["😀"]
 
 
 def test_usage_in_every_chunk_counts_up() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    request, jobs = completion({"prompt": ["a b", "c"], "stream": True, "stream_options": options})
+    request, engine_requests = completion({"prompt": ["a b", "c"], "stream": True, "stream_options": options})
     output = tokenizer()(" one two three")["input_ids"]
-    *chunks, last = stream(assembler(request, jobs), [list(updates(job, [output])) for job in jobs])
+    *chunks, last = stream(
+        assembler(request, engine_requests),
+        [list(updates(engine_request, [output])) for engine_request in engine_requests],
+    )
     counts = defaultdict(list)
     for chunk in chunks:
         counts[chunk["choices"][0]["index"]].append(chunk["usage"]["completion_tokens"])
@@ -292,9 +310,9 @@ def test_usage_in_every_chunk_counts_up() -> None:
 
 
 def test_logprobs_of_chats_have_the_bytes_of_parts_of_characters() -> None:
-    request, jobs = chat({"logprobs": True, "top_logprobs": 2})
+    request, engine_requests = chat({"logprobs": True, "top_logprobs": 2})
     output = tokenizer()("a 😀")["input_ids"]
-    [choice] = whole(assembler(request, jobs), [list(updates(jobs[0], [output]))])["choices"]
+    [choice] = whole(assembler(request, engine_requests), [list(updates(engine_requests[0], [output]))])["choices"]
     content = choice["logprobs"]["content"]
     assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == "a 😀"
     for token, entry in zip(output, content, strict=True):
@@ -303,10 +321,10 @@ def test_logprobs_of_chats_have_the_bytes_of_parts_of_characters() -> None:
 
 
 def test_without_a_tokenizer_tokens_go_by_their_ids() -> None:
-    request, jobs = completion({"prompt": [1, 2], "echo": True, "logprobs": 0, "return_token_ids": True})
-    plain = CompletionAssembler(request, jobs, None, **NAMES)
+    request, engine_requests = completion({"prompt": [1, 2], "echo": True, "logprobs": 0, "return_token_ids": True})
+    plain = CompletionAssembler(request, engine_requests, None, **NAMES)
     bare = [{token: Logprob(logprob=-1.0, rank=1)} for token in (2, 3)]
-    change = ChoiceUpdate(index=0, text="", token_ids=[3], logprobs=[bare[1]], finish_reason="length", stop_reason=None)
+    change = ChoiceDelta(index=0, text="", token_ids=[3], logprobs=[bare[1]], finish_reason="length", stop_reason=None)
     update = Update(choices=[change], prompt_logprobs=[None, bare[0]], num_cached_tokens=0, finished=True)
     [choice] = whole(plain, [[update]])["choices"]
     assert choice["logprobs"]["tokens"] == ["token_id:1", "token_id:2", "token_id:3"]

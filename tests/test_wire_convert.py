@@ -15,12 +15,12 @@ from longspan.serve.wire import (
     DetokenizeRequest,
     TokenizeRequest,
     WireError,
-    chat_job,
-    completion_jobs,
+    chat_request,
+    completion_requests,
     detokenized,
     tokenized,
 )
-from longspan.text.input_processor import JobMaker
+from longspan.text.input_processor import InputProcessor
 
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
 SERVED = world()
@@ -45,11 +45,11 @@ SAMPLING: dict[str, Any] = {
 
 
 def completion(**fields: Any) -> SamplingParams:
-    return completion_jobs(read(CompletionRequest, {"prompt": "a", **fields}), SERVED)[0].params
+    return completion_requests(read(CompletionRequest, {"prompt": "a", **fields}), SERVED)[0].params
 
 
 def chat(**fields: Any) -> SamplingParams:
-    return chat_job(read(ChatCompletionRequest, {"messages": HELLO, **fields}), SERVED).params
+    return chat_request(read(ChatCompletionRequest, {"messages": HELLO, **fields}), SERVED).params
 
 
 def test_every_sampling_field_arrives() -> None:
@@ -133,9 +133,9 @@ def test_prompts_in_every_form() -> None:
         (ids, [None]),
         ([ids, ids, ids], [None] * 3),
     ):
-        jobs = completion_jobs(read(CompletionRequest, {"prompt": prompt}), SERVED)
-        assert [job.text for job in jobs] == texts
-        assert all(job.token_ids == tuple(ids) for job in jobs)
+        engine_requests = completion_requests(read(CompletionRequest, {"prompt": prompt}), SERVED)
+        assert [engine_request.text for engine_request in engine_requests] == texts
+        assert all(engine_request.token_ids == tuple(ids) for engine_request in engine_requests)
 
 
 def test_a_conversation_is_rendered_as_transformers_does() -> None:
@@ -147,17 +147,17 @@ def test_a_conversation_is_rendered_as_transformers_does() -> None:
     ]
     plain = [{"role": "system", "content": "Be\nkind."}, talk[1], {"role": "assistant", "content": ""}, talk[3]]
     expected = tokenizer().apply_chat_template(plain, add_generation_prompt=True, return_dict=False)
-    assert list(chat_job(read(ChatCompletionRequest, {"messages": talk}), SERVED).token_ids) == expected
+    assert list(chat_request(read(ChatCompletionRequest, {"messages": talk}), SERVED).token_ids) == expected
 
 
 def with_template(template: str) -> World:
     bare = type(tokenizer()).from_pretrained(tokenizer().name_or_path)
     bare.chat_template = template
-    return World(JobMaker(tokenizer=bare, vocab_size=len(bare), max_model_len=512), RequestLimits())
+    return World(InputProcessor(tokenizer=bare, vocab_size=len(bare), max_model_len=512), RequestLimits())
 
 
 def rendered(template: str, **fields: Any) -> str | None:
-    return chat_job(read(ChatCompletionRequest, {"messages": HELLO, **fields}), with_template(template)).text
+    return chat_request(read(ChatCompletionRequest, {"messages": HELLO, **fields}), with_template(template)).text
 
 
 def test_templates_see_variables_calls_and_whatever_else_a_message_has() -> None:
@@ -208,25 +208,25 @@ def test_variables_of_templates_cannot_take_over_the_rendering(name: str) -> Non
 )
 def test_what_the_model_cannot_do_is_named(fields: dict[str, Any], param: str, words: str) -> None:
     with pytest.raises(WireError, match=words) as caught:
-        completion_jobs(read(CompletionRequest, fields), SERVED)
+        completion_requests(read(CompletionRequest, fields), SERVED)
     assert (caught.value.param, caught.value.status) == (param, 400)
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 def test_more_output_than_there_is_room_for_is_refused_if_it_was_asked_for(name: str) -> None:
     talk = {"messages": HELLO}
-    room = 512 - len(chat_job(read(ChatCompletionRequest, talk), SERVED).token_ids)
-    assert chat_job(read(ChatCompletionRequest, {**talk, name: room}), SERVED).params.max_tokens == room
+    room = 512 - len(chat_request(read(ChatCompletionRequest, talk), SERVED).token_ids)
+    assert chat_request(read(ChatCompletionRequest, {**talk, name: room}), SERVED).params.max_tokens == room
     for most in (room + 1, 1_000_000):
         with pytest.raises(WireError, match=rf"{name} is {most}, .*max_model_len is 512") as caught:
-            chat_job(read(ChatCompletionRequest, {**talk, name: most}), SERVED)
+            chat_request(read(ChatCompletionRequest, {**talk, name: most}), SERVED)
         assert (caught.value.param, caught.value.status) == (name, 400)
 
 
 def test_more_output_than_there_is_room_for_behind_any_of_the_prompts_is_refused() -> None:
     def ask(**fields: Any) -> list[int | None]:
-        jobs = completion_jobs(read(CompletionRequest, {"prompt": [[5], [5] * 500], **fields}), SERVED)
-        return [job.params.max_tokens for job in jobs]
+        engine_requests = completion_requests(read(CompletionRequest, {"prompt": [[5], [5] * 500], **fields}), SERVED)
+        return [engine_request.params.max_tokens for engine_request in engine_requests]
 
     assert ask(max_tokens=12) == [12, 12]
     assert ask() == [16, 16], "what was not asked for is cut by the engine"
@@ -238,7 +238,7 @@ def test_more_output_than_there_is_room_for_behind_any_of_the_prompts_is_refused
 
 def test_a_conversation_that_is_too_long() -> None:
     with pytest.raises(WireError, match="shorten") as caught:
-        chat_job(read(ChatCompletionRequest, {"messages": [{"role": "user", "content": "a " * 600}]}), SERVED)
+        chat_request(read(ChatCompletionRequest, {"messages": [{"role": "user", "content": "a " * 600}]}), SERVED)
     assert caught.value.param == "messages"
 
 
@@ -262,12 +262,12 @@ class UntouchedTokenizer:
 )
 def test_a_text_that_cannot_fit_is_refused_without_being_tokenized(prompt: object, param: str) -> None:
     served = World(
-        JobMaker(tokenizer=cast("Any", UntouchedTokenizer()), vocab_size=9, max_model_len=8), RequestLimits()
+        InputProcessor(tokenizer=cast("Any", UntouchedTokenizer()), vocab_size=9, max_model_len=8), RequestLimits()
     )
     with pytest.raises(
         WireError, match=r"33 characters, so more than 8 tokens, but .*max_model_len.*shorten"
     ) as caught:
-        completion_jobs(read(CompletionRequest, {"prompt": prompt}), served)
+        completion_requests(read(CompletionRequest, {"prompt": prompt}), served)
     assert (caught.value.param, caught.value.status) == (param, 400)
 
 
@@ -275,12 +275,12 @@ def test_a_text_that_cannot_fit_is_refused_without_being_tokenized(prompt: objec
 def test_a_conversation_that_cannot_fit_is_refused_without_being_tokenized(size: int) -> None:
     """By what it is rendered to, or before that, by its contents."""
     served = World(
-        JobMaker(tokenizer=cast("Any", UntouchedTokenizer()), vocab_size=9, max_model_len=8), RequestLimits()
+        InputProcessor(tokenizer=cast("Any", UntouchedTokenizer()), vocab_size=9, max_model_len=8), RequestLimits()
     )
     parts = [{"type": "text", "text": "x" * size}] * 3
     talk = [{"role": "user", "content": parts}, {"role": "user", "content": "x" * size}]
     with pytest.raises(WireError, match=f"{36 if size == 9 else 33} characters") as caught:
-        chat_job(read(ChatCompletionRequest, {"messages": talk}), served)
+        chat_request(read(ChatCompletionRequest, {"messages": talk}), served)
     assert (caught.value.param, caught.value.status) == ("messages", 400)
 
 
@@ -288,9 +288,9 @@ def test_a_text_as_long_as_all_tokens_may_be_is_tokenized() -> None:
     longest = max(map(len, tokenizer().get_vocab()))
     text = "a " * (512 * longest // 2)
     with pytest.raises(WireError, match=r"has \d+ tokens, but"):
-        completion_jobs(read(CompletionRequest, {"prompt": text}), SERVED)
+        completion_requests(read(CompletionRequest, {"prompt": text}), SERVED)
     with pytest.raises(WireError, match=f"has {len(text) + 1} characters"):
-        completion_jobs(read(CompletionRequest, {"prompt": text + " "}), SERVED)
+        completion_requests(read(CompletionRequest, {"prompt": text + " "}), SERVED)
 
 
 def test_tokens_there_and_back() -> None:
@@ -299,7 +299,7 @@ def test_tokens_there_and_back() -> None:
     assert answer["max_model_len"] == 512
     assert detokenized(read(DetokenizeRequest, {"tokens": answer["tokens"]}), SERVED) == {"prompt": "Hi <|im_end|>!"}
     talk = tokenized(read(TokenizeRequest, {"messages": HELLO}), SERVED)
-    assert tuple(talk["tokens"]) == chat_job(read(ChatCompletionRequest, {"messages": HELLO}), SERVED).token_ids
+    assert tuple(talk["tokens"]) == chat_request(read(ChatCompletionRequest, {"messages": HELLO}), SERVED).token_ids
     with pytest.raises(WireError, match="vocabulary"):
         detokenized(read(DetokenizeRequest, {"tokens": [49152]}), SERVED)
 
@@ -319,11 +319,11 @@ def test_what_is_tokenized_only_is_bounded_too() -> None:
 
 
 def test_without_a_tokenizer_only_token_ids_are_served() -> None:
-    bare = World(JobMaker(tokenizer=None, vocab_size=9, max_model_len=8), RequestLimits())
-    assert completion_jobs(read(CompletionRequest, {"prompt": [1, 2]}), bare)[0].token_ids == (1, 2)
+    bare = World(InputProcessor(tokenizer=None, vocab_size=9, max_model_len=8), RequestLimits())
+    assert completion_requests(read(CompletionRequest, {"prompt": [1, 2]}), bare)[0].token_ids == (1, 2)
     refused = [
-        lambda: completion_jobs(read(CompletionRequest, {"prompt": "a"}), bare),
-        lambda: chat_job(read(ChatCompletionRequest, {"messages": HELLO}), bare),
+        lambda: completion_requests(read(CompletionRequest, {"prompt": "a"}), bare),
+        lambda: chat_request(read(ChatCompletionRequest, {"messages": HELLO}), bare),
         lambda: tokenized(read(TokenizeRequest, {"prompt": "a"}), bare),
         lambda: detokenized(read(DetokenizeRequest, {"tokens": [1]}), bare),
     ]

@@ -10,7 +10,7 @@ from test_model_tokenizer import BYTE_FALLBACK, BYTE_LEVEL, VOCAB, spell
 from longspan.core.sampling import SamplingParams
 from longspan.serve.wire.echo import echo_of, pieces_of
 from longspan.serve.wire.logprobs import Names
-from longspan.text.input_processor import Job
+from longspan.text.input_processor import EngineRequest
 
 
 @given(st.lists(st.integers(0, VOCAB - 1), max_size=80))
@@ -31,8 +31,8 @@ def test_pieces_of_byte_tokens(text: str) -> None:
 @given(st.text(st.sampled_from("a é😀€"), min_size=1, max_size=9))
 def test_offsets_of_a_tokenizer_that_tells_none(text: str) -> None:
     token_ids = tuple(spell(text))
-    job = Job(text=None, token_ids=token_ids, params=SamplingParams())
-    echo = echo_of(job, BYTE_LEVEL, True, with_offsets=True)
+    engine_request = EngineRequest(text=None, token_ids=token_ids, params=SamplingParams())
+    echo = echo_of(engine_request, BYTE_LEVEL, True, with_offsets=True)
     assert echo.text == text
     begins = [begin for begin, letter in enumerate(text) for _ in letter.encode()]
     assert echo.offsets == begins

@@ -18,8 +18,8 @@ from longspan.serve.wire import (
     ChatCompletionRequest,
     CompletionRequest,
     WireError,
-    chat_job,
-    completion_jobs,
+    chat_request,
+    completion_requests,
     read_request,
 )
 from longspan.serve.wire.body import num_elements
@@ -49,35 +49,35 @@ def nested(depth: int) -> Any:
 )
 def test_limits_at_their_edges(limit: str, most: int, param: str, within: object, beyond: object) -> None:
     served = world(**{limit: most})
-    assert completion_jobs(read(CompletionRequest, {"prompt": "a", param: within}), served)
+    assert completion_requests(read(CompletionRequest, {"prompt": "a", param: within}), served)
     with pytest.raises(WireError, match="--" + limit.replace("_", "-")) as caught:
-        completion_jobs(read(CompletionRequest, {"prompt": "a", param: beyond}), served)
+        completion_requests(read(CompletionRequest, {"prompt": "a", param: beyond}), served)
     assert (caught.value.param, caught.value.status) == (param, 400)
 
 
 def test_the_choices_of_all_prompts_are_bounded_together() -> None:
     served = world(max_choices=6)
-    assert completion_jobs(read(CompletionRequest, {"prompt": ["a", "b"], "n": 3}), served)
+    assert completion_requests(read(CompletionRequest, {"prompt": ["a", "b"], "n": 3}), served)
     for body in ({"prompt": ["a", "b"], "n": 4}, {"prompt": "a", "n": 7}):
         with pytest.raises(WireError, match="--max-choices") as caught:
-            completion_jobs(read(CompletionRequest, body), served)
+            completion_requests(read(CompletionRequest, body), served)
         assert (caught.value.param, caught.value.status) == ("n", 400)
 
 
 def test_a_list_of_token_ids_is_one_prompt() -> None:
-    assert len(completion_jobs(read(CompletionRequest, {"prompt": [1, 2, 3]}), world(max_prompts=2))) == 1
+    assert len(completion_requests(read(CompletionRequest, {"prompt": [1, 2, 3]}), world(max_prompts=2))) == 1
 
 
 def test_limits_of_chats() -> None:
     talk = [{"role": "user", "content": "a"}] * 2
     served = world(max_messages=2, max_logprobs=2)
-    assert chat_job(read(ChatCompletionRequest, {"messages": talk, "logprobs": True, "top_logprobs": 2}), served)
+    assert chat_request(read(ChatCompletionRequest, {"messages": talk, "logprobs": True, "top_logprobs": 2}), served)
     for wrong, param in (
         ({"messages": talk * 2}, "messages"),
         ({"messages": talk, "logprobs": True, "top_logprobs": 3}, "top_logprobs"),
     ):
         with pytest.raises(WireError, match="at most 2") as caught:
-            chat_job(read(ChatCompletionRequest, wrong), served)
+            chat_request(read(ChatCompletionRequest, wrong), served)
         assert caught.value.param == param
 
 

@@ -19,8 +19,8 @@ from longspan.serve.wire import (
     DetokenizeRequest,
     TokenizeRequest,
     WireError,
-    chat_job,
-    completion_jobs,
+    chat_request,
+    completion_requests,
     read_request,
 )
 from longspan.serve.wire import refused as tables
@@ -134,9 +134,9 @@ def accepts(model: type[BaseModel], body: dict[str, Any]) -> bool:
     try:
         request = read(model, body, LIMITS)
         if isinstance(request, CompletionRequest):
-            completion_jobs(request, served)
+            completion_requests(request, served)
         elif isinstance(request, ChatCompletionRequest):
-            chat_job(request, served)
+            chat_request(request, served)
         else:
             for name in type(request).model_fields:
                 LIMITS.check(name, getattr(request, name))

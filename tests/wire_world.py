@@ -14,9 +14,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from longspan.model.source import smollm2_folder
 from longspan.outputs import Logprob, LogprobsOfToken
 from longspan.serve.limits import RequestLimits
-from longspan.serve.updates import ChoiceUpdate, Update
+from longspan.serve.updates import ChoiceDelta, Update
 from longspan.serve.wire import Assembler, read_request
-from longspan.text.input_processor import Job, JobMaker
+from longspan.text.input_processor import EngineRequest, InputProcessor
 from longspan.text.tokenizer import Detokenizer, token_text
 
 RequestT = TypeVar("RequestT", bound=BaseModel)
@@ -32,13 +32,13 @@ def tokenizer() -> PreTrainedTokenizerBase:
 class World:
     """A `Served`."""
 
-    jobs: JobMaker
+    input_processor: InputProcessor
     limits: RequestLimits
 
 
 def world(**limits: int) -> World:
-    jobs = JobMaker(tokenizer=tokenizer(), vocab_size=len(tokenizer()), max_model_len=512)
-    return World(jobs, RequestLimits(**limits))
+    input_processor = InputProcessor(tokenizer=tokenizer(), vocab_size=len(tokenizer()), max_model_len=512)
+    return World(input_processor, RequestLimits(**limits))
 
 
 def read(model: type[RequestT], fields: dict[str, Any], limits: RequestLimits | None = None) -> RequestT:
@@ -57,9 +57,13 @@ def scores(token: int, num_top: int) -> LogprobsOfToken:
     }
 
 
-def updates(job: Job, outputs: Sequence[Sequence[int]], steps: Sequence[int] = (1,)) -> Iterator[Update]:
+def updates(
+    engine_request: EngineRequest, outputs: Sequence[Sequence[int]], steps: Sequence[int] = (1,)
+) -> Iterator[Update]:
     """What an engine tells of a job whose choices are these token ids; `steps` is how many tokens come at a time."""
-    detokenizers = [Detokenizer(tokenizer(), job.token_ids, job.params.stop_strings) for _ in outputs]
+    detokenizers = [
+        Detokenizer(tokenizer(), engine_request.token_ids, engine_request.params.stop_strings) for _ in outputs
+    ]
     done, turn = [0] * len(outputs), 0
     while any(count < len(output) for count, output in zip(done, outputs, strict=True)):
         changes = []
@@ -69,20 +73,23 @@ def updates(job: Job, outputs: Sequence[Sequence[int]], steps: Sequence[int] = (
                 done[index] += len(new)
                 finished = done[index] == len(output)
                 text = detokenizers[index].add(new, finished)
-                changes.append(_change(index, text, new, job, finished))
-        prompt = [None, *(scores(token, job.params.prompt_logprobs or 0) for token in job.token_ids[1:])]
+                changes.append(_change(index, text, new, engine_request, finished))
+        prompt = [
+            None,
+            *(scores(token, engine_request.params.prompt_logprobs or 0) for token in engine_request.token_ids[1:]),
+        ]
         yield Update(
             choices=changes,
-            prompt_logprobs=prompt if turn == 0 and job.params.prompt_logprobs is not None else None,
+            prompt_logprobs=prompt if turn == 0 and engine_request.params.prompt_logprobs is not None else None,
             num_cached_tokens=1,
             finished=all(count == len(output) for count, output in zip(done, outputs, strict=True)),
         )
         turn += 1
 
 
-def _change(index: int, text: str, new: list[int], job: Job, finished: bool) -> ChoiceUpdate:
-    num_top = job.params.logprobs
-    return ChoiceUpdate(
+def _change(index: int, text: str, new: list[int], engine_request: EngineRequest, finished: bool) -> ChoiceDelta:
+    num_top = engine_request.params.logprobs
+    return ChoiceDelta(
         index=index,
         text=text,
         token_ids=new,

@@ -34,7 +34,7 @@ from longspan.cli.scheduling import SchedulingOptions
 from longspan.cli.simulate import ClusterOptions, WorkloadOptions
 from longspan.cli.simulate_cluster import cluster_of
 from longspan.cli.simulate_rates import profile_improvement_rates
-from longspan.cli.simulate_scene import Scene
+from longspan.cli.simulate_scene import Experiment
 from longspan.cli.simulate_workload import Workload, workload_of
 from longspan.sim.result import Result, summary
 from longspan.sim.timeline import Timeline
@@ -129,7 +129,7 @@ class Systems:
         for sp in setup.fixed:
             self.scenes[f"fixed-sp {sp}"] = self._scene("fixed-sp", {**shared, "sp": str(sp)})
 
-    def _scene(self, policy: str, options: Mapping[str, str], *, unified: bool = False) -> Scene:
+    def _scene(self, policy: str, options: Mapping[str, str], *, unified: bool = False) -> Experiment:
         setup = self.setup
         cluster = ClusterOptions(
             hardware="a100-sxm-80g",
@@ -140,7 +140,7 @@ class Systems:
             decode_parallel=None if unified else setup.decode,
         )
         scheduling = SchedulingOptions(policy=policy, max_num_batched_tokens=32_768)
-        return Scene(
+        return Experiment(
             cluster=cluster_of(setup.model, cluster, scheduling), scheduling=scheduling, policy_options=options
         )
 
@@ -172,22 +172,22 @@ def study(setup: Setup, workload: str, num_requests: int, loads: tuple[float, ..
     table, _ = profile_improvement_rates(tetris, profiled, roughly)
     systems.scenes["tetris"] = tetris = tetris.with_options({"improvement_rates": str(table)})
     found = Study(model=setup.model, workload=workload, light_s=light_s, table=str(table))
-    for name, scene in systems.scenes.items():
-        found.max_rates[name] = _max_rate(scene, systems.answers(name), light_s)
+    for name, experiment in systems.scenes.items():
+        found.max_rates[name] = _max_rate(experiment, systems.answers(name), light_s)
     limit = found.max_rates[found.best_baseline]
-    for name, scene in systems.scenes.items():
-        found.at_limit[name] = _point(scene, systems.requests().at_rate(limit))
+    for name, experiment in systems.scenes.items():
+        found.at_limit[name] = _point(experiment, systems.requests().at_rate(limit))
     for load in loads:
         _ablations(found, systems.scenes["tetris"], systems.answers("tetris"), load)
     return found
 
 
-def _ablations(found: Study, scene: Scene, requests: Workload, load: float) -> None:
+def _ablations(found: Study, experiment: Experiment, requests: Workload, load: float) -> None:
     at_rate = requests.at_rate(load * found.max_rates["tetris"])
-    dynamic, single = _point(scene, at_rate), _point(scene.with_options({"chunking": "false"}), at_rate)
+    dynamic, single = _point(experiment, at_rate), _point(experiment.with_options({"chunking": "false"}), at_rate)
     found.single_chunk[load] = (*_times(single, dynamic), single.computing, dynamic.computing)
-    options = {name: value for name, value in scene.policy_options.items() if name != "improvement_rates"}
-    fixed = replace(scene, policy_options=options)
+    options = {name: value for name, value in experiment.policy_options.items() if name != "improvement_rates"}
+    fixed = replace(experiment, policy_options=options)
     found.fixed_rates[load] = {
         rate: _times(_point(fixed.with_options({"improvement_rate": str(rate)}), at_rate), dynamic)
         for rate in _FIXED_RATES
@@ -198,9 +198,9 @@ def _times(one: Point, other: Point) -> tuple[float, float]:
     return one.ttft_p50_s / other.ttft_p50_s, one.ttft_p99_s / other.ttft_p99_s
 
 
-def _point(scene: Scene, requests: Workload) -> Point:
+def _point(experiment: Experiment, requests: Workload) -> Point:
     timeline = Timeline()
-    result = scene.run(requests, timeline)
+    result = experiment.run(requests, timeline)
     numbers = summary(result)
     decodes = any(one.output_len > 1 for one in requests.arrivals)
     return Point(
@@ -210,23 +210,23 @@ def _point(scene: Scene, requests: Workload) -> Point:
         tbt_p50_s=numbers["tbt_p50_s"] if decodes else None,
         tbt_p99_s=numbers["tbt_p99_s"] if decodes else None,
         throughput_tokens_per_s=float(numbers["throughput_tokens_per_s"] or 0),
-        computing=_computing(scene, result, timeline),
+        computing=_computing(experiment, result, timeline),
     )
 
 
-def _computing(scene: Scene, result: Result, timeline: Timeline) -> float:
+def _computing(experiment: Experiment, result: Result, timeline: Timeline) -> float:
     """Which part of the time until the last first token instances compute prompts, of those that prefill."""
-    roles = scene.cluster.roles
-    prefill = range(scene.cluster.num_instances) if roles is None else roles.prefill
+    roles = experiment.cluster.roles
+    prefill = range(experiment.cluster.num_instances) if roles is None else roles.prefill
     busy_s = sum(block.end_s - block.start_s for block in timeline.blocks if block.place is not None)
     last_s = max(one.arrival_s + one.ttft_s for one in result.served)
     return busy_s / (last_s * len(prefill))
 
 
-def _max_rate(scene: Scene, requests: Workload, light_s: float) -> float:
-    found = scene.max_rate(requests, light_s, start=2.0, precision=_PRECISION)
+def _max_rate(experiment: Experiment, requests: Workload, light_s: float) -> float:
+    found = experiment.max_rate(requests, light_s, start=2.0, precision=_PRECISION)
     if found is None:
-        raise SystemExit(f"{scene.scheduling.policy} serves all requests at once: give a larger --num-requests")
+        raise SystemExit(f"{experiment.scheduling.policy} serves all requests at once: give a larger --num-requests")
     return found
 
 

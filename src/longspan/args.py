@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from longspan.attn import native
-from longspan.core.cluster import Fleet, ParallelSpec, Place, Roles, places_of_ranks
+from longspan.core.cluster import Fleet, Location, ParallelSpec, Roles, locations_of_ranks
 from longspan.core.protocols import Limits
 from longspan.model.cache import cache_root
 from longspan.model.files import ModelFiles
@@ -151,7 +151,7 @@ class Arguments:
         return None
 
     @cached_property
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[Location, ...]:
         """See `places`."""
         return places(self.fleet.num_ranks)
 
@@ -219,14 +219,14 @@ def threads_per_rank(threads: int | None, num_ranks: int) -> int:
     return threads
 
 
-def places(num_ranks: int) -> tuple[Place, ...]:
-    """Where each rank is: on this host, or where LONGSPAN_HOSTS pretends, see `places_of_ranks`.
+def places(num_ranks: int) -> tuple[Location, ...]:
+    """Where each rank is: on this host, or where LONGSPAN_HOSTS pretends, see `locations_of_ranks`.
 
     Raises:
         ValueError: when it is neither a number of hosts nor a host for each rank.
     """
     try:
-        return places_of_ranks(num_ranks, os.environ.get(_HOSTS) or "1")
+        return locations_of_ranks(num_ranks, os.environ.get(_HOSTS) or "1")
     except ValueError as error:
         raise ValueError(f"{_HOSTS}: {error}") from error
 

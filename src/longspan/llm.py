@@ -16,8 +16,8 @@ from longspan.outputs import RequestOutput
 from longspan.service import Deployment
 from longspan.text import chat_template
 from longspan.text.chat_template import Message, TemplateOptions
-from longspan.text.input_processor import Job, Prompt
-from longspan.text.output_processor import Choice, Tracked
+from longspan.text.input_processor import EngineRequest, Prompt
+from longspan.text.output_processor import Choice, RequestState
 
 
 class Progress:
@@ -26,14 +26,14 @@ class Progress:
     A single prompt gets no bar.
     """
 
-    def __init__(self, tracked: Sequence[Tracked], *, wanted: bool) -> None:
-        self._tracked = tracked
+    def __init__(self, request_state: Sequence[RequestState], *, wanted: bool) -> None:
+        self._request_states = request_state
         self._bar = tqdm(
-            total=len(tracked),
+            total=len(request_state),
             desc="prompts",
             unit="prompt",
             dynamic_ncols=True,
-            disable=None if wanted and len(tracked) > 1 else True,  # None: unless stderr is no terminal
+            disable=None if wanted and len(request_state) > 1 else True,  # None: unless stderr is no terminal
         )
 
     def __enter__(self) -> Self:
@@ -46,17 +46,17 @@ class Progress:
         """Shows how far the prompts are."""
         if self._bar.disable:
             return
-        num_done = sum(one.finished for one in self._tracked)
+        num_done = sum(one.finished for one in self._request_states)
         elapsed_s = max(self._bar.format_dict["elapsed"], 1e-9)
-        speeds = (count / elapsed_s for count in num_tokens(self._tracked))
+        speeds = (count / elapsed_s for count in num_tokens(self._request_states))
         self._bar.set_postfix_str("input {:.1f} tok/s, output {:.1f} tok/s".format(*speeds), refresh=False)
         self._bar.update(num_done - self._bar.n)
 
 
-def num_tokens(tracked: Sequence[Tracked]) -> tuple[int, int]:
+def num_tokens(request_state: Sequence[RequestState]) -> tuple[int, int]:
     """Prompt tokens of those that have put a token out, and output tokens, so far."""
-    outputs = [one.num_taken for one in tracked]
-    prompts = [len(one.job.token_ids) for one, taken in zip(tracked, outputs, strict=True) if taken]
+    outputs = [one.num_taken for one in request_state]
+    prompts = [len(one.engine_request.token_ids) for one, taken in zip(request_state, outputs, strict=True) if taken]
     return sum(prompts), sum(outputs)
 
 
@@ -103,8 +103,11 @@ class LLM(Deployment):
         """As `generate`, but each output comes as soon as it and all before it are there."""
         every = _every(prompts)
         params = _one_each(SamplingParams() if sampling_params is None else sampling_params, len(every))
-        jobs = [self.jobs.job(prompt, p) for prompt, p in zip(every, params, strict=True)]
-        return self._in_order([Tracked(job, self.jobs.tokenizer) for job in jobs], use_tqdm=use_tqdm)
+        engine_requests = [self.input_processor.process(prompt, p) for prompt, p in zip(every, params, strict=True)]
+        return self._in_order(
+            [RequestState(engine_request, self.input_processor.tokenizer) for engine_request in engine_requests],
+            use_tqdm=use_tqdm,
+        )
 
     def chat(
         self,
@@ -124,12 +127,19 @@ class LLM(Deployment):
         """
         all_messages = chat_template.conversations(messages)
         params = _one_each(SamplingParams() if sampling_params is None else sampling_params, len(all_messages))
-        jobs = [self.jobs.chat_job(one, p, template) for one, p in zip(all_messages, params, strict=True)]
-        return list(self._in_order([Tracked(job, self.jobs.tokenizer) for job in jobs], use_tqdm=use_tqdm))
+        engine_requests = [
+            self.input_processor.process_chat(one, p, template) for one, p in zip(all_messages, params, strict=True)
+        ]
+        return list(
+            self._in_order(
+                [RequestState(engine_request, self.input_processor.tokenizer) for engine_request in engine_requests],
+                use_tqdm=use_tqdm,
+            )
+        )
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Completes one prompt and yields its cumulative output whenever a token has come; see `generate`."""
-        return self._stream(self.jobs.job(prompt, sampling_params or SamplingParams()))
+        return self._stream(self.input_processor.process(prompt, sampling_params or SamplingParams()))
 
     def chat_stream(
         self,
@@ -138,11 +148,11 @@ class LLM(Deployment):
         **template: Unpack[TemplateOptions],
     ) -> Iterator[RequestOutput]:
         """Answers one conversation and yields the cumulative output whenever a token has come; see `chat`."""
-        return self._stream(self.jobs.chat_job(messages, sampling_params or SamplingParams(), template))
+        return self._stream(self.input_processor.process_chat(messages, sampling_params or SamplingParams(), template))
 
     def finish_each(
-        self, groups: Iterable[tuple[TagT, Sequence[Job]]], *, most: int, most_waiting_tokens: int = 2**21
-    ) -> Iterator[tuple[TagT, list[Tracked]]]:
+        self, groups: Iterable[tuple[TagT, Sequence[EngineRequest]]], *, most: int, most_waiting_tokens: int = 2**21
+    ) -> Iterator[tuple[TagT, list[RequestState]]]:
         """Runs the jobs of groups and yields each group when its jobs are finished, whichever is first.
 
         Groups are taken from `groups` while there is room: fewer than `most` are under way, and the prompts of those
@@ -151,20 +161,20 @@ class LLM(Deployment):
         Raises:
             WorkerLostError: when a worker dies or raises.
         """
-        source, running = iter(groups), list[tuple[TagT, list[Tracked]]]()
+        source, running = iter(groups), list[tuple[TagT, list[RequestState]]]()
         with self._call() as choices:
             while True:
                 self._check_up()
                 while len(running) < most and _waiting_tokens(running) < most_waiting_tokens:
                     if (group := next(source, None)) is None:
                         break
-                    running.append((group[0], [self._started(job, choices) for job in group[1]]))
+                    running.append((group[0], [self._started(engine_request, choices) for engine_request in group[1]]))
                 done = [group for group in running if _finished(group[1])]
                 running = [group for group in running if not _finished(group[1])]
-                for tag, tracked in done:
-                    self._forget(tracked, choices)
-                    yield tag, tracked
-                    if any(choice.request.finish_reason == "abort" for one in tracked for choice in one.choices):
+                for tag, request_state in done:
+                    self._forget(request_state, choices)
+                    yield tag, request_state
+                    if any(choice.request.finish_reason == "abort" for one in request_state for choice in one.choices):
                         source = iter(())
                 if not running and not done:
                     return
@@ -180,15 +190,15 @@ class LLM(Deployment):
 
     def check(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> None:
         """Raises the ValueError that `generate` would raise for this prompt, and generates nothing."""
-        self.jobs.job(prompt, sampling_params or SamplingParams())
+        self.input_processor.process(prompt, sampling_params or SamplingParams())
 
     def render_chat(self, messages: Sequence[Message], **template: Unpack[TemplateOptions]) -> str:
-        """See `JobMaker.render_chat`."""
-        return self.jobs.render_chat(messages, **template)
+        """See `InputProcessor.render_chat`."""
+        return self.input_processor.render_chat(messages, **template)
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """See `JobMaker.tokenize`."""
-        return self.jobs.tokenize(text, add_special_tokens=add_special_tokens)
+        """See `InputProcessor.tokenize`."""
+        return self.input_processor.tokenize(text, add_special_tokens=add_special_tokens)
 
     @property
     def num_free_blocks(self) -> tuple[int, ...]:
@@ -202,33 +212,33 @@ class LLM(Deployment):
         self._closed = True
         super().shutdown()
 
-    def _in_order(self, tracked: Sequence[Tracked], *, use_tqdm: bool) -> Iterator[RequestOutput]:
+    def _in_order(self, request_state: Sequence[RequestState], *, use_tqdm: bool) -> Iterator[RequestOutput]:
         num_out = 0
-        with Progress(tracked, wanted=use_tqdm) as progress, closing(self._drive(tracked)) as steps:
+        with Progress(request_state, wanted=use_tqdm) as progress, closing(self._drive(request_state)) as steps:
             for _ in steps:
                 progress.update()
-                while num_out < len(tracked) and tracked[num_out].finished:
-                    yield tracked[num_out].output()
+                while num_out < len(request_state) and request_state[num_out].finished:
+                    yield request_state[num_out].output()
                     num_out += 1
-        for one in tracked[num_out:]:  # finished while another call drove the engine
+        for one in request_state[num_out:]:  # finished while another call drove the engine
             yield one.output()
 
-    def _stream(self, job: Job) -> Iterator[RequestOutput]:
-        tracked, seen, told = Tracked(job, self.jobs.tokenizer), 0, False
-        with closing(self._drive([tracked])) as steps:
+    def _stream(self, engine_request: EngineRequest) -> Iterator[RequestOutput]:
+        request_state, seen, told = RequestState(engine_request, self.input_processor.tokenizer), 0, False
+        with closing(self._drive([request_state])) as steps:
             for _ in steps:
-                if tracked.num_taken > seen or tracked.finished:
-                    seen, told = tracked.num_taken, tracked.finished
-                    yield tracked.output()
+                if request_state.num_taken > seen or request_state.finished:
+                    seen, told = request_state.num_taken, request_state.finished
+                    yield request_state.output()
         if not told:  # it ended while another call drove the engine
-            yield tracked.output()
+            yield request_state.output()
 
-    def _drive(self, tracked: Sequence[Tracked]) -> Generator[None, None, None]:
+    def _drive(self, request_state: Sequence[RequestState]) -> Generator[None, None, None]:
         """Runs the engine until all of these are finished; what is left when the caller stops early is aborted."""
         with self._call() as choices:
-            for one in tracked:
+            for one in request_state:
                 self._start(one, choices)
-            while not _finished(tracked):
+            while not _finished(request_state):
                 self._check_up()
                 self._step()
                 yield
@@ -251,17 +261,17 @@ class LLM(Deployment):
                     # Whoever leaves early does not wait: a step in flight completes during later calls.
                     self.engine.finish(choice.request, "abort")
 
-    def _start(self, tracked: Tracked, choices: list[Choice]) -> None:
-        tracked.start(self.engine)
-        choices += tracked.choices
-        self._choices.update((choice.request.id, choice) for choice in tracked.choices)
+    def _start(self, request_state: RequestState, choices: list[Choice]) -> None:
+        request_state.start(self.engine)
+        choices += request_state.choices
+        self._choices.update((choice.request.id, choice) for choice in request_state.choices)
 
-    def _started(self, job: Job, choices: list[Choice]) -> Tracked:
-        tracked = Tracked(job, self.jobs.tokenizer)
-        self._start(tracked, choices)
-        return tracked
+    def _started(self, engine_request: EngineRequest, choices: list[Choice]) -> RequestState:
+        request_state = RequestState(engine_request, self.input_processor.tokenizer)
+        self._start(request_state, choices)
+        return request_state
 
-    def _forget(self, finished: Sequence[Tracked], choices: list[Choice]) -> None:
+    def _forget(self, finished: Sequence[RequestState], choices: list[Choice]) -> None:
         for choice in (choice for one in finished for choice in one.choices):
             choices.remove(choice)
             del self._choices[choice.request.id]
@@ -291,13 +301,15 @@ class LLM(Deployment):
             raise RuntimeError("this engine was shut down: make a new LLM")
 
 
-def _finished(tracked: Sequence[Tracked]) -> bool:
-    return all(one.finished for one in tracked)
+def _finished(request_state: Sequence[RequestState]) -> bool:
+    return all(one.finished for one in request_state)
 
 
-def _waiting_tokens(groups: Sequence[tuple[object, Sequence[Tracked]]]) -> int:
+def _waiting_tokens(groups: Sequence[tuple[object, Sequence[RequestState]]]) -> int:
     """Prompt tokens of jobs that have no output yet."""
-    return sum(len(one.job.token_ids) for _, tracked in groups for one in tracked if not one.num_taken)
+    return sum(
+        len(one.engine_request.token_ids) for _, request_state in groups for one in request_state if not one.num_taken
+    )
 
 
 def _one_each(value: ChoiceT | Sequence[ChoiceT], number: int) -> list[ChoiceT]:

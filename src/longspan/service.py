@@ -15,16 +15,16 @@ from longspan.core.engine import Engine
 from longspan.core.protocols import Policy, PolicySettings
 from longspan.core.steps import Link
 from longspan.cost.architecture import ModelShape, typical_hardware
-from longspan.cost.profile import Subject
+from longspan.cost.profile import ProfileKey
 from longspan.model.info import ModelInfo
 from longspan.model.source import prepare
 from longspan.model.store import DTYPES, read_info
 from longspan.policy import make_policy
 from longspan.policy.choosing import Facts
 from longspan.policy.tetris.policy import hint_of_a_constant_rate
-from longspan.profiling.store import load_partitions, load_profile, subject_of
+from longspan.profiling.store import load_partitions, load_profile, profile_key_of
 from longspan.runtime.executor.local import LocalExecutor, MonotonicClock, start_workers
-from longspan.text.input_processor import JobMaker
+from longspan.text.input_processor import InputProcessor
 
 _log = logging.getLogger("longspan")
 
@@ -58,17 +58,19 @@ class Deployment:
         self.info = read_info(files.weights)
         self._fleet = fleet
         args.check_split(self.info, files, fleet, options)
-        self.subject = subject_of(
+        self.profile_key = profile_key_of(
             files, given.device, tp=fleet.spec.tp, threads=given.threads, native=kernel is not None
         )
-        self.facts = _facts(self.subject, self.info.shape(DTYPES[given.dtype].itemsize), given)
+        self.facts = _facts(self.profile_key, self.info.shape(DTYPES[given.dtype].itemsize), given)
         self._policy = make_policy(given.policy, num_instances=fleet.num_instances, options=options, facts=self.facts)
         if (hint := hint_of_a_constant_rate(self._policy.settings, given.roles)) is not None:
             _log.info(hint)
         num_blocks = args.num_blocks(self.info, files, given)
         config = _config(given, self.info, self._policy, num_blocks)
         self.max_model_len = config.max_model_len
-        self.jobs = JobMaker(tokenizer=tokenizer, vocab_size=self.info.vocab_size, max_model_len=self.max_model_len)
+        self.input_processor = InputProcessor(
+            tokenizer=tokenizer, vocab_size=self.info.vocab_size, max_model_len=self.max_model_len
+        )
         self._start_workers = partial(
             start_workers,
             *(files, fleet, given.device, given.threads, num_blocks, given.block_size),
@@ -163,17 +165,17 @@ class Deployment:
         self.shutdown()
 
 
-def _facts(subject: Subject, shape: ModelShape, given: Arguments) -> Facts:
+def _facts(profile_key: ProfileKey, shape: ModelShape, given: Arguments) -> Facts:
     """With what was measured on this machine, if anything was."""
-    profile, fleet = load_profile(subject), given.fleet
+    profile, fleet = load_profile(profile_key), given.fleet
     measured = None if profile is None else profile.hardware(shape)
     return Facts(
         shape=shape,
-        hardware=measured or typical_hardware(subject.device, subject.threads),
+        hardware=measured or typical_hardware(profile_key.device, profile_key.threads),
         profile=profile,
-        model=subject.model,
-        partitions=load_partitions(subject),
-        tp=subject.tp,
+        model=profile_key.model,
+        partitions=load_partitions(profile_key),
+        tp=profile_key.tp,
         places=tuple(given.places[fleet.ranks(instance)[0]] for instance in range(fleet.num_instances)),
         roles=given.roles,
     )

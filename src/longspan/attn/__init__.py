@@ -4,7 +4,7 @@ Every process holds the queries, keys and values of some tokens. All of them cal
 runs, and each gets the attention of its own queries over the keys of all:
 
     with longspan.attn.join() as group:  # of torch.distributed, say under torchrun
-        runs = longspan.attn.deal("zigzag", 0, num_tokens, group.size)
+        runs = longspan.attn.shard_span("zigzag", 0, num_tokens, group.size)
         mine = longspan.attn.positions(runs[group.rank])
         out = longspan.attn.ring_kv(group, q[:, mine], k[:, mine], v[:, mine], [runs])
 
@@ -23,7 +23,7 @@ names load on first use; `import longspan.attn` needs no torch.
 from typing import TYPE_CHECKING
 
 from longspan.core.exports import lazy_exports
-from longspan.core.runs import Deal, Run, deal, positions
+from longspan.core.runs import Run, SpanShards, positions, shard_span
 
 if TYPE_CHECKING:
     from longspan.attn.comm import CommError
@@ -32,19 +32,19 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CommError",
-    "Deal",
     "Members",
     "Run",
+    "SpanShards",
     "Split",
     "alltoall",
     "chain",
-    "deal",
     "gather_kv",
     "join",
     "positions",
     "register",
     "ring_kv",
     "ring_q",
+    "shard_span",
 ]
 
 __getattr__, __dir__ = lazy_exports(

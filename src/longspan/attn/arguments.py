@@ -11,7 +11,7 @@ from torch import Tensor
 from longspan.attn.member import MemberPart, MemberParts, num_tokens
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
-from longspan.core.runs import Deal, Run, clip, coalesce
+from longspan.core.runs import Run, SpanShards, clip, coalesce
 
 _BLOCK = 256
 """Tokens per block when several sequences have to be laid out in blocks."""
@@ -56,38 +56,40 @@ def spec_of(
     )
 
 
-def checked_runs(runs: Sequence[Deal], kv_runs: Sequence[Deal], size: int) -> list[tuple[Deal, Deal]]:
+def checked_runs(
+    runs: Sequence[SpanShards], kv_runs: Sequence[SpanShards], size: int
+) -> list[tuple[SpanShards, SpanShards]]:
     """Queries and keys of each sequence, in as few runs as can be.
 
     Raises:
         ValueError: when the runs are not those of `size` members, or do not cover a sequence exactly once.
     """
-    if any(isinstance(item, Run) for deal in (*runs, *kv_runs) for item in deal) or not runs:
+    if any(isinstance(item, Run) for shard_span in (*runs, *kv_runs) for item in shard_span) or not runs:
         raise ValueError(
-            "runs and kv_runs are lists with what deal() gives for each sequence, also for one: [deal(...)]"
+            "runs and kv_runs are lists with what shard_span() gives for each sequence, also for one: [shard_span(...)]"
         )
     if len(runs) != len(kv_runs):
         raise ValueError(f"runs are of {len(runs)} sequences, but kv_runs of {len(kv_runs)}: one for each")
-    asked = [_checked(f"runs[{index}]", deal, size) for index, deal in enumerate(runs)]
-    held = [_checked(f"kv_runs[{index}]", deal, size) for index, deal in enumerate(kv_runs)]
+    asked = [_checked(f"runs[{index}]", shard_span, size) for index, shard_span in enumerate(runs)]
+    held = [_checked(f"kv_runs[{index}]", shard_span, size) for index, shard_span in enumerate(kv_runs)]
     for index, (queries, keys) in enumerate(zip(asked, held, strict=True)):
         _check_cover(index, queries, keys)
     return list(zip(asked, held, strict=True))
 
 
 def parts_of(
-    runs: Sequence[Deal], kv_runs: Sequence[Deal], *, rank: int, size: int, num_queries: int, num_keys: int
+    runs: Sequence[SpanShards], kv_runs: Sequence[SpanShards], *, rank: int, size: int, num_queries: int, num_keys: int
 ) -> MemberParts:
     """One part per sequence, for a member that gave so many queries and keys. The parts' blocks are those of `paged`.
 
     Raises:
         ValueError: by `checked_runs`, and when the runs are of other numbers of tokens.
     """
-    dealt = checked_runs(runs, kv_runs, size)
-    _check_count("q", "runs", num_queries, [queries[rank] for queries, _ in dealt])
-    _check_count("k", "kv_runs", num_keys, [keys[rank] for _, keys in dealt])
+    sharded = checked_runs(runs, kv_runs, size)
+    _check_count("q", "runs", num_queries, [queries[rank] for queries, _ in sharded])
+    _check_count("k", "kv_runs", num_keys, [keys[rank] for _, keys in sharded])
     parts, row, block = [], 0, 0
-    for queries, keys in dealt:
+    for queries, keys in sharded:
         rows = slice(row, row + num_tokens(queries[rank]))
         num_blocks = -(-num_tokens(keys[rank]) // _BLOCK) if len(runs) > 1 else 1
         parts.append(MemberPart(rows=rows, q_runs=queries, kv_runs=keys, blocks=range(block, block + num_blocks)))
@@ -114,7 +116,7 @@ def check_chain(parts: MemberParts) -> None:
         if not part.is_in_order:
             raise ValueError(
                 f"runs[{index}] {_text(part.q_runs)}: in a chain each member goes on where the one before ends, "
-                "as in deal('contiguous', ...)"
+                "as in shard_span('contiguous', ...)"
             )
         start = part.span_start
         new = [() if start is None else clip(runs, start) for runs in part.kv_runs]
@@ -151,21 +153,21 @@ def _blocks(tensor: Tensor, counts: Sequence[int]) -> Tensor:
     return room
 
 
-def _checked(name: str, dealt: Deal, size: int) -> Deal:
+def _checked(name: str, sharded: SpanShards, size: int) -> SpanShards:
     """The same runs, joined where they touch."""
-    if len(dealt) != size:
+    if len(sharded) != size:
         raise ValueError(
-            f"{name} deals to {len(dealt)} members, but the group has {size}: deal(layout, 0, n, group.size)"
+            f"{name} deals to {len(sharded)} members, but the group has {size}: shard_span(layout, 0, n, group.size)"
         )
-    for member, runs in enumerate(dealt):
+    for member, runs in enumerate(sharded):
         stepped = [run for run in runs if run.step != 1]
         unordered = [(one, other) for one, other in itertools.pairwise(runs) if other.start < one.stop]
         if stepped or unordered:
             raise ValueError(f"{name}: the runs of member {member} must ascend in steps of 1, but are {_text([runs])}")
-    return tuple(coalesce(runs) for runs in dealt)
+    return tuple(coalesce(runs) for runs in sharded)
 
 
-def _check_cover(index: int, queries: Deal, keys: Deal) -> None:
+def _check_cover(index: int, queries: SpanShards, keys: SpanShards) -> None:
     """Queries are one span, and keys everything up to its end, each with one member."""
     span, held = _union(queries), _union(keys)
     if len(span) > 1 or num_tokens(span) != sum(map(num_tokens, queries)):
@@ -177,10 +179,10 @@ def _check_cover(index: int, queries: Deal, keys: Deal) -> None:
         )
 
 
-def _union(dealt: Deal) -> tuple[Run, ...]:
+def _union(sharded: SpanShards) -> tuple[Run, ...]:
     """As few runs as hold the positions of all members."""
     found: list[Run] = []
-    for run in sorted((run for runs in dealt for run in runs), key=lambda run: run.start):
+    for run in sorted((run for runs in sharded for run in runs), key=lambda run: run.start):
         if found and run.start <= found[-1].stop:
             found[-1] = Run(found[-1].start, max(run.stop, found[-1].stop))
         else:
@@ -197,8 +199,8 @@ def _check_count(tensor: str, name: str, given: int, mine: Sequence[Sequence[Run
         )
 
 
-def _text(dealt: Sequence[Sequence[Run]]) -> str:
+def _text(sharded: Sequence[Sequence[Run]]) -> str:
     """The runs of members, for people; not all of very many."""
-    members = ["+".join(f"[{run.start}, {run.stop})" for run in runs) or "none" for runs in dealt]
+    members = ["+".join(f"[{run.start}, {run.stop})" for run in runs) or "none" for runs in sharded]
     text = "; ".join(members)
     return text if len(text) <= 200 else f"{text[:200]} ..."

@@ -34,8 +34,8 @@ from longspan.attn.exchanges.ring_q import ring_q
 from longspan.attn.member import MemberPart, MemberParts
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
-from longspan.core.cluster import hosts_of, places_of_ranks
-from longspan.core.runs import Deal, Run, coalesce, deal, positions
+from longspan.core.cluster import hosts_of, locations_of_ranks
+from longspan.core.runs import Run, SpanShards, coalesce, positions, shard_span
 from longspan.core.steps import Link
 from longspan.layerwise.gather_hidden import GatherHidden, hidden_hops
 
@@ -80,8 +80,8 @@ _MOST_TOKENS = 300
 class Request:
     """A span of a request: who computes its queries, and who holds which keys of everything up to its end."""
 
-    q_runs: Deal
-    kv_runs: Deal
+    q_runs: SpanShards
+    kv_runs: SpanShards
     seed: int
 
     @property
@@ -225,30 +225,30 @@ def random_batch(draw: random.Random, num_members: int, *, in_order: bool) -> li
     for _ in range(draw.randint(1, 4)):
         start = draw.choice((0, draw.randint(0, _MOST_TOKENS)))
         stop = start + draw.choice((0, 1, *(draw.randint(0, _MOST_TOKENS) for _ in range(4))))
-        cached, new = _random_deal(draw, 0, start, num_members), _random_cuts(draw, start, stop, num_members)
+        cached, new = _random_shards(draw, 0, start, num_members), _random_cuts(draw, start, stop, num_members)
         if not in_order:
             new = draw.choice(
-                (new, deal("zigzag", start, stop, num_members), _random_deal(draw, start, stop, num_members))
+                (new, shard_span("zigzag", start, stop, num_members), _random_shards(draw, start, stop, num_members))
             )
         kv_runs = tuple(coalesce([*old, *more]) for old, more in zip(cached, new, strict=True))
         batch.append(Request(q_runs=new, kv_runs=kv_runs, seed=draw.randrange(10**6)))
     return batch
 
 
-def _random_cuts(draw: random.Random, start: int, stop: int, num_members: int) -> Deal:
+def _random_cuts(draw: random.Random, start: int, stop: int, num_members: int) -> SpanShards:
     """Neighbouring runs in the order of the members, even ones or not."""
     if draw.random() < 0.5:
-        return deal("contiguous", start, stop, num_members)
+        return shard_span("contiguous", start, stop, num_members)
     bounds = [start, *sorted(draw.randint(start, stop) for _ in range(num_members - 1)), stop]
     return tuple(coalesce([Run(bounds[member], bounds[member + 1])]) for member in range(num_members))
 
 
-def _random_deal(draw: random.Random, start: int, stop: int, num_members: int) -> Deal:
+def _random_shards(draw: random.Random, start: int, stop: int, num_members: int) -> SpanShards:
     """Pieces, each with anybody."""
     pieces: list[list[Run]] = [[] for _ in range(num_members)]
     for runs in _random_cuts(draw, start, stop, draw.randint(1, 6)):
         pieces[draw.randrange(num_members)] += runs
-    return tuple(coalesce(dealt) for dealt in pieces)
+    return tuple(coalesce(sharded) for sharded in pieces)
 
 
 _MOST_ERROR = 1e-5
@@ -307,7 +307,7 @@ def main(
         known = ", ".join(dict.fromkeys(name.partition(",")[0] for name in EXCHANGES))
         raise typer.BadParameter(f"unknown exchange {exchange!r}: choose all, {known}", param_hint="--exchange")
     try:
-        hosts_of_all = hosts_of(places_of_ranks(ranks, hosts))
+        hosts_of_all = hosts_of(locations_of_ranks(ranks, hosts))
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--hosts") from error
     signal.signal(signal.SIGTERM, _on_sigterm)

@@ -17,7 +17,7 @@ from longspan.attn.arguments import checked_runs
 from longspan.attn.interface import as_output, read_spec, rope_dicts
 from longspan.attn.library import Members, ring_kv
 from longspan.attn.member import num_tokens
-from longspan.core.runs import Deal, positions
+from longspan.core.runs import SpanShards, positions
 
 _NAME = "longspan_split"
 
@@ -56,19 +56,19 @@ class Split:
     """
 
     group: Members
-    runs: Sequence[Deal]
+    runs: Sequence[SpanShards]
     exchange: Callable[..., Tensor] = ring_kv
 
     def __post_init__(self) -> None:
         checked_runs(self.runs, self.runs, self.group.size)
-        idle = [m for m in range(self.group.size) if not any(num_tokens(deal[m]) for deal in self.runs)]
+        idle = [m for m in range(self.group.size) if not any(num_tokens(shard_span[m]) for shard_span in self.runs)]
         if idle:
             raise ValueError(f"members {idle} have no tokens, but models need some: split between fewer members")
 
     @property
     def positions(self) -> list[int]:
         """Of this member's tokens, for `position_ids`."""
-        return [position for deal in self.runs for position in positions(deal[self.group.rank])]
+        return [position for shard_span in self.runs for position in positions(shard_span[self.group.rank])]
 
 
 def _attention(
@@ -96,18 +96,20 @@ def _attention(
     return as_output(split.exchange(split.group, query[0], key[0], value[0], split.runs, **options))
 
 
-def _check_rope(module: nn.Module, runs: Sequence[Deal]) -> None:
+def _check_rope(module: nn.Module, runs: Sequence[SpanShards]) -> None:
     """Some kinds of RoPE go by the largest position of a call, which each member has one of its own."""
     for rope in rope_dicts(getattr(module, "config", None)):
         if rope.get("rope_type") == "dynamic":
             raise ValueError("dynamic RoPE differs between members: choose yarn, or none")
         if rope.get("rope_type") == "longrope":
             length = rope["original_max_position_embeddings"]
-            tops = [max(run.stop for deal in runs for run in deal[member]) for member in range(len(runs[0]))]
+            tops = [
+                max(run.stop for shard_span in runs for run in shard_span[member]) for member in range(len(runs[0]))
+            ]
             if min(tops) <= length < max(tops):
                 raise ValueError(
                     f"longrope changes after {length} tokens, but the members' tokens end at {tops}: all must lie on "
-                    "one side; deal('striped', ..., align=16) lets them end closely"
+                    "one side; shard_span('striped', ..., align=16) lets them end closely"
                 )
 
 

@@ -26,7 +26,7 @@ from longspan.attn.exchanges.ring_q import ring_q as _ring_q
 from longspan.attn.member import MemberParts
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
-from longspan.core.runs import Deal
+from longspan.core.runs import SpanShards
 from longspan.core.steps import Link
 
 _BACKENDS = ("gloo", "nccl")
@@ -133,14 +133,14 @@ def _hosts(process_group: dist.ProcessGroup | None, size: int, backend: str) -> 
 class Options(TypedDict, total=False):
     """The keyword arguments of every exchange; `ring_kv` says what they mean."""
 
-    kv_runs: Sequence[Deal] | None
+    kv_runs: Sequence[SpanShards] | None
     scale: float | None
     window: int | None
     softcap: float | None
 
 
 def ring_kv(
-    group: Members, q: Tensor, k: Tensor, v: Tensor, runs: Sequence[Deal], **options: Unpack[Options]
+    group: Members, q: Tensor, k: Tensor, v: Tensor, runs: Sequence[SpanShards], **options: Unpack[Options]
 ) -> Tensor:
     """Keys and values travel around the ring, while those at hand are used (Context Parallelism, Algorithm 2).
 
@@ -149,7 +149,7 @@ def ring_kv(
         q: this member's queries.
         k: its keys.
         v: its values.
-        runs: for each sequence the positions of every member's queries: `deal("zigzag", 0, length, group.size)`, say.
+        runs: for each sequence every member's query positions: say `shard_span("zigzag", 0, length, group.size)`.
             Few long runs are quick: give a `striped` layout an `align` of 256 or so.
         kv_runs: for each sequence the positions of the keys that every member holds, cached and new ones; by default
             those of its queries. `k` and `v` have this member's.
@@ -170,7 +170,9 @@ def ring_kv(
     return _exchange(_ring_kv, "ring_kv", group, (q, k, v), runs, **options)
 
 
-def ring_q(group: Members, q: Tensor, k: Tensor, v: Tensor, runs: Sequence[Deal], **options: Unpack[Options]) -> Tensor:
+def ring_q(
+    group: Members, q: Tensor, k: Tensor, v: Tensor, runs: Sequence[SpanShards], **options: Unpack[Options]
+) -> Tensor:
     """Queries visit the keys, partial outputs come back (Context Parallelism, Algorithm 3).
 
     The cheapest for few queries over many cached keys; see `ring_kv` for arguments, result and errors.
@@ -179,7 +181,7 @@ def ring_q(group: Members, q: Tensor, k: Tensor, v: Tensor, runs: Sequence[Deal]
 
 
 def alltoall(
-    group: Members, q: Tensor, k: Tensor, v: Tensor, runs: Sequence[Deal], **options: Unpack[Options]
+    group: Members, q: Tensor, k: Tensor, v: Tensor, runs: Sequence[SpanShards], **options: Unpack[Options]
 ) -> Tensor:
     """Every member computes some heads for all tokens (SP-NTP of CSPS, §3.2.1; DeepSpeed's Ulysses).
 
@@ -193,7 +195,7 @@ def gather_kv(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    runs: Sequence[Deal],
+    runs: Sequence[SpanShards],
     *,
     dense: bool = False,
     **options: Unpack[Options],
@@ -206,7 +208,9 @@ def gather_kv(
     return _exchange(partial(_gather_kv, dense=dense), "gather_kv", group, (q, k, v), runs, **options)
 
 
-def chain(group: Members, q: Tensor, k: Tensor, v: Tensor, runs: Sequence[Deal], **options: Unpack[Options]) -> Tensor:
+def chain(
+    group: Members, q: Tensor, k: Tensor, v: Tensor, runs: Sequence[SpanShards], **options: Unpack[Options]
+) -> Tensor:
     """Keys and values run from each member to the next, which adds its own (KV-Runahead, §4.1).
 
     Runs must be `contiguous`, maybe with `fractions`, and everybody holds the new keys of its own queries: half of the
@@ -220,9 +224,9 @@ def _exchange(
     name: str,
     group: Members,
     tensors: tuple[Tensor, Tensor, Tensor],
-    runs: Sequence[Deal],
+    runs: Sequence[SpanShards],
     *,
-    kv_runs: Sequence[Deal] | None = None,
+    kv_runs: Sequence[SpanShards] | None = None,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,

@@ -14,7 +14,7 @@ from longspan.attn.kernel import Partial, attend
 from longspan.attn.merge import merge_each
 from longspan.attn.paged import PagedKv, PagedPlan, Reads
 from longspan.attn.spec import AttnSpec
-from longspan.core.runs import Deal, Relation, Run, clip, places, relate
+from longspan.core.runs import Relation, Run, SpanShards, clip, relate, row_slices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +29,8 @@ class MemberPart:
     """
 
     rows: slice
-    q_runs: Deal
-    kv_runs: Deal
+    q_runs: SpanShards
+    kv_runs: SpanShards
     blocks: Sequence[int]
 
     @property
@@ -88,11 +88,11 @@ class MemberParts(Sequence[MemberPart]):
     def rows(self, indices: tuple[int, ...], device: torch.device) -> slice | Tensor:
         """Which of this member's tokens are queries of these parts: a slice where they are neighbours."""
         if indices not in self._rows:
-            places = [self[index].rows for index in indices if self[index].rows.start < self[index].rows.stop]
-            if all(one.stop == following.start for one, following in itertools.pairwise(places)):
-                self._rows[indices] = slice(places[0].start, places[-1].stop) if places else slice(0, 0)
+            row_slices = [self[index].rows for index in indices if self[index].rows.start < self[index].rows.stop]
+            if all(one.stop == following.start for one, following in itertools.pairwise(row_slices)):
+                self._rows[indices] = slice(row_slices[0].start, row_slices[-1].stop) if row_slices else slice(0, 0)
             else:
-                rows = [row for place in places for row in range(place.start, place.stop)]
+                rows = [row for place in row_slices for row in range(place.start, place.stop)]
                 self._rows[indices] = torch.tensor(rows, device=device)
         return self._rows[indices]
 
@@ -148,7 +148,7 @@ def by_position(all_runs: Sequence[Sequence[Run]], tensors: Sequence[Tensor]) ->
         return filled[0][1]
     num_heads, _, dim = tensors[0].shape
     joined = tensors[0].new_empty(num_heads, sum(num_tokens(runs) for runs, _ in filled), dim)
-    for own_places, (runs, tensor) in zip(places([runs for runs, _ in filled]), filled, strict=True):
+    for own_places, (runs, tensor) in zip(row_slices([runs for runs, _ in filled]), filled, strict=True):
         offset = 0
         for place, run in zip(own_places, runs, strict=True):
             joined[:, place] = tensor[:, offset : offset + len(run)]

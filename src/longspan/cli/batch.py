@@ -113,7 +113,8 @@ def run_lines(lines: Iterator[BatchLine], out: IO[bytes], answers: Answers, done
 def _answers(llm: LLM, model: str, names: list[str], engine: EngineOptions) -> Answers:
     from longspan.serve.batch import BatchModel, BatchRequest, answer_each  # noqa: PLC0415  # loads transformers
 
-    served = BatchModel(jobs=llm.jobs, names=tuple(dict.fromkeys([*names, model, llm.files.name])))
+    names_of_it = tuple(dict.fromkeys([*names, model, llm.files.name]))
+    served = BatchModel(input_processor=llm.input_processor, names=names_of_it)
     most = min(2 * engine.max_num_seqs, _MOST_AT_ONCE)
 
     def answers(lines: Iterator[BatchLine]) -> Iterator[tuple[BatchLine, int, dict[str, Any]]]:

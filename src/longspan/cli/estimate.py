@@ -11,7 +11,7 @@ import typer
 from longspan.cli.bundles import bundled
 from longspan.cli.lengths import length
 from longspan.cli.scheduling import PromptExchange
-from longspan.cli.sheets import SheetOptions
+from longspan.cli.sheets import HardwareOptions
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _cluster = partial(typer.Option, rich_help_panel="Cluster")
 _work = partial(typer.Option, rich_help_panel="What is computed")
-_SHEETS = SheetOptions()
+_SHEETS = HardwareOptions()
 
 
 @bundled()
@@ -54,7 +54,7 @@ def estimate(
     cached: Annotated[str, _work(metavar="P", help="How many of them have been computed before.")] = "0",
     phase: Annotated[Literal["prefill", "decode"], _work(help="The whole prompt, or one token behind it.")] = "prefill",
     batch: Annotated[int, _work(help="Requests at a time.")] = 1,
-    sheets: SheetOptions = _SHEETS,
+    sheets: HardwareOptions = _SHEETS,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and no table.")] = False,
 ) -> None:
     """Predicts time to first token, or between tokens, from data sheets, with memory and communication.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from longspan.cli.sheets import SheetOptions
+    from longspan.cli.sheets import HardwareOptions
     from longspan.cost.architecture import Architecture
     from longspan.cost.cluster import Cluster
 
@@ -28,7 +28,7 @@ def architecture(model: str, *, dtype: str = "auto", ffn_dtype: str | None = Non
     return from_config(config, name=model, bytes_per_element=BYTES[dtype], ffn_bytes=ffn_bytes)
 
 
-def cluster_of(hardware: str, gpus_per_host: int, hosts: int, sheets: SheetOptions) -> Cluster:
+def cluster_of(hardware: str, gpus_per_host: int, hosts: int, sheets: HardwareOptions) -> Cluster:
     """Devices by the flags of these verbs.
 
     Raises:

@@ -26,7 +26,7 @@ def known_partitions(profile: Profile) -> PartitionTable:
     """What was searched on this machine before. Raises ValueError when the stored table cannot be read."""
     from longspan.profiling.store import load_partitions  # noqa: PLC0415 - loads torch
 
-    return load_partitions(profile.subject)
+    return load_partitions(profile.profile_key)
 
 
 def search_partitions(
@@ -48,7 +48,7 @@ def search_partitions(
         wanted = lengths or default_lengths(llm.max_model_len)
         size = llm.engine.config.block_size
         plan = [(n, length) for n in range(2, most_members + 1) for length in sorted(set(wanted)) if length >= n * size]
-        known = table.lengths(profile.subject.model, 2)
+        known = table.lengths(profile.profile_key.model, 2)
         plan = [(n, length) for n, length in plan if n > 2 or length not in known]
         layer, num_layers = _layer(llm, profile)
         with closing(tqdm(plan, desc="partitions", unit="prompt", dynamic_ncols=True, disable=None)) as bar:
@@ -56,10 +56,10 @@ def search_partitions(
                 if members == 2:
                     best = search(_measured(llm, repeats, bar), length, members, size, noisy=True)
                 else:
-                    seed = _seed(table.predict(profile.subject.model, members, length), length, size)
+                    seed = _seed(table.predict(profile.profile_key.model, members, length), length, size)
                     best = search(_modelled(layer, num_layers), length, members, size, seed)
-                table = table.with_entry(_entry(profile.subject.model, best))
-                save_partitions(profile.subject, table)
+                table = table.with_entry(_entry(profile.profile_key.model, best))
+                save_partitions(profile.profile_key, table)
     return table
 
 
@@ -104,5 +104,5 @@ def _layer(llm: LLM, profile: Profile) -> tuple[chain.LayerCost, int]:
     shape = llm.facts.shape
     if alone is None or link is None or shape is None:
         raise ValueError("partitions follow from prompts of at least two lengths on one instance: give more --lengths")
-    kv_bytes = shape.kv_bytes / profile.subject.tp
+    kv_bytes = shape.kv_bytes / profile.profile_key.tp
     return chain.layer_cost(alone, link, num_layers=shape.num_layers, kv_bytes=kv_bytes), shape.num_layers

@@ -45,8 +45,11 @@ def as_fields(profile: Profile, table: PartitionTable) -> dict[str, object]:
 
 def tables(profile: Profile, table: PartitionTable) -> Iterator[Table]:
     """Seconds by length, the fits, speeds of links, partitions."""
-    subject = profile.subject
-    yield _seconds(profile, f"{subject.model}, {subject.dtype}, {subject.threads} threads per rank, {subject.machine}")
+    profile_key = profile.profile_key
+    yield _seconds(
+        profile,
+        f"{profile_key.model}, {profile_key.dtype}, {profile_key.threads} threads per rank, {profile_key.machine}",
+    )
     yield _fits(profile)
     yield _decodes(profile)
     yield _links(profile)

@@ -57,7 +57,7 @@ def measure(start: Start, most_members: int, lengths: Sequence[int] | None, repe
         with start(members) as llm:
             if profile is None or room is None:
                 room = _room(llm)
-                profile = load_profile(llm.subject) or Profile(subject=llm.subject)
+                profile = load_profile(llm.profile_key) or Profile(profile_key=llm.profile_key)
                 profile = profile.of_one_beside(llm.engine.config.num_instances - 1)
                 prompts = _prompts(lengths, room)
             is_warm = False
@@ -88,7 +88,7 @@ def measure_links(profile: Profile, num_ranks: int) -> Profile:
 
     if kinds_of_links(num_ranks) <= set(profile.links):
         return profile
-    for transfer in time_links(num_ranks, profile.subject.device):
+    for transfer in time_links(num_ranks, profile.profile_key.device):
         profile = profile.with_transfer(transfer)
     save_profile(profile)
     return profile

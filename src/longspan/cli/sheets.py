@@ -12,7 +12,7 @@ _cluster = partial(typer.Option, rich_help_panel="Cluster")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SheetOptions:
+class HardwareOptions:
     """What connects devices, and in which form a model is computed on them."""
 
     link: Annotated[

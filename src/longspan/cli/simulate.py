@@ -11,7 +11,7 @@ import typer
 
 from longspan.cli.bundles import bundled
 from longspan.cli.scheduling import SchedulingOptions
-from longspan.cli.sheets import SheetOptions
+from longspan.cli.sheets import HardwareOptions
 
 _cluster = partial(typer.Option, rich_help_panel="Cluster")
 _workload = partial(typer.Option, rich_help_panel="Requests")
@@ -61,7 +61,7 @@ class FleetOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterOptions(SheetOptions, FleetOptions):
+class ClusterOptions(HardwareOptions, FleetOptions):
     """What the cluster is made of."""
 
 

@@ -12,7 +12,7 @@ from longspan.cli.model_config import cluster_of as devices_of
 from longspan.cli.scheduling import SchedulingOptions
 from longspan.cli.simulate import ClusterOptions
 from longspan.cli.simulate_fleet import devices_per_host, fleet_of, roles_of
-from longspan.core.cluster import Fleet, Place, Roles, places_of_ranks
+from longspan.core.cluster import Fleet, Location, Roles, locations_of_ranks
 from longspan.core.runs import Run
 from longspan.core.steps import Exchange
 from longspan.cost import catalog
@@ -23,7 +23,7 @@ from longspan.cost.cluster import memory, slowest_link
 from longspan.cost.fitted_cost import FittedCost
 from longspan.cost.forward import Roofline
 from longspan.cost.partitions import PartitionTable
-from longspan.cost.profile import Profile, Subject
+from longspan.cost.profile import Profile, ProfileKey
 from longspan.cost.profile_plan import prompts_of
 from longspan.cost.step_cost import RooflineCost, StepCost
 from longspan.policy.choosing import Facts
@@ -93,7 +93,7 @@ def _computed(
     sizes, kernels = architecture(model, dtype=options.dtype, ffn_dtype=options.ffn_dtype), options.attention or "flash"
     cost = RooflineCost(sizes, devices, fleet, block_size=scheduling.block_size, kernels=kernels)
     blocks = [scheduling.num_gpu_blocks_override or _num_blocks(line, scheduling) for line in cost.lines]
-    subject = Subject(
+    profile_key = ProfileKey(
         model=model,
         dtype=options.dtype,
         device="cuda",
@@ -104,7 +104,7 @@ def _computed(
     )
     profile = predicted_profile(
         cost,
-        subject,
+        profile_key,
         num_instances=fleet.spec.instances,
         prompts=prompts_of(_PREDICTED_LENGTHS, 2 * _PREDICTED_LENGTHS[-1]),
         exchanges=_PREDICTED_EXCHANGES,
@@ -171,12 +171,13 @@ def _measured(model: str, path: Path, options: ClusterOptions, fleet: Fleet, sch
                 f"{flag} {value} is for --hardware: with --profile all is as it was measured; leave it out"
             )
     profile, roles = _read(path), roles_of(fleet, options)
-    measured = profile.subject.model
+    measured = profile.profile_key.model
     if _last_name(model) != _last_name(measured):  # folders may lie elsewhere than on that machine
         raise ValueError(f"--profile is of model {measured}, but {model} given: give that, or a profile of {model}")
-    if set(fleet.tps) != {profile.subject.tp}:
-        raise ValueError(f"--profile is of instances with tp {profile.subject.tp}, but {fleet} given")
-    sizes = architecture(model, dtype=profile.subject.dtype)
+    if set(fleet.tps) != {profile.profile_key.tp}:
+        raise ValueError(f"--profile is of instances with tp {profile.profile_key.tp}, but {fleet} given")
+    key = profile.profile_key
+    sizes = architecture(model, dtype=key.dtype)
     num_blocks = scheduling.num_gpu_blocks_override or math.ceil(_PROFILED_TOKENS / scheduling.block_size)
     return Cluster(
         num_instances=fleet.num_instances,
@@ -186,13 +187,13 @@ def _measured(model: str, path: Path, options: ClusterOptions, fleet: Fleet, sch
         cost=FittedCost(profile, sizes.attention, block_size=scheduling.block_size),
         facts=Facts(
             profile=profile,
-            model=profile.subject.model,
+            model=profile.profile_key.model,
             partitions=PartitionTable(),
             tp=fleet.spec.tp,
             places=_places(options, fleet),
             roles=roles,
         ),
-        words=f"{profile.subject.machine}, {profile.subject.dtype}, {profile.subject.threads} threads per rank",
+        words=f"{key.machine}, {key.dtype}, {key.threads} threads per rank",
     )
 
 
@@ -203,14 +204,14 @@ def _last_name(model: str) -> str:
     return folder.name.lower()
 
 
-def _places(options: ClusterOptions, fleet: Fleet) -> tuple[Place, ...]:
+def _places(options: ClusterOptions, fleet: Fleet) -> tuple[Location, ...]:
     """Of the first rank of each instance. By data sheets, hosts are filled one after the other, as in their cost."""
-    places: Sequence[Place]
+    places: Sequence[Location]
     if options.profile is not None:
-        places = places_of_ranks(fleet.num_ranks, str(options.hosts))
+        places = locations_of_ranks(fleet.num_ranks, str(options.hosts))
     else:
         per_host = devices_per_host(options, fleet.num_ranks)
-        places = [Place(host=rank // per_host, device=rank) for rank in range(fleet.num_ranks)]
+        places = [Location(host=rank // per_host, device=rank) for rank in range(fleet.num_ranks)]
     return tuple(places[fleet.ranks(instance)[0]] for instance in range(fleet.num_instances))
 
 

@@ -16,7 +16,7 @@ from longspan.cli.pairs import key_values
 from longspan.cli.scheduling import SHARING, SchedulingOptions
 from longspan.cli.simulate import ClusterOptions, FaultOptions, ResultOptions, WorkloadOptions
 from longspan.cli.simulate_rates import print_improvement_rates, tell_of_a_constant_rate
-from longspan.cli.simulate_scene import Scene
+from longspan.cli.simulate_scene import Experiment
 from longspan.cli.simulate_workload import Workload, workload_of
 from longspan.core.cluster import Roles
 from longspan.sim.report import check_report, html_report
@@ -49,19 +49,19 @@ def run_simulation(
         raise ValueError(
             "--rate inf has all requests come at once, but --find-max-rate varies the time between them: give a number"
         )
-    scene = Scene.of(model, cluster_options, scheduling, _faults(fault_options))
+    experiment = Experiment.of(model, cluster_options, scheduling, _faults(fault_options))
     workload = workload_of(workload_options)
     if results.profile_improvement_rates:
-        return print_improvement_rates(scene, workload, workload_options.rate, as_json=results.as_json)
-    tell_of_a_constant_rate(scene)
+        return print_improvement_rates(experiment, workload, workload_options.rate, as_json=results.as_json)
+    tell_of_a_constant_rate(experiment)
     timeline = Timeline() if results.report or results.trace else None
-    result = scene.run(workload, timeline, title="requests")
+    result = experiment.run(workload, timeline, title="requests")
     numbers: dict[str, float | int | None] = summary(result)
     if results.find_max_rate:
-        numbers |= _rates(scene, workload, start=workload_options.rate or 1.0)
+        numbers |= _rates(experiment, workload, start=workload_options.rate or 1.0)
     if timeline is not None:
         options = (cluster_options, scheduling, workload_options, fault_options)
-        _write_pictures(results, result, timeline, _settings(model, scene, options), scene.cluster.roles)
+        _write_pictures(results, result, timeline, _settings(model, experiment, options), experiment.cluster.roles)
     if results.as_json:
         typer.echo(json.dumps(numbers, allow_nan=False))
     else:
@@ -72,12 +72,12 @@ def run_simulation(
     return 0
 
 
-def _rates(scene: Scene, workload: Workload, *, start: float) -> dict[str, float | None]:
+def _rates(experiment: Experiment, workload: Workload, *, start: float) -> dict[str, float | None]:
     """What `--find-max-rate` adds."""
-    light_s = scene.light_ttft_p99_s(workload)
+    light_s = experiment.light_ttft_p99_s(workload)
     if light_s is None:
         raise ValueError("--find-max-rate: no request was served")
-    found = scene.max_rate(workload, light_s, start=start)
+    found = experiment.max_rate(workload, light_s, start=start)
     if found is None:
         typer.echo(
             f"longspan: max_rate is null: when all {len(workload.arrivals)} requests come at once, P99 TTFT is still "
@@ -114,10 +114,10 @@ def _check_results(results: ResultOptions) -> None:
         check_report()
 
 
-def _settings(model: str, scene: Scene, bundles: Sequence[Options]) -> dict[str, object]:
+def _settings(model: str, experiment: Experiment, bundles: Sequence[Options]) -> dict[str, object]:
     """What the run was, for its page: what was found, then all options by their names, but those not given."""
-    cluster, policy = scene.cluster, [scene.scheduling.policy]
-    policy += (f"{key}={value}" for key, value in scene.policy_options.items())
+    cluster, policy = experiment.cluster, [experiment.scheduling.policy]
+    policy += (f"{key}={value}" for key, value in experiment.policy_options.items())
     instances, blocks = str(cluster.num_instances), f"{cluster.num_blocks:,}"
     if cluster.roles is not None:
         roles = cluster.roles

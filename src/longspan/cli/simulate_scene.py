@@ -23,7 +23,7 @@ _FAR_APART_S = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scene:
+class Experiment:
     """A cluster, who decides on it, and what goes wrong.
 
     Attributes:
@@ -36,7 +36,7 @@ class Scene:
     faults: Faults = field(default_factory=Faults)
 
     @classmethod
-    def of(cls, model: str, cluster: ClusterOptions, scheduling: SchedulingOptions, faults: Faults) -> Scene:
+    def of(cls, model: str, cluster: ClusterOptions, scheduling: SchedulingOptions, faults: Faults) -> Experiment:
         """By options of the command line.
 
         Raises:
@@ -49,7 +49,7 @@ class Scene:
             faults=faults,
         )
 
-    def with_options(self, options: Mapping[str, str]) -> Scene:
+    def with_options(self, options: Mapping[str, str]) -> Experiment:
         """The same with some options of the policy set or replaced."""
         return replace(self, policy_options={**self.policy_options, **options})
 

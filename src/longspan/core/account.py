@@ -102,14 +102,14 @@ class KvAccount:
         assert not request.table, "a hit begins a table"
         shared = hit.refs[:-1] if hit.adopts_last else hit.refs
         for ref in shared:
-            self.pool(ref.instance).share(ref.block)
+            self.pool(ref.instance).scheduled(ref.block)
         if hit.adopts_last:
             self.pool(hit.refs[-1].instance).adopt(hit.refs[-1].block)
         request.table.extend(hit.refs)
 
-    def extend(self, request: Request, holders: Sequence[int]) -> None:
-        """One new block at the end of the request's table per entry of `holders`, on that instance."""
-        for instance, same in groupby(holders):
+    def extend(self, request: Request, block_owners: Sequence[int]) -> None:
+        """One new block at the end of the request's table per entry of `block_owners`, on that instance."""
+        for instance, same in groupby(block_owners):
             request.table += self._allocate(instance, len(list(same)))
 
     def relocate(self, request: Request, moves: Iterable[tuple[int, int]]) -> tuple[tuple[BlockRef, BlockRef], ...]:
@@ -149,7 +149,7 @@ class KvAccount:
         if num_blocks - len(shared) > pool.num_free - num_cached - num_left:
             return None
         for ref in shared:
-            pool.share(ref.block)
+            pool.scheduled(ref.block)
         return (*shared, *self._allocate(instance, num_blocks - len(shared))), len(shared)
 
     def hold(self, refs: Iterable[BlockRef]) -> None:

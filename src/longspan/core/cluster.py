@@ -135,7 +135,7 @@ _RACK_AND_HOST = re.compile(r"([0-9]+)-([0-9]+)")
 
 
 @dataclass(frozen=True, order=True, slots=True)
-class Place:
+class Location:
     """A device by rack, host in the rack, and number. In ascending order neighbours are near (CSPS §3.2.4)."""
 
     rack: int = 0
@@ -148,7 +148,7 @@ class Place:
         return self.rack, self.host
 
 
-def places_of_ranks(num_ranks: int, hosts: str) -> tuple[Place, ...]:
+def locations_of_ranks(num_ranks: int, hosts: str) -> tuple[Location, ...]:
     """The place of each rank.
 
     Args:
@@ -162,29 +162,29 @@ def places_of_ranks(num_ranks: int, hosts: str) -> tuple[Place, ...]:
         num_hosts = int(hosts)
         if not 1 <= num_hosts <= num_ranks:
             raise ValueError(f"{num_ranks} ranks lie on 1 to {num_ranks} hosts, but {num_hosts} given")
-        return tuple(Place(host=rank * num_hosts // num_ranks, device=rank) for rank in range(num_ranks))
+        return tuple(Location(host=rank * num_hosts // num_ranks, device=rank) for rank in range(num_ranks))
     found = [_RACK_AND_HOST.fullmatch(one.strip()) for one in hosts.split(",")]
     if len(found) != num_ranks or not all(found):
         raise ValueError(
             f"the hosts of {num_ranks} ranks are a number of hosts, or for each rank its rack and host, as in "
             f"{','.join(f'0-{rank}' for rank in range(num_ranks))}; but {hosts!r} given"
         )
-    return tuple(Place(int(one[1]), int(one[2]), rank) for rank, one in enumerate(found) if one is not None)
+    return tuple(Location(int(one[1]), int(one[2]), rank) for rank, one in enumerate(found) if one is not None)
 
 
-def hosts_of(places: Sequence[Place]) -> tuple[int, ...]:
+def hosts_of(places: Sequence[Location]) -> tuple[int, ...]:
     """A number for the host of each place, the same for the same host."""
     numbers = {host: number for number, host in enumerate(dict.fromkeys(place.host_id for place in places))}
     return tuple(numbers[place.host_id] for place in places)
 
 
-def teams_of(groups: Iterable[Collection[int]]) -> list[frozenset[int]]:
+def coupled_instances(groups: Iterable[Collection[int]]) -> list[frozenset[int]]:
     """The smallest sets of the instances of these groups such that no group reaches across two."""
-    team_of: dict[int, set[int]] = {}
+    coupled_with: dict[int, set[int]] = {}
     for group in groups:
-        met = {id(team_of[i]): team_of[i] for i in group if i in team_of}
+        met = {id(coupled_with[i]): coupled_with[i] for i in group if i in coupled_with}
         joined = set(group).union(*met.values())
-        if any(len(team) == len(joined) for team in met.values()):
+        if any(len(coupled) == len(joined) for coupled in met.values()):
             continue  # one of them has all of it
-        team_of.update(dict.fromkeys(joined, joined))
-    return sorted(map(frozenset, {id(team): team for team in team_of.values()}.values()), key=min)
+        coupled_with.update(dict.fromkeys(joined, joined))
+    return sorted(map(frozenset, {id(coupled): coupled for coupled in coupled_with.values()}.values()), key=min)

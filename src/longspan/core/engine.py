@@ -11,7 +11,7 @@ from typing import get_args
 from longspan.core.account import KvAccount
 from longspan.core.config import EngineConfig
 from longspan.core.parts import make_part, promise_token, take_part, take_scores, take_token
-from longspan.core.protocols import Clock, ClusterView, Executor, Load, Policy, Share
+from longspan.core.protocols import Clock, ClusterView, Executor, Load, Policy, ScheduledPart
 from longspan.core.queues import Running, Waiting
 from longspan.core.request import FinishReason, Request, RequestMetrics, check_length
 from longspan.core.sampling import SamplingParams
@@ -191,7 +191,7 @@ class Engine:
 
     def _hand_over(self) -> bool:
         """Sends KV that waits and can be sent, and tells whether a request goes on elsewhere, where all has arrived."""
-        if not self._transfers.stirred:
+        if not self._transfers.dirty:
             return False
         self._send_waiting()
         if not (arrived := self._transfers.arrived()):
@@ -207,15 +207,15 @@ class Engine:
         for move in self._transfers.by_themselves():
             self._executor.submit(move)
 
-    def _emit_batches(self, batches: Sequence[Sequence[Share]]) -> None:
-        shares = [share for batch in batches for share in batch]
-        for share in shares:
-            if share.hit is not None:
-                self._admit(share)
-        for share in shares:
-            if share.holders:
-                self.account.extend(share.request, share.holders)
-        if any(share.target is not None for share in shares):
+    def _emit_batches(self, batches: Sequence[Sequence[ScheduledPart]]) -> None:
+        scheduled_parts = [scheduled for batch in batches for scheduled in batch]
+        for scheduled in scheduled_parts:
+            if scheduled.hit is not None:
+                self._admit(scheduled)
+        for scheduled in scheduled_parts:
+            if scheduled.block_owners:
+                self.account.extend(scheduled.request, scheduled.block_owners)
+        if any(scheduled.target is not None for scheduled in scheduled_parts):
             self._send_waiting()  # what is cached can go before the rest is computed
         for batch in batches:
             forward = self._forward(batch)
@@ -223,19 +223,22 @@ class Engine:
             self._begin(forward)
             self._executor.submit(forward)
 
-    def _forward(self, batch: Sequence[Share]) -> Forward:
-        number, balances = self._number(), tuple([self._balance(share) for share in batch if share.moves])
-        parts = tuple([self._part(share) for share in batch])
-        return Forward(number=number, parts=parts, balances=balances, streams=self._transfers.streams(parts))
+    def _forward(self, batch: Sequence[ScheduledPart]) -> Forward:
+        number, rebalances = (
+            self._number(),
+            tuple([self._rebalance(scheduled) for scheduled in batch if scheduled.moves]),
+        )
+        parts = tuple([self._part(scheduled) for scheduled in batch])
+        return Forward(number=number, parts=parts, rebalances=rebalances, streams=self._transfers.streams(parts))
 
-    def _balance(self, share: Share) -> MoveKV:
+    def _rebalance(self, scheduled: ScheduledPart) -> MoveKV:
         """Blocks of a request lie on other members from this step on."""
-        request = share.request
+        request = scheduled.request
         request.sent_blocks = request.sent_output = 0
-        copies = self.account.relocate(request, share.moves)
+        copies = self.account.relocate(request, scheduled.moves)
         return MoveKV(number=self._number(), request_id=request.id, copies=copies)
 
-    def _plan(self) -> tuple[tuple[Share, ...], ...]:
+    def _plan(self) -> tuple[tuple[ScheduledPart, ...], ...]:
         """The policy's batches, after its preemptions; a plan that only preempts is followed by another at once."""
         while True:
             self._transfers.make_room(self._occupancy.full)
@@ -285,12 +288,12 @@ class Engine:
             arrivals=self._waiting.changes,
         )
 
-    def _admit(self, share: Share) -> None:
-        request, hit = share.request, share.hit
-        assert hit is not None and hit.num_tokens == share.start, "an admitted request starts behind its prefix"
+    def _admit(self, scheduled: ScheduledPart) -> None:
+        request, hit = scheduled.request, scheduled.hit
+        assert hit is not None and hit.num_tokens == scheduled.start, "an admitted request starts behind its prefix"
         self._leave(request)
         self.account.take(request, hit)
-        request.group = share.group
+        request.group = scheduled.group
         self._num_admissions += 1
         request.admission = self._num_admissions
         self._running.join(request)
@@ -300,14 +303,14 @@ class Engine:
                 self.num_prefix_queries += request.num_prompt
                 self.num_prefix_hits += min(hit.num_tokens, request.num_prompt)
         request.num_computed = request.num_scheduled = hit.num_tokens
-        if share.target is not None:
-            self._transfers.shake(request, share.target)
+        if scheduled.target is not None:
+            self._transfers.shake(request, scheduled.target)
         if not request.metrics.num_computed_tokens:
             request.metrics.num_cached_tokens = min(hit.num_tokens, request.num_prompt)
 
-    def _part(self, share: Share) -> Part:
-        request = share.request
-        part = make_part(share, self.config.eos_token_ids)
+    def _part(self, scheduled: ScheduledPart) -> Part:
+        request = scheduled.request
+        part = make_part(scheduled, self.config.eos_token_ids)
         self._running.regroup(request)
         if part.sample is not None:
             if request.target is None:
@@ -342,7 +345,7 @@ class Engine:
         self._end(forward)
         self._count_bytes(done)
         self._transfers.computed(forward)
-        for move in forward.balances:
+        for move in forward.rebalances:
             self.account.settle(self._requests[move.request_id], move.copies)
         for part in forward.parts:
             request = self._requests[part.request_id]

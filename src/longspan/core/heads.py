@@ -14,7 +14,7 @@ class HeadShare:
     kv_heads: range
 
 
-def deal_heads(num_heads: int, num_kv_heads: int, num_members: int) -> tuple[HeadShare, ...]:
+def split_heads(num_heads: int, num_kv_heads: int, num_members: int) -> tuple[HeadShare, ...]:
     """Deals query heads to members, each to one, in order.
 
     KV heads are dealt as evenly as possible, each with all query heads that read it. Where members outnumber them,
@@ -52,9 +52,9 @@ def spread_heads(num_heads: int, num_kv_heads: int, num_members: int) -> tuple[H
     )
 
 
-def uniform_pieces(share: HeadShare, readers: int) -> list[HeadShare]:
+def uniform_pieces(scheduled: HeadShare, readers: int) -> list[HeadShare]:
     """A share cut so that in each piece all KV heads have equally many readers; a KV head has `readers` in all."""
-    first, last = share.heads.start, share.heads.stop
+    first, last = scheduled.heads.start, scheduled.heads.stop
     borders = (-(-first // readers) * readers, last // readers * readers)
     cuts = sorted({first, last, *(border for border in borders if first < border < last)})
     return [

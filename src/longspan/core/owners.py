@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from longspan.core.runs import Deal, Run
+from longspan.core.runs import Run, SpanShards
 
 
 class BlockRef(NamedTuple):
@@ -80,7 +80,7 @@ def _phases(rotation: Rotation) -> tuple[_Phase, ...]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Homes:
+class Owners:
     """A request's block table, read.
 
     Entry b of the `table` is the block of tokens `[b * block_size, (b + 1) * block_size)`. With a `rotation` that holds
@@ -93,7 +93,7 @@ class Homes:
     block_size: int
     rotation: Rotation | None = None
 
-    def held(self, num_tokens: int) -> Deal:
+    def held(self, num_tokens: int) -> SpanShards:
         """Which of the first `num_tokens` tokens each member of the group holds, ascending."""
         if self.rotation is None or num_tokens <= self.rotation.start:
             return self._by_blocks(num_tokens)
@@ -124,7 +124,7 @@ class Homes:
         instance = self.group[member]
         return BlockRef(instance, self.blocks(instance)[index // self.block_size]), index % self.block_size
 
-    def _by_blocks(self, num_tokens: int) -> Deal:
+    def _by_blocks(self, num_tokens: int) -> SpanShards:
         """As `held`, neighbouring blocks joined, where each block holds the tokens of its place in the table."""
         held: dict[int, list[Run]] = {instance: [] for instance in self.group}
         for index, ref in enumerate(self.table[: -(-num_tokens // self.block_size)]):

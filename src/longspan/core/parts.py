@@ -5,50 +5,50 @@ from __future__ import annotations
 from itertools import compress
 
 from longspan.core.config import EngineConfig
-from longspan.core.protocols import Share
+from longspan.core.protocols import ScheduledPart
 from longspan.core.request import FinishReason, Request
 from longspan.core.steps import UNKNOWN, Part, Sample, Sampled, Scored
 
 
-def make_part(share: Share, eos_token_ids: tuple[int, ...]) -> Part:
+def make_part(scheduled: ScheduledPart, eos_token_ids: tuple[int, ...]) -> Part:
     """The part of a share. Its request, whose table has the new blocks, counts the span as scheduled, and as told what
     the part says.
     """
-    request = share.request
-    assert share.start == request.num_scheduled, "spans of a request follow each other"
-    if share.group != request.group and not set(share.group) <= set(request.group):
+    request = scheduled.request
+    assert scheduled.start == request.num_scheduled, "spans of a request follow each other"
+    if scheduled.group != request.group and not set(scheduled.group) <= set(request.group):
         assert request.rotation is None, "homes that rotate do so in one group"
         request.sent_blocks = request.sent_output = 0  # members that are new to it must hear everything
-    tokens = request.tokens(share.start, share.stop)
-    request.group, request.rotation, request.keeper = share.group, share.rotation, share.keeper
+    tokens = request.tokens(scheduled.start, scheduled.stop)
+    request.group, request.rotation, request.kv_owner = scheduled.group, scheduled.rotation, scheduled.kv_owner
     unknown_on = request.sampler if tokens[-1] == UNKNOWN else None
     first_block, request.sent_blocks = request.sent_blocks, len(request.table)
     first_output, new_output = _new_output(request) if request.keeps_history else (0, ())
-    request.num_scheduled = share.stop
+    request.num_scheduled = scheduled.stop
     return Part(
         request_id=request.id,
-        start=share.start,
-        stop=share.stop,
+        start=scheduled.start,
+        stop=scheduled.stop,
         tokens=tokens,
-        group=share.group,
-        runs=share.runs,
-        exchange=share.exchange,
+        group=scheduled.group,
+        runs=scheduled.runs,
+        exchange=scheduled.exchange,
         first_block=first_block,
         blocks=tuple(request.table[first_block:]),
-        sample=_sample(share) if share.stop == request.num_tokens else None,
+        sample=_sample(scheduled) if scheduled.stop == request.num_tokens else None,
         unknown_on=unknown_on,
         sampling=request.sampling(eos_token_ids) if first_block == 0 else None,
         first_output=first_output,
         new_output=new_output,
-        targets=request.prompt[share.start + 1 : share.stop + 1] if request.scores_prompt else (),
+        targets=request.prompt[scheduled.start + 1 : scheduled.stop + 1] if request.scores_prompt else (),
         rope_length=request.rope_length,
         rotation=request.rotation,
     )
 
 
-def _sample(share: Share) -> Sample:
-    request, position = share.request, share.stop
-    for instance, runs in compress(zip(share.group, share.runs, strict=True), share.runs):
+def _sample(scheduled: ScheduledPart) -> Sample:
+    request, position = scheduled.request, scheduled.stop
+    for instance, runs in compress(zip(scheduled.group, scheduled.runs, strict=True), scheduled.runs):
         if runs[-1].stop == position:
             request.sampler = instance
     return Sample(
@@ -110,7 +110,7 @@ def _record_time(request: Request, num_instances: int, now_s: float) -> None:
     metrics = request.metrics
     if metrics.last_token_s is None:
         metrics.ttft_s = now_s - metrics.arrival_s
-        held = dict(zip(request.group, request.homes.counts(request.num_computed), strict=True))
+        held = dict(zip(request.group, request.owners.counts(request.num_computed), strict=True))
         metrics.kv_tokens_per_instance = [held.get(instance, 0) for instance in range(num_instances)]
     else:
         metrics.tbt_s.append(now_s - metrics.last_token_s)

@@ -14,7 +14,7 @@ from longspan.core.account import KvAccount, PrefixHit
 from longspan.core.owners import Rotation
 from longspan.core.queues import Running
 from longspan.core.request import Request
-from longspan.core.runs import Deal
+from longspan.core.runs import SpanShards
 from longspan.core.steps import Completion, Exchange, Step
 
 
@@ -70,14 +70,14 @@ class ClusterView:
 
 
 @dataclass(kw_only=True, slots=True)
-class Share:
+class ScheduledPart:
     """One request's share of a step, as a policy wishes it.
 
     Attributes:
         runs: of the span `[start, stop)`, per member of `group`.
-        holders: the instances of the new blocks that the span needs, in order of position.
+        block_owners: the instances of the new blocks that the span needs, in order of position.
         rotation: by which the span, a single token, is homed; None where blocks are.
-        keeper: the member that keeps all that is computed of the request from now on; None when all members do.
+        kv_owner: the member that keeps all that is computed of the request from now on; None when all members do.
         hit: for a request that is admitted: the prefix that it starts from.
         target: for a request that is admitted where instances have roles: the one that is to decode it; None when it
             ends with its next token.
@@ -89,11 +89,11 @@ class Share:
     group: tuple[int, ...]
     start: int
     stop: int
-    runs: Deal
-    holders: tuple[int, ...]
+    runs: SpanShards
+    block_owners: tuple[int, ...]
     exchange: Exchange
     rotation: Rotation | None = None
-    keeper: int | None = None
+    kv_owner: int | None = None
     hit: PrefixHit | None = None
     target: int | None = None
     moves: tuple[tuple[int, int], ...] = ()
@@ -101,7 +101,7 @@ class Share:
     @property
     def new_blocks(self) -> Counter[int]:
         """How many blocks it asks of each instance."""
-        return Counter([*self.holders, *(instance for _, instance in self.moves)])
+        return Counter([*self.block_owners, *(instance for _, instance in self.moves)])
 
 
 @dataclass(kw_only=True, slots=True)
@@ -109,7 +109,7 @@ class Plan:
     """What happens next: first the preemptions, then one Forward per batch; batches share no instance."""
 
     preempted: tuple[Request, ...] = ()
-    batches: tuple[tuple[Share, ...], ...] = ()
+    batches: tuple[tuple[ScheduledPart, ...], ...] = ()
 
 
 OptionValue = str | int | float | bool

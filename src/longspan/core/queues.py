@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple, Self
 
-from longspan.core.cluster import teams_of
+from longspan.core.cluster import coupled_instances
 from longspan.core.request import Request
 
 
@@ -60,7 +60,7 @@ class Running:
         self._groups: dict[int, tuple[int, ...]] = {}
         self._alone: dict[int, dict[int, Request]] = {}
         self._shared: dict[tuple[int, ...], dict[int, Request]] = {}
-        self._teams: list[frozenset[int]] | None = None  # of `_shared`, while it has the same groups
+        self._coupled_sets: list[frozenset[int]] | None = None  # of `_shared`, while it has the same groups
         self._on: list[dict[int, Request]] = [{} for _ in range(num_instances)]
         self._occupied: set[int] = set()
         self._tokens, self._blocks = [0] * num_instances, [0] * num_instances
@@ -90,11 +90,11 @@ class Running:
         return self._on[instance].values()
 
     @property
-    def teams(self) -> Sequence[frozenset[int]]:
-        """Of instances that share requests, see `teams_of`; found out once after each change of groups."""
-        if self._teams is None:
-            self._teams = teams_of(self._shared)
-        return self._teams
+    def coupled_sets(self) -> Sequence[frozenset[int]]:
+        """Of instances that share requests, see `coupled_instances`; found out once after each change of groups."""
+        if self._coupled_sets is None:
+            self._coupled_sets = coupled_instances(self._shared)
+        return self._coupled_sets
 
     @property
     def shared(self) -> Iterator[Request]:
@@ -160,7 +160,7 @@ class Running:
             self._alone.setdefault(group[0], {})[request.id] = request
         else:
             if group not in self._shared:
-                self._shared[group], self._teams = {}, None
+                self._shared[group], self._coupled_sets = {}, None
             self._shared[group][request.id] = request
         for instance in group:
             self._on[instance][request.id] = request
@@ -181,7 +181,7 @@ class Running:
             del self._shared[group][request.id]
             if not self._shared[group]:
                 del self._shared[group]
-                self._teams = None
+                self._coupled_sets = None
         self._ask(request.id, None)
         self.changed(group, ())
 
@@ -203,7 +203,7 @@ class Running:
             if one is not None:
                 for instance in one.group:
                     self._tokens[instance] += sign * one.tokens
-                for instance in one.keepers:
+                for instance in one.kv_owners:
                     self._blocks[instance] += sign * one.blocks
 
 
@@ -212,11 +212,13 @@ class _Ask(NamedTuple):
 
     group: tuple[int, ...]
     tokens: int
-    keepers: tuple[int, ...]
+    kv_owners: tuple[int, ...]
     blocks: int
 
     @classmethod
     def of(cls, request: Request) -> Self:
-        num_tokens, group, keepers = request.num_tokens, request.group, request.keepers
+        num_tokens, group, kv_owners = request.num_tokens, request.group, request.kv_owners
         missing = request.blocks_for(num_tokens) - len(request.table)
-        return cls(group, -(-(num_tokens - request.num_computed) // len(group)), keepers, -(-missing // len(keepers)))
+        return cls(
+            group, -(-(num_tokens - request.num_computed) // len(group)), kv_owners, -(-missing // len(kv_owners))
+        )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from longspan.core.blocks import ROOT, chain_key
-from longspan.core.owners import BlockRef, Homes, Rotation
+from longspan.core.owners import BlockRef, Owners, Rotation
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import UNKNOWN, Sampling, TokenLogprobs
 
@@ -62,10 +62,10 @@ class Request:
         admission: counts admissions; a request that was preempted stands behind those that were not.
         group: the instances that hold its KV, in ring order; empty while it waits. It can shrink, and grow while no
             `rotation` counts on it: then all members are told everything again.
-        table: its blocks; `homes` says what lies where.
+        table: its blocks; `owners` says what lies where.
         copying: blocks of its table that steps in flight fill, and the blocks that they copy.
         rotation: by which its latest tokens are homed; None while blocks are.
-        keeper: the member that keeps all that is computed of it from now on; None when all members do.
+        kv_owner: the member that keeps all that is computed of it from now on; None when all members do.
         sampler: the instance that samples, or has sampled, its latest token.
         target: the instance that its KV is on its way to; it takes no step between the end of its prefill and the
             arrival of all of it. None when it stays where it is.
@@ -98,7 +98,7 @@ class Request:
     table: list[BlockRef] = field(default_factory=list)
     copying: dict[BlockRef, BlockRef] = field(default_factory=dict)
     rotation: Rotation | None = None
-    keeper: int | None = None
+    kv_owner: int | None = None
     sampler: int = 0
     target: int | None = None
     sent_blocks: int = 0
@@ -190,7 +190,7 @@ class Request:
 
     def lose_kv(self) -> None:
         """It waits again, and no rank knows anything of it."""
-        self.group, self.rotation, self.keeper, self.target = (), None, None, None
+        self.group, self.rotation, self.kv_owner, self.target = (), None, None, None
         self.table.clear()
         self.copying.clear()
         self.num_computed = self.num_scheduled = self.num_promised = 0
@@ -198,7 +198,7 @@ class Request:
 
     def move_to(self, instance: int) -> None:
         """All its KV is on that instance from now on, where nobody has heard of it."""
-        self.group, self.rotation, self.keeper, self.target = (instance,), None, None, None
+        self.group, self.rotation, self.kv_owner, self.target = (instance,), None, None, None
         self.sent_blocks = self.sent_output = 0
 
     def pin_rope_length(self, length: int) -> None:
@@ -207,14 +207,14 @@ class Request:
         self._keys.clear()
 
     @property
-    def keepers(self) -> tuple[int, ...]:
+    def kv_owners(self) -> tuple[int, ...]:
         """Who will hold what is still to come of it."""
-        return self.group if self.keeper is None else (self.keeper,)
+        return self.group if self.kv_owner is None else (self.kv_owner,)
 
     @property
-    def homes(self) -> Homes:
+    def owners(self) -> Owners:
         """Where its tokens lie while it has a group."""
-        return Homes(table=self.table, group=self.group, block_size=self.block_size, rotation=self.rotation)
+        return Owners(table=self.table, group=self.group, block_size=self.block_size, rotation=self.rotation)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that so many tokens fill or begin: all there are, if tokens rotate."""

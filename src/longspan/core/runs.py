@@ -42,7 +42,7 @@ class Run:
         return range(self.start, self.stop, self.step)
 
 
-Deal = tuple[tuple[Run, ...], ...]
+SpanShards = tuple[tuple[Run, ...], ...]
 """The runs of every member of a group, in ring order."""
 
 
@@ -96,7 +96,7 @@ def coalesce(runs: Iterable[Run]) -> tuple[Run, ...]:
     return tuple(joined)
 
 
-def deal(
+def shard_span(
     layout: Layout,
     start: int,
     stop: int,
@@ -105,7 +105,7 @@ def deal(
     align: int = 1,
     head: int | None = None,
     fractions: Sequence[float] = (),
-) -> Deal:
+) -> SpanShards:
     """Deals the span `[start, stop)` to `num_members` members.
 
     Every cut falls on a multiple of `align` (the KV block size), so that each block of tokens lies on one member. A
@@ -212,7 +212,7 @@ def stretch(runs: Iterable[Run]) -> Run:
     return Run(start, stop)
 
 
-def places(deal: Sequence[Sequence[Run]]) -> list[list[slice]]:
+def row_slices(shards: Sequence[Sequence[Run]]) -> list[list[slice]]:
     """Where the tokens of each run stand when those of all, which have no gap, are in order of position."""
-    first = stretch(run for runs in deal for run in runs).start
-    return [[slice(run.start - first, run.stop - first, run.step) for run in runs] for runs in deal]
+    first = stretch(run for runs in shards for run in runs).start
+    return [[slice(run.start - first, run.stop - first, run.step) for run in runs] for runs in shards]

@@ -1,4 +1,4 @@
-"""Steps: what the controller tells ranks. A policy's `Share` becomes a `Part` once its blocks are fixed.
+"""Steps: what the controller tells ranks. A policy's `ScheduledPart` becomes a `Part` once its blocks are fixed.
 
 Nobody changes one. Those that are made for every token are not `frozen` all the same: making them would take thrice as
 long.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from longspan.core.owners import BlockRef, Rotation
-from longspan.core.runs import Deal
+from longspan.core.runs import SpanShards
 
 Exchange = Literal[
     "local",
@@ -31,13 +31,13 @@ each other, the `peers`), `gather_kv` keys and values at once (`gather_kv_dense`
 `gather_hidden` the hidden states before them, `chain` the keys and values of each member to the next.
 """
 
-WHOLE: tuple[Exchange, ...] = ("alltoall_host", "alltoall_peers")
+UNSHARDED: tuple[Exchange, ...] = ("alltoall_host", "alltoall_peers")
 """Those for which each rank of an instance needs the whole weights of a layer's attention."""
 
 
 def shown_name(exchange: Exchange) -> str:
     """What users know an exchange by: `alltoall`, wherever the weights are from."""
-    return "alltoall" if exchange in WHOLE else exchange
+    return "alltoall" if exchange in UNSHARDED else exchange
 
 
 EXCHANGE_NAMES = tuple(dict.fromkeys(shown_name(exchange) for exchange in get_args(Exchange) if exchange != "local"))
@@ -93,7 +93,7 @@ class Sampling:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
     @property
-    def guided(self) -> bool:
+    def constrained(self) -> bool:
         """Whether the output must follow a grammar."""
         return bool(self.grammar)
 
@@ -138,7 +138,7 @@ class Part:
         group: the instances that work on it, in ring order. All that hold its KV are among them.
         runs: of the span, per member of `group`; ranks never re-deal.
         first_block, blocks: the request's block table is cut to `first_block` entries, then extended by `blocks`.
-            `Homes` says what lies where. Who computes a token also holds it, but in a `chain` anybody after them can.
+            `Owners` says what lies where. Who computes a token also holds it, but in a `chain` anybody after them can.
         tokens: the span's token ids. The last is `UNKNOWN` when the step that samples it was still in flight.
         unknown_on: the instance that samples that unknown token, in a step before this one.
         sampling: with the first part that a rank of the group sees of a request, None later; `first_block` and
@@ -156,7 +156,7 @@ class Part:
     stop: int
     tokens: Sequence[int]
     group: tuple[int, ...]
-    runs: Deal
+    runs: SpanShards
     exchange: Exchange
     first_block: int
     blocks: tuple[BlockRef, ...]
@@ -225,7 +225,7 @@ class Forward(_OnInstances):
     """One forward pass over several parts, which may differ in group and exchange.
 
     Attributes:
-        balances: moves between members of a part, whose table names the targets already: a layer's KV is there before
+        rebalances: moves between members of a part, whose table names the targets already: a layer's KV is there before
             its attention, and that of the next layer is under way meanwhile. Done when the Forward is.
         streams: moves of blocks that this Forward completes, to instances outside: sources send a layer as soon as its
             KV is computed. Targets are told by the executor. Each has a `Completion` of its own, after the Forward's or
@@ -234,7 +234,7 @@ class Forward(_OnInstances):
 
     number: int
     parts: tuple[Part, ...]
-    balances: tuple[MoveKV, ...] = ()
+    rebalances: tuple[MoveKV, ...] = ()
     streams: tuple[MoveKV, ...] = ()
 
     def __post_init__(self) -> None:

@@ -93,7 +93,7 @@ class Transfer:
         self.busy = set(self.moves.values())
         self.sources = self.busy.union([instance for instance, number in self.unsent.items() if number])
         if self.num_placed < self.num_blocks:
-            self.sources.update(self.request.keepers)  # of what is not computed yet
+            self.sources.update(self.request.kv_owners)  # of what is not computed yet
 
     def withdrawn(self) -> Transfer:
         """The same with nothing on the target: all that is computed waits to be sent again."""
@@ -239,14 +239,14 @@ class Transfers:
         number: gives the next step's number.
 
     Attributes:
-        stirred: whether anything has happened by which more could be sent `by_themselves`, or have `arrived`.
+        dirty: whether anything has happened by which more could be sent `by_themselves`, or have `arrived`.
     """
 
     def __init__(self, account: KvAccount, handshakes: Handshakes, number: Callable[[], int]) -> None:
         self._account, self._handshakes, self._number = account, handshakes, number
         self._transfers: dict[int, Transfer] = {}
         self._moves: dict[int, tuple[MoveKV, Transfer]] = {}
-        self.stirred = False
+        self.dirty = False
 
     @property
     def promised(self) -> Mapping[int, int]:
@@ -273,7 +273,7 @@ class Transfers:
         )
         transfer.table_changed()
         request.target = target
-        self.stirred = True
+        self.dirty = True
         self._transfers[request.id] = transfer
         self._handshakes.shake(transfer)
 
@@ -309,12 +309,12 @@ class Transfers:
         for part in forward.parts:
             if (transfer := transfers.get(part.request_id)) is not None:
                 transfer.waiting += [i for i in _completed(part, transfer) if i not in transfer.sent]
-                self.stirred = True
+                self.dirty = True
 
     def moved(self, number: int) -> None:
         """A move is done."""
         move, transfer = self._moves.pop(number)
-        self.stirred = True
+        self.dirty = True
         self._account.let_go(chain(*zip(*move.copies, strict=True)))
         source = transfer.end(number)
         if self._transfers.get(move.request_id) is transfer:
@@ -330,12 +330,12 @@ class Transfers:
         ready = [one for one in self._transfers.values() if one.is_there and one.request.num_known > one.num_tokens]
         for transfer in ready:
             self._end(transfer)
-        self.stirred = bool(ready)
+        self.dirty = bool(ready)
         return [(transfer.request, transfer.target, transfer.blocks) for transfer in ready]
 
     def give_up(self, request: Request) -> None:
         """A request ends, or loses its KV: there is more room for others, too."""
-        self.stirred = True
+        self.dirty = True
         if (transfer := self._transfers.get(request.id)) is not None:
             self._end(transfer)
             self._account.give_back(reversed(transfer.blocks))
@@ -348,7 +348,7 @@ class Transfers:
         if not self._transfers:
             return
         for transfer in list(self._handshakes.outgrown(full)):
-            self.stirred = True
+            self.dirty = True
             again = self._transfers[transfer.request.id] = transfer.withdrawn()
             self._handshakes.replace(transfer, again)
             self._account.give_back(reversed(transfer.blocks))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal
 
-from longspan.core.runs import Run, deal
+from longspan.core.runs import Run, shard_span
 from longspan.core.steps import Exchange
 from longspan.cost.channels import Channel, Share, Shares, attention_s, chain_share_of, exchanged_bytes, share_of
 from longspan.cost.cluster import Memory, memory
@@ -91,7 +91,7 @@ class Prompt:
         """With pieces of `partition` tokens one after the other, or zigzag ones."""
         members, total = len(self.group), self.new + self.cached
         if partition is None:
-            runs = deal("zigzag" if members > 1 else "single", 0, self.new, members)
+            runs = shard_span("zigzag" if members > 1 else "single", 0, self.new, members)
         else:
             ends = accumulate(partition)
             runs = tuple((Run(end - size, end),) if size else () for end, size in zip(ends, partition, strict=True))

@@ -161,7 +161,7 @@ def whole_bytes(shape: ModelShape, length: int, num_members: int, tp: int, weigh
     return alltoall_bytes(shape, length, tp, gathers_weights=False) + elements * shape.bytes_per_element
 
 
-def whole_weights_pay(shape: ModelShape, length: int, num_members: int, tp: int, weights: WeightSource) -> bool:
+def unsharded_weights_pay(shape: ModelShape, length: int, num_members: int, tp: int, weights: WeightSource) -> bool:
     """Whether `alltoall` with whole weights moves fewer bytes for `length` tokens of a step than with shares of heads.
 
     Between instances both move the same. With H_q head_dim = d, two ranks never gain; with few KV heads three do.

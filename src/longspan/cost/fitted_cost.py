@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
-from longspan.core.cluster import teams_of
-from longspan.core.runs import Deal, Layout, deal
+from longspan.core.cluster import coupled_instances
+from longspan.core.runs import Layout, SpanShards, shard_span
 from longspan.core.steps import Exchange, Forward, MoveKV, Part
 from longspan.cost.architecture import ModelShape
 from longspan.cost.forward import exposed_s
@@ -34,7 +34,7 @@ class FittedCost:
     """
 
     def __init__(self, profile: Profile, shape: ModelShape, *, block_size: int) -> None:
-        self._link, self._tp = profile.link("point_to_point", 2), profile.subject.tp
+        self._link, self._tp = profile.link("point_to_point", 2), profile.profile_key.tp
         self._num_layers, self._block_bytes = shape.num_layers, block_size * shape.kv_bytes * shape.num_layers
         self._block_size = block_size
         self._times = profile.times(self._measured_as)
@@ -99,9 +99,9 @@ class FittedCost:
                 for instance in group:
                     rest[instance] += self._waits_s.get((len(group), exchange), 0.0)
         found = {instance: starts[instance] + seconds for instance, seconds in rest.items()}
-        for team in teams_of({part.group for part in forward.parts if len(part.group) > 1}):
-            found.update(dict.fromkeys(team, max(found[instance] for instance in team)))
-        for move in forward.balances:
+        for coupled in coupled_instances({part.group for part in forward.parts if len(part.group) > 1}):
+            found.update(dict.fromkeys(coupled, max(found[instance] for instance in coupled)))
+        for move in forward.rebalances:
             group = next(part.group for part in forward.parts if part.request_id == move.request_id)
             layer_s = min(found[instance] for instance in group) / self._num_layers
             waiting_s = exposed_s(self.move_s(move), layer_s, self._num_layers)
@@ -128,7 +128,9 @@ class FittedCost:
 
     def _prefill_s(self, part: Part) -> float:
         new_tokens = part.stop - part.start
-        if part.exchange != "chain" or part.runs == self._dealt(part.exchange, part.start, part.stop, len(part.group)):
+        if part.exchange != "chain" or part.runs == self._sharded(
+            part.exchange, part.start, part.stop, len(part.group)
+        ):
             new_tokens = _as_even(part.runs)
         key = len(part.group), part.exchange, new_tokens, part.start
         if key not in self._known:
@@ -138,12 +140,12 @@ class FittedCost:
     def _measured_as(self, prefill: Prefill) -> int:
         """How many new tokens it counts as."""
         start, stop = prefill.cached_tokens, prefill.cached_tokens + prefill.new_tokens
-        return _as_even(self._dealt(prefill.exchange, start, stop, prefill.members))
+        return _as_even(self._sharded(prefill.exchange, start, stop, prefill.members))
 
-    def _dealt(self, exchange: Exchange, start: int, stop: int, members: int) -> Deal:
+    def _sharded(self, exchange: Exchange, start: int, stop: int, members: int) -> SpanShards:
         """To members with room alike, and evenly as far as blocks allow."""
         layout: Layout = "contiguous" if exchange == "chain" else "zigzag"
-        return deal(layout, start, stop, members, align=self._block_size, head=0)
+        return shard_span(layout, start, stop, members, align=self._block_size, head=0)
 
     def _of_prefill(self, part: Part) -> Times:
         kind = len(part.group), part.exchange
@@ -152,9 +154,9 @@ class FittedCost:
         return self._times[kind]
 
 
-def _as_even(dealt: Deal) -> int:
+def _as_even(sharded: SpanShards) -> int:
     """How many tokens there would be if each member had as many as the busiest."""
-    return len(dealt) * max(sum(map(len, runs)) for runs in dealt)
+    return len(sharded) * max(sum(map(len, runs)) for runs in sharded)
 
 
 def _missing(members: int, exchange: str) -> str:

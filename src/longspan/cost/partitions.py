@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import msgspec
 
-from longspan.core.runs import deal
+from longspan.core.runs import shard_span
 from longspan.cost.catalog import Stored
 
 Partition = tuple[int, ...]
@@ -27,7 +27,7 @@ _MANY = 8
 
 def even(length: int, members: int, align: int) -> Partition:
     """Pieces whose numbers of blocks differ by at most one, as the `contiguous` layout deals them."""
-    return tuple(sum(map(len, runs)) for runs in deal("contiguous", 0, length, members, align=align))
+    return tuple(sum(map(len, runs)) for runs in shard_span("contiguous", 0, length, members, align=align))
 
 
 def cut(fractions: Sequence[float], length: int, align: int) -> Partition:
@@ -37,8 +37,8 @@ def cut(fractions: Sequence[float], length: int, align: int) -> Partition:
         ValueError: for fractions that are not positive or do not add up to 1.
     """
     check_fractions(fractions)
-    dealt = deal("contiguous", 0, length, len(fractions), align=align, fractions=fractions)
-    return tuple(sum(map(len, runs)) for runs in dealt)
+    sharded = shard_span("contiguous", 0, length, len(fractions), align=align, fractions=fractions)
+    return tuple(sum(map(len, runs)) for runs in sharded)
 
 
 def parse_fractions(text: str) -> tuple[float, ...]:

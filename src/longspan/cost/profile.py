@@ -16,7 +16,7 @@ from longspan.cost.ring_fit import RingFit, RingSample, fit_appendix_d
 from longspan.cost.time_fit import DecodeFit, LinkFit, Sample, TimeFit, Times, fit_decodes, fit_link, fit_times
 
 
-class Subject(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ProfileKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a profile is of. Times of one subject say nothing of another.
 
     Attributes:
@@ -130,7 +130,7 @@ class Profile(Stored, frozen=True, kw_only=True):
 
     called: ClassVar[str] = "profile"
 
-    subject: Subject
+    profile_key: ProfileKey = msgspec.field(name="subject")  # the name in files that people have
     prefills: tuple[Prefill, ...] = ()
     transfers: tuple[Transfer, ...] = ()
     decodes: tuple[Decode, ...] = ()
@@ -239,7 +239,7 @@ class Profile(Stored, frozen=True, kw_only=True):
         if alone is None or link is None or alone.pair_s == 0:
             return None
         flops = 4 * shape.num_heads * shape.head_dim * shape.num_layers
-        return Hardware(flops_per_s=flops / alone.pair_s, bytes_per_s=link.bytes_per_s * self.subject.tp)
+        return Hardware(flops_per_s=flops / alone.pair_s, bytes_per_s=link.bytes_per_s * self.profile_key.tp)
 
     def link(self, kind: TransferKind, members: int) -> LinkFit | None:
         """How fast such transfers are among so many ranks; None when that was not measured."""

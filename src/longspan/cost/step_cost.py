@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import compress
 from typing import Protocol
 
-from longspan.core.cluster import Fleet, teams_of
+from longspan.core.cluster import Fleet, coupled_instances
 from longspan.core.steps import Exchange, Forward, MoveKV, Part
 from longspan.cost.architecture import Architecture
 from longspan.cost.catalog import Kernels
@@ -28,7 +28,7 @@ class StepCost(Protocol):
         ...
 
     def seconds(self, forward: Forward) -> dict[int, float]:
-        """Of every one of its `instances`, from the moment all of them have begun; what of its `balances` the layers
+        """Of every one of its `instances`, from the moment all of them have begun; what of its `rebalances` the layers
         do not hide is in it, its `streams` are not.
         """
         ...
@@ -130,14 +130,14 @@ class RooflineCost:
         times = self._line(forward.parts[0].group[0]).times(channels, tokens, sampled)
         layers_s = {instance: one.total_s - one.head_s for instance, one in times.items()}
         _wait_for_members(layers_s, channels)
-        if forward.balances:
+        if forward.rebalances:
             self._wait_for_balances(forward, layers_s)
         return {instance: layers_s[instance] + one.head_s for instance, one in times.items()}
 
     def _wait_for_balances(self, forward: Forward, layers_s: dict[int, float]) -> None:
         """Adds what of them is not hidden to the time of all layers of each member."""
         hiding_s = dict(layers_s)
-        for move in forward.balances:
+        for move in forward.rebalances:
             group = next(part.group for part in forward.parts if part.request_id == move.request_id)
             layer_s = min(hiding_s[instance] for instance in group) / self.num_layers
             waiting_s = exposed_s(self.move_s(move), layer_s, self.num_layers)
@@ -198,8 +198,8 @@ def _wait_for_members(layers_s: dict[int, float], channels: Sequence[Channel]) -
     Not those of a chain, whose first may be ahead.
     """
     groups = {channel.group for channel in channels if len(channel.group) > 1 and channel.exchange != "chain"}
-    for team in groups if len(groups) == 1 else teams_of(groups):
-        layers_s.update(dict.fromkeys(team, max([layers_s[instance] for instance in team])))
+    for coupled in groups if len(groups) == 1 else coupled_instances(groups):
+        layers_s.update(dict.fromkeys(coupled, max([layers_s[instance] for instance in coupled])))
 
 
 def _blocks(move: MoveKV) -> tuple[tuple[tuple[int, int], int], ...]:

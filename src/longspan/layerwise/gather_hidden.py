@@ -20,8 +20,8 @@ from longspan.attn.comm import Group, Message
 from longspan.attn.member import MemberParts, attend_runs, by_position, gather_runs, num_tokens
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
-from longspan.core.heads import deal_heads
-from longspan.core.runs import Run, coalesce, places, stretch
+from longspan.core.heads import split_heads
+from longspan.core.runs import Run, coalesce, row_slices, stretch
 
 
 def hidden_hops(size: int) -> int:
@@ -40,7 +40,7 @@ class GatherHidden:
 
     def __init__(self, group: Group, parts: MemberParts, kv: PagedKv, spec: AttnSpec) -> None:
         self._group, self._parts, self._kv, self._spec = group, parts, kv, spec
-        self._shares = deal_heads(spec.num_heads, spec.num_kv_heads, group.size)
+        self._shares = split_heads(spec.num_heads, spec.num_kv_heads, group.size)
         self.share = self._shares[group.rank]
 
     @cached_property
@@ -100,7 +100,7 @@ class GatherHidden:
         keys = by_position(held, [*(tensors[0] for tensors in cached), *k])
         values = by_position(held, [*(tensors[1] for tensors in cached), *v])
         found, _ = attend_runs(by_position(part.q_runs, q), q_runs, keys, values, (seen,), spec)
-        for own, own_places in zip(rows, places(part.q_runs), strict=True):
+        for own, own_places in zip(rows, row_slices(part.q_runs), strict=True):
             if own_places:
                 out[:, own] = torch.cat([found[:, place] for place in own_places], dim=1)
 

@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 from longspan.attn.comm import Message
 from longspan.attn.spec import AttnSpec
-from longspan.core.heads import deal_heads
+from longspan.core.heads import split_heads
 from longspan.model.sharding import Shard, head_counts
 
 Weights = Mapping[str, Tensor]
@@ -63,7 +63,7 @@ def _stretches(shard: Shard, spec: AttnSpec, name: str, weight: Tensor) -> tuple
     ranks have whole. `weight` is the share of any rank.
     """
     share = shard.share(spec)
-    before = deal_heads(spec.num_heads, spec.num_kv_heads, shard.size)[: shard.index]
+    before = split_heads(spec.num_heads, spec.num_kv_heads, shard.size)[: shard.index]
     num_known = max((one.kv_heads.stop for one in before), default=0) - share.kv_heads.start
     dim = spec.head_dim
     q, kv = len(share.heads) * dim, len(share.kv_heads) * dim

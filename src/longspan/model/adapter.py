@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from longspan.attn.comm import Group
 from longspan.core.steps import Exchange
 from longspan.layerwise.shared_layers import SharedLayer
-from longspan.layerwise.whole_weights import HostWeights, PeerWeights, WholeWeights
+from longspan.layerwise.unsharded_weights import HostWeights, PeerWeights, UnshardedWeights
 from longspan.model.bridge import SERVE, Attend
 from longspan.model.files import ModelFiles
 from longspan.model.info import ModelInfo, build_skeleton, check_supported, load_config
@@ -118,7 +118,7 @@ class Model:
         cos, sin = layers.rotary_emb(like, positions[None])
         return cos, sin
 
-    def whole_weights(self, exchange: Exchange, connect: Callable[[], Group]) -> WholeWeights:
+    def whole_weights(self, exchange: Exchange, connect: Callable[[], Group]) -> UnshardedWeights:
         """Of a share of a model: where the whole weights of its attention layers are from in an exchange of `WHOLE`.
 
         `connect` gives the group of the instance's ranks, for weights of peers.

@@ -1,6 +1,6 @@
 """Tensor parallelism inside an instance: which slice of each weight a rank computes with, and what must be summed.
 
-The rules are our own (heads by `core.heads.deal_heads`, feed-forward layers by their inner dimension), since the plans
+The rules are our own (heads by `core.heads.split_heads`, feed-forward layers by their inner dimension), since the plans
 that come with models want sizes that divide. Slices are views of the mapped weights where that is possible: all but
 those of fused projections, which lie apart.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from longspan.attn.spec import AttnSpec
-from longspan.core.heads import HeadShare, cut_evenly, deal_heads
+from longspan.core.heads import HeadShare, cut_evenly, split_heads
 from longspan.model.files import ModelError, ModelFiles
 from longspan.model.info import build_skeleton, load_config
 
@@ -68,7 +68,7 @@ class Shard:
 
     def share(self, spec: AttnSpec) -> HeadShare:
         """This rank's heads of a layer."""
-        return deal_heads(spec.num_heads, spec.num_kv_heads, self.size)[self.index]
+        return split_heads(spec.num_heads, spec.num_kv_heads, self.size)[self.index]
 
 
 def _q(shard: Shard, weight: Tensor, spec: AttnSpec) -> Tensor:
@@ -141,13 +141,13 @@ def check_degree(specs: Sequence[AttnSpec], tp: int, num_sharing: int = 1) -> No
         ModelError: when somebody would have no query head.
     """
     for spec in specs:
-        for share in deal_heads(spec.num_heads, spec.num_kv_heads, tp):
+        for share in split_heads(spec.num_heads, spec.num_kv_heads, tp):
             if not share.heads:
                 raise ModelError(
                     f"tp {tp} is too much for layers with {spec.num_heads} query heads and {spec.num_kv_heads} KV "
                     "heads: some rank would have no head; use a smaller tp and more instances"
                 )
-            if not all(one.heads for one in deal_heads(len(share.heads), len(share.kv_heads), num_sharing)):
+            if not all(one.heads for one in split_heads(len(share.heads), len(share.kv_heads), num_sharing)):
                 raise ModelError(
                     f"exchange gather_hidden splits {len(share.heads)} query heads and {len(share.kv_heads)} KV heads "
                     f"between {num_sharing} instances, and one would have none: use fewer, or another exchange"

@@ -16,10 +16,10 @@ from typing import Protocol
 
 from longspan.core.account import PrefixHit
 from longspan.core.owners import BlockRef, Rotation
-from longspan.core.protocols import ClusterView, Share
+from longspan.core.protocols import ClusterView, ScheduledPart
 from longspan.core.queues import Running
 from longspan.core.request import Request
-from longspan.core.runs import Run, deal
+from longspan.core.runs import Run, shard_span
 from longspan.core.steps import Exchange
 
 
@@ -59,7 +59,7 @@ class Growing:
             if request is None:
                 continue
             missing = request.blocks_for(request.num_tokens) - len(request.table)
-            for instances, sign in ((group, 1), (request.keepers, -1)):
+            for instances, sign in ((group, 1), (request.kv_owners, -1)):
                 each = sign * -(-missing // len(instances))
                 for instance in instances:
                     more[instance] += each
@@ -115,66 +115,66 @@ class Budget:
         """Whether so many blocks are free."""
         return all(self.blocks[instance] >= number for instance, number in blocks.items())
 
-    def admits(self, share: Share, cost: Counter[int]) -> bool:
+    def admits(self, scheduled: ScheduledPart, cost: Counter[int]) -> bool:
         """Whether a request can start: its first blocks are free, its tail not taken, its whole prompt has room."""
-        hit, request = share.hit, share.request
+        hit, request = scheduled.hit, scheduled.request
         assert hit is not None, "an admission names its prefix"
         if self.adopted.intersection(hit.refs):
             return False
         missing = request.blocks_for(request.num_tokens) - len(hit.refs)
-        room = sum([self.blocks[i] - self.reserved[i] - cost.get(i, 0) for i in self._keepers(share)])
-        return missing <= room and self.fits(Counter(share.holders) + cost)
+        room = sum([self.blocks[i] - self.reserved[i] - cost.get(i, 0) for i in self._kv_owners(scheduled)])
+        return missing <= room and self.fits(Counter(scheduled.block_owners) + cost)
 
-    def grow(self, share: Share) -> None:
+    def grow(self, scheduled: ScheduledPart) -> None:
         """Gives a running request's share its tokens and blocks, and a seat on each member that is new to it."""
-        if share.hit is None and share.group != share.request.group:
-            for instance in set(share.group).difference(share.request.group):
+        if scheduled.hit is None and scheduled.group != scheduled.request.group:
+            for instance in set(scheduled.group).difference(scheduled.request.group):
                 self.seqs[instance] -= 1
-        dealt = zip(share.group, share.runs, strict=True)
-        for instance, runs in compress(dealt, share.runs):  # one token is for one of many members
+        sharded = zip(scheduled.group, scheduled.runs, strict=True)
+        for instance, runs in compress(sharded, scheduled.runs):  # one token is for one of many members
             self.tokens[instance] -= sum([len(run) for run in runs])
-        if share.holders:
-            for instance, number in Counter(share.holders).items():
+        if scheduled.block_owners:
+            for instance, number in Counter(scheduled.block_owners).items():
                 self.reserved[instance] = max(0, self.reserved[instance] - number)
                 self.blocks[instance] -= number
-        for _, instance in share.moves:
+        for _, instance in scheduled.moves:
             self.blocks[instance] -= 1
 
-    def admit(self, share: Share, cost: Counter[int]) -> None:
+    def admit(self, scheduled: ScheduledPart, cost: Counter[int]) -> None:
         """Gives an admitted request's first share its tokens and blocks, and reserves the rest of its prompt."""
-        hit, request = share.hit, share.request
+        hit, request = scheduled.hit, scheduled.request
         assert hit is not None, "an admission names its prefix"
         missing = request.blocks_for(request.num_tokens) - len(hit.refs)
-        self._seat(share.group, request.num_tokens - share.start, self._keepers(share), missing)
-        self.grow(share)
+        self._seat(scheduled.group, request.num_tokens - scheduled.start, self._kv_owners(scheduled), missing)
+        self.grow(scheduled)
         for instance, number in cost.items():
             self.blocks[instance] -= number
         self.claimed.update(hit.refs)
         if hit.adopts_last:
             self.adopted.add(hit.refs[-1])
 
-    def _seat(self, group: Sequence[int], num_tokens: int, keepers: Sequence[int], num_blocks: int) -> None:
+    def _seat(self, group: Sequence[int], num_tokens: int, kv_owners: Sequence[int], num_blocks: int) -> None:
         """A request takes a seat on every member; these share the tokens it still needs, its keepers the blocks."""
         for instance in group:
             self.seqs[instance] -= 1
             self.load[instance] += -(-num_tokens // len(group))
-        for instance in keepers:
-            self.reserved[instance] += -(-num_blocks // len(keepers))
+        for instance in kv_owners:
+            self.reserved[instance] += -(-num_blocks // len(kv_owners))
 
-    def _keepers(self, share: Share) -> Sequence[int]:
+    def _kv_owners(self, scheduled: ScheduledPart) -> Sequence[int]:
         """Who will hold what is still to come of a request that is admitted."""
-        if share.keeper is not None:
-            return (share.keeper,)
-        return self.growing.groups.get(share.request.id, share.group)
+        if scheduled.kv_owner is not None:
+            return (scheduled.kv_owner,)
+        return self.growing.groups.get(scheduled.request.id, scheduled.group)
 
 
 class Placement(Protocol):
     """How a policy shapes shares; everything else about a batch is common to the policies."""
 
-    def grow(self, request: Request, view: ClusterView, budget: Budget) -> Share | None:
+    def grow(self, request: Request, view: ClusterView, budget: Budget) -> ScheduledPart | None:
         """The next share of a running request, or None when its instances have no tokens left to give."""
 
-    def admit(self, request: Request, view: ClusterView, budget: Budget) -> Share | None:
+    def admit(self, request: Request, view: ClusterView, budget: Budget) -> ScheduledPart | None:
         """The first share of a waiting request, with its hit, or None when it must wait."""
 
 
@@ -182,7 +182,7 @@ class Placement(Protocol):
 class Batch:
     """The outcome: shares for the step, and who loses its KV."""
 
-    shares: list[Share] = field(default_factory=list)
+    scheduled_parts: list[ScheduledPart] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
 
 
@@ -205,14 +205,14 @@ def fill(
     budget = Budget(view, instances, growing)
     while queue:
         request = queue.popleft()
-        share = placement.grow(request, view, budget)
-        while share is not None and share.holders and not budget.fits(share.new_blocks):
-            if _frees_itself(share, view, budget):
-                share = None
+        scheduled = placement.grow(request, view, budget)
+        while scheduled is not None and scheduled.block_owners and not budget.fits(scheduled.new_blocks):
+            if _frees_itself(scheduled, view, budget):
+                scheduled = None
                 continue
-            victim = _victim(request, queue, share, budget)
-            if victim is request and _can_wait(share, view):
-                share = None
+            victim = _victim(request, queue, scheduled, budget)
+            if victim is request and _can_wait(scheduled, view):
+                scheduled = None
                 continue
             if victim.in_flight:
                 return None
@@ -220,13 +220,13 @@ def fill(
             for instance, number in view.account.reclaimable(victim).items():
                 budget.blocks[instance] += number
             if victim is request:
-                share = None
+                scheduled = None
             else:
                 queue.remove(victim)
-                share = placement.grow(request, view, budget)
-        if share is not None:
-            budget.grow(share)
-            batch.shares.append(share)
+                scheduled = placement.grow(request, view, budget)
+        if scheduled is not None:
+            budget.grow(scheduled)
+            batch.scheduled_parts.append(scheduled)
     if not batch.preempted:
         _admit_waiting(candidates, view, budget, placement, batch)
     return batch
@@ -240,50 +240,50 @@ def _runnable(view: ClusterView, instances: frozenset[int]) -> deque[Request]:
     return deque(found)
 
 
-def _short(share: Share, budget: Budget) -> set[int]:
+def _short(scheduled: ScheduledPart, budget: Budget) -> set[int]:
     """The instances where blocks are missing."""
-    return {i for i, number in share.new_blocks.items() if budget.blocks[i] < number}
+    return {i for i, number in scheduled.new_blocks.items() if budget.blocks[i] < number}
 
 
-def _frees_itself(share: Share, view: ClusterView, budget: Budget) -> bool:
+def _frees_itself(scheduled: ScheduledPart, view: ClusterView, budget: Budget) -> bool:
     """Whether blocks where they are missing will be free as soon as KV on its way has left: nobody need give way."""
-    return any(view.account.pool(instance).num_leaving for instance in _short(share, budget))
+    return any(view.account.pool(instance).num_leaving for instance in _short(scheduled, budget))
 
 
-def _victim(request: Request, later: Sequence[Request], share: Share, budget: Budget) -> Request:
+def _victim(request: Request, later: Sequence[Request], scheduled: ScheduledPart, budget: Budget) -> Request:
     """The last of `later` that holds a block where one is missing, or else `request` itself."""
-    short = _short(share, budget)
+    short = _short(scheduled, budget)
     holding = (r for r in reversed(later) if any(ref.instance in short for ref in r.table))
     return next(holding, request)
 
 
-def _can_wait(share: Share, view: ClusterView) -> bool:
+def _can_wait(scheduled: ScheduledPart, view: ClusterView) -> bool:
     """Whether a share that lacks a block, and for which nobody who came later can give way, will get one in time.
 
     One that rotates by token can take no other member's, but does while others hold blocks there: they come first. A
     home that is full of its own blocks means that the request outgrows its group.
     """
-    if share.rotation is None:
+    if scheduled.rotation is None:
         return False
-    [home] = share.holders
-    return sum(ref.instance == home for ref in share.request.table) < view.account.pool(home).num_blocks
+    [home] = scheduled.block_owners
+    return sum(ref.instance == home for ref in scheduled.request.table) < view.account.pool(home).num_blocks
 
 
 def _admit_waiting(
     waiting: Iterable[Request], view: ClusterView, budget: Budget, placement: Placement, batch: Batch
 ) -> None:
     for request in waiting:
-        share = placement.admit(request, view, budget)
-        if share is None or share.hit is None:
+        scheduled = placement.admit(request, view, budget)
+        if scheduled is None or scheduled.hit is None:
             return
-        cost = view.account.hit_cost(share.hit, budget.claimed)
-        if not budget.admits(share, cost):
+        cost = view.account.hit_cost(scheduled.hit, budget.claimed)
+        if not budget.admits(scheduled, cost):
             return
-        budget.admit(share, cost)
-        batch.shares.append(share)
+        budget.admit(scheduled, cost)
+        batch.scheduled_parts.append(scheduled)
 
 
-def single_share(
+def single_part(
     request: Request,
     instance: int,
     start: int,
@@ -292,26 +292,26 @@ def single_share(
     *,
     most: int | None = None,
     end: int | None = None,
-) -> Share | None:
+) -> ScheduledPart | None:
     """As much of a request's remaining tokens as one instance has tokens left for; `most` of them, and up to `end`."""
     tokens = budget.tokens[instance] if most is None else min(most, budget.tokens[instance])
     stop = min(request.num_tokens if end is None else end, start + tokens)
     if stop <= start:
         return None
     num_held = len(hit.refs) if hit is not None else len(request.table)
-    return Share(
+    return ScheduledPart(
         request=request,
         group=(instance,),
         start=start,
         stop=stop,
         runs=((Run(start, stop),),),
-        holders=(instance,) * (request.blocks_for(stop) - num_held),
+        block_owners=(instance,) * (request.blocks_for(stop) - num_held),
         exchange="local",
         hit=hit,
     )
 
 
-def token_share(request: Request, exchange: Exchange, budget: Budget) -> Share | None:
+def one_token_part(request: Request, exchange: Exchange, budget: Budget) -> ScheduledPart | None:
     """The next token of a decode inside a block, for whoever holds that; None when that has no tokens left to give."""
     start = request.num_scheduled
     assert start % request.block_size, "a block that begins is dealt like others"
@@ -319,17 +319,17 @@ def token_share(request: Request, exchange: Exchange, budget: Budget) -> Share |
     return _one_token(request, home, exchange, budget)
 
 
-def rotated_share(request: Request, exchange: Exchange, budget: Budget) -> Share | None:
+def rotated_part(request: Request, exchange: Exchange, budget: Budget) -> ScheduledPart | None:
     """The next token of a decode that rotates by token, or None when its home has no tokens left to give.
 
     When the home has to begin a block and none is free there, the share asks for it all the same: who came later gives
     way, or else it waits.
     """
     start, group = request.num_scheduled, request.group
-    rotation = request.rotation or Rotation(start=start, held=request.homes.counts(start))
+    rotation = request.rotation or Rotation(start=start, held=request.owners.counts(start))
     home, num_before = rotation.place(start)
-    holders = () if num_before % request.block_size else (group[home],)
-    return _one_token(request, home, exchange, budget, holders, rotation)
+    block_owners = () if num_before % request.block_size else (group[home],)
+    return _one_token(request, home, exchange, budget, block_owners, rotation)
 
 
 def _one_token(
@@ -337,20 +337,20 @@ def _one_token(
     home: int,
     exchange: Exchange,
     budget: Budget,
-    holders: tuple[int, ...] = (),
+    block_owners: tuple[int, ...] = (),
     rotation: Rotation | None = None,
-) -> Share | None:
+) -> ScheduledPart | None:
     """The next token of a request, computed by member `home` of its group."""
     start, group = request.num_scheduled, request.group
     if budget.tokens[group[home]] <= 0:
         return None
-    return Share(
+    return ScheduledPart(
         request=request,
         group=group,
         start=start,
         stop=start + 1,
-        runs=deal("single", start, start + 1, len(group), head=home),
-        holders=holders,
+        runs=shard_span("single", start, start + 1, len(group), head=home),
+        block_owners=block_owners,
         exchange=exchange,
         rotation=rotation,
     )

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from longspan.core.cluster import Place, Roles
+from longspan.core.cluster import Location, Roles
 from longspan.core.steps import Exchange
 from longspan.cost.architecture import Hardware, ModelShape
-from longspan.cost.exchange_rules import WeightSource, cheaper_weights, ring_kv_or_ring_q, whole_weights_pay
+from longspan.cost.exchange_rules import WeightSource, cheaper_weights, ring_kv_or_ring_q, unsharded_weights_pay
 from longspan.cost.partitions import PartitionTable
 from longspan.cost.profile import Profile
 
@@ -36,12 +36,12 @@ class Facts:
     model: str = ""
     partitions: PartitionTable | None = None
     tp: int | None = None
-    places: tuple[Place, ...] = ()
+    places: tuple[Location, ...] = ()
     roles: Roles | None = None
 
-    def place(self, instance: int) -> Place:
+    def place(self, instance: int) -> Location:
         """Where an instance is: its first rank."""
-        return self.places[instance] if self.places else Place(device=instance)
+        return self.places[instance] if self.places else Location(device=instance)
 
 
 class Chooser:
@@ -113,7 +113,7 @@ class Chooser:
         if exchange != "alltoall" or new_tokens == 1 or tp == 1:
             return exchange
         if weights == "auto":
-            if shape is None or not whole_weights_pay(shape, new_tokens, members, tp, self._source(shape, tp)):
+            if shape is None or not unsharded_weights_pay(shape, new_tokens, members, tp, self._source(shape, tp)):
                 return exchange
             weights = self._source(shape, tp)
         return "alltoall_host" if weights == "host" else "alltoall_peers"
@@ -121,7 +121,7 @@ class Chooser:
     def _source(self, shape: ModelShape, tp: int) -> WeightSource:
         """The host on CPUs, which map its copy; else what measured links say."""
         profile = self._facts.profile
-        if profile is None or profile.subject.device == "cpu":
+        if profile is None or profile.profile_key.device == "cpu":
             return "host"
         peers = profile.link("all_gather", tp) or profile.link("point_to_point", 2)
         return cheaper_weights(shape, tp, host=profile.link("host_copy", 1), peers=peers)

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from longspan.core.protocols import ClusterView, Plan, PolicySettings, Share
+from longspan.core.protocols import ClusterView, Plan, PolicySettings, ScheduledPart
 from longspan.core.request import Request
-from longspan.policy.batching import Batch, Budget, fill, single_share
+from longspan.policy.batching import Batch, Budget, fill, single_part
 from longspan.policy.choosing import Facts
-from longspan.policy.options import Settled, parse_options, settings_of
-from longspan.policy.placement import admit_alone, plan_for_teams
+from longspan.policy.options import FixedSettings, parse_options, settings_of
+from longspan.policy.placement import admit_alone, plan_coupled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class ChunkedOptions:
     """`chunked` has no options: the bounds of a step are the engine's."""
 
 
-class Chunked(Settled):
+class Chunked(FixedSettings):
     """Running requests in the order of admission, then waiting ones, as long as the tokens of the step last."""
 
     def __init__(self, everyone: tuple[int, ...], settings: PolicySettings) -> None:
@@ -43,13 +43,13 @@ class Chunked(Settled):
 
     def plan(self, view: ClusterView) -> Plan:
         """One batch for every instance that can take a step."""
-        return plan_for_teams(view, (), self._all, lambda able: fill(view, able, self) if able else Batch())
+        return plan_coupled(view, (), self._all, lambda able: fill(view, able, self) if able else Batch())
 
-    def grow(self, request: Request, view: ClusterView, budget: Budget) -> Share | None:
+    def grow(self, request: Request, view: ClusterView, budget: Budget) -> ScheduledPart | None:
         """What the token budget leaves for it."""
         del view
-        return single_share(request, request.group[0], request.num_scheduled, budget)
+        return single_part(request, request.group[0], request.num_scheduled, budget)
 
-    def admit(self, request: Request, view: ClusterView, budget: Budget) -> Share | None:
+    def admit(self, request: Request, view: ClusterView, budget: Budget) -> ScheduledPart | None:
         """Behind the longest cached prefix, while a seat is free."""
         return admit_alone(request, view, budget, self._everyone)

@@ -16,13 +16,13 @@ from itertools import islice
 from typing import Literal
 
 from longspan.core.account import PrefixHit
-from longspan.core.protocols import ClusterView, Plan, PolicySettings, Share
+from longspan.core.protocols import ClusterView, Plan, PolicySettings, ScheduledPart
 from longspan.core.request import Request
 from longspan.policy.batching import Batch, Budget, fill
 from longspan.policy.choosing import Chooser, Facts
-from longspan.policy.group_shares import GroupShares, is_too_large
-from longspan.policy.options import Settled, SharingOptions, parse_options, settings_of
-from longspan.policy.placement import admit_alone, plan_for_teams
+from longspan.policy.group_parts import GroupParts, is_too_large
+from longspan.policy.options import FixedSettings, SharingOptions, parse_options, settings_of
+from longspan.policy.placement import admit_alone, plan_coupled
 from longspan.policy.sharding import Partitions
 
 _UNMEASURED_THRESHOLD = 1024
@@ -64,7 +64,7 @@ class ContextOptions(LengthOptions, SharingOptions):
         SharingOptions.__post_init__(self)
 
 
-class Context(Settled):
+class Context(FixedSettings):
     """See the module. `grow` and `admit` are its `Placement`."""
 
     def __init__(
@@ -81,7 +81,7 @@ class Context(Settled):
         self._host = {i: facts.place(i).host_id for i in self._everyone}
         self._options, self._partitions = options, partitions
         self._chooser = Chooser(num_instances, facts, options.wanted, chains=options.chains, weights=options.weights)
-        self._shares = GroupShares(options, self._chooser, partitions)
+        self._group_parts = GroupParts(options, self._chooser, partitions)
 
     @classmethod
     def create(cls, num_instances: int, options: Mapping[str, str], facts: Facts) -> Context:
@@ -105,7 +105,7 @@ class Context(Settled):
 
     def plan(self, view: ClusterView) -> Plan:
         """One batch per set of instances that share requests, where all of the set can take a step."""
-        return plan_for_teams(view, (), self._all, lambda able: self._fill(view, able))
+        return plan_coupled(view, (), self._all, lambda able: self._fill(view, able))
 
     def _fill(self, view: ClusterView, able: frozenset[int]) -> Batch | None:
         """A step of these instances; None when somebody in flight is in the way."""
@@ -154,17 +154,17 @@ class Context(Settled):
             members = everyone if new_tokens > limit else 1
         return everyone if members > 1 and self._options.fractions else members
 
-    def admit(self, request: Request, view: ClusterView, budget: Budget) -> Share | None:
+    def admit(self, request: Request, view: ClusterView, budget: Budget) -> ScheduledPart | None:
         """Deals a long prompt over a group; puts a short one where its prefill is expected to end first."""
         if (members := self._group_size(request, view)) > 1:
             group = self._group(request, view, budget, members)
             if len(group) < members:
                 return None
             hit = view.account.match(request, group)
-            if self._shares.exchange(request.num_tokens - hit.num_tokens, hit.num_tokens, members) == "chain":
+            if self._group_parts.exchange(request.num_tokens - hit.num_tokens, hit.num_tokens, members) == "chain":
                 group = _ending_at_home(group, hit, budget)
             most = self._long_share(view)
-            return self._shares.chunk(request, view, budget, group, hit, most=most, end=request.num_tokens)
+            return self._group_parts.chunk(request, view, budget, group, hit, most=most, end=request.num_tokens)
         return admit_alone(request, view, budget, self._everyone)
 
     def _group(self, request: Request, view: ClusterView, budget: Budget, members: int) -> tuple[int, ...]:
@@ -177,9 +177,9 @@ class Context(Settled):
         best = sorted(able, key=lambda i: (-held[i], budget.load[i], -near[self._host[i]]))[:members]
         return tuple(i for i in able if i in best)
 
-    def grow(self, request: Request, view: ClusterView, budget: Budget) -> Share | None:
+    def grow(self, request: Request, view: ClusterView, budget: Budget) -> ScheduledPart | None:
         """The next chunk of a prompt, or the next token of a decode, which the end of a chain goes on with alone."""
-        return self._shares.next(request, view, budget, self._long_share(view))
+        return self._group_parts.next(request, view, budget, self._long_share(view))
 
     def _long_share(self, view: ClusterView) -> int:
         tokens, num_running = view.limits.max_num_batched_tokens, len(view.running)

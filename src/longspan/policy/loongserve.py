@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from longspan.core.protocols import ClusterView, Plan, PolicySettings, Share
+from longspan.core.protocols import ClusterView, Plan, PolicySettings, ScheduledPart
 from longspan.core.request import Request
-from longspan.core.runs import deal
-from longspan.policy.batching import Budget, single_share
+from longspan.core.runs import shard_span
+from longspan.policy.batching import Budget, single_part
 from longspan.policy.choosing import Chooser, Facts
-from longspan.policy.group_shares import GroupShares
+from longspan.policy.group_parts import GroupParts
 from longspan.policy.options import parse_options, settings_of
 from longspan.policy.tetris.execution import Cdsp, Planned
 from longspan.policy.tetris.planner import Planner
@@ -27,14 +27,14 @@ def goes_on(request: Request) -> bool:
     return len(request.output) + 1 < request.max_tokens
 
 
-def homes(request: Request) -> set[int]:
+def owners(request: Request) -> set[int]:
     """The instances that a request decodes on, or will once its prompt is done."""
     if request.num_scheduled <= request.num_prompt:
         return {request.table[-1].instance}
     return {ref.instance for ref in request.table}
 
 
-class AloneShares(GroupShares):
+class AloneParts(GroupParts):
     """Shares of decodes that nobody else takes part in.
 
     Attributes:
@@ -43,7 +43,7 @@ class AloneShares(GroupShares):
 
     spare: Sequence[int] = ()
 
-    def next(self, request: Request, view: ClusterView, budget: Budget, most: int) -> Share | None:
+    def next(self, request: Request, view: ClusterView, budget: Budget, most: int) -> ScheduledPart | None:
         """The next token of a decode. The first one takes the KV along to where all following ones are."""
         start = request.num_scheduled
         if request.num_tokens - start != 1:
@@ -63,14 +63,14 @@ class AloneShares(GroupShares):
         if any(instance not in budget.tokens for instance in group):
             return None
         if len(group) == 1:
-            return single_share(request, home, start, budget)
-        return Share(
+            return single_part(request, home, start, budget)
+        return ScheduledPart(
             request=request,
             group=group,
             start=start,
             stop=start + 1,
-            runs=deal("single", start, start + 1, len(group), head=group.index(home)),
-            holders=(home,) * (request.blocks_for(start + 1) - len(request.table)),
+            runs=shard_span("single", start, start + 1, len(group), head=group.index(home)),
+            block_owners=(home,) * (request.blocks_for(start + 1) - len(request.table)),
             exchange="ring_q",
             moves=moves,
         )
@@ -131,12 +131,12 @@ def create_disaggregated(num_instances: int, options: Mapping[str, str], facts: 
         )
     everyone = facts.roles.prefill
     planner, sharing = planner_of(facts, everyone, parsed.group.exchanges, parsed.sp_sizes), parsed.group.sharing()
-    shares = GroupShares(sharing, Chooser(len(everyone), facts, sharing.wanted))
+    scheduled_parts = GroupParts(sharing, Chooser(len(everyone), facts, sharing.wanted))
     ordered = tuple(sorted(everyone, key=facts.place))
     return Cdsp(
         ordered,
         planner,
-        shares,
+        scheduled_parts,
         RateWatch(_ANY_GAIN),
         settings=settings_of("loongserve-disagg", parsed),
         chunking=False,
@@ -153,8 +153,10 @@ def create_unified(num_instances: int, options: Mapping[str, str], facts: Facts)
     parsed = parse_options("loongserve", LoongServeOptions, options)
     everyone = range(num_instances)
     planner, sharing = planner_of(facts, everyone, parsed.group.exchanges, parsed.sp_sizes), parsed.group.sharing()
-    shares = AloneShares(sharing, Chooser(num_instances, facts, sharing.wanted))
-    return LoongServe(tuple(sorted(everyone, key=facts.place)), planner, shares, settings_of("loongserve", parsed))
+    scheduled_parts = AloneParts(sharing, Chooser(num_instances, facts, sharing.wanted))
+    return LoongServe(
+        tuple(sorted(everyone, key=facts.place)), planner, scheduled_parts, settings_of("loongserve", parsed)
+    )
 
 
 class _Reserved(QueueTimes):
@@ -176,10 +178,10 @@ class LoongServe(Cdsp):
     """One prompt at a time per group, one answer at a time per instance."""
 
     def __init__(
-        self, everyone: tuple[int, ...], planner: Planner, shares: AloneShares, settings: PolicySettings
+        self, everyone: tuple[int, ...], planner: Planner, scheduled_parts: AloneParts, settings: PolicySettings
     ) -> None:
-        super().__init__(everyone, planner, shares, RateWatch(_ANY_GAIN), settings=settings, chunking=False)
-        self._alone = shares
+        super().__init__(everyone, planner, scheduled_parts, RateWatch(_ANY_GAIN), settings=settings, chunking=False)
+        self._alone = scheduled_parts
         self._queue: _Reserved = _Reserved(len(everyone))
         self._closed: frozenset[int] = frozenset()
         """Instances on which no other prompt begins: decode there has them, or still has to leave them."""
@@ -190,7 +192,7 @@ class LoongServe(Cdsp):
 
     def _look(self, view: ClusterView) -> None:
         decoding = [request for request in view.running if self._is_decoding(request)]
-        taken = frozenset(instance for request in decoding for instance in homes(request))
+        taken = frozenset(instance for request in decoding for instance in owners(request))
         self._closed = taken.union(*(request.group for request in decoding))
         if taken != self._queue.reserved:
             self._queue.reserved = taken

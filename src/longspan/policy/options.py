@@ -17,7 +17,7 @@ from longspan.policy.sharding import Shape
 OptionsT = TypeVar("OptionsT")
 
 
-class Settled:
+class FixedSettings:
     """A policy that is set as it is for as long as it serves."""
 
     def __init__(self, settings: PolicySettings) -> None:

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from longspan.core.account import PrefixHit
-from longspan.core.cluster import teams_of
-from longspan.core.protocols import ClusterView, Plan, Share
+from longspan.core.cluster import coupled_instances
+from longspan.core.protocols import ClusterView, Plan, ScheduledPart
 from longspan.core.request import Request
-from longspan.policy.batching import Batch, Budget, Placement, fill, single_share
+from longspan.policy.batching import Batch, Budget, Placement, fill, single_part
 
 
-def plan_for_teams(
+def plan_coupled(
     view: ClusterView,
     groups: Sequence[tuple[int, ...]],
     everyone: frozenset[int],
@@ -23,41 +23,41 @@ def plan_for_teams(
     `groups` step together, besides those of running requests. `fill` plans a step of the instances it is given, or
     returns None when somebody in flight is in the way; it is then asked again for those that have nothing in flight.
     """
-    teams = view.running.teams
-    if joined := [g for g in groups if len(g) > 1 and not any(team.issuperset(g) for team in teams)]:
-        teams = teams_of([*teams, *joined])
+    coupled_sets = view.running.coupled_sets
+    if joined := [g for g in groups if len(g) > 1 and not any(coupled.issuperset(g) for coupled in coupled_sets)]:
+        coupled_sets = coupled_instances([*coupled_sets, *joined])
 
     def attempt(taken: frozenset[int]) -> Batch | None:
-        return fill(everyone.difference(taken, *[team for team in teams if not team.isdisjoint(taken)]))
+        return fill(everyone.difference(taken, *[coupled for coupled in coupled_sets if not coupled.isdisjoint(taken)]))
 
     batch = attempt(view.full) or attempt(view.busy) or Batch()
-    return Plan(preempted=tuple(batch.preempted), batches=_by_team(batch.shares))
+    return Plan(preempted=tuple(batch.preempted), batches=_by_coupled(batch.scheduled_parts))
 
 
-def _by_team(shares: Sequence[Share]) -> tuple[tuple[Share, ...], ...]:
+def _by_coupled(scheduled_parts: Sequence[ScheduledPart]) -> tuple[tuple[ScheduledPart, ...], ...]:
     """A batch for each set of instances that these shares connect, in ascending order."""
-    if not shares:
+    if not scheduled_parts:
         return ()
-    groups = {_touched(share) for share in shares}
+    groups = {_touched(scheduled) for scheduled in scheduled_parts}
     if len(groups) == 1:
-        return (tuple(shares),)
-    teams = teams_of(groups)
-    team_of = {i: number for number, team in enumerate(teams) for i in team}
-    batches: list[list[Share]] = [[] for _ in teams]
-    for share in shares:
-        batches[team_of[share.group[0]]].append(share)
+        return (tuple(scheduled_parts),)
+    coupled_sets = coupled_instances(groups)
+    coupled_with = {i: number for number, coupled in enumerate(coupled_sets) for i in coupled}
+    batches: list[list[ScheduledPart]] = [[] for _ in coupled_sets]
+    for scheduled in scheduled_parts:
+        batches[coupled_with[scheduled.group[0]]].append(scheduled)
     return tuple(tuple(batch) for batch in batches)
 
 
-def _touched(share: Share) -> tuple[int, ...]:
+def _touched(scheduled: ScheduledPart) -> tuple[int, ...]:
     """The instances that a share's step names: also who passes on a token that was sampled elsewhere."""
-    request, group = share.request, share.group
+    request, group = scheduled.request, scheduled.group
     if request.sampler in group or request.num_tokens == request.num_known:
         return group
     return (*group, request.sampler)
 
 
-def admit_alone(request: Request, view: ClusterView, budget: Budget, everyone: Sequence[int]) -> Share | None:
+def admit_alone(request: Request, view: ClusterView, budget: Budget, everyone: Sequence[int]) -> ScheduledPart | None:
     """The first share of a request on the instance where its prefill is expected to end first.
 
     That is the one with the fewest tokens to compute, its own uncached ones included. None while no instance has a seat
@@ -69,7 +69,7 @@ def admit_alone(request: Request, view: ClusterView, budget: Budget, everyone: S
     home = next(able, None)
     if home is None or home not in budget.tokens:
         return None
-    return single_share(request, home, hits[home].num_tokens, budget, hits[home])
+    return single_part(request, home, hits[home].num_tokens, budget, hits[home])
 
 
 def _has_room(request: Request, instance: int, hit: PrefixHit, budget: Budget) -> bool:
@@ -109,5 +109,5 @@ def plan_decodes(view: ClusterView, decode: Sequence[int], placement: Placement)
     filled = [fill(view, frozenset((instance,)), placement, ()) or Batch() for instance in able]
     return Plan(
         preempted=tuple([request for batch in filled for request in batch.preempted]),
-        batches=tuple([tuple(batch.shares) for batch in filled if batch.shares]),
+        batches=tuple([tuple(batch.scheduled_parts) for batch in filled if batch.scheduled_parts]),
     )

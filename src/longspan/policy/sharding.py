@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal
 
-from longspan.core.runs import Deal, Layout, Run, deal
+from longspan.core.runs import Layout, Run, SpanShards, shard_span
 from longspan.cost.partitions import PartitionTable
 
 _REMEDY = "measure it with longspan profile --partitions, or choose partition=even"
@@ -91,9 +91,9 @@ class Room:
     blocks: tuple[int, ...]
     block_size: int
 
-    def fits(self, dealt: Deal) -> bool:
+    def fits(self, sharded: SpanShards) -> bool:
         """Whether every member can take its runs."""
-        for runs, tokens, blocks in zip(dealt, self.tokens, self.blocks, strict=True):
+        for runs, tokens, blocks in zip(sharded, self.tokens, self.blocks, strict=True):
             if sum([len(run) for run in runs]) > tokens:
                 return False
             if sum([len(_begun(run, self.block_size)) for run in runs]) > blocks:
@@ -104,7 +104,7 @@ class Room:
 _ZIGZAG = Shape()
 
 
-def deal_chunk(start: int, stop: int, owners: Sequence[int], room: Room, shape: Shape = _ZIGZAG) -> Deal | None:
+def shard_chunk(start: int, stop: int, owners: Sequence[int], room: Room, shape: Shape = _ZIGZAG) -> SpanShards | None:
     """Deals the next chunk of the tokens `[start, stop)`; `owners` names the member that holds each block so far.
 
     The whole rest in the wanted shape, if it fits; else as many blocks as can be dealt in that shape; else, with little
@@ -121,58 +121,62 @@ def deal_chunk(start: int, stop: int, owners: Sequence[int], room: Room, shape: 
     places = list(range(num_members)) if shape.in_order else order
     for end in chain((stop,), _ends(start, room, shape)):
         if start < end <= stop:
-            dealt = _deal_in_order(start, end, places, size, head, shape)
-            if room.fits(dealt):
-                return dealt
-    return _deal_one_block(start, stop, head, order, room)
+            sharded = _shard_in_order(start, end, places, size, head, shape)
+            if room.fits(sharded):
+                return sharded
+    return _shard_one_block(start, stop, head, order, room)
 
 
-def deal_to_last(
+def shard_to_last(
     start: int, stop: int, owners: Sequence[int], room: Room, shape: Shape
-) -> tuple[Deal | None, tuple[int, ...]]:
+) -> tuple[SpanShards | None, tuple[int, ...]]:
     """The same for a chain whose last member holds all that is computed; None when it has no room for that.
 
     Returns the deal, and the member that holds each new block.
     """
     last, size = len(room.tokens) - 1, room.block_size
-    dealt = deal_chunk(start, stop, owners, replace(room, blocks=(stop,) * len(room.tokens)), shape)
-    if dealt is None:
+    sharded = shard_chunk(start, stop, owners, replace(room, blocks=(stop,) * len(room.tokens)), shape)
+    if sharded is None:
         return None, ()
-    num_blocks = -(-max(run.stop for runs in dealt for run in runs) // size) - len(owners)
-    return (dealt, (last,) * num_blocks) if num_blocks <= room.blocks[last] else (None, ())
+    num_blocks = -(-max(run.stop for runs in sharded for run in runs) // size) - len(owners)
+    return (sharded, (last,) * num_blocks) if num_blocks <= room.blocks[last] else (None, ())
 
 
 def _ends(start: int, room: Room, shape: Shape) -> Iterator[int]:
     """Where a chunk that fills the room may end: even deals have whole rounds of blocks, others are rounded."""
     num_members, size = len(room.tokens), room.block_size
     if shape.fractions:
-        most = start + int(min(tokens / share for tokens, share in zip(room.tokens, shape.fractions, strict=True)))
+        most = start + int(
+            min(tokens / scheduled for tokens, scheduled in zip(room.tokens, shape.fractions, strict=True))
+        )
         yield from ((most // size - less) * size for less in range(2 * num_members))
     else:
         most = start + min(room.tokens) * num_members
         yield from (most // quantum * quantum for quantum in (2 * num_members * size, num_members * size))
 
 
-def holders(dealt: Deal, first: int, last: int, block_size: int) -> tuple[int, ...]:
+def block_owners(sharded: SpanShards, first: int, last: int, block_size: int) -> tuple[int, ...]:
     """The member that begins, and so holds, each block `first <= b < last`."""
-    begins = {block: member for member, runs in enumerate(dealt) for run in runs for block in _begun(run, block_size)}
+    begins = {block: member for member, runs in enumerate(sharded) for run in runs for block in _begun(run, block_size)}
     return tuple(begins[block] for block in range(first, last))
 
 
-def _deal_in_order(start: int, end: int, order: Sequence[int], block_size: int, head: int | None, shape: Shape) -> Deal:
+def _shard_in_order(
+    start: int, end: int, order: Sequence[int], block_size: int, head: int | None, shape: Shape
+) -> SpanShards:
     """With the places of the pattern given to members in `order`."""
     place = {member: index for index, member in enumerate(order)}
-    dealt = deal(
+    sharded = shard_span(
         shape.layout,
         *(start, end, len(order)),
         align=block_size,
         head=None if head is None else place[head],
         fractions=shape.fractions,
     )
-    return tuple(dealt[place[member]] for member in range(len(order)))
+    return tuple(sharded[place[member]] for member in range(len(order)))
 
 
-def _deal_one_block(start: int, stop: int, head: int | None, order: Sequence[int], room: Room) -> Deal | None:
+def _shard_one_block(start: int, stop: int, head: int | None, order: Sequence[int], room: Room) -> SpanShards | None:
     if head is None:
         able = [m for m in order if room.tokens[m] > 0]
         if any(number > 0 for number in room.blocks):  # whoever has a block but no token left has them in a later step
@@ -181,7 +185,7 @@ def _deal_one_block(start: int, stop: int, head: int | None, order: Sequence[int
     if head is None or room.tokens[head] <= 0:
         return None
     end = min(stop, start + room.tokens[head], (start // room.block_size + 1) * room.block_size)
-    return deal("single", start, end, len(order), head=head)
+    return shard_span("single", start, end, len(order), head=head)
 
 
 def _begun(run: Run, block_size: int) -> range:

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from longspan.cost.partitions import PartitionTable
-from longspan.cost.profile import Profile, Subject
+from longspan.cost.profile import Profile, ProfileKey
 from longspan.model.cache import cache_root, write_file
 from longspan.model.files import ModelError, ModelFiles
 
@@ -18,10 +18,10 @@ _REVISION = 1
 """Raised with every change by which instances take other times for the same work, or are measured otherwise."""
 
 
-def subject_of(files: ModelFiles, device: str, *, tp: int, threads: int, native: bool) -> Subject:
+def profile_key_of(files: ModelFiles, device: str, *, tp: int, threads: int, native: bool) -> ProfileKey:
     """What a profile would be of that is measured here; `native`: with the attention kernel of our own."""
     folder = Path(files.name)
-    return Subject(
+    return ProfileKey(
         model=str(folder.resolve()) if folder.is_dir() else files.name,
         dtype=files.dtype,
         device=device,
@@ -33,20 +33,20 @@ def subject_of(files: ModelFiles, device: str, *, tp: int, threads: int, native:
     )
 
 
-def profile_file(subject: Subject) -> Path:
+def profile_file(profile_key: ProfileKey) -> Path:
     """Where the profile of this subject is, or would be."""
-    digest = hashlib.sha256(msgspec.json.encode(subject)).hexdigest()[:12]
-    name = re.sub(r"[^A-Za-z0-9.]+", "-", Path(subject.model).name)
+    digest = hashlib.sha256(msgspec.json.encode(profile_key)).hexdigest()[:12]
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", Path(profile_key.model).name)
     return cache_root() / "profiles" / f"{name}-{digest}.json"
 
 
-def load_profile(subject: Subject) -> Profile | None:
+def load_profile(profile_key: ProfileKey) -> Profile | None:
     """The profile of this subject, if there is one.
 
     Raises:
         ModelError: when the file is there and is none.
     """
-    path = profile_file(subject)
+    path = profile_file(profile_key)
     try:
         return Profile.from_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -55,18 +55,18 @@ def load_profile(subject: Subject) -> Profile | None:
         raise ModelError(f"the profile {path} cannot be read ({error}): remove it, or measure again") from error
 
 
-def partitions_file(subject: Subject) -> Path:
+def partitions_file(profile_key: ProfileKey) -> Path:
     """Where its table of partitions is, or would be: beside the profile."""
-    return profile_file(subject).with_suffix(".partitions.json")
+    return profile_file(profile_key).with_suffix(".partitions.json")
 
 
-def load_partitions(subject: Subject) -> PartitionTable:
+def load_partitions(profile_key: ProfileKey) -> PartitionTable:
     """The partitions that were searched with this subject; none if nobody did.
 
     Raises:
         ModelError: when the file is there and is no table.
     """
-    path = partitions_file(subject)
+    path = partitions_file(profile_key)
     try:
         return PartitionTable.from_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -75,14 +75,14 @@ def load_partitions(subject: Subject) -> PartitionTable:
         raise ModelError(f"the table {path} cannot be read ({error}): remove it, or search again") from error
 
 
-def save_partitions(subject: Subject, table: PartitionTable) -> None:
+def save_partitions(profile_key: ProfileKey, table: PartitionTable) -> None:
     """Replaces the table. Raises ModelError when the cache cannot be written to."""
-    write_file(partitions_file(subject), table.to_json())
+    write_file(partitions_file(profile_key), table.to_json())
 
 
 def save_profile(profile: Profile) -> None:
     """Replaces the profile of its subject. Raises ModelError when the cache cannot be written to."""
-    write_file(profile_file(profile.subject), profile.to_json())
+    write_file(profile_file(profile.profile_key), profile.to_json())
 
 
 def _cpu_name() -> str:

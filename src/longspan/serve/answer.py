@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from longspan.serve.messages import Ended
 from longspan.serve.updates import Update
-from longspan.text.input_processor import Job
+from longspan.text.input_processor import EngineRequest
 
 News = tuple[int, Update]
 """The index of a job, and what is new of it."""
@@ -45,12 +45,12 @@ class Answer:
         ended: the choices that have ended, each with the index of its job.
     """
 
-    def __init__(self, jobs: Sequence[Job], cancel: Callable[[Answer], None]) -> None:
-        self.jobs = jobs
+    def __init__(self, engine_requests: Sequence[EngineRequest], cancel: Callable[[Answer], None]) -> None:
+        self.engine_requests = engine_requests
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ended: list[tuple[int, Ended]] = []
         self._cancel = cancel
-        self._unaccepted, self._unfinished = set(range(len(jobs))), set(range(len(jobs)))
+        self._unaccepted, self._unfinished = set(range(len(engine_requests))), set(range(len(engine_requests)))
         self._told: set[int] = set()  # jobs of which somebody has taken news
         self._was_repeated = False
         self._news: deque[News] = deque()

@@ -71,7 +71,9 @@ def _describe(app: FastAPI, server: Server) -> None:
                 schema["security"] = [{"key": []}]
                 for operation in (operation for path in OPEN_PATHS for operation in schema["paths"][path].values()):
                     operation["security"] = []
-            name_what_is_there(schema, settings.model_names, server.jobs.vocab_size, server.jobs.max_model_len)
+            name_what_is_there(
+                schema, settings.model_names, server.input_processor.vocab_size, server.input_processor.max_model_len
+            )
             if server.engine.policy.settings is not None:
                 name_options(schema, server.engine.policy.settings)
             app.openapi_schema = settings.limits.narrowed(schema)

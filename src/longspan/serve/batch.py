@@ -10,7 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from longspan.serve.errors import error_body
 from longspan.serve.limits import RequestLimits
-from longspan.serve.updates import ChoiceUpdate, Update
+from longspan.serve.updates import ChoiceDelta, Update
 from longspan.serve.wire import (
     Assembler,
     ChatAssembler,
@@ -18,12 +18,12 @@ from longspan.serve.wire import (
     CompletionAssembler,
     CompletionRequest,
     WireError,
-    chat_job,
-    completion_jobs,
+    chat_request,
+    completion_requests,
     read_request,
 )
-from longspan.text.input_processor import Job, JobMaker
-from longspan.text.output_processor import Choice, Tracked
+from longspan.text.input_processor import EngineRequest, InputProcessor
+from longspan.text.output_processor import Choice, RequestState
 
 TagT = TypeVar("TagT")
 Body = dict[str, Any]
@@ -34,8 +34,8 @@ class Runs(Protocol):
     """What runs jobs: an `LLM`."""
 
     def finish_each(
-        self, groups: Iterable[tuple[Any, Sequence[Job]]], *, most: int
-    ) -> Iterator[tuple[Any, list[Tracked]]]:
+        self, groups: Iterable[tuple[Any, Sequence[EngineRequest]]], *, most: int
+    ) -> Iterator[tuple[Any, list[RequestState]]]:
         """See `LLM.finish_each`."""
 
 
@@ -47,7 +47,7 @@ class BatchModel:
         names: what requests may call the model; answers call it by the first.
     """
 
-    jobs: JobMaker
+    input_processor: InputProcessor
     names: tuple[str, ...]
     limits: RequestLimits = field(default_factory=RequestLimits)
 
@@ -81,16 +81,16 @@ def answer_each(
         WorkerLostError: when a worker dies or raises.
     """
     groups = (_group(request, model) for request in requests)
-    for plan, tracked in runs.finish_each(groups, most=most):
+    for plan, request_state in runs.finish_each(groups, most=most):
         if plan.assembler is None:
             yield BatchAnswer(tag=plan.tag, status=plan.status, body=plan.refusal)
             continue
-        stuck = next((one.stuck for one in tracked if one.stuck is not None), None)
+        stuck = next((one.stuck for one in request_state if one.stuck is not None), None)
         if stuck is not None:
             body = error_body(_BAD_REQUEST, stuck, param="structured_outputs")
             yield BatchAnswer(tag=plan.tag, status=_BAD_REQUEST, body=body)
             continue
-        for index, one in enumerate(tracked):
+        for index, one in enumerate(request_state):
             plan.assembler.add(index, _update(one))
         yield BatchAnswer(tag=plan.tag, status=_OK, body=plan.assembler.whole())
 
@@ -105,27 +105,31 @@ class _Plan(Generic[TagT]):
     refusal: Body = field(default_factory=dict)
 
 
-def _group(request: BatchRequest[TagT], model: BatchModel) -> tuple[_Plan[TagT], list[Job]]:
+def _group(request: BatchRequest[TagT], model: BatchModel) -> tuple[_Plan[TagT], list[EngineRequest]]:
     try:
-        assembler, jobs = _READERS[request.url](request.body, model)
+        assembler, engine_requests = _READERS[request.url](request.body, model)
     except WireError as error:
         refusal = error_body(error.status, error.message, param=error.param)
         return _Plan(tag=request.tag, status=error.status, refusal=refusal), []
-    return _Plan(tag=request.tag, assembler=assembler), jobs
+    return _Plan(tag=request.tag, assembler=assembler), engine_requests
 
 
-def _completion(body: bytes, model: BatchModel) -> tuple[Assembler, list[Job]]:
+def _completion(body: bytes, model: BatchModel) -> tuple[Assembler, list[EngineRequest]]:
     request = read_request(CompletionRequest, body, model.limits)
     _check(request, model)
-    jobs = completion_jobs(request, model)
-    return CompletionAssembler(request, jobs, model.jobs.tokenizer, **_head("cmpl", model)), jobs
+    engine_requests = completion_requests(request, model)
+    return CompletionAssembler(
+        request, engine_requests, model.input_processor.tokenizer, **_head("cmpl", model)
+    ), engine_requests
 
 
-def _chat(body: bytes, model: BatchModel) -> tuple[Assembler, list[Job]]:
+def _chat(body: bytes, model: BatchModel) -> tuple[Assembler, list[EngineRequest]]:
     request = read_request(ChatCompletionRequest, body, model.limits)
     _check(request, model)
-    jobs = [chat_job(request, model)]
-    return ChatAssembler(request, jobs, model.jobs.tokenizer, **_head("chatcmpl", model)), jobs
+    engine_requests = [chat_request(request, model)]
+    return ChatAssembler(
+        request, engine_requests, model.input_processor.tokenizer, **_head("chatcmpl", model)
+    ), engine_requests
 
 
 _READERS = {"/v1/completions": _completion, "/v1/chat/completions": _chat}
@@ -147,19 +151,19 @@ def _head(kind: str, model: BatchModel) -> dict[str, Any]:
     return {"response_id": f"{kind}-{uuid.uuid4().hex}", "model": model.names[0], "created": int(time.time())}
 
 
-def _update(tracked: Tracked) -> Update:
+def _update(request_state: RequestState) -> Update:
     """All that a finished job has to tell."""
-    asked = tracked.job.params.logprobs is not None
+    asked = request_state.engine_request.params.logprobs is not None
     return Update(
-        choices=[_choice_update(index, choice, asked=asked) for index, choice in enumerate(tracked.choices)],
-        prompt_logprobs=tracked.prompt_logprobs(),
-        num_cached_tokens=tracked.choices[0].request.metrics.num_cached_tokens,
+        choices=[_choice_update(index, choice, asked=asked) for index, choice in enumerate(request_state.choices)],
+        prompt_logprobs=request_state.prompt_logprobs(),
+        num_cached_tokens=request_state.choices[0].request.metrics.num_cached_tokens,
         finished=True,
     )
 
 
-def _choice_update(index: int, choice: Choice, *, asked: bool) -> ChoiceUpdate:
-    return ChoiceUpdate(
+def _choice_update(index: int, choice: Choice, *, asked: bool) -> ChoiceDelta:
+    return ChoiceDelta(
         index=index,
         text=choice.text,
         token_ids=list(choice.request.output),

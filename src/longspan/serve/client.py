@@ -40,7 +40,7 @@ from longspan.serve.messages import (
     address,
 )
 from longspan.serve.policy_face import PolicyFace, PolicyRefusedError
-from longspan.text.input_processor import Job
+from longspan.text.input_processor import EngineRequest
 
 State = Literal["starting", "serving", "restarting", "down"]
 _log = logging.getLogger("longspan")
@@ -104,7 +104,7 @@ class EngineClient:
         """Jobs whose answers somebody waits for."""
         return len(self._waiting)
 
-    async def submit(self, jobs: Sequence[Job]) -> Answer:
+    async def submit(self, engine_requests: Sequence[EngineRequest]) -> Answer:
         """Queues all jobs of a request, or none.
 
         Raises:
@@ -113,13 +113,13 @@ class EngineClient:
         """
         if self.state == "down" or self._closing:
             raise EngineLostError("the engine is down")
-        self._check_room(jobs)
-        answer = Answer(jobs, self._cancel)
+        self._check_room(engine_requests)
+        answer = Answer(engine_requests, self._cancel)
         try:
-            for index, job in enumerate(jobs):
+            for index, engine_request in enumerate(engine_requests):
                 number = next(self._numbers)
                 self._waiting[number] = answer, index
-                self._send(Add.of(number, job))
+                self._send(Add.of(number, engine_request))
             await answer.accepted
         except BaseException:
             answer.close()
@@ -161,7 +161,7 @@ class EngineClient:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._keeper
 
-    def _check_room(self, jobs: Sequence[Job]) -> None:
+    def _check_room(self, engine_requests: Sequence[EngineRequest]) -> None:
         """The engine bounds its queue; what it has not taken, since it is none, or hangs, or is busy, is bounded here.
 
         Raises:
@@ -169,15 +169,22 @@ class EngineClient:
         """
         serving = self.state == "serving"
         waiting = [
-            answer.jobs[index] for answer, index in self._waiting.values() if not serving or not answer.accepted.done()
+            answer.engine_requests[index]
+            for answer, index in self._waiting.values()
+            if not serving or not answer.accepted.done()
         ]
         # An engine that serves may run some at once.
-        room_jobs, room_tokens = self._room() if serving else (0, 0)
-        most_jobs, most_tokens = self._setup.max_num_queued_reqs, self._setup.max_num_queued_tokens
-        num_jobs, num_tokens = len(waiting) + len(jobs), sum(len(job.token_ids) for job in (*waiting, *jobs))
-        if most_jobs is not None and num_jobs > most_jobs + room_jobs:
-            words = f"{num_jobs} requests would wait for the engine"
-            raise QueueFullError(f"{words}, of at most {most_jobs + room_jobs} (--max-num-queued-reqs)")
+        room_engine_requests, room_tokens = self._room() if serving else (0, 0)
+        max_engine_requests, most_tokens = self._setup.max_num_queued_reqs, self._setup.max_num_queued_tokens
+        num_engine_requests, num_tokens = (
+            len(waiting) + len(engine_requests),
+            sum(len(engine_request.token_ids) for engine_request in (*waiting, *engine_requests)),
+        )
+        if max_engine_requests is not None and num_engine_requests > max_engine_requests + room_engine_requests:
+            words = f"{num_engine_requests} requests would wait for the engine"
+            raise QueueFullError(
+                f"{words}, of at most {max_engine_requests + room_engine_requests} (--max-num-queued-reqs)"
+            )
         if most_tokens is not None and waiting and num_tokens > most_tokens + room_tokens:
             words = f"prompts of {num_tokens} tokens would wait for the engine"
             raise QueueFullError(f"{words}, of at most {most_tokens + room_tokens} (--max-num-queued-tokens)")
@@ -295,7 +302,7 @@ class EngineClient:
         if changes := self.policy.changes:
             self._set_policy(changes).add_done_callback(_warn_of_refusal)
         for number, (answer, index) in self._waiting.items():
-            self._send(Add.of(number, answer.jobs[index], is_accepted=answer.accepted.done()))
+            self._send(Add.of(number, answer.engine_requests[index], is_accepted=answer.accepted.done()))
 
     def _answers(self) -> set[Answer]:
         return {answer for answer, _ in self._waiting.values()}

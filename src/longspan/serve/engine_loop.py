@@ -36,10 +36,10 @@ from longspan.serve.messages import (
     Times,
     Turn,
 )
-from longspan.serve.updates import ChoiceUpdate, Update
+from longspan.serve.updates import ChoiceDelta, Update
 from longspan.service import Deployment
-from longspan.text.input_processor import Job
-from longspan.text.output_processor import Choice, Tracked
+from longspan.text.input_processor import EngineRequest
+from longspan.text.output_processor import Choice, RequestState
 
 _log = logging.getLogger("longspan")
 _MOST_LOSSES = 2
@@ -54,7 +54,7 @@ class _Client:
     """A request of the HTTP face."""
 
     id: int
-    tracked: Tracked
+    request_state: RequestState
     told: list[_Told]
     num_losses: int = 0
     scores_told: bool = False
@@ -141,18 +141,18 @@ class EngineLoop:
     def _add(self, command: Add) -> None:
         number = command.id
         try:
-            job = command.job()
-            if not command.is_accepted and (reason := self._why_full(job)) is not None:
+            engine_request = command.engine_request()
+            if not command.is_accepted and (reason := self._why_full(engine_request)) is not None:
                 self._send(QueueFull(number, reason))
                 return
-            tracked = Tracked(job, self._deployment.jobs.tokenizer)
-            tracked.start(self._engine)
+            request_state = RequestState(engine_request, self._deployment.input_processor.tokenizer)
+            request_state.start(self._engine)
         except ValueError as error:  # the face has checked it, but what it overlooked must not end all the others
             self._send(Failed(number, f"the engine refused the request: {error}"))
             return
-        client = _Client(id=number, tracked=tracked, told=[_Told() for _ in tracked.choices])
+        client = _Client(id=number, request_state=request_state, told=[_Told() for _ in request_state.choices])
         self._clients[number] = client
-        for index, choice in enumerate(tracked.choices):
+        for index, choice in enumerate(request_state.choices):
             self._choices[choice.request.id] = client, index
         self._send(Accepted(number))
 
@@ -164,12 +164,12 @@ class EngineLoop:
         else:
             self._send(PolicySet(self._deployment.policy_settings, number))
 
-    def _why_full(self, job: Job) -> str | None:
+    def _why_full(self, engine_request: EngineRequest) -> str | None:
         """Why the queue has no room for a job; None if it has."""
         most_requests, most_tokens = self._setup.max_num_queued_reqs, self._setup.max_num_queued_tokens
 
         def reason() -> str | None:
-            load, num_tokens = self._engine.load(), len(job.token_ids)
+            load, num_tokens = self._engine.load(), len(engine_request.token_ids)
             if most_requests is not None and load.num_waiting >= most_requests:
                 return f"{load.num_waiting} requests are waiting, of at most {most_requests} (--max-num-queued-reqs)"
             # Whatever its length, a prompt may wait alone.
@@ -190,14 +190,14 @@ class EngineLoop:
         if request.id not in self._choices:
             return
         client, index = self._choices[request.id]
-        client.tracked.choices[index].take_new_tokens(self._engine)
+        client.request_state.choices[index].take_new_tokens(self._engine)
         news.clients[client.id] = client
 
     def _tell(self, news: _News, *, at_once: bool = False) -> None:
         self._fail_stuck(news)
         updates = [(client.id, self._update(client, news)) for client in news.clients.values()]
         for client in news.clients.values():
-            if client.tracked.finished:
+            if client.request_state.finished:
                 self._forget(client)
         now = time.monotonic()
         due = at_once or now >= self._stats_due_s
@@ -218,29 +218,29 @@ class EngineLoop:
     def _fail_stuck(self, news: _News) -> None:
         """A choice that cannot go on (no token fits its grammar) is no answer: its request fails with all choices."""
         for client in list(news.clients.values()):
-            if (reason := client.tracked.stuck) is not None:
+            if (reason := client.request_state.stuck) is not None:
                 del news.clients[client.id]
                 self._send(Failed(client.id, reason, "structured_outputs"))
                 self._drop(client, "error")
 
     def _update(self, client: _Client, news: _News) -> Update:
-        tracked, first = client.tracked, not client.scores_told
+        request_state, first = client.request_state, not client.scores_told
         client.scores_told = True
         changes = [
             self._choice_update(index, choice, told, news)
-            for index, (choice, told) in enumerate(zip(tracked.choices, client.told, strict=True))
+            for index, (choice, told) in enumerate(zip(request_state.choices, client.told, strict=True))
             if choice.num_taken > told.num_tokens or choice.finished > told.finished
         ]
         return Update(
             choices=changes,
-            prompt_logprobs=tracked.prompt_logprobs() if first else None,
-            num_cached_tokens=tracked.choices[0].request.metrics.num_cached_tokens,
-            finished=tracked.finished,
+            prompt_logprobs=request_state.prompt_logprobs() if first else None,
+            num_cached_tokens=request_state.choices[0].request.metrics.num_cached_tokens,
+            finished=request_state.finished,
         )
 
-    def _choice_update(self, index: int, choice: Choice, told: _Told, news: _News) -> ChoiceUpdate:
+    def _choice_update(self, index: int, choice: Choice, told: _Told, news: _News) -> ChoiceDelta:
         request, text, done = choice.request, choice.text, told.num_tokens
-        update = ChoiceUpdate(
+        update = ChoiceDelta(
             index=index,
             text=text[told.num_characters :],
             token_ids=request.output[done:],
@@ -266,7 +266,7 @@ class EngineLoop:
     def _drop(self, client: _Client, reason: FinishReason) -> None:
         """Ends a request that nobody waits for; blocks that a step in flight names are freed when it completes."""
         ended = []
-        for choice, told in zip(client.tracked.choices, client.told, strict=True):
+        for choice, told in zip(client.request_state.choices, client.told, strict=True):
             if not told.finished:
                 self._engine.finish(choice.request, reason)
                 ended.append(_ended(choice.request, client))
@@ -275,7 +275,7 @@ class EngineLoop:
 
     def _forget(self, client: _Client) -> None:
         del self._clients[client.id]
-        for choice in client.tracked.choices:
+        for choice in client.request_state.choices:
             del self._choices[choice.request.id]
 
     def _restart(self, error: WorkerLostError) -> None:
@@ -283,7 +283,7 @@ class EngineLoop:
         self._send(Restarting(str(error)))
         failed = []
         for client in self._clients.values():
-            if any(choice.request.group for choice in client.tracked.choices):
+            if any(choice.request.group for choice in client.request_state.choices):
                 client.num_losses += 1
                 if client.num_losses >= _MOST_LOSSES:
                     failed.append(client)

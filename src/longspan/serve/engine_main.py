@@ -57,9 +57,9 @@ def _serve(setup: EngineSetup, socket: zmq.Socket[bytes]) -> int:
         pools = [deployment.engine.account.pool(instance) for instance in range(config.num_instances)]
         started = Started(
             name=files.name,
-            tokenizer_dir=None if deployment.jobs.tokenizer is None else str(files.tokenizer_dir),
+            tokenizer_dir=None if deployment.input_processor.tokenizer is None else str(files.tokenizer_dir),
             trust_remote_code=files.trust_remote_code,
-            vocab_size=deployment.jobs.vocab_size,
+            vocab_size=deployment.input_processor.vocab_size,
             max_model_len=config.max_model_len,
             max_num_seqs=config.limits.max_num_seqs,
             num_instances=config.num_instances,

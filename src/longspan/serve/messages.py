@@ -13,7 +13,7 @@ from longspan.core.request import FinishReason
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import BytesSent
 from longspan.serve.updates import Update
-from longspan.text.input_processor import Job
+from longspan.text.input_processor import EngineRequest
 
 
 class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,22 +50,24 @@ class Add(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     is_accepted: bool
 
     @staticmethod
-    def of(number: int, job: Job, *, is_accepted: bool = False) -> Add:
-        """The message that asks for `job`."""
-        params = msgspec.to_builtins(replace(job.params, logit_bias=None, structured_outputs=None))
-        params["logit_bias"] = dict(job.params.biases)
+    def of(number: int, engine_request: EngineRequest, *, is_accepted: bool = False) -> Add:
+        """The message that asks for `engine_request`."""
+        params = msgspec.to_builtins(replace(engine_request.params, logit_bias=None, structured_outputs=None))
+        params["logit_bias"] = dict(engine_request.params.biases)
         return Add(
             id=number,
-            text=job.text,
-            token_ids=job.token_ids,
-            grammar=job.grammar,
+            text=engine_request.text,
+            token_ids=engine_request.token_ids,
+            grammar=engine_request.grammar,
             params=params,
             is_accepted=is_accepted,
         )
 
-    def job(self) -> Job:
+    def engine_request(self) -> EngineRequest:
         """What is asked for; its form is told by its grammar."""
-        return Job(text=self.text, token_ids=self.token_ids, params=SamplingParams(**self.params), grammar=self.grammar)
+        return EngineRequest(
+            text=self.text, token_ids=self.token_ids, params=SamplingParams(**self.params), grammar=self.grammar
+        )
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):

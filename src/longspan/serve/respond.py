@@ -18,7 +18,7 @@ from longspan.serve.answer import Answer, EngineLostError, News, QueueFullError,
 from longspan.serve.client import EngineClient
 from longspan.serve.errors import error_body
 from longspan.serve.wire import Assembler
-from longspan.text.input_processor import Job
+from longspan.text.input_processor import EngineRequest
 
 _KEEP_ALIVE = b": still working\n\n"
 _END = b"data: [DONE]\n\n"
@@ -52,7 +52,7 @@ class Call:
     """
 
     request: Request
-    prepare: Callable[[], Awaitable[tuple[Sequence[Job], Assembler]]]
+    prepare: Callable[[], Awaitable[tuple[Sequence[EngineRequest], Assembler]]]
     stream: bool
     timeout_s: float | None
     keep_alive_s: float
@@ -122,8 +122,8 @@ async def respond(engine: EngineClient, call: Call, in_thread: InThread) -> Resp
     watch = Watch(call.request.receive, call.timeout_s)
     answer: Answer | None = None
     try:
-        jobs, assembler = await watch.wait(call.prepare())
-        answer = await watch.wait(engine.submit(jobs))
+        engine_requests, assembler = await watch.wait(call.prepare())
+        answer = await watch.wait(engine.submit(engine_requests))
         call.request.state.answer = answer  # for its span
         if call.stream:
             first: Sequence[News] = ()

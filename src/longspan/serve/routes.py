@@ -17,7 +17,7 @@ from longspan.serve.document import EVENTS
 from longspan.serve.errors import error_response
 from longspan.serve.respond import json_response
 from longspan.serve.server import Server
-from longspan.text.input_processor import Job
+from longspan.text.input_processor import EngineRequest
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": wire.ErrorBody, "description": words}
@@ -90,8 +90,8 @@ def _add_text(router: APIRouter, server: Server) -> None:
     async def completions(request: Request) -> Response:
         """Continues prompts."""
         body = await server.parse(request, wire.CompletionRequest)
-        jobs = partial(wire.completion_jobs, body, server)
-        return await server.answer(request, body, jobs, wire.CompletionAssembler, "cmpl")
+        engine_requests = partial(wire.completion_requests, body, server)
+        return await server.answer(request, body, engine_requests, wire.CompletionAssembler, "cmpl")
 
     @router.post(
         "/v1/chat/completions", **_described(wire.ChatCompletionRequest, wire.ChatCompletionResponse, streams=True)
@@ -100,10 +100,10 @@ def _add_text(router: APIRouter, server: Server) -> None:
         """Answers a conversation."""
         body = await server.parse(request, wire.ChatCompletionRequest)
 
-        def jobs(grammar: str) -> list[Job]:
-            return [wire.chat_job(body, server, grammar)]
+        def engine_requests(grammar: str) -> list[EngineRequest]:
+            return [wire.chat_request(body, server, grammar)]
 
-        return await server.answer(request, body, jobs, wire.ChatAssembler, "chatcmpl")
+        return await server.answer(request, body, engine_requests, wire.ChatAssembler, "chatcmpl")
 
 
 def _add_tokens(router: APIRouter, server: Server) -> None:

@@ -19,7 +19,7 @@ from longspan.serve.protocol import HttpProtocol
 from longspan.serve.server import Server
 from longspan.serve.settings import ServerSettings
 from longspan.serve.starting import Face
-from longspan.text.input_processor import JobMaker
+from longspan.text.input_processor import InputProcessor
 from longspan.text.tokenizer import tokenizer_in
 
 _log = logging.getLogger("longspan")
@@ -87,7 +87,7 @@ async def serve(setup: EngineSetup, settings: ServerSettings, host: str, port: i
 
 async def _start(engine: EngineClient, settings: ServerSettings) -> Server:
     started = await engine.start()
-    return Server(engine, await asyncio.to_thread(_job_maker, started), settings)  # tokenizers take long to load
+    return Server(engine, await asyncio.to_thread(_input_processor, started), settings)  # tokenizers take long to load
 
 
 @contextlib.asynccontextmanager
@@ -151,12 +151,12 @@ async def _first_of(*waits: object) -> object:
             task.cancel()
 
 
-def _job_maker(started: Started) -> JobMaker:
+def _input_processor(started: Started) -> InputProcessor:
     folder = started.tokenizer_dir
     tokenizer = None
     if folder is not None:
         tokenizer = tokenizer_in(Path(folder), started.name, trust_remote_code=started.trust_remote_code)
-    return JobMaker(tokenizer=tokenizer, vocab_size=started.vocab_size, max_model_len=started.max_model_len)
+    return InputProcessor(tokenizer=tokenizer, vocab_size=started.vocab_size, max_model_len=started.max_model_len)
 
 
 def _bind(host: str, port: int, reader_timeout_s: float) -> socket.socket:

@@ -22,7 +22,7 @@ from longspan.serve.metrics import Metrics
 from longspan.serve.middleware import Tally
 from longspan.serve.respond import Call, Watch, respond
 from longspan.serve.settings import ServerSettings
-from longspan.text.input_processor import Job, JobMaker
+from longspan.text.input_processor import EngineRequest, InputProcessor
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 ResultT = TypeVar("ResultT")
@@ -40,13 +40,14 @@ class Server:
         draining: whether the server is about to stop and takes nothing new.
     """
 
-    def __init__(self, engine: EngineClient, jobs: JobMaker, settings: ServerSettings) -> None:
+    def __init__(self, engine: EngineClient, input_processor: InputProcessor, settings: ServerSettings) -> None:
         assert engine.started is not None, "the engine was started"
-        self.engine, self.jobs, self.settings, self.limits = engine, jobs, settings, settings.limits
+        self.engine, self.input_processor = engine, input_processor
+        self.settings, self.limits = settings, settings.limits
         self.draining = False
         self.models = self._models()
-        if jobs.tokenizer is not None:
-            _ = jobs.max_prompt_chars  # now, and not while a request waits for it
+        if input_processor.tokenizer is not None:
+            _ = input_processor.max_prompt_chars  # now, and not while a request waits for it
         self.tally = Tally()
         self.metrics = Metrics(settings.metrics_prefix, settings.model_names[0], engine.started)
         engine.on_turn, engine.on_loss = self.metrics.take_turn, self.metrics.take_loss
@@ -66,7 +67,9 @@ class Server:
         created, names = int(time.time()), self.settings.model_names
         return wire.ModelList(
             data=[
-                wire.ModelCard(id=name, created=created, root=names[0], max_model_len=self.jobs.max_model_len)
+                wire.ModelCard(
+                    id=name, created=created, root=names[0], max_model_len=self.input_processor.max_model_len
+                )
                 for name in names
             ]
         )
@@ -109,30 +112,32 @@ class Server:
         self,
         request: Request,
         body: wire.CompletionRequest | wire.ChatCompletionRequest,
-        make_jobs: Callable[[str], Sequence[Job]],
+        make_engine_requests: Callable[[str], Sequence[EngineRequest]],
         make_assembler: Callable[..., wire.Assembler],
         prefix: str,
     ) -> Response:
-        """Serves a request for text; `make_jobs` is given the grammar of their outputs."""
+        """Serves a request for text; `make_engine_requests` is given the grammar of their outputs."""
         self.check_open()
         self.check_model(body.model)
         is_large = await _is_large(request)
         texts = self._texts if is_large else self._quick
 
-        def assembled(grammar: str) -> tuple[Sequence[Job], wire.Assembler]:
-            jobs = make_jobs(grammar)
+        def assembled(grammar: str) -> tuple[Sequence[EngineRequest], wire.Assembler]:
+            engine_requests = make_engine_requests(grammar)
             with wire.blaming("prompt"):
-                self.settings.check_queue(len(jobs), sum(len(job.token_ids) for job in jobs))
-            return jobs, make_assembler(
+                self.settings.check_queue(
+                    len(engine_requests), sum(len(engine_request.token_ids) for engine_request in engine_requests)
+                )
+            return engine_requests, make_assembler(
                 body,
-                jobs,
-                self.jobs.tokenizer,
+                engine_requests,
+                self.input_processor.tokenizer,
                 response_id=f"{prefix}-{request.state.request_id}",
                 model=body.model or self.settings.model_names[0],
                 created=int(time.time()),
             )
 
-        async def prepare() -> tuple[Sequence[Job], wire.Assembler]:
+        async def prepare() -> tuple[Sequence[EngineRequest], wire.Assembler]:
             prepared = await texts.run(assembled, await self._grammar(body))
             self.check_open()
             return prepared

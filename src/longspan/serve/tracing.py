@@ -96,21 +96,23 @@ class Tracing:
             span.set_attribute("gen_ai.latency.e2e", (time.time_ns() - begin_ns) / 1e9)
         if status >= _SERVER_ERROR:
             span.set_status(StatusCode.ERROR, f"answered {status}")
-        elif answer is not None and len(answer.ended) < sum(job.params.n for job in answer.jobs):
+        elif answer is not None and len(answer.ended) < sum(
+            engine_request.params.n for engine_request in answer.engine_requests
+        ):
             span.set_status(StatusCode.ERROR, "the answer is not complete")
         span.end()
 
 
 def _of_answer(answer: Answer) -> Iterator[tuple[str, float]]:
     """What was asked for, and what it took, in tokens and seconds; of several outputs the longest times."""
-    params, ended = answer.jobs[0].params, [one for _, one in answer.ended]
+    params, ended = answer.engine_requests[0].params, [one for _, one in answer.ended]
     yield "gen_ai.request.n", params.n
     yield "gen_ai.request.temperature", params.temperature
     yield "gen_ai.request.top_p", params.top_p
     if params.max_tokens is not None:
         yield "gen_ai.request.max_tokens", params.max_tokens
-    yield "gen_ai.usage.num_sequences", sum(job.params.n for job in answer.jobs)
-    yield "gen_ai.usage.prompt_tokens", sum(len(job.token_ids) for job in answer.jobs)
+    yield "gen_ai.usage.num_sequences", sum(engine_request.params.n for engine_request in answer.engine_requests)
+    yield "gen_ai.usage.prompt_tokens", sum(len(engine_request.token_ids) for engine_request in answer.engine_requests)
     yield "gen_ai.usage.completion_tokens", sum(one.num_output_tokens for one in ended)
     if firsts := [one.times.ttft_s for one in ended if one.times.ttft_s is not None]:
         yield "gen_ai.latency.time_to_first_token", min(firsts)

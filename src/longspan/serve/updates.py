@@ -8,7 +8,7 @@ from longspan.core.request import FinishReason
 from longspan.outputs import LogprobsOfToken
 
 
-class ChoiceUpdate(msgspec.Struct, frozen=True, kw_only=True):
+class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True):
     """What is new of one choice; see `outputs.CompletionOutput`.
 
     Attributes:
@@ -33,7 +33,7 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
         finished: whether this is the last update.
     """
 
-    choices: list[ChoiceUpdate]
+    choices: list[ChoiceDelta]
     prompt_logprobs: list[LogprobsOfToken | None] | None
     num_cached_tokens: int
     finished: bool

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from longspan.core.runs import Layout, deal
+from longspan.core.runs import Layout, shard_span
 from longspan.core.steps import Exchange, Forward, Part
-from longspan.cost.profile import Prefill, Profile, Subject
+from longspan.cost.profile import Prefill, Profile, ProfileKey
 from longspan.cost.step_cost import StepCost
 
 
 def predicted_profile(
     cost: StepCost,
-    subject: Subject,
+    profile_key: ProfileKey,
     *,
     num_instances: int,
     prompts: Iterable[tuple[int, int]],
@@ -39,7 +39,7 @@ def predicted_profile(
         for exchange in (exchanges if members > 1 else ("local",))
         for new, cached in prompts
     ]
-    return Profile(subject=subject, prefills=tuple(prefills))
+    return Profile(profile_key=profile_key, prefills=tuple(prefills))
 
 
 def _prefill(members: int, exchange: Exchange, new: int, cached: int) -> Forward:
@@ -51,7 +51,7 @@ def _prefill(members: int, exchange: Exchange, new: int, cached: int) -> Forward
         stop=cached + new,
         tokens=range(new),
         group=tuple(range(members)),
-        runs=deal(layout, cached, cached + new, members, head=0),
+        runs=shard_span(layout, cached, cached + new, members, head=0),
         exchange=exchange,
         first_block=0,
         blocks=(),

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 
-from longspan.core.cluster import teams_of
+from longspan.core.cluster import coupled_instances
 from longspan.core.engine import Engine, EngineConfig
 from longspan.core.protocols import Policy
 from longspan.core.request import Request
@@ -90,9 +90,9 @@ class SlowedCost:
                 for instance in part.group:
                     found[instance] = max(found[instance], own_s[instance] + late_s)
                     late_s = max(late_s, found[instance] - own_s[instance])
-        for team in teams_of({part.group for part in parts if part.exchange != "chain"}):
-            late_s = max(found[instance] - own_s[instance] for instance in team)
-            found.update({instance: max(found[instance], own_s[instance] + late_s) for instance in team})
+        for coupled in coupled_instances({part.group for part in parts if part.exchange != "chain"}):
+            late_s = max(found[instance] - own_s[instance] for instance in coupled)
+            found.update({instance: max(found[instance], own_s[instance] + late_s) for instance in coupled})
         return found
 
 

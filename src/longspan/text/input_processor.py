@@ -23,7 +23,7 @@ Prompt = str | Sequence[int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class EngineRequest:
     """A prompt that was checked.
 
     Attributes:
@@ -38,7 +38,7 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobMaker:
+class InputProcessor:
     """Makes jobs for one model; without a tokenizer from token ids only.
 
     Attributes:
@@ -49,7 +49,7 @@ class JobMaker:
     vocab_size: int
     max_model_len: int
 
-    def job(self, prompt: Prompt, params: SamplingParams) -> Job:
+    def process(self, prompt: Prompt, params: SamplingParams) -> EngineRequest:
         """A prompt's.
 
         Raises:
@@ -59,22 +59,24 @@ class JobMaker:
             return self.checked(prompt, self.tokenize(prompt) if prompt else (), params)
         return self.checked(None, _token_ids(prompt), params)
 
-    def chat_job(self, messages: Sequence[Message], params: SamplingParams, template: TemplateOptions) -> Job:
+    def process_chat(
+        self, messages: Sequence[Message], params: SamplingParams, template: TemplateOptions
+    ) -> EngineRequest:
         """A conversation's.
 
         Raises:
-            ValueError: see `job` and `render_chat`.
+            ValueError: see `process` and `render_chat`.
         """
         text = self.render_chat(messages, **template)
         return self.checked(text, self.tokenize(text, add_special_tokens=False), params)
 
     def checked(
         self, text: str | None, token_ids: Sequence[int], params: SamplingParams, grammar: str | None = None
-    ) -> Job:
+    ) -> EngineRequest:
         """The job of token ids that stand for `text`; `grammar` is that of `params`, if it has been made already.
 
         Raises:
-            ValueError: see `job`.
+            ValueError: see `process`.
         """
         check_length(
             len(token_ids), self.max_model_len
@@ -87,7 +89,7 @@ class JobMaker:
         params.check_vocab(self.vocab_size)
         if grammar is None:
             grammar = "" if params.structured_outputs is None else self.grammar(params.structured_outputs)
-        return Job(text=text, token_ids=tuple(token_ids), params=params, grammar=grammar)
+        return EngineRequest(text=text, token_ids=tuple(token_ids), params=params, grammar=grammar)
 
     @cached_property
     def max_prompt_chars(self) -> int:

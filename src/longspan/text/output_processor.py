@@ -12,27 +12,27 @@ from longspan.core.engine import Engine
 from longspan.core.request import Request
 from longspan.core.steps import TokenLogprobs
 from longspan.outputs import CompletionOutput, Logprob, LogprobsOfToken, RequestOutput
-from longspan.text.input_processor import Job
+from longspan.text.input_processor import EngineRequest
 from longspan.text.tokenizer import Detokenizer, token_text
 
 TokenText = Callable[[int], str | None]
 
 
-class Tracked:
+class RequestState:
     """A job with its `n` choices, once it is started."""
 
-    def __init__(self, job: Job, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        self.job = job
+    def __init__(self, engine_request: EngineRequest, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self.engine_request = engine_request
         self.choices: tuple[Choice, ...] = ()
         self._tokenizer = tokenizer
         self._prompt_logprobs: list[LogprobsOfToken | None] | None = None
 
     def start(self, engine: Engine) -> None:
         """Adds its requests to the engine; all but the first share the first one's prompt."""
-        ids, params = self.job.token_ids, self.job.params
-        leader = engine.add(ids, params, grammar=self.job.grammar)
+        ids, params = self.engine_request.token_ids, self.engine_request.params
+        leader = engine.add(ids, params, grammar=self.engine_request.grammar)
         others = [
-            engine.add(ids, params, choice=index, leader=leader, grammar=self.job.grammar)
+            engine.add(ids, params, choice=index, leader=leader, grammar=self.engine_request.grammar)
             for index in range(1, params.n)
         ]
         self.choices = tuple(Choice(request, self._tokenizer) for request in (leader, *others))
@@ -63,7 +63,7 @@ class Tracked:
         leader = self.choices[0].request
         return RequestOutput(
             request_id=leader.id,
-            prompt=self.job.text,
+            prompt=self.engine_request.text,
             prompt_token_ids=list(leader.prompt),
             prompt_logprobs=self.prompt_logprobs(),
             outputs=[choice.output(index) for index, choice in enumerate(self.choices)],
@@ -74,7 +74,7 @@ class Tracked:
     def prompt_logprobs(self) -> list[LogprobsOfToken | None] | None:
         """Known, and the same from then on, when the first token is out; None before, or if not asked for."""
         leader = self.choices[0].request
-        if self.job.params.prompt_logprobs is not None and self._prompt_logprobs is None and leader.output:
+        if self.engine_request.params.prompt_logprobs is not None and self._prompt_logprobs is None and leader.output:
             decoded = _token_text(self._tokenizer)
             self._prompt_logprobs = [
                 None if report is None else by_token(token, report, decoded)

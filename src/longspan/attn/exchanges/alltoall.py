@@ -17,7 +17,7 @@ from longspan.attn.member import MemberPart, MemberParts, attend_runs, by_positi
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
 from longspan.core.heads import HeadShare, spread_heads, uniform_pieces
-from longspan.core.runs import coalesce, places, stretch
+from longspan.core.runs import coalesce, row_slices, stretch
 
 
 def alltoall(group: Group, parts: MemberParts, q: Tensor, kv: PagedKv, spec: AttnSpec, out: Tensor) -> None:
@@ -65,7 +65,7 @@ def _attend(part: MemberPart, tensors: Sequence[Sequence[Tensor]], spec: AttnSpe
     out, _ = attend_runs(
         by_position(part.q_runs, q), q_runs, by_position(needed, k), by_position(needed, v), (keys,), spec
     )
-    for result, own_places in zip(results, places(part.q_runs), strict=True):
+    for result, own_places in zip(results, row_slices(part.q_runs), strict=True):
         if own_places:
             torch.cat([out[:, place] for place in own_places], dim=1, out=result)
 

@@ -13,12 +13,12 @@ from itertools import accumulate
 from typing import Protocol
 
 from longspan.core.account import KvAccount, PrefixHit
-from longspan.core.protocols import ClusterView, Plan, PolicySettings, Share
+from longspan.core.protocols import ClusterView, Plan, PolicySettings, ScheduledPart
 from longspan.core.request import Request
-from longspan.policy.batching import Batch, Budget, Growing, fill, single_share
-from longspan.policy.group_shares import GroupShares
-from longspan.policy.options import Settled
-from longspan.policy.placement import Router, plan_decodes, plan_for_teams
+from longspan.policy.batching import Batch, Budget, Growing, fill, single_part
+from longspan.policy.group_parts import GroupParts
+from longspan.policy.options import FixedSettings
+from longspan.policy.placement import Router, plan_coupled, plan_decodes
 from longspan.policy.tetris.planner import ChunkPlan, Prompt
 from longspan.policy.tetris.rates import RateWatch
 from longspan.policy.tetris.times import QueueTimes
@@ -89,7 +89,7 @@ class Planned:
         return found
 
 
-class Cdsp(Settled):
+class Cdsp(FixedSettings):
     """A policy. `grow` and `admit` are its `Placement`.
 
     Args:
@@ -102,7 +102,7 @@ class Cdsp(Settled):
         self,
         everyone: tuple[int, ...],
         planner: ChunkPlanner,
-        shares: GroupShares,
+        scheduled_parts: GroupParts,
         watch: RateWatch,
         *,
         settings: PolicySettings,
@@ -112,7 +112,7 @@ class Cdsp(Settled):
         super().__init__(settings)
         self._everyone, self._all = everyone, frozenset(everyone)
         self._place = {i: place for place, i in enumerate(everyone)}
-        self._planner, self._shares, self._watch, self._chunking = planner, shares, watch, chunking
+        self._planner, self._group_parts, self._watch, self._chunking = planner, scheduled_parts, watch, chunking
         self._decode = decode
         self._router: Router | None = None
         self._queue = QueueTimes(len(everyone))
@@ -218,7 +218,7 @@ class Cdsp(Settled):
         """What those do whose turn it is, and whether one of them waits for room."""
         unscheduled = [planned for planned in self._plans.values() if not planned.is_scheduled]
         if not unscheduled:  # everybody decodes
-            return plan_for_teams(view, (), self._all, lambda able: fill(view, able, self, ())), False
+            return plan_coupled(view, (), self._all, lambda able: fill(view, able, self, ())), False
         in_turn = self._in_turn(unscheduled)
         groups = {planned.request.id: planned.group for planned in unscheduled if planned.begun}
         waiting = [planned for planned in in_turn if not planned.begun]
@@ -238,8 +238,8 @@ class Cdsp(Settled):
 
         joining = [p.span(p.request.num_scheduled).group for p in in_turn if p.begun]
         beginning = [planned.spans[0].group for planned in able]
-        plan = plan_for_teams(view, [*joining, *beginning], self._all, step)
-        begun = {share.request.id for batch in batches[-1:] for share in batch.shares}
+        plan = plan_coupled(view, [*joining, *beginning], self._all, step)
+        begun = {scheduled.request.id for batch in batches[-1:] for scheduled in batch.scheduled_parts}
         refused = any(planned.request.id not in begun for planned in tried)
         return plan, refused or len(able) < len(waiting)
 
@@ -275,28 +275,28 @@ class Cdsp(Settled):
 
     # ---------------------------------------------------------------- shares
 
-    def admit(self, request: Request, view: ClusterView, budget: Budget) -> Share | None:
+    def admit(self, request: Request, view: ClusterView, budget: Budget) -> ScheduledPart | None:
         """Begins with the first chunk that is not all cached on its own group."""
         planned = self._plans[request.id]
         for span in planned.spans:
             hit = view.account.match(request, span.group)
             if hit.num_tokens < span.stop:
                 break
-        share = self._share(request, view, budget, span, hit)
-        if share is None or self._router is None:
-            return share
-        return replace(share, target=self._router.route(request))
+        scheduled = self._share(request, view, budget, span, hit)
+        if scheduled is None or self._router is None:
+            return scheduled
+        return replace(scheduled, target=self._router.route(request))
 
-    def grow(self, request: Request, view: ClusterView, budget: Budget) -> Share | None:
+    def grow(self, request: Request, view: ClusterView, budget: Budget) -> ScheduledPart | None:
         """The next tokens of the chunk at hand, or the next token of a decode."""
         planned = self._plans.get(request.id)
         if planned is None or planned.is_scheduled:
-            return self._shares.next(request, view, budget, view.limits.max_num_batched_tokens)
+            return self._group_parts.next(request, view, budget, view.limits.max_num_batched_tokens)
         return self._share(request, view, budget, planned.span(request.num_scheduled), None)
 
     def _share(
         self, request: Request, view: ClusterView, budget: Budget, span: Span, hit: PrefixHit | None
-    ) -> Share | None:
+    ) -> ScheduledPart | None:
         """Tokens of a chunk, if it is its turn and each member that is new to the request has a seat for it."""
         group, new = span.group, set(span.group).difference(request.group)
         if any(i not in budget.tokens for i in group) or any(budget.seqs[i] <= 0 for i in new):
@@ -305,9 +305,9 @@ class Cdsp(Settled):
             return None
         most = self._most(group, view)
         if len(group) > 1:
-            return self._shares.chunk(request, view, budget, group, hit, most=most, end=span.stop)
+            return self._group_parts.chunk(request, view, budget, group, hit, most=most, end=span.stop)
         start = request.num_scheduled if hit is None else hit.num_tokens
-        return single_share(request, group[0], start, budget, hit, most=most, end=span.stop)
+        return single_part(request, group[0], start, budget, hit, most=most, end=span.stop)
 
     def _most(self, group: Iterable[int], view: ClusterView) -> int:
         """Tokens of a prompt on each member: those that decode there have theirs first."""

@@ -11,7 +11,7 @@ from longspan.core.cluster import Roles, hosts_of
 from longspan.core.protocols import PolicySettings, option_text
 from longspan.core.steps import Exchange
 from longspan.policy.choosing import Chooser, Facts
-from longspan.policy.group_shares import GroupShares
+from longspan.policy.group_parts import GroupParts
 from longspan.policy.options import SharingOptions, parse_options, settings_of
 from longspan.policy.tetris.execution import Cdsp
 from longspan.policy.tetris.planner import Chunk, ChunkPlan, Planner, Prompt
@@ -159,7 +159,7 @@ class Tetris(Cdsp):
         super().__init__(
             everyone,
             planner,
-            _shares(instances, options, facts),
+            _group_parts(instances, options, facts),
             RateWatch(options.rate_table(self._default_rate)),
             settings=settings_of("tetris", options, _CHANGEABLE),
             chunking=options.chunking,
@@ -264,7 +264,7 @@ def create_fixed(num_instances: int, options: Mapping[str, str], facts: Facts) -
     return Cdsp(
         in_order,
         FixedGroups(times[parsed.sp], in_order, parsed.sp),
-        _shares(everyone, parsed, facts),
+        _group_parts(everyone, parsed, facts),
         RateWatch(RateTable(entries=((0.0, 0.0),))),
         settings=settings_of("fixed-sp", parsed),
         decode=decode,
@@ -282,6 +282,6 @@ def _where(instances: range, facts: Facts) -> tuple[tuple[int, ...], range]:
     return tuple(sorted(instances, key=facts.place)), decode
 
 
-def _shares(instances: range, options: GroupOptions, facts: Facts) -> GroupShares:
+def _group_parts(instances: range, options: GroupOptions, facts: Facts) -> GroupParts:
     sharing = options.sharing()
-    return GroupShares(sharing, Chooser(len(instances), facts, sharing.wanted), balance=options.balance)
+    return GroupParts(sharing, Chooser(len(instances), facts, sharing.wanted), balance=options.balance)

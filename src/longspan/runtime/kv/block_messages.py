@@ -13,7 +13,7 @@ from torch import Tensor
 from longspan.attn.comm import Message
 from longspan.attn.spec import AttnSpec
 from longspan.core.cluster import Fleet
-from longspan.core.heads import deal_heads
+from longspan.core.heads import split_heads
 from longspan.core.steps import MoveKV
 from longspan.runtime.kv.pool import KvPool
 
@@ -37,10 +37,10 @@ def head_routes(num_heads: int, num_kv_heads: int, source_tp: int, target_tp: in
     """All routes of a layer. A target gets each of its heads once; who have the same head share those who need it.
 
     Raises:
-        ValueError: see `deal_heads`.
+        ValueError: see `split_heads`.
     """
-    has = [share.kv_heads for share in deal_heads(num_heads, num_kv_heads, source_tp)]
-    needs = [share.kv_heads for share in deal_heads(num_heads, num_kv_heads, target_tp)]
+    has = [share.kv_heads for share in split_heads(num_heads, num_kv_heads, source_tp)]
+    needs = [share.kv_heads for share in split_heads(num_heads, num_kv_heads, target_tp)]
     sent: dict[tuple[int, int], list[int]] = {}
     for head in range(num_kv_heads):
         givers = [place for place, heads in enumerate(has) if head in heads]

@@ -103,7 +103,7 @@ class Piece:
     ready: torch.cuda.Event | None
 
 
-class Way:
+class MoveChannel:
     """What moves to, or from, one other rank, first in, first out. Threads of its own do all that waits.
 
     Both ends are given the same in the same order. So what is oldest under way here is oldest there, or is not known
@@ -118,7 +118,7 @@ class Way:
     def __init__(
         self,
         begin: Callable[[Piece], tuple[Message, Pending]],
-        end: Callable[[Way, Piece, Message], None],
+        end: Callable[[MoveChannel, Piece, Message], None],
         fail: Callable[[Exception], None],
     ) -> None:
         self._begin, self._end, self._fail = begin, end, fail
@@ -176,7 +176,7 @@ class Way:
             del piece, message, pending  # what waits for the next one must not keep its memory
 
 
-_News = tuple[Way, Piece, Message] | int | Exception
+_News = tuple[MoveChannel, Piece, Message] | int | Exception
 """From the threads of the ways: what has come, the number of a move of which a last message has left, or an error."""
 
 
@@ -194,8 +194,8 @@ class Moves:
         self._messages, self._rank = messages, rank
         num_layers = messages.num_layers
         self._comm = MoveComm(transport, "kv_transfer", rank=rank, hosts=hosts, num_layers=num_layers)
-        self._sending: dict[int, Way] = {}
-        self._receiving: dict[int, Way] = {}
+        self._sending: dict[int, MoveChannel] = {}
+        self._receiving: dict[int, MoveChannel] = {}
         self._missing: Counter[int] = Counter()  # layers of moves to this rank, a rank of their source each
         self._leaving: Counter[int] = Counter()  # messages of the last layer of moves from this rank, a peer each
         self._news: queue.SimpleQueue[_News] = queue.SimpleQueue()
@@ -206,7 +206,7 @@ class Moves:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is under way."""
-        return not self._missing and all(way.is_idle for way in self._sending.values())
+        return not self._missing and all(channel.is_idle for channel in self._sending.values())
 
     def expect(self, moves: Sequence[MoveKV]) -> None:
         """Receives moves to this rank, if any, in the order in which they are sent: layer by layer."""
@@ -215,7 +215,7 @@ class Moves:
             for move in taken:
                 for blocks in move.coming(layer):
                     self._missing[move.number] += 1
-                    self._way(self._receiving, blocks, self._receive, self._came).put(move.number, blocks, None)
+                    self._channel(self._receiving, blocks, self._receive, self._came).put(move.number, blocks, None)
 
     def send(self, moves: Sequence[MoveKV]) -> Iterator[Moved]:
         """Sends what this rank has of moves, and reports each that it has something of."""
@@ -235,7 +235,7 @@ class Moves:
             self._leaving[move.number] += is_last
             self._comm.count(blocks.peer, blocks.num_bytes, sent)
             ready = mark(self._messages.device)
-            self._way(self._sending, blocks, self._send, self._left).put(move.number, blocks, ready)
+            self._channel(self._sending, blocks, self._send, self._left).put(move.number, blocks, ready)
         if is_last and move.is_source:  # of which this rank may have nothing to send
             self._leaving[move.number] += 1
             self._tell(move.number)
@@ -260,26 +260,26 @@ class Moves:
                     del self._leaving[news]
                     done.append(Sent(rank=self._rank, number=news))
                 continue
-            way, piece, message = news
+            channel, piece, message = news
             self._messages.store(piece.blocks, message)
-            way.left(piece)
+            channel.left(piece)
             self._missing[piece.number] -= piece.is_last
             if not self._missing[piece.number]:
                 del self._missing[piece.number]
                 done.append(Moved(rank=self._rank, number=piece.number, bytes_sent={}))
         return done
 
-    def _way(
+    def _channel(
         self,
-        ways: dict[int, Way],
+        channels: dict[int, MoveChannel],
         blocks: BlockSlice,
         begin: Callable[[Piece], tuple[Message, Pending]],
-        end: Callable[[Way, Piece, Message], None],
-    ) -> Way:
-        way = ways.get(blocks.peer)
-        if way is None:
-            way = ways[blocks.peer] = Way(begin, end, self._tell)
-        return way
+        end: Callable[[MoveChannel, Piece, Message], None],
+    ) -> MoveChannel:
+        channel = channels.get(blocks.peer)
+        if channel is None:
+            channel = channels[blocks.peer] = MoveChannel(begin, end, self._tell)
+        return channel
 
     def _send(self, piece: Piece) -> tuple[Message, Pending]:
         with beside(self._messages.device, after=piece.ready):
@@ -293,11 +293,11 @@ class Moves:
             group = self._comm.group(piece.number, piece.blocks.layer, Counter(), piece.index)
             return message, group.start(sends={}, receives={piece.blocks.peer: message}, hop=0)
 
-    def _came(self, way: Way, piece: Piece, message: Message) -> None:
-        self._tell((way, piece, message))
+    def _came(self, channel: MoveChannel, piece: Piece, message: Message) -> None:
+        self._tell((channel, piece, message))
 
-    def _left(self, way: Way, piece: Piece, _: Message) -> None:
-        way.left(piece)
+    def _left(self, channel: MoveChannel, piece: Piece, _: Message) -> None:
+        channel.left(piece)
         if piece.is_last and piece.blocks.layer + 1 == self._messages.num_layers:
             self._tell(piece.number)
 
@@ -308,7 +308,7 @@ class Moves:
 
 
 class StepMoves:
-    """One rank's end of the `balances` and `streams` of a Forward, which counts what it sends in `sent`."""
+    """One rank's end of the `rebalances` and `streams` of a Forward, which counts what it sends in `sent`."""
 
     def __init__(
         self,
@@ -320,21 +320,21 @@ class StepMoves:
         sent: Counter[tuple[str, Link]],
     ) -> None:
         self._messages, self._comm, self._moves, self._sent = messages, balance, moves, sent
-        self._balances = [messages.part(move) for move in forward.balances]
+        self._rebalances = [messages.part(move) for move in forward.rebalances]
         self._streams = [messages.part(move) for move in forward.streams]
-        self._num_settled = self._num_streamed = 0
+        self._num_complete = self._num_streamed = 0
         self._coming: list[tuple[Pending, list[tuple[BlockSlice, Message]]]] = []
         self._start(0)
 
     def settle(self, layer: int) -> None:
         """Waits until a layer's balances are in the pool, and then sets those of the next layer going."""
-        while self._num_settled <= layer:
+        while self._num_complete <= layer:
             for pending, rooms in self._coming:
                 pending.wait()
                 for blocks, room in rooms:
                     self._messages.store(blocks, room)
-            self._num_settled += 1
-            self._start(self._num_settled)
+            self._num_complete += 1
+            self._start(self._num_complete)
 
     def stream(self, layer: int) -> None:
         """Sends the streams of all layers up to this one, whose new KV is in the pool."""
@@ -346,7 +346,7 @@ class StepMoves:
     def _start(self, layer: int) -> None:
         """Sends and receives of a layer's balances."""
         self._coming = []
-        for move in self._balances if layer < self._messages.num_layers else ():
+        for move in self._rebalances if layer < self._messages.num_layers else ():
             group = self._comm.group(move.number, layer, self._sent)
             sends = {blocks.peer: self._messages.filled(blocks) for blocks in move.leaving(layer)}
             rooms = [(blocks, self._messages.room(blocks)) for blocks in move.coming(layer)]

@@ -47,7 +47,7 @@ class Vocabulary:
         return _bits(np.isin(np.arange(self.has_logits.size * 32), self.tokens.eos_tokens))
 
 
-class Guide:
+class GrammarMatcher:
     """The state of one request's grammar.
 
     Tokens are kept until somebody asks what may come next, so that ranks that sample none of a request's tokens do no
@@ -106,7 +106,7 @@ def _bits(chosen: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint32]:
 
 
 def forbid(logits: Tensor, rows: Sequence[int], allowed: Sequence[Tensor]) -> None:
-    """Sets the logits `[all rows, vocab]` of some rows to -inf, in place, but for `allowed` tokens (see `Guide`)."""
+    """Sets the logits `[all rows, vocab]` of some rows to -inf, in place, but for `allowed` tokens."""
     bits = torch.stack(list(allowed)).to(logits.device)
     of_byte = torch.arange(8, dtype=torch.uint8, device=logits.device)
     kept = ((bits[:, :, None] >> of_byte) & 1).flatten(1)[:, : logits.shape[-1]].bool()
@@ -156,7 +156,7 @@ class Draw:
         position: of the token to be sampled; random numbers are keyed by it.
         below_minimum: whether `sampling.banned` tokens are out of the question.
         history: of the row's request; None unless `sampling.penalised`.
-        allowed: of the row's request, bits of the tokens that its grammar allows, see `Guide`; None for all.
+        allowed: of the row's request, bits of the tokens that its grammar allows, see `GrammarMatcher`; None for all.
     """
 
     sampling: Sampling
@@ -179,8 +179,8 @@ def adjusted(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     biased = [(row, draw.sampling.logit_bias) for row, draw in enumerate(draws) if draw.sampling.logit_bias]
     banned = [(row, draw.banned) for row, draw in enumerate(draws) if draw.banned]
     penalised = [(row, draw) for row, draw in enumerate(draws) if draw.sampling.penalised]
-    guided = [(row, draw.allowed) for row, draw in enumerate(draws) if draw.allowed is not None]
-    if not (biased or banned or penalised or guided):
+    constrained = [(row, draw.allowed) for row, draw in enumerate(draws) if draw.allowed is not None]
+    if not (biased or banned or penalised or constrained):
         return logits
     vocab = logits.shape[-1]
     logits = logits.clone(memory_format=torch.contiguous_format)
@@ -194,8 +194,8 @@ def adjusted(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
         flat.index_fill_(0, torch.tensor(places, device=flat.device), -torch.inf)
     if penalised:
         _penalise(flat, vocab, penalised)
-    if guided:
-        forbid(logits, [row for row, _ in guided], [allowed for _, allowed in guided])
+    if constrained:
+        forbid(logits, [row for row, _ in constrained], [allowed for _, allowed in constrained])
     return logits
 
 

@@ -18,8 +18,8 @@ from longspan.attn.exchanges.ring_q import ring_q
 from longspan.attn.member import MemberParts
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
-from longspan.layerwise.alltoall_weights import WholeStep
 from longspan.layerwise.gather_hidden import GatherHidden
+from longspan.layerwise.unsharded_alltoall import UnshardedStep
 from longspan.model.adapter import Model
 from longspan.runtime.kv.moves import StepMoves
 from longspan.runtime.kv.pool import KvPool
@@ -57,10 +57,10 @@ class StepAttention:
         self._shared = [channel for channel in packed.channels if channel.exchange in SHARED]
         hidden = [channel for channel in self._shared if channel.exchange == "gather_hidden"]
         self._rotary = {channel.number: _rotary(channel, model, packed.tokens.device) for channel in hidden}
-        self._whole: WholeStep | None = None
+        self._whole: UnshardedStep | None = None
         if len(hidden) < len(self._shared):
             assert model is not None, "layers are shared by ranks that have a model"
-            self._whole = WholeStep(packed, comm, model=model, pool=pool, store=self._store_parts, watch=watch)
+            self._whole = UnshardedStep(packed, comm, model=model, pool=pool, store=self._store_parts, watch=watch)
         self._chains: dict[int, ChainStart] = {}
         self._start_chains(0)
 

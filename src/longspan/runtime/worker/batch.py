@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from longspan.attn.member import MemberPart, MemberParts, num_tokens
-from longspan.core.owners import BlockRef, Homes
+from longspan.core.owners import BlockRef, Owners
 from longspan.core.runs import Run
-from longspan.core.steps import UNKNOWN, WHOLE, Exchange, Forward, Part, Sample
+from longspan.core.steps import UNKNOWN, UNSHARDED, Exchange, Forward, Part, Sample
 from longspan.runtime.worker.requests import RankRequests, UnknownToken
 
 
@@ -105,7 +105,7 @@ def pack(forward: Forward, requests: RankRequests, *, instance: int, block_size:
             unknown.extend(_unknown(part, instance, -1))
             continue
         table = requests.apply(part).table
-        homes = Homes(table=table, group=part.group, block_size=block_size, rotation=part.rotation)
+        owners = Owners(table=table, group=part.group, block_size=block_size, rotation=part.rotation)
         me, first = part.group.index(instance), len(tokens)
         runs = part.runs[me]
         for run in runs:
@@ -115,15 +115,15 @@ def pack(forward: Forward, requests: RankRequests, *, instance: int, block_size:
         packed = MemberPart(
             rows=slice(first, len(tokens)),
             q_runs=part.runs,
-            kv_runs=homes.held(part.stop),
-            blocks=homes.blocks(instance),
+            kv_runs=owners.held(part.stop),
+            blocks=owners.blocks(instance),
         )
         kept = None
         if part.exchange in STORED_AFTERWARDS:
             after = _has_afterwards(part, me)
-            kept = _slots(((row, *homes.slot(at)) for row, at in enumerate(after)), instance, device)
+            kept = _slots(((row, *owners.slot(at)) for row, at in enumerate(after)), instance, device)
         else:
-            stored.extend((row, *homes.slot(positions[row])) for row in range(first, len(tokens)))
+            stored.extend((row, *owners.slot(positions[row])) for row in range(first, len(tokens)))
         channels.setdefault((part.exchange, part.group), []).append((packed, kept, part.rope_length))
         if part.exchange in SHARED and num_alone is None:
             num_alone = first
@@ -147,7 +147,7 @@ def pack(forward: Forward, requests: RankRequests, *, instance: int, block_size:
     )
 
 
-SHARED: tuple[Exchange, ...] = ("gather_hidden", *WHOLE)
+SHARED: tuple[Exchange, ...] = ("gather_hidden", *UNSHARDED)
 """Exchanges that compute attention layers with other weights than the model's, for tokens that come last in the row."""
 
 STORED_AFTERWARDS = ("chain", *SHARED)

@@ -63,20 +63,22 @@ class Network:
         groups = [open_lane(own=not exchange.tagged, device=device) for _ in range(2)]
         staged, rank, hosts = exchange.staged, config.rank, config.hosts
         self.exchange = TimedTransport(exchange, watch)
-        self._balance = TimedTransport(TorchTransport(groups[0], staged=staged), watch)
-        self._balances = MoveComm(self._balance, "kv_balance", rank=rank, hosts=hosts, num_layers=messages.num_layers)
+        self._rebalance = TimedTransport(TorchTransport(groups[0], staged=staged), watch)
+        self._rebalances = MoveComm(
+            self._rebalance, "kv_balance", rank=rank, hosts=hosts, num_layers=messages.num_layers
+        )
         moves = MoveTransport(groups[1], staged=staged, device=device)
         self.moves = Moves(messages, moves, rank=rank, hosts=hosts)
         self._messages = messages
 
     def step_moves(self, forward: Forward, sent: Counter[tuple[str, Link]]) -> StepMoves:
         """This rank's end of what a Forward moves; counts what it sends in `sent`."""
-        return StepMoves(forward, self._messages, balance=self._balances, moves=self.moves, sent=sent)
+        return StepMoves(forward, self._messages, balance=self._rebalances, moves=self.moves, sent=sent)
 
     def flush(self) -> None:
         """Waits until what a Forward has sent to its members has left, since they receive it in the same step."""
         self.exchange.flush()
-        self._balance.flush()
+        self._rebalance.flush()
 
 
 def open_lane(*, own: bool, device: torch.device) -> dist.ProcessGroup | None:

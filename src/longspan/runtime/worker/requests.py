@@ -11,7 +11,7 @@ from torch import Tensor
 from longspan.attn.comm import Group, Message
 from longspan.core.owners import BlockRef
 from longspan.core.steps import Part, Sample, Sampling
-from longspan.runtime.sampling.penalties import Guide, Vocabulary
+from longspan.runtime.sampling.penalties import GrammarMatcher, Vocabulary
 from longspan.runtime.sampling.sampler import Draw, TokenCounts
 
 
@@ -20,16 +20,16 @@ class RankRequest:
     """One request on one rank.
 
     Attributes:
-        table: its blocks, on whichever instance; `Homes` says what lies where.
+        table: its blocks, on whichever instance; `Owners` says what lies where.
         history: the tokens that penalties count; None without penalties.
-        guide: the state of the grammar that the output must follow; None without one.
-        num_counted: output tokens that `history` and `guide` contain.
+        matcher: the state of the grammar that the output must follow; None without one.
+        num_counted: output tokens that `history` and `matcher` contain.
         last_token: the token that this rank sampled last; -1 before the first.
     """
 
     sampling: Sampling
     history: TokenCounts | None
-    guide: Guide | None
+    matcher: GrammarMatcher | None
     table: list[BlockRef] = field(default_factory=list)
     num_counted: int = 0
     last_token: int = -1
@@ -54,19 +54,19 @@ class RankRequest:
             position=sample.position,
             below_minimum=sample.below_minimum,
             history=self.history,
-            allowed=None if self.guide is None else self.guide.allowed(banned),
+            allowed=None if self.matcher is None else self.matcher.allowed(banned),
         )
 
     @property
     def error(self) -> str:
         """Why it cannot go on, if so."""
-        return "" if self.guide is None else self.guide.error
+        return "" if self.matcher is None else self.matcher.error
 
     def _add(self, tokens: tuple[int, ...]) -> None:
         if self.history is not None:
             self.history.add(tokens)
-        if self.guide is not None:
-            self.guide.add(tokens)
+        if self.matcher is not None:
+            self.matcher.add(tokens)
         self.num_counted += len(tokens)
 
 
@@ -95,11 +95,11 @@ class RankRequests:
 
     def _begin(self, sampling: Sampling) -> RankRequest:
         history = TokenCounts(self._vocab_size, sampling.prompt, self._device) if sampling.penalised else None
-        guide = None
-        if sampling.guided:
+        matcher = None
+        if sampling.constrained:
             assert self._vocabulary is not None, "requests with a grammar are refused without a tokenizer"
-            guide = Guide(sampling.grammar, self._vocabulary)
-        return RankRequest(sampling=sampling, history=history, guide=guide)
+            matcher = GrammarMatcher(sampling.grammar, self._vocabulary)
+        return RankRequest(sampling=sampling, history=history, matcher=matcher)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -205,7 +205,7 @@ def main(config: WorkerConfig, lifeline: int) -> None:
     commands.bind(command_address(config.run_dir, config.rank))
     reports.connect(report_address(config.run_dir))
     try:
-        is_settled = _serve(config, commands, reports)
+        is_complete = _serve(config, commands, reports)
     except Exception as error:  # noqa: BLE001 - whatever it is, the controller must hear of it and the process end
         _log.exception("the worker fails")
         failed = Failed(rank=config.rank, reason=f"{type(error).__name__}: {error}", peer=isinstance(error, CommError))
@@ -213,7 +213,7 @@ def main(config: WorkerConfig, lifeline: int) -> None:
         context.destroy(linger=1000)
         os._exit(1)  # at once, so that the peers' transfers fail instead of waiting for a time-out
     context.destroy(linger=1000)
-    if dist.is_initialized() and is_settled:  # otherwise a thread waits in it, and the process just ends
+    if dist.is_initialized() and is_complete:  # otherwise a thread waits in it, and the process just ends
         dist.destroy_process_group()
 
 

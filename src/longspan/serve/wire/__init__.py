@@ -6,8 +6,8 @@ from longspan.serve.wire.chat_answer import ChatAssembler
 from longspan.serve.wire.completion_answer import CompletionAssembler
 from longspan.serve.wire.convert import (
     Served,
-    chat_job,
-    completion_jobs,
+    chat_request,
+    completion_requests,
     detokenized,
     form_kind,
     grammar_of,
@@ -50,9 +50,9 @@ __all__ = [
     "VersionInfo",
     "WireError",
     "blaming",
-    "chat_job",
+    "chat_request",
     "check_content_type",
-    "completion_jobs",
+    "completion_requests",
     "detokenized",
     "form_kind",
     "grammar_of",

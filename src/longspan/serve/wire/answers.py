@@ -11,10 +11,10 @@ from transformers import PreTrainedTokenizerBase
 
 from longspan.core.request import FinishReason
 from longspan.outputs import LogprobsOfToken
-from longspan.serve.updates import ChoiceUpdate, Update
+from longspan.serve.updates import ChoiceDelta, Update
 from longspan.serve.wire.logprobs import Names
 from longspan.serve.wire.requests import GenerationRequest
-from longspan.text.input_processor import Job
+from longspan.text.input_processor import EngineRequest
 
 Body = dict[str, Any]
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
@@ -57,8 +57,8 @@ class Choice:
         begun: whether a stream has told anything of it.
     """
 
-    job: Job
-    job_index: int
+    engine_request: EngineRequest
+    request_index: int
     index: int
     num_tokens: int = 0
     news: list[News] = field(default_factory=list)
@@ -83,7 +83,7 @@ class AnswerAssembler(ABC, Generic[RequestT]):
     def __init__(
         self,
         request: RequestT,
-        jobs: Sequence[Job],
+        engine_requests: Sequence[EngineRequest],
         tokenizer: PreTrainedTokenizerBase | None,
         *,
         response_id: str,
@@ -93,10 +93,14 @@ class AnswerAssembler(ABC, Generic[RequestT]):
         self.request = request
         self.tokenizer = tokenizer
         self.names = Names(tokenizer)
-        n = jobs[0].params.n
+        n = engine_requests[0].params.n
         self._prompts = [
-            _Prompt(choices=[Choice(job=job, job_index=at, index=at * n + index) for index in range(n)])
-            for at, job in enumerate(jobs)
+            _Prompt(
+                choices=[
+                    Choice(engine_request=engine_request, request_index=at, index=at * n + index) for index in range(n)
+                ]
+            )
+            for at, engine_request in enumerate(engine_requests)
         ]
         self._head = {"id": response_id, "created": created, "model": model}
 
@@ -129,7 +133,7 @@ class AnswerAssembler(ABC, Generic[RequestT]):
         return [{**self._head, "object": self.chunk_object, "choices": [], "usage": self._usage()}]
 
     @abstractmethod
-    def news(self, choice: Choice, update: ChoiceUpdate) -> News:
+    def news(self, choice: Choice, update: ChoiceDelta) -> News:
         """What the answer tells of an update."""
 
     @abstractmethod
@@ -142,7 +146,7 @@ class AnswerAssembler(ABC, Generic[RequestT]):
 
     def scores_of(self, choice: Choice) -> Sequence[LogprobsOfToken | None]:
         """Logprobs of a choice's prompt, which come with the first update."""
-        scores = self._prompts[choice.job_index].logprobs
+        scores = self._prompts[choice.request_index].logprobs
         assert scores is not None, "they were asked for"
         return scores
 
@@ -163,13 +167,13 @@ class AnswerAssembler(ABC, Generic[RequestT]):
             yield from prompt.choices
 
     def _usage(self) -> Body:
-        num_prompt = sum(len(prompt.choices[0].job.token_ids) for prompt in self._prompts)
+        num_prompt = sum(len(prompt.choices[0].engine_request.token_ids) for prompt in self._prompts)
         num_cached = sum(prompt.num_cached_tokens for prompt in self._prompts)
         return _usage(num_prompt, sum(choice.num_tokens for choice in self.choices()), num_cached)
 
     def _usage_of(self, choice: Choice) -> Body:
-        num_cached = self._prompts[choice.job_index].num_cached_tokens
-        return _usage(len(choice.job.token_ids), choice.num_tokens, num_cached)
+        num_cached = self._prompts[choice.request_index].num_cached_tokens
+        return _usage(len(choice.engine_request.token_ids), choice.num_tokens, num_cached)
 
 
 def _joined(news: Sequence[News]) -> News:

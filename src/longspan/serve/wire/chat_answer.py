@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from longspan.serve.updates import ChoiceUpdate, Update
+from longspan.serve.updates import ChoiceDelta, Update
 from longspan.serve.wire.answers import AnswerAssembler, Body, Choice, News
 from longspan.serve.wire.logprobs import chat_logprobs, prompt_logprobs
 from longspan.serve.wire.requests import ChatCompletionRequest
@@ -28,7 +28,7 @@ class ChatAssembler(AnswerAssembler[ChatCompletionRequest]):
             chunks[0] |= self._of_prompt()
         return chunks
 
-    def news(self, choice: Choice, update: ChoiceUpdate) -> News:
+    def news(self, choice: Choice, update: ChoiceDelta) -> News:
         """See `AnswerAssembler`."""
         del choice
         logprobs = None
@@ -76,5 +76,5 @@ class ChatAssembler(AnswerAssembler[ChatCompletionRequest]):
         if self.request.prompt_logprobs is not None:
             body["prompt_logprobs"] = prompt_logprobs(self.scores_of(first), self.request.prompt_logprobs)
         if self.request.return_token_ids:
-            body["prompt_token_ids"] = first.job.token_ids
+            body["prompt_token_ids"] = first.engine_request.token_ids
         return body

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from transformers import PreTrainedTokenizerBase
 
 from longspan.outputs import LogprobsOfToken
-from longspan.serve.updates import ChoiceUpdate
+from longspan.serve.updates import ChoiceDelta
 from longspan.serve.wire.answers import AnswerAssembler, Body, Choice, News
 from longspan.serve.wire.echo import Echo, echo_of
 from longspan.serve.wire.logprobs import completion_logprobs, prompt_logprobs
 from longspan.serve.wire.requests import CompletionRequest
-from longspan.text.input_processor import Job
+from longspan.text.input_processor import EngineRequest
 from longspan.text.tokenizer import Detokenizer
 
 
@@ -24,24 +24,24 @@ class CompletionAssembler(AnswerAssembler[CompletionRequest]):
     def __init__(
         self,
         request: CompletionRequest,
-        jobs: Sequence[Job],
+        engine_requests: Sequence[EngineRequest],
         tokenizer: PreTrainedTokenizerBase | None,
         *,
         response_id: str,
         model: str,
         created: int,
     ) -> None:
-        super().__init__(request, jobs, tokenizer, response_id=response_id, model=model, created=created)
-        self._echoes = [self._echo(job) for job in jobs] if request.echo else []
+        super().__init__(request, engine_requests, tokenizer, response_id=response_id, model=model, created=created)
+        self._echoes = [self._echo(engine_request) for engine_request in engine_requests] if request.echo else []
         self._offsets: dict[int, _Offsets] = {}  # by choice
 
-    def news(self, choice: Choice, update: ChoiceUpdate) -> News:
+    def news(self, choice: Choice, update: ChoiceDelta) -> News:
         """See `AnswerAssembler`. With `max_tokens` 0, the token that the engine makes anyway is left out."""
         silent = self.request.max_tokens == 0
         reason = update.finish_reason, update.stop_reason
         if silent and update.finish_reason == "stop":
             reason = "length", None
-        echo = self._echoes[choice.job_index] if self._echoes and not self._has_news(choice) else None
+        echo = self._echoes[choice.request_index] if self._echoes and not self._has_news(choice) else None
         token_ids, text = ([], "") if silent else (update.token_ids, update.text)
         return News(
             text=text if echo is None else echo.text + text,
@@ -77,16 +77,16 @@ class CompletionAssembler(AnswerAssembler[CompletionRequest]):
         if self.request.prompt_logprobs is not None:
             body["prompt_logprobs"] = prompt_logprobs(self.scores_of(choice), self.request.prompt_logprobs)
         if self.request.return_token_ids:
-            body["prompt_token_ids"] = choice.job.token_ids
+            body["prompt_token_ids"] = choice.engine_request.token_ids
         return body
 
     def _logprobs(
-        self, choice: Choice, token_ids: Sequence[int], update: ChoiceUpdate, echo: Echo | None
+        self, choice: Choice, token_ids: Sequence[int], update: ChoiceDelta, echo: Echo | None
     ) -> dict[str, list[object]]:
         tokens: list[tuple[int, LogprobsOfToken | None]] = []
         offsets: list[int] = []
         if echo is not None:
-            tokens += zip(choice.job.token_ids, self.scores_of(choice), strict=True)
+            tokens += zip(choice.engine_request.token_ids, self.scores_of(choice), strict=True)
             offsets += echo.offsets
         tokens += zip(token_ids, update.logprobs or (), strict=False)
         offsets += self._offsets_of(choice).add(token_ids)
@@ -94,16 +94,16 @@ class CompletionAssembler(AnswerAssembler[CompletionRequest]):
 
     def _offsets_of(self, choice: Choice) -> _Offsets:
         if choice.index not in self._offsets:
-            begin = len(self._echoes[choice.job_index].text) if self._echoes else 0
-            self._offsets[choice.index] = _Offsets(self.tokenizer, choice.job.token_ids, begin)
+            begin = len(self._echoes[choice.request_index].text) if self._echoes else 0
+            self._offsets[choice.index] = _Offsets(self.tokenizer, choice.engine_request.token_ids, begin)
         return self._offsets[choice.index]
 
     def _has_news(self, choice: Choice) -> bool:
         return choice.begun or bool(choice.news)
 
-    def _echo(self, job: Job) -> Echo:
+    def _echo(self, engine_request: EngineRequest) -> Echo:
         special = self.request.add_special_tokens is not False
-        return echo_of(job, self.tokenizer, special, with_offsets=self.request.logprobs is not None)
+        return echo_of(engine_request, self.tokenizer, special, with_offsets=self.request.logprobs is not None)
 
 
 class _Offsets:

@@ -22,7 +22,7 @@ from longspan.serve.wire.requests import (
     TokenizeRequest,
 )
 from longspan.text.chat_template import TemplateOptions
-from longspan.text.input_processor import Job, JobMaker
+from longspan.text.input_processor import EngineRequest, InputProcessor
 
 DEFAULT_MAX_TOKENS = 16
 """Of completions, as OpenAI's."""
@@ -43,7 +43,7 @@ class Served(Protocol):
     """What a server knows of its model."""
 
     @property
-    def jobs(self) -> JobMaker:
+    def input_processor(self) -> InputProcessor:
         """Makes its jobs."""
 
     @property
@@ -51,7 +51,7 @@ class Served(Protocol):
         """What a request may ask for."""
 
 
-def completion_jobs(request: CompletionRequest, served: Served, grammar: str | None = None) -> list[Job]:
+def completion_requests(request: CompletionRequest, served: Served, grammar: str | None = None) -> list[EngineRequest]:
     """One job per prompt, in their order; `grammar` is what `grammar_of` makes of the request, if it has been made.
 
     Raises:
@@ -74,19 +74,19 @@ def completion_jobs(request: CompletionRequest, served: Served, grammar: str | N
     for prompt, name in zip(prompts, names, strict=True):
         if isinstance(prompt, str):
             with blaming(name):
-                served.jobs.check_chars(len(prompt))
-    jobs = []
+                served.input_processor.check_chars(len(prompt))
+    engine_requests = []
     for prompt, name in zip(prompts, names, strict=True):
         with blaming(name, _fields(request)):
-            text, ids = _text_and_ids(prompt, served.jobs, special)
-            jobs.append(served.jobs.checked(text, ids, params, grammar))
+            text, ids = _text_and_ids(prompt, served.input_processor, special)
+            engine_requests.append(served.input_processor.checked(text, ids, params, grammar))
             if request.max_tokens is not None:
-                check_room("max_tokens", request.max_tokens, len(ids), served.jobs.max_model_len)
-    return jobs
+                check_room("max_tokens", request.max_tokens, len(ids), served.input_processor.max_model_len)
+    return engine_requests
 
 
-def chat_job(request: ChatCompletionRequest, served: Served, grammar: str | None = None) -> Job:
-    """A conversation's; for `grammar` see `completion_jobs`.
+def chat_request(request: ChatCompletionRequest, served: Served, grammar: str | None = None) -> EngineRequest:
+    """A conversation's; for `grammar` see `completion_requests`.
 
     Raises:
         WireError: when the request asks for what this model or server cannot do.
@@ -100,12 +100,12 @@ def chat_job(request: ChatCompletionRequest, served: Served, grammar: str | None
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         prompt_logprobs=request.prompt_logprobs,
     )
-    text, ids = _rendered(request, served.jobs, served.jobs.check_chars)
+    text, ids = _rendered(request, served.input_processor, served.input_processor.check_chars)
     with blaming("messages", _fields(request)):
-        job = served.jobs.checked(text, ids, params, grammar)
+        engine_request = served.input_processor.checked(text, ids, params, grammar)
         if most is not None:
-            check_room(name, most, len(ids), served.jobs.max_model_len)
-        return job
+            check_room(name, most, len(ids), served.input_processor.max_model_len)
+        return engine_request
 
 
 def tokenized(request: TokenizeRequest, served: Served) -> dict[str, Any]:
@@ -115,17 +115,17 @@ def tokenized(request: TokenizeRequest, served: Served) -> dict[str, Any]:
         WireError: when there is no tokenizer, the text is too long, or the conversation is wrong.
     """
     _check_sizes(request, served.limits)
-    jobs = served.jobs
+    input_processor = served.input_processor
     with blaming("prompt"):
         if request.messages is None:
             text = request.prompt or ""
             served.limits.check_tokenize(len(text))
-            ids = jobs.tokenize(text, add_special_tokens=request.add_special_tokens is not False)
+            ids = input_processor.tokenize(text, add_special_tokens=request.add_special_tokens is not False)
         else:
-            _, ids = _rendered(request, jobs, served.limits.check_tokenize)
-    assert jobs.tokenizer is not None, "it has tokenized"
-    names = jobs.tokenizer.convert_ids_to_tokens(ids) if request.return_token_strs else None
-    return {"count": len(ids), "max_model_len": jobs.max_model_len, "tokens": ids, "token_strs": names}
+            _, ids = _rendered(request, input_processor, served.limits.check_tokenize)
+    assert input_processor.tokenizer is not None, "it has tokenized"
+    names = input_processor.tokenizer.convert_ids_to_tokens(ids) if request.return_token_strs else None
+    return {"count": len(ids), "max_model_len": input_processor.max_model_len, "tokens": ids, "token_strs": names}
 
 
 def detokenized(request: DetokenizeRequest, served: Served) -> dict[str, Any]:
@@ -134,15 +134,17 @@ def detokenized(request: DetokenizeRequest, served: Served) -> dict[str, Any]:
     Raises:
         WireError: when there is no tokenizer, or there are too many tokens, or one is not in the vocabulary.
     """
-    jobs = served.jobs
+    input_processor = served.input_processor
     with blaming("tokens"):
         served.limits.check_tokenize(len(request.tokens))
-    if jobs.tokenizer is None:
+    if input_processor.tokenizer is None:
         raise WireError("there is no tokenizer (skip_tokenizer_init)", "tokens")
-    wrong = next((token for token in request.tokens if token >= jobs.vocab_size), None)
+    wrong = next((token for token in request.tokens if token >= input_processor.vocab_size), None)
     if wrong is not None:
-        raise WireError(f"token id {wrong} is not in the vocabulary: ids go from 0 to {jobs.vocab_size - 1}", "tokens")
-    return {"prompt": jobs.tokenizer.decode(request.tokens, skip_special_tokens=False)}
+        raise WireError(
+            f"token id {wrong} is not in the vocabulary: ids go from 0 to {input_processor.vocab_size - 1}", "tokens"
+        )
+    return {"prompt": input_processor.tokenizer.decode(request.tokens, skip_special_tokens=False)}
 
 
 def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
@@ -169,7 +171,7 @@ def grammar_of(request: GenerationRequest, served: Served) -> str:
     with blaming(None, _fields(request)):
         form = structured_outputs(request)
         assert form is not None, "the caller has looked"
-        return served.jobs.grammar(form)
+        return served.input_processor.grammar(form)
 
 
 def structured_outputs(request: GenerationRequest) -> StructuredOutputsParams | None:
@@ -207,10 +209,12 @@ def _params(
         )
 
 
-def _text_and_ids(prompt: str | list[int], jobs: JobMaker, special: bool) -> tuple[str | None, list[int]]:
+def _text_and_ids(
+    prompt: str | list[int], input_processor: InputProcessor, special: bool
+) -> tuple[str | None, list[int]]:
     if not isinstance(prompt, str):
         return None, prompt
-    ids = jobs.tokenize(prompt, add_special_tokens=special)
+    ids = input_processor.tokenize(prompt, add_special_tokens=special)
     if not ids:
         raise ValueError("this model's tokenizer has no token for anything in this text")
     return prompt, ids
@@ -225,7 +229,9 @@ def _fields(request: GenerationRequest) -> dict[str, str]:
 
 
 def _rendered(
-    request: ChatCompletionRequest | TokenizeRequest, jobs: JobMaker, check_chars: Callable[[int], None]
+    request: ChatCompletionRequest | TokenizeRequest,
+    input_processor: InputProcessor,
+    check_chars: Callable[[int], None],
 ) -> tuple[str, list[int]]:
     """A conversation as text and token ids; `check_chars` bounds its contents before it bounds the text."""
     assert request.messages is not None, "the caller has looked"
@@ -239,14 +245,14 @@ def _rendered(
     )
     with blaming("messages"):
         check_chars(sum(map(num_chars, request.messages)))
-        text = _render([for_template(message) for message in request.messages], options, jobs)
+        text = _render([for_template(message) for message in request.messages], options, input_processor)
         check_chars(len(text))
-        return text, jobs.tokenize(text, add_special_tokens=bool(request.add_special_tokens))
+        return text, input_processor.tokenize(text, add_special_tokens=bool(request.add_special_tokens))
 
 
-def _render(messages: Sequence[dict[str, Any]], options: TemplateOptions, jobs: JobMaker) -> str:
+def _render(messages: Sequence[dict[str, Any]], options: TemplateOptions, input_processor: InputProcessor) -> str:
     try:
-        return jobs.render_chat(messages, **options)
+        return input_processor.render_chat(messages, **options)
     except (TypeError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
         # A template is a program, and it is the request that it did not expect.
         raise ValueError(f"the chat template cannot render these messages: {cut(str(error), 100)}") from error

@@ -8,7 +8,7 @@ from itertools import accumulate, groupby
 
 from transformers import PreTrainedTokenizerBase
 
-from longspan.text.input_processor import Job
+from longspan.text.input_processor import EngineRequest
 from longspan.text.tokenizer import Detokenizer, token_text
 
 _UNDECODED = "\N{REPLACEMENT CHARACTER}"
@@ -25,22 +25,26 @@ class Echo:
 
 
 def echo_of(
-    job: Job, tokenizer: PreTrainedTokenizerBase | None, add_special_tokens: bool, *, with_offsets: bool
+    engine_request: EngineRequest,
+    tokenizer: PreTrainedTokenizerBase | None,
+    add_special_tokens: bool,
+    *,
+    with_offsets: bool,
 ) -> Echo:
     """What a request that echoes its prompt gets of it. Prompts of token ids show special tokens by their names.
 
     Tokens that are parts of one character all begin where it begins.
     """
     if tokenizer is None:
-        return Echo(text="", offsets=[0] * len(job.token_ids))
-    if job.text is None:
-        pieces = pieces_of(job.token_ids, tokenizer)
+        return Echo(text="", offsets=[0] * len(engine_request.token_ids))
+    if engine_request.text is None:
+        pieces = pieces_of(engine_request.token_ids, tokenizer)
         return Echo(text="".join(pieces), offsets=_begins(pieces) if with_offsets else [])
     if not with_offsets:
-        return Echo(text=job.text, offsets=[])
+        return Echo(text=engine_request.text, offsets=[])
     if tokenizer.is_fast:
-        return Echo(text=job.text, offsets=_offsets_in(job.text, tokenizer, add_special_tokens))
-    return Echo(text=job.text, offsets=_begins(pieces_of(job.token_ids, tokenizer)))
+        return Echo(text=engine_request.text, offsets=_offsets_in(engine_request.text, tokenizer, add_special_tokens))
+    return Echo(text=engine_request.text, offsets=_begins(pieces_of(engine_request.token_ids, tokenizer)))
 
 
 def pieces_of(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -18,7 +18,7 @@ from longspan.layerwise.shared_layers import Weights, join, share_message, share
 from longspan.model.sharding import Shard
 
 
-class WholeWeights(Protocol):
+class UnshardedWeights(Protocol):
     """Fetches the weights of one layer after the other."""
 
     def start(self, layer: int) -> None:
@@ -40,13 +40,13 @@ class HostWeights:
         self._copies = None if device.type == "cpu" else _Copies(device)
 
     def start(self, layer: int) -> None:
-        """See `WholeWeights`."""
+        """See `UnshardedWeights`."""
         if self._copies is not None:
             self._layers[layer] = {name: weight.pin_memory() for name, weight in self._layers[layer].items()}
             self._copies.start(layer, self._layers[layer])
 
     def take(self, layer: int) -> Weights:
-        """See `WholeWeights`."""
+        """See `UnshardedWeights`."""
         return self._layers[layer] if self._copies is None else self._copies.take(layer)
 
 
@@ -84,14 +84,14 @@ class PeerWeights:
         self._pending: dict[int, tuple[Gathering, list[Message]]] = {}
 
     def start(self, layer: int) -> None:
-        """See `WholeWeights`."""
+        """See `UnshardedWeights`."""
         share, shard = self._shares[layer], self._shard
         blocks = [share_room(replace(shard, index=rank), layer, share) for rank in range(shard.size)]
         blocks[shard.index] = share_message(shard, layer, share)
         self._pending[layer] = Gathering(self._connect(), blocks), blocks
 
     def take(self, layer: int) -> Weights:
-        """See `WholeWeights`."""
+        """See `UnshardedWeights`."""
         gathering, blocks = self._pending.pop(layer)
         gathering.wait()
         return join(self._shard, layer, self._shares[layer], blocks)

@@ -19,8 +19,8 @@ from longspan.attn.comm import Group, Message
 from longspan.attn.exchanges.alltoall import alltoall
 from longspan.attn.member import MemberParts
 from longspan.attn.spec import AttnSpec
-from longspan.core.heads import HeadShare, cut_evenly, deal_heads
-from longspan.core.steps import WHOLE
+from longspan.core.heads import HeadShare, cut_evenly, split_heads
+from longspan.core.steps import UNSHARDED
 from longspan.layerwise.shared_layers import Rotary, Weights
 from longspan.model.adapter import Model
 from longspan.runtime.kv.pool import KvPool
@@ -40,7 +40,7 @@ class Inside:
 
     def __init__(self, group: Group, spec: AttnSpec, num_tokens: int) -> None:
         self._group, self._spec = group, spec
-        self._shares = deal_heads(spec.num_heads, spec.num_kv_heads, group.size)
+        self._shares = split_heads(spec.num_heads, spec.num_kv_heads, group.size)
         self._slices = [slice(first, last) for first, last in cut_evenly(num_tokens, group.size)]
 
     @cached_property
@@ -107,14 +107,14 @@ Store = Callable[[int, Channel, Tensor, Tensor], None]
 """Writes a layer's keys and values of this instance's tokens of a channel to the pool."""
 
 
-class WholeStep:
+class UnshardedStep:
     """The channels of one step that need whole weights. All ranks of an instance call it alike, without tokens too."""
 
     def __init__(
         self, packed: Packed, comm: StepComm, *, model: Model, pool: KvPool, store: Store, watch: Stopwatch
     ) -> None:
         self._comm, self._model, self._pool, self._store, self._watch = comm, model, pool, store, watch
-        channels = [channel for channel in packed.channels if channel.exchange in WHOLE]
+        channels = [channel for channel in packed.channels if channel.exchange in UNSHARDED]
         self._parts = {channel.number: _from_zero(channel.parts) for channel in channels}
         self._rotary = {c.number: _rotary(c, packed, model) for c in channels if c.num_tokens}
         used = dict.fromkeys(channel.exchange for channel in channels if channel.num_tokens)

@@ -8,14 +8,14 @@ from dataclasses import replace
 
 from longspan.core.account import PrefixHit
 from longspan.core.owners import BlockRef
-from longspan.core.protocols import ClusterView, Share
+from longspan.core.protocols import ClusterView, ScheduledPart
 from longspan.core.request import Request
-from longspan.core.runs import Deal
+from longspan.core.runs import SpanShards
 from longspan.core.steps import Exchange
-from longspan.policy.batching import Budget, rotated_share, single_share, token_share
+from longspan.policy.batching import Budget, one_token_part, rotated_part, single_part
 from longspan.policy.choosing import Chooser
 from longspan.policy.options import SharingOptions
-from longspan.policy.sharding import Partitions, Room, Shape, deal_chunk, deal_to_last, holders
+from longspan.policy.sharding import Partitions, Room, Shape, block_owners, shard_chunk, shard_to_last
 
 
 def even_moves(
@@ -38,7 +38,7 @@ def even_moves(
     return tuple(sorted(zip(givers, takers, strict=False)))
 
 
-class GroupShares:
+class GroupParts:
     """Shapes shares by the options, and by what is expected to be quickest.
 
     Args:
@@ -59,7 +59,7 @@ class GroupShares:
         """Of a step of prefill."""
         return self._options.wanted or self._chooser.exchange(new_tokens, cached_tokens, members)
 
-    def next(self, request: Request, view: ClusterView, budget: Budget, most: int) -> Share | None:
+    def next(self, request: Request, view: ClusterView, budget: Budget, most: int) -> ScheduledPart | None:
         """The next chunk of a prompt, or the next token of a decode, which the end of a chain goes on with alone.
 
         `most` bounds the tokens of a dealt prompt on each member; None when there are none left to give.
@@ -67,11 +67,11 @@ class GroupShares:
         start = request.num_scheduled
         is_single = request.num_tokens - start == 1
         if (end := _alone(request, is_single=is_single)) is not None:
-            return single_share(request, end, start, budget)
+            return single_part(request, end, start, budget)
         if is_single and self._options.rotate == "token" and start >= request.num_prompt:
-            return rotated_share(request, self._options.decode, budget)
+            return rotated_part(request, self._options.decode, budget)
         if is_single and start % request.block_size:
-            return token_share(request, self._options.decode, budget)
+            return one_token_part(request, self._options.decode, budget)
         return self.chunk(request, view, budget, request.group, None, most=most, end=request.num_tokens)
 
     def chunk(
@@ -84,16 +84,16 @@ class GroupShares:
         *,
         most: int,
         end: int,
-    ) -> Share | None:
+    ) -> ScheduledPart | None:
         """Tokens of a request up to `end` at most, dealt to a group of several; of an admission behind its `hit`.
 
         When the group has grown, what the request holds is spread over it first, if there is room for that.
         """
         moves = self._moves(request, budget, group) if hit is None else ()
-        share = self._chunk(request, view, budget, group, hit, most=most, end=end, moves=moves)
-        if moves and (share is None or not budget.fits(share.new_blocks)):
-            share = self._chunk(request, view, budget, group, hit, most=most, end=end)
-        return share
+        scheduled = self._chunk(request, view, budget, group, hit, most=most, end=end, moves=moves)
+        if moves and (scheduled is None or not budget.fits(scheduled.new_blocks)):
+            scheduled = self._chunk(request, view, budget, group, hit, most=most, end=end)
+        return scheduled
 
     def _chunk(
         self,
@@ -106,7 +106,7 @@ class GroupShares:
         most: int,
         end: int,
         moves: tuple[tuple[int, int], ...] = (),
-    ) -> Share | None:
+    ) -> ScheduledPart | None:
         table = list(hit.refs) if hit is not None else request.table
         start = hit.num_tokens if hit is not None else request.num_scheduled
         cost = view.account.hit_cost(hit, budget.claimed) if hit is not None else Counter[int]()
@@ -125,27 +125,27 @@ class GroupShares:
         owners = [group.index(ref.instance) for ref in table]
         for index, instance in moves:
             owners[index] = group.index(instance)
-        dealt: Deal | None = None
+        dealt: SpanShards | None = None
         held: tuple[int, ...] = ()
-        keeper = None
+        kv_owner = None
         if exchange == "chain" and self._options.home != "computed" and not is_too_large(request, view, 1):
-            dealt, held = deal_to_last(start, end, owners, room, shape)
-            keeper = None if dealt is None else group[-1]
+            dealt, held = shard_to_last(start, end, owners, room, shape)
+            kv_owner = None if dealt is None else group[-1]
         if dealt is None:
-            dealt = deal_chunk(start, end, owners, room, shape)
+            dealt = shard_chunk(start, end, owners, room, shape)
             if dealt is None:
                 return None
             stop = max([run.stop for runs in dealt for run in runs])
-            held = holders(dealt, len(table), request.blocks_for(stop), request.block_size)
-        return Share(
+            held = block_owners(dealt, len(table), request.blocks_for(stop), request.block_size)
+        return ScheduledPart(
             request=request,
             group=group,
             start=start,
             stop=max([run.stop for runs in dealt for run in runs]),
             runs=dealt,
-            holders=tuple([group[member] for member in held]),
+            block_owners=tuple([group[member] for member in held]),
             exchange=self._chooser.of_step(exchange, sum([len(run) for runs in dealt for run in runs]), len(group)),
-            keeper=keeper,
+            kv_owner=kv_owner,
             hit=hit,
             moves=moves,
         )
@@ -169,9 +169,9 @@ def _alone(request: Request, *, is_single: bool) -> int | None:
     """The instance that goes on with a request by itself: the only one, or for single tokens the keeper of all KV."""
     if len(request.group) == 1:
         return request.group[0]
-    keeper = request.keeper
-    alone = keeper is not None and is_single and all(ref.instance == keeper for ref in request.table)
-    return keeper if alone else None
+    kv_owner = request.kv_owner
+    alone = kv_owner is not None and is_single and all(ref.instance == kv_owner for ref in request.table)
+    return kv_owner if alone else None
 
 
 def is_too_large(request: Request, view: ClusterView, members: int) -> bool:
