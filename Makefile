@@ -85,7 +85,7 @@ evals: $(STAMP) clients
 
 EXAMPLES ?= 1000
 fuzz: $(STAMP)
-	LONGSPAN_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest tests/test_server_fuzz.py -s
+	LONGSPAN_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest tests/serve/test_server_fuzz.py -s
 
 attack: $(STAMP)
 	$(BIN)/python -m pytest -m attack

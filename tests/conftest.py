@@ -23,7 +23,12 @@ settings.load_profile("longspan")
 
 
 def pytest_configure() -> None:
-    """Each process of `pytest -n` has a core of its own: threads of several on the same cores would spin."""
+    """Scripts that tests start find the helpers, too. Each process of `pytest -n` has a core of its own.
+
+    Threads of several processes on the same core would spin.
+    """
+    helpers = (str(Path(__file__).parent / folder) for folder in ("support", "attn"))
+    os.environ["PYTHONPATH"] = os.pathsep.join([*helpers, *filter(None, [os.environ.get("PYTHONPATH")])])
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})

@@ -25,7 +25,12 @@ from longspan.runtime.worker.network import keep_to_cores
 
 def test_lanes_of_their_own(tmp_path: Path) -> None:
     """As with NCCL: subsets of three ranks use each lane, after a call in which all took part."""
-    command = [sys.executable, str(Path(__file__).with_name("lane_member.py")), str(tmp_path / "store"), "3"]
+    command = [
+        sys.executable,
+        str(Path(__file__).parents[1] / "support" / "lane_member.py"),
+        str(tmp_path / "store"),
+        "3",
+    ]
     processes = [
         subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for rank in range(3)

@@ -27,7 +27,7 @@ from longspan.policy.choosing import Facts
 from longspan.sim.executor import SimExecutor
 from longspan.sim.run import Faults
 
-RECORDED = Path(__file__).parent / "golden" / "streams.json"
+RECORDED = Path(__file__).parents[1] / "golden" / "streams.json"
 _STEPS_PER_HASH = 25
 
 

@@ -220,7 +220,7 @@ def test_keys_on_a_terminal(last_key: bytes, code: int) -> None:
     """Ctrl-C stops an answer; between answers it, or Ctrl-D, ends the chat."""
     pid, terminal = pty.fork()
     if pid == 0:
-        os.chdir(Path(__file__).parents[1])
+        os.chdir(Path(__file__).parents[2])
         os.execv(sys.executable, [sys.executable, "-c", _SLOW])
     _read_until(terminal, b">>> ")
     os.write(terminal, b"hi\n")

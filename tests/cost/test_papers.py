@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "papers"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "papers"))
 import context_parallelism
 import kv_runahead
 import tetris

@@ -12,7 +12,7 @@ import pytest
 from fake_llm import run
 
 pytest.importorskip("playwright", reason="playwright is not installed: pip install 'longspan[dev]'")
-PICTURE = runpy.run_path(str(Path(__file__).parents[1] / "docs" / "picture.py"))
+PICTURE = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "picture.py"))
 if PICTURE["find_chromium"]() is None:
     pytest.skip("Chromium is not installed: apt-get install chromium", allow_module_level=True)
 

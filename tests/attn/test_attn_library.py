@@ -98,7 +98,7 @@ def test_process_groups() -> None:
     """See `library_member.py`."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    script = Path(__file__).with_name("library_member.py")
+    script = Path(__file__).parents[1] / "support" / "library_member.py"
     done = subprocess.run(
         [*command, str(script)], capture_output=True, text=True, timeout=120, env=environment, check=False
     )

@@ -144,7 +144,7 @@ def test_what_travels_is_a_copy(name: str) -> None:
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_gloo_processes(num_ranks: int, tmp_path: Path) -> None:
     """Real processes under random delays equal one device; when rank 1 is killed, the others get CommError in time."""
-    script = Path(__file__).with_name("gloo_member.py")
+    script = Path(__file__).parents[1] / "support" / "gloo_member.py"
     command = [sys.executable, str(script), str(tmp_path / "store"), str(num_ranks)]
     processes = [
         subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
