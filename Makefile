@@ -1,4 +1,4 @@
-# make demo   one long prompt over two instances        make lint    ruff, mypy --strict, import contracts
+# make demo   one long prompt over two instances        make lint    ruff, mypy --strict, import contracts, docstrings
 # make test   lint, then every test but make attack's   make format  let ruff fix and format the code
 # make bench  longspan beside transformers and vLLM     make peers   the environment of the latter, for make bench
 # make evals  lm-eval against a server of ours          make clients the environment of the former, for make evals
@@ -44,6 +44,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python tools/docstrings.py
 
 test: lint
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal

@@ -1,0 +1,118 @@
+"""Check that docstrings of src/longspan open with a sentence; `--list` prints the number of fragments per package.
+
+A function's docstring must open with a verb, or have a verb before its first subordinate clause. Modules and classes
+may open with a noun phrase of five words or more. Nothing may open with a preposition or a question word. This is a
+heuristic over word lists: extend them when a good sentence fails.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1] / "src" / "longspan"
+
+UNCHECKED = {
+    *("args.py", "attn", "cli", "core", "cost", "errors.py", "layerwise", "llm.py", "loadgen", "model", "outputs.py"),
+    *("policy", "profiling", "runtime", "serve", "service.py", "sim", "text"),
+}
+"""Files and folders that are not clean yet. This list only shrinks."""
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+FORBIDDEN = _words(
+    """
+    as by for from how of see than that those what where whether which who whose with
+    """
+)
+SUBORDINATORS = _words(
+    """
+    that which who whom whose what where when while if unless until before after as than because
+    """
+)
+# Any of these may be a main verb. Forms that are more often nouns (runs, blocks, moves) count only as the first word.
+VERBS = _words(
+    """
+    is are was were be has have had does do did can cannot could may might must shall should will would agrees
+    allows appears applies asks assumes becomes begins belongs brings calls carries comes consists contains covers
+    decides depends describes differs ends equals exists expects falls fits follows fails gets gives goes grows
+    happens holds ignores includes keeps knows leaves lets lies lives makes matters means meets mirrors needs
+    occurs owns passes pays prices raises reads receives refers refuses remains replaces requires returns saves
+    says sees seems sends serves shares shows sits skips speaks stands starts stays stops stores supports takes
+    tells travels treats tries uses waits wants works writes wins agree apply ask begin belong come contain depend
+    differ exist fit follow get give go grow hold keep know leave lie lose mean meet need own pass read receive
+    remain require see send stand start stay stop take travel use wait want went came took gave left became made
+    found sent kept ran lost let
+    """
+)
+OPENERS = VERBS | _words(
+    """
+    abort account add adjust admit advance align allocate allow answer append arrange assemble assign attach attend
+    attribute average await bind block bound break bring broadcast buffer build cache call cancel carry cast change
+    check choose chunk clamp clear close collect combine compare compile complete compute connect construct
+    continue convert copy count cover create cut deal decide declare decode delay deliver derive describe detect
+    determine detokenize dispatch drain draw drop emit empty encode end enforce enqueue ensure enter estimate
+    evaluate evict exchange execute exit expect export expose extend fail fill filter find finish fix flatten flush
+    forget format free gather generate group guard hand handle hide identify ignore implement import include inform
+    initialize insert inspect install join kill launch lead leave lift limit link list listen load locate lock log
+    look make map mark mask match measure merge model monitor move multiply name normalize note notify number
+    observe offer open order pack parse part partition pause pay pick place plan play plot poll pop post predict
+    preempt prepare prepend preserve price print process produce profile propose protect provide publish pull push
+    put quantize queue raise rank rate reach recompute record recover reduce refer refuse register reject relate
+    release relocate remember remove render reorder repeat replace replay reply report represent request reserve
+    reset reshape resolve restart restore restrict resume retry return reuse reverse rotate round route run sample
+    save say scale scatter schedule score search seed seek select separate serialize serve set settle shake shard
+    share show shrink simulate skip solve sort speak split spread state step store stream submit sum supply swap
+    switch synchronize tell test tie time track train transfer transform translate truncate try turn unload unpack
+    unwind update validate verify view wake warm warn watch withdraw work wrap write yield
+    """
+)
+
+
+def fault(node: ast.AST, text: str) -> str | None:
+    """Return why a docstring's first sentence is a fragment, or None when it is a sentence."""
+    summary = " ".join(text.partition("\n\n")[0].split())
+    sentence = re.split(r"(?<=\w\.)\s", re.sub(r"`+[^`]*`+", "x", summary), maxsplit=1)[0]
+    words = [word.lower() for word in re.findall(r"[\w'-]+", sentence)]
+    if not words or words[0] in FORBIDDEN:
+        return f"opens with {words[0].capitalize()!r}" if words else "is empty"
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return None if words == ["x"] or len(words) >= 5 or _is_verb(words[0]) else "says too little"
+    if len(words) < 3:
+        return "says too little"
+    end = next((index for index, word in enumerate(words) if index and word in SUBORDINATORS), len(words))
+    has_verb = _is_verb(words[0]) or not VERBS.isdisjoint(words[1:end])
+    return None if has_verb else "has no verb before a subordinate clause"
+
+
+def _is_verb(word: str) -> bool:
+    forms = {word, word.removesuffix("s"), word.removesuffix("es"), re.sub("ies$", "y", word)}
+    return not forms.isdisjoint(OPENERS)
+
+
+def main() -> int:
+    counts: Counter[str] = Counter()
+    for path in sorted(ROOT.rglob("*.py")):
+        package = path.relative_to(ROOT).parts[0]
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            text = ast.get_docstring(node)
+            why = None if text is None else fault(node, text)
+            counts[package] += why is not None
+            if why and text and "--list" not in sys.argv and package not in UNCHECKED:
+                print(f"{path}:{node.body[0].lineno}: docstring {why}: {text.splitlines()[0]}")
+    if "--list" in sys.argv:
+        print("\n".join(f"{number:5} {package}" for package, number in counts.most_common()))
+        return 0
+    return int(any(number and package not in UNCHECKED for package, number in counts.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
