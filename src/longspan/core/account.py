@@ -102,7 +102,7 @@ class KvAccount:
         assert not request.table, "a hit begins a table"
         shared = hit.refs[:-1] if hit.adopts_last else hit.refs
         for ref in shared:
-            self.pool(ref.instance).scheduled(ref.block)
+            self.pool(ref.instance).share(ref.block)
         if hit.adopts_last:
             self.pool(hit.refs[-1].instance).adopt(hit.refs[-1].block)
         request.table.extend(hit.refs)
@@ -149,7 +149,7 @@ class KvAccount:
         if num_blocks - len(shared) > pool.num_free - num_cached - num_left:
             return None
         for ref in shared:
-            pool.scheduled(ref.block)
+            pool.share(ref.block)
         return (*shared, *self._allocate(instance, num_blocks - len(shared))), len(shared)
 
     def hold(self, refs: Iterable[BlockRef]) -> None:

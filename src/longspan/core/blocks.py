@@ -84,7 +84,7 @@ class BlockPool:
         self.changes += 1
         return found
 
-    def scheduled(self, block: int) -> None:
+    def share(self, block: int) -> None:
         """One more reference to a block whose content is known."""
         assert block in self._content, "only blocks with known content are shared"
         self._cached.pop(block, None)
