@@ -9,7 +9,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from longspan.cli.app import app
 from longspan.serve.messages import Started, Stats, Turn
 from longspan.serve.metrics import Metrics
-from longspan.serve.wire import refused
+from longspan.serve.wire.fields import UNSERVED
 
 PAGE = Path(__file__).with_name("serving.md")
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end of what is generated -->)", re.DOTALL)
@@ -119,22 +119,8 @@ def _metrics() -> str:
 
 
 def _refused() -> str:
-    return _table(("field", "where", "accepted", "otherwise"), sorted(_refusals()))
-
-
-def _refusals() -> Iterator[Row]:
-    both = refused.COMPLETION.keys() & refused.CHAT.keys()
-    places = (
-        ("both", {name: refused.CHAT[name] for name in both}),
-        ("completions", {name: entry for name, entry in refused.COMPLETION.items() if name not in both}),
-        ("chat", {name: entry for name, entry in refused.CHAT.items() if name not in both}),
-        ("a message", refused.MESSAGE),
-        ("`structured_outputs`", refused.STRUCTURED),
-    )
-    for place, table in places:
-        for name, (harmless, reason) in table.items():
-            accepted = ", ".join(f"`{_json(value)}`" for value in (None, *harmless))
-            yield f"`{name}`", place, accepted, reason
+    rows = [(f"`{name}`", f"`{_json(neutral)}`", instead) for name, (neutral, instead) in UNSERVED.items()]
+    return _table(("field", "neutral value, beside `null`", "otherwise"), rows)
 
 
 def _json(value: object) -> str:

@@ -16,7 +16,7 @@ from fake_llm import run
 
 from longspan.cli.app import app
 from longspan.serve import run as server_run
-from longspan.serve.answer import EngineLostError
+from longspan.serve.output_queue import EngineLostError
 
 pytestmark = pytest.mark.usefixtures("fake_llm")  # it puts signal handlers back
 COMMAND: Any = typer.main.get_command(app)

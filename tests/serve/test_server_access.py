@@ -13,11 +13,10 @@ from fake_server import client_of, fake_of, make_server, routes_of
 from openapi_spec_validator import validate
 from starlette.types import Message, Receive, Scope, Send
 
-from longspan.serve.answer import EngineLostError, QueueFullError
 from longspan.serve.app import make_app
-from longspan.serve.limits import RequestLimits
 from longspan.serve.middleware import OPEN_PATHS, BodyLimit
-from longspan.serve.settings import ServerSettings
+from longspan.serve.output_queue import EngineLostError, QueueFullError
+from longspan.serve.settings import RequestLimits, ServerSettings
 
 BODY = {"prompt": [1, 2, 3], "max_tokens": 2}
 KEY = {"authorization": "Bearer sesame"}

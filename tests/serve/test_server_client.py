@@ -27,10 +27,9 @@ from fake_engine import (
 from fake_engine_install import told, until
 
 from longspan import SamplingParams
-from longspan.serve.answer import Answer, EngineLostError, News, QueueFullError
 from longspan.serve.client import EngineClient
-from longspan.serve.messages import EngineSetup
-from longspan.serve.updates import Update
+from longspan.serve.messages import EngineSetup, Update
+from longspan.serve.output_queue import Answer, EngineLostError, News, QueueFullError
 from longspan.text.input_processor import EngineRequest
 
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from longspan.serve.document import name_what_is_there
-from longspan.serve.routes import body_schemas
+from longspan.serve.app import body_schemas, name_what_is_there
 
 GOOD: dict[str, Any] = {"prompt": [1, 9], "stop_token_ids": [9], "max_tokens": 7}
 

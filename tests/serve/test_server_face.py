@@ -34,8 +34,8 @@ from fake_engine import (
 from fake_engine_install import told, until
 from server_client import Client, Reply, completion, send_completion
 
-from longspan.serve.answer import Answer, EngineLostError
 from longspan.serve.messages import EngineSetup
+from longspan.serve.output_queue import Answer, EngineLostError
 from longspan.serve.run import serve
 from longspan.serve.settings import ServerSettings
 

@@ -16,7 +16,7 @@ from server_client import num_ended
 from server_process import ServerProcess, running
 
 from longspan import LLM, SamplingParams
-from longspan.serve.answer import EngineLostError, QueueFullError
+from longspan.serve.output_queue import EngineLostError, QueueFullError
 
 MODEL = "smollm2-135m"
 KEY = "sk-secret-0123456789"

@@ -18,8 +18,8 @@ from starlette.testclient import TestClient
 from test_server_access import error_of
 from test_server_client import engine_request, kill_engine, num_tokens, started, streamed
 
-from longspan.serve.answer import EngineLostError
-from longspan.serve.policy_face import PolicyRefusedError
+from longspan.serve.client import PolicyRefusedError
+from longspan.serve.output_queue import EngineLostError
 from longspan.serve.server import Server
 
 KEY = {"authorization": "Bearer sesame"}

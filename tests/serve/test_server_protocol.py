@@ -12,7 +12,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from longspan.serve.protocol import HttpProtocol
+from longspan.serve.middleware import HttpProtocol
 
 LIMIT_S = 0.4
 GET = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"

@@ -15,19 +15,11 @@ from openai.types.chat import ChatCompletionChunk as OpenAIChunk
 from wire_world import NAMES, read, scores, stream, tokenizer, updates, whole, world
 
 from longspan.outputs import Logprob
-from longspan.serve.updates import ChoiceDelta, Update
-from longspan.serve.wire import (
-    Assembler,
-    ChatAssembler,
-    ChatCompletionChunk,
-    ChatCompletionRequest,
-    ChatCompletionResponse,
-    CompletionAssembler,
-    CompletionRequest,
-    CompletionResponse,
-    chat_request,
-    completion_requests,
-)
+from longspan.serve.messages import ChoiceDelta, Update
+from longspan.serve.wire.answers import Assembler, ChatAssembler, CompletionAssembler
+from longspan.serve.wire.convert import chat_request, completion_requests
+from longspan.serve.wire.requests import ChatCompletionRequest, CompletionRequest
+from longspan.serve.wire.responses import ChatCompletionChunk, ChatCompletionResponse, CompletionResponse
 from longspan.text.input_processor import EngineRequest
 
 SERVED = world()

@@ -8,18 +8,10 @@ import pytest
 from wire_world import World, read, tokenizer, world
 
 from longspan.core.sampling import SamplingParams, StructuredOutputsParams
-from longspan.serve.limits import RequestLimits
-from longspan.serve.wire import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-    WireError,
-    chat_request,
-    completion_requests,
-    detokenized,
-    tokenized,
-)
+from longspan.serve.errors import WireError
+from longspan.serve.settings import RequestLimits
+from longspan.serve.wire.convert import chat_request, completion_requests, detokenized, tokenized
+from longspan.serve.wire.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from longspan.text.input_processor import InputProcessor
 
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from test_model_tokenizer import BYTE_FALLBACK, BYTE_LEVEL, VOCAB, spell
 
 from longspan.core.sampling import SamplingParams
-from longspan.serve.wire.echo import echo_of, pieces_of
-from longspan.serve.wire.logprobs import Names
+from longspan.serve.wire.logprobs import Names, echo_of, pieces_of
 from longspan.text.input_processor import EngineRequest
 
 

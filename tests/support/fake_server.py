@@ -10,14 +10,12 @@ from starlette.routing import BaseRoute
 from starlette.testclient import TestClient
 
 from longspan.core.protocols import PolicySettings
-from longspan.serve.answer import Answer
 from longspan.serve.app import make_app
-from longspan.serve.client import EngineClient
-from longspan.serve.messages import Ended, PolicySet, Started, Stats, Times, Turn
-from longspan.serve.policy_face import PolicyFace, PolicyRefusedError
+from longspan.serve.client import EngineClient, PolicyFace, PolicyRefusedError
+from longspan.serve.messages import ChoiceDelta, Ended, PolicySet, Started, Stats, Times, Turn, Update
+from longspan.serve.output_queue import Answer
 from longspan.serve.server import Server
 from longspan.serve.settings import ServerSettings
-from longspan.serve.updates import ChoiceDelta, Update
 from longspan.text.input_processor import EngineRequest, InputProcessor
 
 OUTPUT = [5, 6]

@@ -13,9 +13,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from longspan.model.source import smollm2_folder
 from longspan.outputs import Logprob, LogprobsOfToken
-from longspan.serve.limits import RequestLimits
-from longspan.serve.updates import ChoiceDelta, Update
-from longspan.serve.wire import Assembler, read_request
+from longspan.serve.messages import ChoiceDelta, Update
+from longspan.serve.settings import RequestLimits
+from longspan.serve.wire.answers import Assembler
+from longspan.serve.wire.body import read_request
 from longspan.text.input_processor import EngineRequest, InputProcessor
 from longspan.text.tokenizer import Detokenizer, token_text
 

@@ -15,7 +15,7 @@ import typer
 
 from longspan.cli.bundles import bundled, read_config
 from longspan.cli.options import EngineOptions, ModelArgument
-from longspan.serve.limits import RequestLimits
+from longspan.serve.settings import RequestLimits
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer

@@ -3,21 +3,44 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 import longspan
-from longspan.serve import wire
-from longspan.serve.answer import EngineLostError, QueueFullError, RequestFailedError
-from longspan.serve.document import name_options, name_what_is_there
-from longspan.serve.errors import error_response
+from longspan.core.protocols import PolicySettings
+from longspan.serve.errors import WireError, error_response
 from longspan.serve.middleware import OPEN_PATHS, ApiKeys, BodyLimit, HeaderLimit, RequestIds, RootPath, path_of
-from longspan.serve.respond import ClientGoneError, DeadlineError
-from longspan.serve.routes import body_schemas, routes
+from longspan.serve.output_queue import EngineLostError, QueueFullError, RequestFailedError
+from longspan.serve.respond import ClientGoneError, DeadlineError, json_response
 from longspan.serve.server import Server
+from longspan.serve.wire.answers import ChatAssembler, CompletionAssembler
+from longspan.serve.wire.convert import chat_request, completion_requests, detokenized, tokenized
+from longspan.serve.wire.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    PolicyInfo,
+    PolicyUpdate,
+    TokenizeRequest,
+)
+from longspan.serve.wire.responses import (
+    ChatCompletionResponse,
+    CompletionResponse,
+    DetokenizeResponse,
+    ErrorBody,
+    ModelList,
+    TokenizeResponse,
+    VersionInfo,
+)
+from longspan.text.input_processor import EngineRequest
 
 _log = logging.getLogger("longspan")
 _CLIENT_GONE = 499
@@ -83,8 +106,8 @@ def _describe(app: FastAPI, server: Server) -> None:
 
 
 def _handle_errors(app: FastAPI, server: Server) -> None:
-    @app.exception_handler(wire.WireError)
-    async def refused(_: Request, error: wire.WireError) -> Response:
+    @app.exception_handler(WireError)
+    async def refused(_: Request, error: WireError) -> Response:
         return error_response(error.status, error.message, param=error.param)
 
     @app.exception_handler(QueueFullError)
@@ -135,3 +158,197 @@ def _handle_errors(app: FastAPI, server: Server) -> None:
         response = error_response(500, f"internal error; the server's log has more about request {request_id}")
         response.headers["x-request-id"] = request_id  # this answer is made outside of all middleware
         return response
+
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorBody, "description": words}
+    for status, words in {
+        400: "The request is wrong; the message says what and how to mend it.",
+        401: "A key is needed.",
+        404: "There is no such model.",
+        408: "The body took too long to come.",
+        413: "The body is too large.",
+        415: "The body does not say that it is JSON.",
+        500: "The engine was lost while it computed this.",
+        503: "The queue is full, or the server is starting or stopping; come again after `retry-after` seconds.",
+        504: "The request took longer than it may.",
+    }.items()
+}
+_BODIES: tuple[type[BaseModel], ...] = (
+    CompletionRequest,
+    ChatCompletionRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    PolicyUpdate,
+)
+
+
+def routes(server: Server) -> APIRouter:
+    """All of them."""
+    router = APIRouter()
+    _add_state(router, server)
+    _add_text(router, server)
+    _add_tokens(router, server)
+    _add_policy(router, server)
+    return router
+
+
+def _add_state(router: APIRouter, server: Server) -> None:
+    @router.get("/live", tags=["state"])
+    async def live() -> dict[str, str]:
+        """The process is up."""
+        return {"status": "ok"}
+
+    @router.get("/health", tags=["state"], responses={503: {"model": ErrorBody}}, response_model=None)
+    async def health() -> Response | dict[str, str]:
+        """The engine computes, and new requests are taken."""
+        return _not_serving(server) or {"status": "ok"}
+
+    @router.get("/version", tags=["state"])
+    async def version() -> VersionInfo:
+        """Of longspan."""
+        return VersionInfo(version=longspan.__version__)
+
+    @router.get(
+        "/metrics",
+        tags=["state"],
+        responses={401: _ERRORS[401]},
+        response_class=PlainTextResponse,
+        response_model=None,
+    )
+    async def metrics() -> Response:
+        """For Prometheus."""
+        return Response(server.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    @router.get("/v1/models", tags=["state"], responses={401: _ERRORS[401]})
+    async def models() -> ModelList:
+        """The names by which the model goes."""
+        return server.models
+
+
+def _add_text(router: APIRouter, server: Server) -> None:
+    @router.post("/v1/completions", **_described(CompletionRequest, CompletionResponse, streams=True))
+    async def completions(request: Request) -> Response:
+        """Continues prompts."""
+        body = await server.parse(request, CompletionRequest)
+        engine_requests = partial(completion_requests, body, server)
+        return await server.answer(request, body, engine_requests, CompletionAssembler, "cmpl")
+
+    @router.post("/v1/chat/completions", **_described(ChatCompletionRequest, ChatCompletionResponse, streams=True))
+    async def chat_completions(request: Request) -> Response:
+        """Answers a conversation."""
+        body = await server.parse(request, ChatCompletionRequest)
+
+        def engine_requests(grammar: str) -> list[EngineRequest]:
+            return [chat_request(body, server, grammar)]
+
+        return await server.answer(request, body, engine_requests, ChatAssembler, "chatcmpl")
+
+
+def _add_tokens(router: APIRouter, server: Server) -> None:
+    @router.post("/tokenize", **_described(TokenizeRequest, TokenizeResponse))
+    async def tokenize(request: Request) -> Response:
+        """A text's or a conversation's token ids."""
+        body = await server.parse(request, TokenizeRequest)
+        server.check_model(body.model)
+        return json_response(await server.in_thread(request, tokenized, body, server))
+
+    @router.post("/detokenize", **_described(DetokenizeRequest, DetokenizeResponse))
+    async def detokenize(request: Request) -> Response:
+        """The text of token ids."""
+        body = await server.parse(request, DetokenizeRequest)
+        server.check_model(body.model)
+        return json_response(await server.in_thread(request, detokenized, body, server))
+
+
+def _add_policy(router: APIRouter, server: Server) -> None:
+    @router.get(
+        "/admin/policy",
+        tags=["admin"],
+        responses={200: {"model": PolicyInfo}, 401: _ERRORS[401], 503: _ERRORS[503]},
+        response_model=None,
+    )
+    async def policy() -> Response:
+        """The policy that decides, and its options as they are in force."""
+        settings = server.engine.policy.settings
+        if settings is None:
+            return error_response(503, f"the engine is {server.engine.state}", retry_after_s=5)
+        return json_response(PolicyInfo.of(settings).model_dump())
+
+    if not server.settings.api_keys:
+        return  # nobody may change a server without keys; `app.py` says so to those who try
+
+    described = _described(PolicyUpdate, PolicyInfo, tag="admin")
+    described["responses"][409] = {"model": ErrorBody, "description": "Only a new start can change this option."}
+
+    @router.post("/admin/policy", **described)
+    async def update_policy(request: Request) -> Response:
+        """Changes options of the policy between two steps: requests that run go on."""
+        body = await server.parse(request, PolicyUpdate)
+        if (refusal := _not_serving(server)) is not None:
+            return refusal
+        settings = await server.update_policy(request, body)
+        return json_response(PolicyInfo.of(settings).model_dump())
+
+
+def _not_serving(server: Server) -> Response | None:
+    """The answer while the engine computes nothing, or nothing new is taken; None if neither."""
+    if server.draining:
+        return error_response(503, "the server is shutting down", retry_after_s=5)
+    if server.engine.state != "serving":
+        return error_response(503, f"the engine is {server.engine.state}", retry_after_s=5)
+    return None
+
+
+def _described(
+    body: type[BaseModel], response: type[BaseModel], *, streams: bool = False, tag: str = "text"
+) -> dict[str, Any]:
+    """What the schema says of a route that reads its body itself, beside the event loop."""
+    schema = {"$ref": f"#/components/schemas/{body.__name__}"}
+    content = {"text/event-stream": {"schema": EVENTS}} if streams else {}
+    return {
+        "tags": [tag],
+        "response_model": None,
+        "responses": {200: {"model": response, "content": content}, **_ERRORS},
+        "openapi_extra": {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}},
+    }
+
+
+def body_schemas() -> dict[str, Any]:
+    """The schemas of all bodies, for the components of the OpenAPI document."""
+    wanted = [(body, "validation") for body in _BODIES]
+    _, schema = models_json_schema(wanted, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
+    found: dict[str, Any] = schema["$defs"]
+    return found
+
+
+Schema = dict[str, Any]
+
+EVENTS: Schema = {
+    "type": "object",
+    "properties": {"data": {"type": "string", "description": "A chunk, or an error, as JSON; at last [DONE]."}},
+}
+"""An event of a stream."""
+
+
+def name_what_is_there(document: Schema, model_names: Sequence[str], vocab_size: int, max_model_len: int) -> None:
+    """Writes the names of the model and the bounds of token ids and outputs into a document's schemas."""
+    schemas: Schema = document["components"]["schemas"]
+    for name in ("TokenIds", "StopTokens"):
+        schemas[name]["items"]["maximum"] = vocab_size - 1
+    for schema in schemas.values():
+        for name in ("max_tokens", "max_completion_tokens"):
+            for option in schema.get("properties", {}).get(name, {}).get("anyOf", ()):
+                if option.get("type") == "integer":
+                    option["maximum"] = max_model_len - 1  # behind a prompt of one token
+        model = schema.get("properties", {}).get("model", {})
+        for option in model.get("anyOf", ()):  # in requests it may be null; in answers it is a text
+            if option.get("type") == "string":
+                option["enum"] = list(model_names)
+
+
+def name_options(document: Schema, settings: PolicySettings) -> None:
+    """Writes the options of a policy that may change into a document's schemas."""
+    schema = document["components"]["schemas"]["PolicyUpdate"]
+    schema["properties"] = dict.fromkeys(settings.changeable, schema["additionalProperties"])
+    schema["additionalProperties"] = False

@@ -8,20 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from longspan.serve.errors import error_body
-from longspan.serve.limits import RequestLimits
-from longspan.serve.updates import ChoiceDelta, Update
-from longspan.serve.wire import (
-    Assembler,
-    ChatAssembler,
-    ChatCompletionRequest,
-    CompletionAssembler,
-    CompletionRequest,
-    WireError,
-    chat_request,
-    completion_requests,
-    read_request,
-)
+from longspan.serve.errors import WireError, error_body
+from longspan.serve.messages import ChoiceDelta, Update
+from longspan.serve.settings import RequestLimits
+from longspan.serve.wire.answers import Assembler, ChatAssembler, CompletionAssembler
+from longspan.serve.wire.body import read_request
+from longspan.serve.wire.convert import chat_request, completion_requests
+from longspan.serve.wire.requests import ChatCompletionRequest, CompletionRequest
 from longspan.text.input_processor import EngineRequest, InputProcessor
 from longspan.text.output_processor import Choice, RequestState
 

@@ -15,9 +15,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from longspan.core.protocols import PolicySettings
+from longspan.core.protocols import PolicySettings, option_text
 from longspan.runtime.executor.local import make_run_dir
-from longspan.serve.answer import Answer, EngineLostError, QueueFullError, RequestFailedError
 from longspan.serve.messages import (
     Accepted,
     Add,
@@ -39,12 +38,12 @@ from longspan.serve.messages import (
     Turn,
     address,
 )
-from longspan.serve.policy_face import PolicyFace, PolicyRefusedError
+from longspan.serve.output_queue import Answer, EngineLostError, QueueFullError, RequestFailedError
 from longspan.text.input_processor import EngineRequest
 
 State = Literal["starting", "serving", "restarting", "down"]
 _log = logging.getLogger("longspan")
-_ENGINE_MODULE = "longspan.serve.engine_main"
+_ENGINE_MODULE = "longspan.serve.engine_core"
 _MOST_STARTS = 3
 """So many engine processes may end, one after the other, without a token."""
 _QUIT_TIMEOUT_S = 10.0
@@ -381,3 +380,56 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     await process.wait()
     if process.stdin is not None:
         process.stdin.close()
+
+
+class PolicyRefusedError(ValueError):
+    """The engine did not change an option; its words say why."""
+
+
+class PolicyFace:
+    """Of one server, whatever becomes of its engine processes.
+
+    Attributes:
+        settings: those in force; None until an engine process has told them.
+    """
+
+    def __init__(self) -> None:
+        self.settings: PolicySettings | None = None
+        self._asked: dict[int, asyncio.Future[PolicySettings]] = {}
+        self._changes: dict[str, str] = {}
+
+    @property
+    def changes(self) -> dict[str, str]:
+        """What a new engine process is to be told, to be set as the last one was; empty if nobody changed it."""
+        return dict(self._changes)
+
+    def ask(self, number: int) -> asyncio.Future[PolicySettings]:
+        """What the engine makes of the change that was sent to it under this number.
+
+        The future raises PolicyRefusedError, or EngineLostError when there is no engine any more.
+        """
+        self._asked[number] = future = asyncio.get_running_loop().create_future()
+        future.add_done_callback(lambda _: self._asked.pop(number, None))
+        return future
+
+    def take(self, report: PolicySet | PolicyRefused) -> None:
+        """What an engine process says."""
+        future = None if report.id is None else self._asked.get(report.id)
+        if isinstance(report, PolicySet):
+            self.settings = report.settings
+            if report.id is not None:
+                self._changes = {
+                    name: option_text(report.settings.options[name]) for name in report.settings.changeable
+                }
+        if future is None or future.done():
+            return
+        if isinstance(report, PolicySet):
+            future.set_result(report.settings)
+        else:
+            future.set_exception(PolicyRefusedError(report.reason))
+
+    def lose(self, reason: str) -> None:
+        """The engine process is gone: who waits learns that."""
+        for future in list(self._asked.values()):
+            if not future.done():
+                future.set_exception(EngineLostError(reason))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from http import HTTPStatus
+from types import MappingProxyType
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -35,3 +38,99 @@ def error_response(
     """An answer with this HTTP status; `retry_after_s` says when to come again."""
     headers = {} if retry_after_s is None else {"retry-after": str(retry_after_s)}
     return JSONResponse(error_body(status, message, param=param, code=code), status_code=status, headers=headers)
+
+
+_MAX_ECHO = 60
+_MAX_PARAM = 100
+_MAX_INT = 10**15
+
+
+class WireError(ValueError):
+    """A request that is not served, through its sender's mistake.
+
+    Attributes:
+        param: the field that is wrong, such as `messages[0].content`; None for the request as a whole.
+        status: of the HTTP answer.
+    """
+
+    def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.param = param
+        self.status = status
+
+    @property
+    def message(self) -> str:
+        """What is wrong, and what to do about it."""
+        return str(self.args[0])
+
+
+@contextmanager
+def blaming(param: str | None, fields: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
+    """A ValueError in here becomes a WireError that blames `param`, or what `fields` has for its first word."""
+    try:
+        yield
+    except WireError:
+        raise
+    except ValueError as error:
+        word = str(error).partition(" ")[0].rstrip(":")
+        raise WireError(str(error), fields.get(word, param)) from error
+
+
+def wire_error(errors: Sequence[Mapping[str, Any]], body: object) -> WireError:
+    """One error for what pydantic has found wrong with a body, of which at most a few characters are repeated.
+
+    Of the alternatives that a field has, the one that a value came closest to is reported. `errors` are what pydantic's
+    `ValidationError.errors()` gives, or FastAPI's `RequestValidationError.errors()`; `body` is the value that was read.
+    """
+    params = [_param(error, body) for error in errors]
+    for error, path in zip(errors, params, strict=True):
+        if isinstance(cause := error.get("ctx", {}).get("error"), WireError):
+            return _at(path, cause)
+    worst = max(params, key=len)
+    found = [error for error, path in zip(errors, params, strict=True) if path == worst]
+    messages = dict.fromkeys(_message(error) for error in found)
+    return _at(worst, WireError(", or: ".join(messages) + _given(found[0])))
+
+
+def cut(text: str, most: int = _MAX_ECHO) -> str:
+    """The beginning of a text."""
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def _at(path: Sequence[str | int], error: WireError) -> WireError:
+    """An error in the value that is found by `path`."""
+    param = _joined(path if error.param is None else [*path, error.param])
+    return WireError(error.message if param is None else f"{param}: {error.message}", param, error.status)
+
+
+def _message(error: Mapping[str, Any]) -> str:
+    message, tag = str(error["msg"]), error.get("ctx", {}).get("tag")
+    return message if tag is None else message.replace(str(tag), cut(str(tag)))
+
+
+def _given(error: Mapping[str, Any]) -> str:
+    """The value, where it is short enough to be repeated."""
+    value = error.get("input")
+    small = isinstance(value, str | float) or (isinstance(value, int) and abs(value) <= _MAX_INT)
+    if error["type"] in {"missing", "union_tag_invalid"} or not (small or value is None):
+        return ""
+    return f", but {cut(repr(value[:_MAX_ECHO] if isinstance(value, str) else value))} given"
+
+
+def _param(error: Mapping[str, Any], body: object) -> list[str | int]:
+    """Where in the body the error is; pydantic's names for alternatives of a field are left out."""
+    path: list[str | int] = []
+    at, location = body, error["loc"]
+    for index, step in enumerate(location):
+        is_there = step in at if isinstance(at, dict) else isinstance(at, list) and isinstance(step, int)
+        if is_there:
+            at = at[step]  # type: ignore[index]  # a list or a dict, and never too short: pydantic has been there
+        if is_there or (index == len(location) - 1 and error["type"] == "missing"):
+            path.append(step)
+    return path
+
+
+def _joined(path: Sequence[str | int]) -> str | None:
+    """`messages[0].content`."""
+    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+    return cut(text.removeprefix("."), _MAX_PARAM) or None

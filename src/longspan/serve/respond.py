@@ -14,10 +14,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from longspan.serve.answer import Answer, EngineLostError, News, QueueFullError, RequestFailedError
 from longspan.serve.client import EngineClient
 from longspan.serve.errors import error_body
-from longspan.serve.wire import Assembler
+from longspan.serve.output_queue import Answer, EngineLostError, News, QueueFullError, RequestFailedError
+from longspan.serve.wire.answers import Assembler
 from longspan.text.input_processor import EngineRequest
 
 _KEEP_ALIVE = b": still working\n\n"

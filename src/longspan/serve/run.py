@@ -11,14 +11,16 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import uvicorn
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from longspan.serve.app import make_app
 from longspan.serve.client import EngineClient
+from longspan.serve.errors import error_response
 from longspan.serve.messages import EngineSetup, Started
-from longspan.serve.protocol import HttpProtocol
+from longspan.serve.middleware import HttpProtocol, RequestIds, RootPath, Tally, path_of
 from longspan.serve.server import Server
 from longspan.serve.settings import ServerSettings
-from longspan.serve.starting import Face
 from longspan.text.input_processor import InputProcessor
 from longspan.text.tokenizer import tokenizer_in
 
@@ -173,3 +175,25 @@ def _bind(host: str, port: int, reader_timeout_s: float) -> socket.socket:
         return listening
     except (OSError, OverflowError) as error:
         raise ValueError(f"cannot listen on {host}:{port} ({error}): choose another --host or --port") from None
+
+
+_RETRY_AFTER_S = 5
+
+
+class Face:
+    """An ASGI app in place of `app`: while that is not made yet, `/live` is answered 200, everything else 503."""
+
+    def __init__(self, root_path: str) -> None:
+        self.app: ASGIApp = RootPath(RequestIds(_starting, Tally()), root_path)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        await self.app(scope, receive, send)
+
+
+async def _starting(scope: Scope, receive: Receive, send: Send) -> None:
+    if path_of(scope) == "/live":
+        response = JSONResponse({"status": "ok"})
+    else:
+        response = error_response(503, "the engine is starting", retry_after_s=_RETRY_AFTER_S)
+    await response(scope, receive, send)

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import logging
+import os
+import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
+from anyio import CapacityLimiter
+from anyio.to_thread import run_sync
 from fastapi import Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
 from longspan.core.protocols import PolicySettings
-from longspan.serve import wire
-from longspan.serve.answer import EngineLostError
 from longspan.serve.client import EngineClient
-from longspan.serve.lanes import Lane
+from longspan.serve.errors import WireError, blaming
 from longspan.serve.messages import Turn
 from longspan.serve.metrics import Metrics
 from longspan.serve.middleware import Tally
+from longspan.serve.output_queue import EngineLostError, QueueFullError
 from longspan.serve.respond import Call, Watch, respond
 from longspan.serve.settings import ServerSettings
+from longspan.serve.wire.answers import Assembler
+from longspan.serve.wire.body import check_content_type, read_request
+from longspan.serve.wire.convert import form_kind, grammar_of
+from longspan.serve.wire.requests import ChatCompletionRequest, CompletionRequest, PolicyUpdate
+from longspan.serve.wire.responses import ModelCard, ModelList
 from longspan.text.input_processor import EngineRequest, InputProcessor
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -53,9 +64,10 @@ class Server:
         engine.on_turn, engine.on_loss = self.metrics.take_turn, self.metrics.take_loss
         if engine.stats is not None:  # what it has said before
             self.metrics.take_turn(Turn(stats=engine.stats))
-        # One large thing at a time, which bounds the memory that it takes.
-        self._quick, self._bodies, self._texts = Lane("requests", 2), Lane("large bodies", 1), Lane("large texts", 1)
-        self._grammars = Lane("grammars", 2, max_waiting=_MOST_GRAMMARS)
+        self._quick = WorkerPool("requests", 2)
+        # Large things go one by one, which bounds the memory that they take.
+        self._bodies, self._texts = WorkerPool("large bodies", 1), WorkerPool("large texts", 1)
+        self.grammars = WorkerPool("grammars", 2, max_waiting=_MOST_GRAMMARS)
 
     def retry_after_s(self) -> int:
         """Whole seconds after which a queue that is full now has probably some room again."""
@@ -63,13 +75,11 @@ class Server:
         waiting = 0 if stats is None else stats.num_waiting
         return min(60, 1 + waiting // 50)
 
-    def _models(self) -> wire.ModelList:
+    def _models(self) -> ModelList:
         created, names = int(time.time()), self.settings.model_names
-        return wire.ModelList(
+        return ModelList(
             data=[
-                wire.ModelCard(
-                    id=name, created=created, root=names[0], max_model_len=self.input_processor.max_model_len
-                )
+                ModelCard(id=name, created=created, root=names[0], max_model_len=self.input_processor.max_model_len)
                 for name in names
             ]
         )
@@ -92,16 +102,16 @@ class Server:
 
     async def parse(self, request: Request, model: type[ModelT]) -> ModelT:
         """The body as `model`."""
-        wire.check_content_type(request.headers.get("content-type"))
+        check_content_type(request.headers.get("content-type"))
         bodies = self._bodies if await _is_large(request) else self._quick
         body = await request.body()
-        return await self._watched(request, partial(bodies.run, wire.read_request, model, body, self.limits))
+        return await self._watched(request, partial(bodies.run, read_request, model, body, self.limits))
 
     def check_model(self, name: str | None) -> None:
         """Raises WireError 404 when a request names another model."""
         if name is not None and name not in self.settings.model_names:
             known = ", ".join(self.settings.model_names)
-            raise wire.WireError(f"there is no model {name[:100]!r} here, but {known}", param="model", status=404)
+            raise WireError(f"there is no model {name[:100]!r} here, but {known}", param="model", status=404)
 
     def check_open(self) -> None:
         """Raises EngineLostError when nothing new is taken."""
@@ -111,9 +121,9 @@ class Server:
     async def answer(
         self,
         request: Request,
-        body: wire.CompletionRequest | wire.ChatCompletionRequest,
+        body: CompletionRequest | ChatCompletionRequest,
         make_engine_requests: Callable[[str], Sequence[EngineRequest]],
-        make_assembler: Callable[..., wire.Assembler],
+        make_assembler: Callable[..., Assembler],
         prefix: str,
     ) -> Response:
         """Serves a request for text; `make_engine_requests` is given the grammar of their outputs."""
@@ -122,9 +132,9 @@ class Server:
         is_large = await _is_large(request)
         texts = self._texts if is_large else self._quick
 
-        def assembled(grammar: str) -> tuple[Sequence[EngineRequest], wire.Assembler]:
+        def assembled(grammar: str) -> tuple[Sequence[EngineRequest], Assembler]:
             engine_requests = make_engine_requests(grammar)
-            with wire.blaming("prompt"):
+            with blaming("prompt"):
                 self.settings.check_queue(
                     len(engine_requests), sum(len(engine_request.token_ids) for engine_request in engine_requests)
                 )
@@ -137,7 +147,7 @@ class Server:
                 created=int(time.time()),
             )
 
-        async def prepare() -> tuple[Sequence[EngineRequest], wire.Assembler]:
+        async def prepare() -> tuple[Sequence[EngineRequest], Assembler]:
             prepared = await texts.run(assembled, await self._grammar(body))
             self.check_open()
             return prepared
@@ -150,12 +160,10 @@ class Server:
             keep_alive_s=self.settings.keep_alive_s,
             reader_timeout_s=self.settings.reader_timeout_s,
         )
-        scores_prompts = bool(
-            body.prompt_logprobs is not None or (isinstance(body, wire.CompletionRequest) and body.echo)
-        )
+        scores_prompts = bool(body.prompt_logprobs is not None or (isinstance(body, CompletionRequest) and body.echo))
         return await respond(self.engine, call, (texts if scores_prompts else self._quick).run)
 
-    async def update_policy(self, request: Request, body: wire.PolicyUpdate) -> PolicySettings:
+    async def update_policy(self, request: Request, body: PolicyUpdate) -> PolicySettings:
         """Changes options of the policy; how it is set then.
 
         Raises:
@@ -166,18 +174,18 @@ class Server:
         if settings is None:
             raise EngineLostError("the engine has not said what its policy is")
         options = body.options(settings)
-        with wire.blaming(next(iter(options)) if len(options) == 1 else None, {name: name for name in options}):
+        with blaming(next(iter(options)) if len(options) == 1 else None, {name: name for name in options}):
             changed = await self._watched(request, partial(self.engine.update_policy, options))
         _log.info("policy %s has %s, by request %s", changed.name, options, request.state.request_id)
         return changed
 
-    async def _grammar(self, body: wire.CompletionRequest | wire.ChatCompletionRequest) -> str:
+    async def _grammar(self, body: CompletionRequest | ChatCompletionRequest) -> str:
         """That outputs must follow; its check may take seconds, but not of those who need none."""
-        kind = wire.form_kind(body)
+        kind = form_kind(body)
         if kind == "free":
             return ""
-        lane = self._quick if kind == "json_object" else self._grammars
-        return await lane.run(wire.grammar_of, body, self)
+        pool = self._quick if kind == "json_object" else self.grammars
+        return await pool.run(grammar_of, body, self)
 
     def _timeout_s(self, request: Request) -> float | None:
         """The server's limit, or what the client's `x-request-timeout` says if that is shorter."""
@@ -189,10 +197,65 @@ class Server:
         except ValueError:
             wanted = 0.0
         if not 0 < wanted < float("inf"):
-            raise wire.WireError(f"x-request-timeout must be a number of seconds above 0, but {text[:100]!r} given")
+            raise WireError(f"x-request-timeout must be a number of seconds above 0, but {text[:100]!r} given")
         return wanted if most is None else min(wanted, most)
 
 
 async def _is_large(request: Request) -> bool:
     """Whether reading or tokenizing its body takes long."""
     return len(await request.body()) > _LARGE_BYTES
+
+
+class WorkerPool:
+    """Runs functions in threads, at most `num_threads` at once, in the order in which they come.
+
+    A function that has begun keeps its place until it returns, even if its caller has given up: so no client can make
+    more threads by leaving. One whose caller gives up earlier is dropped, with all that it refers to.
+    """
+
+    def __init__(self, name: str, num_threads: int, max_waiting: int | None = None) -> None:
+        self._name, self._max_waiting = name, max_waiting
+        self._limiter = CapacityLimiter(num_threads)
+
+    @property
+    def num_waiting(self) -> int:
+        """Counts the calls of `run` that have not begun."""
+        return self._limiter.statistics().tasks_waiting
+
+    async def run(self, function: Callable[..., ResultT], *arguments: object) -> ResultT:
+        """Returns the function's result.
+
+        Raises:
+            QueueFullError: when `max_waiting` others have not begun yet.
+        """
+        if self._max_waiting is not None and self.num_waiting >= self._max_waiting:
+            raise QueueFullError(f"{self.num_waiting} {self._name} are waiting already")
+        place = object()
+        await self._limiter.acquire_on_behalf_of(place)
+        work = asyncio.ensure_future(run_sync(partial(_run, function, arguments), limiter=CapacityLimiter(1)))
+        work.add_done_callback(lambda _: self._limiter.release_on_behalf_of(place))
+        return await asyncio.shield(work)
+
+
+_busy_threads: set[int] = set()
+
+
+def _run(function: Callable[..., ResultT], arguments: Sequence[object]) -> ResultT:
+    _busy_threads.add(threading.get_ident())
+    try:
+        return function(*arguments)
+    finally:
+        _busy_threads.discard(threading.get_ident())
+
+
+def end_process_if_busy(code: int) -> None:
+    """Ends the process with this exit code if a worker pool is still at work, else returns.
+
+    Such work cannot be interrupted. The interpreter would either wait for it, or go down under native code that comes
+    back to it then. Exit functions run first.
+    """
+    if _busy_threads:
+        atexit._run_exitfuncs()  # noqa: SLF001 - as multiprocessing does where it ends by os._exit
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

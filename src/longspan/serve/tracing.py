@@ -15,9 +15,9 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from longspan.serve.answer import Answer
 from longspan.serve.messages import Ended
 from longspan.serve.middleware import path_of
+from longspan.serve.output_queue import Answer
 
 _TRACED = frozenset({"/v1/completions", "/v1/chat/completions"})
 _SERVER_ERROR = 500

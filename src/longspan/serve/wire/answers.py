@@ -11,10 +11,11 @@ from transformers import PreTrainedTokenizerBase
 
 from longspan.core.request import FinishReason
 from longspan.outputs import LogprobsOfToken
-from longspan.serve.updates import ChoiceDelta, Update
-from longspan.serve.wire.logprobs import Names
-from longspan.serve.wire.requests import GenerationRequest
+from longspan.serve.messages import ChoiceDelta, Update
+from longspan.serve.wire.logprobs import Echo, Names, chat_logprobs, completion_logprobs, echo_of, prompt_logprobs
+from longspan.serve.wire.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from longspan.text.input_processor import EngineRequest
+from longspan.text.tokenizer import Detokenizer
 
 Body = dict[str, Any]
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
@@ -201,3 +202,180 @@ def _usage(num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: in
         "total_tokens": num_prompt_tokens + num_output_tokens,
         "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
     }
+
+
+class ChatAssembler(AnswerAssembler[ChatCompletionRequest]):
+    """Makes a chat's answer."""
+
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def whole(self) -> Body:
+        """See `Assembler`."""
+        return super().whole() | self._of_prompt()
+
+    def chunks(self, index: int, update: Update) -> list[Body]:
+        """See `Assembler`; the first chunk has what is told of the prompt."""
+        is_first = not any(choice.begun for choice in self.choices())
+        chunks = super().chunks(index, update)
+        if is_first and chunks:
+            chunks[0] |= self._of_prompt()
+        return chunks
+
+    def news(self, choice: Choice, update: ChoiceDelta) -> News:
+        """See `AnswerAssembler`."""
+        del choice
+        logprobs = None
+        if self.request.logprobs:
+            assert update.logprobs is not None, "they were asked for"
+            num_top = self.request.top_logprobs or 0
+            pairs = zip(update.token_ids, update.logprobs, strict=True)
+            logprobs = {"content": [chat_logprobs(token, entries, num_top, self.names) for token, entries in pairs]}
+        return News(
+            text=update.text,
+            token_ids=update.token_ids,
+            logprobs=logprobs,
+            finish_reason=update.finish_reason,
+            stop_reason=update.stop_reason,
+        )
+
+    def whole_choice(self, choice: Choice, news: News) -> Body:
+        """See `AnswerAssembler`."""
+        return {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": news.text, "refusal": None},
+            **self._of_output(news),
+        }
+
+    def chunk_choices(self, choice: Choice, news: News) -> Iterator[Body]:
+        """The first chunk of a choice has the role and no text; the last one has the reason."""
+        if not choice.begun:
+            role = {"role": "assistant", "content": ""}
+            yield {"index": choice.index, "delta": role, "logprobs": None, "finish_reason": None}
+        if news.text or news.finish_reason or news.logprobs or self.request.return_token_ids:
+            delta = {"content": news.text} if news.text else {}
+            yield {"index": choice.index, "delta": delta, **self._of_output(news)}
+
+    def _of_output(self, news: News) -> Body:
+        body: Body = {
+            "logprobs": news.logprobs,
+            "finish_reason": news.finish_reason,
+            "stop_reason": news.stop_reason,
+        }
+        return body | ({"token_ids": news.token_ids} if self.request.return_token_ids else {})
+
+    def _of_prompt(self) -> Body:
+        [first, *_] = self.choices()
+        body: Body = {}
+        if self.request.prompt_logprobs is not None:
+            body["prompt_logprobs"] = prompt_logprobs(self.scores_of(first), self.request.prompt_logprobs)
+        if self.request.return_token_ids:
+            body["prompt_token_ids"] = first.engine_request.token_ids
+        return body
+
+
+class CompletionAssembler(AnswerAssembler[CompletionRequest]):
+    """Makes a completion's answer. With `echo` and `logprobs`, making it takes as long as tokenizing the prompts."""
+
+    whole_object = chunk_object = "text_completion"
+
+    def __init__(
+        self,
+        request: CompletionRequest,
+        engine_requests: Sequence[EngineRequest],
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        response_id: str,
+        model: str,
+        created: int,
+    ) -> None:
+        super().__init__(request, engine_requests, tokenizer, response_id=response_id, model=model, created=created)
+        self._echoes = [self._echo(engine_request) for engine_request in engine_requests] if request.echo else []
+        self._offsets: dict[int, _Offsets] = {}  # by choice
+
+    def news(self, choice: Choice, update: ChoiceDelta) -> News:
+        """See `AnswerAssembler`. With `max_tokens` 0, the token that the engine makes anyway is left out."""
+        silent = self.request.max_tokens == 0
+        reason = update.finish_reason, update.stop_reason
+        if silent and update.finish_reason == "stop":
+            reason = "length", None
+        echo = self._echoes[choice.request_index] if self._echoes and not self._has_news(choice) else None
+        token_ids, text = ([], "") if silent else (update.token_ids, update.text)
+        return News(
+            text=text if echo is None else echo.text + text,
+            token_ids=token_ids,
+            logprobs=None if self.request.logprobs is None else self._logprobs(choice, token_ids, update, echo),
+            finish_reason=reason[0],
+            stop_reason=reason[1],
+        )
+
+    def whole_choice(self, choice: Choice, news: News) -> Body:
+        """See `AnswerAssembler`."""
+        return self._choice(choice, news) | self._of_prompt(choice)
+
+    def chunk_choices(self, choice: Choice, news: News) -> Iterator[Body]:
+        """See `AnswerAssembler`; the first chunk of a choice has what is told of its prompt."""
+        of_prompt = {} if choice.begun else self._of_prompt(choice)
+        has_logprobs = news.logprobs is not None and news.logprobs["tokens"]
+        if of_prompt or news.text or news.finish_reason or has_logprobs or self.request.return_token_ids:
+            yield self._choice(choice, news) | of_prompt
+
+    def _choice(self, choice: Choice, news: News) -> Body:
+        body: Body = {
+            "index": choice.index,
+            "text": news.text,
+            "logprobs": news.logprobs,
+            "finish_reason": news.finish_reason,
+            "stop_reason": news.stop_reason,
+        }
+        return body | ({"token_ids": news.token_ids} if self.request.return_token_ids else {})
+
+    def _of_prompt(self, choice: Choice) -> Body:
+        body: Body = {}
+        if self.request.prompt_logprobs is not None:
+            body["prompt_logprobs"] = prompt_logprobs(self.scores_of(choice), self.request.prompt_logprobs)
+        if self.request.return_token_ids:
+            body["prompt_token_ids"] = choice.engine_request.token_ids
+        return body
+
+    def _logprobs(
+        self, choice: Choice, token_ids: Sequence[int], update: ChoiceDelta, echo: Echo | None
+    ) -> dict[str, list[object]]:
+        tokens: list[tuple[int, LogprobsOfToken | None]] = []
+        offsets: list[int] = []
+        if echo is not None:
+            tokens += zip(choice.engine_request.token_ids, self.scores_of(choice), strict=True)
+            offsets += echo.offsets
+        tokens += zip(token_ids, update.logprobs or (), strict=False)
+        offsets += self._offsets_of(choice).add(token_ids)
+        return completion_logprobs(tokens, offsets, self.request.logprobs or 0, self.names)
+
+    def _offsets_of(self, choice: Choice) -> _Offsets:
+        if choice.index not in self._offsets:
+            begin = len(self._echoes[choice.request_index].text) if self._echoes else 0
+            self._offsets[choice.index] = _Offsets(self.tokenizer, choice.engine_request.token_ids, begin)
+        return self._offsets[choice.index]
+
+    def _has_news(self, choice: Choice) -> bool:
+        return choice.begun or bool(choice.news)
+
+    def _echo(self, engine_request: EngineRequest) -> Echo:
+        special = self.request.add_special_tokens is not False
+        return echo_of(engine_request, self.tokenizer, special, with_offsets=self.request.logprobs is not None)
+
+
+class _Offsets:
+    """Where output tokens begin in a text whose output begins at `begin`, in characters."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, prompt: Sequence[int], begin: int) -> None:
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, prompt)
+        self._end = begin
+
+    def add(self, token_ids: Sequence[int]) -> list[int]:
+        """Of the next tokens. Those that are parts of one character all begin where it begins."""
+        offsets = []
+        for token in token_ids:
+            offsets.append(self._end)
+            if self._detokenizer is not None:
+                self._end += len(self._detokenizer.add([token]))
+        return offsets

@@ -7,8 +7,8 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
-from longspan.serve.limits import RequestLimits
-from longspan.serve.wire.errors import WireError, blaming, cut, wire_error
+from longspan.serve.errors import WireError, blaming, cut, wire_error
+from longspan.serve.settings import RequestLimits
 
 RequestT = TypeVar("RequestT", bound=BaseModel)
 

@@ -11,9 +11,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from longspan.core.request import check_room
 from longspan.core.sampling import SamplingParams, StructuredOutputsParams
-from longspan.serve.limits import RequestLimits
-from longspan.serve.wire.errors import WireError, blaming, cut
-from longspan.serve.wire.messages import for_template, num_chars
+from longspan.serve.errors import WireError, blaming, cut
+from longspan.serve.settings import RequestLimits
+from longspan.serve.wire.fields import for_template, num_chars
 from longspan.serve.wire.requests import (
     ChatCompletionRequest,
     CompletionRequest,

@@ -5,14 +5,14 @@ A number is a number here and a string a string: nothing is converted. Null alwa
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, Tag, model_validator
 from typing_extensions import TypeAliasType
 
-from longspan.serve.wire import refused
-from longspan.serve.wire.errors import WireError
+from longspan.serve.errors import WireError
 
 MOST = 2**31 - 1
 """Of numbers that count something. Model and memory allow much less."""
@@ -58,8 +58,52 @@ LogitBias = Annotated[
 Schema = dict[str, Any]
 
 
+_NO_TOOLS = "put the description of tools into a message"
+_NO_GUIDED = "use structured_outputs or response_format"
+_TEXT_ONLY = "only text is served"
+UNSERVED: Mapping[str, tuple[object, str]] = {
+    "allowed_token_ids": ([], "use logit_bias or structured_outputs"),
+    "audio": (None, _TEXT_ONLY),
+    "bad_words": ([], "use logit_bias"),
+    "cache_salt": (None, "all requests share the prefix cache: start another server for those that must not"),
+    "chat_template": (None, "the model's own is used; chat_template_kwargs sets its variables"),
+    "chat_template_kwargs": ({}, "only conversations have a template: use /v1/chat/completions"),
+    "continue_final_message": (False, "only conversations have a template: use /v1/chat/completions"),
+    "documents": ([], "put documents into a message"),
+    "echo": (False, "only /v1/completions repeats a prompt"),
+    "function_call": ("none", _NO_TOOLS),
+    "functions": ([], _NO_TOOLS),
+    "guided_choice": (None, _NO_GUIDED),
+    "guided_grammar": (None, _NO_GUIDED),
+    "guided_json": (None, _NO_GUIDED),
+    "guided_regex": (None, _NO_GUIDED),
+    "include_stop_str_in_output": (False, "append stop_reason to the text"),
+    "length_penalty": (1, "it belongs to beam search"),
+    "logits_processors": ([], "use logit_bias or structured_outputs"),
+    "modalities": (["text"], _TEXT_ONLY),
+    "prompt_embeds": (None, "prompts are text or token ids"),
+    "reasoning_effort": (None, "chat_template_kwargs sets the variables of a template"),
+    "return_tokens_as_token_ids": (False, "use return_token_ids"),
+    "skip_special_tokens": (True, "use return_token_ids"),
+    "structural_tag": (None, "use grammar"),
+    "suffix": ("", "only continuations are served"),
+    "tool_choice": ("none", _NO_TOOLS),
+    "tools": ([], _NO_TOOLS),
+    "top_logprobs": (0, "use logprobs, which is a number here"),
+    "truncate_prompt_tokens": (None, "shorten the prompt"),
+    "use_beam_search": (False, "use n and temperature"),
+    "web_search_options": (None, "put what is to be known into a message"),
+    "whitespace_pattern": (None, "use grammar"),
+}
+"""Fields of OpenAI's and vLLM's API that would change the answer and are not served.
+
+Each has its neutral value, beside null, and what to do instead. Other unknown fields are ignored, as they are by
+OpenAI's and vLLM's servers.
+"""
+
+
 class WireModel(BaseModel):
-    """Fields that a model does not know are ignored, unless they are in the tables of `refused`."""
+    """Ignores fields that it does not know, but refuses those of `UNSERVED` that are not neutral."""
 
     model_config = ConfigDict(
         strict=True,
@@ -69,6 +113,16 @@ class WireModel(BaseModel):
         protected_namespaces=(),
         use_attribute_docstrings=True,
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unserved(cls, data: object) -> object:
+        if isinstance(data, dict):
+            for name, value in data.items():
+                neutral, instead = (value, "") if name in cls.model_fields else UNSERVED.get(name, (value, ""))
+                if value not in (None, neutral):
+                    raise WireError(f"it is not supported: {instead}", name)
+        return data
 
 
 class StreamOptions(WireModel):
@@ -147,12 +201,6 @@ class StructuredOutputs(WireModel):
     json_object: bool | None = None
     """Any JSON object."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse(cls, data: object) -> object:
-        refused.refuse(data, refused.STRUCTURED)
-        return data
-
     @model_validator(mode="after")
     def _one(self) -> StructuredOutputs:
         check_exactly_one(self.fields)
@@ -162,3 +210,82 @@ class StructuredOutputs(WireModel):
     def fields(self) -> dict[str, Any]:
         """By their names on the wire."""
         return {name: self.json_ if name == "json" else getattr(self, name) for name in _GUIDES}
+
+
+class TextPart(WireModel):
+    """A part of a content. Parts that are not text are refused."""
+
+    type: Literal["text"]
+    text: str
+
+
+Parts = TypeAliasType("Parts", Annotated[list[TextPart], FailFast()])
+Content = str | Parts
+
+
+class FunctionCall(WireModel):
+    """A call that the assistant has made; `arguments` is JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(WireModel):
+    """A call with the id that its answer, a message of the role `tool`, refers to."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class _Message(WireModel):
+    """Fields that are not known go to the chat template, which may know them."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str | None = None
+
+
+class GivenMessage(_Message):
+    """What the assistant reads."""
+
+    role: Literal["system", "developer", "user", "tool"]
+    content: Content
+    tool_call_id: str | None = None
+
+
+class AssistantMessage(_Message):
+    """What the assistant has said: a text, calls of tools, or both."""
+
+    role: Literal["assistant"]
+    content: Content | None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+Message = Annotated[GivenMessage | AssistantMessage, Field(discriminator="role")]
+Messages = TypeAliasType("Messages", Annotated[list[Message], Field(min_length=1), FailFast()])
+
+
+def num_chars(message: GivenMessage | AssistantMessage) -> int:
+    """Of its content."""
+    content = message.content or ""
+    return len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
+
+
+def for_template(message: GivenMessage | AssistantMessage) -> dict[str, Any]:
+    """A message as chat templates know it: without null, and calls with arguments that are objects, not their text."""
+    plain = message.model_dump(exclude_none=True)
+    if isinstance(message, AssistantMessage):
+        plain.setdefault("content", "")
+        for call in plain.get("tool_calls", ()):
+            call["function"]["arguments"] = _arguments(call["function"]["arguments"])
+    return plain
+
+
+def _arguments(text: str) -> dict[str, Any] | str:
+    """The object that a text is; a model may have written something else, which is kept as it is."""
+    try:
+        value = json.loads(text or "{}")
+    except (json.JSONDecodeError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text

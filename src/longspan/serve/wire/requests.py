@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from longspan.serve.wire import refused
-from longspan.serve.wire.errors import WireError
+from longspan.core.protocols import OptionValue, PolicySettings, SettledError, option_text
+from longspan.serve.errors import WireError
 from longspan.serve.wire.fields import (
     MOST,
     LogitBias,
+    Messages,
     Prompts,
     ResponseFormat,
     Schema,
@@ -25,7 +26,6 @@ from longspan.serve.wire.fields import (
     check_exactly_one,
     exactly_one,
 )
-from longspan.serve.wire.messages import Messages
 
 
 def _given(field: str, schema: Schema) -> Schema:
@@ -86,6 +86,16 @@ class GenerationRequest(WireModel):
     return_token_ids: bool | None = None
     """Answer with `prompt_token_ids` and `token_ids`, too."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_second_counts(cls, data: object) -> object:
+        """Refuses two more numbers that would change the answer, unless they repeat another one: some clients do so."""
+        if isinstance(data, dict):
+            for name, other, default in (("best_of", "n", 1), ("max_completion_tokens", "max_tokens", None)):
+                if name not in cls.model_fields and data.get(name) not in (None, data.get(other) or default):
+                    raise WireError(f"it is not supported: use {other}", name)
+        return data
+
     @model_validator(mode="after")
     def _fit(self) -> GenerationRequest:
         if self.temperature == 0 and (self.n or 1) > 1:
@@ -119,14 +129,6 @@ class CompletionRequest(GenerationRequest):
     """Begin the text, and the logprobs, with the prompt's."""
     logprobs: Whole | None = None
     """Report the log-probability of each token, and of so many of the most likely tokens."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse(cls, data: object) -> object:
-        refused.refuse(data, refused.COMPLETION)
-        refused.refuse_best_of(data)
-        refused.refuse_max_completion_tokens(data)
-        return data
 
 
 class TemplateFields(WireModel):
@@ -163,13 +165,6 @@ class ChatCompletionRequest(GenerationRequest, TemplateFields):
     top_logprobs: Whole | None = None
     """With `logprobs`: also of so many of the most likely tokens."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse(cls, data: object) -> object:
-        refused.refuse(data, refused.CHAT)
-        refused.refuse_best_of(data)
-        return data
-
     @model_validator(mode="after")
     def _fit_chat(self) -> ChatCompletionRequest:
         if self.top_logprobs and not self.logprobs:
@@ -189,12 +184,6 @@ class TokenizeRequest(TemplateFields):
     """By default true for a prompt, false for a conversation."""
     return_token_strs: bool | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse(cls, data: object) -> object:
-        refused.refuse(data, refused.TOKENIZE)
-        return data
-
     @model_validator(mode="after")
     def _fit(self) -> TokenizeRequest:
         check_exactly_one({"prompt": self.prompt, "messages": self.messages})
@@ -206,3 +195,48 @@ class DetokenizeRequest(WireModel):
 
     model: str | None = None
     tokens: TokenIds
+
+
+_MOST_CHARACTERS = 4096
+
+Given = Annotated[str, Field(max_length=_MOST_CHARACTERS)] | bool | Annotated[int, Field(ge=-MOST, le=MOST)] | float
+"""An option's value: a text as the command line has it, or a number, or true or false."""
+
+
+class PolicyUpdate(WireModel):
+    """`POST /admin/policy`: options of the policy, by name, that are to change."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Given] = Field(init=False)
+
+    def options(self, settings: PolicySettings) -> dict[str, str]:
+        """As texts, when the policy has all of them and they may change.
+
+        Raises:
+            WireError: 400 for no option, or one that the policy lacks, 409 for one that may not change while it serves.
+        """
+        if not self.__pydantic_extra__:
+            names = ", ".join(settings.changeable) or "it has none"
+            raise WireError(f"give an option of policy {settings.name} that is to change, and its value: {names}")
+        for name in self.__pydantic_extra__:
+            try:
+                settings.check_changes([name])
+            except SettledError as error:
+                raise WireError(str(error), param=name, status=409) from error
+            except ValueError as error:
+                raise WireError(str(error), param=name[:60]) from error
+        return {name: option_text(value) for name, value in self.__pydantic_extra__.items()}
+
+
+class PolicyInfo(BaseModel):
+    """`GET /admin/policy`, and what a change answers: the policy with all options as they are in force."""
+
+    policy: str
+    options: dict[str, OptionValue]
+    changeable: list[str]
+    """The options that may change while it serves."""
+
+    @classmethod
+    def of(cls, settings: PolicySettings) -> PolicyInfo:
+        """The same as JSON."""
+        return cls(policy=settings.name, options=dict(settings.options), changeable=list(settings.changeable))

@@ -1,4 +1,4 @@
-"""Threads in lanes: order, bounds, what is given up; they hold up neither each other nor the end of a process."""
+"""Worker pools: order, bounds, what is given up; they hold up neither each other nor the end of a process."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,11 @@ from fake_engine_install import until
 from server_client import completion, post
 from test_server_face import ask, serving
 
-from longspan.serve import wire
-from longspan.serve.answer import QueueFullError
-from longspan.serve.lanes import Lane
+from longspan.serve import app, server
+from longspan.serve.output_queue import QueueFullError
+from longspan.serve.server import Server, WorkerPool
 
 LARGE = "x" * 200_000
-plain_add = Lane._add
 
 
 class Gate:
@@ -62,21 +60,20 @@ async def gate() -> AsyncIterator[Gate]:
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_work_is_done_in_order_by_so_many_threads_and_none_stays(num_threads: int) -> None:
+def test_work_is_done_in_order_by_so_many_threads(num_threads: int) -> None:
     async def check() -> None:
-        lane, order = Lane("test", num_threads), []
+        pool, order = WorkerPool("test", num_threads), []
         async with gate() as closed:
-            blocked = [asyncio.create_task(lane.run(closed.work)) for _ in range(5)]
+            blocked = [asyncio.create_task(pool.run(closed.work)) for _ in range(5)]
             await until(lambda: closed.num_begun == num_threads)
-            rest = [asyncio.create_task(lane.run(order.append, index)) for index in range(20)]
+            rest = [asyncio.create_task(pool.run(order.append, index)) for index in range(20)]
         await asyncio.gather(*blocked, *rest)
         assert closed.most_running == num_threads
         assert sorted(order) == list(range(20))
         assert num_threads > 1 or order == sorted(order)
         with pytest.raises(ZeroDivisionError):
-            await lane.run(divmod, 1, 0)
-        assert await lane.run(divmod, 7, 2) == (3, 1)
-        await until(lambda: not any(thread.name == "test" for thread in threading.enumerate()))
+            await pool.run(divmod, 1, 0)
+        assert await pool.run(divmod, 7, 2) == (3, 1)
 
     asyncio.run(check())
 
@@ -86,23 +83,23 @@ def test_what_is_given_up_before_it_has_begun_is_not_done_and_not_kept() -> None
         pass
 
     async def check() -> None:
-        lane, done = Lane("test", 1, max_waiting=2), []
+        pool, done = WorkerPool("test", 1, max_waiting=2), []
         async with gate() as closed:
-            first = asyncio.create_task(lane.run(closed.work))
+            first = asyncio.create_task(pool.run(closed.work))
             await until(lambda: closed.num_begun == 1)
             body = Body()
             kept = weakref.ref(body)
-            tasks = [asyncio.create_task(lane.run(done.append, body)) for _ in range(2)]
+            tasks = [asyncio.create_task(pool.run(done.append, body)) for _ in range(2)]
             await asyncio.sleep(0)
             with pytest.raises(QueueFullError, match="2 test"):
-                await lane.run(done.append, 3)
+                await pool.run(done.append, 3)
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
             del body, tasks, task
             gc.collect()
             assert kept() is None
-            last = asyncio.create_task(lane.run(done.append, 4))
+            last = asyncio.create_task(pool.run(done.append, 4))
             await asyncio.sleep(0)
         await asyncio.gather(first, last)
         assert done == [4]
@@ -113,7 +110,7 @@ def test_what_is_given_up_before_it_has_begun_is_not_done_and_not_kept() -> None
 def test_large_texts_come_one_by_one_and_hold_nobody_up(events: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def check() -> None:
         async with serving(events) as face, gate() as closed:
-            monkeypatch.setattr(wire, "tokenized", closed.work)
+            monkeypatch.setattr(app, "tokenized", closed.work)
             waiting = [
                 asyncio.create_task(ask(face.port, "/tokenize", {"prompt": LARGE}, x_request_timeout="30"))
                 for _ in range(5)
@@ -139,23 +136,23 @@ def test_grammars_hold_up_only_each_other_and_their_queue_is_bounded(
     events: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     constrained = completion(prompt=[SAY], max_tokens=3, structured_outputs={"regex": "a"})
-    grammars: list[Lane] = []
+    servers: list[Server] = []
+    check_open = Server.check_open
 
-    def add(lane: Lane, work: Callable[[], Any]) -> Future[Any]:
-        if lane._name == "grammars" and not grammars:
-            grammars.append(lane)
-        return plain_add(lane, work)
+    def seen(found: Server) -> None:
+        servers[:] = [found]
+        check_open(found)
 
     async def check() -> None:
         async with serving(events) as face, gate() as closed:
-            monkeypatch.setattr(wire, "grammar_of", closed.work)
-            monkeypatch.setattr(Lane, "_add", add)
+            monkeypatch.setattr(server, "grammar_of", closed.work)
+            monkeypatch.setattr(Server, "check_open", seen)
             waiting = []
             for _ in range(34):
                 connection = socket.create_connection(("127.0.0.1", face.port))
                 connection.sendall(post(json.dumps(constrained).encode()))
                 waiting.append(connection)
-            await until(lambda: closed.num_begun == 2 and len(grammars[0]._waiting) == 32)
+            await until(lambda: closed.num_begun == 2 and servers[0].grammars.num_waiting == 32)
             start_s = time.monotonic()
             full = await ask(face.port, "/v1/completions", constrained)
             assert (full.status, full.body["error"]["code"]) == (503, "queue_full")
@@ -164,7 +161,7 @@ def test_grammars_hold_up_only_each_other_and_their_queue_is_bounded(
             assert time.monotonic() - start_s < 3
             for connection in waiting:
                 connection.close()
-            await until(lambda: not grammars[0]._waiting)
+            await until(lambda: not servers[0].grammars.num_waiting)
         assert (closed.num_begun, closed.most_running) == (2, 2), "the others have left before it was their turn"
 
     asyncio.run(check())
@@ -173,12 +170,12 @@ def test_grammars_hold_up_only_each_other_and_their_queue_is_bounded(
 def test_a_process_ends_in_the_middle_of_work_after_what_is_to_be_done_at_exit() -> None:
     script = """
 import asyncio, atexit, time
-from longspan.serve.lanes import Lane, end_process_if_busy
+from longspan.serve.server import WorkerPool, end_process_if_busy
 atexit.register(print, "at exit")
 async def begin():
-    lane = Lane("test", 1)
-    await lane.run(abs, -1)
-    task = asyncio.create_task(lane.run(time.sleep, 60))
+    pool = WorkerPool("test", 1)
+    await pool.run(abs, -1)
+    task = asyncio.create_task(pool.run(time.sleep, 60))
     await asyncio.sleep(0.1)
 asyncio.run(begin())
 end_process_if_busy(7)

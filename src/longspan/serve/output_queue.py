@@ -6,8 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from longspan.serve.messages import Ended
-from longspan.serve.updates import Update
+from longspan.serve.messages import Ended, Update
 from longspan.text.input_processor import EngineRequest
 
 News = tuple[int, Update]
