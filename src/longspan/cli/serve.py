@@ -101,7 +101,8 @@ def serve(
 
     Every flag can also be given as an environment variable: --max-model-len as LONGSPAN_MAX_MODEL_LEN.
     """
-    from longspan.serve import answer, lanes, messages, run, settings  # noqa: PLC0415 - other verbs do not wait for FastAPI
+    from longspan.serve import messages, output_queue, run, settings  # noqa: PLC0415 - other verbs do not wait for FastAPI
+    from longspan.serve.server import end_process_if_busy  # noqa: PLC0415
 
     del config  # its callback has read it
     os.environ.pop("LONGSPAN_API_KEY", None)  # it was read; processes that are started from here on need not know it
@@ -133,10 +134,10 @@ def serve(
     )
     try:
         code = asyncio.run(run.serve(setup, face, server.host, server.port))
-    except answer.EngineLostError as error:
+    except output_queue.EngineLostError as error:
         typer.echo(f"longspan: {error}", err=True)
         code = 1
-    lanes.end_process_if_busy(code)
+    end_process_if_busy(code)
     return code
 
 
