@@ -33,7 +33,7 @@ from rich.progress import track
 from rich.table import Table
 
 from longspan import LLM, SamplingParams
-from longspan.core.protocols import Policy, PolicySettings
+from longspan.core.protocols import EnginePolicy, PolicySettings
 from longspan.policy.choosing import Chooser, Facts
 from longspan.policy.group_parts import GroupParts
 from longspan.policy.options import SharingOptions
@@ -65,7 +65,7 @@ class InTwoChunks:
         return 1.0
 
 
-def growing(*, balance: bool, decode: Sequence[int] = (), history: float = 1.0) -> Policy:
+def growing(*, balance: bool, decode: Sequence[int] = (), history: float = 1.0) -> EnginePolicy:
     """A policy that runs these plans, and decodes on the same instances or on others."""
     options = SharingOptions(exchange="ring_kv")
     shares = GroupParts(options, Chooser(2, Facts(), options.wanted), balance=balance)

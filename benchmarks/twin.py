@@ -23,9 +23,10 @@ import numpy as np
 from longspan import LLM
 from longspan.cli.profile_run import measure, measure_links
 from longspan.core.config import EngineConfig
-from longspan.core.protocols import ClusterView, Plan, Policy, PolicySettings
+from longspan.core.protocols import EnginePolicy, PolicySettings
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
+from longspan.core.view import ClusterView, Plan
 from longspan.cost.fitted_cost import FittedCost
 from longspan.cost.profile import Profile
 from longspan.loadgen.arrivals import arrival_times
@@ -55,7 +56,7 @@ _ROUNDS = 4
 class Recorded:
     """A policy, and where it placed requests: the group of each, in the order of admission."""
 
-    policy: Policy
+    policy: EnginePolicy
     placements: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
 
     def plan(self, view: ClusterView) -> Plan:
@@ -193,7 +194,7 @@ class Twin:
             factor *= busy_s / self.simulate(arrivals, profile, factor).busy_s
         return factor
 
-    def _run(self, arrivals: Sequence[Arrival], profile: Profile, policy: Policy, slower: float = 1.0) -> Result:
+    def _run(self, arrivals: Sequence[Arrival], profile: Profile, policy: EnginePolicy, slower: float = 1.0) -> Result:
         assert self.facts.shape is not None, "the model runs"
         cost = FittedCost(profile, self.facts.shape, block_size=self.config.block_size)
         faults = Faults(slow=dict.fromkeys(range(INSTANCES), slower))

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from longspan.attn import native
 from longspan.core.cluster import Fleet, Location, ParallelSpec, Roles, locations_of_ranks
-from longspan.core.protocols import Limits
+from longspan.core.view import Limits
 from longspan.model.cache import cache_root
 from longspan.model.files import ModelFiles
 from longspan.model.info import ModelInfo

@@ -12,7 +12,7 @@ from longspan.args import Arguments, unpacked
 from longspan.core.cluster import hosts_of
 from longspan.core.config import EngineConfig, capacity_tokens
 from longspan.core.engine import Engine
-from longspan.core.protocols import Policy, PolicySettings
+from longspan.core.protocols import EnginePolicy, PolicySettings
 from longspan.core.steps import Link
 from longspan.cost.architecture import ModelShape, typical_hardware
 from longspan.cost.profile import ProfileKey
@@ -181,7 +181,7 @@ def _facts(profile_key: ProfileKey, shape: ModelShape, given: Arguments) -> Fact
     )
 
 
-def _config(given: Arguments, info: ModelInfo, policy: Policy, num_blocks: Sequence[int]) -> EngineConfig:
+def _config(given: Arguments, info: ModelInfo, policy: EnginePolicy, num_blocks: Sequence[int]) -> EngineConfig:
     """What the engine must know; `num_blocks` are those of each instance."""
     decode_blocks = None if given.roles is None else num_blocks[-1]
     capacity = capacity_tokens(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_roles import setups
 from workloads import RANDOM_RUNS, Job, jobs, play
 
-from longspan.core.protocols import ClusterView
+from longspan.core.view import ClusterView
 
 
 @settings(RANDOM_RUNS, max_examples=100)

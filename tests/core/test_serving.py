@@ -17,8 +17,9 @@ from tiny_models import make_tiny
 
 from longspan import LLM, SamplingParams
 from longspan.core.engine import Engine, EngineConfig
-from longspan.core.protocols import Executor, Limits
+from longspan.core.protocols import Executor
 from longspan.core.steps import Completion, Forward, Step
+from longspan.core.view import Limits
 from longspan.model.source import smollm2_folder
 from longspan.policy import make_policy
 from longspan.sim.executor import SimExecutor, VirtualClock

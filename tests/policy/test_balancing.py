@@ -15,10 +15,10 @@ from workloads import assert_lawful
 from longspan.core.account import KvAccount
 from longspan.core.cluster import Roles
 from longspan.core.owners import BlockRef
-from longspan.core.protocols import ClusterView, Limits
 from longspan.core.queues import Running
 from longspan.core.request import Request, RequestMetrics
 from longspan.core.sampling import SamplingParams
+from longspan.core.view import ClusterView, Limits
 from longspan.policy.group_parts import even_moves
 from longspan.policy.placement import Router
 
@@ -136,7 +136,7 @@ def view(*, used: dict[int, int], active: dict[int, int], promised: dict[int, in
         running=running,
         busy=nobody,
         full=nobody,
-        account=account,
+        kv=account,
         now_s=0.0,
         promised=promised,
     )

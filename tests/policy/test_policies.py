@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from longspan.core.account import KvAccount
 from longspan.core.cluster import coupled_instances
-from longspan.core.protocols import ClusterView, Limits
 from longspan.core.queues import Running
 from longspan.core.request import Request, RequestMetrics
 from longspan.core.runs import Layout, SpanShards
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Forward, Free
+from longspan.core.view import ClusterView, Limits
 from longspan.policy import make_policy
 from longspan.policy.choosing import Facts
 from longspan.policy.chunked import Chunked
@@ -304,7 +304,7 @@ def view_of(account: KvAccount, requests: list[Request]) -> ClusterView:
         running=Running.of(requests, 2),
         busy=frozenset(),
         full=frozenset(),
-        account=account,
+        kv=account,
         now_s=0.0,
     )
 

@@ -6,19 +6,19 @@ import pytest
 from test_tetris import chunks_of, machine, tetris
 from workloads import assert_lawful
 
-from longspan.core.protocols import OptionValue, Policy, SettledError, option_text
+from longspan.core.protocols import EnginePolicy, OptionValue, SettledError, option_text
 from longspan.policy import make_policy
 from longspan.policy.tetris.rates import RateTable, RateWatch
 
 CHANGEABLE = ("improvement_rate", "improvement_rates", "chunking", "min_chunk")
 
 
-def policy_of(name: str, **options: str) -> Policy:
+def policy_of(name: str, **options: str) -> EnginePolicy:
     instances = 1 if name == "chunked" else 4
     return make_policy(name, num_instances=instances, options=options, facts=machine(1, 2, 4))
 
 
-def in_force(policy: Policy) -> dict[str, OptionValue]:
+def in_force(policy: EnginePolicy) -> dict[str, OptionValue]:
     """Those options that may change."""
     return {name: policy.settings.options[name] for name in policy.settings.changeable}
 

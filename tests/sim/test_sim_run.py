@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import longspan.sim.run as sim_run
 from longspan.core.engine import Engine, EngineConfig
-from longspan.core.protocols import Limits
 from longspan.core.runs import shard_span
 from longspan.core.steps import Exchange, Forward, Part
+from longspan.core.view import Limits
 from longspan.policy import make_policy
 from longspan.sim.arrivals import Arrival, conversations, prompt_of
 from longspan.sim.executor import LinearCost, Ran

@@ -11,11 +11,11 @@ from cluster_setup import VOCAB, Setup, UnevenCost, invented_token, rank_request
 from longspan.core.blocks import BlockPool
 from longspan.core.config import capacity_tokens
 from longspan.core.engine import Engine, EngineConfig
-from longspan.core.protocols import Limits
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Forward, MoveKV, Part
 from longspan.core.transfers import Transfer
+from longspan.core.view import Limits
 from longspan.policy import make_policy
 from longspan.sim.executor import SimExecutor, VirtualClock
 

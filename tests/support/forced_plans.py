@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from longspan.core.account import PrefixHit
-from longspan.core.protocols import ClusterView, Plan, PolicySettings, ScheduledPart
+from longspan.core.protocols import PolicySettings
 from longspan.core.request import Request
+from longspan.core.view import ClusterView, Plan, ScheduledPart
 from longspan.policy.batching import Budget, fill, single_part
 from longspan.policy.choosing import Chooser, Facts
 from longspan.policy.group_parts import GroupParts

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from longspan.cli.pairs import key_values
-from longspan.core.protocols import Limits
+from longspan.core.view import Limits
 
 _scheduling = partial(typer.Option, rich_help_panel="Scheduling and memory")
 SHARING = ("exchange", "layout", "fractions")

@@ -13,7 +13,7 @@ from longspan.cli.simulate import ClusterOptions
 from longspan.cli.simulate_cluster import Cluster, cluster_of
 from longspan.cli.simulate_workload import Workload
 from longspan.core.config import EngineConfig, capacity_tokens
-from longspan.core.protocols import Policy
+from longspan.core.protocols import EnginePolicy
 from longspan.policy import make_policy
 from longspan.sim.result import MOST_TIMES_LIGHT, Result, find_max_rate, percentile
 from longspan.sim.run import Faults, Watch, simulate
@@ -53,7 +53,7 @@ class Experiment:
         """The same with some options of the policy set or replaced."""
         return replace(self, policy_options={**self.policy_options, **options})
 
-    def policy(self) -> Policy:
+    def policy(self) -> EnginePolicy:
         """As it is before the first request.
 
         Raises:

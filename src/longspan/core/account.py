@@ -5,35 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 
 from longspan.core.blocks import BlockPool, Content, Tier
-from longspan.core.owners import BlockRef
+from longspan.core.owners import BlockRef, PrefixHit
 from longspan.core.request import Request
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrefixHit:
-    """KV found for the beginning of a request.
-
-    Attributes:
-        refs: the blocks, in order; all are full but perhaps the last.
-        num_tokens: tokens covered.
-        adopts_last: the last block is only used up to `num_tokens` and will be written on in, so it is taken over.
-    """
-
-    refs: tuple[BlockRef, ...] = ()
-    num_tokens: int = 0
-    adopts_last: bool = False
-
+from longspan.core.view import RequestView
 
 _NO_HIT = PrefixHit()
 
 
 class KvAccount:
-    """Owns every block of the cluster. Policies read it, the engine changes it.
+    """Owns every block of the cluster. Policies see the `KvView` of it, the engine changes it.
 
     Args:
         num_blocks: of every instance, but for those with `other_blocks`.
@@ -61,12 +45,24 @@ class KvAccount:
         """The pool of one tier of an instance."""
         return self._pools[tier][instance]
 
+    def num_blocks(self, instance: int) -> int:
+        """Counts all blocks of an instance's pool."""
+        return self._device[instance].num_blocks
+
+    def num_free(self, instance: int) -> int:
+        """Counts the blocks of an instance that can be allocated now, cached ones included."""
+        return self._device[instance].num_free
+
+    def num_leaving(self, instance: int) -> int:
+        """Counts the blocks of an instance that only copies under way hold."""
+        return self._device[instance].num_leaving
+
     def changes(self, instances: Iterable[int]) -> int:
         """How often anything has changed in their pools."""
         pools = self._device
         return sum([pools[instance].changes for instance in instances])
 
-    def match(self, request: Request, group: Sequence[int]) -> PrefixHit:
+    def match(self, request: RequestView, group: Sequence[int]) -> PrefixHit:
         """The longest beginning of the request whose KV lies on members of `group`, one token short of it at most.
 
         Full blocks are shared. The tail after them is taken over when nobody uses it, so that a following turn of a
@@ -93,7 +89,7 @@ class KvAccount:
         cached = (r for r in hit.refs if self.pool(r.instance).references(r.block) == 0)
         return Counter(r.instance for r in cached if r not in claimed)
 
-    def reclaimable(self, request: Request) -> Counter[int]:
+    def reclaimable(self, request: RequestView) -> Counter[int]:
         """Blocks per instance that become free when the request is preempted."""
         return Counter(r.instance for r in request.table if self.pool(r.instance).references(r.block) == 1)
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from longspan.core.account import KvAccount
 from longspan.core.cluster import Roles
-from longspan.core.protocols import Limits, Policy
+from longspan.core.protocols import EnginePolicy
+from longspan.core.view import Limits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,7 @@ class EngineConfig:
             other_blocks=dict.fromkeys(decode, self.num_blocks_to_decode or 0),
         )
 
-    def check_capacity(self, policy: Policy) -> None:
+    def check_capacity(self, policy: EnginePolicy) -> None:
         """Raises ValueError when `max_model_len` is more than the policy can place."""
         capacity = capacity_tokens(
             policy,
@@ -86,7 +87,7 @@ class EngineConfig:
         return switch + 1 if num_tokens > switch else switch
 
 
-def capacity_tokens(policy: Policy, *, num_blocks: int, block_size: int, decode_blocks: int | None = None) -> int:
+def capacity_tokens(policy: EnginePolicy, *, num_blocks: int, block_size: int, decode_blocks: int | None = None) -> int:
     """The longest request that is sure to fit when it is alone; `decode_blocks` are one decode instance's, if any."""
     capacity = policy.capacity_tokens(num_blocks=num_blocks, block_size=block_size)
     return capacity if decode_blocks is None else min(capacity, decode_blocks * block_size)

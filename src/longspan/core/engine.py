@@ -11,13 +11,14 @@ from typing import get_args
 from longspan.core.account import KvAccount
 from longspan.core.config import EngineConfig
 from longspan.core.parts import make_part, promise_token, take_part, take_scores, take_token
-from longspan.core.protocols import Clock, ClusterView, Executor, Load, Policy, ScheduledPart
+from longspan.core.protocols import Clock, EnginePolicy, Executor, Load
 from longspan.core.queues import Running, Waiting
 from longspan.core.request import FinishReason, Request, RequestMetrics, check_length
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import EXCHANGE_NAMES, Completion, Forward, Free, Link, MoveKV, Part, Sampled
 from longspan.core.steps_in_flight import Occupancy, StepOrder
 from longspan.core.transfers import Handshakes, Transfers
+from longspan.core.view import ClusterView, ScheduledPart
 
 __all__ = ["Engine", "EngineConfig"]
 
@@ -33,7 +34,7 @@ class Engine:
         ValueError: when `max_model_len` is more than the policy can place.
     """
 
-    def __init__(self, *, policy: Policy, executor: Executor, clock: Clock, config: EngineConfig) -> None:
+    def __init__(self, *, policy: EnginePolicy, executor: Executor, clock: Clock, config: EngineConfig) -> None:
         config.check_capacity(policy)
         self.config = config
         self._running = Running(config.num_instances)
@@ -127,7 +128,7 @@ class Engine:
         if not request.in_flight and request.id in self._requests:
             self._drop(request)
 
-    def set_policy(self, policy: Policy) -> None:
+    def set_policy(self, policy: EnginePolicy) -> None:
         """From now on, `policy` decides; only between requests, whose groups and layouts are the old one's.
 
         Raises:
@@ -214,7 +215,7 @@ class Engine:
                 self._admit(scheduled)
         for scheduled in scheduled_parts:
             if scheduled.block_owners:
-                self.account.extend(scheduled.request, scheduled.block_owners)
+                self.account.extend(self._requests[scheduled.request.id], scheduled.block_owners)
         if any(scheduled.target is not None for scheduled in scheduled_parts):
             self._send_waiting()  # what is cached can go before the rest is computed
         for batch in batches:
@@ -233,7 +234,7 @@ class Engine:
 
     def _rebalance(self, scheduled: ScheduledPart) -> MoveKV:
         """Blocks of a request lie on other members from this step on."""
-        request = scheduled.request
+        request = self._requests[scheduled.request.id]
         request.sent_blocks = request.sent_output = 0
         copies = self.account.relocate(request, scheduled.moves)
         return MoveKV(number=self._number(), request_id=request.id, copies=copies)
@@ -243,7 +244,8 @@ class Engine:
         while True:
             self._transfers.make_room(self._occupancy.full)
             plan = self._policy.plan(self._view())
-            for request in plan.preempted:
+            for preempted in plan.preempted:
+                request = self._requests[preempted.id]
                 request.metrics.num_preemptions += 1
                 self.num_preemptions += 1
                 self._retract(request)
@@ -280,16 +282,16 @@ class Engine:
             limits=self.config.limits,
             waiting=self._waiting.able(),
             running=self._running,
+            kv=self.account,
             busy=frozenset(self._occupancy.busy),
             full=frozenset(self._occupancy.full),
-            account=self.account,
             now_s=self._clock.now(),
             promised=self._transfers.promised,
             arrivals=self._waiting.changes,
         )
 
     def _admit(self, scheduled: ScheduledPart) -> None:
-        request, hit = scheduled.request, scheduled.hit
+        request, hit = self._requests[scheduled.request.id], scheduled.hit
         assert hit is not None and hit.num_tokens == scheduled.start, "an admitted request starts behind its prefix"
         self._leave(request)
         self.account.take(request, hit)
@@ -309,8 +311,8 @@ class Engine:
             request.metrics.num_cached_tokens = min(hit.num_tokens, request.num_prompt)
 
     def _part(self, scheduled: ScheduledPart) -> Part:
-        request = scheduled.request
-        part = make_part(scheduled, self.config.eos_token_ids)
+        request = self._requests[scheduled.request.id]
+        part = make_part(request, scheduled, self.config.eos_token_ids)
         self._running.regroup(request)
         if part.sample is not None:
             if request.target is None:

@@ -18,6 +18,21 @@ class BlockRef(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PrefixHit:
+    """KV found for the beginning of a request.
+
+    Attributes:
+        refs: the blocks, in order; all are full but perhaps the last.
+        num_tokens: tokens covered.
+        adopts_last: the last block is only used up to `num_tokens` and will be written on in, so it is taken over.
+    """
+
+    refs: tuple[BlockRef, ...] = ()
+    num_tokens: int = 0
+    adopts_last: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Rotation:
     """From position `start` on each token goes to the member that holds the fewest; of equals to the first.
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 from itertools import compress
 
 from longspan.core.config import EngineConfig
-from longspan.core.protocols import ScheduledPart
 from longspan.core.request import FinishReason, Request
 from longspan.core.steps import UNKNOWN, Part, Sample, Sampled, Scored
+from longspan.core.view import ScheduledPart
 
 
-def make_part(scheduled: ScheduledPart, eos_token_ids: tuple[int, ...]) -> Part:
-    """The part of a share. Its request, whose table has the new blocks, counts the span as scheduled, and as told what
-    the part says.
+def make_part(request: Request, scheduled: ScheduledPart, eos_token_ids: tuple[int, ...]) -> Part:
+    """Makes the part of a scheduled part, whose new blocks the table of its `request` has. The request then counts the
+    span as scheduled, and what the part says as told.
     """
-    request = scheduled.request
     assert scheduled.start == request.num_scheduled, "spans of a request follow each other"
     if scheduled.group != request.group and not set(scheduled.group) <= set(request.group):
         assert request.rotation is None, "homes that rotate do so in one group"
@@ -35,7 +34,7 @@ def make_part(scheduled: ScheduledPart, eos_token_ids: tuple[int, ...]) -> Part:
         exchange=scheduled.exchange,
         first_block=first_block,
         blocks=tuple(request.table[first_block:]),
-        sample=_sample(scheduled) if scheduled.stop == request.num_tokens else None,
+        sample=_sample(request, scheduled) if scheduled.stop == request.num_tokens else None,
         unknown_on=unknown_on,
         sampling=request.sampling(eos_token_ids) if first_block == 0 else None,
         first_output=first_output,
@@ -46,8 +45,8 @@ def make_part(scheduled: ScheduledPart, eos_token_ids: tuple[int, ...]) -> Part:
     )
 
 
-def _sample(scheduled: ScheduledPart) -> Sample:
-    request, position = scheduled.request, scheduled.stop
+def _sample(request: Request, scheduled: ScheduledPart) -> Sample:
+    position = scheduled.stop
     for instance, runs in compress(zip(scheduled.group, scheduled.runs, strict=True), scheduled.runs):
         if runs[-1].stop == position:
             request.sampler = instance

@@ -1,116 +1,13 @@
-"""The seam between deciding and doing: a `Policy` plans shares from a `ClusterView`, an `Executor` runs steps.
-
-Nobody changes a view, a share or a plan. They are not `frozen`, which would take thrice as long for every token.
-"""
+"""What an engine is given: a policy that decides (`core.view`), an executor that runs steps, and a clock."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
-from longspan.core.account import KvAccount, PrefixHit
-from longspan.core.owners import Rotation
-from longspan.core.queues import Running
-from longspan.core.request import Request
-from longspan.core.runs import SpanShards
-from longspan.core.steps import Completion, Exchange, Step
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Bounds of one step.
-
-    Attributes:
-        max_num_batched_tokens: tokens that one instance computes in one step, at most.
-        max_num_seqs: requests that one instance takes part in at once, at most.
-    """
-
-    max_num_batched_tokens: int = 2048
-    max_num_seqs: int = 128
-
-    def __post_init__(self) -> None:
-        for name in ("max_num_batched_tokens", "max_num_seqs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, but {getattr(self, name)} given")
-
-
-@dataclass(kw_only=True, slots=True)
-class ClusterView:
-    """What a policy may look at. It must change none of it.
-
-    Attributes:
-        waiting: requests that hold no KV, first come first.
-        running: requests that hold KV, first admitted first; also by instance.
-        busy: instances that have a step in flight.
-        full: instances that can be given no further step now.
-        now_s: the engine's clock.
-        promised: blocks on decode instances that KV on its way will need, and that are not allocated yet.
-        arrivals: how many requests have begun or ceased to wait.
-    """
-
-    num_instances: int
-    limits: Limits
-    waiting: Sequence[Request]
-    running: Running
-    busy: frozenset[int]
-    full: frozenset[int]
-    account: KvAccount
-    now_s: float
-    promised: Mapping[int, int] = field(default_factory=dict)
-    arrivals: int = 0
-
-    def changes(self, instances: Sequence[int]) -> int:
-        """A number that grows with whatever can make a difference to these instances, as long as the account is the
-        same: who waits; who runs there and how far; what is in flight there; what their pools hold.
-        """
-        changes = self.running.changes
-        return self.arrivals + sum([changes[i] for i in instances]) + self.account.changes(instances)
-
-
-@dataclass(kw_only=True, slots=True)
-class ScheduledPart:
-    """One request's share of a step, as a policy wishes it.
-
-    Attributes:
-        runs: of the span `[start, stop)`, per member of `group`.
-        block_owners: the instances of the new blocks that the span needs, in order of position.
-        rotation: by which the span, a single token, is homed; None where blocks are.
-        kv_owner: the member that keeps all that is computed of the request from now on; None when all members do.
-        hit: for a request that is admitted: the prefix that it starts from.
-        target: for a request that is admitted where instances have roles: the one that is to decode it; None when it
-            ends with its next token.
-        moves: pairs of a place in the request's table and a member of `group`: full blocks that go there, and are there
-            before the attention of this step.
-    """
-
-    request: Request
-    group: tuple[int, ...]
-    start: int
-    stop: int
-    runs: SpanShards
-    block_owners: tuple[int, ...]
-    exchange: Exchange
-    rotation: Rotation | None = None
-    kv_owner: int | None = None
-    hit: PrefixHit | None = None
-    target: int | None = None
-    moves: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def new_blocks(self) -> Counter[int]:
-        """How many blocks it asks of each instance."""
-        return Counter([*self.block_owners, *(instance for _, instance in self.moves)])
-
-
-@dataclass(kw_only=True, slots=True)
-class Plan:
-    """What happens next: first the preemptions, then one Forward per batch; batches share no instance."""
-
-    preempted: tuple[Request, ...] = ()
-    batches: tuple[tuple[ScheduledPart, ...], ...] = ()
-
+from longspan.core.steps import Completion, Step
+from longspan.core.view import Policy
 
 OptionValue = str | int | float | bool
 """Of a policy's option, as its policy reads it."""
@@ -157,8 +54,8 @@ class PolicySettings:
                 )
 
 
-class Policy(Protocol):
-    """Decides the next steps. Pure: the same views and updates, one after the other, give the same plans."""
+class EnginePolicy(Policy, Protocol):
+    """A policy, and what an engine must know of it beside its plans."""
 
     @property
     def settings(self) -> PolicySettings:
@@ -172,18 +69,11 @@ class Policy(Protocol):
                 value. Nothing has changed then.
         """
 
-    def plan(self, view: ClusterView) -> Plan:
-        """Shares for instances that are not full; an empty plan waits for the next event.
-
-        A step for a busy instance is planned ahead: what steps in flight compute and sample counts as done, though the
-        last token of a request may be unknown. Only requests that no step in flight names can be preempted.
-        """
-
     def check(self, num_prompt_tokens: int) -> None:
         """Raises ValueError for a prompt that it cannot place as its options say."""
 
     def capacity_tokens(self, *, num_blocks: int, block_size: int) -> int:
-        """The longest request, in tokens, that is sure to fit when it is alone and every pool has `num_blocks`."""
+        """Returns the longest request, in tokens, that is sure to fit when it is alone and pools have `num_blocks`."""
 
 
 class Clock(Protocol):

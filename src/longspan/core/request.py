@@ -1,4 +1,4 @@
-"""A request and its counters. The engine owns and changes it; policies only read it."""
+"""A request and its counters. The engine owns and changes it; policies see the `RequestView` of it."""
 
 from __future__ import annotations
 
@@ -126,6 +126,16 @@ class Request:
         """Tokens that can be scheduled: the known ones and those that steps in flight will sample."""
         num_known = self.num_prompt + len(self.output)
         return max(self.num_promised, num_known)
+
+    @property
+    def arrival_s(self) -> float:
+        """The request arrived at this second of the engine's clock."""
+        return self.metrics.arrival_s
+
+    @property
+    def was_admitted(self) -> bool:
+        """It has held KV before, though it may have lost that since."""
+        return self.metrics.scheduled_s is not None
 
     @property
     def in_flight(self) -> bool:

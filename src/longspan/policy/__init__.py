@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from longspan.core.protocols import Policy
+from longspan.core.protocols import EnginePolicy
 from longspan.policy import loongserve, runahead
 from longspan.policy.choosing import Facts
 from longspan.policy.chunked import Chunked
 from longspan.policy.context import Context
 from longspan.policy.tetris import policy as tetris
 
-_POLICIES: dict[str, Callable[[int, Mapping[str, str], Facts], Policy]] = {
+_POLICIES: dict[str, Callable[[int, Mapping[str, str], Facts], EnginePolicy]] = {
     "chunked": Chunked.create,
     "context": Context.create,
     "runahead": runahead.create,
@@ -25,7 +25,9 @@ _WITH_ROLES = ("tetris", "fixed-sp", "loongserve-disagg")
 """Those that know of instances which only prefill, or only decode."""
 
 
-def make_policy(name: str, *, num_instances: int, options: Mapping[str, str], facts: Facts | None = None) -> Policy:
+def make_policy(
+    name: str, *, num_instances: int, options: Mapping[str, str], facts: Facts | None = None
+) -> EnginePolicy:
     """The policy of that name; `auto` is `chunked` on one instance and `context` on several, or `tetris` with roles.
 
     It chooses by the `facts` known of model and hardware.

@@ -14,13 +14,10 @@ from functools import cached_property
 from itertools import compress
 from typing import Protocol
 
-from longspan.core.account import PrefixHit
-from longspan.core.owners import BlockRef, Rotation
-from longspan.core.protocols import ClusterView, ScheduledPart
-from longspan.core.queues import Running
-from longspan.core.request import Request
+from longspan.core.owners import BlockRef, PrefixHit, Rotation
 from longspan.core.runs import Run, shard_span
 from longspan.core.steps import Exchange
+from longspan.core.view import ClusterView, RequestView, RunningView, ScheduledPart
 
 
 class PerInstance(dict[int, int]):
@@ -49,7 +46,7 @@ class Growing:
     more: Counter[int] = field(default_factory=Counter)
 
     @classmethod
-    def of(cls, running: Running, groups: Mapping[int, tuple[int, ...]]) -> Growing:
+    def of(cls, running: RunningView, groups: Mapping[int, tuple[int, ...]]) -> Growing:
         """Of these requests; those that wait ask for nothing yet."""
         if not groups:
             return _NONE_GROWS
@@ -91,8 +88,7 @@ class Budget:
     @cached_property
     def blocks(self) -> PerInstance:
         """Free ones."""
-        account = self._view.account
-        return PerInstance(lambda i: account.pool(i).num_free)
+        return PerInstance(self._view.kv.num_free)
 
     @cached_property
     def seqs(self) -> PerInstance:
@@ -171,10 +167,10 @@ class Budget:
 class Placement(Protocol):
     """How a policy shapes shares; everything else about a batch is common to the policies."""
 
-    def grow(self, request: Request, view: ClusterView, budget: Budget) -> ScheduledPart | None:
+    def grow(self, request: RequestView, view: ClusterView, budget: Budget) -> ScheduledPart | None:
         """The next share of a running request, or None when its instances have no tokens left to give."""
 
-    def admit(self, request: Request, view: ClusterView, budget: Budget) -> ScheduledPart | None:
+    def admit(self, request: RequestView, view: ClusterView, budget: Budget) -> ScheduledPart | None:
         """The first share of a waiting request, with its hit, or None when it must wait."""
 
 
@@ -183,14 +179,14 @@ class Batch:
     """The outcome: shares for the step, and who loses its KV."""
 
     scheduled_parts: list[ScheduledPart] = field(default_factory=list)
-    preempted: list[Request] = field(default_factory=list)
+    preempted: list[RequestView] = field(default_factory=list)
 
 
 def fill(
     view: ClusterView,
     instances: frozenset[int],
     placement: Placement,
-    waiting: Iterable[Request] | None = None,
+    waiting: Iterable[RequestView] | None = None,
     growing: Growing = _NONE_GROWS,
 ) -> Batch | None:
     """Plans one step of `instances`; a request takes part when its whole group is among them.
@@ -217,7 +213,7 @@ def fill(
             if victim.in_flight:
                 return None
             batch.preempted.append(victim)
-            for instance, number in view.account.reclaimable(victim).items():
+            for instance, number in view.kv.reclaimable(victim).items():
                 budget.blocks[instance] += number
             if victim is request:
                 scheduled = None
@@ -232,7 +228,7 @@ def fill(
     return batch
 
 
-def _runnable(view: ClusterView, instances: frozenset[int]) -> deque[Request]:
+def _runnable(view: ClusterView, instances: frozenset[int]) -> deque[RequestView]:
     """Who runs on these instances only and has something to compute, first admitted first."""
     found = [r for r in view.running.within(instances) if r.num_scheduled < r.num_tokens]
     if len(found) > 1:
@@ -247,10 +243,12 @@ def _short(scheduled: ScheduledPart, budget: Budget) -> set[int]:
 
 def _frees_itself(scheduled: ScheduledPart, view: ClusterView, budget: Budget) -> bool:
     """Whether blocks where they are missing will be free as soon as KV on its way has left: nobody need give way."""
-    return any(view.account.pool(instance).num_leaving for instance in _short(scheduled, budget))
+    return any(view.kv.num_leaving(instance) for instance in _short(scheduled, budget))
 
 
-def _victim(request: Request, later: Sequence[Request], scheduled: ScheduledPart, budget: Budget) -> Request:
+def _victim(
+    request: RequestView, later: Sequence[RequestView], scheduled: ScheduledPart, budget: Budget
+) -> RequestView:
     """The last of `later` that holds a block where one is missing, or else `request` itself."""
     short = _short(scheduled, budget)
     holding = (r for r in reversed(later) if any(ref.instance in short for ref in r.table))
@@ -266,17 +264,17 @@ def _can_wait(scheduled: ScheduledPart, view: ClusterView) -> bool:
     if scheduled.rotation is None:
         return False
     [home] = scheduled.block_owners
-    return sum(ref.instance == home for ref in scheduled.request.table) < view.account.pool(home).num_blocks
+    return sum(ref.instance == home for ref in scheduled.request.table) < view.kv.num_blocks(home)
 
 
 def _admit_waiting(
-    waiting: Iterable[Request], view: ClusterView, budget: Budget, placement: Placement, batch: Batch
+    waiting: Iterable[RequestView], view: ClusterView, budget: Budget, placement: Placement, batch: Batch
 ) -> None:
     for request in waiting:
         scheduled = placement.admit(request, view, budget)
         if scheduled is None or scheduled.hit is None:
             return
-        cost = view.account.hit_cost(scheduled.hit, budget.claimed)
+        cost = view.kv.hit_cost(scheduled.hit, budget.claimed)
         if not budget.admits(scheduled, cost):
             return
         budget.admit(scheduled, cost)
@@ -284,7 +282,7 @@ def _admit_waiting(
 
 
 def single_part(
-    request: Request,
+    request: RequestView,
     instance: int,
     start: int,
     budget: Budget,
@@ -311,7 +309,7 @@ def single_part(
     )
 
 
-def one_token_part(request: Request, exchange: Exchange, budget: Budget) -> ScheduledPart | None:
+def one_token_part(request: RequestView, exchange: Exchange, budget: Budget) -> ScheduledPart | None:
     """The next token of a decode inside a block, for whoever holds that; None when that has no tokens left to give."""
     start = request.num_scheduled
     assert start % request.block_size, "a block that begins is dealt like others"
@@ -319,7 +317,7 @@ def one_token_part(request: Request, exchange: Exchange, budget: Budget) -> Sche
     return _one_token(request, home, exchange, budget)
 
 
-def rotated_part(request: Request, exchange: Exchange, budget: Budget) -> ScheduledPart | None:
+def rotated_part(request: RequestView, exchange: Exchange, budget: Budget) -> ScheduledPart | None:
     """The next token of a decode that rotates by token, or None when its home has no tokens left to give.
 
     When the home has to begin a block and none is free there, the share asks for it all the same: who came later gives
@@ -333,7 +331,7 @@ def rotated_part(request: Request, exchange: Exchange, budget: Budget) -> Schedu
 
 
 def _one_token(
-    request: Request,
+    request: RequestView,
     home: int,
     exchange: Exchange,
     budget: Budget,

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from longspan.core.protocols import ClusterView, Plan, PolicySettings, ScheduledPart
-from longspan.core.request import Request
+from longspan.core.protocols import PolicySettings
+from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
 from longspan.policy.batching import Batch, Budget, fill, single_part
 from longspan.policy.choosing import Facts
 from longspan.policy.options import FixedSettings, parse_options, settings_of
@@ -45,11 +45,11 @@ class Chunked(FixedSettings):
         """One batch for every instance that can take a step."""
         return plan_coupled(view, (), self._all, lambda able: fill(view, able, self) if able else Batch())
 
-    def grow(self, request: Request, view: ClusterView, budget: Budget) -> ScheduledPart | None:
+    def grow(self, request: RequestView, view: ClusterView, budget: Budget) -> ScheduledPart | None:
         """What the token budget leaves for it."""
         del view
         return single_part(request, request.group[0], request.num_scheduled, budget)
 
-    def admit(self, request: Request, view: ClusterView, budget: Budget) -> ScheduledPart | None:
+    def admit(self, request: RequestView, view: ClusterView, budget: Budget) -> ScheduledPart | None:
         """Behind the longest cached prefix, while a seat is free."""
         return admit_alone(request, view, budget, self._everyone)

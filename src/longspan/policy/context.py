@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
-from longspan.core.account import PrefixHit
-from longspan.core.protocols import ClusterView, Plan, PolicySettings, ScheduledPart
-from longspan.core.request import Request
+from longspan.core.owners import PrefixHit
+from longspan.core.protocols import PolicySettings
+from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
 from longspan.policy.batching import Batch, Budget, fill
 from longspan.policy.choosing import Chooser, Facts
 from longspan.policy.group_parts import GroupParts, is_too_large
@@ -120,7 +120,7 @@ class Context(FixedSettings):
         first = next(self._in_turn(view), None)
         return 0 if first is None else self._group_size(first, view)
 
-    def _in_turn(self, view: ClusterView) -> Iterator[Request]:
+    def _in_turn(self, view: ClusterView) -> Iterator[RequestView]:
         """Who may be admitted: dealt prompts one after the other, each as fast as it goes; short ones pass those.
 
         What is cached is looked up for the first in line alone: the line can be long.
@@ -134,14 +134,14 @@ class Context(FixedSettings):
                 yield request
             prefilling = prefilling or dealt
 
-    def _group_size(self, request: Request, view: ClusterView) -> int:
+    def _group_size(self, request: RequestView, view: ClusterView) -> int:
         """How many instances a request is for: all, when it is too large for as many as it would be quickest on.
 
         Of what one instance has cached only the rest is to be computed, which may be quickest there.
         """
         members = self._num_members(request.num_tokens)
         if members > 1:
-            hit = view.account.match(request, self._everyone)
+            hit = view.kv.match(request, self._everyone)
             if len({ref.instance for ref in hit.refs}) == 1:
                 members = self._num_members(request.num_tokens - hit.num_tokens, hit.num_tokens)
         return len(self._everyone) if is_too_large(request, view, members) else members
@@ -154,30 +154,30 @@ class Context(FixedSettings):
             members = everyone if new_tokens > limit else 1
         return everyone if members > 1 and self._options.fractions else members
 
-    def admit(self, request: Request, view: ClusterView, budget: Budget) -> ScheduledPart | None:
+    def admit(self, request: RequestView, view: ClusterView, budget: Budget) -> ScheduledPart | None:
         """Deals a long prompt over a group; puts a short one where its prefill is expected to end first."""
         if (members := self._group_size(request, view)) > 1:
             group = self._group(request, view, budget, members)
             if len(group) < members:
                 return None
-            hit = view.account.match(request, group)
+            hit = view.kv.match(request, group)
             if self._group_parts.exchange(request.num_tokens - hit.num_tokens, hit.num_tokens, members) == "chain":
                 group = _ending_at_home(group, hit, budget)
             most = self._long_share(view)
             return self._group_parts.chunk(request, view, budget, group, hit, most=most, end=request.num_tokens)
         return admit_alone(request, view, budget, self._everyone)
 
-    def _group(self, request: Request, view: ClusterView, budget: Budget, members: int) -> tuple[int, ...]:
+    def _group(self, request: RequestView, view: ClusterView, budget: Budget, members: int) -> tuple[int, ...]:
         """So many that can take it now, if there are, in order of proximity: who holds most of its prefix, then who has
         the least to do, then hosts with most of them.
         """
         able = [i for i in self._everyone if i in budget.tokens and budget.seqs[i] > 0]
-        held = Counter(ref.instance for ref in view.account.match(request, self._everyone).refs)
+        held = Counter(ref.instance for ref in view.kv.match(request, self._everyone).refs)
         near = Counter(self._host[i] for i in able)
         best = sorted(able, key=lambda i: (-held[i], budget.load[i], -near[self._host[i]]))[:members]
         return tuple(i for i in able if i in best)
 
-    def grow(self, request: Request, view: ClusterView, budget: Budget) -> ScheduledPart | None:
+    def grow(self, request: RequestView, view: ClusterView, budget: Budget) -> ScheduledPart | None:
         """The next chunk of a prompt, or the next token of a decode, which the end of a chain goes on with alone."""
         return self._group_parts.next(request, view, budget, self._long_share(view))
 

@@ -6,12 +6,10 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from longspan.core.account import PrefixHit
-from longspan.core.owners import BlockRef
-from longspan.core.protocols import ClusterView, ScheduledPart
-from longspan.core.request import Request
+from longspan.core.owners import BlockRef, PrefixHit
 from longspan.core.runs import SpanShards
 from longspan.core.steps import Exchange
+from longspan.core.view import ClusterView, RequestView, ScheduledPart
 from longspan.policy.batching import Budget, one_token_part, rotated_part, single_part
 from longspan.policy.choosing import Chooser
 from longspan.policy.options import SharingOptions
@@ -59,7 +57,7 @@ class GroupParts:
         """Of a step of prefill."""
         return self._options.wanted or self._chooser.exchange(new_tokens, cached_tokens, members)
 
-    def next(self, request: Request, view: ClusterView, budget: Budget, most: int) -> ScheduledPart | None:
+    def next(self, request: RequestView, view: ClusterView, budget: Budget, most: int) -> ScheduledPart | None:
         """The next chunk of a prompt, or the next token of a decode, which the end of a chain goes on with alone.
 
         `most` bounds the tokens of a dealt prompt on each member; None when there are none left to give.
@@ -76,7 +74,7 @@ class GroupParts:
 
     def chunk(
         self,
-        request: Request,
+        request: RequestView,
         view: ClusterView,
         budget: Budget,
         group: tuple[int, ...],
@@ -97,7 +95,7 @@ class GroupParts:
 
     def _chunk(
         self,
-        request: Request,
+        request: RequestView,
         view: ClusterView,
         budget: Budget,
         group: tuple[int, ...],
@@ -109,7 +107,7 @@ class GroupParts:
     ) -> ScheduledPart | None:
         table = list(hit.refs) if hit is not None else request.table
         start = hit.num_tokens if hit is not None else request.num_scheduled
-        cost = view.account.hit_cost(hit, budget.claimed) if hit is not None else Counter[int]()
+        cost = view.kv.hit_cost(hit, budget.claimed) if hit is not None else Counter[int]()
         if moves:
             cost.update(instance for _, instance in moves)
         room = Room(
@@ -150,7 +148,7 @@ class GroupParts:
             moves=moves,
         )
 
-    def _moves(self, request: Request, budget: Budget, group: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    def _moves(self, request: RequestView, budget: Budget, group: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
         """Which full blocks of a request go to other members before the first step of a larger group."""
         if not self._balance or set(group) <= set(request.group):
             return ()
@@ -165,7 +163,7 @@ class GroupParts:
         return replace(shape, fractions=self._partitions.fractions(num_tokens, members))
 
 
-def _alone(request: Request, *, is_single: bool) -> int | None:
+def _alone(request: RequestView, *, is_single: bool) -> int | None:
     """The instance that goes on with a request by itself: the only one, or for single tokens the keeper of all KV."""
     if len(request.group) == 1:
         return request.group[0]
@@ -174,6 +172,6 @@ def _alone(request: Request, *, is_single: bool) -> int | None:
     return kv_owner if alone else None
 
 
-def is_too_large(request: Request, view: ClusterView, members: int) -> bool:
+def is_too_large(request: RequestView, view: ClusterView, members: int) -> bool:
     """Whether so many empty pools do not hold a request."""
-    return request.blocks_for(request.num_tokens) > members * view.account.pool(0).num_blocks
+    return request.blocks_for(request.num_tokens) > members * view.kv.num_blocks(0)

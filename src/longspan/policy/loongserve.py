@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from longspan.core.protocols import ClusterView, Plan, PolicySettings, ScheduledPart
-from longspan.core.request import Request
+from longspan.core.protocols import PolicySettings
 from longspan.core.runs import shard_span
+from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
 from longspan.policy.batching import Budget, single_part
 from longspan.policy.choosing import Chooser, Facts
 from longspan.policy.group_parts import GroupParts
@@ -22,12 +22,12 @@ from longspan.policy.tetris.rates import RateTable, RateWatch
 from longspan.policy.tetris.times import QueueTimes
 
 
-def goes_on(request: Request) -> bool:
+def goes_on(request: RequestView) -> bool:
     """Whether it will have another token than the next one."""
-    return len(request.output) + 1 < request.max_tokens
+    return request.num_known - request.num_prompt + 1 < request.max_tokens
 
 
-def owners(request: Request) -> set[int]:
+def owners(request: RequestView) -> set[int]:
     """The instances that a request decodes on, or will once its prompt is done."""
     if request.num_scheduled <= request.num_prompt:
         return {request.table[-1].instance}
@@ -43,7 +43,7 @@ class AloneParts(GroupParts):
 
     spare: Sequence[int] = ()
 
-    def next(self, request: Request, view: ClusterView, budget: Budget, most: int) -> ScheduledPart | None:
+    def next(self, request: RequestView, view: ClusterView, budget: Budget, most: int) -> ScheduledPart | None:
         """The next token of a decode. The first one takes the KV along to where all following ones are."""
         start = request.num_scheduled
         if request.num_tokens - start != 1:
@@ -76,7 +76,7 @@ class AloneParts(GroupParts):
         )
 
 
-def _scaled_down(request: Request, budget: Budget) -> tuple[tuple[int, int], ...]:
+def _scaled_down(request: RequestView, budget: Budget) -> tuple[tuple[int, int], ...]:
     """Which block of a request goes to which member, so that as few as possible hold any: first the one with the last
     block, which may not be full and stays, then those with most room.
     """
@@ -201,7 +201,7 @@ class LoongServe(Cdsp):
         busy = self._closed.union(*(planned.group for planned in self._plans.values() if planned.begun))
         self._alone.spare = [instance for instance in self._everyone if instance not in busy]
 
-    def _is_decoding(self, request: Request) -> bool:
+    def _is_decoding(self, request: RequestView) -> bool:
         planned = self._plans.get(request.id)
         return (planned is None or planned.is_scheduled) and goes_on(request)
 

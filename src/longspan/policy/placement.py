@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from longspan.core.account import PrefixHit
 from longspan.core.cluster import coupled_instances
-from longspan.core.protocols import ClusterView, Plan, ScheduledPart
-from longspan.core.request import Request
+from longspan.core.owners import PrefixHit
+from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
 from longspan.policy.batching import Batch, Budget, Placement, fill, single_part
 
 
@@ -57,13 +56,15 @@ def _touched(scheduled: ScheduledPart) -> tuple[int, ...]:
     return (*group, request.sampler)
 
 
-def admit_alone(request: Request, view: ClusterView, budget: Budget, everyone: Sequence[int]) -> ScheduledPart | None:
+def admit_alone(
+    request: RequestView, view: ClusterView, budget: Budget, everyone: Sequence[int]
+) -> ScheduledPart | None:
     """The first share of a request on the instance where its prefill is expected to end first.
 
     That is the one with the fewest tokens to compute, its own uncached ones included. None while no instance has a seat
     and room for it, or the best one takes no part in this step.
     """
-    hits = {i: view.account.match(request, (i,)) for i in everyone}
+    hits = {i: view.kv.match(request, (i,)) for i in everyone}
     best_first = sorted(everyone, key=lambda i: (budget.load[i] - hits[i].num_tokens, i))
     able = (i for i in best_first if budget.seqs[i] > 0 and _has_room(request, i, hits[i], budget))
     home = next(able, None)
@@ -72,7 +73,7 @@ def admit_alone(request: Request, view: ClusterView, budget: Budget, everyone: S
     return single_part(request, home, hits[home].num_tokens, budget, hits[home])
 
 
-def _has_room(request: Request, instance: int, hit: PrefixHit, budget: Budget) -> bool:
+def _has_room(request: RequestView, instance: int, hit: PrefixHit, budget: Budget) -> bool:
     """Whether the prompt is likely to fit beside what is promised; `Budget.admits` has the last word."""
     missing = request.blocks_for(request.num_tokens) - len(hit.refs)
     return missing <= budget.blocks[instance] - budget.reserved[instance]
@@ -85,11 +86,11 @@ class Router:
         self._view, self._decode = view, decode
         self._chosen: Counter[int] = Counter()
 
-    def route(self, request: Request) -> int | None:
+    def route(self, request: RequestView) -> int | None:
         """The instance with the highest freeness, of equals the first, which counts the request from now on; None for
         a request that ends with its next token.
         """
-        if len(request.output) + 1 >= request.max_tokens:
+        if request.num_known - request.num_prompt + 1 >= request.max_tokens:
             return None
         target = max(self._decode, key=self._freeness)
         self._chosen[target] += request.blocks_for(request.num_tokens)
@@ -98,7 +99,7 @@ class Router:
     def _freeness(self, instance: int) -> float:
         """Free blocks for each request; where more are promised than there are, how many are missing, below 0."""
         view = self._view
-        free = view.account.pool(instance).num_free - view.promised.get(instance, 0) - self._chosen.get(instance, 0)
+        free = view.kv.num_free(instance) - view.promised.get(instance, 0) - self._chosen.get(instance, 0)
         return free / max(1, len(view.running.on(instance))) if free > 0 else free
 
 

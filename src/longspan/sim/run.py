@@ -13,7 +13,7 @@ from functools import cache
 
 from longspan.core.cluster import coupled_instances
 from longspan.core.engine import Engine, EngineConfig
-from longspan.core.protocols import Policy
+from longspan.core.protocols import EnginePolicy
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Forward, MoveKV
@@ -126,7 +126,7 @@ class Watch:
 def simulate(
     arrivals: Sequence[Arrival],
     config: EngineConfig,
-    policy: Policy,
+    policy: EnginePolicy,
     cost: StepCost,
     *,
     faults: Faults | None = None,
@@ -171,7 +171,7 @@ class _Simulation:
         self,
         arrivals: Sequence[Arrival],
         config: EngineConfig,
-        policy: Policy,
+        policy: EnginePolicy,
         cost: StepCost,
         faults: Faults,
         watch: Watch,

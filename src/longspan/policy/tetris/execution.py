@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Protocol
 
-from longspan.core.account import KvAccount, PrefixHit
-from longspan.core.protocols import ClusterView, Plan, PolicySettings, ScheduledPart
-from longspan.core.request import Request
+from longspan.core.owners import PrefixHit
+from longspan.core.protocols import PolicySettings
+from longspan.core.view import ClusterView, KvView, Plan, RequestView, ScheduledPart
 from longspan.policy.batching import Batch, Budget, Growing, fill, single_part
 from longspan.policy.group_parts import GroupParts
 from longspan.policy.options import FixedSettings
@@ -54,7 +54,7 @@ class Planned:
         begun: whether it has held KV since it was planned.
     """
 
-    request: Request
+    request: RequestView
     start: int
     spans: tuple[Span, ...]
     begun: bool = False
@@ -120,7 +120,7 @@ class Cdsp(FixedSettings):
         """By request id, in order of their turns."""
         self._first: dict[int, int] = {}
         """Whose turn it is to prefill, by instance."""
-        self._idle: tuple[KvAccount, int] | None = None
+        self._idle: tuple[KvView, int] | None = None
         """What the last plan saw, if it was empty: the same has the same plan. Time alone changes the watch only."""
 
     def capacity_tokens(self, *, num_blocks: int, block_size: int) -> int:
@@ -145,9 +145,9 @@ class Cdsp(FixedSettings):
         self._idle = None if plan.batches or plan.preempted else self._seen(view)
         return Plan(preempted=plan.preempted + decodes.preempted, batches=plan.batches + decodes.batches)
 
-    def _seen(self, view: ClusterView) -> tuple[KvAccount, int]:
+    def _seen(self, view: ClusterView) -> tuple[KvView, int]:
         """What makes a difference to a plan."""
-        return view.account, view.changes(self._everyone)
+        return view.kv, view.changes(self._everyone)
 
     # ---------------------------------------------------------------- plans
 
@@ -162,14 +162,14 @@ class Cdsp(FixedSettings):
                 del self._plans[request_id]
         arrived = [request for request in view.waiting if request.id not in self._plans]
         for request in arrived:
-            if request.metrics.scheduled_s is None:
-                self._watch.arrived(request.metrics.arrival_s)
+            if not request.was_admitted:
+                self._watch.arrived(request.arrival_s)
         self._watch.renew(view.now_s)
         if arrived and self._queue.is_old(view.now_s):
             self._queue.correct(view.now_s, (self._seconds(planned) for planned in self._plans.values()))
         for request in arrived:
             self._plans[request.id] = self._planned(request, view)
-            if request.metrics.scheduled_s is not None:
+            if request.was_admitted:
                 self._let_earlier_pass(request)
 
     def _seconds(self, planned: Planned) -> list[tuple[float, tuple[int, ...]]]:
@@ -178,18 +178,18 @@ class Cdsp(FixedSettings):
             for new_tokens, cached_tokens, group in planned.left()
         ]
 
-    def _planned(self, request: Request, view: ClusterView) -> Planned:
+    def _planned(self, request: RequestView, view: ClusterView) -> Planned:
         """With what is cached, unless the instances that hold it are too many or too busy."""
         now_s, queue_s = view.now_s, self._queue.waits_s(view.now_s)
         fresh = Prompt(
             new_tokens=request.num_tokens,
             improvement_rate=self._watch.improvement_rate,
             chunking=self._chunking,
-            instance_tokens=view.account.pool(0).num_blocks * request.block_size,
+            instance_tokens=view.kv.num_blocks(0) * request.block_size,
         )
         best, start = self._planner.plan(fresh, queue_s), 0
         assert best is not None, "no instance holds anything"
-        hit = view.account.match(request, self._everyone)
+        hit = view.kv.match(request, self._everyone)
         if hit.num_tokens:
             held = tuple(sorted({ref.instance for ref in hit.refs}))
             rest = replace(
@@ -261,7 +261,7 @@ class Cdsp(FixedSettings):
     def _is_first(self, request_id: int, group: Iterable[int]) -> bool:
         return all(self._first[instance] == request_id for instance in group)
 
-    def _let_earlier_pass(self, request: Request) -> None:
+    def _let_earlier_pass(self, request: RequestView) -> None:
         """One that has lost its KV comes before those that came later and have not begun."""
         later = [one for one, planned in self._plans.items() if one > request.id and not planned.begun]
         for one in later:
@@ -275,11 +275,11 @@ class Cdsp(FixedSettings):
 
     # ---------------------------------------------------------------- shares
 
-    def admit(self, request: Request, view: ClusterView, budget: Budget) -> ScheduledPart | None:
+    def admit(self, request: RequestView, view: ClusterView, budget: Budget) -> ScheduledPart | None:
         """Begins with the first chunk that is not all cached on its own group."""
         planned = self._plans[request.id]
         for span in planned.spans:
-            hit = view.account.match(request, span.group)
+            hit = view.kv.match(request, span.group)
             if hit.num_tokens < span.stop:
                 break
         scheduled = self._share(request, view, budget, span, hit)
@@ -287,7 +287,7 @@ class Cdsp(FixedSettings):
             return scheduled
         return replace(scheduled, target=self._router.route(request))
 
-    def grow(self, request: Request, view: ClusterView, budget: Budget) -> ScheduledPart | None:
+    def grow(self, request: RequestView, view: ClusterView, budget: Budget) -> ScheduledPart | None:
         """The next tokens of the chunk at hand, or the next token of a decode."""
         planned = self._plans.get(request.id)
         if planned is None or planned.is_scheduled:
@@ -295,7 +295,7 @@ class Cdsp(FixedSettings):
         return self._share(request, view, budget, planned.span(request.num_scheduled), None)
 
     def _share(
-        self, request: Request, view: ClusterView, budget: Budget, span: Span, hit: PrefixHit | None
+        self, request: RequestView, view: ClusterView, budget: Budget, span: Span, hit: PrefixHit | None
     ) -> ScheduledPart | None:
         """Tokens of a chunk, if it is its turn and each member that is new to the request has a seat for it."""
         group, new = span.group, set(span.group).difference(request.group)
@@ -334,5 +334,5 @@ def _has_room(planned: Planned, view: ClusterView, budget: Budget) -> bool:
     room, whole = sum([free[i] - reserved[i] for i in group]), request.blocks_for(request.num_tokens)
     if whole <= room:
         return True
-    hit = view.account.match(request, group)  # what others use, too, takes no room
-    return whole - len(hit.refs) + view.account.hit_cost(hit, budget.claimed).total() <= room
+    hit = view.kv.match(request, group)  # what others use, too, takes no room
+    return whole - len(hit.refs) + view.kv.hit_cost(hit, budget.claimed).total() <= room
