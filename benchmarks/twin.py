@@ -29,16 +29,13 @@ from longspan.core.sampling import SamplingParams
 from longspan.core.view import ClusterView, Plan
 from longspan.cost.fitted_cost import FittedCost
 from longspan.cost.profile import Profile
-from longspan.loadgen.arrivals import arrival_times
-from longspan.loadgen.lengths import Quantiles, draw_lengths
-from longspan.loadgen.prompts import PromptMaker
-from longspan.loadgen.workload import Ask
 from longspan.policy import make_policy
 from longspan.policy.choosing import Facts
 from longspan.profiling.store import profile_file
-from longspan.sim.arrivals import Arrival
 from longspan.sim.result import Result
 from longspan.sim.run import Faults, simulate
+from longspan.workload.arrivals import Arrival, arrival_times
+from longspan.workload.lengths import Quantiles, draw_lengths
 
 INPUT_LEN = Quantiles(points=((0.0, 100.0), (1.0, 6000.0)))
 OUTPUT_LEN = Quantiles(points=((0.0, 8.0), (1.0, 64.0)))
@@ -162,9 +159,8 @@ class Twin:
 
     def arrival(self, place: int, input_len: int, output_len: int) -> Arrival:
         """A request that has no prefix in common with others, long after those before it."""
-        maker = PromptMaker(seed=input_len, vocab_size=self.vocab_size)
-        prompt = maker.token_ids(place, Ask(input_len=input_len, output_len=output_len))
-        return Arrival(due_s=FAR_APART_S * place, prompt=tuple(prompt), output_len=output_len)
+        drawn = np.random.default_rng([input_len, place]).integers(self.vocab_size, size=input_len)
+        return Arrival(due_s=FAR_APART_S * place, prompt=tuple(drawn.tolist()), output_len=output_len)
 
     def arrivals(self, number: int, load: float, seed: int, profile: Profile) -> list[Arrival]:
         """Poisson, at a rate near what the simulated cluster can do."""
@@ -173,7 +169,7 @@ class Twin:
         arrivals = [self.arrival(place, *lengths) for place, lengths in enumerate(zip(inputs, outputs, strict=True))]
         busy_s = self._run(arrivals, profile, self.policy()).busy_s
         rate = load * number * len(busy_s) / sum(busy_s)
-        times = arrival_times(number, request_rate=rate, burstiness=1.0, rng=rng)
+        times = arrival_times(number, rate=rate, burstiness=1.0, rng=rng)
         return [replace(one, due_s=due_s) for one, due_s in zip(arrivals, times, strict=True)]
 
     def simulate(self, arrivals: Sequence[Arrival], profile: Profile, slower: float = 1.0) -> Times:

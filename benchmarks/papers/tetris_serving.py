@@ -31,13 +31,13 @@ from rich.table import Table
 from tqdm import tqdm
 
 from longspan.cli.scheduling import SchedulingOptions
-from longspan.cli.simulate import ClusterOptions, WorkloadOptions
+from longspan.cli.simulate import ClusterOptions
 from longspan.cli.simulate_cluster import cluster_of
 from longspan.cli.simulate_rates import profile_improvement_rates
 from longspan.cli.simulate_scene import Experiment
-from longspan.cli.simulate_workload import Workload, workload_of
 from longspan.sim.result import Result, summary
 from longspan.sim.timeline import Timeline
+from longspan.workload.spec import Workload, WorkloadSpec, make_workload
 
 _WORKLOADS = ("short", "medium", "long")
 _OUTPUT_LEN = 512
@@ -146,8 +146,8 @@ class Systems:
 
     def requests(self, *, seed: int = _SEED, output_len: int = _OUTPUT_LEN, num: int | None = None) -> Workload:
         """At one per second."""
-        return workload_of(
-            WorkloadOptions(
+        return make_workload(
+            WorkloadSpec(
                 workload=self._workload,
                 rate=1.0,
                 num_requests=self._num_requests if num is None else num,

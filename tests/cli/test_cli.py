@@ -166,9 +166,6 @@ def test_instances_with_roles() -> None:
     ("arguments", "words"),
     [
         (["--prompt", "x", "--logprobs", "1"], "add --json"),
-        (["--prompt", "x", "--output-file", "out"], "--output-file needs --input-file"),
-        (["--prompt", "x", "--input-file", "in"], "its own prompts"),
-        (["--input-file", "no/such/file"], "no/such/file"),
         (["--prompt", "x", "--stop-token-ids", "1;2"], "'1;2'"),
         (["--prompt", "x", "--logit-bias", "5"], "--logit-bias 5 is not of the form"),
         (["--prompt", "x", "--logit-bias", "five=1"], "'five'"),
@@ -377,3 +374,9 @@ def test_the_table_is_shown_on_a_terminal_only_and_stdout_stays_plain() -> None:
     text = re.sub(r"\x1b\[[0-9;]*m", "", shown.decode())
     for label in ("tokens on instance 0", "time to first token", "median time between tokens", "bytes exchanged"):
         assert label in text
+
+
+@pytest.mark.parametrize("arguments", [(), ("serve", "--num-prompts", "5"), ("--help",)])
+def test_bench_says_where_to_look(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("bench", *arguments) == 2
+    assert "docs/benchmarking.md" in capsys.readouterr().err

@@ -16,10 +16,10 @@ from longspan.core.runs import shard_span
 from longspan.core.steps import Exchange, Forward, Part
 from longspan.core.view import Limits
 from longspan.policy import make_policy
-from longspan.sim.arrivals import Arrival, conversations, prompt_of
 from longspan.sim.executor import LinearCost, Ran
 from longspan.sim.result import Result, summary
 from longspan.sim.run import Faults, SlowedCost, Watch, simulate
+from longspan.workload.arrivals import Arrival, conversations, prompt_of
 
 COST = LinearCost(base_s=0.01, per_token_s=0.001)
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longspan.loadgen.lengths import NAMED, Bounded, Quantiles, draw_lengths, quantiles
-from longspan.sim.arrivals import Texts, prompt_of, text
 from longspan.sim.result import find_max_rate
+from longspan.workload.arrivals import Texts, prompt_of, text
+from longspan.workload.lengths import NAMED, Bounded, Quantiles, draw_lengths, quantiles
 
 RANGES = {"short": (4_000, 95_000, 23_600), "medium": (8_000, 142_000, 32_800), "long": (16_000, 190_000, 50_100)}
 

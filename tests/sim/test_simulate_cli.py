@@ -16,12 +16,12 @@ from msgspec import structs
 from test_profile import SUBJECT
 
 from longspan.cli.scheduling import SchedulingOptions
-from longspan.cli.simulate import ClusterOptions, WorkloadOptions
+from longspan.cli.simulate import ClusterOptions
 from longspan.cli.simulate_cluster import cluster_of
-from longspan.cli.simulate_workload import workload_of
 from longspan.cost.catalog import model_config
 from longspan.cost.profile import Decode, Prefill, Profile
 from longspan.cost.step_cost import RooflineCost
+from longspan.workload.spec import WorkloadSpec, make_workload
 
 FIELDS = {
     "ttft_p50_s",
@@ -338,9 +338,9 @@ def test_policies_and_costs_have_instances_on_the_same_hosts(flags: dict[str, An
 @pytest.mark.parametrize("turns", [1, 3])
 def test_requests_come_at_a_rate_however_it_was_given(turns: int) -> None:
     """Also when they are turns: the highest rate, given as --rate, is the same load."""
-    options = WorkloadOptions(rate=2.0, num_requests=600, turns=turns)
-    given = workload_of(options)
-    stretched = workload_of(replace(options, rate=0.5)).at_rate(2.0)
+    options = WorkloadSpec(rate=2.0, num_requests=600, turns=turns)
+    given = make_workload(options)
+    stretched = make_workload(replace(options, rate=0.5)).at_rate(2.0)
     firsts = [[one.due_s for one in workload.arrivals if one.follows is None] for workload in (given, stretched)]
     assert len(firsts[0]) == 600 / turns
     assert firsts[1] == pytest.approx(firsts[0], rel=0.1)
@@ -373,11 +373,9 @@ def test_requests_that_are_too_long_are_told(profile: Path, capsys: pytest.Captu
     assert f"{found['num_refused']} requests were refused" in shown.err
 
 
-def test_a_trace_that_is_too_short_names_the_flag(
-    profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trace_that_is_too_short(profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "two.csv"
     trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n0,9,9\n1,9,9\n")
     options = ("--profile", str(profile), "--workload", str(trace), "--num-requests", "3")
     assert run("simulate", "smollm2-135m", *options) == 2
-    assert "holds 2 requests, but 3 (--num-requests) needed" in capsys.readouterr().err
+    assert "holds 2 requests, but 3 needed" in capsys.readouterr().err

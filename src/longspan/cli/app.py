@@ -16,7 +16,6 @@ import typer
 
 import longspan
 from longspan.cli.batch import batch
-from longspan.cli.bench import bench
 from longspan.cli.chat import chat
 from longspan.cli.estimate import estimate
 from longspan.cli.generate import generate
@@ -38,7 +37,16 @@ app.command()(batch)
 app.command()(profile)
 app.command()(simulate)
 app.command()(estimate)
-app.add_typer(bench, name="bench")
+
+
+@app.command(
+    hidden=True, add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)
+def bench() -> None:
+    """Refuses: load for servers comes from tools that are made for it."""
+    raise ValueError(
+        "longspan bench is gone: guidellm, aiperf and vllm bench serve measure any server, see docs/benchmarking.md"
+    )
 
 
 @app.callback(invoke_without_command=True)

@@ -10,7 +10,6 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 import typer
 from tqdm import tqdm
 
-from longspan.cli import jsonl
 from longspan.cli.batch_file import (
     BatchLine,
     answered_in,
@@ -70,7 +69,8 @@ def batch(
     Run it again after it was stopped: requests with an answer in the output file are not run again. With requests that
     could not be served, the exit code is 2, and their answers say why.
     """
-    jsonl.check_different(input_file, output_file)
+    if input_file.exists() and output_file.exists() and input_file.samefile(output_file):
+        raise ValueError(f"--output-file {str(output_file)!r} is the input file: give another one")
     keys = keys_in(input_file)
     with appended(output_file) as out:
         answered = answered_in(output_file)

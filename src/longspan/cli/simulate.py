@@ -12,6 +12,7 @@ import typer
 from longspan.cli.bundles import bundled
 from longspan.cli.scheduling import SchedulingOptions
 from longspan.cli.sheets import HardwareOptions
+from longspan.workload.spec import WorkloadSpec
 
 _cluster = partial(typer.Option, rich_help_panel="Cluster")
 _workload = partial(typer.Option, rich_help_panel="Requests")
@@ -66,7 +67,7 @@ class ClusterOptions(HardwareOptions, FleetOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkloadOptions:
+class WorkloadOptions(WorkloadSpec):
     """What is asked for and when."""
 
     workload: Annotated[

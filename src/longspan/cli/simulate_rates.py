@@ -12,10 +12,10 @@ import typer
 from tqdm import tqdm
 
 from longspan.cli.simulate_scene import Experiment
-from longspan.cli.simulate_workload import Workload
 from longspan.policy.tetris.policy import hint_of_a_constant_rate
 from longspan.policy.tetris.rates import RateTable
 from longspan.sim.result import best_improvement_rate, request_rates
+from longspan.workload.spec import Workload
 
 _TOLD = ("improvement_rate", "improvement_rates")
 

@@ -17,12 +17,12 @@ from longspan.cli.scheduling import SHARING, SchedulingOptions
 from longspan.cli.simulate import ClusterOptions, FaultOptions, ResultOptions, WorkloadOptions
 from longspan.cli.simulate_rates import print_improvement_rates, tell_of_a_constant_rate
 from longspan.cli.simulate_scene import Experiment
-from longspan.cli.simulate_workload import Workload, workload_of
 from longspan.core.cluster import Roles
 from longspan.sim.report import check_report, html_report
 from longspan.sim.result import MOST_TIMES_LIGHT, Result, summary
 from longspan.sim.run import Faults
 from longspan.sim.timeline import Timeline, chrome_trace
+from longspan.workload.spec import Workload, make_workload
 
 _RESTART_S = 10.0
 _IN_OTHER_WORDS = ("hardware", "transfer_backends", "policy", "policy_option", *SHARING)
@@ -50,7 +50,7 @@ def run_simulation(
             "--rate inf has all requests come at once, but --find-max-rate varies the time between them: give a number"
         )
     experiment = Experiment.of(model, cluster_options, scheduling, _faults(fault_options))
-    workload = workload_of(workload_options)
+    workload = make_workload(workload_options)
     if results.profile_improvement_rates:
         return print_improvement_rates(experiment, workload, workload_options.rate, as_json=results.as_json)
     tell_of_a_constant_rate(experiment)

@@ -11,13 +11,13 @@ from tqdm import tqdm
 from longspan.cli.scheduling import SchedulingOptions
 from longspan.cli.simulate import ClusterOptions
 from longspan.cli.simulate_cluster import Cluster, cluster_of
-from longspan.cli.simulate_workload import Workload
 from longspan.core.config import EngineConfig, capacity_tokens
 from longspan.core.protocols import EnginePolicy
 from longspan.policy import make_policy
 from longspan.sim.result import MOST_TIMES_LIGHT, Result, find_max_rate, percentile
 from longspan.sim.run import Faults, Watch, simulate
 from longspan.sim.timeline import Timeline
+from longspan.workload.spec import Workload
 
 _FAR_APART_S = 1e6
 

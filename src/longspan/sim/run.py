@@ -18,9 +18,9 @@ from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Forward, MoveKV
 from longspan.cost.step_cost import StepCost
-from longspan.sim.arrivals import Arrival, Texts
 from longspan.sim.executor import Ran, SimExecutor, VirtualClock
 from longspan.sim.result import Result, Served
+from longspan.workload.arrivals import Arrival, Texts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,11 +14,26 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
-from longspan.loadgen.workload import Ask
-
 _log = logging.getLogger("longspan")
 BLOCK_LEN = 512
 """Tokens of a prompt that one of Mooncake's hash ids stands for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestSpec:
+    """One request's size, and its time if it is known.
+
+    Attributes:
+        due_s: when it comes, in seconds after the start.
+        input_len: prompt tokens.
+        output_len: most output tokens.
+        block_ids: names of the blocks of `BLOCK_LEN` tokens, if a trace has them. Equal names are equal tokens.
+    """
+
+    due_s: float | None = None
+    input_len: int
+    output_len: int
+    block_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,39 +98,35 @@ _FORMATS = (
 )
 
 
-def read_trace(path: Path, *, num: int | None = None, speed: float = 1.0, num_flag: str = "--num-prompts") -> list[Ask]:
+def read_trace(path: Path, *, num: int | None = None) -> list[RequestSpec]:
     """Returns the first `num` requests of a trace (all if None), in the order of arrival, the first one due at 0.
 
-    Times are divided by `speed`; requests of a trace without times have none. Lines without an input or an output
-    (requests that failed) are left out, and how many is logged. `num_flag` is what users call `num`.
+    Requests of a trace without times have none. Lines without an input or an output (requests that failed) are left
+    out, and how many is logged.
 
     Raises:
         ValueError: when the file cannot be read, is in no known format, or holds fewer requests.
     """
-    if not speed > 0:
-        raise ValueError(f"--trace-speed must be above 0, but {speed} given")
-    if num is not None and num < 1:
-        raise ValueError(f"{num_flag} must be at least 1, but {num} given")
     try:
         with _opened(path) as file:
-            asks = list(itertools.islice(_asks(path, file), num))
+            requests = list(itertools.islice(_requests(path, file), num))
     except OSError as error:
         raise ValueError(f"trace {str(path)!r} cannot be read: {error.strerror or error}") from None
     except (UnicodeDecodeError, EOFError, csv.Error, zlib.error) as error:
         raise ValueError(f"trace {str(path)!r} cannot be read: {error}") from None
-    if not asks or len(asks) < (num or 0):
-        wanted = "at least 1" if num is None else f"{num} ({num_flag})"
-        raise ValueError(f"trace {str(path)!r} holds {len(asks)} requests, but {wanted} needed")
-    if asks[0].due_s is None:
-        return asks
-    return _from_zero(asks, speed)
+    if not requests or len(requests) < (num or 0):
+        wanted = "at least 1" if num is None else str(num)
+        raise ValueError(f"trace {str(path)!r} holds {len(requests)} requests, but {wanted} needed")
+    if requests[0].due_s is None:
+        return requests
+    return _from_zero(requests)
 
 
-def _from_zero(asks: list[Ask], speed: float) -> list[Ask]:
-    times = [ask.due_s for ask in asks if ask.due_s is not None]
+def _from_zero(requests: list[RequestSpec]) -> list[RequestSpec]:
+    times = [request.due_s for request in requests if request.due_s is not None]
     start = min(times)
-    moved = [replace(ask, due_s=(time - start) / speed) for ask, time in zip(asks, times, strict=True)]
-    return sorted(moved, key=lambda ask: ask.due_s or 0.0)
+    moved = [replace(request, due_s=time - start) for request, time in zip(requests, times, strict=True)]
+    return sorted(moved, key=lambda request: request.due_s or 0.0)
 
 
 def _opened(path: Path) -> IO[str]:
@@ -124,22 +135,22 @@ def _opened(path: Path) -> IO[str]:
     return path.open(encoding="utf-8-sig", newline="")
 
 
-def _asks(path: Path, file: IO[str]) -> Iterator[Ask]:
+def _requests(path: Path, file: IO[str]) -> Iterator[RequestSpec]:
     found: _Format | None = None
     num_empty = 0
     for number, row in _rows(path, file):
         found = found or _format(path, row)
         try:
-            ask = _ask(found, row)
+            request = _request(found, row)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"line {number} of trace {str(path)!r} is not of the format {found.name!r}: "
                 f"{type(error).__name__}: {error}"
             ) from None
-        if ask.input_len < 1 or ask.output_len < 1:
+        if request.input_len < 1 or request.output_len < 1:
             num_empty += 1
         else:
-            yield ask
+            yield request
     if num_empty:
         _log.warning("%d lines of the trace have no input or no output and are left out", num_empty)
 
@@ -176,8 +187,8 @@ def _format(path: Path, row: Mapping[str, Any]) -> _Format:
     )
 
 
-def _ask(form: _Format, row: Mapping[str, Any]) -> Ask:
-    return Ask(
+def _request(form: _Format, row: Mapping[str, Any]) -> RequestSpec:
+    return RequestSpec(
         due_s=None if form.arrival is None else form.seconds(row[form.arrival]),
         input_len=_whole(row[form.input_len]),
         output_len=_whole(row[form.output_len]),

@@ -1,4 +1,4 @@
-"""Arrivals, lengths, prompts and traces: what they are, and that a seed says all about them."""
+"""Arrivals, lengths and traces: what they are, and that a seed says all about them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longspan.loadgen.arrivals import arrival_times
-from longspan.loadgen.prompts import WORDS, PromptMaker
-from longspan.loadgen.traces import BLOCK_LEN, read_trace
-from longspan.loadgen.workload import Arrivals, Ask, random_asks
+from longspan.workload.arrivals import arrival_times
+from longspan.workload.spec import WorkloadSpec, make_workload
+from longspan.workload.traces import read_trace
 
 
 def times(num: int, rate: float, burstiness: float, seed: int = 0) -> np.ndarray:
     rng = np.random.default_rng(seed)
-    return np.array(arrival_times(num, request_rate=rate, burstiness=burstiness, rng=rng))
+    return np.array(arrival_times(num, rate=rate, burstiness=burstiness, rng=rng))
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
@@ -44,7 +43,7 @@ def test_the_last_arrival_is_where_the_rate_says() -> None:
     assert times(4, 2.0, float("inf")).tolist() == [0.5, 1.0, 1.5, 2.0]
 
 
-@pytest.mark.parametrize(("rate", "burstiness", "flag"), [(0, 1, "--request-rate"), (1, -1, "--burstiness")])
+@pytest.mark.parametrize(("rate", "burstiness", "flag"), [(0, 1, "rate"), (1, -1, "burstiness")])
 def test_rates_and_shapes_are_above_0(rate: float, burstiness: float, flag: str) -> None:
     with pytest.raises(ValueError, match=f"{flag} must be above 0"):
         times(3, rate, burstiness)
@@ -55,78 +54,15 @@ def test_no_number_is_no_rate() -> None:
         times(3, float("nan"), 1)
 
 
-def test_lengths_are_uniform_over_the_range() -> None:
-    asks = random_asks(4000, input_len=100, output_len=9, range_ratio=0.25, prefix_len=7, seed=1)
-    inputs = np.array([ask.input_len for ask in asks]) - 7
-    outputs = [ask.output_len for ask in asks]
-    assert (inputs.min(), inputs.max()) == (75, 125)
-    assert inputs.mean() == pytest.approx(100, abs=1)
-    assert set(outputs) == set(range(6, 13)), "rounded outwards"
-
-
-def test_without_a_range_all_lengths_are_the_same() -> None:
-    asks = random_asks(5, input_len=100, output_len=1, range_ratio=0, prefix_len=0, seed=1)
-    assert {(ask.input_len, ask.output_len) for ask in asks} == {(100, 1)}
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ({"num": 0}, "--num-prompts must be at least 1, but 0 given"),
-        ({"input_len": 0}, "--random-input-len must be at least 1"),
-        ({"output_len": -2}, "--random-output-len must be at least 1, but -2 given"),
-        ({"prefix_len": -1}, "--random-prefix-len must be at least 0"),
-        ({"range_ratio": 1.0}, "--random-range-ratio must be from 0 to below 1, but 1.0 given"),
-    ],
-)
-def test_lengths_out_of_range(wrong: dict[str, float], words: str) -> None:
-    given = {"num": 3, "input_len": 4, "output_len": 4, "range_ratio": 0.0, "prefix_len": 0, "seed": 0} | wrong
-    num = int(given.pop("num"))
-    with pytest.raises(ValueError, match=words):
-        random_asks(num, **given)  # type: ignore[arg-type]
-
-
-def test_arrivals_do_not_depend_on_lengths() -> None:
+def test_times_do_not_depend_on_lengths() -> None:
     """So that two runs that differ in lengths have the same arrivals."""
-    arrivals = Arrivals(request_rate=3.0, burstiness=1.0, closed_loop=False)
-    short, long = ([Ask(input_len=n, output_len=1)] * 6 for n in (1, 100))
-    assert [ask.due_s for ask in arrivals.timed(short, 5)] == [ask.due_s for ask in arrivals.timed(long, 5)]
-    assert [ask.due_s for ask in arrivals.timed(short, 5)] != [ask.due_s for ask in arrivals.timed(short, 6)]
+    spec = WorkloadSpec(rate=3.0, num_requests=6, seed=5)
 
+    def due(spec: WorkloadSpec) -> list[float]:
+        return [one.due_s for one in make_workload(spec).arrivals]
 
-MAKER = PromptMaker(seed=1, vocab_size=500, prefix_len=10)
-
-
-def test_prompts_have_their_length_and_their_prefix_and_nothing_else_in_common() -> None:
-    asks = [Ask(input_len=length, output_len=1) for length in (10, 40, 40)]
-    none, one, two = (MAKER.token_ids(index, ask) for index, ask in enumerate(asks))
-    assert [len(none), len(one), len(two)] == [10, 40, 40]
-    assert none == one[:10] == two[:10]
-    assert sum(a == b for a, b in zip(one[10:], two[10:], strict=True)) < 5
-    assert all(0 <= token < 500 for token in one)
-    assert MAKER.token_ids(1, asks[1]) == one, "the same whenever asked for"
-    assert replace(MAKER, seed=2).token_ids(1, asks[1]) != one
-
-
-def test_words_are_as_many_as_tokens() -> None:
-    text = MAKER.words(3, Ask(input_len=25, output_len=1))
-    assert len(text.split(" ")) == 25
-    assert set(text.split(" ")) <= set(WORDS)
-    assert len(set(WORDS)) == len(WORDS), "each is as likely as any other"
-
-
-def test_blocks_of_the_same_name_are_the_same_tokens() -> None:
-    maker = PromptMaker(seed=0, vocab_size=1000)
-    one = maker.token_ids(0, Ask(input_len=2 * BLOCK_LEN + 5, output_len=1, block_ids=(7, 8, 9)))
-    two = maker.token_ids(1, Ask(input_len=2 * BLOCK_LEN + 9, output_len=1, block_ids=(7, 5, 9)))
-    assert one[:BLOCK_LEN] == two[:BLOCK_LEN]
-    assert one[BLOCK_LEN : 2 * BLOCK_LEN] != two[BLOCK_LEN : 2 * BLOCK_LEN]
-    assert one[2 * BLOCK_LEN :] == two[2 * BLOCK_LEN : 2 * BLOCK_LEN + 5]
-
-
-def test_a_vocabulary_has_tokens() -> None:
-    with pytest.raises(ValueError, match="--random-vocab-size must be at least 1"):
-        PromptMaker(seed=0, vocab_size=0)
+    assert due(spec) == due(replace(spec, workload="long", output_len=9))
+    assert due(spec) != due(replace(spec, seed=6))
 
 
 MOONCAKE = """\
@@ -163,11 +99,11 @@ def test_formats_of_traces(name: str, zipped: bool, tmp_path: Path) -> None:
     path = tmp_path / (name + ".gz" if zipped else name)
     data = TRACES[name].encode()
     path.write_bytes(gzip.compress(data) if zipped else data)
-    asks = read_trace(path)
-    assert [(ask.input_len, ask.output_len) for ask in asks] == [(600, 50), (512, 2)]
+    requests = read_trace(path)
+    assert [(request.input_len, request.output_len) for request in requests] == [(600, 50), (512, 2)]
     expected = [None, None] if name == "lengths.csv" else pytest.approx([0.0, 0.5])
-    assert [ask.due_s for ask in asks] == expected
-    assert [ask.block_ids for ask in asks] == ([(4, 5), (4,)] if name == "mooncake.jsonl" else [(), ()])
+    assert [request.due_s for request in requests] == expected
+    assert [request.block_ids for request in requests] == ([(4, 5), (4,)] if name == "mooncake.jsonl" else [(), ()])
 
 
 @pytest.fixture
@@ -183,10 +119,10 @@ def trace(tmp_path: Path) -> Callable[[str, str], Path]:
 Write = Callable[[str, str], Path]
 
 
-def test_speed_divides_times_and_num_takes_the_first(trace: Write) -> None:
+def test_times_count_from_the_first_arrival_and_num_takes_the_first(trace: Write) -> None:
     path = trace("a.csv", "arrived_at,num_prefill_tokens,num_decode_tokens\n4,1,1\n2,2,1\n8,3,1\n")
-    assert [(ask.due_s, ask.input_len) for ask in read_trace(path, speed=2)] == [(0.0, 2), (1.0, 1), (3.0, 3)]
-    assert [(ask.due_s, ask.input_len) for ask in read_trace(path, num=1)] == [(0.0, 1)]
+    assert [(request.due_s, request.input_len) for request in read_trace(path)] == [(0.0, 2), (2.0, 1), (6.0, 3)]
+    assert [(request.due_s, request.input_len) for request in read_trace(path, num=1)] == [(0.0, 1)]
 
 
 def test_lines_of_failed_requests_are_left_out_and_counted(trace: Write, caplog: pytest.LogCaptureFixture) -> None:
@@ -218,10 +154,8 @@ def test_bad_traces(name: str, text: str, words: str, trace: Write) -> None:
 def test_more_bad_traces(tmp_path: Path, trace: Write) -> None:
     with pytest.raises(ValueError, match="cannot be read: No such file"):
         read_trace(tmp_path / "none.csv")
-    with pytest.raises(ValueError, match=r"holds 2 requests, but 3 \(--num-prompts\) needed"):
+    with pytest.raises(ValueError, match="holds 2 requests, but 3 needed"):
         read_trace(trace("m.jsonl", MOONCAKE), num=3)
-    with pytest.raises(ValueError, match="--trace-speed must be above 0, but 0 given"):
-        read_trace(trace("m.jsonl", MOONCAKE), speed=0)
     cut = tmp_path / "cut.jsonl.gz"
     cut.write_bytes(gzip.compress(MOONCAKE.encode() * 1000)[:60])
     with pytest.raises(ValueError, match="cannot be read: Compressed file ended"):

@@ -1,0 +1,1 @@
+"""Requests before anybody serves them: their lengths, their times, and traces of real services."""

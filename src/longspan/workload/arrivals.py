@@ -1,0 +1,140 @@
+"""Requests as they come: their times, their prompts, and the conversations that they are turns of."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import overload
+
+import numpy as np
+
+_LONGEST_S = 1e5
+"""A day and a little: much longer ones would reach into the next of conversations that are to be far apart."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrival:
+    """One request.
+
+    Attributes:
+        due_s: when it comes, after the start; a further turn of a conversation: after the end of the turn before.
+        prompt: token ids; of a further turn what is new, behind all that was said before.
+        output_len: how many tokens it puts out.
+        follows: the index of the turn before among all arrivals, which is earlier; None for a first turn.
+    """
+
+    due_s: float
+    prompt: Sequence[int]
+    output_len: int
+    follows: int | None = None
+
+
+def conversations(arrivals: Sequence[Arrival], *, turns: int, think_s: float) -> list[Arrival]:
+    """Makes every `turns` neighbours one conversation: the first comes when it is due, each other one `think_s` seconds
+    after the answer before.
+
+    Raises:
+        ValueError: for less than one turn, or a time below 0 or above 1e5 seconds.
+    """
+    if turns < 1:
+        raise ValueError(f"a conversation has at least 1 turn, but {turns} given")
+    if not 0 <= think_s <= _LONGEST_S:
+        raise ValueError(f"the time between turns is from 0 to {_LONGEST_S:g} seconds, but {think_s} given")
+    return [
+        one if index % turns == 0 else replace(one, due_s=think_s, follows=index - 1)
+        for index, one in enumerate(arrivals)
+    ]
+
+
+def arrival_times(num: int, *, rate: float, burstiness: float, rng: np.random.Generator) -> list[float]:
+    """Draws `num` times in seconds from the start, ascending; all 0 for an infinite rate.
+
+    Gaps are gamma distributed with shape `burstiness` and mean `1 / rate`: 1 is a Poisson process, less comes
+    in bursts, more is steadier, infinity is regular. As in vLLM, times are stretched so that the last one is at
+    `num / rate` whatever the seed, or throughputs of different seeds would differ by chance.
+
+    Raises:
+        ValueError: for a rate or a shape that is not above 0.
+    """
+    for name, value in (("rate", rate), ("burstiness", burstiness)):
+        if not value > 0:
+            raise ValueError(f"{name} must be above 0 (inf is allowed), but {value} given")
+    if math.isinf(rate):
+        return [0.0] * num
+    gaps = np.ones(num) if math.isinf(burstiness) else rng.gamma(burstiness, size=num)
+    times = np.cumsum(gaps)
+    if not times[-1] > 0:
+        raise ValueError(f"burstiness {burstiness} is too small: every gap between requests is 0; give a larger one")
+    return [float(time) for time in times * (num / rate / times[-1])]
+
+
+def prompt_of(
+    name: int, num_tokens: int, *, shared: int = 0, shared_len: int = 0, blocks: Sequence[int] = (), block_len: int = 1
+) -> Sequence[int]:
+    """The token ids of a prompt, as far as it is long: text `shared`, then `blocks`, then a text of its own.
+
+    Equal numbers give equal tokens: `shared` among those that share a beginning, `blocks` of `block_len` tokens each
+    among themselves, and `name` among prompts.
+    """
+    beginning: list[Sequence[int]] = [text(3 * shared, min(shared_len, num_tokens))]
+    left = num_tokens - len(beginning[0])
+    for block in blocks:
+        beginning.append(text(3 * block + 1, min(block_len, left)))
+        left -= len(beginning[-1])
+    own = text(3 * name + 2, left)
+    return Texts([*beginning, own]) if left < num_tokens else own
+
+
+_SPACE = 2**40
+"""Ids of one text lie this far from those of the next."""
+
+
+def text(name: int, num_tokens: int) -> range:
+    """The tokens of a text: equal names, equal tokens; of different names, none is the same."""
+    assert 0 <= num_tokens <= _SPACE, "a text fits into its space"
+    return range(name * _SPACE, name * _SPACE + num_tokens)
+
+
+class Texts(Sequence[int]):
+    """Texts one after the other, as one sequence of token ids. A slice is one, too, or the slice of one text."""
+
+    def __init__(self, texts: Sequence[Sequence[int]]) -> None:
+        flat = (part for one in texts for part in (one.parts if isinstance(one, Texts) else (one,)))
+        self.parts: list[Sequence[int]] = [part for part in flat if len(part)]
+        self._ends = list(itertools.accumulate(map(len, self.parts)))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.chain.from_iterable(self.parts)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            assert step == 1, "prompts are read forwards"
+            return self._between(start, max(start, stop))
+        position = range(len(self))[index]
+        place = bisect_right(self._ends, position)
+        return self.parts[place][position - self._start(place)]
+
+    def _start(self, place: int) -> int:
+        return self._ends[place] - len(self.parts[place])
+
+    def _between(self, start: int, stop: int) -> Sequence[int]:
+        found: list[Sequence[int]] = []
+        for place in range(bisect_right(self._ends, start), len(self.parts)):
+            first = self._start(place)
+            if first >= stop:
+                break
+            found.append(self.parts[place][max(0, start - first) : stop - first])
+        return found[0] if len(found) == 1 else Texts(found)
