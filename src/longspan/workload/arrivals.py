@@ -17,7 +17,7 @@ _LONGEST_S = 1e5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
-    """One request.
+    """A request that comes at a time, or as the next turn of a conversation.
 
     Attributes:
         due_s: when it comes, after the start; a further turn of a conversation: after the end of the turn before.
@@ -74,7 +74,7 @@ def arrival_times(num: int, *, rate: float, burstiness: float, rng: np.random.Ge
 def prompt_of(
     name: int, num_tokens: int, *, shared: int = 0, shared_len: int = 0, blocks: Sequence[int] = (), block_len: int = 1
 ) -> Sequence[int]:
-    """The token ids of a prompt, as far as it is long: text `shared`, then `blocks`, then a text of its own.
+    """Returns token ids: text `shared`, then `blocks`, then a text of its own, cut at `num_tokens`.
 
     Equal numbers give equal tokens: `shared` among those that share a beginning, `blocks` of `block_len` tokens each
     among themselves, and `name` among prompts.

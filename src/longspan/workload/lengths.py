@@ -1,4 +1,4 @@
-"""How long prompts and answers are: by quantiles, or between bounds with a mean."""
+"""Distributions of lengths: by quantiles, or between bounds with a mean."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _MOST = 2.0**40
 
 
 class Lengths(Protocol):
-    """A distribution of lengths."""
+    """A distribution is its quantile function."""
 
     def at(self, part: float) -> float:
-        """The length below which this part of all lengths lies, from 0 to 1."""
+        """Returns the length below which this part of all lengths lies, from 0 to 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,6 @@ class Quantiles:
             )
 
     def at(self, part: float) -> float:
-        """See `Lengths`."""
         parts, lengths = zip(*self.points, strict=True)
         return math.exp(float(np.interp(part, parts, np.log(lengths))))
 
@@ -73,7 +72,6 @@ class Bounded:
         _shape(self.low, self.high, self.mean)
 
     def at(self, part: float) -> float:
-        """See `Lengths`."""
         mu, sigma = _shape(self.low, self.high, self.mean)
         low, high = (_NORMAL.cdf((math.log(end) - mu) / sigma) for end in (self.low, self.high))
         inside = min(max(low + part * (high - low), 1e-300), 1 - 1e-16)
@@ -87,14 +85,13 @@ def _shape(low: float, high: float, mean: float) -> tuple[float, float]:
     least, most = math.log(low) - _FURTHEST * sigma, math.log(high) + _FURTHEST * sigma
     for _ in range(_HALVINGS):
         mu = (least + most) / 2
-        least, most = (mu, most) if _mean(low, high, mu, sigma) < mean else (least, mu)
-    if abs(_mean(low, high, mu, sigma) / mean - 1) > 1e-6:
+        least, most = (mu, most) if _mean_of_cut(low, high, mu, sigma) < mean else (least, mu)
+    if abs(_mean_of_cut(low, high, mu, sigma) / mean - 1) > 1e-6:
         raise ValueError(f"a mean of {mean:g} is too near an end of {low:g} to {high:g}: widen the range")
     return mu, sigma
 
 
-def _mean(low: float, high: float, mu: float, sigma: float) -> float:
-    """Of a log-normal distribution that is cut off at both ends."""
+def _mean_of_cut(low: float, high: float, mu: float, sigma: float) -> float:
     ends = [(math.log(end) - mu) / sigma for end in (low, high)]
     inside = _NORMAL.cdf(ends[1]) - _NORMAL.cdf(ends[0])
     shifted = _NORMAL.cdf(ends[1] - sigma) - _NORMAL.cdf(ends[0] - sigma)
@@ -120,7 +117,7 @@ NAMED: dict[str, tuple[Lengths, Lengths]] = {
 
 
 def quantiles(name: str, points: object) -> Quantiles:
-    """Those of a mapping from parts, as text, to lengths.
+    """Makes a distribution of a mapping from parts, as text, to lengths.
 
     Raises:
         ValueError: for anything else.

@@ -81,7 +81,7 @@ class Workload:
     shares: bool
 
     def at_rate(self, rate: float) -> Workload:
-        """Stretches the times of first turns, so that all turns together come at this rate."""
+        """Scales the times of first turns, so that all turns together come at this rate."""
         last_s = max(one.due_s for one in self.arrivals if one.follows is None)
         factor = len(self.arrivals) / rate / last_s if last_s else 0.0
         stretched = [

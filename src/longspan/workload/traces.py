@@ -38,7 +38,7 @@ class RequestSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class _Format:
-    """Which columns hold what. `seconds` makes seconds of what is in the column `arrival`."""
+    """Names the columns of a known format. `seconds` makes seconds of what is in the column `arrival`."""
 
     name: str
     input_len: str
@@ -156,7 +156,7 @@ def _requests(path: Path, file: IO[str]) -> Iterator[RequestSpec]:
 
 
 def _rows(path: Path, file: IO[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Lines as mappings, with their numbers from 1."""
+    """Yields lines as mappings, with their numbers from 1."""
     name = path.name.removesuffix(".gz")
     if name.endswith(".csv"):
         reader = csv.DictReader(file)
