@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from longspan.attn import native
 from longspan.core.cluster import Fleet, Location, ParallelSpec, Roles, locations_of_ranks
 from longspan.core.view import Limits
+from longspan.errors import ParameterError
 from longspan.model.cache import cache_root
 from longspan.model.files import ModelFiles
 from longspan.model.info import ModelInfo
@@ -232,16 +233,16 @@ def places(num_ranks: int) -> tuple[Location, ...]:
 
 
 def at_least_one(**values: int | None) -> None:
-    """Raises a ValueError that names the first argument below 1; None means not given."""
+    """Raises a ParameterError for the first argument below 1; None means not given."""
     for name, value in values.items():
         if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, but {value} given")
+            raise ParameterError(name, f"must be at least 1, but {value} given", value)
 
 
 def check_timeout(step_timeout_s: float) -> None:
     """Raises ValueError unless it is more than nothing."""
     if not step_timeout_s > 0:
-        raise ValueError(f"step_timeout_s must be more than 0, but {step_timeout_s} given")
+        raise ParameterError("step_timeout_s", f"must be more than 0, but {step_timeout_s} given", step_timeout_s)
 
 
 def check_device(device: str) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from longspan.core.sampling import SamplingParams
+from longspan.errors import ParameterError
 
 NAN, INF = float("nan"), float("inf")
 
@@ -40,10 +41,10 @@ NAN, INF = float("nan"), float("inf")
         ({"logit_bias": {5: 100.5}}, "logit_bias must be from -100 to 100, but 100.5 given for token 5"),
         ({"logit_bias": {5: -INF}}, "logit_bias .*but -inf given for token 5"),
         ({"logit_bias": {5: NAN}}, "logit_bias .*but nan given for token 5"),
-        ({"logit_bias": {5: "1"}}, "the logit_bias of token 5 must be a number, but '1'"),
-        ({"logit_bias": {-5: 1.0}}, "a token id in logit_bias must be at least 0, but -5"),
-        ({"logit_bias": {"-5": 1.0}}, "a token id in logit_bias must be a whole number, but '-5'"),
-        ({"logit_bias": {"the": 1.0}}, "a token id in logit_bias must be a whole number, but 'the'"),
+        ({"logit_bias": {5: "1"}}, "logit_bias of token 5 must be a number, but '1'"),
+        ({"logit_bias": {-5: 1.0}}, "logit_bias: a token id must be at least 0, but -5"),
+        ({"logit_bias": {"-5": 1.0}}, "logit_bias: a token id must be a whole number, but '-5'"),
+        ({"logit_bias": {"the": 1.0}}, "logit_bias: a token id must be a whole number, but 'the'"),
         ({"logit_bias": {5: 1.0, "5": 2.0}}, "logit_bias names token 5 twice"),
         ({"logit_bias": [5]}, r"logit_bias must map token ids to numbers, but \[5\]"),
         ({"n": 0}, "n must be at least 1, but 0"),
@@ -55,8 +56,8 @@ NAN, INF = float("nan"), float("inf")
         ({"stop": ["a", ""]}, "must not be empty"),
         ({"stop": ""}, "must not be empty"),
         ({"stop": [7]}, "stop must be a string or several, but 7 given: token ids go to stop_token_ids"),
-        ({"stop_token_ids": [3, -1]}, "a token id in stop_token_ids must be at least 0, but -1"),
-        ({"stop_token_ids": ["3"]}, "a token id in stop_token_ids must be a whole number, but '3'"),
+        ({"stop_token_ids": [3, -1]}, "stop_token_ids: a token id must be at least 0, but -1"),
+        ({"stop_token_ids": ["3"]}, "stop_token_ids: a token id must be a whole number, but '3'"),
         ({"stop_token_ids": 3}, "stop_token_ids must be a list of token ids, but 3"),
         ({"stop_token_ids": "33"}, "stop_token_ids must be a list of token ids, but '33'"),
         ({"max_tokens": 0}, "max_tokens .*but 0"),
@@ -69,8 +70,9 @@ NAN, INF = float("nan"), float("inf")
     ids=str,
 )
 def test_what_is_refused(wishes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ParameterError, match=message) as caught:
         SamplingParams(**wishes)
+    assert caught.value.parameter in wishes
 
 
 @pytest.mark.parametrize(

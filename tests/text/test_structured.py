@@ -327,7 +327,7 @@ def test_json_may_not_go_on_with_blanks_for_ever() -> None:
 def test_without_a_tokenizer_nothing_can_be_structured() -> None:
     params = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
     maker = InputProcessor(tokenizer=None, vocab_size=VOCAB, max_model_len=8192)
-    with pytest.raises(ValueError, match="structured outputs need a tokenizer, but there is none"):
+    with pytest.raises(ValueError, match="structured_outputs need a tokenizer, but there is none"):
         maker.process([5], params)
     nothing_ends = AutoTokenizer.from_pretrained(smollm2_folder(), eos_token=None)
     with pytest.raises(ModelError, match="need an end-of-sequence token"):

@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from longspan.errors import ParameterError
+
 _SPEC = re.compile(r"(?:(?P<n>\d+)(?:x(?=[tp]))?)?(?:tp(?P<tp>\d+))?(?:pp(?P<pp>\d+))?")
 
 
@@ -25,11 +27,13 @@ class ParallelSpec:
     def __post_init__(self) -> None:
         for name, degree in (("instances", self.instances), ("tp", self.tp), ("pp", self.pp)):
             if degree < 1:
-                raise ValueError(f"{name} must be at least 1, but {degree} given")
+                raise ParameterError(name, f"must be at least 1, but {degree} given", degree)
         if self.pp > 1:
-            raise ValueError(
-                f"pp({self.pp}) pipeline stages per instance, but only 1 works so far: use tp to split the weights, or "
-                f"--parallel {self.instances * self.tp * self.pp} to spread prompts over that many instances"
+            raise ParameterError(
+                "pp",
+                f"({self.pp}) pipeline stages per instance, but only 1 works so far: use tp to split the weights, or "
+                f"--parallel {self.instances * self.tp * self.pp} to spread prompts over that many instances",
+                self.pp,
             )
 
     @classmethod

@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any
 
+from longspan.errors import ParameterError
+
 LogitBias = Mapping[Any, float] | tuple[tuple[int, float], ...]
 """Token id to bias. JSON has no integer keys, so that ids may come as strings of digits; kept as sorted pairs.
 
@@ -45,12 +47,12 @@ class StructuredOutputsParams:
 
     def __post_init__(self) -> None:
         if not isinstance(self.json_object, bool):
-            raise ValueError(f"structured_outputs: json_object must be true or false, but {self.json_object!r} given")
+            raise _form_error(f"json_object must be true or false, but {self.json_object!r} given", self.json_object)
         given = [field.name for field in fields(self) if getattr(self, field.name) not in (None, False)]
         if len(given) != 1:
             names = ", ".join(field.name for field in fields(self))
             found = " and ".join(given) or "none"
-            raise ValueError(f"structured_outputs must have exactly one of {names}, but {found} given")
+            raise ParameterError("structured_outputs", f"must have exactly one of {names}, but {found} given", given)
         if isinstance(self.json, dict):
             object.__setattr__(self, "json", _json_text(self.json))
         if self.choice is not None:
@@ -58,9 +60,7 @@ class StructuredOutputsParams:
         for name in ("json", "regex", "grammar"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and value):
-                raise ValueError(
-                    f"structured_outputs: {name} must be a text that is not empty, but {value!r:.60} given"
-                )
+                raise _form_error(f"{name} must be a text that is not empty, but {value!r:.60} given", value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,9 +131,9 @@ class SamplingParams:
         self._set("stop_token_ids", _token_ids(self.stop_token_ids))
         self._set("logit_bias", None if self.logit_bias is None else _biases(self.logit_bias))
         for checks in (_distribution_checks, _penalty_checks, _length_checks, _report_checks):
-            for holds, message in checks(self):
+            for holds, name, problem in checks(self):
                 if not holds:
-                    raise ValueError(message)
+                    raise ParameterError(name, problem, getattr(self, name))
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -166,71 +166,71 @@ class SamplingParams:
         for name, tokens in named.items():
             for token in tokens:
                 if token >= vocab_size:
-                    raise ValueError(
-                        f"{name} names token {token}, but this model's token ids are 0 to {vocab_size - 1}: remove it"
-                    )
+                    problem = f"names token {token}, but this model's token ids are 0 to {vocab_size - 1}: remove it"
+                    raise ParameterError(name, problem, token)
         for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if count is not None and count > vocab_size:
-                raise ValueError(f"{name} must be at most this model's {vocab_size} tokens, but {count} given")
+                problem = f"must be at most this model's {vocab_size} tokens, but {count} given"
+                raise ParameterError(name, problem, count)
 
 
-def _distribution_checks(params: SamplingParams) -> Iterator[tuple[bool, str]]:
+_Check = tuple[bool, str, str]
+"""A condition, the parameter that it is about, and the problem if it does not hold."""
+
+
+def _distribution_checks(params: SamplingParams) -> Iterator[_Check]:
     temperature, top_k, top_p, min_p = params.temperature, params.top_k, params.top_p, params.min_p
-    yield 0.0 <= temperature < float("inf"), f"temperature must be 0 or more and finite, but {temperature} given"
-    yield top_k >= -1, f"top_k must be -1 or 0 (all) or positive, but {top_k} given"
-    yield 0.0 < top_p <= 1.0, f"top_p must be above 0 and at most 1, but {top_p} given"
-    yield 0.0 <= min_p <= 1.0, f"min_p must be from 0 to 1, but {min_p} given"
+    finite = 0.0 <= temperature < float("inf")
+    yield finite, "temperature", f"must be 0 or more and finite, but {temperature} given"
+    yield top_k >= -1, "top_k", f"must be -1 or 0 (all) or positive, but {top_k} given"
+    yield 0.0 < top_p <= 1.0, "top_p", f"must be above 0 and at most 1, but {top_p} given"
+    yield 0.0 <= min_p <= 1.0, "min_p", f"must be from 0 to 1, but {min_p} given"
     seed = params.seed
-    yield seed is None or 0 <= seed < 2**63, f"seed must be at least 0 and below 2**63, but {seed} given"
-    yield params.n >= 1, f"n must be at least 1, but {params.n} given"
-    greedy = f"n must be 1 when using greedy sampling, but {params.n} given: set n=1 or a temperature above 0"
-    yield params.n == 1 or temperature > 0, greedy
+    yield seed is None or 0 <= seed < 2**63, "seed", f"must be at least 0 and below 2**63, but {seed} given"
+    yield params.n >= 1, "n", f"must be at least 1, but {params.n} given"
+    greedy = f"must be 1 when using greedy sampling, but {params.n} given: set n=1 or a temperature above 0"
+    yield params.n == 1 or temperature > 0, "n", greedy
 
 
-def _penalty_checks(params: SamplingParams) -> Iterator[tuple[bool, str]]:
+def _penalty_checks(params: SamplingParams) -> Iterator[_Check]:
     repetition = params.repetition_penalty
-    yield (
-        0.0 < repetition < float("inf"),
-        f"repetition_penalty must be above 0 and finite, 1 for none, but {repetition} given",
-    )
+    in_range = 0.0 < repetition < float("inf")
+    yield in_range, "repetition_penalty", f"must be above 0 and finite, 1 for none, but {repetition} given"
     for name in ("presence_penalty", "frequency_penalty"):
         value = getattr(params, name)
-        yield -2.0 <= value <= 2.0, f"{name} must be from -2 to 2, 0 for none, but {value} given"
+        yield -2.0 <= value <= 2.0, name, f"must be from -2 to 2, 0 for none, but {value} given"
     for token, bias in params.biases:
-        yield (
-            -MAX_BIAS <= bias <= MAX_BIAS,
-            f"logit_bias must be from -{MAX_BIAS:g} to {MAX_BIAS:g}, but {bias} given for token {token}",
-        )
+        in_range = -MAX_BIAS <= bias <= MAX_BIAS
+        yield in_range, "logit_bias", f"must be from {-MAX_BIAS:g} to {MAX_BIAS:g}, but {bias} given for token {token}"
 
 
-def _length_checks(params: SamplingParams) -> Iterator[tuple[bool, str]]:
+def _length_checks(params: SamplingParams) -> Iterator[_Check]:
     longest, least = params.max_tokens, params.min_tokens
-    yield all(params.stop_strings), "a stop string must not be empty: leave it out"
-    yield longest is None or longest >= 1, f"max_tokens must be at least 1, but {longest} given"
-    yield least >= 0, f"min_tokens must be at least 0, but {least} given"
-    yield longest is None or least <= longest, f"min_tokens({least}) must not exceed max_tokens({longest})"
+    yield all(params.stop_strings), "stop", "must not be empty: leave it out"
+    yield longest is None or longest >= 1, "max_tokens", f"must be at least 1, but {longest} given"
+    yield least >= 0, "min_tokens", f"must be at least 0, but {least} given"
+    yield longest is None or least <= longest, "min_tokens", f"({least}) must not exceed max_tokens({longest})"
 
 
-def _report_checks(params: SamplingParams) -> Iterator[tuple[bool, str]]:
+def _report_checks(params: SamplingParams) -> Iterator[_Check]:
     for name in ("logprobs", "prompt_logprobs"):
         value = getattr(params, name)
-        yield value is None or value >= 0, f"{name} must be at least 0, or None for no report, but {value} given"
+        yield value is None or value >= 0, name, f"must be at least 0, or None for no report, but {value} given"
     form = params.structured_outputs
-    yield (
-        isinstance(form, StructuredOutputsParams | None),
-        f"structured_outputs must be StructuredOutputsParams, but {form!r:.60} given",
-    )
+    is_form = isinstance(form, StructuredOutputsParams | None)
+    yield is_form, "structured_outputs", f"must be StructuredOutputsParams, but {form!r:.60} given"
 
 
-def _whole(name: str, value: object) -> int:
+def _whole(name: str, value: object, what: str = "") -> int:
+    """The number; `what` says which one of several that the parameter holds."""
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise ValueError(f"{name} must be a whole number, but {value!r} given")
+        raise ParameterError(name, f"{what}must be a whole number, but {value!r} given", value)
     return int(value)
 
 
-def _real(name: str, value: object) -> float:
+def _real(name: str, value: object, what: str = "") -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise ValueError(f"{name} must be a number, but {value!r} given")
+        raise ParameterError(name, f"{what}must be a number, but {value!r} given", value)
     return float(value)
 
 
@@ -238,7 +238,9 @@ def _strings(stop: Sequence[str] | str | None) -> tuple[str, ...]:
     strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
     for string in strings:
         if not isinstance(string, str):
-            raise ValueError(f"stop must be a string or several, but {string!r} given: token ids go to stop_token_ids")
+            raise ParameterError(
+                "stop", f"must be a string or several, but {string!r} given: token ids go to stop_token_ids", string
+            )
     return strings
 
 
@@ -246,44 +248,48 @@ def _token_ids(tokens: object) -> tuple[int, ...]:
     if tokens is None:
         return ()
     if isinstance(tokens, str | bytes) or not isinstance(tokens, Iterable):
-        raise ValueError(f"stop_token_ids must be a list of token ids, but {tokens!r} given")
+        raise ParameterError("stop_token_ids", f"must be a list of token ids, but {tokens!r} given", tokens)
     return tuple(_token_id("stop_token_ids", token) for token in tokens)
 
 
 def _token_id(name: str, token: object) -> int:
-    number = _whole(f"a token id in {name}", token)
+    number = _whole(name, token, ": a token id ")
     if number < 0:
-        raise ValueError(f"a token id in {name} must be at least 0, but {number} given")
+        raise ParameterError(name, f": a token id must be at least 0, but {number} given", number)
     return number
 
 
 def _biases(bias: object) -> tuple[tuple[int, float], ...]:
     if not isinstance(bias, Mapping | tuple):
-        raise ValueError(f"logit_bias must map token ids to numbers, but {bias!r} given")
+        raise ParameterError("logit_bias", f"must map token ids to numbers, but {bias!r} given", bias)
     biases: dict[int, float] = {}
     for key, value in bias.items() if isinstance(bias, Mapping) else bias:
         digits = isinstance(key, str) and key.isascii() and key.isdigit()
         token = _token_id("logit_bias", int(key) if digits else key)
         if token in biases:
-            raise ValueError(f"logit_bias names token {token} twice: keep one")
-        biases[token] = _real(f"the logit_bias of token {token}", value)
+            raise ParameterError("logit_bias", f"names token {token} twice: keep one", token)
+        biases[token] = _real("logit_bias", value, f"of token {token} ")
     return tuple(sorted(biases.items()))
+
+
+def _form_error(problem: str, value: object) -> ParameterError:
+    return ParameterError("structured_outputs", f": {problem}", value)
 
 
 def _json_text(schema: dict[str, Any]) -> str:
     try:
         return jsonlib.dumps(schema, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"structured_outputs: the schema in json cannot be written as JSON: {error}") from None
+        raise _form_error(f"the schema in json cannot be written as JSON: {error}", schema) from None
 
 
 def _choices(choices: object) -> tuple[str, ...]:
     if isinstance(choices, str) or not isinstance(choices, Iterable):
-        raise ValueError(f"structured_outputs: choice must be a list of texts, but {choices!r:.60} given")
+        raise _form_error(f"choice must be a list of texts, but {choices!r:.60} given", choices)
     texts = tuple(choices)
     for text in texts:
         if not isinstance(text, str) or not text:
-            raise ValueError(f"structured_outputs: choice must be texts that are not empty, but {text!r:.60} given")
+            raise _form_error(f"choice must be texts that are not empty, but {text!r:.60} given", text)
     if not texts:
-        raise ValueError("structured_outputs: choice must have at least one text, but none given")
+        raise _form_error("choice must have at least one text, but none given", choices)
     return texts

@@ -17,6 +17,7 @@ from typing import Protocol
 from longspan.core.owners import BlockRef, Owners, PrefixHit, Rotation
 from longspan.core.runs import SpanShards
 from longspan.core.steps import Exchange
+from longspan.errors import ParameterError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class Limits:
     def __post_init__(self) -> None:
         for name in ("max_num_batched_tokens", "max_num_seqs"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, but {getattr(self, name)} given")
+                raise ParameterError(name, f"must be at least 1, but {getattr(self, name)} given", getattr(self, name))
 
 
 class RequestView(Protocol):

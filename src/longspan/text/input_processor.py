@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from longspan.core.request import check_length, too_long
 from longspan.core.sampling import SamplingParams, StructuredOutputsParams
+from longspan.errors import ParameterError
 from longspan.text import chat_template
 from longspan.text.chat_template import Message, TemplateOptions
 from longspan.text.structured import compile_grammar
@@ -85,7 +86,7 @@ class InputProcessor:
         if wrong is not None:
             raise ValueError(f"token id {wrong!r} is not in the vocabulary: ids go from 0 to {self.vocab_size - 1}")
         if self.tokenizer is None and params.stop_strings:
-            raise ValueError("stop strings need a tokenizer, but there is none (skip_tokenizer_init)")
+            raise ParameterError("stop", "strings need a tokenizer, but there is none (skip_tokenizer_init)")
         params.check_vocab(self.vocab_size)
         if grammar is None:
             grammar = "" if params.structured_outputs is None else self.grammar(params.structured_outputs)
@@ -128,7 +129,7 @@ class InputProcessor:
             ValueError: when it cannot be followed, or there is no tokenizer.
         """
         if self.tokenizer is None:
-            raise ValueError("structured outputs need a tokenizer, but there is none (skip_tokenizer_init)")
+            raise ParameterError("structured_outputs", "need a tokenizer, but there is none (skip_tokenizer_init)")
         return compile_grammar(form, self._vocabulary)
 
     @cached_property

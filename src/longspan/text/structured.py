@@ -9,6 +9,7 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 from longspan.core.sampling import StructuredOutputsParams
+from longspan.errors import ParameterError
 from longspan.text import grammar_check
 
 MAX_CHARS = 65_536
@@ -28,7 +29,7 @@ def compile_grammar(params: StructuredOutputsParams, vocabulary: LLTokenizer) ->
         return _compiled(params, vocabulary)
     except ValueError as error:
         name = next(name for name in ("json", "regex", "choice", "grammar", "json_object") if getattr(params, name))
-        raise ValueError(f"structured_outputs: {name} cannot be used: {error}") from None
+        raise ParameterError("structured_outputs", f": {name} cannot be used: {error}") from None
 
 
 def _compiled(params: StructuredOutputsParams, vocabulary: LLTokenizer) -> str:
