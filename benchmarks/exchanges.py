@@ -27,7 +27,6 @@ from rich.progress import track
 from rich.table import Table
 
 from longspan import LLM, SamplingParams
-from longspan.core.steps import Exchange
 from longspan.cost.partitions import Entry, Partition, PartitionTable, search
 from longspan.cost.profile import Prefill, Profile
 
@@ -47,7 +46,7 @@ _EXCHANGES = {
     "gather_hidden": {**_SHARED, "exchange": "gather_hidden"},
     "chain, even (KVR-E)": {**_SHARED, "exchange": "chain"},
 }
-_PROFILED: tuple[Exchange, ...] = ("ring_kv", "ring_q", "alltoall", "gather_kv")
+_PROFILED = ("ring_kv", "ring_q", "alltoall", "gather_kv")
 _SEARCHED, _PREDICTED, _AUTO = "chain, searched (KVR-S)", "chain, predicted (KVR-P)", "auto"
 Samples = dict[int, dict[str, list[float]]]
 

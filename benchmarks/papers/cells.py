@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from longspan.core.cluster import ParallelSpec
-from longspan.core.steps import Exchange
+from longspan.core.exchange import RING_Q, exchange_of
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture, from_config
 from longspan.cost.catalog import Efficiency, Kernels
@@ -58,18 +58,18 @@ class Setting:
     constants: Efficiency | None = None
 
     def prefill(
-        self, parallel: str, exchange: Exchange, length: int, cached: int = 0, fractions: Fractions = None
+        self, parallel: str, exchange: str, length: int, cached: int = 0, fractions: Fractions = None
     ) -> Estimate:
         """See `estimate_prefill`."""
         spec = ParallelSpec.parse(parallel)
         cost = roofline(self._model, self._cluster, spec, self.kernels, self.constants)
-        return estimate_prefill(cost, spec.instances, exchange, length, cached, fractions=fractions)
+        return estimate_prefill(cost, spec.instances, exchange_of(exchange), length, cached, fractions=fractions)
 
     def decode(self, parallel: str, length: int, batch: int = 1) -> Estimate:
         """See `estimate_decode`."""
         spec = ParallelSpec.parse(parallel)
         cost = roofline(self._model, self._cluster, spec, self.kernels, self.constants)
-        return estimate_decode(cost, spec.instances, "ring_q", length, batch)
+        return estimate_decode(cost, spec.instances, RING_Q, length, batch)
 
     def attention_flops_per_s(self, parallel: str, tokens: int) -> float:
         """What one device reaches in causal attention alone, over so many tokens with the heads of one rank."""

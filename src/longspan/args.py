@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from longspan.attn import native
 from longspan.core.cluster import Fleet, Location, ParallelSpec, Roles, locations_of_ranks
+from longspan.core.exchange import GATHER_HIDDEN
 from longspan.core.view import Limits
 from longspan.errors import ParameterError
 from longspan.model.cache import cache_root
@@ -192,7 +193,7 @@ def unpacked(
 
 def check_split(info: ModelInfo, files: ModelFiles, instances: Fleet, policy_options: Mapping[str, str]) -> None:
     """Raises ValueError when the model cannot be split between ranks as wanted."""
-    shares_layers = policy_options.get("exchange") == "gather_hidden"
+    shares_layers = policy_options.get("exchange") == GATHER_HIDDEN.kind
     if shares_layers and instances.decode_spec is not None:
         raise ValueError(
             "exchange gather_hidden is not for instances that prefill only, whose KV goes to others: choose another"

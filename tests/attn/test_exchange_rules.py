@@ -10,6 +10,7 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
+from longspan.core.exchange import ALLTOALL, GATHER_HIDDEN, RING_KV, RING_Q
 from longspan.cost.architecture import Hardware, ModelShape
 from longspan.cost.exchange_rules import (
     AppendixD,
@@ -67,8 +68,8 @@ def test_llama_405b_at_128k_turns_once_from_ring_q_to_ring_kv(total: int, algori
         ring_kv_or_ring_q(LLAMA_405B, GRAND_TETON, new, total - new, 4, algorithm=algorithm)
         for new in range(1, total + 1)
     ]
-    first_kv = choices.index("ring_kv")
-    assert set(choices[:first_kv]) == {"ring_q"} and set(choices[first_kv:]) == {"ring_kv"}
+    first_kv = choices.index(RING_KV)
+    assert set(choices[:first_kv]) == {RING_Q} and set(choices[first_kv:]) == {RING_KV}
     assert 0.02 * total < first_kv + 1 <= 0.125 * total
     # Algorithm 1 turns where attention hides the ring: at 4 * 800e12 * 8 * 2 / (2 * 128 * 50e9) = 4000 tokens.
     # Algorithm 5 at 1 / 8 = T / total + T / 32000: 3200 tokens of 128,000 (an exact tie there), 3215.2 of 131,072.
@@ -102,7 +103,7 @@ def test_on_a_link_that_hides_nothing_the_smaller_messages_win(
     assume(pass_q_bytes(shape, new) != pass_kv_bytes(shape, new, cached))
     for algorithm in ALGORITHMS:
         choice = ring_kv_or_ring_q(shape, slow, new, cached, num_members, algorithm=algorithm)
-        assert choice == ("ring_q" if smaller_q else "ring_kv")
+        assert choice == (RING_Q if smaller_q else RING_KV)
 
 
 @given(shapes(), HARDWARE, TOKENS, CACHED, MEMBERS)
@@ -116,7 +117,7 @@ def test_algorithm_5_weighs_what_the_paper_weighs(
     alltoall_s = new * width * shape.bytes_per_element / hardware.bytes_per_s
     assume(not math.isclose(exposed_s, alltoall_s, rel_tol=1e-6))
     choice = ring_kv_or_ring_q(shape, hardware, new, cached, num_members)
-    assert choice == ("ring_q" if exposed_s > alltoall_s else "ring_kv")
+    assert choice == (RING_Q if exposed_s > alltoall_s else RING_KV)
 
 
 @given(shapes(), HARDWARE, TOKENS, CACHED, MEMBERS, st.data())
@@ -130,15 +131,15 @@ def test_ring_kv_stays_chosen(
         speeds = Hardware(flops_per_s=hardware.flops_per_s / slower, bytes_per_s=hardware.bytes_per_s * faster)
         return ring_kv_or_ring_q(shape, speeds, new + more, cached - uncached, num_members - fewer, algorithm=algorithm)
 
-    assume(choice() == "ring_kv")
+    assume(choice() == RING_KV)
     more, factor = data.draw(st.integers(0, 100_000)), data.draw(st.floats(1, 1000))
     uncached = data.draw(st.integers(0, cached))
-    assert choice(more=more) == "ring_kv"
-    assert choice(more=uncached, uncached=uncached) == "ring_kv", "a higher miss rate of the same context"
-    assert choice(uncached=uncached) == "ring_kv"
-    assert choice(faster=factor) == "ring_kv"
-    assert choice(slower=factor) == "ring_kv"
-    assert choice(fewer=data.draw(st.integers(0, num_members - 2))) == "ring_kv"
+    assert choice(more=more) == RING_KV
+    assert choice(more=uncached, uncached=uncached) == RING_KV, "a higher miss rate of the same context"
+    assert choice(uncached=uncached) == RING_KV
+    assert choice(faster=factor) == RING_KV
+    assert choice(slower=factor) == RING_KV
+    assert choice(fewer=data.draw(st.integers(0, num_members - 2))) == RING_KV
 
 
 @given(shapes(), HARDWARE, TOKENS, CACHED, MEMBERS)
@@ -146,8 +147,8 @@ def test_algorithm_5_never_takes_ring_q_where_algorithm_1_does_not(
     shape: ModelShape, hardware: Hardware, new: int, cached: int, num_members: int
 ) -> None:
     """The all-to-all only speaks against `ring_q`."""
-    if ring_kv_or_ring_q(shape, hardware, new, cached, num_members, algorithm=1) == "ring_kv":
-        assert ring_kv_or_ring_q(shape, hardware, new, cached, num_members, algorithm=5) == "ring_kv"
+    if ring_kv_or_ring_q(shape, hardware, new, cached, num_members, algorithm=1) == RING_KV:
+        assert ring_kv_or_ring_q(shape, hardware, new, cached, num_members, algorithm=5) == RING_KV
 
 
 @given(st.floats(0, 3), st.floats(-3, 3), st.floats(-40, 40), TOKENS, TOKENS, CACHED)
@@ -161,7 +162,7 @@ def test_the_empirical_rule_is_monotone_when_neither_alpha_nor_its_sum_with_beta
 def test_the_empirical_rule_need_not_be_monotone() -> None:
     """A negative alpha, as in the paper's figure: `ring_kv` is left again when new tokens outnumber the cached ones."""
     rule = AppendixD(alpha=-1.0, beta=1.2, gamma=12.2)
-    assert [rule.choose(new, 100_000) for new in (50, 20_000, 100_000)] == ["ring_q", "ring_kv", "ring_q"]
+    assert [rule.choose(new, 100_000) for new in (50, 20_000, 100_000)] == [RING_Q, RING_KV, RING_Q]
 
 
 GRID = [(new, cached) for new in (64, 256, 1024, 4096, 16384) for cached in (0, 512, 8192, 131_072)]
@@ -196,7 +197,7 @@ def test_samples_that_no_line_separates_are_named() -> None:
 
 
 def test_a_ring_that_always_won_is_always_chosen() -> None:
-    for score, winner in ((1.0, "ring_kv"), (-1.0, "ring_q")):
+    for score, winner in ((1.0, RING_KV), (-1.0, RING_Q)):
         fit = fit_appendix_d([sample(new, cached, score) for new, cached in GRID])
         assert {fit.rule.choose(new, cached) for new, cached in [*GRID, (1, 10**7), (10**7, 0)]} == {winner}
         assert fit.missed == ()
@@ -239,10 +240,10 @@ def test_alltoall_bytes_are_what_members_send(shape: ModelShape, piece: int, num
 def test_alltoall_threshold_of_the_supplement() -> None:
     """L > 2 d N / (N - 2); its inequality never holds for two members, whatever its text says."""
     assert alltoall_threshold(MULTI_HEAD, 3) == pytest.approx(98_304)
-    assert alltoall_or_gather_hidden(MULTI_HEAD, 98_304 - 1, 3) == "gather_hidden"
-    assert alltoall_or_gather_hidden(MULTI_HEAD, 98_304 + 1, 3) == "alltoall"
+    assert alltoall_or_gather_hidden(MULTI_HEAD, 98_304 - 1, 3) == GATHER_HIDDEN
+    assert alltoall_or_gather_hidden(MULTI_HEAD, 98_304 + 1, 3) == ALLTOALL
     assert alltoall_threshold(MULTI_HEAD, 2) == math.inf
-    assert all(alltoall_or_gather_hidden(MULTI_HEAD, 10**n, 2) == "gather_hidden" for n in range(10))
+    assert all(alltoall_or_gather_hidden(MULTI_HEAD, 10**n, 2) == GATHER_HIDDEN for n in range(10))
 
 
 def test_grouped_queries_lower_the_threshold() -> None:
@@ -255,7 +256,7 @@ def test_grouped_queries_lower_the_threshold() -> None:
 def test_the_threshold_is_where_the_choice_turns(shape: ModelShape, length: int, num_members: int) -> None:
     threshold = alltoall_threshold(shape, num_members)
     assume(not math.isclose(length, threshold, rel_tol=1e-9))
-    expected = "alltoall" if length > threshold else "gather_hidden"
+    expected = ALLTOALL if length > threshold else GATHER_HIDDEN
     assert alltoall_or_gather_hidden(shape, length, num_members) == expected
 
 

@@ -10,6 +10,7 @@ from cluster import Cluster, Setup, Slots, rank_requests
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from longspan.core.exchange import LOCAL, RING_KV, RING_Q
 from longspan.core.owners import BlockRef
 from longspan.core.runs import Run, SpanShards
 from longspan.core.steps import UNKNOWN, Forward, Free, Part, Sample, Sampling
@@ -113,7 +114,7 @@ def part_of(
         tokens=(1, 2, 3, 4)[:num_tokens],
         group=group,
         runs=tuple((Run(start, stop),) if i == holder else () for i in group),
-        exchange="local" if len(group) == 1 else "ring_kv",
+        exchange=LOCAL if len(group) == 1 else RING_KV,
         first_block=first_block,
         blocks=(BlockRef(holder, 9 + first_block),),
         sample=None,
@@ -142,7 +143,7 @@ def test_members_know_a_channel_by_the_same_number_and_parts_in_the_same_order()
     for instance in range(3):
         packed = packed_for(forward, instance)
         for channel in packed.channels:
-            if channel.exchange != "local":
+            if channel.exchange != LOCAL:
                 spans = tuple(part.q_runs for part in channel.parts)
                 known.setdefault(channel.members, set()).add((channel.number, spans))
     assert all(len(seen) == 1 for seen in known.values())
@@ -170,7 +171,7 @@ def test_whoever_sampled_a_token_passes_it_to_whoever_computes_it() -> None:
         tokens=(UNKNOWN,),
         runs=((), runs, ()),
         blocks=(BlockRef(0, 1),),
-        exchange="ring_q",
+        exchange=RING_Q,
         sample=Sample(instance=0, position=4),
         unknown_on=2,
     )

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan.core.cluster import Fleet, ParallelSpec
+from longspan.core.exchange import ALLTOALL, CHAIN, GATHER_HIDDEN, GATHER_KV, LOCAL, RING_KV, RING_Q, Exchange
 from longspan.core.runs import Run, shard_span
-from longspan.core.steps import Exchange, Forward, Part, Sample
+from longspan.core.steps import Forward, Part, Sample
 from longspan.cost import catalog
 from longspan.cost.architecture import from_config
 from longspan.cost.catalog import Kernels
@@ -24,7 +25,7 @@ from longspan.cost.exchange_rules import alltoall_bytes
 from longspan.cost.forward import Roofline
 from longspan.cost.step_cost import RooflineCost
 
-EXCHANGES: tuple[Exchange, ...] = ("ring_kv", "ring_q", "alltoall", "gather_kv", "gather_hidden", "chain")
+EXCHANGES: tuple[Exchange, ...] = (RING_KV, RING_Q, ALLTOALL, GATHER_KV, GATHER_HIDDEN, CHAIN)
 KERNELS: tuple[Kernels, ...] = get_args(Kernels)
 A100S = Cluster(hardware="a100-sxm-80g", gpus_per_host=8, hosts=2)
 
@@ -73,7 +74,7 @@ DRAWN = st.builds(
 @given(DRAWN, st.floats(0, 0.99), st.integers(1, 64))
 def test_estimates_keep_their_bounds_and_add_up(drawn: Drawn, part: float, batch: int) -> None:
     model = drawn.model()
-    decoding: Exchange = "ring_q" if drawn.exchange == "gather_hidden" else drawn.exchange
+    decoding: Exchange = RING_Q if drawn.exchange == GATHER_HIDDEN else drawn.exchange
     for found in (
         estimate_prefill(model, drawn.instances, drawn.exchange, drawn.length, int(part * drawn.length), batch=batch),
         estimate_decode(model, drawn.instances, decoding, drawn.length, batch),
@@ -104,33 +105,33 @@ def test_decoding_reads_all_weights_but_the_embedding() -> None:
     read = (
         2 * (layer.num_parameters - layer.head_weights) + 1000 * layer.attention.kv_bytes * layer.attention.num_layers
     )
-    found = estimate_decode(model, 1, "local", 1000).lower_bound_s
+    found = estimate_decode(model, 1, LOCAL, 1000).lower_bound_s
     assert found == pytest.approx(read / model.layer.chip.device.bytes_per_s)
     with pytest.raises(ValueError, match="gather_hidden is of prompts"):
-        estimate_decode(model_on(instances=2), 2, "gather_hidden", 1000)
+        estimate_decode(model_on(instances=2), 2, GATHER_HIDDEN, 1000)
 
 
 def test_heads_are_not_cut() -> None:
     """Of 32, one of five members has 7; of 64 members, 32 have one."""
 
     def attention_s(instances: int) -> float:
-        return prefill(instances, "alltoall", 64_000, cluster=replace(A100S, hosts=8)).breakdown.attention_s
+        return prefill(instances, ALLTOALL, 64_000, cluster=replace(A100S, hosts=8)).breakdown.attention_s
 
-    assert attention_s(5) == pytest.approx(7 / 32 * prefill(1, "local", 64_000).breakdown.attention_s, rel=0.02)
+    assert attention_s(5) == pytest.approx(7 / 32 * prefill(1, LOCAL, 64_000).breakdown.attention_s, rel=0.02)
     assert attention_s(64) == attention_s(32) < attention_s(16)
 
 
 def test_the_bound_is_equation_2() -> None:
-    alone = prefill(1, "local", 16384).seconds
-    assert prefill(4, "ring_kv", 16384).lower_bound_s == pytest.approx(alone / 2 * (1 / 4 + 1 / 16))
+    alone = prefill(1, LOCAL, 16384).seconds
+    assert prefill(4, RING_KV, 16384).lower_bound_s == pytest.approx(alone / 2 * (1 / 4 + 1 / 16))
 
 
 def test_ring_kv_hides_messages_under_attention_and_gather_kv_nothing() -> None:
     """A long prompt hides every hop inside a host; what a gather sends is as much, and shows."""
-    ring, gather = prefill(8, "ring_kv", 256_000), prefill(8, "gather_kv", 256_000)
+    ring, gather = prefill(8, RING_KV, 256_000), prefill(8, GATHER_KV, 256_000)
     assert ring.breakdown.exchange_s == 0 < gather.breakdown.exchange_s
     assert ring.bytes_exchanged == gather.bytes_exchanged
-    short = prefill(16, "ring_kv", 1000)
+    short = prefill(16, RING_KV, 1000)
     assert short.breakdown.exchange_s > 0
 
 
@@ -156,21 +157,21 @@ def test_bytes_are_those_of_the_rules(members: int) -> None:
         )
         return exchanged_bytes(model.layer, channel)
 
-    assert sent("ring_kv") == sent("gather_kv") == (members - 1) * kv_bytes
-    assert sent("alltoall") == pytest.approx(alltoall_bytes(shape, tokens, members, gathers_weights=False))
-    assert sent("ring_q") == (members - 1) * tokens * shape.num_heads * (2 * shape.head_dim * 2 + 4)
+    assert sent(RING_KV) == sent(GATHER_KV) == (members - 1) * kv_bytes
+    assert sent(ALLTOALL) == pytest.approx(alltoall_bytes(shape, tokens, members, gathers_weights=False))
+    assert sent(RING_Q) == (members - 1) * tokens * shape.num_heads * (2 * shape.head_dim * 2 + 4)
 
 
 def test_even_chains_send_half_of_a_gather() -> None:
     """Equations 5 and 7 of KV-Runahead."""
-    assert prefill(4, "chain", 4096).bytes_exchanged == prefill(4, "gather_kv", 4096).bytes_exchanged / 2
+    assert prefill(4, CHAIN, 4096).bytes_exchanged == prefill(4, GATHER_KV, 4096).bytes_exchanged / 2
 
 
 def test_cached_keys_do_not_run_through_chains() -> None:
     """Each of four members gets the three quarters of them that it lacks; new ones travel as if nothing was cached."""
     kv_bytes = 32 * model_on().layer.model.attention.kv_bytes
-    sent = prefill(4, "chain", 12288, 8192).bytes_exchanged
-    assert sent == prefill(4, "chain", 4096).bytes_exchanged + 3 * 8192 * kv_bytes
+    sent = prefill(4, CHAIN, 12288, 8192).bytes_exchanged
+    assert sent == prefill(4, CHAIN, 4096).bytes_exchanged + 3 * 8192 * kv_bytes
 
 
 def test_a_message_of_a_rendezvous_waits_for_its_receiver() -> None:
@@ -185,19 +186,19 @@ def test_unfused_attention_computes_hidden_scores_too() -> None:
     """Twice the pairs of a causal mask, and rectangles in a chain, which has fewer of them."""
     model = model_on(instances=2, kernels="eager")
     whole = Share(queries=4096, pairs=4096 * 4097 / 2, scores=4096**2, held=4096)
-    alone = Channel(exchange="local", group=(0,), shares=Shares.of([whole]), keys=4096, decode=False)
+    alone = Channel(exchange=LOCAL, group=(0,), shares=Shares.of([whole]), keys=4096, decode=False)
     half = replace(alone, shares=Shares.of([replace(whole, scores=whole.scores / 2)]))
     full_s, half_s = (channel_time(model.layer, model.topology, one).attention_s for one in (alone, half))
     assert full_s == pytest.approx(2 * half_s, rel=0.01)
-    gathered, chained = prefill(2, "gather_kv", 16384, kernels="eager"), prefill(2, "chain", 16384, kernels="eager")
+    gathered, chained = prefill(2, GATHER_KV, 16384, kernels="eager"), prefill(2, CHAIN, 16384, kernels="eager")
     assert chained.memory.scores == gathered.memory.scores  # the last piece sees all keys either way
     assert chained.seconds < gathered.seconds
 
 
 def test_searched_pieces_beat_even_ones_and_come_first_longer() -> None:
     model = model_on(instances=4, kernels="eager", name="llama-7b")
-    even = estimate_prefill(model, 4, "chain", 8192)
-    searched = estimate_prefill(model, 4, "chain", 8192, fractions="search")
+    even = estimate_prefill(model, 4, CHAIN, 8192)
+    searched = estimate_prefill(model, 4, CHAIN, 8192, fractions="search")
     assert searched.seconds < even.seconds
     assert sum(searched.partition) == 8192
     assert searched.partition[0] > searched.partition[-1]
@@ -209,7 +210,7 @@ def test_narrow_weights_are_smaller_and_faster_where_the_device_has_them() -> No
         cluster = Cluster(hardware=hardware, gpus_per_host=8)
         wide, narrow = (
             estimate_prefill(
-                roofline(from_config(config, name="70b", ffn_bytes=size), cluster, ParallelSpec(tp=8)), 1, "local", 8192
+                roofline(from_config(config, name="70b", ffn_bytes=size), cluster, ParallelSpec(tp=8)), 1, LOCAL, 8192
             )
             for size in (2, 1)
         )
@@ -218,10 +219,10 @@ def test_narrow_weights_are_smaller_and_faster_where_the_device_has_them() -> No
 
 
 def test_memory_says_what_does_not_fit() -> None:
-    found = prefill(1, "local", 256_000).memory
+    found = prefill(1, LOCAL, 256_000).memory
     assert not found.fits
     assert re.fullmatch(r"15\.0 weights \+ 31\.2 KV \+ .* GiB per GPU > 80\.0 GiB", found.arithmetic)
-    assert prefill(2, "ring_kv", 256_000).memory.fits
+    assert prefill(2, RING_KV, 256_000).memory.fits
 
 
 def test_devices_of_a_host_share_a_network_that_is_the_host_s() -> None:
@@ -252,17 +253,17 @@ def test_impossible_clusters_are_refused(spec: ParallelSpec, message: str) -> No
 def test_impossible_questions_are_refused() -> None:
     model = model_on(instances=2)
     with pytest.raises(ValueError, match="at least 1 new token, but 5 tokens with 5 cached"):
-        estimate_prefill(model, 2, "ring_kv", 5, 5)
+        estimate_prefill(model, 2, RING_KV, 5, 5)
     with pytest.raises(ValueError, match="2 instances share a prompt by an exchange"):
-        estimate_prefill(model, 2, "local", 5)
+        estimate_prefill(model, 2, LOCAL, 5)
     with pytest.raises(ValueError, match="3 fractions given for 2 instances"):
-        estimate_prefill(model, 2, "chain", 5000, fractions=(0.2, 0.3, 0.5))
+        estimate_prefill(model, 2, CHAIN, 5000, fractions=(0.2, 0.3, 0.5))
     with pytest.raises(ValueError, match="gpus_per_host must be at least 1, but 0 given"):
         Cluster(hardware="a10", gpus_per_host=0)
 
 
 def part(request: int, start: int, stop: int, group: tuple[int, ...], exchange: Exchange) -> Part:
-    layout = "single" if len(group) == 1 or stop - start == 1 else "contiguous" if exchange == "chain" else "zigzag"
+    layout = "single" if len(group) == 1 or stop - start == 1 else "contiguous" if exchange == CHAIN else "zigzag"
     return Part(
         request_id=request,
         start=start,
@@ -273,7 +274,7 @@ def part(request: int, start: int, stop: int, group: tuple[int, ...], exchange: 
         exchange=exchange,
         first_block=0,
         blocks=(),
-        sample=Sample(instance=group[-1] if exchange == "chain" else group[0], position=stop),
+        sample=Sample(instance=group[-1] if exchange == CHAIN else group[0], position=stop),
     )
 
 
@@ -291,15 +292,15 @@ def test_a_step_of_one_prompt_takes_what_its_estimate_says(exchange: Exchange, c
 
 
 def test_a_decode_step_takes_what_its_estimate_says() -> None:
-    parts = tuple(part(request, 4095, 4096, (0,), "local") for request in range(8))
+    parts = tuple(part(request, 4095, 4096, (0,), LOCAL) for request in range(8))
     seconds = step_cost(4).seconds(Forward(number=0, parts=parts))
-    assert seconds == {0: pytest.approx(estimate_decode(model_on(), 1, "local", 4096, 8).seconds)}
+    assert seconds == {0: pytest.approx(estimate_decode(model_on(), 1, LOCAL, 4096, 8).seconds)}
 
 
 def test_chains_leave_decoding_to_one_member() -> None:
-    chained, alone = (estimate_decode(model_on(instances=4), n, "chain", 4096, 8) for n in (4, 1))
+    chained, alone = (estimate_decode(model_on(instances=4), n, CHAIN, 4096, 8) for n in (4, 1))
     assert chained == alone
-    assert estimate_decode(model_on(instances=4), 4, "ring_q", 4096, 8).partition == (2, 2, 2, 2)
+    assert estimate_decode(model_on(instances=4), 4, RING_Q, 4096, 8).partition == (2, 2, 2, 2)
 
 
 def test_batched_decodes_share_the_weights_and_prompts_pay_for_themselves() -> None:
@@ -308,35 +309,35 @@ def test_batched_decodes_share_the_weights_and_prompts_pay_for_themselves() -> N
     def seconds(*parts: Part) -> dict[int, float]:
         return cost.seconds(Forward(number=0, parts=parts))
 
-    one = seconds(part(0, 1000, 1001, (0,), "local"))[0]
-    many = seconds(*(part(request, 1000, 1001, (0,), "local") for request in range(16)))[0]
+    one = seconds(part(0, 1000, 1001, (0,), LOCAL))[0]
+    many = seconds(*(part(request, 1000, 1001, (0,), LOCAL) for request in range(16)))[0]
     assert one < many < 2 * one
-    prompt = part(20, 0, 8192, (0, 1), "ring_kv")
-    both = seconds(prompt, *(part(request, 1000, 1001, (0,), "local") for request in range(16)))
+    prompt = part(20, 0, 8192, (0, 1), RING_KV)
+    both = seconds(prompt, *(part(request, 1000, 1001, (0,), LOCAL) for request in range(16)))
     assert max(seconds(prompt)[0], many) < both[0] < seconds(prompt)[0] + many
     assert seconds(prompt)[1] < both[1] <= both[0], "who decodes nothing waits for who does"
 
 
 def test_members_of_a_group_wait_for_those_of_others_that_theirs_wait_for() -> None:
     cost = step_cost(4)
-    decodes = [part(request, 1000, 1001, (0, 1), "ring_q") for request in range(2)]
+    decodes = [part(request, 1000, 1001, (0, 1), RING_Q) for request in range(2)]
     of_one = cost.seconds(Forward(number=0, parts=(decodes[0],)))
     head_s = of_one[0] - of_one[1]
     assert head_s == pytest.approx(cost.lines[0].layer.head_s(1)), "the first member samples"
-    joined = cost.seconds(Forward(number=0, parts=(decodes[0], part(5, 0, 8192, (1, 2), "ring_kv"))))
+    joined = cost.seconds(Forward(number=0, parts=(decodes[0], part(5, 0, 8192, (1, 2), RING_KV))))
     assert joined == pytest.approx({0: joined[2] + head_s, 1: joined[2] + head_s, 2: joined[2]}, rel=1e-6)
     assert joined[2] > 2 * of_one[1], "which is the prompt's time"
-    apart = cost.seconds(Forward(number=0, parts=(decodes[0], part(5, 0, 8192, (2, 3), "ring_kv"))))
+    apart = cost.seconds(Forward(number=0, parts=(decodes[0], part(5, 0, 8192, (2, 3), RING_KV))))
     assert apart[1] < apart[3] == pytest.approx(joined[2], rel=0.1), "groups apart do not wait"
 
 
 def test_instances_of_a_step_end_by_what_they_do() -> None:
     """A chain's members end one after the other; an instance that only passes a token on takes nothing."""
-    seconds = step_cost(4).seconds(Forward(number=0, parts=(part(0, 0, 65536, (0, 1, 2, 3), "chain"),)))
+    seconds = step_cost(4).seconds(Forward(number=0, parts=(part(0, 0, 65536, (0, 1, 2, 3), CHAIN),)))
     assert seconds[0] < seconds[1] < seconds[2] < seconds[3]
-    passed = replace(part(0, 10, 11, (0,), "local"), unknown_on=3)
+    passed = replace(part(0, 10, 11, (0,), LOCAL), unknown_on=3)
     assert step_cost(4).seconds(Forward(number=0, parts=(passed,)))[3] == 0
-    beside = part(1, 0, 1000, (1,), "local")
+    beside = part(1, 0, 1000, (1,), LOCAL)
     assert step_cost(4).seconds(Forward(number=0, parts=(passed, beside)))[3] == 0, "also beside a prompt"
 
 
@@ -358,7 +359,7 @@ def drawn_part(draw: st.DrawFn) -> Part:
     """A decode or a piece of a prompt."""
     group, start = draw(st.sampled_from(GROUPS)), draw(st.integers(0, 10**5))
     new = draw(st.one_of(st.just(1), st.integers(1, 10**4)))
-    exchange = draw(st.sampled_from(EXCHANGES)) if len(group) > 1 else "local"
+    exchange = draw(st.sampled_from(EXCHANGES)) if len(group) > 1 else LOCAL
     return part(draw(st.integers(0, 99)), start, start + new, group, exchange)
 
 
@@ -383,7 +384,7 @@ def test_instances_have_what_their_channels_take(
     """Also if others are alike in all but one thing."""
     model = model_on(instances=8, kernels=kernels)
     tokens = dict.fromkeys(range(8), 0) | tokens
-    channels = [decode_channel("ring_q" if len(group) > 1 else "local", group, *sizes) for group, *sizes in drawn]
+    channels = [decode_channel(RING_Q if len(group) > 1 else LOCAL, group, *sizes) for group, *sizes in drawn]
     found = model.times(channels, tokens, tokens)
     alone = [model.times([channel], tokens, tokens) for channel in channels]
     for instance, one in found.items():

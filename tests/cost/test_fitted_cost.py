@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_profile import SUBJECT
 
+from longspan.core.exchange import CHAIN, LOCAL, RING_KV, RING_Q, Exchange
 from longspan.core.owners import BlockRef
 from longspan.core.runs import Layout, shard_span
 from longspan.core.steps import Forward, MoveKV, Part
@@ -51,8 +52,8 @@ def profile(*, decodes: bool = True) -> Profile:
     return found
 
 
-def part(name: int, start: int, stop: int, *group: int, exchange: str = "local") -> Part:
-    layout: Layout = "single" if stop - start == 1 else "contiguous" if exchange == "chain" else "zigzag"
+def part(name: int, start: int, stop: int, *group: int, exchange: Exchange = LOCAL) -> Part:
+    layout: Layout = "single" if stop - start == 1 else "contiguous" if exchange == CHAIN else "zigzag"
     runs = shard_span(layout, start, stop, len(group), align=BLOCK_SIZE, head=0)
     kind: Any = exchange
     return Part(
@@ -80,13 +81,13 @@ def fitted(measured: Profile) -> FittedCost:
 
 def test_one_prefill_takes_what_was_measured() -> None:
     assert seconds(part(0, 500, 1500, 3)) == {3: pytest.approx(prefill_s(1, 1000, 500), rel=1e-3)}
-    shared = part(0, 500, 1500, 3, 5, exchange="ring_kv")
+    shared = part(0, 500, 1500, 3, 5, exchange=RING_KV)
     assert seconds(shared) == dict.fromkeys((3, 5), pytest.approx(prefill_s(2, 1000, 500), rel=1e-3))
 
 
 @pytest.mark.parametrize(("length", "busiest"), [(100, 100), (250, 150), (450, 250), (650, 350), (700, 400)])
 def test_a_prefill_takes_what_its_busiest_member_does(length: int, busiest: int) -> None:
-    shared = part(0, 0, length, 3, 5, exchange="ring_kv")
+    shared = part(0, 0, length, 3, 5, exchange=RING_KV)
     assert seconds(shared) == dict.fromkeys((3, 5), pytest.approx(prefill_s(2, 2 * busiest, 0), rel=1e-3))
 
 
@@ -95,7 +96,7 @@ def test_a_chain_that_is_cut_unevenly_on_purpose_counts_as_it_is() -> None:
     for length in (200, 1000, 4000):
         took = Prefill(members=2, exchange="chain", new_tokens=length, cached_tokens=0, seconds=(length * 1e-3,))
         chain = chain.with_prefill(took)
-    even = part(0, 0, 500, 0, 1, exchange="chain")
+    even = part(0, 0, 500, 0, 1, exchange=CHAIN)
     assert [sum(map(len, runs)) for runs in even.runs] == [200, 300]
     uneven = replace(even, runs=shard_span("contiguous", 0, 500, 2, align=BLOCK_SIZE, fractions=(0.6, 0.4)))
     for one, counted in ((even, 600), (uneven, 500)):
@@ -106,7 +107,7 @@ def test_a_chain_that_is_cut_unevenly_on_purpose_counts_as_it_is() -> None:
 def test_measured_prompts_count_as_their_busiest_member_too() -> None:
     few = Prefill(members=2, exchange="ring_kv", new_tokens=60, cached_tokens=0, seconds=(0.5,))
     same = fitted(profile().with_prefill(few)).seconds(
-        Forward(number=0, parts=(part(0, 0, 60, 0, 1, exchange="ring_kv"),))
+        Forward(number=0, parts=(part(0, 0, 60, 0, 1, exchange=RING_KV),))
     )
     assert same == dict.fromkeys((0, 1), pytest.approx(0.5, rel=0.02))
 
@@ -115,7 +116,7 @@ def test_measured_prompts_count_as_their_busiest_member_too() -> None:
 def test_decodes_add_up_behind_one_start(contexts: list[int]) -> None:
     parts = [part(name, context, context + 1, 0) for name, context in enumerate(contexts)]
     assert seconds(*parts) == {0: pytest.approx(decode_s(1, *contexts), rel=1e-3)}
-    parts = [part(name, context, context + 1, 0, 1, exchange="ring_q") for name, context in enumerate(contexts)]
+    parts = [part(name, context, context + 1, 0, 1, exchange=RING_Q) for name, context in enumerate(contexts)]
     assert seconds(*parts) == dict.fromkeys((0, 1), pytest.approx(decode_s(2, *contexts), rel=1e-3))
 
 
@@ -127,22 +128,22 @@ def test_a_mixed_step_starts_once() -> None:
 
 
 def test_decodes_of_a_group_beside_a_prefill_send_messages_all_the_same() -> None:
-    decodes = [part(name, 300, 301, 0, 1, exchange="ring_q") for name in (1, 2)]
-    found = seconds(part(0, 0, 1000, 0, 1, exchange="ring_kv"), *decodes)
+    decodes = [part(name, 300, 301, 0, 1, exchange=RING_Q) for name in (1, 2)]
+    found = seconds(part(0, 0, 1000, 0, 1, exchange=RING_KV), *decodes)
     messages = DECODE[2][0] - DECODE[1][0]
     expected = prefill_s(2, 1000, 0) + messages + 2 * (PREFILL[1][1] + DECODE[2][2] * 300)
     assert found == dict.fromkeys((0, 1), pytest.approx(expected, rel=1e-3))
 
 
 def test_decodes_of_two_groups_send_the_messages_of_both() -> None:
-    found = seconds(part(0, 300, 301, 0, 1, exchange="ring_q"), part(1, 300, 301, 0, 2, exchange="ring_q"))
+    found = seconds(part(0, 300, 301, 0, 1, exchange=RING_Q), part(1, 300, 301, 0, 2, exchange=RING_Q))
     alone, messages = decode_s(2, 300), DECODE[2][0] - DECODE[1][0]
     both = alone + messages + DECODE[2][1] + DECODE[2][2] * 300
     assert found == dict.fromkeys((0, 1, 2), pytest.approx(both, rel=1e-3)), "who shares a group with 0 waits for it"
 
 
 def test_members_that_compute_tokens_of_others_wait_for_each_other() -> None:
-    shared = part(0, 300, 301, 0, 1, exchange="ring_q")
+    shared = part(0, 300, 301, 0, 1, exchange=RING_Q)
     alone, more_s = decode_s(2, 300), 0.7 - DECODE[1][1]
     measured = profile()
     for batch, more in ((1, 0.5), (2, 0.7), (4, 9.0)):
@@ -172,7 +173,7 @@ def test_who_only_passes_a_token_on_takes_no_time() -> None:
 
 def test_what_was_not_measured_is_refused_with_the_remedy() -> None:
     with pytest.raises(ValueError, match="lacks times of 3 instances with exchange ring_kv: run longspan profile"):
-        seconds(part(0, 0, 100, 0, 1, 2, exchange="ring_kv"))
+        seconds(part(0, 0, 100, 0, 1, 2, exchange=RING_KV))
     with pytest.raises(ValueError, match="lacks prefills or decodes of one instance alone: run longspan profile"):
         fitted(profile(decodes=False))
 
@@ -196,7 +197,7 @@ def test_kv_moves_as_quickly_as_ranks_sent_messages() -> None:
 def test_layers_hide_all_of_a_balance_but_what_comes_before_the_first() -> None:
     linked = profile().with_transfer(Transfer(kind="point_to_point", members=2, num_bytes=2**20, seconds=(0.001,)))
     linked = linked.with_transfer(Transfer(kind="point_to_point", members=2, num_bytes=2**21, seconds=(0.002,)))
-    shared = part(0, 500, 1500, 3, 5, exchange="ring_kv")
+    shared = part(0, 500, 1500, 3, 5, exchange=RING_KV)
     move = MoveKV(number=2, request_id=0, copies=((BlockRef(3, 0), BlockRef(5, 0)),))
     cost = fitted(linked)
     plain = cost.seconds(Forward(number=1, parts=(shared,)))
@@ -231,7 +232,7 @@ def test_what_is_no_decode_is_refused(wrong: dict[str, Any]) -> None:
 
 def test_a_cost_becomes_the_profile_that_it_would_have_shown() -> None:
     cost = LinearCost(base_s=0.5, per_token_s=0.001)
-    shared: dict[str, Any] = {"prompts": [(1200, 0), (2400, 600)], "exchanges": ["ring_kv", "chain"]}
+    shared: dict[str, Any] = {"prompts": [(1200, 0), (2400, 600)], "exchanges": [RING_KV, CHAIN]}
     found = predicted_profile(cost, SUBJECT, num_instances=6, **shared)
     assert sorted({prefill.members for prefill in found.prefills}) == [1, 2, 4, 6]
     more = predicted_profile(cost, SUBJECT, num_instances=6, **shared, sizes=[0, 3, 4, 5, 7])

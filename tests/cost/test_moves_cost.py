@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from longspan.core.cluster import Fleet, ParallelSpec
+from longspan.core.exchange import LOCAL, RING_KV
 from longspan.core.owners import BlockRef
 from longspan.core.runs import Run, shard_span
 from longspan.core.steps import Forward, MoveKV, Part
@@ -107,7 +108,7 @@ def _prefill(rebalances: tuple[MoveKV, ...] = (), new: int = 32_768, cached: int
         tokens=range(new),
         group=group,
         runs=shard_span("zigzag", cached, cached + new, 4),
-        exchange="ring_kv",
+        exchange=RING_KV,
         first_block=0,
         blocks=(),
         sample=None,
@@ -140,7 +141,7 @@ def test_a_decode_on_eight_ranks_is_quicker_than_on_one() -> None:
             tokens=(0,),
             group=(instance,),
             runs=((Run(16_000, 16_001),),),
-            exchange="local",
+            exchange=LOCAL,
             first_block=0,
             blocks=(),
             sample=None,

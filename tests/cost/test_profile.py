@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longspan.core.exchange import LOCAL, RING_KV, RING_Q, Exchange
 from longspan.cost.architecture import ModelShape
 from longspan.cost.profile import Decode, Prefill, Profile, ProfileKey, Transfer, TransferKind
 from longspan.cost.profile_plan import (
@@ -124,10 +125,10 @@ def test_times_without_duration_are_refused() -> None:
 def test_times_add_up_and_survive_the_file() -> None:
     profile = Profile(profile_key=SUBJECT).with_prefill(prefill(512, 0, 3.0)).with_prefill(prefill(512, 0, 1.0, 2.0))
     profile = profile.with_prefill(prefill(512, 8, 9.0))
-    found = profile.find(2, "ring_kv", 512, 0)
+    found = profile.find(2, RING_KV, 512, 0)
     assert found is not None and found.seconds == (3.0, 1.0, 2.0)
     assert (found.median_s, num_prompts(profile)) == (2.0, 4)
-    assert profile.find(3, "ring_kv", 512, 0) is None
+    assert profile.find(3, RING_KV, 512, 0) is None
     assert Profile.from_json(profile.to_json()) == profile
 
 
@@ -171,10 +172,10 @@ def test_fits_and_rules_are_of_groups() -> None:
             prefill(new, cached, q, exchange="ring_q")
         )
         profile = profile.with_prefill(prefill(new, cached, 1e-3 * new, members=1, exchange="local"))
-    assert list(profile.fits()) == [(1, "local"), (2, "ring_kv"), (2, "ring_q")]
+    assert list(profile.fits()) == [(1, LOCAL), (2, RING_KV), (2, RING_Q)]
     ring = profile.ring_rule(2)
     assert ring is not None and ring.missed == ()
-    assert [ring.rule.choose(2048, 0), ring.rule.choose(64, 2048)] == ["ring_kv", "ring_q"]
+    assert [ring.rule.choose(2048, 0), ring.rule.choose(64, 2048)] == [RING_KV, RING_Q]
     assert profile.ring_rule(1) is None
 
 
@@ -244,9 +245,9 @@ def test_what_is_missing_is_measured_in_turns_and_once() -> None:
     tasks = all_missing(profile, {1, 2}, prompts, ROOM, 2)
     once = tasks[: len(tasks) // 2]
     assert tasks == [*once, *once]
-    alone, decodes = ["local"] * 2, ["local"] * 3  # batches of up to four of the longest
-    with_singles = ["ring_q"] * 3
-    assert [task.exchange for task in once] == [*alone, *decodes, *SHARED, *SHARED, *["ring_q"] * 3, *with_singles]
+    alone, decodes = [LOCAL] * 2, [LOCAL] * 3  # batches of up to four of the longest
+    with_singles = [RING_Q] * 3
+    assert [task.exchange for task in once] == [*alone, *decodes, *SHARED, *SHARED, *[RING_Q] * 3, *with_singles]
     assert [task.singles for task in once if isinstance(task, DecodeTask)] == [*[0] * 6, *[2] * 3]
     assert [task.batch for task in once[2:5] if isinstance(task, DecodeTask)] == [1, 2, 4]
     for task in tasks[:2]:
@@ -261,18 +262,18 @@ def test_the_quickest_exchange_is_measured_twice_as_often() -> None:
     seconds = {"ring_kv": 1.0, "ring_q": 0.9, "alltoall": 1.1, "gather_kv": 1.2, "chain": 1.3, "local": 2.0}
     for task in all_missing(profile, {1, 2}, prompts, room, 2):
         if isinstance(task, Task):
-            profile = profile.with_prefill(timed_prefill(task, seconds[task.exchange]))
+            profile = profile.with_prefill(timed_prefill(task, seconds[str(task.exchange)]))
         else:
             profile = profile.with_decode(timed_decode(task))
     assert {len(one.seconds) for one in (*profile.prefills, *profile.decodes)} == {2}
     again = all_missing(profile, {1, 2}, prompts, room, 2)
-    wanted = [("ring_q", 512, 0), ("ring_q", 16, 512)]
+    wanted = [(RING_Q, 512, 0), (RING_Q, 16, 512)]
     assert named(again) == [*wanted, *wanted]
     for task in again:
         assert isinstance(task, Task)
         profile = profile.with_prefill(timed_prefill(task, 1.5 if task.cached_tokens else 0.9))
     again = all_missing(profile, {1, 2}, prompts, room, 2)
-    assert named(again) == [("ring_kv", 16, 512)] * 2
+    assert named(again) == [(RING_KV, 16, 512)] * 2
     profile = profile.with_prefill(timed_prefill(again[0], 1.0))
     assert all_missing(profile, {1, 2}, prompts, room, 2) == again[1:]
     assert not all_missing(profile.with_prefill(timed_prefill(again[1], 1.0)), {1, 2}, prompts, room, 2)
@@ -280,14 +281,14 @@ def test_the_quickest_exchange_is_measured_twice_as_often() -> None:
 
 def timed_prefill(task: Task | DecodeTask, seconds: float) -> Prefill:
     assert isinstance(task, Task)
-    return prefill(task.new_tokens, task.cached_tokens, seconds, members=task.members, exchange=task.exchange)
+    return prefill(task.new_tokens, task.cached_tokens, seconds, members=task.members, exchange=str(task.exchange))
 
 
 def timed_decode(task: DecodeTask) -> Decode:
-    return Decode(**msgspec.structs.asdict(task), seconds=(0.1,))
+    return Decode(**{**msgspec.structs.asdict(task), "exchange": str(task.exchange)}, seconds=(0.1,))
 
 
-def named(tasks: list[Task | DecodeTask]) -> list[tuple[str, int, int]]:
+def named(tasks: list[Task | DecodeTask]) -> list[tuple[Exchange, int, int]]:
     return [(task.exchange, task.new_tokens, task.cached_tokens) for task in tasks if isinstance(task, Task)]
 
 
@@ -300,7 +301,7 @@ def test_one_instance_is_measured_anew_beside_another_number_of_busy_ones() -> N
     assert all_missing(profile.of_one_beside(1), {1}, prompts, ROOM, 1) == tasks[2:]
     for busy in (0, 3):
         kept = profile.of_one_beside(busy)
-        assert all_missing(kept, {1}, prompts, ROOM, 1) == tasks and kept.find(2, "ring_kv", 512, 0) is not None
+        assert all_missing(kept, {1}, prompts, ROOM, 1) == tasks and kept.find(2, RING_KV, 512, 0) is not None
     profile = profile.with_prefill(prefill(512, 0, 2.0, members=1, exchange="local"))
     assert [(one.seconds, one.beside) for one in profile.prefills if one.members == 1] == [((1.0,), 1), ((2.0,), 0)]
 

@@ -27,10 +27,11 @@ from longspan.attn.check import Request
 from longspan.attn.comm import Group, Transport
 from longspan.attn.spec import AttnSpec
 from longspan.core.cluster import Fleet, ParallelSpec
+from longspan.core.exchange import ALLTOALL, CHAIN, GATHER_HIDDEN, LOCAL, RING_KV, RING_Q, Exchange
 from longspan.core.heads import cut_evenly, split_heads
 from longspan.core.owners import BlockRef, Owners
 from longspan.core.runs import positions, shard_span
-from longspan.core.steps import UNSHARDED, Exchange, Forward, Part, Sample, Sampling
+from longspan.core.steps import Forward, Part, Sample, Sampling
 from longspan.layerwise.shared_layers import join, share_message
 from longspan.layerwise.unsharded_alltoall import Inside
 from longspan.model.adapter import Model
@@ -127,14 +128,16 @@ class Chat:
 
 
 CHATS = (
-    Chat((0, 1), (70, 111), ("alltoall_host", "alltoall_peers")),
-    Chat((0, 1), (33, 90), ("alltoall_host", "alltoall_host")),
-    Chat((1, 0), (50, 83), ("alltoall_peers", "alltoall_host")),
-    Chat((0, 1), (1, 40), ("alltoall_peers", "alltoall_peers"), "single"),  # a rank, and an instance, without tokens
-    Chat((0, 1), (40, 75), ("gather_hidden", "gather_hidden")),
-    Chat((0, 1), (60, 61), ("ring_kv", "ring_q")),
-    Chat((0, 1), (48, 80), ("chain", "chain"), "contiguous"),
-    Chat((0,), (20, 31), ("local", "local")),
+    Chat((0, 1), (70, 111), (ALLTOALL._replace(weights="host"), ALLTOALL._replace(weights="peers"))),
+    Chat((0, 1), (33, 90), (ALLTOALL._replace(weights="host"), ALLTOALL._replace(weights="host"))),
+    Chat((1, 0), (50, 83), (ALLTOALL._replace(weights="peers"), ALLTOALL._replace(weights="host"))),
+    Chat(
+        (0, 1), (1, 40), (ALLTOALL._replace(weights="peers"), ALLTOALL._replace(weights="peers")), "single"
+    ),  # a rank, and an instance, without tokens
+    Chat((0, 1), (40, 75), (GATHER_HIDDEN, GATHER_HIDDEN)),
+    Chat((0, 1), (60, 61), (RING_KV, RING_Q)),
+    Chat((0, 1), (48, 80), (CHAIN, CHAIN), "contiguous"),
+    Chat((0,), (20, 31), (LOCAL, LOCAL)),
 )
 
 
@@ -228,8 +231,10 @@ def expected_bytes(forwards: Sequence[Forward], number: int, model: Model, tp: i
     tokens: Counter[tuple[Exchange, tuple[int, ...], int]] = Counter()
     for part in forwards[number].parts:
         length = part.stop - part.start
-        summed += length * {"gather_hidden": 1 + len(part.group)}.get(part.exchange, 2 - (part.exchange in UNSHARDED))
-        if part.exchange in UNSHARDED:
+        summed += length * (
+            1 + len(part.group) if part.exchange == GATHER_HIDDEN else 2 - (part.exchange.weights is not None)
+        )
+        if part.exchange.weights is not None:
             kv_runs = Owners(table=tables[part.request_id], group=part.group, block_size=BLOCK).held(part.stop)
             request = Request(q_runs=part.runs, kv_runs=kv_runs, seed=0)
             for place in range(tp):
@@ -239,7 +244,9 @@ def expected_bytes(forwards: Sequence[Forward], number: int, model: Model, tp: i
                 tokens[part.exchange, part.group, instance] += len(positions(runs))
     for num_tokens in tokens.values():
         found["alltoall"] += sum(inside_bytes(spec, num_tokens, tp, width) for spec in model.info.specs)
-    fetching = {instance for (exchange, _, instance), number in tokens.items() if number and exchange == UNSHARDED[1]}
+    fetching = {
+        instance for (exchange, _, instance), number in tokens.items() if number and exchange.weights == "peers"
+    }
     whole = sum(weight_bytes(dict(layer.named_parameters())) for layer in attention_modules(model.module))
     found["weights"] = len(fetching) * (tp - 1) * whole
     found["all_reduce"] = 2 * (tp - 1) * summed * width * 4 * num_layers

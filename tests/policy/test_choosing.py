@@ -15,8 +15,8 @@ from test_profile import SUBJECT, prefill
 
 from longspan.core.account import PrefixHit
 from longspan.core.cluster import Location
+from longspan.core.exchange import ALLTOALL, CHAIN, GATHER_KV, LOCAL, RING_KV, Exchange
 from longspan.core.runs import Run
-from longspan.core.steps import Exchange
 from longspan.cost.architecture import Hardware, ModelShape
 from longspan.cost.exchange_rules import ring_kv_or_ring_q, unsharded_weights_pay
 from longspan.cost.partitions import Entry, PartitionTable
@@ -80,13 +80,13 @@ def test_more_members_for_longer_prompts() -> None:
 
 def test_the_quickest_exchange_is_taken() -> None:
     chooser = Chooser(2, Facts(profile=machine(2, link_s=1e-5)))
-    assert chooser.exchange(4096, 0, 2) == "ring_kv"
-    only = Chooser(2, Facts(profile=machine(2, link_s=1e-5)), "gather_kv")
-    assert only.exchange(4096, 0, 2) == "gather_kv"
+    assert chooser.exchange(4096, 0, 2) == RING_KV
+    only = Chooser(2, Facts(profile=machine(2, link_s=1e-5)), GATHER_KV)
+    assert only.exchange(4096, 0, 2) == GATHER_KV
     chains = Chooser(2, Facts(profile=machine(2, link_s=0.0, exchanges=("chain",))))
-    assert chains.exchange(4096, 0, 2) == "ring_kv", "a chain needs a layout of its own"
+    assert chains.exchange(4096, 0, 2) == RING_KV, "a chain needs a layout of its own"
     chains = Chooser(2, Facts(profile=machine(2, link_s=0.0, exchanges=("chain",))), chains=True)
-    assert chains.exchange(4096, 0, 2) == "chain"
+    assert chains.exchange(4096, 0, 2) == CHAIN
 
 
 @pytest.mark.parametrize(
@@ -102,13 +102,13 @@ def test_the_quickest_exchange_is_taken() -> None:
 def test_what_was_not_measured_is_not_known(profile: Profile | None) -> None:
     chooser = Chooser(2, Facts(profile=profile))
     assert chooser.members(100_000) is None
-    assert chooser.exchange(1, 100_000, 2) == "ring_kv"
+    assert chooser.exchange(1, 100_000, 2) == RING_KV
 
 
 @given(st.integers(1, 5000), st.integers(0, 5000), st.integers(2, 8))
 def test_without_measurements_algorithm_5_chooses_behind_cached_tokens(new: int, cached: int, members: int) -> None:
     chooser = Chooser(members, Facts(shape=SHAPE, hardware=HARDWARE))
-    expected = ring_kv_or_ring_q(SHAPE, HARDWARE, new, cached, members) if cached else "ring_kv"
+    expected = ring_kv_or_ring_q(SHAPE, HARDWARE, new, cached, members) if cached else RING_KV
     assert chooser.exchange(new, cached, members) == expected
 
 
@@ -124,27 +124,27 @@ def test_alltoall_takes_whole_weights_where_they_send_less(members: int, new: in
     chooser = Chooser(members, Facts(shape=SPLIT, tp=tp))
     pays = unsharded_weights_pay(SPLIT, new, members, tp, "host")
     assert pays == (tp > 2)
-    assert chooser.of_step("alltoall", new, members) == ("alltoall_host" if pays else "alltoall")
-    assert chooser.of_step("ring_kv", new, members) == "ring_kv"
+    assert chooser.of_step(ALLTOALL, new, members) == (ALLTOALL._replace(weights="host") if pays else ALLTOALL)
+    assert chooser.of_step(RING_KV, new, members) == RING_KV
 
 
 @pytest.mark.parametrize("source", ["host", "peers"])
 def test_whole_weights_can_be_forced(source: Literal["host", "peers"]) -> None:
     """Of prompts; a single token is computed with the shares of heads."""
-    chooser = Chooser(2, Facts(tp=2), "alltoall", weights=source)
-    assert chooser.of_step("alltoall", 2, 2) == f"alltoall_{source}"
-    assert chooser.of_step("alltoall", 1, 2) == "alltoall"
+    chooser = Chooser(2, Facts(tp=2), ALLTOALL, weights=source)
+    assert chooser.of_step(ALLTOALL, 2, 2) == f"alltoall_{source}"
+    assert chooser.of_step(ALLTOALL, 1, 2) == ALLTOALL
     for tp in (None, 1):
-        assert Chooser(2, Facts(tp=tp), "alltoall").of_step("alltoall", 100, 2) == "alltoall"
+        assert Chooser(2, Facts(tp=tp), ALLTOALL).of_step(ALLTOALL, 100, 2) == ALLTOALL
 
 
 @pytest.mark.parametrize(
     ("host_s", "peer_s", "length", "expected"),
     [
-        (1e-9, 1e-8, 3000, "alltoall_host"),
-        (1e-8, 1e-9, 3000, "alltoall_peers"),
-        (1e-8, 1e-9, 30, "alltoall"),  # too few tokens for weights that links carry
-        (None, 1e-9, 30, "alltoall_host"),
+        (1e-9, 1e-8, 3000, ALLTOALL._replace(weights="host")),
+        (1e-8, 1e-9, 3000, ALLTOALL._replace(weights="peers")),
+        (1e-8, 1e-9, 30, ALLTOALL),  # too few tokens for weights that links carry
+        (None, 1e-9, 30, ALLTOALL._replace(weights="host")),
     ],
 )
 def test_on_accelerators_measured_links_decide(
@@ -159,7 +159,7 @@ def test_on_accelerators_measured_links_decide(
         seconds = (peer_s * size,)
         profile = profile.with_transfer(Transfer(kind="point_to_point", members=2, num_bytes=size, seconds=seconds))
     chooser = Chooser(2, Facts(shape=SPLIT, profile=profile, tp=4))
-    assert chooser.of_step("alltoall", length, 2) == expected
+    assert chooser.of_step(ALLTOALL, length, 2) == expected
 
 
 def test_decodes_keep_shares_of_heads() -> None:
@@ -167,7 +167,10 @@ def test_decodes_keep_shares_of_heads() -> None:
     cluster = Cluster(Setup(num_instances=2, options=options, facts=Facts(tp=2)))
     request = cluster.add(range(100), max_tokens=5)
     cluster.run()
-    assert [part.exchange for part in cluster.parts_of(request)] == ["alltoall_peers", *["alltoall"] * 4]
+    assert [part.exchange for part in cluster.parts_of(request)] == [
+        ALLTOALL._replace(weights="peers"),
+        *[ALLTOALL] * 4,
+    ]
     assert request.metrics.exchanges == {"prefill": {"alltoall": 1}, "decode": {"alltoall": 4}}
 
 
@@ -185,15 +188,15 @@ def groups(profile: Profile | None, options: dict[str, str], *lengths: int) -> l
 
 def test_the_policy_goes_by_the_profile() -> None:
     assert groups(machine(2, link_s=0.0), {}, 300, 3000)[1][0] == 2
-    assert groups(machine(2, link_s=1e-1), {}, 300, 3000) == [(1, "local")] * 2
+    assert groups(machine(2, link_s=1e-1), {}, 300, 3000) == [(1, LOCAL)] * 2
     late = machine(2, link_s=1e-6, start_s=0.2)
-    assert groups(late, {}, 3000, 6000) == [(1, "local"), (2, "ring_kv")]
+    assert groups(late, {}, 3000, 6000) == [(1, LOCAL), (2, RING_KV)]
 
 
 def test_the_policy_takes_a_chain_where_the_layout_lets_it() -> None:
     chained = machine(2, link_s=0.0, exchanges=("chain",))
-    assert groups(chained, {}, 3000) == groups(chained, {"layout": "contiguous"}, 3000) == [(2, "chain")]
-    assert groups(chained, {"layout": "zigzag"}, 3000) == [(2, "ring_kv")]
+    assert groups(chained, {}, 3000) == groups(chained, {"layout": "contiguous"}, 3000) == [(2, CHAIN)]
+    assert groups(chained, {"layout": "zigzag"}, 3000) == [(2, RING_KV)]
 
 
 def test_a_chain_that_was_chosen_is_cut_as_was_searched_and_decodes_alone() -> None:
@@ -204,7 +207,7 @@ def test_a_chain_that_was_chosen_is_cut_as_was_searched_and_decodes_alone() -> N
     cluster.run()
     prefill, *decodes = cluster.parts_of(request)
     assert prefill.runs == ((Run(0, 2400),), (Run(2400, 3200),))
-    assert {(part.exchange, part.group) for part in decodes} == {("local", (1,))}
+    assert {(part.exchange, part.group) for part in decodes} == {(LOCAL, (1,))}
     assert request.metrics.kv_tokens_per_instance == [0, 3200]
 
 
@@ -273,7 +276,7 @@ def test_a_short_turn_stays_with_the_instance_that_has_the_conversation(facts: F
     assert (len(first.group), last.group) == (4, (3,))
     turn = cluster.add([*request.prompt, *request.output, *range(30)], max_tokens=2)
     cluster.run()
-    assert [(part.group, part.exchange) for part in cluster.parts_of(turn)] == [((3,), "local")] * 2
+    assert [(part.group, part.exchange) for part in cluster.parts_of(turn)] == [((3,), LOCAL)] * 2
     assert turn.metrics.num_cached_tokens > 2900
 
 
@@ -314,16 +317,16 @@ def test_a_group_that_is_too_small_grows_to_all() -> None:
 
 
 def test_without_a_profile_the_threshold_is_1024() -> None:
-    assert groups(None, {}, 1024, 1025) == [(1, "local"), (2, "ring_kv")]
-    assert groups(None, {"threshold": "auto"}, 1024, 1025) == [(1, "local"), (2, "ring_kv")]
+    assert groups(None, {}, 1024, 1025) == [(1, LOCAL), (2, RING_KV)]
+    assert groups(None, {"threshold": "auto"}, 1024, 1025) == [(1, LOCAL), (2, RING_KV)]
 
 
 def test_a_threshold_counts_before_the_profile() -> None:
-    assert groups(machine(2, link_s=1e-1), {"threshold": "500"}, 500, 501) == [(1, "local"), (2, "ring_kv")]
+    assert groups(machine(2, link_s=1e-1), {"threshold": "500"}, 500, 501) == [(1, LOCAL), (2, RING_KV)]
 
 
 def test_an_exchange_that_was_asked_for_is_predicted_alone() -> None:
     """With ring_q five times as many bytes move, so sharing pays off later, or never."""
     slow = machine(2, link_s=1.5e-5)
-    assert groups(slow, {}, 2000) == [(2, "ring_kv")]
+    assert groups(slow, {}, 2000) == [(2, RING_KV)]
     assert groups(slow, {"exchange": "ring_q"}, 2000) == [(1, "local")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from cluster import Cluster, Setup
 
+from longspan.core.exchange import CHAIN
 from longspan.core.request import Request
 from longspan.cost.partitions import Entry, PartitionTable
 from longspan.policy import make_policy
@@ -39,7 +40,7 @@ def pieces(running: Cluster, length: int) -> list[int]:
     running.run()
     assert request.output == running.expected_output(request)
     parts = running.parts_of(request)
-    assert (parts[0].exchange, parts[-1].group) == ("chain", (1,)), "the last one decodes alone"
+    assert (parts[0].exchange, parts[-1].group) == (CHAIN, (1,)), "the last one decodes alone"
     assert parts[0].runs[0][0].start == 0
     return [sum(map(len, runs)) for runs in parts[0].runs]
 
@@ -87,7 +88,7 @@ def test_what_lies_where_it_was_computed_can_rotate_by_token() -> None:
     request = running.add(range(1600), max_tokens=1000)
     running.run()
     first, *decodes = running.parts_of(request)
-    assert (first.exchange, request.metrics.kv_tokens_per_instance) == ("chain", [1200, 400])
+    assert (first.exchange, request.metrics.kv_tokens_per_instance) == (CHAIN, [1200, 400])
     owners = [part.sample.instance for part in decodes if part.sample is not None]
     assert owners == [1] * 800 + [0, 1] * 99 + [0], "the last one had the shorter piece"
 

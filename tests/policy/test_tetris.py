@@ -15,6 +15,7 @@ from workloads import assert_lawful, finishes_lawfully, repeats, setups_of
 
 from longspan.core.cluster import Location
 from longspan.core.engine import Engine, EngineConfig
+from longspan.core.exchange import RING_KV
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
 from longspan.core.view import Limits
@@ -312,7 +313,7 @@ def test_what_is_refused(name: str, options: dict[str, str], facts: Facts | None
     ],
 )
 def test_sizes(instances: int, facts: Facts, given: str, expected: tuple[int, ...]) -> None:
-    assert sp_sizes(given, instances, measured_times(facts, ["ring_kv"])) == expected
+    assert sp_sizes(given, instances, measured_times(facts, [RING_KV])) == expected
 
 
 def test_measured_times_are_those_of_the_quickest_exchange() -> None:

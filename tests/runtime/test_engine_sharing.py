@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from workloads import RANDOM_RUNS, in_flight
 
+from longspan.core.exchange import RING_KV, RING_Q
 from longspan.core.request import Request
 
 # ---------------------------------------------------------------- long and short side by side
@@ -26,7 +27,7 @@ def test_short_requests_stay_on_one_instance_and_long_ones_are_dealt() -> None:
     assert all(len(groups) == 1 for groups in owners)
     assert sorted(group for groups in owners for group in groups) == sorted([(0,), (1,), (2,)] * 3), "spread evenly"
     assert all({part.group for part in cluster.parts_of(request)} == {(0, 1, 2)} for request in long)
-    assert {part.exchange for request in long for part in cluster.parts_of(request)} == {"ring_kv", "ring_q"}
+    assert {part.exchange for request in long for part in cluster.parts_of(request)} == {RING_KV, RING_Q}
 
 
 def test_instances_without_common_requests_step_on_their_own() -> None:
@@ -127,7 +128,7 @@ def test_the_home_of_a_long_decode_rotates(num_instances: int) -> None:
     assert spreads[0] <= 2 * 16, "the prompt's own deal"
     assert max(spreads[16 * num_instances :]) <= 16, "one block at most from the first round on"
     decodes = [part for part in cluster.parts_of(request) if part.start >= 100]
-    assert {part.exchange for part in decodes} == {"ring_q"}
+    assert {part.exchange for part in decodes} == {RING_Q}
     assert len({part.sample.instance for part in decodes if part.sample is not None}) == num_instances
     cluster.run()
 

@@ -18,8 +18,9 @@ from texts import topic_tokens
 from tiny_models import BASE, write_checkpoint
 from transformers import LlamaConfig
 
+from longspan.core.exchange import ALLTOALL, CHAIN, GATHER_HIDDEN, RING_KV, RING_Q, Exchange
 from longspan.core.owners import BlockRef
-from longspan.core.steps import Completion, Exchange, MoveKV
+from longspan.core.steps import Completion, MoveKV
 from longspan.errors import WorkerLostError
 from longspan.model.source import smollm2_folder
 from longspan.runtime.kv.moves import WINDOW_BYTES
@@ -101,7 +102,7 @@ def done_with(cluster: Cluster, moves: Sequence[MoveKV]) -> list[Completion]:
     return list(cluster.completions.values())
 
 
-@pytest.mark.parametrize("exchange", ["ring_kv", "ring_q", "alltoall", "chain", "gather_hidden"])
+@pytest.mark.parametrize("exchange", [RING_KV, RING_Q, ALLTOALL, CHAIN, GATHER_HIDDEN])
 @pytest.mark.parametrize(
     ("parallel", "groups"),
     [("4", [(0, 1), (0, 1, 2, 3)]), ("3", [(2,), (2, 0, 1)]), ("2xtp2", [(1,), (0, 1)])],
@@ -126,13 +127,13 @@ def test_balancing(
         size = BLOCK * heads * 16 * 4 * 2 * BASE["num_hidden_layers"]
         assert done.bytes_sent["kv_balance", "other_host"] == len(left) * size
         other = Driven(cluster, prompt_of(100, seed=1))
-        other.take(other.forward(100, groups[0], "ring_kv"))
+        other.take(other.forward(100, groups[0], RING_KV))
         request.take(request.forward(LENGTH, groups[1], exchange))
         request.decode(groups[1], NUM_TOKENS - 1)
     request.assert_exact(oracles["9 on 3"].complete(request.prompt, NUM_TOKENS))
 
 
-@pytest.mark.parametrize("exchange", ["ring_q", "chain", "gather_hidden"])
+@pytest.mark.parametrize("exchange", [RING_Q, CHAIN, GATHER_HIDDEN])
 def test_balancing_and_streaming_in_one_step(
     folders: dict[str, Path], oracles: dict[str, Oracle], exchange: Exchange
 ) -> None:

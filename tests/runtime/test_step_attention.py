@@ -19,6 +19,7 @@ from transports import Wires, run_members
 from longspan.attn.check import random_qkv, reference
 from longspan.attn.comm import Transport
 from longspan.core.cluster import Fleet, ParallelSpec
+from longspan.core.exchange import LOCAL, RING_KV, RING_Q
 from longspan.core.owners import BlockRef
 from longspan.core.runs import positions, shard_span
 from longspan.core.steps import Forward, Free, Part, Sampling
@@ -59,7 +60,7 @@ def steps_of(chats: Sequence[Chat], draw: random.Random) -> list[Forward | Free]
             for block in range(first, -(-stop // BLOCK)):
                 member = next(m for m, runs in enumerate(sharded) if block * BLOCK in positions(runs))
                 table.append(BlockRef(chat.group[member], blocks[chat.group[member]].pop()))
-            kind = "local" if len(chat.group) == 1 else "ring_q" if stop - start == 1 else "ring_kv"
+            kind = LOCAL if len(chat.group) == 1 else RING_Q if stop - start == 1 else RING_KV
             parts.append(
                 Part(
                     request_id=index,

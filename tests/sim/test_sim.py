@@ -9,6 +9,7 @@ from cluster import Cluster, Setup
 from hypothesis import given
 from hypothesis import strategies as st
 
+from longspan.core.exchange import LOCAL, RING_KV
 from longspan.core.owners import BlockRef
 from longspan.core.runs import Run
 from longspan.core.steps import Forward, Free, MoveKV, Part, Sample, Sampling
@@ -32,7 +33,7 @@ def forward(
         tokens=(0,) * num_tokens,
         group=instances,
         runs=runs,
-        exchange="local" if len(instances) == 1 else "ring_kv",
+        exchange=LOCAL if len(instances) == 1 else RING_KV,
         first_block=0,
         blocks=(BlockRef(instances[0], 0),),
         sample=sample,
@@ -58,7 +59,7 @@ def test_the_cost_is_that_of_the_busiest_instance() -> None:
         tokens=(0,) * 8,
         group=(1, 0),
         runs=((Run(0, 1), Run(6, 8)), (Run(1, 6),)),
-        exchange="ring_kv",
+        exchange=RING_KV,
         first_block=0,
         blocks=(),
         sample=None,

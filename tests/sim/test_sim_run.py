@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 import longspan.sim.run as sim_run
 from longspan.core.engine import Engine, EngineConfig
+from longspan.core.exchange import CHAIN, RING_KV, Exchange
 from longspan.core.runs import shard_span
-from longspan.core.steps import Exchange, Forward, Part
+from longspan.core.steps import Forward, Part
 from longspan.core.view import Limits
 from longspan.policy import make_policy
 from longspan.sim.executor import LinearCost, Ran
@@ -198,12 +199,12 @@ def test_whoever_works_with_a_straggler_waits_for_it() -> None:
         )
         return SlowedCost(Evenly(), slow).seconds(Forward(number=1, parts=(part,)))
 
-    assert seconds("ring_kv", {1: 1.5}) == {0: 1.5, 1: 1.5, 2: 1.5}
-    assert seconds("chain", {1: 1.5}) == {0: 1.0, 1: 1.5, 2: 1.5}
-    assert seconds("chain", {1: 1.5, 2: 3.0}) == {0: 1.0, 1: 1.5, 2: 3.0}
+    assert seconds(RING_KV, {1: 1.5}) == {0: 1.5, 1: 1.5, 2: 1.5}
+    assert seconds(CHAIN, {1: 1.5}) == {0: 1.0, 1: 1.5, 2: 1.5}
+    assert seconds(CHAIN, {1: 1.5, 2: 3.0}) == {0: 1.0, 1: 1.5, 2: 3.0}
     quick = {0: 0.5, 1: 0.5, 2: 0.5}
-    assert seconds("ring_kv", quick) == seconds("chain", quick) == quick
-    assert seconds("ring_kv", {0: 0.5}) == {0: 1.0, 1: 1.0, 2: 1.0}
+    assert seconds(RING_KV, quick) == seconds(CHAIN, quick) == quick
+    assert seconds(RING_KV, {0: 0.5}) == {0: 1.0, 1: 1.0, 2: 1.0}
 
 
 @pytest.mark.parametrize(

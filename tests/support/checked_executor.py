@@ -10,6 +10,7 @@ from itertools import pairwise
 from cluster_setup import Setup, invented_token, rank_requests
 
 from longspan.core.blocks import BlockPool
+from longspan.core.exchange import CHAIN, LOCAL, RING_Q
 from longspan.core.owners import BlockRef, Rotation
 from longspan.core.request import Request
 from longspan.core.steps import UNKNOWN, Completion, Forward, Free, MoveKV, Part, Step
@@ -179,9 +180,9 @@ class CheckedExecutor:
             assert all(a.stop < b.start for a, b in pairwise(runs)), "runs ascend and are joined"
         assert len(part.group) == len(part.runs) == len(set(part.group))
         assert all(0 <= ref.block < self._setup.blocks_of(ref.instance) for ref in part.blocks)
-        assert (part.exchange == "local") == (len(part.group) == 1)
+        assert (part.exchange == LOCAL) == (len(part.group) == 1)
         by_default = self._setup.options.get("exchange", "auto") == "auto" and self._setup.facts.profile is None
-        assert not by_default or part.exchange != "ring_q" or part.stop == part.start + 1
+        assert not by_default or part.exchange != RING_Q or part.stop == part.start + 1
         assert (part.sample is not None) == (part.stop >= request.num_known)
         assert UNKNOWN not in part.tokens[:-1], "at most the last token is yet to be sampled"
         assert (part.unknown_on is not None) == (part.tokens[-1] == UNKNOWN)
@@ -200,7 +201,7 @@ class CheckedExecutor:
         assert {ref.instance for ref in live.table} <= set(part.group)
         for member, runs in enumerate(part.runs):
             block_owners = {slots[position][0].instance for run in runs for position in run.positions}
-            assert block_owners <= set(part.group[member:] if part.exchange == "chain" else [part.group[member]])
+            assert block_owners <= set(part.group[member:] if part.exchange == CHAIN else [part.group[member]])
         for ref, _ in slots[part.start :]:
             assert self._owners[ref] == {part.request_id}, "a block that is written belongs to one request"
             assert ref not in self._named, "nobody writes what moves, or where it goes"

@@ -13,9 +13,10 @@ import numpy as np
 from oracle import Expected, assert_exact
 
 from longspan.core.cluster import Fleet, ParallelSpec
+from longspan.core.exchange import CHAIN, LOCAL, RING_KV, RING_Q, Exchange
 from longspan.core.owners import BlockRef
 from longspan.core.runs import Layout, positions, shard_span
-from longspan.core.steps import Completion, Exchange, Forward, MoveKV, Part, Sample, Sampling
+from longspan.core.steps import Completion, Forward, MoveKV, Part, Sample, Sampling
 from longspan.model.source import prepare
 from longspan.runtime.executor.local import LocalExecutor, start_workers
 
@@ -98,7 +99,7 @@ class Driven:
         self,
         stop: int,
         group: tuple[int, ...],
-        exchange: Exchange = "ring_kv",
+        exchange: Exchange = RING_KV,
         *,
         rebalances: Sequence[MoveKV] = (),
         stream_to: int | None = None,
@@ -110,12 +111,12 @@ class Driven:
         tokens = [*self.prompt, *self.output]
         start, self.stop = self.stop, stop
         single = len(group) == 1 or stop - start == 1
-        layout: Layout = "single" if single else "contiguous" if exchange == "chain" else "zigzag"
-        head = 0 if not start % BLOCK or exchange == "chain" else group.index(self.table[start // BLOCK].instance)
+        layout: Layout = "single" if single else "contiguous" if exchange == CHAIN else "zigzag"
+        head = 0 if not start % BLOCK or exchange == CHAIN else group.index(self.table[start // BLOCK].instance)
         runs = shard_span(layout, start, stop, len(group), align=BLOCK, head=head)
         for block in range(len(self.table), -(-stop // BLOCK)):
             member = next(m for m, own in enumerate(runs) if block * BLOCK in positions(own))
-            self.table.append(self.cluster.block(group[-1 if exchange == "chain" else member]))
+            self.table.append(self.cluster.block(group[-1 if exchange == CHAIN else member]))
         last = next(group[m] for m, own in enumerate(runs) if own and own[-1].stop == stop)
         part = Part(
             request_id=self.id,
@@ -124,7 +125,7 @@ class Driven:
             tokens=tokens[start:stop],
             group=group,
             runs=runs,
-            exchange="local" if len(group) == 1 else "ring_q" if stop - start == 1 else exchange,
+            exchange=LOCAL if len(group) == 1 else RING_Q if stop - start == 1 else exchange,
             first_block=0,
             blocks=tuple(self.table),
             sample=Sample(instance=last, position=stop) if stop == len(tokens) else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from longspan.core.exchange import LOCAL
 from longspan.core.steps import Forward, MoveKV, Part
 
 
@@ -15,7 +16,7 @@ def forward(number: int, group: tuple[int, ...], *streams: MoveKV, **changes: An
         "stop": 1,
         "tokens": (5,),
         "runs": ((),) * len(group),
-        "exchange": "local",
+        "exchange": LOCAL,
         "first_block": 0,
         "blocks": (),
         "sample": None,

@@ -10,13 +10,12 @@ import typer
 
 from longspan.cli.bundles import bundled
 from longspan.cli.lengths import length
-from longspan.cli.scheduling import PromptExchange
+from longspan.cli.scheduling import EXCHANGES
 from longspan.cli.sheets import HardwareOptions
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from longspan.core.steps import Exchange
     from longspan.cost.cluster import Cluster
     from longspan.cost.estimate import Estimate, Fractions
 
@@ -34,10 +33,11 @@ def estimate(
     hosts: Annotated[int, _cluster(help="How many hosts there are.")] = 1,
     parallel: Annotated[str, _work(metavar="SPEC", help=r"\[N]\[xtpT]: N instances of T devices each.")] = "1",
     exchange: Annotated[
-        PromptExchange,
+        str,
         _work(
+            click_type=EXCHANGES,
             help="How instances share prompts, if there are several; auto: ring_kv, and ring_q to decode. "
-            "Behind a chain its last instance decodes alone."
+            "Behind a chain its last instance decodes alone.",
         ),
     ] = "auto",
     fractions: Annotated[
@@ -63,6 +63,7 @@ def estimate(
     """
     from longspan.cli.model_config import architecture, cluster_of  # noqa: PLC0415 - other verbs need none of it
     from longspan.core.cluster import ParallelSpec  # noqa: PLC0415
+    from longspan.core.exchange import RING_KV, RING_Q, exchange_of  # noqa: PLC0415
     from longspan.cost.cluster import roofline  # noqa: PLC0415
     from longspan.cost.estimate import estimate_decode, estimate_prefill  # noqa: PLC0415
 
@@ -72,13 +73,13 @@ def estimate(
     cost = roofline(sizes, cluster, spec, sheets.attention or "flash")
     tokens, known = length("--context", context), length("--cached", cached)
     if phase == "prefill":
-        chosen = cast("Exchange", "ring_kv" if exchange == "auto" else exchange)
+        chosen = RING_KV if exchange == "auto" else exchange_of(exchange)
         shares = _fractions(fractions)
         found = estimate_prefill(cost, spec.instances, chosen, tokens, known, fractions=shares, batch=batch)
     else:
         if fractions is not None or known:
             raise ValueError("--fractions and --cached are of prompts: leave them out with --phase decode")
-        chosen = cast("Exchange", "ring_q" if exchange == "auto" else exchange)
+        chosen = RING_Q if exchange == "auto" else exchange_of(exchange)
         found = estimate_decode(cost, spec.instances, chosen, tokens, batch)
     _print(found, cluster, as_json=as_json)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from longspan.cli.profile_run import Start, timed
+from longspan.core.exchange import CHAIN, LOCAL
 from longspan.cost import chain
 from longspan.cost.partitions import Entry, Partition, PartitionTable, cut, search
 from longspan.cost.profile import Profile
@@ -84,7 +85,7 @@ def _measured(llm: LLM, repeats: int, bar: tqdm[tuple[int, int]]) -> Clock:
         nonlocal num_timed
         length, times = sum(partition), []
         fractions = ",".join(repr(piece / length) for piece in partition)
-        llm.set_policy("context", {"exchange": "chain", "fractions": fractions, "threshold": "0"})
+        llm.set_policy("context", {"exchange": CHAIN.kind, "fractions": fractions, "threshold": "0"})
         for _ in range(repeats):
             num_timed += 1
             times.append(timed(llm, length, 0, seed=num_timed + length * 1000))
@@ -100,7 +101,7 @@ def _modelled(layer: chain.LayerCost, num_layers: int) -> Clock:
 
 def _layer(llm: LLM, profile: Profile) -> tuple[chain.LayerCost, int]:
     """What a layer costs by the profile, and how many there are."""
-    alone, link = profile.fits().get((1, "local")), profile.link("point_to_point", 2)
+    alone, link = profile.fits().get((1, LOCAL)), profile.link("point_to_point", 2)
     shape = llm.facts.shape
     if alone is None or link is None or shape is None:
         raise ValueError("partitions follow from prompts of at least two lengths on one instance: give more --lengths")

@@ -8,6 +8,7 @@ from dataclasses import asdict
 import msgspec
 from rich.table import Table
 
+from longspan.core.exchange import Exchange
 from longspan.cost.partitions import PartitionTable
 from longspan.cost.profile import Profile
 
@@ -20,11 +21,12 @@ def as_fields(profile: Profile, table: PartitionTable) -> dict[str, object]:
         if (fit := profile.link(kind, members)) is not None
     ]
     fits = [
-        {"members": members, "exchange": exchange, **asdict(fit)} for (members, exchange), fit in profile.fits().items()
+        {"members": members, "exchange": str(exchange), **asdict(fit)}
+        for (members, exchange), fit in profile.fits().items()
     ]
     waits_s = profile.waits_s()
     decode_fits = [
-        {"members": members, "exchange": exchange, **asdict(fit), "wait_s": waits_s.get((members, exchange))}
+        {"members": members, "exchange": str(exchange), **asdict(fit), "wait_s": waits_s.get((members, exchange))}
         for (members, exchange), fit in profile.decode_fits().items()
     ]
     groups = sorted({prefill.members for prefill in profile.prefills})
@@ -116,5 +118,5 @@ def _partitions(partitions: PartitionTable) -> Table:
     return table
 
 
-def _name(members: int, exchange: str) -> str:
+def _name(members: int, exchange: Exchange | str) -> str:
     return "alone" if members == 1 else f"{members} {exchange}"

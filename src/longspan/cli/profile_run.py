@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from tqdm import tqdm
 
+from longspan.core.exchange import ALLTOALL, LOCAL, RING_KV
 from longspan.core.sampling import SamplingParams
 from longspan.cost.profile import Decode, Prefill, Profile
 from longspan.cost.profile_plan import (
@@ -120,7 +121,7 @@ def _measured(llm: LLM, profile: Profile, task: Task | DecodeTask) -> Profile:
     if isinstance(task, DecodeTask):
         decode = Decode(
             members=task.members,
-            exchange=task.exchange,
+            exchange=str(task.exchange),
             batch=task.batch,
             context_tokens=task.context_tokens,
             singles=task.singles,
@@ -131,7 +132,7 @@ def _measured(llm: LLM, profile: Profile, task: Task | DecodeTask) -> Profile:
     time = num_times(profile.find(*msgspec.structs.astuple(task)))
     prefill = Prefill(
         members=task.members,
-        exchange=task.exchange,
+        exchange=str(task.exchange),
         new_tokens=task.new_tokens,
         cached_tokens=task.cached_tokens,
         seconds=(_timed(llm, task, seed=f"{task}, time {time}"),),
@@ -166,7 +167,7 @@ def _timed_decode(llm: LLM, profile: Profile, task: DecodeTask) -> float:
     beside: list[list[int]] = []
     if task.members > 1:
         threshold = str(len(singles[0]) if singles else 0)
-        llm.set_policy("context", {"exchange": "ring_kv", "decode": task.exchange, "threshold": threshold})
+        llm.set_policy("context", {"exchange": RING_KV.kind, "decode": str(task.exchange), "threshold": threshold})
     else:
         llm.set_policy("chunked", {})
         room = config.num_blocks * config.block_size
@@ -196,7 +197,7 @@ def _where(output: RequestOutput) -> tuple[bool, ...]:
 def _warm_up(llm: LLM, members: int) -> None:
     """First calls are slower: threads and connections start, memory is touched."""
     length = min(_WARM_UP_TOKENS, llm.max_model_len - 1)
-    for exchange in ("ring_kv", "alltoall") if members > 1 else ("local",):
+    for exchange in (RING_KV, ALLTOALL) if members > 1 else (LOCAL,):
         task = Task(members=members, exchange=exchange, new_tokens=length, cached_tokens=0)
         _timed(llm, task, seed="warm-up")
 
@@ -204,7 +205,7 @@ def _warm_up(llm: LLM, members: int) -> None:
 def _timed(llm: LLM, task: Task, *, seed: str) -> float:
     """Of one instance, while all others have such a prompt, too."""
     if task.members > 1:
-        llm.set_policy("context", {"exchange": task.exchange, "threshold": "0"})
+        llm.set_policy("context", {"exchange": str(task.exchange), "threshold": "0"})
         return timed(llm, task.new_tokens, task.cached_tokens, seed=seed)
     llm.set_policy("chunked", {})
     return timed(llm, task.new_tokens, task.cached_tokens, seed=seed, num_prompts=1 + _beside(llm, task))

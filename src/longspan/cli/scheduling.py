@@ -6,16 +6,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Literal
 
+import click
 import typer
 
 from longspan.cli.pairs import key_values
+from longspan.core.exchange import exchanges
 from longspan.core.view import Limits
 
 _scheduling = partial(typer.Option, rich_help_panel="Scheduling and memory")
 SHARING = ("exchange", "layout", "fractions")
 """Options of policies that have flags of their own."""
 
-PromptExchange = Literal["auto", "ring_kv", "ring_q", "alltoall", "gather_kv", "gather_hidden", "chain"]
+EXCHANGES = click.Choice(["auto", *(one.kind for one in exchanges())])
 PromptLayout = Literal["auto", "zigzag", "striped", "contiguous"]
 
 
@@ -31,8 +33,10 @@ class SchedulingOptions:
         ),
     ] = "auto"
     exchange: Annotated[
-        PromptExchange,
-        _scheduling(help="How queries, keys and values of a shared prompt travel; auto chooses per step."),
+        str,
+        _scheduling(
+            click_type=EXCHANGES, help="How queries, keys and values of a shared prompt travel; auto chooses per step."
+        ),
     ] = "auto"
     layout: Annotated[PromptLayout, _scheduling(help="How a shared prompt is dealt.")] = "auto"
     fractions: Annotated[

@@ -13,8 +13,8 @@ from longspan.cli.scheduling import SchedulingOptions
 from longspan.cli.simulate import ClusterOptions
 from longspan.cli.simulate_fleet import devices_per_host, fleet_of, roles_of
 from longspan.core.cluster import Fleet, Location, Roles, locations_of_ranks
+from longspan.core.exchange import CHAIN, LOCAL, of_any_layout
 from longspan.core.runs import Run
-from longspan.core.steps import Exchange
 from longspan.cost import catalog
 from longspan.cost.architecture import Hardware
 from longspan.cost.channels import Channel, Shares, share_of
@@ -36,7 +36,6 @@ _USED_MEMORY = 0.9
 """How much of a device's memory is used, as vLLM's gpu_memory_utilization."""
 _PREDICTED_LENGTHS = tuple(2048 * 2**power for power in range(8))
 """No more than prompts have: a fit to much longer ones is off by a tenth where most of them are."""
-_PREDICTED_EXCHANGES: tuple[Exchange, ...] = ("ring_kv", "ring_q", "alltoall", "gather_kv", "chain")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +106,7 @@ def _computed(
         profile_key,
         num_instances=fleet.spec.instances,
         prompts=prompts_of(_PREDICTED_LENGTHS, 2 * _PREDICTED_LENGTHS[-1]),
-        exchanges=_PREDICTED_EXCHANGES,
+        exchanges=(*of_any_layout(), CHAIN),
         sizes=named_sizes(scheduling.policy_options()),
     )
     topology, roles = cost.lines[0].topology, roles_of(fleet, options)
@@ -144,7 +143,7 @@ def _num_blocks(line: Roofline, scheduling: SchedulingOptions) -> int:
     """What the memory holds beside weights and the activations of a full step."""
     tokens, layer = scheduling.max_num_batched_tokens, line.layer
     share = share_of((Run(0, tokens),), cached=0.0, width=tokens)
-    whole = Channel(exchange="local", group=(0,), shares=Shares.of([share]), keys=tokens, decode=False)
+    whole = Channel(exchange=LOCAL, group=(0,), shares=Shares.of([share]), keys=tokens, decode=False)
     full = memory(layer, whole, tokens)
     block = scheduling.block_size * layer.kv_bytes * layer.model.attention.num_layers
     found = int((_USED_MEMORY * full.capacity - full.used + full.kv) // block)

@@ -10,12 +10,13 @@ from typing import get_args
 
 from longspan.core.account import KvAccount
 from longspan.core.config import EngineConfig
+from longspan.core.exchange import shown_names
 from longspan.core.parts import make_part, promise_token, take_part, take_scores, take_token
 from longspan.core.protocols import Clock, EnginePolicy, Executor, Load
 from longspan.core.queues import Running, Waiting
 from longspan.core.request import FinishReason, Request, RequestMetrics, check_length
 from longspan.core.sampling import SamplingParams
-from longspan.core.steps import EXCHANGE_NAMES, Completion, Forward, Free, Link, MoveKV, Part, Sampled
+from longspan.core.steps import Completion, Forward, Free, Link, MoveKV, Part, Sampled
 from longspan.core.steps_in_flight import Occupancy, StepOrder
 from longspan.core.transfers import Handshakes, Transfers
 from longspan.core.view import ClusterView, ScheduledPart
@@ -39,7 +40,7 @@ class Engine:
         self.config = config
         self._running = Running(config.num_instances)
         self.account, self._transfers = self._empty()
-        self.bytes_sent: Counter[tuple[str, Link]] = Counter(dict.fromkeys(product(EXCHANGE_NAMES, get_args(Link)), 0))
+        self.bytes_sent: Counter[tuple[str, Link]] = Counter(dict.fromkeys(product(shown_names(), get_args(Link)), 0))
         self.num_preemptions = self.num_prefix_queries = self.num_prefix_hits = 0
         self._policy, self._executor, self._clock = policy, executor, clock
         self._requests: dict[int, Request] = {}

@@ -76,7 +76,7 @@ def take_part(request: Request, part: Part) -> None:
     request.num_computed = part.stop
     request.metrics.num_computed_tokens += part.stop - part.start
     kind = "decode" if part.start >= request.num_prompt else "partial_prefill" if part.start else "prefill"
-    request.metrics.count(kind, part.exchange_name)
+    request.metrics.count(kind, part.exchange.shown)
 
 
 def take_token(request: Request, sampled: Sampled, config: EngineConfig, now_s: float) -> FinishReason | None:

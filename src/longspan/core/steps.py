@@ -8,40 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
+from longspan.core.exchange import Exchange
 from longspan.core.owners import BlockRef, Rotation
 from longspan.core.runs import SpanShards
-
-Exchange = Literal[
-    "local",
-    "ring_kv",
-    "ring_q",
-    "alltoall",
-    "alltoall_host",
-    "alltoall_peers",
-    "gather_kv",
-    "gather_kv_dense",
-    "gather_hidden",
-    "chain",
-]
-"""How Q, K, V travel: `local` not at all, `ring_kv` keys and values, `ring_q` queries and partial outputs, `alltoall`
-heads (after the ranks of an instance have each made all heads of some tokens, with whole weights of the `host` or of
-each other, the `peers`), `gather_kv` keys and values at once (`gather_kv_dense` computes what causality hides, too),
-`gather_hidden` the hidden states before them, `chain` the keys and values of each member to the next.
-"""
-
-UNSHARDED: tuple[Exchange, ...] = ("alltoall_host", "alltoall_peers")
-"""Those for which each rank of an instance needs the whole weights of a layer's attention."""
-
-
-def shown_name(exchange: Exchange) -> str:
-    """What users know an exchange by: `alltoall`, wherever the weights are from."""
-    return "alltoall" if exchange in UNSHARDED else exchange
-
-
-EXCHANGE_NAMES = tuple(dict.fromkeys(shown_name(exchange) for exchange in get_args(Exchange) if exchange != "local"))
-"""What exchanges are counted as."""
 
 Link = Literal["same_host", "other_host"]
 """Where the two ends of a message lie."""
@@ -168,11 +139,6 @@ class Part:
     targets: Sequence[int] = ()
     rope_length: int = 0
     rotation: Rotation | None = None
-
-    @property
-    def exchange_name(self) -> str:
-        """See `shown_name`."""
-        return shown_name(self.exchange)
 
 
 class _BetweenInstances:

@@ -14,9 +14,9 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from longspan.core.exchange import Exchange
 from longspan.core.owners import BlockRef, Owners, PrefixHit, Rotation
 from longspan.core.runs import SpanShards
-from longspan.core.steps import Exchange
 from longspan.errors import ParameterError
 
 

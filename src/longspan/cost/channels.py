@@ -1,18 +1,18 @@
 """Seconds per layer of attention and what is exchanged for it, by exchange, as each really overlaps.
 
-A channel is all that a step does in one group by one exchange; `chain`, whose layers run skewed, is in `forward.py`.
-Bytes are as in docs/exchanges.md.
+A channel is all that a step does in one group by one exchange. Each kind of exchange has an `ExchangeCost`. The time of
+a `chain`, whose layers run skewed, is in `forward.py`. Bytes are as in docs/exchanges.md.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from longspan.core.exchange import ALLTOALL, CHAIN, GATHER_HIDDEN, GATHER_KV, RING_KV, RING_Q, Exchange
 from longspan.core.runs import Run
-from longspan.core.steps import Exchange
 from longspan.cost.roofline import Layer
 from longspan.cost.topology import Topology
 
@@ -161,19 +161,48 @@ def copies_s(layer: Layer, keys: float) -> float:
     return layer.chip.stream_s(2 * passes * keys * layer.kv_bytes)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExchangeCost:
+    """What the members of a group spend on one kind of exchange, in one layer.
+
+    Attributes:
+        num_bytes: what all ranks together send.
+        time: how long it takes; None for a skewed exchange, which `forward.py` predicts over all layers.
+        copies_kv: received keys and values are copied into one buffer.
+        joins_all: the buffer is joined from the keys and values of all members.
+    """
+
+    num_bytes: Callable[[Layer, Channel], float]
+    time: Callable[[Layer, Topology, Channel], ChannelTime] | None
+    copies_kv: bool = False
+    joins_all: bool = False
+
+
+_COSTS: dict[str, ExchangeCost] = {}
+
+
+def register_cost(exchange: Exchange, cost: ExchangeCost) -> None:
+    """Says what a kind of exchange costs, with any parameters."""
+    _COSTS[exchange.kind] = cost
+
+
+def cost_of(exchange: Exchange) -> ExchangeCost:
+    """Returns what `register_cost` was told."""
+    return _COSTS[exchange.kind]
+
+
 def channel_time(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
-    """Of any channel but a chain."""
+    """Predicts one layer of any channel that is not skewed."""
     if len(channel.group) == 1:
         return ChannelTime(attention_s=attention_s(layer, channel.shares.of_member(0), keys=channel.keys))
-    exchange = channel.exchange
-    if exchange == "ring_kv":
-        return _ring_kv(layer, topology, channel)
-    if exchange == "ring_q":
-        return _ring_q(layer, topology, channel)
-    if exchange in ("gather_kv", "gather_kv_dense"):
-        return _gather_kv(layer, topology, channel)
-    assert exchange not in {"chain", "local"}, f"a group of {len(channel.group)} with exchange {exchange}"
-    return _by_heads(layer, topology, channel)
+    time = cost_of(channel.exchange).time
+    assert time is not None, f"a group of {len(channel.group)} with exchange {channel.exchange}"
+    return time(layer, topology, channel)
+
+
+def exchanged_bytes(layer: Layer, channel: Channel) -> float:
+    """Counts what all ranks together send for a channel in one layer."""
+    return cost_of(channel.exchange).num_bytes(layer, channel) if len(channel.group) > 1 else 0.0
 
 
 def _ring_kv(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
@@ -239,47 +268,64 @@ def _gather_kv(layer: Layer, topology: Topology, channel: Channel) -> ChannelTim
     )
 
 
-def _by_heads(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
-    """`alltoall` and `gather_hidden`: each member attends with some heads for all tokens."""
-    members, shape = len(channel.group), layer.model.attention
+def _alltoall(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
+    members, shape, shares = len(channel.group), layer.model.attention, channel.shares
+    element = layer.chip.bytes_per_element
+    outputs = max(shares.queries) * math.ceil(layer.heads / members) * shape.head_dim * element * (members - 1)
+    kv_heads = math.ceil(layer.kv_heads / members)
+    keys = max(shares.held) * layer.kv_bytes * kv_heads / layer.kv_heads * (members - 1)
+    exposed_s = topology.alltoall_s(outputs + keys, channel.group) + topology.alltoall_s(outputs, channel.group)
+    return ChannelTime(attention_s=_by_heads_s(layer, channel), exposed_s=exposed_s)
+
+
+def _gather_hidden(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
+    members, most = len(channel.group), max(channel.shares.queries)
+    hidden = most * layer.model.attention.hidden_size * layer.chip.bytes_per_element
+    exposed_s = 2 * topology.gather_s(hidden, channel.group)
+    exposed_s += topology.alltoall_s(most * layer.kv_bytes * (members - 1) / members, channel.group)
+    return ChannelTime(attention_s=_by_heads_s(layer, channel), exposed_s=exposed_s)
+
+
+def _by_heads_s(layer: Layer, channel: Channel) -> float:
+    """Each member attends with some heads for all tokens."""
     shares = channel.shares
     every = Share(queries=sum(shares.queries), pairs=sum(shares.pairs), scores=sum(shares.scores), held=channel.keys)
-    most = max(shares.queries)
-    element = layer.chip.bytes_per_element
-    if channel.exchange == "gather_hidden":
-        exposed_s = 2 * topology.gather_s(most * shape.hidden_size * element, channel.group)
-        moved = most * layer.kv_bytes
-        exposed_s += topology.alltoall_s(moved * (members - 1) / members, channel.group)
-    else:
-        outputs = most * math.ceil(layer.heads / members) * shape.head_dim * element * (members - 1)
-        kv_heads = math.ceil(layer.kv_heads / members)
-        keys = max(shares.held) * layer.kv_bytes * kv_heads / layer.kv_heads * (members - 1)
-        exposed_s = topology.alltoall_s(outputs + keys, channel.group) + topology.alltoall_s(outputs, channel.group)
-    return ChannelTime(
-        attention_s=attention_s(layer, every, keys=channel.keys, head_parts=members), exposed_s=exposed_s
-    )
+    return attention_s(layer, every, keys=channel.keys, head_parts=len(channel.group))
 
 
-def exchanged_bytes(layer: Layer, channel: Channel) -> float:
-    """What all ranks together send for a channel in one layer."""
-    shape, members = layer.model.attention, len(channel.group)
-    element = layer.chip.bytes_per_element
-    queries, held = sum(channel.shares.queries), sum(channel.shares.held)
-    kv_bytes = 2 * shape.num_kv_heads * shape.head_dim * element
-    if members == 1:
-        return 0.0
-    if channel.exchange == "chain":
-        cached = cached_in_chain(channel)
-        return kv_bytes * sum(max(held, cached) for held in channel.shares.held[:-1])
-    if channel.exchange in ("ring_kv", "gather_kv", "gather_kv_dense"):
-        return (members - 1) * kv_bytes * held
-    if channel.exchange == "ring_q":
-        return (members - 1) * queries * shape.num_heads * (2 * shape.head_dim * element + 4)
+def _ring_kv_bytes(layer: Layer, channel: Channel) -> float:
+    return (len(channel.group) - 1) * _kv_bytes(layer) * sum(channel.shares.held)
+
+
+def _ring_q_bytes(layer: Layer, channel: Channel) -> float:
+    """Queries and partial outputs, and a log-sum-exp of four bytes per head."""
+    shape, queries = layer.model.attention, sum(channel.shares.queries)
+    per_query = shape.num_heads * (2 * shape.head_dim * layer.chip.bytes_per_element + 4)
+    return (len(channel.group) - 1) * queries * per_query
+
+
+def _alltoall_bytes(layer: Layer, channel: Channel) -> float:
+    members, shape = len(channel.group), layer.model.attention
     kv_heads = max(shape.num_kv_heads, min(members, shape.num_heads))
-    others = (members - 1) / members
-    if channel.exchange == "gather_hidden":
-        return 2 * (members - 1) * queries * shape.hidden_size * element + kv_bytes * queries * others
-    return 2 * shape.head_dim * element * (shape.num_heads * queries + kv_heads * held) * others
+    rows = shape.num_heads * sum(channel.shares.queries) + kv_heads * sum(channel.shares.held)
+    return 2 * shape.head_dim * layer.chip.bytes_per_element * rows * ((members - 1) / members)
+
+
+def _gather_hidden_bytes(layer: Layer, channel: Channel) -> float:
+    members, queries = len(channel.group), sum(channel.shares.queries)
+    hidden = layer.model.attention.hidden_size * layer.chip.bytes_per_element
+    return 2 * (members - 1) * queries * hidden + _kv_bytes(layer) * queries * ((members - 1) / members)
+
+
+def _chain_bytes(layer: Layer, channel: Channel) -> float:
+    cached = cached_in_chain(channel)
+    return _kv_bytes(layer) * sum(max(held, cached) for held in channel.shares.held[:-1])
+
+
+def _kv_bytes(layer: Layer) -> float:
+    """Bytes of one token's keys and values, over all ranks of an instance."""
+    shape = layer.model.attention
+    return 2 * shape.num_kv_heads * shape.head_dim * layer.chip.bytes_per_element
 
 
 def _hop_s(layer: Layer, decode: bool) -> float:
@@ -290,3 +336,11 @@ def _merge_s(layer: Layer, queries: float) -> float:
     elements = queries * layer.heads * layer.model.attention.head_dim
     chip = layer.chip
     return chip.stream_s(elements * chip.attention.merge_bytes)
+
+
+register_cost(RING_KV, ExchangeCost(num_bytes=_ring_kv_bytes, time=_ring_kv))
+register_cost(RING_Q, ExchangeCost(num_bytes=_ring_q_bytes, time=_ring_q))
+register_cost(ALLTOALL, ExchangeCost(num_bytes=_alltoall_bytes, time=_alltoall))
+register_cost(GATHER_KV, ExchangeCost(num_bytes=_ring_kv_bytes, time=_gather_kv, copies_kv=True, joins_all=True))
+register_cost(GATHER_HIDDEN, ExchangeCost(num_bytes=_gather_hidden_bytes, time=_gather_hidden))
+register_cost(CHAIN, ExchangeCost(num_bytes=_chain_bytes, time=None, copies_kv=True))

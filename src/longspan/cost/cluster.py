@@ -8,7 +8,7 @@ from longspan.core.cluster import Fleet, ParallelSpec
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture
 from longspan.cost.catalog import Efficiency, Kernels
-from longspan.cost.channels import Channel
+from longspan.cost.channels import Channel, cost_of
 from longspan.cost.forward import Roofline
 from longspan.cost.roofline import Chip, Layer
 from longspan.cost.topology import Topology, Wire, wire
@@ -196,9 +196,9 @@ def memory(layer: Layer, channel: Channel, tokens: float) -> Memory:
     shape, attention = layer.model.attention, layer.chip.attention
     held = max(channel.shares.held)
     copies = 1
-    gathered = len(channel.group) > 1 and channel.exchange in ("gather_kv", "gather_kv_dense", "chain")
+    gathered = len(channel.group) > 1 and cost_of(channel.exchange).copies_kv
     if attention.unfused and gathered:
-        held, copies = max(held, channel.keys if channel.exchange != "chain" else 0.0), attention.kv_copies
+        held, copies = max(held, channel.keys), attention.kv_copies
     scores = max(channel.shares.scores) * layer.heads * attention.score_buffer_bytes
     hidden = _HIDDEN_COPIES * tokens * shape.hidden_size * layer.chip.bytes_per_element
     matrices = 4 if layer.model.gated else 2

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal
 
+from longspan.core.exchange import CHAIN, GATHER_HIDDEN, LOCAL, Exchange
 from longspan.core.runs import Run, shard_span
-from longspan.core.steps import Exchange
 from longspan.cost.channels import Channel, Share, Shares, attention_s, chain_share_of, exchanged_bytes, share_of
 from longspan.cost.cluster import Memory, memory
 from longspan.cost.forward import Breakdown, Roofline
@@ -84,7 +84,7 @@ class Prompt:
         if self.new < 1 or self.cached < 0:
             total = self.new + self.cached
             raise ValueError(f"a prompt has at least 1 new token, but {total} tokens with {self.cached} cached given")
-        if len(self.group) > 1 and self.exchange == "local":
+        if len(self.group) > 1 and self.exchange == LOCAL:
             raise ValueError(f"{len(self.group)} instances share a prompt by an exchange: choose one, such as ring_kv")
 
     def channel(self, partition: Sequence[int] | None) -> Channel:
@@ -96,7 +96,7 @@ class Prompt:
             ends = accumulate(partition)
             runs = tuple((Run(end - size, end),) if size else () for end, size in zip(ends, partition, strict=True))
         moved = [tuple(Run(self.cached + run.start, self.cached + run.stop) for run in member) for member in runs]
-        if self.exchange == "chain":
+        if self.exchange.traits.skewed:
             shares = [chain_share_of(member) for member in moved]
         else:
             shares = [share_of(member, cached=self.cached / members, width=total) for member in moved]
@@ -128,13 +128,13 @@ def estimate_prefill(
             than they are searched for.
     """
     if instances == 1:
-        exchange = "local"
+        exchange = LOCAL
     prompt = Prompt(exchange=exchange, group=tuple(range(instances)), new=length - cached, cached=cached, batch=batch)
     channel = prompt.channel(_partition(model, prompt, fractions))
     found = _times(model, channel, batch)
     slowest = max(found.values(), key=lambda breakdown: breakdown.total_s)
-    last = found[channel.group[-1]] if exchange == "chain" else slowest
-    alone = replace(prompt, exchange="local", group=(0,)).channel(None)
+    last = found[channel.group[-1]] if exchange.traits.skewed else slowest
+    alone = replace(prompt, exchange=LOCAL, group=(0,)).channel(None)
     alone_s = _times(model, alone, batch)[0].total_s
     shape = model.layer.model.attention
     pairs = sum(channel.shares.pairs)
@@ -162,11 +162,11 @@ def estimate_decode(model: Roofline, instances: int, exchange: Exchange, length:
     """
     if length < 1 or batch < 1:
         raise ValueError(f"decoding is of at least 1 request behind 1 token, but {batch} behind {length} given")
-    if exchange == "gather_hidden" and instances > 1:
+    if exchange == GATHER_HIDDEN and instances > 1:
         raise ValueError("exchange gather_hidden is of prompts: decode by ring_q, ring_kv, alltoall or gather_kv")
-    if exchange == "chain":
+    if exchange == CHAIN:
         instances = 1
-    channel = decode_channel("local" if instances == 1 else exchange, tuple(range(instances)), length, batch)
+    channel = decode_channel(LOCAL if instances == 1 else exchange, tuple(range(instances)), length, batch)
     breakdown = max(_times(model, channel).values(), key=lambda one: one.total_s)
     layer, shape = model.layer, model.layer.model.attention
     embedding = 0.0 if layer.model.tied else layer.model.head_weights * shape.bytes_per_element
@@ -190,7 +190,7 @@ def decode_channel(exchange: Exchange, group: tuple[int, ...], length: int, batc
 def _partition(model: Roofline, prompt: Prompt, fractions: Fractions) -> tuple[int, ...] | None:
     members = len(prompt.group)
     if fractions is None:
-        return even(prompt.new, members, 1) if prompt.exchange == "chain" else None
+        return even(prompt.new, members, 1) if prompt.exchange.traits.in_order else None
     if not isinstance(fractions, tuple):
         return _searched(model, prompt)
     if len(fractions) != members:
@@ -203,7 +203,7 @@ def _searched(model: Roofline, prompt: Prompt) -> tuple[int, ...]:
 
     def ttft_s(partition: tuple[int, ...]) -> float:
         found = _times(model, prompt.channel(partition), prompt.batch)
-        if prompt.exchange == "chain":
+        if prompt.exchange.traits.skewed:
             return found[prompt.group[-1]].total_s
         return max(breakdown.total_s for breakdown in found.values())
 
@@ -244,7 +244,7 @@ def _times(model: Roofline, channel: Channel, batch: int = 1) -> dict[int, Break
     if channel.decode:
         sampled = dict(tokens)
     else:
-        sampled = {channel.group[-1] if channel.exchange == "chain" else channel.group[0]: batch}
+        sampled = {channel.group[-1] if channel.exchange.traits.skewed else channel.group[0]: batch}
     return model.times([channel], tokens, sampled)
 
 

@@ -15,13 +15,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from longspan.core.exchange import ALLTOALL, GATHER_HIDDEN, RING_KV, RING_Q, Exchange, WeightSource
 from longspan.cost.architecture import Hardware, ModelShape
 from longspan.cost.time_fit import LinkFit
-
-RingChoice = Literal["ring_kv", "ring_q"]
-SplitChoice = Literal["alltoall", "gather_hidden"]
-WeightSource = Literal["host", "peers"]
-"""Whence a rank of an instance gets the whole weights of a layer: its host's copy, or the shares of the others."""
 
 
 def pass_kv_bytes(shape: ModelShape, new_tokens: int, cached_tokens: int) -> float:
@@ -42,7 +38,7 @@ def ring_kv_or_ring_q(
     num_members: int,
     *,
     algorithm: Literal[1, 5] = 5,
-) -> RingChoice:
+) -> Exchange:
     """The ring whose communication is expected to delay attention less.
 
     Algorithm 1 takes `ring_kv` when attention hides its hops (Eq. 2) or queries are no smaller (Eq. 1). Algorithm 5
@@ -67,7 +63,7 @@ def ring_kv_or_ring_q(
         prefers_kv = hidden >= equal_messages or miss_rate >= equal_messages
     else:
         prefers_kv = miss_rate + hidden >= equal_messages
-    return "ring_kv" if prefers_kv else "ring_q"
+    return RING_KV if prefers_kv else RING_Q
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +85,9 @@ class AppendixD:
         miss_rate = new_tokens / (new_tokens + cached_tokens)
         return self.alpha * math.log(new_tokens) + self.beta * math.log(miss_rate) + self.gamma
 
-    def choose(self, new_tokens: int, cached_tokens: int) -> RingChoice:
+    def choose(self, new_tokens: int, cached_tokens: int) -> Exchange:
         """By the sign of the score; a score of 0 is `ring_q`'s."""
-        return "ring_kv" if self.score(new_tokens, cached_tokens) > 0 else "ring_q"
+        return RING_KV if self.score(new_tokens, cached_tokens) > 0 else RING_Q
 
 
 def alltoall_bytes(shape: ModelShape, length: int, num_members: int, *, gathers_weights: bool) -> float:
@@ -120,10 +116,10 @@ def gather_hidden_bytes(shape: ModelShape, length: int, num_members: int) -> flo
     return 2 * length * shape.hidden_size * (num_members - 1) * shape.bytes_per_element
 
 
-def alltoall_or_gather_hidden(shape: ModelShape, length: int, num_members: int) -> SplitChoice:
+def alltoall_or_gather_hidden(shape: ModelShape, length: int, num_members: int) -> Exchange:
     """The one that sends less on instances split by tensor parallelism, where `alltoall` has to gather weights."""
     alltoall = alltoall_bytes(shape, length, num_members, gathers_weights=True)
-    return "alltoall" if alltoall < gather_hidden_bytes(shape, length, num_members) else "gather_hidden"
+    return ALLTOALL if alltoall < gather_hidden_bytes(shape, length, num_members) else GATHER_HIDDEN
 
 
 def alltoall_threshold(shape: ModelShape, num_members: int) -> float:

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Collection
 
 from longspan.core.cluster import coupled_instances
-from longspan.core.runs import Layout, SpanShards, shard_span
-from longspan.core.steps import Exchange, Forward, MoveKV, Part
+from longspan.core.exchange import LOCAL, Exchange, named
+from longspan.core.runs import SpanShards, shard_span
+from longspan.core.steps import Forward, MoveKV, Part
 from longspan.cost.architecture import ModelShape
 from longspan.cost.forward import exposed_s
 from longspan.cost.profile import Prefill, Profile
@@ -41,7 +42,7 @@ class FittedCost:
         self._decodes = profile.decode_fits()
         self._waits_s = profile.waits_s()
         self._known: dict[tuple[int, Exchange, int, int], float] = {}
-        if (1, "local") not in self._times or (1, "local") not in self._decodes:
+        if (1, LOCAL) not in self._times or (1, LOCAL) not in self._decodes:
             raise ValueError(
                 "the profile lacks prefills or decodes of one instance alone: run longspan profile with the same model "
                 "and options again, which measures what is missing"
@@ -112,12 +113,12 @@ class FittedCost:
         self, part: Part, starts: dict[int, float], rest: dict[int, float], prefilling: set[int], *, is_first: bool
     ) -> None:
         fit = self._decodes[len(part.group), part.exchange]
-        start_s = min(fit.start_s, self._decodes[1, "local"].start_s)
+        start_s = min(fit.start_s, self._decodes[1, LOCAL].start_s)
         messages_s = fit.start_s - start_s if is_first else 0.0
         context_s = messages_s + fit.context_s * part.start
         for instance in part.group:
             if instance in prefilling:
-                rest[instance] += self._times[1, "local"].fit.token_s + context_s
+                rest[instance] += self._times[1, LOCAL].fit.token_s + context_s
             else:
                 starts[instance] = max(starts[instance], start_s)
                 rest[instance] += fit.request_s + context_s
@@ -128,7 +129,7 @@ class FittedCost:
 
     def _prefill_s(self, part: Part) -> float:
         new_tokens = part.stop - part.start
-        if part.exchange != "chain" or part.runs == self._sharded(
+        if not part.exchange.traits.in_order or part.runs == self._sharded(
             part.exchange, part.start, part.stop, len(part.group)
         ):
             new_tokens = _as_even(part.runs)
@@ -140,12 +141,11 @@ class FittedCost:
     def _measured_as(self, prefill: Prefill) -> int:
         """How many new tokens it counts as."""
         start, stop = prefill.cached_tokens, prefill.cached_tokens + prefill.new_tokens
-        return _as_even(self._sharded(prefill.exchange, start, stop, prefill.members))
+        return _as_even(self._sharded(named(prefill.exchange), start, stop, prefill.members))
 
     def _sharded(self, exchange: Exchange, start: int, stop: int, members: int) -> SpanShards:
         """To members with room alike, and evenly as far as blocks allow."""
-        layout: Layout = "contiguous" if exchange == "chain" else "zigzag"
-        return shard_span(layout, start, stop, members, align=self._block_size, head=0)
+        return shard_span(exchange.traits.layouts[0], start, stop, members, align=self._block_size, head=0)
 
     def _of_prefill(self, part: Part) -> Times:
         kind = len(part.group), part.exchange
@@ -159,7 +159,7 @@ def _as_even(sharded: SpanShards) -> int:
     return len(sharded) * max(sum(map(len, runs)) for runs in sharded)
 
 
-def _missing(members: int, exchange: str) -> str:
+def _missing(members: int, exchange: Exchange) -> str:
     return (
         f"the profile lacks times of {members} instances with exchange {exchange}: run longspan profile --parallel "
         f"{members} or more, or choose other options of the policy"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from longspan.cost.chain import Member, skewed
-from longspan.cost.channels import Channel, attention_s, cached_in_chain, channel_time, copies_s
+from longspan.cost.channels import Channel, attention_s, cached_in_chain, channel_time, copies_s, cost_of
 from longspan.cost.roofline import Layer
 from longspan.cost.topology import Topology, Wire
 
@@ -110,7 +110,7 @@ class Roofline:
         starts = self.layer.chip.attention.unfused
         for channel in channels:
             starts = starts or not channel.decode
-            if channel.exchange == "chain" and len(channel.group) > 1:
+            if channel.exchange.traits.skewed and len(channel.group) > 1:
                 chains.append(channel)
                 continue
             _add(found, channel.group, self._exchanged(channel))
@@ -212,7 +212,7 @@ class Roofline:
         """Unfused code gathers into a list of tensors and joins them, keys and values apart."""
         if len(channel.group) == 1 or not self.layer.chip.attention.unfused:
             return 0
-        return 2 * len(channel.group) if channel.exchange in ("gather_kv", "gather_kv_dense") else 2
+        return 2 * len(channel.group) if cost_of(channel.exchange).joins_all else 2
 
 
 _End = tuple[Wire, Literal["out", "in"], int]

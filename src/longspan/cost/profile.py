@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, Self, TypeVar
 
 import msgspec
 
-from longspan.core.steps import Exchange
+from longspan.core.exchange import LOCAL, RING_KV, RING_Q, Exchange, named
 from longspan.cost.architecture import Hardware, ModelShape
 from longspan.cost.catalog import Stored
 from longspan.cost.ring_fit import RingFit, RingSample, fit_appendix_d
@@ -47,7 +47,7 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """
 
     members: int
-    exchange: Exchange
+    exchange: str
     new_tokens: int
     cached_tokens: int
     seconds: tuple[float, ...]
@@ -57,7 +57,7 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         timed = self.seconds and min(self.seconds) > 0
         if self.members < 1 or self.new_tokens < 1 or self.cached_tokens < 0 or not timed:
             raise ValueError(f"not a measured prefill: {self}")
-        if (self.members == 1) != (self.exchange == "local"):
+        if (self.members == 1) != (named(self.exchange) == LOCAL):
             raise ValueError(f"{self.members} members do not prefill with exchange {self.exchange}")
 
     @property
@@ -78,7 +78,7 @@ class Decode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """
 
     members: int
-    exchange: Exchange
+    exchange: str
     batch: int
     context_tokens: int
     seconds: tuple[float, ...]
@@ -89,7 +89,7 @@ class Decode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         timed = self.seconds and min(self.seconds) > 0
         if self.members < 1 or self.batch < 1 or self.context_tokens < 1 or not timed:
             raise ValueError(f"not a measured decode: {self}")
-        if (self.members == 1) != (self.exchange == "local"):
+        if (self.members == 1) != (named(self.exchange) == LOCAL):
             raise ValueError(f"{self.members} members do not decode with exchange {self.exchange}")
 
     @property
@@ -157,23 +157,25 @@ class Profile(Stored, frozen=True, kw_only=True):
         kept = tuple(one for one in self.transfers if (one.kind, one.members, one.num_bytes) != key)
         return msgspec.structs.replace(self, transfers=(*kept, transfer))
 
-    def find(self, members: int, exchange: Exchange, new_tokens: int, cached_tokens: int) -> Prefill | None:
+    def find(self, members: int, exchange: Exchange | str, new_tokens: int, cached_tokens: int) -> Prefill | None:
         """What was measured of such a prefill, if it was."""
-        wanted = (members, exchange, new_tokens, cached_tokens)
+        wanted = (members, str(exchange), new_tokens, cached_tokens)
         found = (p for p in self.prefills if (p.members, p.exchange, p.new_tokens, p.cached_tokens) == wanted)
         return next(found, None)
 
     def with_decode(self, decode: Decode) -> Self:
         """A profile that also has these times of such a decode; in place of those beside more or fewer instances."""
-        before = self.find_decode(decode.members, decode.exchange, decode.batch, decode.context_tokens, decode.singles)
+        before = self.find_decode(
+            decode.members, named(decode.exchange), decode.batch, decode.context_tokens, decode.singles
+        )
         kept = tuple(one for one in self.decodes if one is not before)
         return msgspec.structs.replace(self, decodes=(*kept, _joined(before, decode)))
 
     def find_decode(
-        self, members: int, exchange: Exchange, batch: int, context_tokens: int, singles: int = 0
+        self, members: int, exchange: Exchange | str, batch: int, context_tokens: int, singles: int = 0
     ) -> Decode | None:
         """What was measured of such a decode, if it was."""
-        wanted = (members, exchange, batch, context_tokens, singles)
+        wanted = (members, str(exchange), batch, context_tokens, singles)
         found = (d for d in self.decodes if (d.members, d.exchange, d.batch, d.context_tokens, d.singles) == wanted)
         return next(found, None)
 
@@ -195,7 +197,9 @@ class Profile(Stored, frozen=True, kw_only=True):
         samples: dict[tuple[int, Exchange], list[Sample]] = defaultdict(list)
         for decode in self.decodes:
             if not decode.singles:
-                samples[decode.members, decode.exchange].append((decode.batch, decode.context_tokens, decode.median_s))
+                samples[decode.members, named(decode.exchange)].append(
+                    (decode.batch, decode.context_tokens, decode.median_s)
+                )
         fits = ((kind, fit_decodes(of_kind)) for kind, of_kind in sorted(samples.items()))
         return {kind: fit for kind, fit in fits if fit is not None}
 
@@ -206,9 +210,9 @@ class Profile(Stored, frozen=True, kw_only=True):
         by themselves does not count. Groups of which that was not measured are left out.
         """
         fits, found = self.decode_fits(), defaultdict[tuple[int, Exchange], list[float]](list)
-        own_s = fits[1, "local"].request_s if (1, "local") in fits else 0.0
+        own_s = fits[1, LOCAL].request_s if (1, LOCAL) in fits else 0.0
         for decode in self.decodes:
-            kind = decode.members, decode.exchange
+            kind = decode.members, named(decode.exchange)
             if decode.singles and kind in fits:
                 expected_s = fits[kind].seconds(decode.batch, decode.context_tokens) + own_s
                 found[kind].append(decode.median_s - expected_s)
@@ -227,7 +231,7 @@ class Profile(Stored, frozen=True, kw_only=True):
         """The same, to predict from; by new tokens, or whatever else is told to count as that."""
         samples: dict[tuple[int, Exchange], list[Sample]] = defaultdict(list)
         for prefill in self.prefills:
-            kind = prefill.members, prefill.exchange
+            kind = prefill.members, named(prefill.exchange)
             new = new_tokens(prefill) if new_tokens else prefill.new_tokens
             samples[kind].append((new, prefill.cached_tokens, prefill.median_s))
         fits = ((kind, fit_times(of_kind)) for kind, of_kind in sorted(samples.items()))
@@ -235,7 +239,7 @@ class Profile(Stored, frozen=True, kw_only=True):
 
     def hardware(self, shape: ModelShape) -> Hardware | None:
         """Speeds that one instance showed, and the links of all its ranks together; None where one was not measured."""
-        alone, link = self.fits().get((1, "local")), self.link("point_to_point", 2)
+        alone, link = self.fits().get((1, LOCAL)), self.link("point_to_point", 2)
         if alone is None or link is None or alone.pair_s == 0:
             return None
         flops = 4 * shape.num_heads * shape.head_dim * shape.num_layers
@@ -250,8 +254,10 @@ class Profile(Stored, frozen=True, kw_only=True):
         """Appendix D's rule from prefills that so many members did with both rings; None when there is none."""
         times = {(p.exchange, p.new_tokens, p.cached_tokens): p.median_s for p in self.prefills if p.members == members}
         samples = [
-            RingSample(new_tokens=new, cached_tokens=cached, ring_kv_s=seconds, ring_q_s=times["ring_q", new, cached])
+            RingSample(
+                new_tokens=new, cached_tokens=cached, ring_kv_s=seconds, ring_q_s=times[RING_Q.kind, new, cached]
+            )
             for (exchange, new, cached), seconds in times.items()
-            if exchange == "ring_kv" and ("ring_q", new, cached) in times
+            if exchange == RING_KV.kind and (RING_Q.kind, new, cached) in times
         ]
         return fit_appendix_d(samples) if samples else None

@@ -7,7 +7,7 @@ from itertools import chain
 
 import msgspec
 
-from longspan.core.steps import Exchange
+from longspan.core.exchange import CHAIN, LOCAL, RING_Q, Exchange, named, of_any_layout
 from longspan.cost.profile import Decode, Prefill, Profile, TransferKind
 
 
@@ -30,7 +30,7 @@ class DecodeTask(msgspec.Struct, frozen=True, kw_only=True):
     singles: int = 0
 
 
-SHARED: tuple[Exchange, ...] = ("ring_kv", "ring_q", "alltoall", "gather_kv", "chain")
+SHARED: tuple[Exchange, ...] = (*of_any_layout(), CHAIN)
 """The exchanges of groups that are measured."""
 
 DECODE_BATCHES = (1, 2, 4, 8)
@@ -107,7 +107,7 @@ def _missing_prefills(
     profile: Profile, members: int, prompts: Iterable[tuple[int, int]], room: Room, times: int
 ) -> list[Task]:
     """The prefills that groups of so many can hold, and were timed at fewer than so many times."""
-    exchanges: tuple[Exchange, ...] = SHARED if members > 1 else ("local",)
+    exchanges: tuple[Exchange, ...] = SHARED if members > 1 else (LOCAL,)
     return [
         Task(members=members, exchange=exchange, new_tokens=new, cached_tokens=cached)
         for new, cached in prompts
@@ -126,7 +126,7 @@ def _missing_quickest(
             found = (profile.find(members, exchange, new, cached) for exchange in SHARED)
             quickest.append(min((one for one in found if one is not None), key=lambda one: one.median_s))
     return [
-        Task(members=members, exchange=one.exchange, new_tokens=one.new_tokens, cached_tokens=one.cached_tokens)
+        Task(members=members, exchange=named(one.exchange), new_tokens=one.new_tokens, cached_tokens=one.cached_tokens)
         for times in range(repeats, 2 * repeats)
         for one in quickest
         if num_times(one) <= times
@@ -145,7 +145,7 @@ def _missing_decodes(
     longest = max(1, room.max_model_len - DECODE_BATCHES[-1] - DECODE_STEPS)
     shortest = members * room.block_size if members > 1 else 1
     every = sorted({min(longest, max(shortest, length)) for length in lengths})
-    exchange: Exchange = "ring_q" if members > 1 else "local"
+    exchange: Exchange = RING_Q if members > 1 else LOCAL
     middle, tasks = every[len(every) // 2], []
     kinds = [(batch, context, 0) for batch in DECODE_BATCHES for context in sorted({every[0], middle, every[-1]})]
     if members > 1:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from longspan.cost.exchange_rules import AppendixD, RingChoice
+from longspan.core.exchange import RING_KV, RING_Q, Exchange
+from longspan.cost.exchange_rules import AppendixD
 
 _RIDGES = [10.0**-k for k in range(1, 11)]
 _MAX_NEWTON_STEPS = 50
@@ -39,9 +40,9 @@ class RingSample:
         return math.log(self.ring_q_s / self.ring_kv_s)
 
     @property
-    def better(self) -> RingChoice:
+    def better(self) -> Exchange:
         """The faster ring."""
-        return "ring_kv" if self.gain >= 0 else "ring_q"
+        return RING_KV if self.gain >= 0 else RING_Q
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,7 @@ def fit_appendix_d(samples: Sequence[RingSample]) -> RingFit:
     decided = [sample for sample in samples if sample.gain]
     winners = {sample.better for sample in decided or samples}
     if len(winners) == 1:
-        rule = AppendixD(alpha=0.0, beta=0.0, gamma=1.0 if winners == {"ring_kv"} else -1.0)
+        rule = AppendixD(alpha=0.0, beta=0.0, gamma=1.0 if winners == {RING_KV} else -1.0)
     else:
         rule = _separate(decided)
     missed = (s for s in decided if rule.choose(s.new_tokens, s.cached_tokens) != s.better)

@@ -9,7 +9,8 @@ from itertools import compress
 from typing import Protocol
 
 from longspan.core.cluster import Fleet, coupled_instances
-from longspan.core.steps import Exchange, Forward, MoveKV, Part
+from longspan.core.exchange import LOCAL, RING_Q, Exchange
+from longspan.core.steps import Forward, MoveKV, Part
 from longspan.cost.architecture import Architecture
 from longspan.cost.catalog import Kernels
 from longspan.cost.channels import Channel, Share, Shares, chain_share_of, share_of
@@ -120,7 +121,7 @@ class RooflineCost:
                 tokens[found.add(part)] += 1
                 continue
             # Each chain has pieces of its own.
-            prompts.setdefault((group, exchange, part.request_id if exchange == "chain" else -1), []).append(part)
+            prompts.setdefault((group, exchange, part.request_id if exchange.traits.skewed else -1), []).append(part)
         channels = [found.channel(exchange) for (_, exchange), found in decodes.items()]
         for parts in prompts.values():
             channel = _channel(parts)
@@ -165,7 +166,7 @@ class _Decodes:
         keys = sum(seen)
         held = (keys / len(seen),) * len(seen)
         shares = Shares(queries=tuple(self._queries.values()), pairs=seen, scores=seen, held=held)
-        exchange = "ring_q" if exchange == "chain" else exchange
+        exchange = RING_Q if exchange.traits.skewed else exchange
         return Channel(exchange=exchange, group=self._group, shares=shares, keys=keys, decode=True)
 
 
@@ -178,7 +179,7 @@ def _decodes_alone(forward: Forward) -> tuple[int, int, int] | None:
         return None
     num_keys = num_sampled = 0
     for part in forward.parts:
-        if part.stop - part.start > 1 or part.exchange != "local":
+        if part.stop - part.start > 1 or part.exchange != LOCAL:
             return None
         num_keys += part.stop
         num_sampled += part.sample is not None
@@ -188,7 +189,7 @@ def _decodes_alone(forward: Forward) -> tuple[int, int, int] | None:
 def _find_alone_s(line: Roofline, num_decodes: int, num_keys: int, num_sampled: int) -> float:
     """Of what `_decodes_alone` says."""
     shares = Shares(queries=(num_decodes,), pairs=(num_keys,), scores=(num_keys,), held=(num_keys,))
-    channel = Channel(exchange="local", group=(0,), shares=shares, keys=num_keys, decode=True)
+    channel = Channel(exchange=LOCAL, group=(0,), shares=shares, keys=num_keys, decode=True)
     return line.times([channel], {0: num_decodes}, {0: num_sampled})[0].total_s
 
 
@@ -197,7 +198,7 @@ def _wait_for_members(layers_s: dict[int, float], channels: Sequence[Channel]) -
 
     Not those of a chain, whose first may be ahead.
     """
-    groups = {channel.group for channel in channels if len(channel.group) > 1 and channel.exchange != "chain"}
+    groups = {channel.group for channel in channels if len(channel.group) > 1 and not channel.exchange.traits.skewed}
     for coupled in groups if len(groups) == 1 else coupled_instances(groups):
         layers_s.update(dict.fromkeys(coupled, max([layers_s[instance] for instance in coupled])))
 
@@ -215,7 +216,7 @@ def _channel(parts: Sequence[Part]) -> Channel:
     shares = [_NOTHING] * members
     for part in parts:
         for index, runs in enumerate(part.runs):
-            if exchange == "chain" and members > 1:
+            if exchange.traits.skewed and members > 1:
                 share = chain_share_of(runs)
             else:
                 share = share_of(runs, cached=part.start / members, width=part.stop)

@@ -19,8 +19,8 @@ from longspan.attn.comm import Group, Message
 from longspan.attn.exchanges.alltoall import alltoall
 from longspan.attn.member import MemberParts
 from longspan.attn.spec import AttnSpec
+from longspan.core.exchange import Exchange
 from longspan.core.heads import HeadShare, cut_evenly, split_heads
-from longspan.core.steps import UNSHARDED
 from longspan.layerwise.shared_layers import Rotary, Weights
 from longspan.model.adapter import Model
 from longspan.runtime.kv.pool import KvPool
@@ -114,12 +114,12 @@ class UnshardedStep:
         self, packed: Packed, comm: StepComm, *, model: Model, pool: KvPool, store: Store, watch: Stopwatch
     ) -> None:
         self._comm, self._model, self._pool, self._store, self._watch = comm, model, pool, store, watch
-        channels = [channel for channel in packed.channels if channel.exchange in UNSHARDED]
+        channels = [channel for channel in packed.channels if channel.exchange.weights is not None]
         self._parts = {channel.number: _from_zero(channel.parts) for channel in channels}
         self._rotary = {c.number: _rotary(c, packed, model) for c in channels if c.num_tokens}
         used = dict.fromkeys(channel.exchange for channel in channels if channel.num_tokens)
         self._sources = {one: model.whole_weights(one, partial(comm.inside, "weights")) for one in used}
-        self._weights: dict[str, Weights] = {}
+        self._weights: dict[Exchange, Weights] = {}
         self._start(0)
 
     def begin(self, layer: int) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longspan.attn.comm import Group
-from longspan.core.steps import Exchange
+from longspan.core.exchange import Exchange
 from longspan.layerwise.shared_layers import SharedLayer
 from longspan.layerwise.unsharded_weights import HostWeights, PeerWeights, UnshardedWeights
 from longspan.model.bridge import SERVE, Attend
@@ -123,7 +123,7 @@ class Model:
 
         `connect` gives the group of the instance's ranks, for weights of peers.
         """
-        if exchange == "alltoall_host":
+        if exchange.weights == "host":
             return self._host_weights
         shares = [dict(attention.named_parameters()) for attention in attention_modules(self.module)]
         return PeerWeights(shares, self._shard, connect)

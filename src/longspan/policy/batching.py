@@ -14,9 +14,9 @@ from functools import cached_property
 from itertools import compress
 from typing import Protocol
 
+from longspan.core.exchange import LOCAL, Exchange
 from longspan.core.owners import BlockRef, PrefixHit, Rotation
 from longspan.core.runs import Run, shard_span
-from longspan.core.steps import Exchange
 from longspan.core.view import ClusterView, RequestView, RunningView, ScheduledPart
 
 
@@ -304,7 +304,7 @@ def single_part(
         stop=stop,
         runs=((Run(start, stop),),),
         block_owners=(instance,) * (request.blocks_for(stop) - num_held),
-        exchange="local",
+        exchange=LOCAL,
         hit=hit,
     )
 

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from longspan.core.cluster import Location, Roles
-from longspan.core.steps import Exchange
+from longspan.core.exchange import CHAIN, LOCAL, RING_KV, Exchange, WeightSource, of_any_layout
 from longspan.cost.architecture import Hardware, ModelShape
-from longspan.cost.exchange_rules import WeightSource, cheaper_weights, ring_kv_or_ring_q, unsharded_weights_pay
+from longspan.cost.exchange_rules import cheaper_weights, ring_kv_or_ring_q, unsharded_weights_pay
 from longspan.cost.partitions import PartitionTable
 from longspan.cost.profile import Profile
 
 _MOST_KNOWN = 100_000
-_OF_ANY_LAYOUT: tuple[Exchange, ...] = ("ring_kv", "ring_q", "alltoall", "gather_kv")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +64,11 @@ class Chooser:
         weights: Literal["auto", WeightSource] = "auto",
     ) -> None:
         times = facts.profile.times() if facts.profile is not None else {}
-        candidates: tuple[Exchange, ...] = (*_OF_ANY_LAYOUT, "chain") if chains else _OF_ANY_LAYOUT
+        candidates = (*of_any_layout(), CHAIN) if chains else of_any_layout()
         candidates = candidates if exchange is None else (exchange,)
-        self._alone = times.get((1, "local"))
+        self._alone = times.get((1, LOCAL))
         self._shared = {
-            members: {name: times[members, name] for name in candidates if (members, name) in times}
+            members: {one: times[members, one] for one in candidates if (members, one) in times}
             for members in range(2, num_instances + 1)
         }
         self._measured = {members: found for members, found in self._shared.items() if found}
@@ -99,10 +98,10 @@ class Chooser:
         Without measurements `ring_kv`, or behind cached tokens what Algorithm 5 says of a known model and hardware.
         """
         if times := self._shared[members]:
-            return min(times, key=lambda name: times[name].seconds(new_tokens, cached_tokens))
+            return min(times, key=lambda one: times[one].seconds(new_tokens, cached_tokens))
         shape, hardware = self._facts.shape, self._facts.hardware
         if cached_tokens == 0 or shape is None or hardware is None:
-            return "ring_kv"
+            return RING_KV
         return ring_kv_or_ring_q(shape, hardware, new_tokens, cached_tokens, members)
 
     def of_step(self, exchange: Exchange, new_tokens: int, members: int) -> Exchange:
@@ -110,13 +109,13 @@ class Chooser:
         wanted, or send less; every other exchange as it is.
         """
         shape, tp, weights = self._facts.shape, self._facts.tp or 1, self._weights
-        if exchange != "alltoall" or new_tokens == 1 or tp == 1:
+        if "weights" not in exchange.traits.parameters or new_tokens == 1 or tp == 1:
             return exchange
         if weights == "auto":
             if shape is None or not unsharded_weights_pay(shape, new_tokens, members, tp, self._source(shape, tp)):
                 return exchange
             weights = self._source(shape, tp)
-        return "alltoall_host" if weights == "host" else "alltoall_peers"
+        return exchange._replace(weights=weights)
 
     def _source(self, shape: ModelShape, tp: int) -> WeightSource:
         """The host on CPUs, which map its copy; else what measured links say."""

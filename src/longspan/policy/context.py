@@ -161,7 +161,8 @@ class Context(FixedSettings):
             if len(group) < members:
                 return None
             hit = view.kv.match(request, group)
-            if self._group_parts.exchange(request.num_tokens - hit.num_tokens, hit.num_tokens, members) == "chain":
+            exchange = self._group_parts.exchange(request.num_tokens - hit.num_tokens, hit.num_tokens, members)
+            if exchange.traits.keeps == "later":
                 group = _ending_at_home(group, hit, budget)
             most = self._long_share(view)
             return self._group_parts.chunk(request, view, budget, group, hit, most=most, end=request.num_tokens)

@@ -6,9 +6,9 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from longspan.core.exchange import Exchange
 from longspan.core.owners import BlockRef, PrefixHit
 from longspan.core.runs import SpanShards
-from longspan.core.steps import Exchange
 from longspan.core.view import ClusterView, RequestView, ScheduledPart
 from longspan.policy.batching import Budget, one_token_part, rotated_part, single_part
 from longspan.policy.choosing import Chooser
@@ -67,9 +67,9 @@ class GroupParts:
         if (end := _alone(request, is_single=is_single)) is not None:
             return single_part(request, end, start, budget)
         if is_single and self._options.rotate == "token" and start >= request.num_prompt:
-            return rotated_part(request, self._options.decode, budget)
+            return rotated_part(request, self._options.decoding, budget)
         if is_single and start % request.block_size:
-            return one_token_part(request, self._options.decode, budget)
+            return one_token_part(request, self._options.decoding, budget)
         return self.chunk(request, view, budget, request.group, None, most=most, end=request.num_tokens)
 
     def chunk(
@@ -115,7 +115,7 @@ class GroupParts:
             blocks=tuple([budget.blocks[i] - cost.get(i, 0) for i in group]),
             block_size=request.block_size,
         )
-        exchange: Exchange = self._options.decode
+        exchange = self._options.decoding
         shape = Shape()
         if request.num_tokens - start > 1:
             exchange = self.exchange(min(end - start, sum(room.tokens)), start, len(group))
@@ -126,7 +126,7 @@ class GroupParts:
         dealt: SpanShards | None = None
         held: tuple[int, ...] = ()
         kv_owner = None
-        if exchange == "chain" and self._options.home != "computed" and not is_too_large(request, view, 1):
+        if exchange.traits.keeps == "later" and self._options.home != "computed" and not is_too_large(request, view, 1):
             dealt, held = shard_to_last(start, end, owners, room, shape)
             kv_owner = None if dealt is None else group[-1]
         if dealt is None:
@@ -158,7 +158,7 @@ class GroupParts:
     def _shape(self, exchange: Exchange, num_tokens: int, members: int) -> Shape:
         """How a prompt of this length is dealt to so many."""
         shape = self._options.shape(exchange)
-        if exchange != "chain" or self._partitions is None:
+        if not exchange.traits.in_order or self._partitions is None:
             return shape
         return replace(shape, fractions=self._partitions.fractions(num_tokens, members))
 

@@ -8,13 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from longspan.core.exchange import RING_Q, of_any_layout
 from longspan.core.protocols import PolicySettings
 from longspan.core.runs import shard_span
 from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
 from longspan.policy.batching import Budget, single_part
 from longspan.policy.choosing import Chooser, Facts
 from longspan.policy.group_parts import GroupParts
-from longspan.policy.options import parse_options, settings_of
+from longspan.policy.options import check_exchange, parse_options, settings_of
 from longspan.policy.tetris.execution import Cdsp, Planned
 from longspan.policy.tetris.planner import Planner
 from longspan.policy.tetris.policy import GroupOptions, planner_of
@@ -71,7 +72,7 @@ class AloneParts(GroupParts):
             stop=start + 1,
             runs=shard_span("single", start, start + 1, len(group), head=group.index(home)),
             block_owners=(home,) * (request.blocks_for(start + 1) - len(request.table)),
-            exchange="ring_q",
+            exchange=RING_Q,
             moves=moves,
         )
 
@@ -107,9 +108,12 @@ class LoongServeOptions:
         sp_sizes: of groups; `auto` is powers of two.
     """
 
-    exchange: Literal["auto", "ring_kv", "ring_q", "alltoall", "gather_kv"] = "auto"
+    exchange: str = "auto"
     layout: Literal["auto", "zigzag", "striped"] = "auto"
     sp_sizes: str = "auto"
+
+    def __post_init__(self) -> None:
+        check_exchange("exchange", self.exchange, of_any_layout())
 
     @property
     def group(self) -> GroupOptions:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 import msgspec
 
+from longspan.core.exchange import RING_Q, Exchange, decoding, exchange_of, exchanges, takers
 from longspan.core.protocols import PolicySettings
-from longspan.core.steps import Exchange
 from longspan.cost.partitions import parse_fractions
 from longspan.policy.sharding import Shape
 
@@ -77,6 +77,13 @@ def _wanted(hint: Any) -> Iterator[str]:  # noqa: ANN401 - a type, a union, a li
         yield from {bool: ("true", "false"), int: ("a whole number",), float: ("a number",)}[hint]
 
 
+def check_exchange(key: str, given: str, choices: Sequence[Exchange], *, automatic: bool = True) -> None:
+    """Raises ValueError unless an option names one of these kinds of exchange, or `auto` where that is possible."""
+    kinds = ["auto"] * automatic + [one.kind for one in choices]
+    if given not in kinds:
+        raise ValueError(f"option {key} is one of {', '.join(kinds)}, but {given!r} given")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SharingOptions:
     """How requests are shared.
@@ -101,8 +108,8 @@ class SharingOptions:
         ValueError: for options that contradict each other.
     """
 
-    exchange: Literal["auto", "ring_kv", "ring_q", "alltoall", "gather_kv", "gather_hidden", "chain"] = "auto"
-    decode: Literal["ring_q", "ring_kv", "alltoall", "gather_kv"] = "ring_q"
+    exchange: str = "auto"
+    decode: str = RING_Q.kind
     layout: Literal["auto", "zigzag", "striped", "contiguous"] = "auto"
     fractions: str = ""
     dense: bool = False
@@ -111,18 +118,25 @@ class SharingOptions:
     rotate: Literal["block", "token"] = "block"
 
     def __post_init__(self) -> None:
-        if self.exchange == "chain" and self.layout not in {"auto", "contiguous"}:
+        check_exchange("exchange", self.exchange, tuple(exchanges()))
+        check_exchange("decode", self.decode, decoding(), automatic=False)
+        traits = None if self.exchange == "auto" else exchange_of(self.exchange).traits
+        if traits is not None and self.layout not in {"auto", *traits.layouts}:
             raise ValueError(
-                "exchange chain passes keys from each instance to the next, whose tokens must follow, but layout "
-                f"{self.layout} given: use contiguous"
+                f"exchange {self.exchange} passes keys from each instance to the next, whose tokens must follow, but "
+                f"layout {self.layout} given: use {traits.layouts[0]}"
             )
         if self.fractions and self.layout not in {"auto", "contiguous"}:
             raise ValueError(f"fractions are for layout contiguous, but {self.layout} given: leave one of them out")
-        if self.dense and self.exchange != "gather_kv":
-            raise ValueError(f"dense is for exchange gather_kv, but {self.exchange} given: leave one of them out")
-        if self.weights != "auto" and self.exchange != "alltoall":
-            raise ValueError(f"weights are for exchange alltoall, but {self.exchange} given: leave one of them out")
-        if self.home != "auto" and self.exchange not in {"auto", "chain"}:
+        if self.dense and (traits is None or "dense" not in traits.parameters):
+            raise ValueError(
+                f"dense is for exchange {takers('dense')}, but {self.exchange} given: leave one of them out"
+            )
+        if self.weights != "auto" and (traits is None or "weights" not in traits.parameters):
+            raise ValueError(
+                f"weights are for exchange {takers('weights')}, but {self.exchange} given: leave one of them out"
+            )
+        if self.home != "auto" and traits is not None and traits.keeps != "later":
             raise ValueError(f"home is for exchange chain, but {self.exchange} given: leave one of them out")
         if self.fractions:
             parse_fractions(self.fractions)
@@ -137,7 +151,7 @@ class SharingOptions:
 
     def shape(self, exchange: Exchange) -> Shape:
         """How prompts are dealt for an exchange."""
-        return self._shapes[exchange == "chain"]
+        return self._shapes[exchange.traits.in_order]
 
     def check_tp(self, tp: int | None) -> None:
         """Raises ValueError when weights are to be made whole that are, on instances of one rank; None is unknown."""
@@ -161,9 +175,14 @@ class SharingOptions:
         """Whether the layout can be that of a chain."""
         return self.layout in {"auto", "contiguous"}
 
-    @property
+    @cached_property
+    def decoding(self) -> Exchange:
+        """The exchange of single tokens."""
+        return exchange_of(self.decode)
+
+    @cached_property
     def wanted(self) -> Exchange | None:
         """The exchange of prefill; None when it is to be chosen."""
         if self.exchange == "auto":
             return None
-        return "gather_kv_dense" if self.dense else self.exchange
+        return exchange_of(self.exchange)._replace(dense=self.dense)

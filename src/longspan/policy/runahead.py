@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from longspan.core.exchange import CHAIN
 from longspan.policy.choosing import Facts
 from longspan.policy.context import Context, ContextOptions, LengthOptions
-from longspan.policy.options import parse_options, settings_of
+from longspan.policy.options import check_exchange, parse_options, settings_of
 from longspan.policy.sharding import Partitions
 
 
@@ -27,11 +28,14 @@ class RunaheadOptions(LengthOptions):
         home, rotate: as of `context`.
     """
 
-    exchange: Literal["auto", "chain"] = "auto"
+    exchange: str = "auto"
     layout: Literal["auto", "contiguous"] = "auto"
     partition: Literal["auto", "even", "searched", "predicted"] = "auto"
     home: Literal["auto", "last", "computed"] = "auto"
     rotate: Literal["block", "token"] = "block"
+
+    def __post_init__(self) -> None:
+        check_exchange("exchange", self.exchange, [CHAIN])
 
 
 def create(num_instances: int, options: Mapping[str, str], facts: Facts) -> Context:
@@ -48,7 +52,7 @@ def create(num_instances: int, options: Mapping[str, str], facts: Facts) -> Cont
     return Context(
         num_instances,
         ContextOptions(
-            exchange="chain",
+            exchange=CHAIN.kind,
             home=parsed.home,
             rotate=parsed.rotate,
             threshold=parsed.threshold,

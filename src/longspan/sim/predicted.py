@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from longspan.core.runs import Layout, shard_span
-from longspan.core.steps import Exchange, Forward, Part
+from longspan.core.exchange import LOCAL, Exchange
+from longspan.core.runs import shard_span
+from longspan.core.steps import Forward, Part
 from longspan.cost.profile import Prefill, Profile, ProfileKey
 from longspan.cost.step_cost import StepCost
 
@@ -30,13 +31,13 @@ def predicted_profile(
     prefills = [
         Prefill(
             members=members,
-            exchange=exchange,
+            exchange=str(exchange),
             new_tokens=new,
             cached_tokens=cached,
             seconds=(max(cost.seconds(_prefill(members, exchange, new, cached)).values()),),
         )
         for members in sorted(wanted | {num_instances})
-        for exchange in (exchanges if members > 1 else ("local",))
+        for exchange in (exchanges if members > 1 else (LOCAL,))
         for new, cached in prompts
     ]
     return Profile(profile_key=profile_key, prefills=tuple(prefills))
@@ -44,14 +45,13 @@ def predicted_profile(
 
 def _prefill(members: int, exchange: Exchange, new: int, cached: int) -> Forward:
     """Dealt as policies deal it."""
-    layout: Layout = "single" if members == 1 else "contiguous" if exchange == "chain" else "zigzag"
     part = Part(
         request_id=0,
         start=cached,
         stop=cached + new,
         tokens=range(new),
         group=tuple(range(members)),
-        runs=shard_span(layout, cached, cached + new, members, head=0),
+        runs=shard_span(exchange.traits.layouts[0], cached, cached + new, members, head=0),
         exchange=exchange,
         first_block=0,
         blocks=(),

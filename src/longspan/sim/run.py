@@ -85,12 +85,12 @@ class SlowedCost:
         found = {i: seconds * self.factors.get(i, 1.0) for i, seconds in own_s.items()}
         parts = [part for part in forward.parts if len(part.group) > 1]
         for part in parts:
-            if part.exchange == "chain":
+            if part.exchange.traits.skewed:
                 late_s = -math.inf
                 for instance in part.group:
                     found[instance] = max(found[instance], own_s[instance] + late_s)
                     late_s = max(late_s, found[instance] - own_s[instance])
-        for coupled in coupled_instances({part.group for part in parts if part.exchange != "chain"}):
+        for coupled in coupled_instances({part.group for part in parts if not part.exchange.traits.skewed}):
             late_s = max(found[instance] - own_s[instance] for instance in coupled)
             found.update({instance: max(found[instance], own_s[instance] + late_s) for instance in coupled})
         return found

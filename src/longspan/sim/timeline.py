@@ -94,7 +94,7 @@ class Timeline:
                     start=part.start,
                     stop=part.stop,
                     group=part.group,
-                    exchange=part.exchange_name,
+                    exchange=part.exchange.shown,
                 )
             )
             at_s += own * per_token_s

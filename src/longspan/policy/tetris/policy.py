@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from longspan.core.cluster import Roles, hosts_of
+from longspan.core.exchange import RING_Q, Exchange, decoding, exchange_of, of_any_layout
 from longspan.core.protocols import PolicySettings, option_text
-from longspan.core.steps import Exchange
 from longspan.policy.choosing import Chooser, Facts
 from longspan.policy.group_parts import GroupParts
-from longspan.policy.options import SharingOptions, parse_options, settings_of
+from longspan.policy.options import SharingOptions, check_exchange, parse_options, settings_of
 from longspan.policy.tetris.execution import Cdsp
 from longspan.policy.tetris.planner import Chunk, ChunkPlan, Planner, Prompt
 from longspan.policy.tetris.rates import RateTable, RateWatch, check_improvement_rate
@@ -51,7 +51,6 @@ class FixedGroups:
 _ENOUGH_OF_A_HOST = 4
 """With fewer instances to a host, groups that end there lose more for prompts than they win for decodes at low load."""
 _CHANGEABLE = ("improvement_rate", "improvement_rates", "chunking", "min_chunk")
-_EXCHANGES: tuple[Exchange, ...] = ("ring_kv", "ring_q", "alltoall", "gather_kv")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +62,15 @@ class GroupOptions:
         balance: whether the KV of earlier chunks is spread evenly over a group that has grown.
     """
 
-    exchange: Literal["auto", "ring_kv", "ring_q", "alltoall", "gather_kv"] = "auto"
-    decode: Literal["ring_q", "ring_kv", "alltoall", "gather_kv"] = "ring_q"
+    exchange: str = "auto"
+    decode: str = RING_Q.kind
     layout: Literal["auto", "zigzag", "striped"] = "auto"
     rotate: Literal["block", "token"] = "block"
     balance: bool = True
+
+    def __post_init__(self) -> None:
+        check_exchange("exchange", self.exchange, of_any_layout())
+        check_exchange("decode", self.decode, decoding(), automatic=False)
 
     def sharing(self) -> SharingOptions:
         """The same, as the options that shares are shaped by."""
@@ -77,7 +80,7 @@ class GroupOptions:
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
         """Those that prompts may be computed with."""
-        return _EXCHANGES if self.exchange == "auto" else (self.exchange,)
+        return of_any_layout() if self.exchange == "auto" else (exchange_of(self.exchange),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +107,7 @@ class TetrisOptions(GroupOptions):
     min_chunk: int = 256
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.improvement_rate != "auto":
             check_improvement_rate(self.improvement_rate)
             if self.improvement_rates:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from longspan.core.steps import Exchange
+from longspan.core.exchange import Exchange, named
 from longspan.cost.time_fit import TimeFit, fit_times
 from longspan.policy.choosing import Facts
 
@@ -65,7 +65,7 @@ def measured_times(facts: Facts, exchanges: Collection[Exchange]) -> dict[int, S
     prefills = facts.profile.prefills if facts.profile is not None else ()
     quickest: dict[tuple[int, bool], dict[tuple[int, int], float]] = defaultdict(dict)
     for one in prefills:
-        known, lengths = quickest[one.members, one.exchange in exchanges], (one.new_tokens, one.cached_tokens)
+        known, lengths = quickest[one.members, named(one.exchange) in exchanges], (one.new_tokens, one.cached_tokens)
         known[lengths] = min(one.median_s, known.get(lengths, math.inf))
     found: dict[int, SpTimes] = {}
     for (members, _), seconds in sorted(quickest.items()):  # what was asked for comes last, and counts

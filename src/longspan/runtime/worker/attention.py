@@ -18,21 +18,22 @@ from longspan.attn.exchanges.ring_q import ring_q
 from longspan.attn.member import MemberParts
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
+from longspan.core.exchange import ALLTOALL, CHAIN, GATHER_HIDDEN, GATHER_KV, LOCAL, RING_KV, RING_Q, Exchange
 from longspan.layerwise.gather_hidden import GatherHidden
 from longspan.layerwise.unsharded_alltoall import UnshardedStep
 from longspan.model.adapter import Model
 from longspan.runtime.kv.moves import StepMoves
 from longspan.runtime.kv.pool import KvPool
-from longspan.runtime.worker.batch import SHARED, STORED_AFTERWARDS, Channel, Packed, Slots
+from longspan.runtime.worker.batch import Channel, Packed, Slots
 from longspan.runtime.worker.step_comm import StepComm
 from longspan.runtime.worker.timing import Stopwatch
 
-_EXCHANGES: dict[str, Callable[[Group, MemberParts, Tensor, PagedKv, AttnSpec, Tensor], None]] = {
-    "ring_kv": ring_kv,
-    "ring_q": ring_q,
-    "alltoall": alltoall,
-    "gather_kv": gather_kv,
-    "gather_kv_dense": partial(gather_kv, dense=True),
+_EXCHANGES: dict[Exchange, Callable[[Group, MemberParts, Tensor, PagedKv, AttnSpec, Tensor], None]] = {
+    RING_KV: ring_kv,
+    RING_Q: ring_q,
+    ALLTOALL: alltoall,
+    GATHER_KV: gather_kv,
+    GATHER_KV._replace(dense=True): partial(gather_kv, dense=True),
 }
 
 
@@ -52,10 +53,10 @@ class StepAttention:
     ) -> None:
         self._packed, self._comm, self._pool, self._specs, self._watch = packed, comm, pool, specs, watch
         self._model, self._moves = model, moves
-        self._stores_late = any(channel.exchange in STORED_AFTERWARDS for channel in packed.channels)
+        self._stores_late = any(channel.exchange.stores_after for channel in packed.channels)
         self.num_alone = packed.num_alone
-        self._shared = [channel for channel in packed.channels if channel.exchange in SHARED]
-        hidden = [channel for channel in self._shared if channel.exchange == "gather_hidden"]
+        self._shared = [channel for channel in packed.channels if channel.exchange.is_layerwise]
+        hidden = [channel for channel in self._shared if channel.exchange == GATHER_HIDDEN]
         self._rotary = {channel.number: _rotary(channel, model, packed.tokens.device) for channel in hidden}
         self._whole: UnshardedStep | None = None
         if len(hidden) < len(self._shared):
@@ -73,9 +74,9 @@ class StepAttention:
             out = torch.empty_like(q)
             kv = self._pool.layer(layer)
             for channel in self._packed.channels:
-                if channel.exchange == "chain":
+                if channel.exchange == CHAIN:
                     self._chain(layer, channel, q, k, v, out)
-                elif channel.exchange not in SHARED:
+                elif not channel.exchange.is_layerwise:
                     self._exchange(layer, channel, q, kv, out)
             self._start_chains(layer + 1)
             return out
@@ -105,7 +106,7 @@ class StepAttention:
         outputs, start = [], 0
         for channel in self._shared:
             rows = slice(start, start + channel.num_tokens)
-            if channel.exchange == "gather_hidden":
+            if channel.exchange == GATHER_HIDDEN:
                 outputs.append(self._gather_hidden(layer, channel, hidden[rows]))
             else:
                 assert self._whole is not None, "it has the other shared channels"
@@ -148,7 +149,7 @@ class StepAttention:
         """What chains can send and receive of a layer before anything of it is computed."""
         if layer < len(self._specs):
             for channel in self._packed.channels:
-                if channel.exchange == "chain":
+                if channel.exchange == CHAIN:
                     self._settle(layer)
                     group, kv = self._comm.channel(layer, channel), self._pool.layer(layer)
                     self._chains[channel.number] = chain_start(group, channel.parts, kv, self._specs[layer])
@@ -176,7 +177,7 @@ class StepAttention:
 
     def _exchange(self, layer: int, channel: Channel, q: Tensor, kv: PagedKv, out: Tensor) -> None:
         spec = self._specs[layer]
-        if channel.exchange == "local":
+        if channel.exchange == LOCAL:
             local(channel.parts, q, kv, spec, out)
         else:
             _EXCHANGES[channel.exchange](self._comm.channel(layer, channel), channel.parts, q, kv, spec, out)

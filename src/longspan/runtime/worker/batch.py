@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from longspan.attn.member import MemberPart, MemberParts, num_tokens
+from longspan.core.exchange import Exchange
 from longspan.core.owners import BlockRef, Owners
 from longspan.core.runs import Run
-from longspan.core.steps import UNKNOWN, UNSHARDED, Exchange, Forward, Part, Sample
+from longspan.core.steps import UNKNOWN, Forward, Part, Sample
 from longspan.runtime.worker.requests import RankRequests, UnknownToken
 
 
@@ -22,8 +23,8 @@ class Channel:
     Attributes:
         number: among the exchanging channels of the whole Forward, so that all members know it by the same number.
         rank: this member's index in the group.
-        slots: of a `chain`, and of `SHARED` exchanges, for each part: what this member stores of the new tokens that it
-            has or gets.
+        slots: of an exchange that stores after it, for each part: what this member stores of the new tokens that it has
+            or gets.
         rope_lengths: of each part.
     """
 
@@ -69,7 +70,7 @@ class Packed:
 
     Attributes:
         tokens, positions, rope_lengths: `[tokens]` int64, one packed row.
-        num_alone: tokens before those of `SHARED` exchanges, which come last; None when there are no such parts.
+        num_alone: tokens before those of layerwise exchanges, which come last; None when there are no such parts.
         slots: where the KV of tokens goes that are stored before the exchange: of all parts whose channel has none.
         channels: in the same order on every rank.
         keep: `[n]` indices of the tokens whose logits are sampled by `samples`, for `request_ids`.
@@ -100,7 +101,7 @@ def pack(forward: Forward, requests: RankRequests, *, instance: int, block_size:
     unknown: list[UnknownToken] = []
     prompts: list[PromptRows] = []
     num_alone = None
-    for part in _shared_last(forward.parts):
+    for part in _layerwise_last(forward.parts):
         if instance not in part.group:
             unknown.extend(_unknown(part, instance, -1))
             continue
@@ -119,13 +120,13 @@ def pack(forward: Forward, requests: RankRequests, *, instance: int, block_size:
             blocks=owners.blocks(instance),
         )
         kept = None
-        if part.exchange in STORED_AFTERWARDS:
+        if part.exchange.stores_after:
             after = _has_afterwards(part, me)
             kept = _slots(((row, *owners.slot(at)) for row, at in enumerate(after)), instance, device)
         else:
             stored.extend((row, *owners.slot(positions[row])) for row in range(first, len(tokens)))
         channels.setdefault((part.exchange, part.group), []).append((packed, kept, part.rope_length))
-        if part.exchange in SHARED and num_alone is None:
+        if part.exchange.is_layerwise and num_alone is None:
             num_alone = first
         if part.sample is not None and part.sample.instance == instance:
             sampled.append((part.request_id, part.sample, len(tokens) - 1))
@@ -147,21 +148,18 @@ def pack(forward: Forward, requests: RankRequests, *, instance: int, block_size:
     )
 
 
-SHARED: tuple[Exchange, ...] = ("gather_hidden", *UNSHARDED)
-"""Exchanges that compute attention layers with other weights than the model's, for tokens that come last in the row."""
+def _layerwise_last(parts: Sequence[Part]) -> list[Part]:
+    """Puts the parts of layerwise exchanges after all others, by exchange and group."""
 
-STORED_AFTERWARDS = ("chain", *SHARED)
-"""Exchanges that hand over what is to be stored."""
+    def key(part: Part) -> tuple[int, str, tuple[int, ...]]:
+        return (1, str(part.exchange), part.group) if part.exchange.is_layerwise else (0, "", ())
 
-
-def _shared_last(parts: Sequence[Part]) -> list[Part]:
-    """Those of `SHARED` exchanges after all others, by exchange and group."""
-    return sorted(parts, key=lambda part: (1, part.exchange, part.group) if part.exchange in SHARED else (0, "", ()))
+    return sorted(parts, key=key)
 
 
 def _has_afterwards(part: Part, me: int) -> list[int]:
     """The positions of the new tokens that a member has after the exchange: its own, or those up to its own."""
-    if part.exchange in SHARED:
+    if part.exchange.traits.keeps == "computed":
         return [position for run in part.runs[me] for position in run.positions]
     ends = (run.stop for runs in part.runs[: me + 1] for run in runs)
     return list(range(part.start, max(ends, default=part.start)))

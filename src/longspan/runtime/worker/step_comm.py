@@ -10,7 +10,7 @@ from torch import Tensor
 from longspan.attn.collectives import all_reduce
 from longspan.attn.comm import Group, Transport
 from longspan.core.cluster import Fleet
-from longspan.core.steps import Link, shown_name
+from longspan.core.steps import Link
 from longspan.layerwise.gather_hidden import hidden_hops
 from longspan.runtime.worker.batch import Channel
 
@@ -53,7 +53,7 @@ class StepComm:
         """The members of a channel in one layer."""
         ranks = [self._beside(instance) for instance in channel.members]
         assert _NOBODY not in ranks, "instances that exchange are split alike"
-        return self._group(ranks, channel.rank, shown_name(channel.exchange), self._tag(layer, channel.number))
+        return self._group(ranks, channel.rank, channel.exchange.shown, self._tag(layer, channel.number))
 
     def everyone(self) -> Group | None:
         """All instances, for what travels before the first layer between those that are split alike; None when there

@@ -1,0 +1,158 @@
+"""How queries, keys, values and partial outputs travel in attention: a value, and the traits of every kind.
+
+To add an exchange, register its kind and traits here. Its tensors are in `attn/exchanges/<kind>.py`, its seconds and
+bytes in `cost/channels.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+from longspan.core.runs import Layout
+
+WeightSource = Literal["host", "peers"]
+"""Unsharded weights come from the memory of the host, or from the other ranks of the instance."""
+
+Parameter = Literal["dense", "weights"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """What the rest of the code must know of a kind of exchange.
+
+    Attributes:
+        layouts: the layouts that it can compute with, the preferred one first.
+        level: an `attention` exchange moves queries, keys and values; a `layer` exchange computes whole attention
+            layers with other weights than the model's, and its tokens come last in the packed row.
+        stores: new keys and values are in the pool `before` the exchange, or it hands over what is stored `after` it.
+        decodes: whether policies may decode single tokens with it.
+        keeps: the KV of a token stays with the member that `computed` it, or with that one or any `later` member.
+        skewed: whether its members may be in different layers at the same time, so that nobody waits for a later one.
+        parameters: the fields of `Exchange` that it takes.
+    """
+
+    layouts: tuple[Layout, ...] = ("zigzag", "striped", "contiguous")
+    level: Literal["attention", "layer"] = "attention"
+    stores: Literal["before", "after"] = "before"
+    decodes: bool = True
+    keeps: Literal["computed", "later"] = "computed"
+    skewed: bool = False
+    parameters: tuple[Parameter, ...] = ()
+
+    @property
+    def in_order(self) -> bool:
+        """Whether each member's tokens must follow those of the member before it."""
+        return self.layouts == ("contiguous",)
+
+
+class Exchange(NamedTuple):
+    """One way to exchange. It is a tuple because simulations hash millions of them, and messages stay short.
+
+    Attributes:
+        kind: a name of the registry.
+        dense: scores that causality hides are computed and masked instead of skipped.
+        weights: every rank computes whole layers with unsharded weights from there; None keeps the ranks' own shares.
+    """
+
+    kind: str
+    dense: bool = False
+    weights: WeightSource | None = None
+
+    def __str__(self) -> str:
+        return f"{self.shown}_{self.weights}" if self.weights else self.shown
+
+    @property
+    def shown(self) -> str:
+        """The name in metrics and reports, which do not tell where weights are from."""
+        return f"{self.kind}_dense" if self.dense else self.kind
+
+    @property
+    def traits(self) -> Traits:
+        """The traits of its kind."""
+        return _TRAITS[self.kind]
+
+    @property
+    def is_layerwise(self) -> bool:
+        """Whether it computes whole attention layers instead of exchanging inside the model's own."""
+        return self.weights is not None or self.traits.level == "layer"
+
+    @property
+    def stores_after(self) -> bool:
+        """Whether new keys and values are stored after it, by what it hands over."""
+        return self.is_layerwise or self.traits.stores == "after"
+
+
+_TRAITS: dict[str, Traits] = {}
+
+
+def register(kind: str, traits: Traits) -> Exchange:
+    """Makes a kind of exchange known; returns it without parameters."""
+    assert kind not in _TRAITS, f"there is an exchange {kind} already"
+    _TRAITS[kind] = traits
+    return Exchange(kind)
+
+
+LOCAL = register("local", Traits(layouts=("single",)))
+"""One member holds all keys, and nothing travels."""
+RING_KV = register("ring_kv", Traits())
+"""Keys and values travel around the ring (pass-KV)."""
+RING_Q = register("ring_q", Traits())
+"""Queries travel to the keys, and partial outputs back (pass-Q)."""
+ALLTOALL = register("alltoall", Traits(parameters=("weights",)))
+"""Each member gets some heads of all tokens (SP-NTP, Ulysses)."""
+GATHER_KV = register("gather_kv", Traits(parameters=("dense",)))
+"""Every member gathers all keys and values (the papers' TSP baseline)."""
+GATHER_HIDDEN = register("gather_hidden", Traits(level="layer", stores="after", decodes=False))
+"""Hidden states are gathered, and outputs are summed and scattered (SP-TP, Megatron-SP)."""
+CHAIN = register("chain", Traits(layouts=("contiguous",), stores="after", decodes=False, keeps="later", skewed=True))
+"""Keys and values run from each member to the next (KV-Runahead)."""
+
+
+def exchanges() -> Iterator[Exchange]:
+    """Yields every kind by which a group can exchange, without parameters."""
+    return (Exchange(kind) for kind in _TRAITS if kind != LOCAL.kind)
+
+
+def of_any_layout() -> tuple[Exchange, ...]:
+    """Returns the attention exchanges that compute with any layout."""
+    return tuple(one for one in exchanges() if not one.is_layerwise and not one.traits.in_order)
+
+
+def decoding() -> tuple[Exchange, ...]:
+    """Returns the exchanges that single tokens may be decoded with, the usual one first."""
+    return (RING_Q, *(one for one in exchanges() if one.traits.decodes and one != RING_Q))
+
+
+def takers(parameter: Parameter) -> str:
+    """Lists the kinds that take a parameter, for messages."""
+    return ", ".join(one.kind for one in exchanges() if parameter in one.traits.parameters)
+
+
+def shown_names() -> tuple[str, ...]:
+    """Returns the names by which exchanges are counted."""
+    return tuple(dict.fromkeys(variant.shown for one in exchanges() for variant in _variants(one)))
+
+
+def exchange_of(kind: str) -> Exchange:
+    """Returns a kind of exchange, without parameters. Raises ValueError for one that nobody registered."""
+    if kind not in _TRAITS:
+        raise ValueError(f"unknown exchange {kind!r}: choose one of {', '.join(_TRAITS)}")
+    return Exchange(kind)
+
+
+def named(text: str) -> Exchange:
+    """Returns the exchange that prints as `text`. Raises ValueError when none does."""
+    if text in _TRAITS:
+        return Exchange(text)
+    return next((one for base in exchanges() for one in _variants(base) if str(one) == text), None) or exchange_of(text)
+
+
+def _variants(one: Exchange) -> Iterator[Exchange]:
+    """Yields a kind without parameters, then with every value of each."""
+    yield one
+    if "dense" in one.traits.parameters:
+        yield one._replace(dense=True)
+    if "weights" in one.traits.parameters:
+        yield from (one._replace(weights=source) for source in get_args(WeightSource))
