@@ -10,7 +10,7 @@ import typer
 
 from longspan.cli.bundles import bundled
 from longspan.cli.lengths import length
-from longspan.cli.scheduling import EXCHANGES
+from longspan.cli.scheduling import PromptExchange
 from longspan.cli.sheets import HardwareOptions
 
 if TYPE_CHECKING:
@@ -33,9 +33,8 @@ def estimate(
     hosts: Annotated[int, _cluster(help="How many hosts there are.")] = 1,
     parallel: Annotated[str, _work(metavar="SPEC", help=r"\[N]\[xtpT]: N instances of T devices each.")] = "1",
     exchange: Annotated[
-        str,
+        PromptExchange,
         _work(
-            click_type=EXCHANGES,
             help="How instances share prompts, if there are several; auto: ring_kv, and ring_q to decode. "
             "Behind a chain its last instance decodes alone.",
         ),

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import click
 import typer
 
 from longspan.cli.pairs import key_values
@@ -17,7 +16,10 @@ _scheduling = partial(typer.Option, rich_help_panel="Scheduling and memory")
 SHARING = ("exchange", "layout", "fractions")
 """Options of policies that have flags of their own."""
 
-EXCHANGES = click.Choice(["auto", *(one.kind for one in exchanges())])
+if TYPE_CHECKING:
+    PromptExchange = str
+else:
+    PromptExchange = Literal["auto", *(one.kind for one in exchanges())]
 PromptLayout = Literal["auto", "zigzag", "striped", "contiguous"]
 
 
@@ -33,10 +35,8 @@ class SchedulingOptions:
         ),
     ] = "auto"
     exchange: Annotated[
-        str,
-        _scheduling(
-            click_type=EXCHANGES, help="How queries, keys and values of a shared prompt travel; auto chooses per step."
-        ),
+        PromptExchange,
+        _scheduling(help="How queries, keys and values of a shared prompt travel; auto chooses per step."),
     ] = "auto"
     layout: Annotated[PromptLayout, _scheduling(help="How a shared prompt is dealt.")] = "auto"
     fractions: Annotated[
