@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Self, get_args
+from typing import ClassVar, Self, get_args
 
 from longspan import args
 from longspan.args import Arguments, unpacked
@@ -23,7 +23,9 @@ from longspan.policy import make_policy
 from longspan.policy.choosing import Facts
 from longspan.policy.tetris.policy import hint_of_a_constant_rate
 from longspan.profiling.store import load_partitions, load_profile, profile_key_of
-from longspan.runtime.executor.local import LocalExecutor, MonotonicClock, start_workers
+from longspan.runtime.executor.control_plane import Launcher, MonotonicClock, WorkerExecutor, start_workers
+from longspan.runtime.executor.processes import ProcessLauncher
+from longspan.runtime.messages import WorkerConfig
 from longspan.text.input_processor import InputProcessor
 
 _log = logging.getLogger("longspan")
@@ -39,6 +41,9 @@ class Deployment:
         ValueError: for a wrong argument, an unknown or unsupported model, or too little memory.
         WorkerLostError: when a worker does not start.
     """
+
+    launcher: ClassVar[Callable[[Sequence[WorkerConfig]], Launcher]] = ProcessLauncher
+    """How workers are started; a subclass with `ThreadLauncher` has them in this process."""
 
     @unpacked(Arguments)
     def __init__(self, given: Arguments) -> None:
@@ -74,12 +79,13 @@ class Deployment:
         self._start_workers = partial(
             start_workers,
             *(files, fleet, given.device, given.threads, num_blocks, given.block_size),
+            launch=type(self).launcher,
             hosts=hosts_of(given.places),
             attention_kernel=kernel,
             record_times=given.record_times,
             step_timeout_s=given.step_timeout_s,
         )
-        self.executor: LocalExecutor = self._start_workers()
+        self.executor: WorkerExecutor = self._start_workers()
         self.engine = Engine(policy=self._policy, executor=self.executor, clock=MonotonicClock(), config=config)
 
     @property

@@ -21,7 +21,8 @@ from tiny_models import make_tiny
 from longspan import LLM, SamplingParams
 from longspan.core.cluster import Fleet, ParallelSpec
 from longspan.errors import WorkerLostError
-from longspan.runtime.executor import local
+from longspan.runtime.executor import processes
+from longspan.runtime.executor.control_plane import WorkerExecutor
 
 LONG = SamplingParams(temperature=0, max_tokens=4)
 
@@ -150,17 +151,17 @@ def test_hung_workers_end_with_a_controller_that_is_killed(tiny: str) -> None:
 
 
 def test_logs_are_kept_while_their_worker_runs(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "cache_root", lambda: tmp_path)
+    monkeypatch.setattr(processes, "cache_root", lambda: tmp_path)
     folder = tmp_path / "logs"
     with LLM(tiny, skip_tokenizer_init=True):
         [log] = folder.glob("*/rank0.log")
         os.utime(log.parent, (0, 0))  # others are newer
         for number in range(40):
             (folder / f"longspan-{number}").mkdir()
-        local._log_dir("longspan-new")
+        processes._log_dir("longspan-new")
         assert log.exists()
         assert len(list(folder.iterdir())) == 21
-    local._log_dir("longspan-newer")
+    processes._log_dir("longspan-newer")
     assert not log.exists()
 
 
@@ -193,15 +194,15 @@ def test_after_shutdown_there_is_a_clear_error() -> None:
 
 
 def test_what_was_begun_of_an_executor_is_ended_when_a_worker_does_not_start(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """At once, and not whenever it is collected: the error refers to it, and it to its sockets."""
 
     def refuse(*_: object) -> NoReturn:
         raise OSError("no process")
 
-    monkeypatch.setattr(local, "start_worker", refuse)
-    config: Any = SimpleNamespace(run_dir=local.make_run_dir(), fleet=Fleet(spec=ParallelSpec()), rank=0)
+    monkeypatch.setattr(processes, "start_worker", refuse)
+    config: Any = SimpleNamespace(fleet=Fleet(spec=ParallelSpec()), rank=0)
     with pytest.raises(OSError, match="no process"):
-        local.LocalExecutor([config], log_dir=tmp_path, step_timeout_s=1.0)
-    assert not Path(config.run_dir).exists()
+        WorkerExecutor(processes.ProcessLauncher([config]), step_timeout_s=1.0)
+    assert not list(Path(tempfile.gettempdir()).glob("longspan-*"))

@@ -23,6 +23,7 @@ from longspan.core.owners import BlockRef
 from longspan.core.steps import Completion, MoveKV
 from longspan.errors import WorkerLostError
 from longspan.model.source import smollm2_folder
+from longspan.runtime.executor.processes import ProcessLauncher
 from longspan.runtime.kv.moves import WINDOW_BYTES
 
 MIB = 2**20
@@ -172,7 +173,7 @@ def test_memory_for_what_is_under_way_is_bounded(folders: dict[str, Path], decod
     """Of 400 MiB in a single move little is in messages at a time, also while the target is stopped."""
     num_blocks, slack = 400 * MIB // BLOCK_BYTES, 48 * MIB
     fleet = fleet_of("1", decode)
-    with workers(folders["9 on 3"], fleet, num_blocks=num_blocks) as cluster:
+    with workers(folders["9 on 3"], fleet, num_blocks=num_blocks, launch=ProcessLauncher) as cluster:
         source, *targets = (psutil.Process(pid) for pid in cluster.executor.pids)
         before = [peak_bytes(process, anew=True) for process in (source, *targets)]
         copies = tuple((BlockRef(0, block), BlockRef(1, block)) for block in range(num_blocks))
@@ -204,7 +205,7 @@ def peak_bytes(process: psutil.Process, *, anew: bool = False) -> int:
 def test_many_moves_to_and_from_everyone(folders: dict[str, Path]) -> None:
     """More bytes than the windows hold, from each source to each target, given in any order: nobody waits for ever."""
     num_blocks = 3 * WINDOW_BYTES // BLOCK_BYTES
-    with workers(folders["9 on 3"], fleet_of("2", "2"), num_blocks=num_blocks) as cluster:
+    with workers(folders["9 on 3"], fleet_of("2", "2"), num_blocks=num_blocks, launch=ProcessLauncher) as cluster:
         pairs = [(source, target) for source in (0, 1) for target in (2, 3)] * 3
         random.Random(0).shuffle(pairs)
         moves = []
@@ -221,7 +222,7 @@ def test_many_moves_to_and_from_everyone(folders: dict[str, Path]) -> None:
 
 def test_a_move_that_waits_for_its_source_is_not_late(folders: dict[str, Path]) -> None:
     """Who is stopped is named, not who waits for it."""
-    with workers(folders["9 on 3"], fleet_of("1", "1"), step_timeout_s=1.5) as cluster:
+    with workers(folders["9 on 3"], fleet_of("1", "1"), step_timeout_s=1.5, launch=ProcessLauncher) as cluster:
         request = Driven(cluster, prompt_of(LENGTH))
         os.kill(cluster.executor.pids[0], signal.SIGSTOP)
         forward = request.forward(LENGTH, (0,), stream_to=1)
@@ -232,7 +233,7 @@ def test_a_move_that_waits_for_its_source_is_not_late(folders: dict[str, Path]) 
 @pytest.mark.parametrize("stopped", [0, 1], ids=["source", "target"])
 def test_when_nothing_says_who_holds_up_a_move_both_are_named(folders: dict[str, Path], stopped: int) -> None:
     """The source has begun to send, but nothing leaves before the target takes part."""
-    with workers(folders["9 on 3"], fleet_of("1", "1"), step_timeout_s=1.5) as cluster:
+    with workers(folders["9 on 3"], fleet_of("1", "1"), step_timeout_s=1.5, launch=ProcessLauncher) as cluster:
         request = Driven(cluster, prompt_of(LENGTH))
         request.take(request.forward(LENGTH, (0,)))
         ends = [psutil.Process(pid) for pid in cluster.executor.pids]
@@ -248,7 +249,7 @@ def test_when_nothing_says_who_holds_up_a_move_both_are_named(folders: dict[str,
 
 
 def test_a_source_that_dies(folders: dict[str, Path]) -> None:
-    with workers(folders["9 on 3"], fleet_of("1", "1")) as cluster:
+    with workers(folders["9 on 3"], fleet_of("1", "1"), launch=ProcessLauncher) as cluster:
         request = Driven(cluster, prompt_of(LENGTH))
         request.take(request.forward(LENGTH, (0,)))
         os.kill(cluster.executor.pids[0], signal.SIGSTOP)
@@ -262,7 +263,7 @@ def test_a_source_that_dies(folders: dict[str, Path]) -> None:
 
 def test_the_end_comes_in_mid_move(folders: dict[str, Path]) -> None:
     """The target does not wait for what will not come; the source, which is stopped, is ended by force."""
-    with workers(folders["9 on 3"], fleet_of("1", "1")) as cluster:
+    with workers(folders["9 on 3"], fleet_of("1", "1"), launch=ProcessLauncher) as cluster:
         request = Driven(cluster, prompt_of(LENGTH))
         request.take(request.forward(LENGTH, (0,)))
         source, target = (psutil.Process(pid) for pid in cluster.executor.pids)

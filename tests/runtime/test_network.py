@@ -19,8 +19,9 @@ from tiny_models import make_tiny
 from longspan.attn.comm import polite_threads
 from longspan.core.cluster import Fleet
 from longspan.runtime.capacity import default_kv_bytes, move_bytes
+from longspan.runtime.executor.processes import ProcessLauncher
 from longspan.runtime.kv.moves import WINDOW_BYTES
-from longspan.runtime.worker.network import keep_to_cores
+from longspan.runtime.worker.process import keep_to_cores
 
 
 def test_lanes_of_their_own(tmp_path: Path) -> None:
@@ -86,7 +87,7 @@ def test_threads_of_workers(fleet: Fleet, two_cores: list[int], tmp_path: Path) 
     """Those that take messages interrupt nobody; where there is a core for each rank, both keep to it."""
     if len(two_cores) < 2:
         pytest.skip("one core")
-    with workers(make_tiny("llama", tmp_path), fleet) as cluster:
+    with workers(make_tiny("llama", tmp_path), fleet, launch=ProcessLauncher) as cluster:
         for rank, pid in enumerate(cluster.executor.pids):
             of_gloo = [
                 int(task.name)

@@ -50,7 +50,7 @@ class Workers:
         self._inner = SimExecutor(clock=clock, vocab_size=_VOCAB, cost=LinearCost(base_s=0.001, per_token_s=0.01))
         self.are_lost = self.are_gone = False
         self.stuck: set[int] = set()  # requests of the engine whose next token cannot be sampled
-        self.interrupt: Any = None
+        self.wakeup: Any = None
 
     def submit(self, step: Step) -> None:
         assert not self.are_gone, f"{step} for workers that are gone"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,9 @@ from longspan.core.owners import BlockRef
 from longspan.core.runs import Layout, positions, shard_span
 from longspan.core.steps import Completion, Forward, MoveKV, Part, Sample, Sampling
 from longspan.model.source import prepare
-from longspan.runtime.executor.local import LocalExecutor, start_workers
+from longspan.runtime.executor.control_plane import Launcher, WorkerExecutor, start_workers
+from longspan.runtime.executor.threads import ThreadLauncher
+from longspan.runtime.messages import WorkerConfig
 
 BLOCK = 16
 
@@ -29,8 +31,15 @@ def fleet_of(prefill: str, decode: str | None = None) -> Fleet:
 
 
 @contextmanager
-def workers(folder: Path, fleet: Fleet, *, num_blocks: int = 40, step_timeout_s: float = 60.0) -> Iterator[Cluster]:
-    """Those of a fleet, on one thread each."""
+def workers(
+    folder: Path,
+    fleet: Fleet,
+    *,
+    num_blocks: int = 40,
+    step_timeout_s: float = 60.0,
+    launch: Callable[[Sequence[WorkerConfig]], Launcher] = ThreadLauncher,
+) -> Iterator[Cluster]:
+    """Starts those of a fleet, on one thread each."""
     executor = start_workers(
         prepare(str(folder), dtype="float32"),
         fleet,
@@ -38,6 +47,7 @@ def workers(folder: Path, fleet: Fleet, *, num_blocks: int = 40, step_timeout_s:
         1,
         [num_blocks] * fleet.num_instances,
         BLOCK,
+        launch=launch,
         hosts=tuple(range(fleet.num_ranks)),
         attention_kernel=None,
         record_times=False,
@@ -50,7 +60,7 @@ def workers(folder: Path, fleet: Fleet, *, num_blocks: int = 40, step_timeout_s:
 class Cluster:
     """An executor, numbers for steps, and blocks that nobody has; the latest one freed is used first."""
 
-    def __init__(self, executor: LocalExecutor, fleet: Fleet, num_blocks: int) -> None:
+    def __init__(self, executor: WorkerExecutor, fleet: Fleet, num_blocks: int) -> None:
         self.executor, self.fleet = executor, fleet
         self.free = [list(range(num_blocks)) for _ in range(fleet.num_instances)]
         self.completions: dict[int, Completion] = {}

@@ -1,9 +1,4 @@
-"""Transports for tests: mailboxes between the threads of one process, and faults for any transport.
-
-`Wires` match messages by (source, destination, tag) in the order they were sent and, like gloo, accept a receive longer
-than its message. A buffer is copied when it is received, not when it is sent: a sender that writes into a message under
-way is found out.
-"""
+"""Faults for any transport, and members of a group as threads of one process."""
 
 from __future__ import annotations
 
@@ -11,13 +6,13 @@ import heapq
 import random
 import threading
 import time
-from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from torch import Tensor
 
 from longspan.attn.comm import CommError, Pending, Transport
+from longspan.attn.memory import MemoryTransport, Wires
 
 Sends = Sequence[tuple[int, Tensor]]
 Result = TypeVar("Result")
@@ -25,73 +20,6 @@ Result = TypeVar("Result")
 
 class DiedError(Exception):
     """What a member raises whose transport was told to die."""
-
-
-class Wires:
-    """The mailboxes of all ranks. A receive waits until its message is there, its sender is closed, or `timeout_s`."""
-
-    def __init__(self, timeout_s: float = 20.0) -> None:
-        self.timeout_s = timeout_s
-        self._changed = threading.Condition()
-        self._boxes: defaultdict[tuple[int, int, int], deque[Tensor]] = defaultdict(deque)
-        self._closed: set[int] = set()
-
-    def post(self, source: int, destination: int, tag: int, buffer: Tensor) -> None:
-        with self._changed:
-            if destination in self._closed:
-                raise CommError(f"rank {destination} is gone")
-            self._boxes[source, destination, tag].append(buffer)
-            self._changed.notify_all()
-
-    def take(self, source: int, destination: int, tag: int) -> Tensor:
-        with self._changed:
-            box = self._boxes[source, destination, tag]
-            if not self._changed.wait_for(lambda: box or source in self._closed, self.timeout_s):
-                raise CommError(f"rank {destination} waited {self.timeout_s} s for message {tag} of rank {source}")
-            if not box:
-                raise CommError(f"rank {source} is gone")
-            return box.popleft()
-
-    def close(self, rank: int) -> None:
-        with self._changed:
-            self._closed.add(rank)
-            self._changed.notify_all()
-
-    def left(self) -> int:
-        """Messages that nobody received."""
-        return sum(len(box) for box in self._boxes.values())
-
-
-class MemoryTransport:
-    """One rank's end of the wires."""
-
-    tagged = True
-
-    def __init__(self, wires: Wires, rank: int) -> None:
-        self._wires, self._rank = wires, rank
-
-    def start(self, sends: Sends, receives: Sends, tag: int) -> Pending:
-        for peer, buffer in sends:
-            self._wires.post(self._rank, peer, tag, buffer)
-        return _Taking(self._wires, self._rank, receives, tag)
-
-    def flush(self) -> None:
-        """A mailbox takes everything at once."""
-
-    def close(self) -> None:
-        """What the end of a process does: whoever waits for this rank is told."""
-        self._wires.close(self._rank)
-
-
-class _Taking:
-    def __init__(self, wires: Wires, rank: int, receives: Sends, tag: int) -> None:
-        self._wires, self._rank, self._receives, self._tag = wires, rank, receives, tag
-
-    def wait(self) -> None:
-        for peer, buffer in self._receives:
-            message = self._wires.take(peer, self._rank, self._tag)
-            assert len(message) <= len(buffer), "gloo aborts the process here"
-            buffer[: len(message)].copy_(message)
 
 
 class FaultyTransport:
@@ -181,7 +109,7 @@ def run_members(
 
     A member that raises closes its transport, as a worker process does by ending. Fails when one hangs.
     """
-    wires = wires or Wires()
+    wires = wires or Wires(timeout_s=20.0)
     results: list[Result | Exception] = [TimeoutError("the member hangs")] * num_members
 
     def member(rank: int) -> None:

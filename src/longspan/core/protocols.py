@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from longspan.core.steps import Completion, Step
 from longspan.core.view import Policy
@@ -84,7 +84,14 @@ class Clock(Protocol):
 
 
 class Executor(Protocol):
-    """Runs steps in the order of their numbers, as far as they share ranks."""
+    """Runs steps in the order of their numbers, as far as they share ranks.
+
+    Attributes:
+        wakeup: something that the host can wait for, such as a zmq socket. When it can be read, `poll` returns early,
+            with nothing. Its owner sets it; None for no such thing. A virtual clock waits for nothing and ignores it.
+    """
+
+    wakeup: Any
 
     def submit(self, step: Step) -> None:
         """Sends a step to its ranks; returns at once."""
@@ -95,6 +102,9 @@ class Executor(Protocol):
         Raises:
             WorkerLostError: when a worker died or raised; none of the steps in flight will complete.
         """
+
+    def close(self) -> None:
+        """Ends its workers, if any; nothing of them is left. May be called again."""
 
 
 @dataclass(frozen=True, kw_only=True)

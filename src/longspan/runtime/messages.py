@@ -1,4 +1,4 @@
-"""What the controller and its workers say to each other: msgspec messages, never pickle."""
+"""The controller and its workers talk in these msgspec messages, never in pickles."""
 
 from __future__ import annotations
 
@@ -9,21 +9,19 @@ from longspan.core.steps import BytesSent, Forward, Free, MoveKV, Sampled, Score
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a worker is told when it starts.
+    """Says what a worker is to load, wherever it runs.
 
     Attributes:
         fleet: all instances and their ranks; those of one share its weights and its KV heads.
         num_blocks: in the pool of this rank, as of all of its instance.
-        run_dir: private folder of this engine: sockets and the rendezvous file. Gone after shutdown.
         tokenizer_dir: for structured outputs; None when the model comes without tokenizer files.
         attention_kernel: the compiled `attn.native`; None to compute with PyTorch's kernels.
         hosts: the host of every rank.
-        record_times: measure where the time goes, see `runtime.timing`.
+        record_times: measure where the time goes, see `worker.timing`.
     """
 
     rank: int
     fleet: Fleet
-    run_dir: str
     model_name: str
     config_dir: str
     weights: str
@@ -105,7 +103,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class Exited(msgspec.Struct, frozen=True, tag="exited"):
-    """A worker process ended; negative codes are signals. Said by the controller's own watcher."""
+    """A worker ended; negative codes are signals. The controller's own watcher says so."""
 
     rank: int
     code: int
@@ -114,11 +112,11 @@ class Exited(msgspec.Struct, frozen=True, tag="exited"):
 Report = Ready | Done | Moved | Sent | Failed | Exited
 
 
-def command_address(run_dir: str, rank: int) -> str:
-    """Where a worker receives commands."""
-    return f"ipc://{run_dir}/commands-{rank}"
+def command_address(endpoint: str, rank: int) -> str:
+    """Where a worker receives commands; `endpoint` is the engine's own, `ipc://FOLDER` or `inproc://NAME`."""
+    return f"{endpoint}/commands-{rank}"
 
 
-def report_address(run_dir: str) -> str:
+def report_address(endpoint: str) -> str:
     """Where the controller receives reports."""
-    return f"ipc://{run_dir}/reports"
+    return f"{endpoint}/reports"

@@ -16,7 +16,7 @@ import zmq
 import zmq.asyncio
 
 from longspan.core.protocols import PolicySettings, option_text
-from longspan.runtime.executor.local import make_run_dir
+from longspan.runtime.executor.processes import make_run_dir
 from longspan.serve.messages import (
     Accepted,
     Add,

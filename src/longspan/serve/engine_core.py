@@ -169,7 +169,7 @@ class EngineLoop:
         self._stats_due_s = 0.0
         self._quitting = False
         self._most_wait_s = min(setup.stats_interval_s, setup.engine_timeout_s / 4)
-        deployment.executor.interrupt = socket
+        deployment.executor.wakeup = socket
 
     def run(self) -> None:
         """Until told to quit.
@@ -382,7 +382,7 @@ class EngineLoop:
                 _log.exception("workers did not start")
                 time.sleep(_PAUSE_S)
             else:
-                self._deployment.executor.interrupt = self._socket
+                self._deployment.executor.wakeup = self._socket
                 return
 
     def _stats(self) -> Stats:

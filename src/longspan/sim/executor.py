@@ -96,6 +96,8 @@ class SimExecutor:
         watch: is told of each step when its times are settled.
     """
 
+    wakeup = None
+
     def __init__(
         self,
         *,
@@ -125,6 +127,9 @@ class SimExecutor:
         else:
             for request_id in step.request_ids:
                 self._banned.pop(request_id, None)
+
+    def close(self) -> None:
+        """Has nothing to end."""
 
     def poll(self, timeout_s: float | None) -> list[Completion]:
         """Moves the clock to the next completion, but no further than `timeout_s`."""

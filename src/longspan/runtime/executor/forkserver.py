@@ -35,9 +35,10 @@ _END_TIMEOUT_S = 5.0
 
 
 class StartWorker(msgspec.Struct, frozen=True, tag="start"):
-    """Fork a worker that writes to the file `log`; answered by `Started`."""
+    """Fork a worker that uses the folder `run_dir` and writes to the file `log`; answered by `Started`."""
 
     config: WorkerConfig
+    run_dir: str
     log: str
 
 
@@ -137,9 +138,9 @@ class _ForkServer:
         """Whether it runs and is this process's own, not that of a parent that forked."""
         return self._process.poll() is None and self.owner == os.getpid()
 
-    def start(self, config: WorkerConfig, log: Path) -> WorkerProcess:
+    def start(self, config: WorkerConfig, run_dir: str, log: Path) -> WorkerProcess:
         with self._starting:
-            self.send(StartWorker(config, str(log)))
+            self.send(StartWorker(config, run_dir, str(log)))
             if not self._started.acquire(timeout=_START_TIMEOUT_S):
                 self.destroy()
                 raise OSError(f"the process that forks workers does nothing for {_START_TIMEOUT_S:g} s")
@@ -233,10 +234,10 @@ def start_server() -> _ForkServer:
         return _server
 
 
-def start_worker(config: WorkerConfig, log: Path) -> WorkerProcess:
-    """A new worker process, which writes to the file `log`.
+def start_worker(config: WorkerConfig, run_dir: str, log: Path) -> WorkerProcess:
+    """Forks a worker, which finds its controller in `run_dir` and writes to the file `log`.
 
     Raises:
         OSError: when the server cannot be started.
     """
-    return start_server().start(config, log)
+    return start_server().start(config, run_dir, log)

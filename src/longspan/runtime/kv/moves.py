@@ -82,6 +82,7 @@ PIECE_BYTES = 8 * 2**20
 """The largest message, unless a single block is larger."""
 WINDOW_BYTES = 64 * 2**20
 """Messages that are under way from one rank to another at once, and so the memory for them at each end."""
+_CLOSE_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,12 +123,15 @@ class MoveChannel:
         fail: Callable[[Exception], None],
     ) -> None:
         self._begin, self._end, self._fail = begin, end, fail
-        self._given: queue.SimpleQueue[tuple[int, BlockSlice, torch.cuda.Event | None]] = queue.SimpleQueue()
-        self._under_way: queue.SimpleQueue[tuple[Piece, Message, Pending]] = queue.SimpleQueue()
+        self._given: queue.SimpleQueue[tuple[int, BlockSlice, torch.cuda.Event | None] | None] = queue.SimpleQueue()
+        self._under_way: queue.SimpleQueue[tuple[Piece, Message, Pending] | None] = queue.SimpleQueue()
         self._room = threading.Condition()
         self._num_bytes = self._num_given = self._num_left = 0
-        for work in (self._begin_all, self._end_all):
-            threading.Thread(target=self._run, args=(work,), daemon=True).start()
+        self._threads = [
+            threading.Thread(target=self._run, args=(work,), daemon=True) for work in (self._begin_all, self._end_all)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def put(self, number: int, blocks: BlockSlice, ready: torch.cuda.Event | None) -> None:
         """Blocks of one layer of a move."""
@@ -146,6 +150,16 @@ class MoveChannel:
             self._num_left += piece.is_last
             self._room.notify()
 
+    def close(self) -> None:
+        """Ends its threads, which wait for nothing any more since their transport is closed."""
+        with self._room:
+            self._num_bytes = 0
+            self._room.notify()
+        for work in (self._given, self._under_way):
+            work.put(None)
+        for thread in self._threads:
+            thread.join(_CLOSE_TIMEOUT_S)
+
     def _run(self, work: Callable[[], None]) -> None:
         try:
             work()
@@ -153,8 +167,8 @@ class MoveChannel:
             self._fail(error)
 
     def _begin_all(self) -> None:
-        while True:
-            number, blocks, ready = self._given.get()
+        while (given := self._given.get()) is not None:
+            number, blocks, ready = given
             pieces = blocks.cut(PIECE_BYTES)
             for index, part in enumerate(pieces):
                 piece = Piece(number=number, blocks=part, index=index, is_last=index + 1 == len(pieces), ready=ready)
@@ -169,11 +183,11 @@ class MoveChannel:
             self._num_bytes += num_bytes
 
     def _end_all(self) -> None:
-        while True:
-            piece, message, pending = self._under_way.get()
+        while (under_way := self._under_way.get()) is not None:
+            piece, message, pending = under_way
             pending.wait()
             self._end(self, piece, message)
-            del piece, message, pending  # what waits for the next one must not keep its memory
+            del piece, message, pending, under_way  # what waits for the next one must not keep its memory
 
 
 _News = tuple[MoveChannel, Piece, Message] | int | Exception
@@ -202,11 +216,21 @@ class Moves:
         self.wakeup, self._wake = os.pipe()
         for end in (self.wakeup, self._wake):
             os.set_blocking(end, False)
+        self._waking = threading.Lock()  # nobody writes to a descriptor that is closed, and may be another's by now
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is under way."""
         return not self._missing and all(channel.is_idle for channel in self._sending.values())
+
+    def close(self) -> None:
+        """Ends all threads; the transport is closed already, so that they wait for no peer."""
+        for channel in (*self._sending.values(), *self._receiving.values()):
+            channel.close()
+        with self._waking:
+            for end in (self.wakeup, self._wake):
+                os.close(end)
+            self._wake = -1
 
     def expect(self, moves: Sequence[MoveKV]) -> None:
         """Receives moves to this rank, if any, in the order in which they are sent: layer by layer."""
@@ -303,8 +327,9 @@ class Moves:
 
     def _tell(self, news: _News) -> None:
         self._news.put(news)
-        with suppress(BlockingIOError):  # it is full of wake-ups already
-            os.write(self._wake, b"\0")
+        with self._waking, suppress(BlockingIOError):  # it is full of wake-ups already
+            if self._wake >= 0:
+                os.write(self._wake, b"\0")
 
 
 class StepMoves:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from longspan.attn.comm import Pending, TorchTransport
+from longspan.attn.comm import Pending, Transport
 
 CATEGORIES = ("attention", "linear", "other", "messages", "controller")
 """Attention without its messages; linear layers; everything else; waiting for messages; waiting for the controller."""
@@ -70,7 +70,7 @@ class Stopwatch:
 class TimedTransport:
     """A transport whose calls count as waiting for messages."""
 
-    def __init__(self, inner: TorchTransport, watch: Stopwatch) -> None:
+    def __init__(self, inner: Transport, watch: Stopwatch) -> None:
         self._inner, self._watch, self.tagged = inner, watch, inner.tagged
 
     def start(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int) -> Pending:

@@ -1,34 +1,29 @@
-"""One rank: a process that owns a device, a model and a KV pool, and computes the steps it is sent, first in first out.
+"""One rank: a device, a model and a KV pool, and the steps that it is sent, computed first in first out.
 
-It is forked from a process that has imported this module, see `runtime.forkserver`, and ends when that one does.
+It is given all of them, so that the same worker runs in a process of its own or in a thread.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-import shutil
-import signal
-import sys
-import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import torch
-import torch.distributed as dist
 import zmq
 from torch import Tensor
 
-from longspan.attn import native
-from longspan.attn.comm import CommError
-from longspan.core.steps import Forward, MoveKV, Sampled, Scored, TokenLogprobs
+from longspan.attn.comm import CommError, Transport
+from longspan.core.cluster import Fleet
+from longspan.core.steps import Forward, Link, MoveKV, Sampled, Scored, TokenLogprobs
 from longspan.model.adapter import Model
 from longspan.model.files import ModelFiles
 from longspan.model.store import DTYPES
 from longspan.runtime.kv.block_messages import BlockMessages
+from longspan.runtime.kv.moves import Moves, StepMoves
 from longspan.runtime.kv.pool import KvPool
 from longspan.runtime.messages import (
     Command,
@@ -43,30 +38,71 @@ from longspan.runtime.messages import (
     Sent,
     Stop,
     WorkerConfig,
-    command_address,
-    report_address,
 )
 from longspan.runtime.sampling.penalties import Vocabulary
 from longspan.runtime.sampling.sampler import sample, token_logprobs
 from longspan.runtime.worker.attention import StepAttention
 from longspan.runtime.worker.batch import Packed, PromptRows, pack
-from longspan.runtime.worker.network import Network, keep_to_cores, open_device
 from longspan.runtime.worker.requests import RankRequest, RankRequests, resolve
-from longspan.runtime.worker.step_comm import StepComm
-from longspan.runtime.worker.timing import Stopwatch
+from longspan.runtime.worker.step_comm import MoveComm, StepComm
+from longspan.runtime.worker.timing import Stopwatch, TimedTransport
 
-_log = logging.getLogger("longspan.worker")
 _LOGITS_TILE = 256
 """Prompt tokens whose logits are made at a time: the logits of 8K tokens would take more memory than most models."""
 
 
-class Worker:
-    """Computes Forwards."""
+@dataclass(frozen=True, kw_only=True)
+class Transports:
+    """A rank's links to the others, one per kind of work, so that none waits for another kind.
 
-    def __init__(self, config: WorkerConfig) -> None:
-        self._config = config
-        self._device = open_device(config.device, config.rank)
-        self._dtype = DTYPES[config.dtype]
+    Attributes:
+        exchange: for the exchanges of a Forward and the ranks of an instance; peers receive in the same step.
+        rebalances: for KV that a Forward moves between its members; peers receive in the same step.
+        moves: for KV that moves between ranks in different steps; what it starts waits for its sends, too.
+    """
+
+    exchange: Transport
+    rebalances: Transport
+    moves: Transport
+
+
+class Worker:
+    """Computes the steps of one rank with a model, a KV pool and transports that it is given.
+
+    Args:
+        model: the rank's share of it.
+        transports: None when there is no other rank.
+        hosts: the host of every rank.
+        vocabulary: for structured outputs; without one, no request may have a grammar.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        fleet: Fleet,
+        model: Model,
+        pool: KvPool,
+        transports: Transports | None,
+        *,
+        hosts: Sequence[int],
+        vocabulary: Vocabulary | None = None,
+        record_times: bool = False,
+    ) -> None:
+        self.rank, self._fleet, self._hosts = rank, fleet, hosts
+        self._instance, self._tp_index = fleet.place(rank)
+        self._model, self._pool = model, pool
+        self._device, self._dtype = model.module.device, model.module.dtype
+        self._requests = RankRequests(vocab_size=model.info.vocab_size, device=self._device, vocabulary=vocabulary)
+        self.watch = Stopwatch(enabled=record_times, device=self._device)
+        self.watch.watch_linear(model.module)
+        self.network = None
+        if transports is not None:
+            messages = BlockMessages(pool, model.info.specs, fleet, rank)
+            self.network = Network(transports, messages, self.watch, rank=rank, hosts=hosts)
+
+    @classmethod
+    def load(cls, config: WorkerConfig, device: torch.device, transports: Transports | None) -> Worker:
+        """Makes a worker that owns its model and its pool, on `device`."""
         files = ModelFiles(
             name=config.model_name,
             config_dir=Path(config.config_dir),
@@ -75,28 +111,51 @@ class Worker:
             dtype=config.dtype,
             trust_remote_code=config.trust_remote_code,
         )
-        fleet = config.fleet
-        self._instance, self._tp_index = fleet.place(config.rank)
-        self._model = Model.load(files, self._device, tp_index=self._tp_index, tp=fleet.tps[self._instance])
-        self._pool = KvPool(
-            self._model.specs,
+        instance, tp_index = config.fleet.place(config.rank)
+        model = Model.load(files, device, tp_index=tp_index, tp=config.fleet.tps[instance])
+        pool = KvPool(
+            model.specs,
             num_blocks=config.num_blocks,
             block_size=config.block_size,
-            dtype=self._dtype,
-            device=self._device,
+            dtype=DTYPES[config.dtype],
+            device=device,
         )
-        info = self._model.info
-        self._requests = RankRequests(
-            vocab_size=info.vocab_size,
-            device=self._device,
-            vocabulary=Vocabulary(files, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids),
+        return cls(
+            config.rank,
+            config.fleet,
+            model,
+            pool,
+            transports,
+            hosts=config.hosts,
+            vocabulary=Vocabulary(files, vocab_size=model.info.vocab_size, eos_token_ids=model.info.eos_token_ids),
+            record_times=config.record_times,
         )
-        self.watch = Stopwatch(enabled=config.record_times, device=self._device)
-        self.watch.watch_linear(self._model.module)
-        self.network = None
-        if fleet.num_ranks > 1:
-            messages = BlockMessages(self._pool, info.specs, fleet, config.rank)
-            self.network = Network(config, self._device, messages, self.watch)
+
+    def serve(self, commands: zmq.Socket[bytes], reports: zmq.Socket[bytes]) -> bool:
+        """Works until it is told to stop; returns whether no KV was on its way then."""
+        send_report(reports, Ready(rank=self.rank))
+        inbox = Inbox(commands, [] if self.network is None else [self.network.moves.wakeup])
+        while True:
+            with self.watch.during("controller"):
+                new = inbox.receive()
+            for report in self.move(new):
+                send_report(reports, report)
+            match inbox.next():
+                case RunForward(step):
+                    done = self.run(step)
+                    send_report(reports, msgspec.structs.replace(done, times=self.watch.seconds()))
+                case RunMoves(moves):
+                    for report in self.send(moves):
+                        send_report(reports, report)
+                case RunFree(step):
+                    self.forget(step.request_ids)
+                case Stop():
+                    return self.network is None or self.network.moves.is_idle
+
+    def close(self) -> None:
+        """Ends the threads that move KV, once its transports are closed. A process that ends need not call it."""
+        if self.network is not None:
+            self.network.moves.close()
 
     def move(self, commands: Sequence[Command]) -> Iterator[Moved | Sent]:
         """Receives KV: posts what new commands say will come, takes in what has come. Reports what has left, too."""
@@ -117,16 +176,16 @@ class Worker:
 
     def run(self, forward: Forward) -> Done:
         """Computes this rank's share and samples what it is asked to."""
-        config, info = self._config, self._model.info
+        info = self._model.info
         packed = pack(
-            forward, self._requests, instance=self._instance, block_size=config.block_size, device=self._device
+            forward, self._requests, instance=self._instance, block_size=self._pool.block_size, device=self._device
         )
         comm = StepComm(
             None if self.network is None else self.network.exchange,
             forward.number,
-            fleet=config.fleet,
-            rank=config.rank,
-            hosts=config.hosts,
+            fleet=self._fleet,
+            rank=self.rank,
+            hosts=self._hosts,
             num_layers=info.num_layers,
         )
         moves = None if self.network is None else self.network.step_moves(forward, comm.sent)
@@ -148,7 +207,7 @@ class Worker:
         attention.finish()
         if self.network is not None:
             self.network.flush()
-        return Done(rank=config.rank, number=forward.number, sampled=sampled, scored=scored, bytes_sent=dict(comm.sent))
+        return Done(rank=self.rank, number=forward.number, sampled=sampled, scored=scored, bytes_sent=dict(comm.sent))
 
     def _sample(self, packed: Packed, logits: Tensor) -> Iterator[Sampled]:
         """One token per row of `logits [n, vocab]`, reported with what its request wants to know of it."""
@@ -190,59 +249,28 @@ def _logprobs(logits: Tensor, tokens: Sequence[int], requests: Sequence[RankRequ
     return dict(zip(num_top, found, strict=True))
 
 
-def main(config: WorkerConfig, lifeline: int) -> None:
-    """Runs a worker until it is told to stop, its controller goes away, or it fails.
+class Network:
+    """One rank's end of all messages; waiting for those of a Forward counts as such in `watch`."""
 
-    The pipe `lifeline` (a file descriptor) is closed at its other end when the controller is gone.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the controller decides
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format=f"%(asctime)s rank {config.rank} %(levelname)s %(message)s"
-    )
-    threading.Thread(target=_exit_with_controller, args=(config.run_dir, lifeline), daemon=True).start()
-    context = zmq.Context()
-    commands, reports = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    commands.bind(command_address(config.run_dir, config.rank))
-    reports.connect(report_address(config.run_dir))
-    try:
-        is_complete = _serve(config, commands, reports)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the controller must hear of it and the process end
-        _log.exception("the worker fails")
-        failed = Failed(rank=config.rank, reason=f"{type(error).__name__}: {error}", peer=isinstance(error, CommError))
-        _send(reports, failed)
-        context.destroy(linger=1000)
-        os._exit(1)  # at once, so that the peers' transfers fail instead of waiting for a time-out
-    context.destroy(linger=1000)
-    if dist.is_initialized() and is_complete:  # otherwise a thread waits in it, and the process just ends
-        dist.destroy_process_group()
+    def __init__(
+        self, transports: Transports, messages: BlockMessages, watch: Stopwatch, *, rank: int, hosts: Sequence[int]
+    ) -> None:
+        self.exchange = TimedTransport(transports.exchange, watch)
+        self._rebalance = TimedTransport(transports.rebalances, watch)
+        self._rebalances = MoveComm(
+            self._rebalance, "kv_balance", rank=rank, hosts=hosts, num_layers=messages.num_layers
+        )
+        self.moves = Moves(messages, transports.moves, rank=rank, hosts=hosts)
+        self._messages = messages
 
+    def step_moves(self, forward: Forward, sent: Counter[tuple[str, Link]]) -> StepMoves:
+        """This rank's end of what a Forward moves; counts what it sends in `sent`."""
+        return StepMoves(forward, self._messages, balance=self._rebalances, moves=self.moves, sent=sent)
 
-def _serve(config: WorkerConfig, commands: zmq.Socket[bytes], reports: zmq.Socket[bytes]) -> bool:
-    """Works until it is told to stop; returns whether no KV was on its way then."""
-    torch.set_num_threads(config.num_threads)
-    keep_to_cores(config.device, config.rank, config.fleet.num_ranks)
-    if config.attention_kernel is not None:
-        native.load(Path(config.attention_kernel))
-    worker = Worker(config)
-    _send(reports, Ready(rank=config.rank))
-    _log.info("ready: %s on %s, %d threads", config.model_name, config.device, config.num_threads)
-    inbox = Inbox(commands, [] if worker.network is None else [worker.network.moves.wakeup])
-    while True:
-        with worker.watch.during("controller"):
-            new = inbox.receive()
-        for report in worker.move(new):
-            _send(reports, report)
-        match inbox.next():
-            case RunForward(step):
-                done = worker.run(step)
-                _send(reports, msgspec.structs.replace(done, times=worker.watch.seconds()))
-            case RunMoves(moves):
-                for report in worker.send(moves):
-                    _send(reports, report)
-            case RunFree(step):
-                worker.forget(step.request_ids)
-            case Stop():
-                return worker.network is None or worker.network.moves.is_idle
+    def flush(self) -> None:
+        """Waits until what a Forward has sent to its members has left, since they receive it in the same step."""
+        self.exchange.flush()
+        self._rebalance.flush()
 
 
 class Inbox:
@@ -270,12 +298,11 @@ class Inbox:
         return self._waiting.popleft() if self._waiting else None
 
 
-def _send(reports: zmq.Socket[bytes], report: Report) -> None:
+def send_report(reports: zmq.Socket[bytes], report: Report) -> None:
+    """Tells the controller."""
     reports.send(msgspec.msgpack.encode(report))
 
 
-def _exit_with_controller(run_dir: str, lifeline: int) -> None:
-    os.read(lifeline, 1)  # nothing is ever written
-    _log.warning("the controller is gone")
-    shutil.rmtree(run_dir, ignore_errors=True)
-    os._exit(1)
+def failure(rank: int, error: Exception) -> Failed:
+    """Says why a worker ends, and whether another one is to blame."""
+    return Failed(rank=rank, reason=f"{type(error).__name__}: {error}", peer=isinstance(error, CommError))

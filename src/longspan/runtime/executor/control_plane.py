@@ -1,18 +1,17 @@
-"""LocalExecutor: one worker process per rank on this host."""
+"""One control plane for all workers: sends them steps, takes their reports, and notices who is lost.
+
+Who starts the workers, and where they run, is a `Launcher`'s business.
+"""
 
 from __future__ import annotations
 
-import fcntl
-import shutil
 import signal
-import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn, Self
+from typing import NoReturn, Protocol, Self
 
 import msgspec
 import zmq
@@ -20,9 +19,7 @@ import zmq
 from longspan.core.cluster import Fleet
 from longspan.core.steps import Completion, Free, MoveKV, Step
 from longspan.errors import WorkerLostError
-from longspan.model.cache import cache_root
 from longspan.model.files import ModelFiles
-from longspan.runtime.executor.forkserver import WorkerProcess, start_worker
 from longspan.runtime.executor.in_flight import InFlight
 from longspan.runtime.messages import (
     Command,
@@ -44,7 +41,6 @@ from longspan.runtime.messages import (
 
 _START_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 3.0
-_MAX_PARENT = 70
 _BLAME_TIMEOUT_S = 3.0
 """How long to wait for the rank that caused it when another one only noticed a lost peer."""
 _LEAST_WAIT_S = 0.1
@@ -59,44 +55,125 @@ class MonotonicClock:
         return time.monotonic()
 
 
-class LocalExecutor:
-    """Implements `Executor` on worker processes, the ranks of a `Fleet`.
+class WorkerHandle(Protocol):
+    """A worker as its controller sees it.
 
-    `poll` returns early, with nothing, when there is something to read on the socket `interrupt`.
-    A rank that has a step to run and reports none for `step_timeout_s` is lost: it hangs, or waits for one that does.
-    `worker_times` has, by rank, the seconds spent per category up to the latest step, if the workers record them.
-    Commands and reports go over zmq sockets in a private folder, tensors over torch.distributed between the workers.
-    Close it, or use it as a context manager; it also closes when it is collected or the interpreter exits.
+    Attributes:
+        pid: the process that it runs in.
     """
 
-    def __init__(self, configs: Sequence[WorkerConfig], *, log_dir: Path, step_timeout_s: float) -> None:
-        """Starts one worker per configuration and waits until all are ready.
+    pid: int
 
-        The configurations' `run_dir` is made by `make_run_dir` and removed by `close`.
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Returns its exit code once it has ended; raises TimeoutError when it still runs after `timeout_s`."""
+
+    def kill(self) -> None:
+        """Ends it by force, or what it waits for, and returns at once."""
+
+    def destroy(self) -> None:
+        """Ends it by force and waits for that, though not for ever."""
+
+
+class Launcher(Protocol):
+    """Starts the workers of one engine, one per rank of `fleet`.
+
+    Attributes:
+        context: the workers and their controller talk by its sockets, at addresses that begin with `endpoint`.
+    """
+
+    fleet: Fleet
+    context: zmq.Context[zmq.Socket[bytes]]
+    endpoint: str
+
+    def start(self, rank: int) -> WorkerHandle:
+        """Starts a worker; it reports when it is ready."""
+
+    def hint(self, rank: int) -> str:
+        """Says in a few words where to read more of what a worker did."""
+
+    def clean_up(self) -> None:
+        """Removes what is left when all workers have ended."""
+
+
+def start_workers(
+    files: ModelFiles,
+    fleet: Fleet,
+    device: str,
+    threads: int,
+    num_blocks: Sequence[int],
+    block_size: int,
+    *,
+    launch: Callable[[Sequence[WorkerConfig]], Launcher],
+    hosts: tuple[int, ...],
+    attention_kernel: Path | None,
+    record_times: bool,
+    step_timeout_s: float,
+) -> WorkerExecutor:
+    """Starts one worker per rank of `fleet`, ready for steps, with the `num_blocks` of its instance.
+
+    What `hosts` says of each rank decides how bytes are counted.
+
+    Raises:
+        WorkerLostError: when a worker does not start.
+    """
+    configs = [
+        WorkerConfig(
+            rank=rank,
+            fleet=fleet,
+            model_name=files.name,
+            config_dir=str(files.config_dir),
+            weights=str(files.weights),
+            tokenizer_dir=None if files.tokenizer_dir is None else str(files.tokenizer_dir),
+            dtype=files.dtype,
+            trust_remote_code=files.trust_remote_code,
+            device=device,
+            num_threads=threads,
+            num_blocks=num_blocks[fleet.place(rank)[0]],
+            block_size=block_size,
+            hosts=hosts,
+            attention_kernel=None if attention_kernel is None else str(attention_kernel),
+            record_times=record_times,
+        )
+        for rank in range(fleet.num_ranks)
+    ]
+    return WorkerExecutor(launch(configs), step_timeout_s=step_timeout_s)
+
+
+class WorkerExecutor:
+    """Implements `Executor` on workers, the ranks of a `Fleet`.
+
+    A rank that has a step to run and reports none for `step_timeout_s` is lost: it hangs, or waits for one that does.
+    Commands and reports go over zmq sockets, tensors over the transports between the workers. Close it, or use it as a
+    context manager; it also closes when it is collected or the interpreter exits.
+
+    Attributes:
+        wakeup: a zmq socket that also ends the wait of `poll`, when there is something to read.
+        worker_times: by rank, the seconds spent per category up to the latest step, if the workers record them.
+    """
+
+    def __init__(self, launcher: Launcher, *, step_timeout_s: float) -> None:
+        """Starts one worker per rank and waits until all are ready.
 
         Raises:
             WorkerLostError: when a worker does not start.
         """
-        run_dir = configs[0].run_dir
-        self._log_dir, self._step_timeout_s = log_dir, step_timeout_s
-        self._context = zmq.Context()
+        fleet = launcher.fleet
+        self._launcher, self._step_timeout_s = launcher, step_timeout_s
+        self._context = launcher.context
         self._context.sndhwm = self._context.rcvhwm = 0  # queues without bound: the engine bounds the steps in flight
         self._commands: list[zmq.Socket[bytes]] = []
-        self._in_flight = InFlight(configs[0].fleet)
-        self._processes: list[WorkerProcess] = []
+        self._in_flight = InFlight(fleet)
+        self._workers: list[WorkerHandle] = []
         self._reports = self._context.socket(zmq.PULL)
-        self._finalizer = weakref.finalize(
-            self, _clean_up, self._processes, self._commands, self._reports, self._context, Path(run_dir)
-        )
-        self._reports.bind(report_address(run_dir))
-        self.interrupt: zmq.Socket[bytes] | None = None
-        self.worker_times: list[dict[str, float]] = [{} for _ in configs]
+        self._finalizer = weakref.finalize(self, _clean_up, self._workers, self._commands, self._reports, launcher)
+        self._reports.bind(report_address(launcher.endpoint))
+        self.wakeup: zmq.Socket[bytes] | None = None
+        self.worker_times: list[dict[str, float]] = [{} for _ in range(fleet.num_ranks)]
         self._decoder = msgspec.msgpack.Decoder(Report)
-        log_dir.mkdir(parents=True, exist_ok=True)
         try:
-            for config in configs:
-                self._start(config)
-            self._wait_until_ready(len(configs))
+            for rank in range(fleet.num_ranks):
+                self._start(rank)
+            self._wait_until_ready(fleet.num_ranks)
         except BaseException:
             self.close()
             raise
@@ -104,7 +181,7 @@ class LocalExecutor:
     @property
     def pids(self) -> tuple[int, ...]:
         """Process ids by rank."""
-        return tuple(process.pid for process in self._processes)
+        return tuple(worker.pid for worker in self._workers)
 
     def submit(self, step: Step) -> None:
         """Sends a Forward to the ranks that take part, a MoveKV to both ends, a Free to all."""
@@ -125,7 +202,7 @@ class LocalExecutor:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            report = self._receive(self._patience_s(left_s), interrupt=self.interrupt)
+            report = self._receive(self._patience_s(left_s), wakeup=self.wakeup)
             if report is None:
                 self._lose_stalled()
                 return []
@@ -134,7 +211,7 @@ class LocalExecutor:
                 return [completion]
 
     def close(self) -> None:
-        """Stops the workers, by force if they do not stop, and removes the run folder. May be called again."""
+        """Stops the workers, by force if they do not stop; nothing is left of them. May be called again."""
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -143,15 +220,16 @@ class LocalExecutor:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self, config: WorkerConfig) -> None:
-        process = start_worker(config, self._log_dir / f"rank{config.rank}.log")
-        self._processes.append(process)
+    def _start(self, rank: int) -> None:
+        endpoint = self._launcher.endpoint
+        worker = self._launcher.start(rank)
+        self._workers.append(worker)
         socket = self._context.socket(zmq.PUSH)
-        socket.connect(command_address(config.run_dir, config.rank))
+        socket.connect(command_address(endpoint, rank))
         self._commands.append(socket)
         watcher = self._context.socket(zmq.PUSH)
-        watcher.connect(report_address(config.run_dir))
-        threading.Thread(target=_watch, args=(process, config.rank, watcher), daemon=True).start()
+        watcher.connect(report_address(endpoint))
+        threading.Thread(target=_watch, args=(worker, rank, watcher), daemon=True).start()
 
     def _wait_until_ready(self, num_ranks: int) -> None:
         ready: set[int] = set()
@@ -180,9 +258,9 @@ class LocalExecutor:
             ranks = f"rank{'s' * (len(stalled) > 1)} {', '.join(map(str, stalled))}"
             self._lose(stalled[0], f"no step was completed by {ranks} for {self._step_timeout_s:g} s (--step-timeout)")
 
-    def _receive(self, timeout_s: float | None, interrupt: zmq.Socket[bytes] | None = None) -> Report | None:
+    def _receive(self, timeout_s: float | None, wakeup: zmq.Socket[bytes] | None = None) -> Report | None:
         poller = zmq.Poller()
-        for socket in (self._reports, interrupt):
+        for socket in (self._reports, wakeup):
             if socket is not None:
                 poller.register(socket, zmq.POLLIN)
         ready = dict(poller.poll(None if timeout_s is None else int(max(0.0, timeout_s) * 1000)))
@@ -216,10 +294,10 @@ class LocalExecutor:
         self._lose(rank, reason)
 
     def _lose(self, rank: int, reason: str) -> NoReturn:
-        for process in self._processes:
-            process.kill()  # the others may hang in a transfer with the one that is lost
+        for worker in self._workers:
+            worker.kill()  # the others may hang in a transfer with the one that is lost
         self.close()
-        raise WorkerLostError(rank, f"{reason} (log: {self._log_dir / f'rank{rank}.log'})")
+        raise WorkerLostError(rank, f"{reason} ({self._launcher.hint(rank)})")
 
     def _send(self, command: Command, ranks: Sequence[int]) -> None:
         data = msgspec.msgpack.encode(command)
@@ -227,15 +305,9 @@ class LocalExecutor:
             self._commands[rank].send(data)
 
 
-def make_run_dir() -> str:
-    """A private folder for sockets, whose paths may have some 100 characters: not below a long TMPDIR."""
-    parent = tempfile.gettempdir()
-    return tempfile.mkdtemp(prefix="longspan-", dir=parent if len(parent) < _MAX_PARENT else "/tmp")  # noqa: S108 - private
-
-
-def _watch(process: WorkerProcess, rank: int, reports: zmq.Socket[bytes]) -> None:
-    """Reports the end of a worker process. Owns its socket: zmq sockets belong to one thread."""
-    code = process.wait()
+def _watch(worker: WorkerHandle, rank: int, reports: zmq.Socket[bytes]) -> None:
+    """Reports the end of a worker. Owns its socket: zmq sockets belong to one thread."""
+    code = worker.wait()
     try:
         reports.send(msgspec.msgpack.encode(Exited(rank=rank, code=code)))
     except zmq.ZMQError:
@@ -251,13 +323,12 @@ def _describe(code: int) -> str:
 
 
 def _clean_up(
-    processes: Sequence[WorkerProcess],
+    workers: Sequence[WorkerHandle],
     commands: Sequence[zmq.Socket[bytes]],
     reports: zmq.Socket[bytes],
-    context: zmq.Context[zmq.Socket[bytes]],
-    run_dir: Path,
+    launcher: Launcher,
 ) -> None:
-    """Ends all workers; nothing is left of them: no process, no socket, no file but the logs.
+    """Ends all workers; nothing is left of them: no process, no thread, no socket, no file but the logs.
 
     It is given all sockets of this thread: a context waits for ever for one that is garbage, but not closed yet.
     """
@@ -265,86 +336,11 @@ def _clean_up(
     for socket in commands:
         socket.send(stop)
     deadline = time.monotonic() + _STOP_TIMEOUT_S
-    for process in processes:
+    for worker in workers:
         try:
-            process.wait(max(0.0, deadline - time.monotonic()))
+            worker.wait(max(0.0, deadline - time.monotonic()))
         except TimeoutError:
-            process.destroy()
+            worker.destroy()
     reports.close(linger=0)
-    context.destroy(linger=0)
-    shutil.rmtree(run_dir, ignore_errors=True)
-
-
-_NUM_LOGS_KEPT = 20
-
-
-def start_workers(
-    files: ModelFiles,
-    fleet: Fleet,
-    device: str,
-    threads: int,
-    num_blocks: Sequence[int],
-    block_size: int,
-    *,
-    hosts: tuple[int, ...],
-    attention_kernel: Path | None,
-    record_times: bool,
-    step_timeout_s: float,
-) -> LocalExecutor:
-    """One worker per rank of `fleet`, ready for steps, with the `num_blocks` of its instance.
-
-    What `hosts` says of each rank decides how bytes are counted.
-
-    Raises:
-        WorkerLostError: when a worker does not start.
-    """
-    run_dir = make_run_dir()
-    configs = [
-        WorkerConfig(
-            rank=rank,
-            fleet=fleet,
-            run_dir=run_dir,
-            model_name=files.name,
-            config_dir=str(files.config_dir),
-            weights=str(files.weights),
-            tokenizer_dir=None if files.tokenizer_dir is None else str(files.tokenizer_dir),
-            dtype=files.dtype,
-            trust_remote_code=files.trust_remote_code,
-            device=device,
-            num_threads=threads,
-            num_blocks=num_blocks[fleet.place(rank)[0]],
-            block_size=block_size,
-            hosts=hosts,
-            attention_kernel=None if attention_kernel is None else str(attention_kernel),
-            record_times=record_times,
-        )
-        for rank in range(fleet.num_ranks)
-    ]
-    return LocalExecutor(configs, log_dir=_log_dir(run_dir), step_timeout_s=step_timeout_s)
-
-
-def _log_dir(run_dir: str) -> Path:
-    """A folder for the logs of this engine's workers; of those that nobody writes to only the latest are kept."""
-    logs = cache_root() / "logs"
-    if logs.is_dir():
-        times = {}
-        for folder in logs.iterdir():
-            with suppress(FileNotFoundError):  # another engine may be doing the same
-                times[folder] = folder.stat().st_mtime
-        for folder in sorted(times, key=lambda folder: times[folder], reverse=True)[_NUM_LOGS_KEPT:]:
-            if not _in_use(folder):
-                shutil.rmtree(folder, ignore_errors=True)
-    return logs / Path(run_dir).name
-
-
-def _in_use(folder: Path) -> bool:
-    """Whether a worker still writes to a log, which it has locked."""
-    for path in folder.glob("*.log"):
-        try:
-            with path.open("rb") as log:
-                fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:  # another engine has removed it, or there are no locks here
-            continue
-    return False
+    launcher.context.destroy(linger=0)
+    launcher.clean_up()

@@ -1,0 +1,79 @@
+"""Launches workers as processes of this host, with a private folder for their sockets and a log each."""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import zmq
+
+from longspan.model.cache import cache_root
+from longspan.runtime.executor.forkserver import WorkerProcess, start_worker
+from longspan.runtime.messages import WorkerConfig
+
+_MAX_PARENT = 70
+_NUM_LOGS_KEPT = 20
+
+
+class ProcessLauncher:
+    """Forks a process per rank; they meet by torch.distributed."""
+
+    def __init__(self, configs: Sequence[WorkerConfig]) -> None:
+        self.fleet = configs[0].fleet
+        self._configs = configs
+        self._run_dir = make_run_dir()
+        self.context, self.endpoint = zmq.Context(), f"ipc://{self._run_dir}"
+        self._log_dir = _log_dir(self._run_dir)
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+
+    def start(self, rank: int) -> WorkerProcess:
+        """See `Launcher`."""
+        return start_worker(self._configs[rank], self._run_dir, self._log(rank))
+
+    def hint(self, rank: int) -> str:
+        """See `Launcher`."""
+        return f"log: {self._log(rank)}"
+
+    def clean_up(self) -> None:
+        """Removes the run folder; the logs stay."""
+        shutil.rmtree(self._run_dir, ignore_errors=True)
+
+    def _log(self, rank: int) -> Path:
+        return self._log_dir / f"rank{rank}.log"
+
+
+def make_run_dir() -> str:
+    """A private folder for sockets, whose paths may have some 100 characters: not below a long TMPDIR."""
+    parent = tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix="longspan-", dir=parent if len(parent) < _MAX_PARENT else "/tmp")  # noqa: S108 - private
+
+
+def _log_dir(run_dir: str) -> Path:
+    """A folder for the logs of this engine's workers; of those that nobody writes to only the latest are kept."""
+    logs = cache_root() / "logs"
+    if logs.is_dir():
+        times = {}
+        for folder in logs.iterdir():
+            with suppress(FileNotFoundError):  # another engine may be doing the same
+                times[folder] = folder.stat().st_mtime
+        for folder in sorted(times, key=lambda folder: times[folder], reverse=True)[_NUM_LOGS_KEPT:]:
+            if not _in_use(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+    return logs / Path(run_dir).name
+
+
+def _in_use(folder: Path) -> bool:
+    """Whether a worker still writes to a log, which it has locked."""
+    for path in folder.glob("*.log"):
+        try:
+            with path.open("rb") as log:
+                fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # another engine has removed it, or there are no locks here
+            continue
+    return False

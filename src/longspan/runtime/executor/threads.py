@@ -1,0 +1,127 @@
+"""Launches workers as threads of this process: for small models, and for tests.
+
+They share the interpreter, and so the time of one core for all that is Python. Nothing is forked and no port is opened.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import zmq
+
+from longspan.attn import native
+from longspan.attn.memory import MemoryTransport, Wires
+from longspan.runtime.messages import WorkerConfig, command_address, report_address
+from longspan.runtime.worker.worker import Transports, Worker, failure, send_report
+
+_log = logging.getLogger("longspan.worker")
+_END_TIMEOUT_S = 5.0
+_numbers = itertools.count()
+_loading = threading.Lock()
+"""transformers sets PyTorch's default dtype, which all threads share, while it builds a model."""
+
+
+class ThreadLauncher:
+    """Runs a thread per rank, which talk by mailboxes in memory.
+
+    PyTorch has one number of threads for the whole process: that of the workers, as long as there are any.
+
+    Raises:
+        ValueError: for a device other than the CPU.
+    """
+
+    def __init__(self, configs: Sequence[WorkerConfig]) -> None:
+        if configs[0].device != "cpu":
+            raise ValueError(f"workers that are threads compute on cpu, not on {configs[0].device}")
+        self.fleet = configs[0].fleet
+        self._configs, self._wires = configs, (Wires(), Wires(), Wires())
+        self.context, self.endpoint = zmq.Context(), f"inproc://longspan-{next(_numbers)}"
+        self._threads_before = torch.get_num_threads()
+        torch.set_num_threads(configs[0].num_threads)
+        if configs[0].attention_kernel is not None:
+            native.load(Path(configs[0].attention_kernel))
+
+    def start(self, rank: int) -> WorkerThread:
+        """See `Launcher`."""
+        return WorkerThread(self._configs[rank], self._wires, self.context, self.endpoint)
+
+    def hint(self, rank: int) -> str:
+        """See `Launcher`."""
+        return f"see the log of process {os.getpid()} for rank {rank}"
+
+    def clean_up(self) -> None:
+        """Gives this process its number of threads back."""
+        torch.set_num_threads(self._threads_before)
+
+
+class WorkerThread:
+    """A worker in a thread. It cannot be killed: it ends with its step, or with what it waits for."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        wires: tuple[Wires, Wires, Wires],
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+    ) -> None:
+        self.pid = os.getpid()
+        self._config, self._wires, self._code = config, wires, 1
+        self._commands, self._reports = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+        self._commands.bind(command_address(endpoint, config.rank))
+        self._reports.connect(report_address(endpoint))
+        self._thread = threading.Thread(target=self._run, name=f"longspan rank {config.rank}", daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """See `WorkerHandle`."""
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"rank {self._config.rank} still runs after {timeout_s} s")
+        return self._code
+
+    def kill(self) -> None:
+        """Closes its transports, so that it and its peers wait for each other no longer."""
+        for wires in self._wires:
+            wires.close(self._config.rank)
+
+    def destroy(self) -> None:
+        """See `WorkerHandle`; a thread that computes for ever is left behind."""
+        self.kill()
+        try:
+            self.wait(_END_TIMEOUT_S)
+        except TimeoutError:
+            _log.exception("rank %d hangs and is left behind", self._config.rank)
+
+    def _run(self) -> None:
+        worker = None
+        try:
+            worker = self._load()
+            worker.serve(self._commands, self._reports)
+            self._code = 0
+        except Exception as error:  # noqa: BLE001 - whatever it is, the controller must hear of it
+            _log.exception("rank %d fails", self._config.rank)
+            send_report(self._reports, failure(self._config.rank, error))
+        finally:
+            self.kill()
+            if worker is not None:
+                worker.close()
+            self._commands.close(linger=0)
+            self._reports.close()
+
+    def _load(self) -> Worker:
+        rank, transports = self._config.rank, None
+        if self._config.fleet.num_ranks > 1:
+            exchange, rebalances, moves = self._wires
+            transports = Transports(
+                exchange=MemoryTransport(exchange, rank),
+                rebalances=MemoryTransport(rebalances, rank),
+                moves=MemoryTransport(moves, rank, waits_for_sends=True),
+            )
+        with _loading:
+            return Worker.load(self._config, torch.device("cpu"), transports)

@@ -1,0 +1,131 @@
+"""A rank that is a process: its device, its cores, its links to the other ranks, and its end.
+
+It is forked from a process that has imported this module, see `executor.forkserver`, and ends when that one does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import zmq
+
+from longspan.attn import native
+from longspan.attn.comm import TorchTransport, meet
+from longspan.runtime.kv.moves import MoveTransport
+from longspan.runtime.messages import WorkerConfig, command_address, report_address
+from longspan.runtime.worker.worker import Transports, Worker, failure, send_report
+
+_log = logging.getLogger("longspan.worker")
+
+
+def main(config: WorkerConfig, run_dir: str, lifeline: int) -> None:
+    """Runs a worker until it is told to stop, its controller goes away, or it fails.
+
+    Args:
+        run_dir: the engine's private folder: sockets and the rendezvous file. It is gone after shutdown.
+        lifeline: the file descriptor of a pipe that is closed at its other end when the controller is gone.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the controller decides
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format=f"%(asctime)s rank {config.rank} %(levelname)s %(message)s"
+    )
+    threading.Thread(target=_exit_with_controller, args=(run_dir, lifeline), daemon=True).start()
+    context, endpoint = zmq.Context(), f"ipc://{run_dir}"
+    commands, reports = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    commands.bind(command_address(endpoint, config.rank))
+    reports.connect(report_address(endpoint))
+    try:
+        is_complete = _load(config, run_dir).serve(commands, reports)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the controller must hear of it and the process end
+        _log.exception("the worker fails")
+        send_report(reports, failure(config.rank, error))
+        context.destroy(linger=1000)
+        os._exit(1)  # at once, so that the peers' transfers fail instead of waiting for a time-out
+    context.destroy(linger=1000)
+    if dist.is_initialized() and is_complete:  # otherwise a thread waits in it, and the process just ends
+        dist.destroy_process_group()
+
+
+def _load(config: WorkerConfig, run_dir: str) -> Worker:
+    """Meets the other ranks and loads the model."""
+    torch.set_num_threads(config.num_threads)
+    keep_to_cores(config.device, config.rank, config.fleet.num_ranks)
+    if config.attention_kernel is not None:
+        native.load(Path(config.attention_kernel))
+    device = open_device(config.device, config.rank)
+    transports = None if config.fleet.num_ranks == 1 else _transports(config, f"{run_dir}/rendezvous", device)
+    worker = Worker.load(config, device, transports)
+    _log.info("ready: %s on %s, %d threads", config.model_name, config.device, config.num_threads)
+    return worker
+
+
+def _transports(config: WorkerConfig, store: str, device: torch.device) -> Transports:
+    """One process group for all of gloo's messages, whose tags tell them apart; NCCL gets one per kind of work."""
+    exchange = connect(config.device, store, config.rank, config.fleet.num_ranks)
+    groups = [open_lane(own=not exchange.tagged, device=device) for _ in range(2)]
+    return Transports(
+        exchange=exchange,
+        rebalances=TorchTransport(groups[0], staged=exchange.staged),
+        moves=MoveTransport(groups[1], staged=exchange.staged, device=device),
+    )
+
+
+def _exit_with_controller(run_dir: str, lifeline: int) -> None:
+    os.read(lifeline, 1)  # nothing is ever written
+    _log.warning("the controller is gone")
+    shutil.rmtree(run_dir, ignore_errors=True)
+    os._exit(1)
+
+
+def open_device(kind: str, rank: int) -> torch.device:
+    """The device of a rank; several ranks share one when there are fewer."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def keep_to_cores(kind: str, rank: int, num_ranks: int) -> None:
+    """Where ranks that compute on one CPU thread each fill the machine, a rank's threads from now on stay on its core.
+
+    So gloo's thread, which interrupts nobody (`polite_threads`), never waits for another rank to stop computing. Linux
+    only, and where the system allows it.
+    """
+    if kind == "cpu" and torch.get_num_threads() == 1 and hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        if num_ranks == len(cores):
+            with suppress(OSError):
+                os.sched_setaffinity(0, {cores[rank]})
+
+
+def connect(kind: str, store: str, rank: int, world_size: int, *, timeout_s: float | None = None) -> TorchTransport:
+    """Meets the other ranks through the file `store`.
+
+    NCCL needs a device of its own per rank; ranks that share one are connected by gloo through host memory.
+    """
+    nccl = kind == "cuda" and torch.cuda.device_count() >= world_size
+    meet(store, rank, world_size, backend="nccl" if nccl else "gloo", timeout_s=timeout_s)
+    return TorchTransport(staged=kind == "cuda" and not nccl)
+
+
+def open_lane(*, own: bool, device: torch.device) -> dist.ProcessGroup | None:
+    """A process group of all ranks, or None for the one they have, after a call in which all took part.
+
+    NCCL makes a communicator in the first call. PyTorch leaves open what happens when only some ranks take part in that
+    (`batch_isend_irecv`). All ranks open the same lanes in the same order.
+    """
+    group = dist.new_group() if own else None
+    present = torch.ones(1, device=device if dist.get_backend(group) == "nccl" else "cpu")
+    dist.all_reduce(present, group=group)
+    assert present.item() == dist.get_world_size(group), "all ranks take part"
+    return group
