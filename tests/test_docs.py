@@ -1,4 +1,4 @@
-"""docs/serving.md says what the code says."""
+"""The pages say what the code says, and name only files that there are."""
 
 from __future__ import annotations
 
@@ -12,9 +12,16 @@ from fake_server import make_server, routes_of
 
 from longspan.serve.app import make_app
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 PAGE = (DOCS / "serving.md").read_text(encoding="utf-8")
 SCRIPT = runpy.run_path(str(DOCS / "generate.py"))
+PAGES = (ROOT / "README.md", *sorted(DOCS.rglob("*.md")))
+NAMED = re.compile(r"`(?:python )?((?:[\w.]+/)+[\w.]*\w)/?(?: --[^`]*)?`")
+ROOMS = (ROOT, ROOT / "src" / "longspan", ROOT / "benchmarks", DOCS)
+FOLDERS = {folder.name for room in ROOMS for folder in room.iterdir() if folder.is_dir()}
+MADE = ("profiles", "site", ".venv", "exchanges/sparse_kv.py", "policy/mine.py")
+"""Parts of names that only stand for files which come to be."""
 
 
 def test_the_generated_parts_are_up_to_date() -> None:
@@ -34,3 +41,15 @@ def test_every_generated_part_is_on_the_page(part: str) -> None:
 def test_every_route_is_described() -> None:
     for method, path in routes_of(make_app(make_server(api_keys=("sesame",)))):
         assert method == "HEAD" or f"`{method} {path}`" in PAGE
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_pages_name_are_there(page: Path) -> None:
+    """Names such as `attn/merge.py`, from the root, the package, or a folder of scripts."""
+    names = {name for name in NAMED.findall(page.read_text(encoding="utf-8")) if name.split("/")[0] in FOLDERS}
+    missing = [name for name in names if not any((room / name).exists() for room in ROOMS)]
+    assert [name for name in missing if not any(made in name for made in MADE)] == []
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150

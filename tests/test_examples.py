@@ -1,4 +1,4 @@
-"""The examples of the attention library, and the README's, between two processes as torchrun starts them."""
+"""The examples of the attention library, and those of its page, between two processes as torchrun starts them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from tiny_models import make_tiny
 
 ROOT = Path(__file__).parents[1]
-README_CHECK = """
+PAGE_CHECK = """
 wanted = AutoModelForCausalLM.from_pretrained(folder)(ids[None]).logits[:, mine]
 print("largest difference", (logits - wanted).abs().max().item())
 torch.distributed.destroy_process_group()
@@ -41,14 +41,14 @@ def test_context_parallel_model(tmp_path: Path) -> None:
     assert 0 < difference < 3e-5
 
 
-def test_the_readme(tmp_path: Path) -> None:
-    """Its code, with a folder and tokens before it, and a comparison after."""
-    section = (ROOT / "README.md").read_text(encoding="utf-8").partition("## As an attention library\n")[2]
-    code = section.partition("```python\n")[2].partition("```")[0]
+def test_the_page(tmp_path: Path) -> None:
+    """Its first code, with a folder and tokens before it, and a comparison after."""
+    page = (ROOT / "docs" / "attention-library.md").read_text(encoding="utf-8")
+    code = page.partition("```python\n")[2].partition("```")[0]
     folder = make_tiny("llama", tmp_path / "model")
     before = f"import torch\nfolder, ids = {str(folder)!r}, torch.arange(3, 150)\n"
     script = tmp_path / "script.py"
-    script.write_text(before + code + README_CHECK, encoding="utf-8")
+    script.write_text(before + code + PAGE_CHECK, encoding="utf-8")
     differences = torchrun(script, tmp_path)
     assert len(differences) == 2
     assert max(differences) < 3e-5

@@ -1,4 +1,4 @@
-"""The layers of docs/design.md, as import-linter sees them, and what an import may not load."""
+"""The layers of docs/architecture/index.md, as import-linter sees them, and what an import may not load."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def search(
     halves the stride, until that would be less than a block.
 
     For two members and no seed this is binary search, and finds the best cut when time falls and then rises with it.
-    For more members nothing guarantees the best (`docs/log.md` says how near it comes).
+    For more members nothing guarantees the best (docs/experiments/ says how near it comes).
 
     No partition is evaluated twice, unless it is `noisy`. For m members and `levels = 1 + log2(first stride / align)`,
     evaluations are at most `1 + levels * (m - 1) * neighbours`, with `neighbours = m * (m - 1) * (m * m - m + 2) / 4`:
