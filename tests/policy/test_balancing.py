@@ -20,7 +20,7 @@ from longspan.core.request import Request, RequestMetrics
 from longspan.core.sampling import SamplingParams
 from longspan.core.view import ClusterView, Limits
 from longspan.policy.group_parts import even_moves
-from longspan.policy.placement import Router
+from longspan.policy.tetris.execution import Router
 
 PLENTY = dict.fromkeys(range(8), 10_000)
 

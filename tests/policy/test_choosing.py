@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from msgspec import structs
 from test_profile import SUBJECT, prefill
 
-from longspan.core.account import PrefixHit
 from longspan.core.cluster import Location
 from longspan.core.exchange import ALLTOALL, CHAIN, GATHER_KV, LOCAL, RING_KV, Exchange
+from longspan.core.owners import PrefixHit
 from longspan.core.runs import Run
 from longspan.cost.architecture import Hardware, ModelShape
 from longspan.cost.exchange_rules import ring_kv_or_ring_q, unsharded_weights_pay

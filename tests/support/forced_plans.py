@@ -6,11 +6,10 @@ import random
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from longspan.core.account import PrefixHit
+from longspan.core.owners import PrefixHit
 from longspan.core.protocols import PolicySettings
-from longspan.core.request import Request
-from longspan.core.view import ClusterView, Plan, ScheduledPart
-from longspan.policy.batching import Budget, fill, single_part
+from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
+from longspan.policy.batching import Batch, Budget, single_part
 from longspan.policy.choosing import Chooser, Facts
 from longspan.policy.group_parts import GroupParts
 from longspan.policy.options import SharingOptions
@@ -104,7 +103,7 @@ class Wandering:
 
     def __init__(self, num_instances: int, seed: int) -> None:
         self._everyone, self._seed = tuple(range(num_instances)), seed
-        self._shares = GroupParts(SharingOptions(), Chooser(num_instances, Facts()))
+        self._group_parts = GroupParts(SharingOptions(), Chooser(num_instances, Facts()))
 
     def capacity_tokens(self, *, num_blocks: int, block_size: int) -> int:
         return len(self._everyone) * num_blocks * block_size
@@ -113,22 +112,14 @@ class Wandering:
         pass
 
     def plan(self, view: ClusterView) -> Plan:
-        batch = None if view.full else fill(view, frozenset(self._everyone), self)
-        if batch is None:
-            return Plan()
-        return Plan(
-            preempted=tuple(batch.preempted), batches=(tuple(batch.scheduled_parts),) if batch.scheduled_parts else ()
-        )
+        batch = Batch(view, frozenset(self._everyone), coupled_sets=(frozenset(self._everyone),))
+        for request in batch.running():
+            batch.add(self._part(request, batch.budget, None))
+        for request in batch.waiting():
+            batch.add(self._part(request, batch.budget, PrefixHit()))
+        return batch.plan()
 
-    def admit(self, request: Request, view: ClusterView, budget: Budget) -> ScheduledPart | None:
-        return self._share(request, view, budget, PrefixHit())
-
-    def grow(self, request: Request, view: ClusterView, budget: Budget) -> ScheduledPart | None:
-        return self._share(request, view, budget, None)
-
-    def _share(
-        self, request: Request, view: ClusterView, budget: Budget, hit: PrefixHit | None
-    ) -> ScheduledPart | None:
+    def _part(self, request: RequestView, budget: Budget, hit: PrefixHit | None) -> ScheduledPart | None:
         draw = random.Random(f"{self._seed} {request.id} {request.num_scheduled}")
         known = {ref.instance for ref in request.table} or {draw.choice(self._everyone)}
         seats = {i for i in self._everyone if budget.seqs[i] > 0 or i in request.group}
@@ -137,4 +128,4 @@ class Wandering:
             return None
         if len(group) == 1:
             return single_part(request, group[0], request.num_scheduled, budget, hit, most=40)
-        return self._shares.chunk(request, view, budget, group, hit, most=40, end=request.num_tokens)
+        return self._group_parts.chunk(request, budget, group, hit, most=40, end=request.num_tokens)

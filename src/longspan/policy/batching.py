@@ -1,4 +1,11 @@
-"""Continuous batching with chunked prefill, shared by the policies: who gets tokens and blocks of the next step.
+"""Continuous batching with chunked prefill, as two loops that a policy writes.
+
+    batch = Batch(view, instances)
+    for request in batch.running():
+        batch.add(single_part(request, ...))
+    for request in batch.waiting():
+        batch.add(single_part(request, ...))
+    return batch.plan()
 
 Running requests come first, in the order of admission; when blocks run out, the last admitted gives its KV up. Then
 waiting requests are admitted while their whole prompt fits beside what the running ones still need (as vLLM and
@@ -8,20 +15,162 @@ Sarathi-Serve do, but for several instances at once).
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress
-from typing import Protocol
 
-from longspan.core.exchange import LOCAL, Exchange
-from longspan.core.owners import BlockRef, PrefixHit, Rotation
-from longspan.core.runs import Run, shard_span
-from longspan.core.view import ClusterView, RequestView, RunningView, ScheduledPart
+from longspan.core.cluster import coupled_instances
+from longspan.core.exchange import LOCAL
+from longspan.core.owners import BlockRef, PrefixHit
+from longspan.core.runs import Run
+from longspan.core.view import ClusterView, Plan, RequestView, RunningView, ScheduledPart
+
+
+class Batch:
+    """A plan in the making: the parts of one step of all instances that can take a step, and who loses its KV.
+
+    Instances that share requests step together. When somebody must give way whom a step in flight names, the batch
+    starts again with only those instances that have nothing in flight.
+
+    Args:
+        everyone: the instances to choose from. A request takes part when its whole group is among them.
+        coupled_sets: the instances that step together; by default those that share requests.
+        growing: the groups that are still to grow.
+
+    Attributes:
+        instances: the instances that can take a step.
+        budget: what is left to give away.
+        parts: what was added.
+    """
+
+    def __init__(
+        self,
+        view: ClusterView,
+        everyone: frozenset[int],
+        *,
+        coupled_sets: Sequence[frozenset[int]] | None = None,
+        growing: Growing | None = None,
+    ) -> None:
+        self._view, self._everyone, self._growing = view, everyone, growing or _NONE_GROWS
+        self._coupled_sets = view.running.coupled_sets if coupled_sets is None else coupled_sets
+        self._begin(view.full)
+
+    def _begin(self, taken: frozenset[int]) -> None:
+        """Starts with the instances that are coupled with none of those `taken`."""
+        coupled = [coupled for coupled in self._coupled_sets if not coupled.isdisjoint(taken)]
+        self.instances = self._everyone.difference(taken, *coupled)
+        self.budget = Budget(self._view, self.instances, self._growing)
+        self.parts: list[ScheduledPart] = []
+        self._preempted: list[RequestView] = []
+        self._later: deque[RequestView] = deque()
+        self._blocked = False
+
+    def running(self) -> Iterator[RequestView]:
+        """Yields requests that hold KV and have something to compute, first admitted first.
+
+        A request comes again when another one has given way for the part that was added for it.
+        """
+        for taken in (self._view.full, self._view.busy):
+            if self._blocked:
+                self._begin(taken)
+            self._later = self._runnable()
+            while self._later:
+                yield self._later.popleft()
+            if not self._blocked:
+                return
+
+    def _runnable(self) -> deque[RequestView]:
+        found = [r for r in self._view.running.within(self.instances) if r.num_scheduled < r.num_tokens]
+        if len(found) > 1:
+            found.sort(key=lambda r: r.admission)
+        return deque(found)
+
+    def waiting(self, candidates: Iterable[RequestView] | None = None) -> Iterator[RequestView]:
+        """Yields requests that hold no KV, or those of them that are `candidates`, until one cannot be admitted."""
+        if self._preempted or self._blocked or not self.instances:
+            return
+        for request in self._view.waiting if candidates is None else candidates:
+            num_parts = len(self.parts)
+            yield request
+            if len(self.parts) == num_parts:
+                return
+
+    def add(self, part: ScheduledPart | None) -> None:
+        """Gives a part the tokens and blocks it asks for, if it can have them now; without one, its request waits."""
+        if part is None:
+            return
+        if part.hit is not None:
+            if self.budget.admit(part, part.hit):
+                self.parts.append(part)
+        elif part.block_owners and not self.budget.fits(part.new_blocks):
+            self._make_way(part)
+        else:
+            self.budget.grow(part)
+            self.parts.append(part)
+
+    def plan(self) -> Plan:
+        """Returns the plan: one batch per set of instances that parts connect."""
+        return Plan(preempted=tuple(self._preempted), batches=_by_coupled(self.parts))
+
+    def _make_way(self, part: ScheduledPart) -> None:
+        """Preempts somebody for a running request's part that lacks blocks, unless they will be free in time."""
+        request, kv = part.request, self._view.kv
+        short = {i for i, number in part.new_blocks.items() if self.budget.blocks[i] < number}
+        if any(kv.num_leaving(instance) for instance in short):
+            return  # blocks are free as soon as KV on its way has left
+        holding = (r for r in reversed(self._later) if any(ref.instance in short for ref in r.table))
+        victim = next(holding, request)
+        if victim is request and _can_wait(part, self._view):
+            return
+        if victim.in_flight:
+            self.parts, self._preempted, self._later, self._blocked = [], [], deque(), True
+            return
+        self._preempted.append(victim)
+        for instance, number in kv.reclaimable(victim).items():
+            self.budget.blocks[instance] += number
+        if victim is not request:
+            self._later.remove(victim)
+            self._later.appendleft(request)
+
+
+def _can_wait(part: ScheduledPart, view: ClusterView) -> bool:
+    """Tells whether a part that lacks a block, and for which nobody who came later can give way, will get one in time.
+
+    A token that rotates can take no other member's block, but does while others hold blocks there: they come first. An
+    owner whose pool is full of the request's own blocks means that the request outgrows its group.
+    """
+    if part.rotation is None:
+        return False
+    [owner] = part.block_owners
+    return sum(ref.instance == owner for ref in part.request.table) < view.kv.num_blocks(owner)
+
+
+def _by_coupled(parts: Sequence[ScheduledPart]) -> tuple[tuple[ScheduledPart, ...], ...]:
+    """Returns a batch for each set of instances that these parts connect, in ascending order."""
+    if not parts:
+        return ()
+    groups = {_touched(part) for part in parts}
+    if len(groups) == 1:
+        return (tuple(parts),)
+    coupled_sets = coupled_instances(groups)
+    coupled_with = {i: number for number, coupled in enumerate(coupled_sets) for i in coupled}
+    batches: list[list[ScheduledPart]] = [[] for _ in coupled_sets]
+    for part in parts:
+        batches[coupled_with[part.group[0]]].append(part)
+    return tuple(tuple(batch) for batch in batches)
+
+
+def _touched(part: ScheduledPart) -> tuple[int, ...]:
+    """Returns the instances that a part's step names: also the one that passes on a token sampled elsewhere."""
+    request, group = part.request, part.group
+    if request.sampler in group or request.num_tokens == request.num_known:
+        return group
+    return (*group, request.sampler)
 
 
 class PerInstance(dict[int, int]):
-    """A number of each instance, found out when somebody first asks for it."""
+    """A number for each instance, found out when somebody first asks for it."""
 
     __slots__ = ("_find",)
 
@@ -38,7 +187,7 @@ class Growing:
     """Groups that are planned to be larger than they are.
 
     Attributes:
-        groups: that will hold what is still to come, by request id.
+        groups: the instances that will hold what is still to come, by request id.
         more: how many more blocks each instance will be asked for then.
     """
 
@@ -47,7 +196,7 @@ class Growing:
 
     @classmethod
     def of(cls, running: RunningView, groups: Mapping[int, tuple[int, ...]]) -> Growing:
-        """Of these requests; those that wait ask for nothing yet."""
+        """Counts the blocks of those that run; those that wait ask for nothing yet."""
         if not groups:
             return _NONE_GROWS
         more: Counter[int] = Counter()
@@ -70,215 +219,97 @@ class Budget:
     """What is left to give away in the step being planned, per instance; all there is at first.
 
     Args:
-        instances: that compute.
+        instances: the instances that compute.
 
     Attributes:
-        tokens: of these; all else is known of every instance.
-        claimed, adopted: blocks that admissions of this plan begin with, and those of them that are taken over.
-        growing: of requests whose groups are still to grow.
+        claimed: blocks that admissions of this plan begin with.
+        adopted: blocks among them that are taken over.
+        growing: requests whose groups are still to grow.
     """
 
     def __init__(self, view: ClusterView, instances: Iterable[int], growing: Growing = _NONE_GROWS) -> None:
-        self._view = view
-        self.tokens = dict.fromkeys(instances, view.limits.max_num_batched_tokens)
+        self.view = view
         self.claimed: set[BlockRef] = set()
         self.adopted: set[BlockRef] = set()
         self.growing = growing
+        self._instances = instances
+
+    @cached_property
+    def tokens(self) -> dict[int, int]:
+        """Tokens that each instance can still compute; only those that compute are in it."""
+        return dict.fromkeys(self._instances, self.view.limits.max_num_batched_tokens)
 
     @cached_property
     def blocks(self) -> PerInstance:
-        """Free ones."""
-        return PerInstance(self._view.kv.num_free)
+        """Free blocks."""
+        return PerInstance(self.view.kv.num_free)
 
     @cached_property
     def seqs(self) -> PerInstance:
-        """Free seats."""
-        running, most = self._view.running, self._view.limits.max_num_seqs
+        """Requests that may still join."""
+        running, most = self.view.running, self.view.limits.max_num_seqs
         return PerInstance(lambda i: most - len(running.on(i)))
 
     @cached_property
     def load(self) -> list[int]:
         """Tokens that running and admitted requests still have to compute there."""
-        return list(self._view.running.due_tokens)
+        return list(self.view.running.due_tokens)
 
     @cached_property
     def reserved(self) -> PerInstance:
         """Free blocks that running requests will need for the tokens they have; admissions leave them alone."""
-        due, more = self._view.running.due_blocks, self.growing.more
+        due, more = self.view.running.due_blocks, self.growing.more
         return PerInstance(lambda i: max(0, due[i] + more.get(i, 0)))
 
     def fits(self, blocks: Mapping[int, int]) -> bool:
-        """Whether so many blocks are free."""
+        """Tells whether so many blocks are free."""
         return all(self.blocks[instance] >= number for instance, number in blocks.items())
 
-    def admits(self, scheduled: ScheduledPart, cost: Counter[int]) -> bool:
-        """Whether a request can start: its first blocks are free, its tail not taken, its whole prompt has room."""
-        hit, request = scheduled.hit, scheduled.request
-        assert hit is not None, "an admission names its prefix"
-        if self.adopted.intersection(hit.refs):
-            return False
-        missing = request.blocks_for(request.num_tokens) - len(hit.refs)
-        room = sum([self.blocks[i] - self.reserved[i] - cost.get(i, 0) for i in self._kv_owners(scheduled)])
-        return missing <= room and self.fits(Counter(scheduled.block_owners) + cost)
-
-    def grow(self, scheduled: ScheduledPart) -> None:
-        """Gives a running request's share its tokens and blocks, and a seat on each member that is new to it."""
-        if scheduled.hit is None and scheduled.group != scheduled.request.group:
-            for instance in set(scheduled.group).difference(scheduled.request.group):
+    def grow(self, part: ScheduledPart) -> None:
+        """Gives a running request's part its tokens and blocks, and a seat on each member that is new to it."""
+        if part.hit is None and part.group != part.request.group:
+            for instance in set(part.group).difference(part.request.group):
                 self.seqs[instance] -= 1
-        sharded = zip(scheduled.group, scheduled.runs, strict=True)
-        for instance, runs in compress(sharded, scheduled.runs):  # one token is for one of many members
+        for instance, runs in compress(zip(part.group, part.runs, strict=True), part.runs):  # most may be empty
             self.tokens[instance] -= sum([len(run) for run in runs])
-        if scheduled.block_owners:
-            for instance, number in Counter(scheduled.block_owners).items():
+        if part.block_owners:
+            for instance, number in Counter(part.block_owners).items():
                 self.reserved[instance] = max(0, self.reserved[instance] - number)
                 self.blocks[instance] -= number
-        for _, instance in scheduled.moves:
+        for _, instance in part.moves:
             self.blocks[instance] -= 1
 
-    def admit(self, scheduled: ScheduledPart, cost: Counter[int]) -> None:
-        """Gives an admitted request's first share its tokens and blocks, and reserves the rest of its prompt."""
-        hit, request = scheduled.hit, scheduled.request
-        assert hit is not None, "an admission names its prefix"
-        missing = request.blocks_for(request.num_tokens) - len(hit.refs)
-        self._seat(scheduled.group, request.num_tokens - scheduled.start, self._kv_owners(scheduled), missing)
-        self.grow(scheduled)
+    def admit(self, part: ScheduledPart, hit: PrefixHit) -> bool:
+        """Gives a request's first part its tokens and blocks, and reserves the rest of its prompt.
+
+        Returns False, and gives nothing, when its first blocks are not free, its tail is taken, or its whole prompt has
+        no room.
+        """
+        if self.adopted.intersection(hit.refs):
+            return False
+        request, cost = part.request, self.view.kv.hit_cost(hit, self.claimed)
+        missing, owners = request.blocks_for(request.num_tokens) - len(hit.refs), self._kv_owners(part)
+        room = sum([self.blocks[i] - self.reserved[i] - cost.get(i, 0) for i in owners])
+        if missing > room or not self.fits(Counter(part.block_owners) + cost):
+            return False
+        for instance in part.group:
+            self.seqs[instance] -= 1
+            self.load[instance] += -(-(request.num_tokens - part.start) // len(part.group))
+        for instance in owners:
+            self.reserved[instance] += -(-missing // len(owners))
+        self.grow(part)
         for instance, number in cost.items():
             self.blocks[instance] -= number
         self.claimed.update(hit.refs)
         if hit.adopts_last:
             self.adopted.add(hit.refs[-1])
+        return True
 
-    def _seat(self, group: Sequence[int], num_tokens: int, kv_owners: Sequence[int], num_blocks: int) -> None:
-        """A request takes a seat on every member; these share the tokens it still needs, its keepers the blocks."""
-        for instance in group:
-            self.seqs[instance] -= 1
-            self.load[instance] += -(-num_tokens // len(group))
-        for instance in kv_owners:
-            self.reserved[instance] += -(-num_blocks // len(kv_owners))
-
-    def _kv_owners(self, scheduled: ScheduledPart) -> Sequence[int]:
-        """Who will hold what is still to come of a request that is admitted."""
-        if scheduled.kv_owner is not None:
-            return (scheduled.kv_owner,)
-        return self.growing.groups.get(scheduled.request.id, scheduled.group)
-
-
-class Placement(Protocol):
-    """How a policy shapes shares; everything else about a batch is common to the policies."""
-
-    def grow(self, request: RequestView, view: ClusterView, budget: Budget) -> ScheduledPart | None:
-        """The next share of a running request, or None when its instances have no tokens left to give."""
-
-    def admit(self, request: RequestView, view: ClusterView, budget: Budget) -> ScheduledPart | None:
-        """The first share of a waiting request, with its hit, or None when it must wait."""
-
-
-@dataclass(kw_only=True)
-class Batch:
-    """The outcome: shares for the step, and who loses its KV."""
-
-    scheduled_parts: list[ScheduledPart] = field(default_factory=list)
-    preempted: list[RequestView] = field(default_factory=list)
-
-
-def fill(
-    view: ClusterView,
-    instances: frozenset[int],
-    placement: Placement,
-    waiting: Iterable[RequestView] | None = None,
-    growing: Growing = _NONE_GROWS,
-) -> Batch | None:
-    """Plans one step of `instances`; a request takes part when its whole group is among them.
-
-    `waiting` are those who may be admitted, in turn; by default all who wait. None when the step cannot be planned
-    ahead: somebody must be preempted whom a step in flight names.
-    """
-    batch, queue = Batch(), _runnable(view, instances)
-    candidates = view.waiting if waiting is None else waiting
-    if not queue and not (view.waiting and candidates):
-        return batch
-    budget = Budget(view, instances, growing)
-    while queue:
-        request = queue.popleft()
-        scheduled = placement.grow(request, view, budget)
-        while scheduled is not None and scheduled.block_owners and not budget.fits(scheduled.new_blocks):
-            if _frees_itself(scheduled, view, budget):
-                scheduled = None
-                continue
-            victim = _victim(request, queue, scheduled, budget)
-            if victim is request and _can_wait(scheduled, view):
-                scheduled = None
-                continue
-            if victim.in_flight:
-                return None
-            batch.preempted.append(victim)
-            for instance, number in view.kv.reclaimable(victim).items():
-                budget.blocks[instance] += number
-            if victim is request:
-                scheduled = None
-            else:
-                queue.remove(victim)
-                scheduled = placement.grow(request, view, budget)
-        if scheduled is not None:
-            budget.grow(scheduled)
-            batch.scheduled_parts.append(scheduled)
-    if not batch.preempted:
-        _admit_waiting(candidates, view, budget, placement, batch)
-    return batch
-
-
-def _runnable(view: ClusterView, instances: frozenset[int]) -> deque[RequestView]:
-    """Who runs on these instances only and has something to compute, first admitted first."""
-    found = [r for r in view.running.within(instances) if r.num_scheduled < r.num_tokens]
-    if len(found) > 1:
-        found.sort(key=lambda r: r.admission)
-    return deque(found)
-
-
-def _short(scheduled: ScheduledPart, budget: Budget) -> set[int]:
-    """The instances where blocks are missing."""
-    return {i for i, number in scheduled.new_blocks.items() if budget.blocks[i] < number}
-
-
-def _frees_itself(scheduled: ScheduledPart, view: ClusterView, budget: Budget) -> bool:
-    """Whether blocks where they are missing will be free as soon as KV on its way has left: nobody need give way."""
-    return any(view.kv.num_leaving(instance) for instance in _short(scheduled, budget))
-
-
-def _victim(
-    request: RequestView, later: Sequence[RequestView], scheduled: ScheduledPart, budget: Budget
-) -> RequestView:
-    """The last of `later` that holds a block where one is missing, or else `request` itself."""
-    short = _short(scheduled, budget)
-    holding = (r for r in reversed(later) if any(ref.instance in short for ref in r.table))
-    return next(holding, request)
-
-
-def _can_wait(scheduled: ScheduledPart, view: ClusterView) -> bool:
-    """Whether a share that lacks a block, and for which nobody who came later can give way, will get one in time.
-
-    One that rotates by token can take no other member's, but does while others hold blocks there: they come first. A
-    home that is full of its own blocks means that the request outgrows its group.
-    """
-    if scheduled.rotation is None:
-        return False
-    [home] = scheduled.block_owners
-    return sum(ref.instance == home for ref in scheduled.request.table) < view.kv.num_blocks(home)
-
-
-def _admit_waiting(
-    waiting: Iterable[RequestView], view: ClusterView, budget: Budget, placement: Placement, batch: Batch
-) -> None:
-    for request in waiting:
-        scheduled = placement.admit(request, view, budget)
-        if scheduled is None or scheduled.hit is None:
-            return
-        cost = view.kv.hit_cost(scheduled.hit, budget.claimed)
-        if not budget.admits(scheduled, cost):
-            return
-        budget.admit(scheduled, cost)
-        batch.scheduled_parts.append(scheduled)
+    def _kv_owners(self, part: ScheduledPart) -> Sequence[int]:
+        """Returns who will hold what is still to come of a request that is admitted."""
+        if part.kv_owner is not None:
+            return (part.kv_owner,)
+        return self.growing.groups.get(part.request.id, part.group)
 
 
 def single_part(
@@ -291,7 +322,10 @@ def single_part(
     most: int | None = None,
     end: int | None = None,
 ) -> ScheduledPart | None:
-    """As much of a request's remaining tokens as one instance has tokens left for; `most` of them, and up to `end`."""
+    """Schedules the tokens of a request from `start` on that one instance has budget for; `most` of them, up to `end`.
+
+    Returns None when there are none. An admission names its `hit`.
+    """
     tokens = budget.tokens[instance] if most is None else min(most, budget.tokens[instance])
     stop = min(request.num_tokens if end is None else end, start + tokens)
     if stop <= start:
@@ -306,49 +340,4 @@ def single_part(
         block_owners=(instance,) * (request.blocks_for(stop) - num_held),
         exchange=LOCAL,
         hit=hit,
-    )
-
-
-def one_token_part(request: RequestView, exchange: Exchange, budget: Budget) -> ScheduledPart | None:
-    """The next token of a decode inside a block, for whoever holds that; None when that has no tokens left to give."""
-    start = request.num_scheduled
-    assert start % request.block_size, "a block that begins is dealt like others"
-    home = request.group.index(request.table[start // request.block_size].instance)
-    return _one_token(request, home, exchange, budget)
-
-
-def rotated_part(request: RequestView, exchange: Exchange, budget: Budget) -> ScheduledPart | None:
-    """The next token of a decode that rotates by token, or None when its home has no tokens left to give.
-
-    When the home has to begin a block and none is free there, the share asks for it all the same: who came later gives
-    way, or else it waits.
-    """
-    start, group = request.num_scheduled, request.group
-    rotation = request.rotation or Rotation(start=start, held=request.owners.counts(start))
-    home, num_before = rotation.place(start)
-    block_owners = () if num_before % request.block_size else (group[home],)
-    return _one_token(request, home, exchange, budget, block_owners, rotation)
-
-
-def _one_token(
-    request: RequestView,
-    home: int,
-    exchange: Exchange,
-    budget: Budget,
-    block_owners: tuple[int, ...] = (),
-    rotation: Rotation | None = None,
-) -> ScheduledPart | None:
-    """The next token of a request, computed by member `home` of its group."""
-    start, group = request.num_scheduled, request.group
-    if budget.tokens[group[home]] <= 0:
-        return None
-    return ScheduledPart(
-        request=request,
-        group=group,
-        start=start,
-        stop=start + 1,
-        runs=shard_span("single", start, start + 1, len(group), head=home),
-        block_owners=block_owners,
-        exchange=exchange,
-        rotation=rotation,
     )

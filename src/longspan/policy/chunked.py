@@ -1,19 +1,18 @@
-"""Continuous batching with chunked prefill, the way of Sarathi-Serve and vLLM: each request on one instance.
+"""Continuous batching with chunked prefill, as Sarathi-Serve and vLLM do it: each request on one instance.
 
 On several instances a request goes to the one where its prefill is expected to end first: data parallelism.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from longspan.core.protocols import PolicySettings
 from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
-from longspan.policy.batching import Batch, Budget, fill, single_part
+from longspan.policy.batching import Batch, Budget, single_part
 from longspan.policy.choosing import Facts
 from longspan.policy.options import FixedSettings, parse_options, settings_of
-from longspan.policy.placement import admit_alone, plan_coupled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +25,7 @@ class Chunked(FixedSettings):
 
     def __init__(self, everyone: tuple[int, ...], settings: PolicySettings) -> None:
         super().__init__(settings)
-        self._everyone, self._all = everyone, frozenset(everyone)
+        self._everyone = everyone
 
     @classmethod
     def create(cls, num_instances: int, options: Mapping[str, str], facts: Facts) -> Chunked:
@@ -42,14 +41,26 @@ class Chunked(FixedSettings):
         """Any prompt will do."""
 
     def plan(self, view: ClusterView) -> Plan:
-        """One batch for every instance that can take a step."""
-        return plan_coupled(view, (), self._all, lambda able: fill(view, able, self) if able else Batch())
+        """Gives every running request what the token budget leaves for it, and then admits those that wait."""
+        batch = Batch(view, frozenset(self._everyone))
+        for request in batch.running():
+            batch.add(single_part(request, request.group[0], request.num_scheduled, batch.budget))
+        for request in batch.waiting():
+            batch.add(admit_alone(request, batch.budget, self._everyone))
+        return batch.plan()
 
-    def grow(self, request: RequestView, view: ClusterView, budget: Budget) -> ScheduledPart | None:
-        """What the token budget leaves for it."""
-        del view
-        return single_part(request, request.group[0], request.num_scheduled, budget)
 
-    def admit(self, request: RequestView, view: ClusterView, budget: Budget) -> ScheduledPart | None:
-        """Behind the longest cached prefix, while a seat is free."""
-        return admit_alone(request, view, budget, self._everyone)
+def admit_alone(request: RequestView, budget: Budget, everyone: Sequence[int]) -> ScheduledPart | None:
+    """Schedules the first part of a request on the instance where its prefill is expected to end first.
+
+    That is the one with the fewest tokens to compute, its own uncached ones included. Returns None while no instance
+    has a seat and room for it, or the best one takes no part in this step.
+    """
+    hits = {i: budget.view.kv.match(request, (i,)) for i in everyone}
+    for instance in sorted(everyone, key=lambda i: (budget.load[i] - hits[i].num_tokens, i)):
+        missing = request.blocks_for(request.num_tokens) - len(hits[instance].refs)
+        if budget.seqs[instance] > 0 and missing <= budget.blocks[instance] - budget.reserved[instance]:
+            if instance not in budget.tokens:
+                return None
+            return single_part(request, instance, hits[instance].num_tokens, budget, hits[instance])
+    return None

@@ -18,11 +18,11 @@ from typing import Literal
 from longspan.core.owners import PrefixHit
 from longspan.core.protocols import PolicySettings
 from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
-from longspan.policy.batching import Batch, Budget, fill
+from longspan.policy.batching import Batch, Budget
 from longspan.policy.choosing import Chooser, Facts
+from longspan.policy.chunked import admit_alone
 from longspan.policy.group_parts import GroupParts, is_too_large
 from longspan.policy.options import FixedSettings, SharingOptions, parse_options, settings_of
-from longspan.policy.placement import admit_alone, plan_coupled
 from longspan.policy.sharding import Partitions
 
 _UNMEASURED_THRESHOLD = 1024
@@ -65,7 +65,7 @@ class ContextOptions(LengthOptions, SharingOptions):
 
 
 class Context(FixedSettings):
-    """See the module. `grow` and `admit` are its `Placement`."""
+    """Shards long prompts over as many instances as pay off, and leaves short ones to one."""
 
     def __init__(
         self,
@@ -104,18 +104,23 @@ class Context(FixedSettings):
             self._partitions.check(num_prompt_tokens, self._num_members(num_prompt_tokens))
 
     def plan(self, view: ClusterView) -> Plan:
-        """One batch per set of instances that share requests, where all of the set can take a step."""
-        return plan_coupled(view, (), self._all, lambda able: self._fill(view, able))
-
-    def _fill(self, view: ClusterView, able: frozenset[int]) -> Batch | None:
-        """A step of these instances; None when somebody in flight is in the way."""
-        if not able or len(able) < self._gathering(view):
-            return Batch()
-        return fill(view, able, self, self._in_turn(view))
+        """Goes on with running requests, and admits waiting ones, unless the first in line needs more instances."""
+        batch = Batch(view, self._all)
+        fewest = self._gathering(view) if batch.instances else 1
+        if len(batch.instances) < fewest:
+            return Plan()
+        for request in batch.running():
+            batch.add(self._group_parts.next(request, batch.budget, self._long_share(view)))
+        if len(batch.instances) < fewest:
+            return Plan()
+        for request in batch.waiting(self._in_turn(view)):
+            batch.add(self._first(request, batch.budget))
+        return batch.plan()
 
     def _gathering(self, view: ClusterView) -> int:
-        """How many instances the prompt that waits first in line is to be dealt to: until so many can take a step,
-        those that could wait for others.
+        """Returns the number of instances that the first prompt in line is sharded over.
+
+        Until so many can take a step, those that could wait for others.
         """
         first = next(self._in_turn(view), None)
         return 0 if first is None else self._group_size(first, view)
@@ -154,10 +159,11 @@ class Context(FixedSettings):
             members = everyone if new_tokens > limit else 1
         return everyone if members > 1 and self._options.fractions else members
 
-    def admit(self, request: RequestView, view: ClusterView, budget: Budget) -> ScheduledPart | None:
-        """Deals a long prompt over a group; puts a short one where its prefill is expected to end first."""
+    def _first(self, request: RequestView, budget: Budget) -> ScheduledPart | None:
+        """Shards a long prompt over a group; puts a short one where its prefill is expected to end first."""
+        view = budget.view
         if (members := self._group_size(request, view)) > 1:
-            group = self._group(request, view, budget, members)
+            group = self._group(request, budget, members)
             if len(group) < members:
                 return None
             hit = view.kv.match(request, group)
@@ -165,22 +171,18 @@ class Context(FixedSettings):
             if exchange.traits.keeps == "later":
                 group = _ending_at_home(group, hit, budget)
             most = self._long_share(view)
-            return self._group_parts.chunk(request, view, budget, group, hit, most=most, end=request.num_tokens)
-        return admit_alone(request, view, budget, self._everyone)
+            return self._group_parts.chunk(request, budget, group, hit, most=most, end=request.num_tokens)
+        return admit_alone(request, budget, self._everyone)
 
-    def _group(self, request: RequestView, view: ClusterView, budget: Budget, members: int) -> tuple[int, ...]:
+    def _group(self, request: RequestView, budget: Budget, members: int) -> tuple[int, ...]:
         """So many that can take it now, if there are, in order of proximity: who holds most of its prefix, then who has
         the least to do, then hosts with most of them.
         """
         able = [i for i in self._everyone if i in budget.tokens and budget.seqs[i] > 0]
-        held = Counter(ref.instance for ref in view.kv.match(request, self._everyone).refs)
+        held = Counter(ref.instance for ref in budget.view.kv.match(request, self._everyone).refs)
         near = Counter(self._host[i] for i in able)
         best = sorted(able, key=lambda i: (-held[i], budget.load[i], -near[self._host[i]]))[:members]
         return tuple(i for i in able if i in best)
-
-    def grow(self, request: RequestView, view: ClusterView, budget: Budget) -> ScheduledPart | None:
-        """The next chunk of a prompt, or the next token of a decode, which the end of a chain goes on with alone."""
-        return self._group_parts.next(request, view, budget, self._long_share(view))
 
     def _long_share(self, view: ClusterView) -> int:
         tokens, num_running = view.limits.max_num_batched_tokens, len(view.running)

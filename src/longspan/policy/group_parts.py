@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from longspan.core.exchange import Exchange
-from longspan.core.owners import BlockRef, PrefixHit
-from longspan.core.runs import SpanShards
+from longspan.core.owners import BlockRef, PrefixHit, Rotation
+from longspan.core.runs import SpanShards, shard_span
 from longspan.core.view import ClusterView, RequestView, ScheduledPart
-from longspan.policy.batching import Budget, one_token_part, rotated_part, single_part
+from longspan.policy.batching import Budget, single_part
 from longspan.policy.choosing import Chooser
 from longspan.policy.options import SharingOptions
 from longspan.policy.sharding import Partitions, Room, Shape, block_owners, shard_chunk, shard_to_last
@@ -57,7 +57,7 @@ class GroupParts:
         """Of a step of prefill."""
         return self._options.wanted or self._chooser.exchange(new_tokens, cached_tokens, members)
 
-    def next(self, request: RequestView, view: ClusterView, budget: Budget, most: int) -> ScheduledPart | None:
+    def next(self, request: RequestView, budget: Budget, most: int) -> ScheduledPart | None:
         """The next chunk of a prompt, or the next token of a decode, which the end of a chain goes on with alone.
 
         `most` bounds the tokens of a dealt prompt on each member; None when there are none left to give.
@@ -67,15 +67,14 @@ class GroupParts:
         if (end := _alone(request, is_single=is_single)) is not None:
             return single_part(request, end, start, budget)
         if is_single and self._options.rotate == "token" and start >= request.num_prompt:
-            return rotated_part(request, self._options.decoding, budget)
+            return _rotated_part(request, self._options.decoding, budget)
         if is_single and start % request.block_size:
-            return one_token_part(request, self._options.decoding, budget)
-        return self.chunk(request, view, budget, request.group, None, most=most, end=request.num_tokens)
+            return _one_token_part(request, self._options.decoding, budget)
+        return self.chunk(request, budget, request.group, None, most=most, end=request.num_tokens)
 
     def chunk(
         self,
         request: RequestView,
-        view: ClusterView,
         budget: Budget,
         group: tuple[int, ...],
         hit: PrefixHit | None,
@@ -88,15 +87,14 @@ class GroupParts:
         When the group has grown, what the request holds is spread over it first, if there is room for that.
         """
         moves = self._moves(request, budget, group) if hit is None else ()
-        scheduled = self._chunk(request, view, budget, group, hit, most=most, end=end, moves=moves)
+        scheduled = self._chunk(request, budget, group, hit, most=most, end=end, moves=moves)
         if moves and (scheduled is None or not budget.fits(scheduled.new_blocks)):
-            scheduled = self._chunk(request, view, budget, group, hit, most=most, end=end)
+            scheduled = self._chunk(request, budget, group, hit, most=most, end=end)
         return scheduled
 
     def _chunk(
         self,
         request: RequestView,
-        view: ClusterView,
         budget: Budget,
         group: tuple[int, ...],
         hit: PrefixHit | None,
@@ -107,7 +105,7 @@ class GroupParts:
     ) -> ScheduledPart | None:
         table = list(hit.refs) if hit is not None else request.table
         start = hit.num_tokens if hit is not None else request.num_scheduled
-        cost = view.kv.hit_cost(hit, budget.claimed) if hit is not None else Counter[int]()
+        cost = budget.view.kv.hit_cost(hit, budget.claimed) if hit is not None else Counter[int]()
         if moves:
             cost.update(instance for _, instance in moves)
         room = Room(
@@ -126,7 +124,8 @@ class GroupParts:
         dealt: SpanShards | None = None
         held: tuple[int, ...] = ()
         kv_owner = None
-        if exchange.traits.keeps == "later" and self._options.home != "computed" and not is_too_large(request, view, 1):
+        later = exchange.traits.keeps == "later" and self._options.home != "computed"
+        if later and not is_too_large(request, budget.view, 1):
             dealt, held = shard_to_last(start, end, owners, room, shape)
             kv_owner = None if dealt is None else group[-1]
         if dealt is None:
@@ -161,6 +160,51 @@ class GroupParts:
         if not exchange.traits.in_order or self._partitions is None:
             return shape
         return replace(shape, fractions=self._partitions.fractions(num_tokens, members))
+
+
+def _one_token_part(request: RequestView, exchange: Exchange, budget: Budget) -> ScheduledPart | None:
+    """Schedules the next token of a decode inside a block on the member that owns the block, if that has budget."""
+    start = request.num_scheduled
+    assert start % request.block_size, "a block that begins is sharded like others"
+    owner = request.group.index(request.table[start // request.block_size].instance)
+    return _one_token(request, owner, exchange, budget)
+
+
+def _rotated_part(request: RequestView, exchange: Exchange, budget: Budget) -> ScheduledPart | None:
+    """Schedules the next token of a decode that rotates by token, if its owner has budget.
+
+    When the owner has to begin a block and none is free there, the part asks for it all the same: who came later gives
+    way, or else it waits.
+    """
+    start, group = request.num_scheduled, request.group
+    rotation = request.rotation or Rotation(start=start, held=request.owners.counts(start))
+    owner, num_before = rotation.place(start)
+    block_owners = () if num_before % request.block_size else (group[owner],)
+    return _one_token(request, owner, exchange, budget, block_owners, rotation)
+
+
+def _one_token(
+    request: RequestView,
+    owner: int,
+    exchange: Exchange,
+    budget: Budget,
+    block_owners: tuple[int, ...] = (),
+    rotation: Rotation | None = None,
+) -> ScheduledPart | None:
+    """Schedules the next token of a request on member `owner` of its group."""
+    start, group = request.num_scheduled, request.group
+    if budget.tokens[group[owner]] <= 0:
+        return None
+    return ScheduledPart(
+        request=request,
+        group=group,
+        start=start,
+        stop=start + 1,
+        runs=shard_span("single", start, start + 1, len(group), head=owner),
+        block_owners=block_owners,
+        exchange=exchange,
+        rotation=rotation,
+    )
 
 
 def _alone(request: RequestView, *, is_single: bool) -> int | None:

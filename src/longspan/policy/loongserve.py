@@ -44,11 +44,11 @@ class AloneParts(GroupParts):
 
     spare: Sequence[int] = ()
 
-    def next(self, request: RequestView, view: ClusterView, budget: Budget, most: int) -> ScheduledPart | None:
+    def next(self, request: RequestView, budget: Budget, most: int) -> ScheduledPart | None:
         """The next token of a decode. The first one takes the KV along to where all following ones are."""
         start = request.num_scheduled
         if request.num_tokens - start != 1:
-            return super().next(request, view, budget, most)
+            return super().next(request, budget, most)
         moves = _scaled_down(request, budget) if len(request.group) > 1 else ()
         lie = dict(moves)
         owners = [lie.get(place, ref.instance) for place, ref in enumerate(request.table)]

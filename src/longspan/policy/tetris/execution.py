@@ -7,18 +7,19 @@ decodes beside it, or leaves that to instances of their own. Who waits for room 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Protocol
 
+from longspan.core.cluster import coupled_instances
 from longspan.core.owners import PrefixHit
 from longspan.core.protocols import PolicySettings
 from longspan.core.view import ClusterView, KvView, Plan, RequestView, ScheduledPart
-from longspan.policy.batching import Batch, Budget, Growing, fill, single_part
+from longspan.policy.batching import Batch, Budget, Growing, single_part
 from longspan.policy.group_parts import GroupParts
 from longspan.policy.options import FixedSettings
-from longspan.policy.placement import Router, plan_coupled, plan_decodes
 from longspan.policy.tetris.planner import ChunkPlan, Prompt
 from longspan.policy.tetris.rates import RateWatch
 from longspan.policy.tetris.times import QueueTimes
@@ -90,7 +91,7 @@ class Planned:
 
 
 class Cdsp(FixedSettings):
-    """A policy. `grow` and `admit` are its `Placement`.
+    """Prefills prompts chunk by chunk as a planner decides, and decodes beside that or on instances of their own.
 
     Args:
         everyone: the instances in order of proximity.
@@ -114,7 +115,6 @@ class Cdsp(FixedSettings):
         self._place = {i: place for place, i in enumerate(everyone)}
         self._planner, self._group_parts, self._watch, self._chunking = planner, scheduled_parts, watch, chunking
         self._decode = decode
-        self._router: Router | None = None
         self._queue = QueueTimes(len(everyone))
         self._plans: dict[int, Planned] = {}
         """By request id, in order of their turns."""
@@ -131,8 +131,8 @@ class Cdsp(FixedSettings):
         """Any prompt will do."""
 
     def plan(self, view: ClusterView) -> Plan:
-        """One batch per set of instances that share requests, where all of the set can take a step."""
-        decodes = plan_decodes(view, self._decode, self)
+        """Plans the decode instances one by one, and the others in the order of their prompts."""
+        decodes = self._plan_decodes(view)
         if self._all <= view.full:
             return decodes
         if self._idle is not None and self._idle == self._seen(view):
@@ -214,34 +214,41 @@ class Cdsp(FixedSettings):
 
     # ---------------------------------------------------------------- turns
 
+    def _plan_decodes(self, view: ClusterView) -> Plan:
+        """Plans each instance that only decodes by itself; nobody is admitted there."""
+        full, occupied = view.full, view.running.occupied
+        plans = []
+        for instance in [i for i in self._decode if i in occupied and i not in full]:
+            batch = Batch(view, frozenset((instance,)), coupled_sets=())
+            for request in batch.running():
+                batch.add(self._next(request, batch.budget))
+            plans.append(batch.plan())
+        return Plan(
+            preempted=tuple([request for plan in plans for request in plan.preempted]),
+            batches=tuple([parts for plan in plans for parts in plan.batches]),
+        )
+
     def _plan_turns(self, view: ClusterView) -> tuple[Plan, bool]:
-        """What those do whose turn it is, and whether one of them waits for room."""
+        """Plans for those whose turn it is, and tells whether one of them waits for room."""
         unscheduled = [planned for planned in self._plans.values() if not planned.is_scheduled]
-        if not unscheduled:  # everybody decodes
-            return plan_coupled(view, (), self._all, lambda able: fill(view, able, self, ())), False
         in_turn = self._in_turn(unscheduled)
         groups = {planned.request.id: planned.group for planned in unscheduled if planned.begun}
         waiting = [planned for planned in in_turn if not planned.begun]
         groups.update((planned.request.id, planned.group) for planned in waiting)
         growing = Growing.of(view.running, groups)
         able = _with_room(waiting, view, growing)
-        tried: list[Planned] = []
-        batches: list[Batch] = []
-
-        def step(instances: frozenset[int]) -> Batch | None:
-            self._router = Router(view, self._decode) if self._decode else None
-            tried[:] = [planned for planned in able if instances.issuperset(planned.spans[0].group)]
-            requests = [planned.request for planned in tried]
-            batch = fill(view, instances, self, requests, growing) if instances else Batch()
-            batches.append(batch or Batch())
-            return batch
-
         joining = [p.span(p.request.num_scheduled).group for p in in_turn if p.begun]
         beginning = [planned.spans[0].group for planned in able]
-        plan = plan_coupled(view, [*joining, *beginning], self._all, step)
-        begun = {scheduled.request.id for batch in batches[-1:] for scheduled in batch.scheduled_parts}
+        batch = Batch(view, self._all, coupled_sets=_coupled(view, [*joining, *beginning]), growing=growing)
+        for request in batch.running():
+            batch.add(self._next(request, batch.budget))
+        router = Router(view, self._decode) if self._decode else None
+        tried = [planned for planned in able if batch.instances.issuperset(planned.spans[0].group)]
+        for request in batch.waiting([planned.request for planned in tried]):
+            batch.add(self._first_part(request, batch.budget, router))
+        begun = {part.request.id for part in batch.parts}
         refused = any(planned.request.id not in begun for planned in tried)
-        return plan, refused or len(able) < len(waiting)
+        return batch.plan(), refused or len(able) < len(waiting)
 
     def _in_turn(self, unscheduled: Iterable[Planned]) -> list[Planned]:
         """Who of these is first in the queue of every instance of the chunk that comes next."""
@@ -275,37 +282,35 @@ class Cdsp(FixedSettings):
 
     # ---------------------------------------------------------------- shares
 
-    def admit(self, request: RequestView, view: ClusterView, budget: Budget) -> ScheduledPart | None:
+    def _first_part(self, request: RequestView, budget: Budget, router: Router | None) -> ScheduledPart | None:
         """Begins with the first chunk that is not all cached on its own group."""
         planned = self._plans[request.id]
         for span in planned.spans:
-            hit = view.kv.match(request, span.group)
+            hit = budget.view.kv.match(request, span.group)
             if hit.num_tokens < span.stop:
                 break
-        scheduled = self._share(request, view, budget, span, hit)
-        if scheduled is None or self._router is None:
-            return scheduled
-        return replace(scheduled, target=self._router.route(request))
+        part = self._part(request, budget, span, hit)
+        if part is None or router is None:
+            return part
+        return replace(part, target=router.route(request))
 
-    def grow(self, request: RequestView, view: ClusterView, budget: Budget) -> ScheduledPart | None:
-        """The next tokens of the chunk at hand, or the next token of a decode."""
+    def _next(self, request: RequestView, budget: Budget) -> ScheduledPart | None:
+        """Schedules the next tokens of the chunk at hand, or the next token of a decode."""
         planned = self._plans.get(request.id)
         if planned is None or planned.is_scheduled:
-            return self._group_parts.next(request, view, budget, view.limits.max_num_batched_tokens)
-        return self._share(request, view, budget, planned.span(request.num_scheduled), None)
+            return self._group_parts.next(request, budget, budget.view.limits.max_num_batched_tokens)
+        return self._part(request, budget, planned.span(request.num_scheduled), None)
 
-    def _share(
-        self, request: RequestView, view: ClusterView, budget: Budget, span: Span, hit: PrefixHit | None
-    ) -> ScheduledPart | None:
-        """Tokens of a chunk, if it is its turn and each member that is new to the request has a seat for it."""
+    def _part(self, request: RequestView, budget: Budget, span: Span, hit: PrefixHit | None) -> ScheduledPart | None:
+        """Schedules tokens of a chunk, if it is its turn and each member that is new to the request has a seat."""
         group, new = span.group, set(span.group).difference(request.group)
         if any(i not in budget.tokens for i in group) or any(budget.seqs[i] <= 0 for i in new):
             return None
         if not self._is_first(request.id, group):
             return None
-        most = self._most(group, view)
+        most = self._most(group, budget.view)
         if len(group) > 1:
-            return self._group_parts.chunk(request, view, budget, group, hit, most=most, end=span.stop)
+            return self._group_parts.chunk(request, budget, group, hit, most=most, end=span.stop)
         start = request.num_scheduled if hit is None else hit.num_tokens
         return single_part(request, group[0], start, budget, hit, most=most, end=span.stop)
 
@@ -336,3 +341,35 @@ def _has_room(planned: Planned, view: ClusterView, budget: Budget) -> bool:
         return True
     hit = view.kv.match(request, group)  # what others use, too, takes no room
     return whole - len(hit.refs) + view.kv.hit_cost(hit, budget.claimed).total() <= room
+
+
+def _coupled(view: ClusterView, groups: Sequence[tuple[int, ...]]) -> Sequence[frozenset[int]]:
+    """Returns the sets of instances that step together when these groups do, too."""
+    coupled_sets = view.running.coupled_sets
+    joined = [g for g in groups if len(g) > 1 and not any(coupled.issuperset(g) for coupled in coupled_sets)]
+    return coupled_instances([*coupled_sets, *joined]) if joined else coupled_sets
+
+
+class Router:
+    """Chooses the instances that are to decode the requests which one plan admits."""
+
+    def __init__(self, view: ClusterView, decode: Sequence[int]) -> None:
+        self._view, self._decode = view, decode
+        self._chosen: Counter[int] = Counter()
+
+    def route(self, request: RequestView) -> int | None:
+        """Returns the instance with the highest freeness, of equals the first, and counts the request there.
+
+        Returns None for a request that ends with its next token.
+        """
+        if request.num_known - request.num_prompt + 1 >= request.max_tokens:
+            return None
+        target = max(self._decode, key=self._freeness)
+        self._chosen[target] += request.blocks_for(request.num_tokens)
+        return target
+
+    def _freeness(self, instance: int) -> float:
+        """Returns the free blocks for each request; where more are promised than free, minus the number missing."""
+        view = self._view
+        free = view.kv.num_free(instance) - view.promised.get(instance, 0) - self._chosen.get(instance, 0)
+        return free / max(1, len(view.running.on(instance))) if free > 0 else free
