@@ -21,7 +21,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from longspan import LLM
-from longspan.cli.profile_run import measure, measure_links
 from longspan.core.config import EngineConfig
 from longspan.core.protocols import EnginePolicy, PolicySettings
 from longspan.core.request import Request
@@ -31,6 +30,7 @@ from longspan.cost.fitted_cost import FittedCost
 from longspan.cost.profile import Profile
 from longspan.policy import make_policy
 from longspan.policy.choosing import Facts
+from longspan.profiling.run import measure, measure_links
 from longspan.profiling.store import profile_file
 from longspan.sim.result import Result
 from longspan.sim.run import Faults, simulate

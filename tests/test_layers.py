@@ -26,7 +26,7 @@ def test_import_contracts_hold() -> None:
         "longspan.cli",
         "longspan.core",
         "longspan.attn",
-        "longspan.cost.ring_fit",
+        "longspan.cost.roofline",
         "longspan.cost.step_cost",
         "longspan.policy",
         "longspan.sim",

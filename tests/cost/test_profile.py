@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from longspan.core.exchange import LOCAL, RING_KV, RING_Q, Exchange
 from longspan.cost.architecture import ModelShape
-from longspan.cost.profile import Decode, Prefill, Profile, ProfileKey, Transfer, TransferKind
-from longspan.cost.profile_plan import (
+from longspan.cost.profile import Decode, Prefill, Profile, ProfileKey, Transfer, TransferKind, profiled_prompts
+from longspan.cost.time_fit import Times, fit_link, fit_times
+from longspan.profiling.plan import (
     SHARED,
     DecodeTask,
     Room,
@@ -20,9 +21,7 @@ from longspan.cost.profile_plan import (
     all_missing,
     default_lengths,
     kinds_of_links,
-    prompts_of,
 )
-from longspan.cost.time_fit import Times, fit_link, fit_times
 
 SUBJECT = ProfileKey(
     model="m", dtype="float32", device="cpu", tp=1, threads=1, kernel="torch", machine="a processor of some kind"
@@ -31,7 +30,7 @@ ROOM = Room(max_model_len=8192, block_size=256, num_blocks=1000)
 COEFFICIENTS = st.tuples(
     st.floats(1e-4, 1e-2), st.sampled_from([0.0, 1e-5, 1e-3]), st.sampled_from([0.0, 1e-8, 1e-7]), st.just(5e-8)
 )
-PROMPTS = prompts_of([512, 1024, 2048, 4096], 8192)
+PROMPTS = profiled_prompts([512, 1024, 2048, 4096], 8192)
 
 
 def num_prompts(profile: Profile) -> int:
@@ -163,9 +162,9 @@ def test_what_is_no_prefill_is_refused(wrong: dict[str, object]) -> None:
         prefill(new, cached, *seconds, **given_)  # type: ignore[arg-type, misc]  # wrong on purpose
 
 
-def test_fits_and_rules_are_of_groups() -> None:
+def test_fits_are_of_groups() -> None:
     profile = Profile(profile_key=SUBJECT)
-    assert profile.fits() == {} and profile.ring_rule(2) is None
+    assert profile.fits() == {}
     for new, cached in PROMPTS:
         kv, q = 1e-4 * (new + cached), 3e-4 * new
         profile = profile.with_prefill(prefill(new, cached, kv)).with_prefill(
@@ -173,10 +172,6 @@ def test_fits_and_rules_are_of_groups() -> None:
         )
         profile = profile.with_prefill(prefill(new, cached, 1e-3 * new, members=1, exchange="local"))
     assert list(profile.fits()) == [(1, LOCAL), (2, RING_KV), (2, RING_Q)]
-    ring = profile.ring_rule(2)
-    assert ring is not None and ring.missed == ()
-    assert [ring.rule.choose(2048, 0), ring.rule.choose(64, 2048)] == [RING_KV, RING_Q]
-    assert profile.ring_rule(1) is None
 
 
 def transfer(kind: TransferKind, num_bytes: int, *seconds: float, members: int = 2) -> Transfer:
@@ -233,7 +228,7 @@ def test_default_lengths_are_prompts_of_the_model(max_model_len: int) -> None:
     lengths = default_lengths(max_model_len)
     assert list(lengths) == sorted(set(lengths))
     assert lengths[0] >= 1 and lengths[-1] < max_model_len
-    prompts = prompts_of(lengths, max_model_len)
+    prompts = profiled_prompts(lengths, max_model_len)
     assert all(new >= 1 and new + cached < max_model_len for new, cached in prompts)
     assert {(length, 0) for length in lengths} <= set(prompts)
     if max_model_len > 513:

@@ -20,13 +20,13 @@ from longspan.core.runs import Run
 from longspan.cost.architecture import Hardware, ModelShape
 from longspan.cost.exchange_rules import ring_kv_or_ring_q, unsharded_weights_pay
 from longspan.cost.partitions import Entry, PartitionTable
-from longspan.cost.profile import Profile, Transfer
-from longspan.cost.profile_plan import SHARED, prompts_of
+from longspan.cost.profile import Profile, Transfer, profiled_prompts
 from longspan.policy.choosing import Chooser, Facts
+from longspan.profiling.plan import SHARED
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=8, bytes_per_element=4)
 HARDWARE = Hardware(flops_per_s=1e12, bytes_per_s=1e9)
-PROMPTS = prompts_of([256, 1024, 4096, 16384], 40_000)
+PROMPTS = profiled_prompts([256, 1024, 4096, 16384], 40_000)
 LENGTHS = st.integers(1, 200_000)
 
 

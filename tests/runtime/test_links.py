@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from longspan.cost.profile import Profile, ProfileKey
-from longspan.cost.profile_plan import kinds_of_links
 from longspan.errors import WorkerLostError
 from longspan.profiling.links import time_links
+from longspan.profiling.plan import kinds_of_links
 
 SUBJECT = ProfileKey(model="m", dtype="float32", device="cpu", tp=1, threads=1, kernel="torch", machine="m")
 

@@ -23,8 +23,7 @@ from longspan.cost.cluster import memory, slowest_link
 from longspan.cost.fitted_cost import FittedCost
 from longspan.cost.forward import Roofline
 from longspan.cost.partitions import PartitionTable
-from longspan.cost.profile import Profile, ProfileKey
-from longspan.cost.profile_plan import prompts_of
+from longspan.cost.profile import Profile, ProfileKey, profiled_prompts
 from longspan.cost.step_cost import RooflineCost, StepCost
 from longspan.policy.choosing import Facts
 from longspan.policy.tetris.times import named_sizes
@@ -105,7 +104,7 @@ def _computed(
         cost,
         profile_key,
         num_instances=fleet.spec.instances,
-        prompts=prompts_of(_PREDICTED_LENGTHS, 2 * _PREDICTED_LENGTHS[-1]),
+        prompts=profiled_prompts(_PREDICTED_LENGTHS, 2 * _PREDICTED_LENGTHS[-1]),
         exchanges=(*of_any_layout(), CHAIN),
         sizes=named_sizes(scheduling.policy_options()),
     )

@@ -1,8 +1,9 @@
 """Which exchange to use: the rules of two papers as pure functions of model shape, hardware, lengths and group size.
 
 Context Parallelism (arXiv 2411.01783) chooses between `ring_kv` (its pass-KV) and `ring_q` (pass-Q) by equations 1, 2
-and 5, Algorithms 1 and 5, and the form of Appendix D. Its T is `new_tokens` here, P `cached_tokens`, N `num_members`, C
-`flops_per_s`, BW `bytes_per_s`, e `bytes_per_element`, and its D is `num_heads * head_dim`, which cancels in the rules.
+and 5 and Algorithms 1 and 5; the fitted rule of Appendix D is in benchmarks/papers. Its T is `new_tokens` here, P
+`cached_tokens`, N `num_members`, C `flops_per_s`, BW `bytes_per_s`, e `bytes_per_element`, and its D is
+`num_heads * head_dim`, which cancels in the rules.
 
 CSPS chooses between `alltoall` (its SP-NTP) and `gather_hidden` (SP-TP) by the bytes of supplement A.
 
@@ -12,7 +13,6 @@ Bytes are of one layer. A prompt without cached tokens is a full prefill.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal
 
 from longspan.core.exchange import ALLTOALL, GATHER_HIDDEN, RING_KV, RING_Q, Exchange, WeightSource
@@ -47,8 +47,7 @@ def ring_kv_or_ring_q(
     implies that, so it is not asked. Where Algorithm 1 takes `ring_kv`, Algorithm 5 does, too.
 
     Both are monotone: with more new tokens (for a fixed number of cached ones, or of all), more bandwidth, fewer cached
-    tokens, fewer members or slower devices, `ring_kv` stays chosen once it is. Appendix D's form need not be (see
-    `AppendixD`). A tie is `ring_kv`'s.
+    tokens, fewer members or slower devices, `ring_kv` stays chosen once it is. A tie is `ring_kv`'s.
 
     Raises:
         ValueError: without new tokens, or for a group of one, which exchanges nothing.
@@ -64,30 +63,6 @@ def ring_kv_or_ring_q(
     else:
         prefers_kv = miss_rate + hidden >= equal_messages
     return RING_KV if prefers_kv else RING_Q
-
-
-@dataclass(frozen=True, kw_only=True)
-class AppendixD:
-    """The empirical rule of Appendix D: `ring_kv` where a line in log(T) and log(T / (T + P)) is positive.
-
-    Logarithms are natural. The paper's coefficients do not give the paper's choices in any usual base, so there are no
-    defaults: `fit_appendix_d` finds them from measurements. For a fixed number of cached tokens the rule is monotone
-    in new tokens when neither `alpha` nor `alpha + beta` is negative; otherwise it may leave `ring_kv` again.
-    """
-
-    alpha: float
-    beta: float
-    gamma: float
-
-    def score(self, new_tokens: int, cached_tokens: int) -> float:
-        """h(T, P). Raises ValueError without new tokens."""
-        _check_lengths(new_tokens, cached_tokens)
-        miss_rate = new_tokens / (new_tokens + cached_tokens)
-        return self.alpha * math.log(new_tokens) + self.beta * math.log(miss_rate) + self.gamma
-
-    def choose(self, new_tokens: int, cached_tokens: int) -> Exchange:
-        """By the sign of the score; a score of 0 is `ring_q`'s."""
-        return RING_KV if self.score(new_tokens, cached_tokens) > 0 else RING_Q
 
 
 def alltoall_bytes(shape: ModelShape, length: int, num_members: int, *, gathers_weights: bool) -> float:

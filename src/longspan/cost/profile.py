@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import ClassVar, Literal, Self, TypeVar
 
 import msgspec
 
-from longspan.core.exchange import LOCAL, RING_KV, RING_Q, Exchange, named
+from longspan.core.exchange import LOCAL, Exchange, named
 from longspan.cost.architecture import Hardware, ModelShape
 from longspan.cost.catalog import Stored
-from longspan.cost.ring_fit import RingFit, RingSample, fit_appendix_d
 from longspan.cost.time_fit import DecodeFit, LinkFit, Sample, TimeFit, Times, fit_decodes, fit_link, fit_times
 
 
@@ -250,14 +249,16 @@ class Profile(Stored, frozen=True, kw_only=True):
         found = (t for t in self.transfers if (t.kind, t.members) == (kind, members))
         return fit_link([(t.num_bytes, statistics.median(t.seconds)) for t in found])
 
-    def ring_rule(self, members: int) -> RingFit | None:
-        """Appendix D's rule from prefills that so many members did with both rings; None when there is none."""
-        times = {(p.exchange, p.new_tokens, p.cached_tokens): p.median_s for p in self.prefills if p.members == members}
-        samples = [
-            RingSample(
-                new_tokens=new, cached_tokens=cached, ring_kv_s=seconds, ring_q_s=times[RING_Q.kind, new, cached]
-            )
-            for (exchange, new, cached), seconds in times.items()
-            if exchange == RING_KV.kind and (RING_Q.kind, new, cached) in times
-        ]
-        return fit_appendix_d(samples) if samples else None
+
+_PARTIAL_PARTS = (32, 4)
+"""Of so many cached tokens, one part in so many is new."""
+
+
+def profiled_prompts(lengths: Iterable[int], max_model_len: int) -> list[tuple[int, int]]:
+    """Returns new and cached tokens of the prefills that a profile has.
+
+    These are every length, and as many cached tokens with a part of them behind.
+    """
+    every = sorted(set(lengths))
+    partial = [(max(1, cached // part), cached) for cached in every for part in _PARTIAL_PARTS]
+    return [(n, p) for n, p in dict.fromkeys([*((n, 0) for n in every), *partial]) if n + p < max_model_len]

@@ -1,4 +1,4 @@
-"""How fast ranks reach each other, and a device its host, timed by processes of their own.
+"""Speeds of links between ranks, and of a device to its host, timed by processes of their own.
 
 `time_links` starts one per rank, `python -m longspan.profiling.links`, connected as workers are. The first one reports.
 """
@@ -70,7 +70,7 @@ def _last_line(log: Path) -> str:
 
 
 def main(rank: int, num_ranks: int, store: str, device_kind: str) -> list[Transfer]:
-    """What one rank sees; all ranks do the same transfers in the same order."""
+    """Times transfers as one rank; all ranks do the same ones in the same order."""
     torch.set_num_threads(1)
     keep_to_cores(device_kind, rank, num_ranks)
     device = open_device(device_kind, rank)
@@ -105,7 +105,7 @@ class Links:
         self._next_tag = 0
 
     def there_and_back(self, num_bytes: int) -> float:
-        """Half of the time from rank 0 to rank 1 and back."""
+        """Returns half of the time from rank 0 to rank 1 and back."""
         group = self._group()
         if self._rank > 1:
             return self._timed(lambda: None)
@@ -122,14 +122,14 @@ class Links:
         return self._timed(turn) / 2
 
     def alltoall(self, num_bytes: int) -> float:
-        """Every rank to every other, a message for each."""
+        """Sends from every rank to every other, a message for each."""
         group, others = self._group(), [rank for rank in range(self.size) if rank != self._rank]
         leaving = {rank: self._message(num_bytes) for rank in others}
         coming = {rank: self._message(num_bytes) for rank in others}
         return self._timed(lambda: group.start(sends=leaving, receives=coming, hop=0).wait())
 
     def all_gather(self, num_bytes: int) -> float:
-        """Every rank to every other, the same message."""
+        """Sends from every rank to every other, the same message."""
         group, blocks = self._group(), [self._message(num_bytes) for _ in range(self.size)]
         return self._timed(lambda: all_gather(group, blocks))
 
@@ -149,7 +149,7 @@ class Links:
 
 
 def _copies(device: torch.device, num_bytes: int) -> Transfer:
-    """From the device to memory of its host, which may be the same."""
+    """Times copies from the device to memory of its host, which may be the same."""
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     target = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     seconds = [_seconds(lambda: target.copy_(source), device) for _ in range(_REPEATS + 1)]

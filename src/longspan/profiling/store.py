@@ -1,4 +1,4 @@
-"""Where profiles and tables of partitions are kept: a file per model, precision and machine in the cache folder."""
+"""Files of profiles and partitions: one each per model, precision and machine, in the cache folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _REVISION = 1
 
 
 def profile_key_of(files: ModelFiles, device: str, *, tp: int, threads: int, native: bool) -> ProfileKey:
-    """What a profile would be of that is measured here; `native`: with the attention kernel of our own."""
+    """Names what a profile that is measured here is of; `native`: with the attention kernel of our own."""
     folder = Path(files.name)
     return ProfileKey(
         model=str(folder.resolve()) if folder.is_dir() else files.name,
@@ -34,14 +34,14 @@ def profile_key_of(files: ModelFiles, device: str, *, tp: int, threads: int, nat
 
 
 def profile_file(profile_key: ProfileKey) -> Path:
-    """Where the profile of this subject is, or would be."""
+    """Returns where the profile with this key is, or would be."""
     digest = hashlib.sha256(msgspec.json.encode(profile_key)).hexdigest()[:12]
     name = re.sub(r"[^A-Za-z0-9.]+", "-", Path(profile_key.model).name)
     return cache_root() / "profiles" / f"{name}-{digest}.json"
 
 
 def load_profile(profile_key: ProfileKey) -> Profile | None:
-    """The profile of this subject, if there is one.
+    """Reads the profile with this key, if there is one.
 
     Raises:
         ModelError: when the file is there and is none.
@@ -56,12 +56,12 @@ def load_profile(profile_key: ProfileKey) -> Profile | None:
 
 
 def partitions_file(profile_key: ProfileKey) -> Path:
-    """Where its table of partitions is, or would be: beside the profile."""
+    """Returns where its table of partitions is, or would be: beside the profile."""
     return profile_file(profile_key).with_suffix(".partitions.json")
 
 
 def load_partitions(profile_key: ProfileKey) -> PartitionTable:
-    """The partitions that were searched with this subject; none if nobody did.
+    """Reads the partitions that were searched with this key; none if nobody did.
 
     Raises:
         ModelError: when the file is there and is no table.
@@ -81,7 +81,7 @@ def save_partitions(profile_key: ProfileKey, table: PartitionTable) -> None:
 
 
 def save_profile(profile: Profile) -> None:
-    """Replaces the profile of its subject. Raises ModelError when the cache cannot be written to."""
+    """Replaces the profile with its key. Raises ModelError when the cache cannot be written to."""
     write_file(profile_file(profile.profile_key), profile.to_json())
 
 
@@ -91,7 +91,7 @@ def _cpu_name() -> str:
 
 
 def _gpu_name() -> str:
-    """As its driver says: asking CUDA would take memory of the device, in a process that computes nothing."""
+    """Asks its driver: asking CUDA would take memory of the device, in a process that computes nothing."""
     files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
     return _found(files[0], r"^Model:\s*(.+)$") or "cuda" if files else "cuda"
 

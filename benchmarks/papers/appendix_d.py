@@ -1,19 +1,50 @@
-"""Coefficients for Appendix D's rule from measured times (Context Parallelism, arXiv 2411.01783)."""
+"""Context Parallelism, Appendix D: which ring is quicker, by a line that is fitted to measured times.
+
+    python benchmarks/papers/appendix_d.py PROFILE.json
+
+The file is what `longspan profile` stored, with prompts of groups by both rings. Printed are the coefficients for each
+size of a group, and how many prompts the rule gets wrong. No policy uses it: measured times themselves say more.
+"""
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from longspan.core.exchange import RING_KV, RING_Q, Exchange
-from longspan.cost.exchange_rules import AppendixD
+from longspan.cost.profile import Profile
 
 _RIDGES = [10.0**-k for k in range(1, 11)]
 _MAX_NEWTON_STEPS = 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class AppendixD:
+    """The empirical rule of Appendix D: `ring_kv` where a line in log(T) and log(T / (T + P)) is positive.
+
+    Logarithms are natural. The paper's coefficients do not give the paper's choices in any usual base, so there are no
+    defaults: `fit_appendix_d` finds them from measurements. For a fixed number of cached tokens the rule is monotone
+    in new tokens when neither `alpha` nor `alpha + beta` is negative; otherwise it may leave `ring_kv` again.
+    """
+
+    alpha: float
+    beta: float
+    gamma: float
+
+    def score(self, new_tokens: int, cached_tokens: int) -> float:
+        """Computes h(T, P), whose sign chooses."""
+        miss_rate = new_tokens / (new_tokens + cached_tokens)
+        return self.alpha * math.log(new_tokens) + self.beta * math.log(miss_rate) + self.gamma
+
+    def choose(self, new_tokens: int, cached_tokens: int) -> Exchange:
+        """Takes `ring_kv` for a score above 0."""
+        return RING_KV if self.score(new_tokens, cached_tokens) > 0 else RING_Q
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,3 +151,30 @@ def _regress(
             break
         theta = theta - size * step
     return theta
+
+
+def ring_rule(profile: Profile, members: int) -> RingFit | None:
+    """Fits the rule to prompts that so many members computed with both rings; None when there is none."""
+    times = {(p.exchange, p.new_tokens, p.cached_tokens): p.median_s for p in profile.prefills if p.members == members}
+    samples = [
+        RingSample(new_tokens=new, cached_tokens=cached, ring_kv_s=seconds, ring_q_s=times[RING_Q.kind, new, cached])
+        for (exchange, new, cached), seconds in times.items()
+        if exchange == RING_KV.kind and (RING_Q.kind, new, cached) in times
+    ]
+    return fit_appendix_d(samples) if samples else None
+
+
+def main() -> None:
+    """Prints a line for each size of a group."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("profile", type=Path)
+    profile = Profile.from_json(parser.parse_args().profile.read_text(encoding="utf-8"))
+    for members in sorted({prefill.members for prefill in profile.prefills}):
+        if (ring := ring_rule(profile, members)) is not None:
+            rule = ring.rule
+            coefficients = f"alpha {rule.alpha:.4g}, beta {rule.beta:.4g}, gamma {rule.gamma:.4g}"
+            print(f"{members} members: {coefficients}; {len(ring.missed)} prompts on the wrong side")
+
+
+if __name__ == "__main__":
+    main()

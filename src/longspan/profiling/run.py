@@ -1,19 +1,25 @@
-"""What `longspan profile` does: starts groups of instances, and times prompts on them."""
+"""The profiler: starts groups of instances, times prompts and links on them, and stores every time at once."""
 
 from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 import msgspec
 from tqdm import tqdm
 
+from longspan.core.engine import Engine
 from longspan.core.exchange import ALLTOALL, LOCAL, RING_KV
 from longspan.core.sampling import SamplingParams
-from longspan.cost.profile import Decode, Prefill, Profile
-from longspan.cost.profile_plan import (
+from longspan.cost.profile import Decode, Prefill, Profile, ProfileKey, profiled_prompts
+from longspan.model.info import ModelInfo
+from longspan.outputs import RequestOutput
+from longspan.policy.choosing import Facts
+from longspan.profiling import links
+from longspan.profiling.plan import (
     DECODE_STEPS,
     DecodeTask,
     Room,
@@ -22,14 +28,33 @@ from longspan.cost.profile_plan import (
     default_lengths,
     kinds_of_links,
     num_times,
-    prompts_of,
 )
+from longspan.profiling.store import load_profile, save_profile
 
-if TYPE_CHECKING:
-    from longspan.llm import LLM
-    from longspan.outputs import RequestOutput
 
-Start = Callable[[int], "LLM"]
+class Instances(Protocol):
+    """Instances of a model as the profiler needs them: `longspan.LLM` is one."""
+
+    info: ModelInfo
+    facts: Facts
+    engine: Engine
+    profile_key: ProfileKey
+    max_model_len: int
+
+    def set_policy(self, policy: str, options: Mapping[str, str]) -> None:
+        """Has this policy decide from here on."""
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Completes all prompts together."""
+
+
+Start = Callable[[int], AbstractContextManager[Instances]]
 """Starts so many instances."""
 
 _ONE_TOKEN = SamplingParams(max_tokens=1)
@@ -37,7 +62,7 @@ _WARM_UP_TOKENS = 256
 
 
 def measure(start: Start, most_members: int, lengths: Sequence[int] | None, repeats: int) -> Profile:
-    """The profile of this machine, with everything measured that it lacked of groups of 1 to `most_members`.
+    """Returns the stored profile of this machine, after measuring what it lacked of groups of 1 to `most_members`.
 
     One instance is timed while the others are busy, too: with the same prompt, or with prefills while it decodes.
     Smaller groups than `most_members` are timed while nothing else runs. Everything is saved once it is measured.
@@ -46,8 +71,6 @@ def measure(start: Start, most_members: int, lengths: Sequence[int] | None, repe
         ValueError: for lengths that are no prompts of the model, or a stored profile that cannot be read.
         WorkerLostError: when a worker dies.
     """
-    from longspan.profiling.store import load_profile, save_profile  # noqa: PLC0415 - loads torch
-
     profile: Profile | None = None
     prompts: list[tuple[int, int]] = []
     room: Room | None = None
@@ -73,7 +96,7 @@ def measure(start: Start, most_members: int, lengths: Sequence[int] | None, repe
     return profile
 
 
-def _room(llm: LLM) -> Room:
+def _room(llm: Instances) -> Room:
     config = llm.engine.config
     return Room(
         max_model_len=llm.max_model_len,
@@ -83,23 +106,20 @@ def _room(llm: LLM) -> Room:
 
 
 def measure_links(profile: Profile, num_ranks: int) -> Profile:
-    """With the speeds of links between so many ranks, measured unless they were."""
-    from longspan.profiling.links import time_links  # noqa: PLC0415 - loads torch
-    from longspan.profiling.store import save_profile  # noqa: PLC0415 - loads torch
-
+    """Adds the speeds of links between so many ranks, measured unless they were."""
     if kinds_of_links(num_ranks) <= set(profile.links):
         return profile
-    for transfer in time_links(num_ranks, profile.profile_key.device):
+    for transfer in links.time_links(num_ranks, profile.profile_key.device):
         profile = profile.with_transfer(transfer)
     save_profile(profile)
     return profile
 
 
 def _prompts(lengths: Sequence[int] | None, room: Room) -> list[tuple[int, int]]:
-    """New and cached tokens of all prefills; by default of all that the model takes."""
+    """Returns new and cached tokens of all prefills; by default of all that the model takes."""
     longest = room.max_model_len - 1
     if lengths is None:
-        return prompts_of(default_lengths(room.max_model_len), room.max_model_len)
+        return profiled_prompts(default_lengths(room.max_model_len), room.max_model_len)
     if not lengths or min(lengths) < 1 or max(lengths) > longest:
         given = ",".join(map(str, lengths))
         raise ValueError(f"--lengths are from 1 to {longest} tokens with this model, but {given} given")
@@ -108,7 +128,7 @@ def _prompts(lengths: Sequence[int] | None, room: Room) -> list[tuple[int, int]]
             f"--lengths {max(lengths)} is more than the {room.num_blocks} blocks of {room.block_size} tokens that one "
             "instance has for KV: give shorter ones, or more memory with --kv-cache-memory-bytes"
         )
-    return prompts_of(lengths, room.max_model_len)
+    return profiled_prompts(lengths, room.max_model_len)
 
 
 def _shown(tasks: Sequence[Task | DecodeTask], members: int) -> Iterator[Task | DecodeTask]:
@@ -116,8 +136,8 @@ def _shown(tasks: Sequence[Task | DecodeTask], members: int) -> Iterator[Task | 
     yield from tqdm(tasks, desc=name, unit="time", dynamic_ncols=True, disable=None)
 
 
-def _measured(llm: LLM, profile: Profile, task: Task | DecodeTask) -> Profile:
-    """The profile with one more time."""
+def _measured(llm: Instances, profile: Profile, task: Task | DecodeTask) -> Profile:
+    """Adds one more time to the profile."""
     if isinstance(task, DecodeTask):
         decode = Decode(
             members=task.members,
@@ -141,13 +161,13 @@ def _measured(llm: LLM, profile: Profile, task: Task | DecodeTask) -> Profile:
     return profile.with_prefill(prefill)
 
 
-def _beside(llm: LLM, task: Task | DecodeTask) -> int:
-    """How many instances are busy with something else."""
+def _beside(llm: Instances, task: Task | DecodeTask) -> int:
+    """Counts the instances that are busy with something else."""
     return llm.engine.config.num_instances - task.members
 
 
-def _timed_decode(llm: LLM, profile: Profile, task: DecodeTask) -> float:
-    """Median seconds between tokens of random prompts once all decode together.
+def _timed_decode(llm: Instances, profile: Profile, task: DecodeTask) -> float:
+    """Returns median seconds between tokens of random prompts once all decode together.
 
     Their KV is computed before; a full last block would not be found again, so one token more follows. Dealt prompts
     still start one after the other. Larger batches have the prompts of smaller ones, too, whose KV is still there.
@@ -190,20 +210,20 @@ def _timed_decode(llm: LLM, profile: Profile, task: DecodeTask) -> float:
 
 
 def _where(output: RequestOutput) -> tuple[bool, ...]:
-    """Which instances have KV of it."""
+    """Tells for each instance if it has KV of it."""
     return tuple(map(bool, output.metrics.kv_tokens_per_instance))
 
 
-def _warm_up(llm: LLM, members: int) -> None:
-    """First calls are slower: threads and connections start, memory is touched."""
+def _warm_up(llm: Instances, members: int) -> None:
+    """Makes the first calls, which are slower: threads and connections start, memory is touched."""
     length = min(_WARM_UP_TOKENS, llm.max_model_len - 1)
     for exchange in (RING_KV, ALLTOALL) if members > 1 else (LOCAL,):
         task = Task(members=members, exchange=exchange, new_tokens=length, cached_tokens=0)
         _timed(llm, task, seed="warm-up")
 
 
-def _timed(llm: LLM, task: Task, *, seed: str) -> float:
-    """Of one instance, while all others have such a prompt, too."""
+def _timed(llm: Instances, task: Task, *, seed: str) -> float:
+    """Times one prefill; that of one instance while all others have such a prompt, too."""
     if task.members > 1:
         llm.set_policy("context", {"exchange": str(task.exchange), "threshold": "0"})
         return timed(llm, task.new_tokens, task.cached_tokens, seed=seed)
@@ -211,8 +231,8 @@ def _timed(llm: LLM, task: Task, *, seed: str) -> float:
     return timed(llm, task.new_tokens, task.cached_tokens, seed=seed, num_prompts=1 + _beside(llm, task))
 
 
-def timed(llm: LLM, new_tokens: int, cached_tokens: int, *, seed: int | str, num_prompts: int = 1) -> float:
-    """Mean seconds to the first token of random prompts at once, which all have `cached_tokens` computed before.
+def timed(llm: Instances, new_tokens: int, cached_tokens: int, *, seed: int | str, num_prompts: int = 1) -> float:
+    """Returns mean seconds to the first token of random prompts at once, behind `cached_tokens` computed before.
 
     Raises:
         ValueError: when those did not stay.

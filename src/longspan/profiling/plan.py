@@ -1,9 +1,8 @@
-"""What to measure for a profile, and what is left to measure."""
+"""The plan of a profile: which prompts, decodes and links are measured, and which are left."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from itertools import chain
 
 import msgspec
 
@@ -42,26 +41,16 @@ DECODE_STEPS = 8
 _BATCHES_WITH_SINGLES = (1, 2, 4)
 _MOST_OF_LONGEST = 4
 
-_PARTIAL_PARTS = (32, 4)
-"""Of so many cached tokens, one part in so many is new."""
-
 
 def default_lengths(max_model_len: int) -> tuple[int, ...]:
-    """512, 1024, 2048 and so on up to the longest prompt, which leaves room for one token; fewer for small models."""
+    """Returns 512, 1024, 2048 and so on up to the longest prompt, which leaves room for one token."""
     doubled = (512 * 2**power for power in range(max_model_len.bit_length()))
     shorter = [length for length in doubled if length < max_model_len - 1]
     return tuple(sorted({*(shorter or [max(1, max_model_len // 2 - 1)]), max_model_len - 1}))
 
 
-def prompts_of(lengths: Iterable[int], max_model_len: int) -> list[tuple[int, int]]:
-    """New and cached tokens of the prefills to measure: every length, and as much cached with a part of it behind."""
-    every = sorted(set(lengths))
-    partial = ((max(1, cached // part), cached) for cached in every for part in _PARTIAL_PARTS)
-    return [(n, p) for n, p in dict.fromkeys(chain(((n, 0) for n in every), partial)) if n + p < max_model_len]
-
-
 def kinds_of_links(num_ranks: int) -> set[tuple[TransferKind, int]]:
-    """The transfers to measure between so many ranks, and among how many of them each is."""
+    """Returns the transfers to measure between so many ranks, and among how many of them each is."""
     kinds: set[tuple[TransferKind, int]] = {("host_copy", 1)}
     if num_ranks > 1:
         kinds |= {("point_to_point", 2), ("alltoall", num_ranks), ("all_gather", num_ranks)}
@@ -69,26 +58,26 @@ def kinds_of_links(num_ranks: int) -> set[tuple[TransferKind, int]]:
 
 
 def num_times(found: Prefill | Decode | None) -> int:
-    """How often something was measured."""
+    """Counts how often something was measured."""
     return 0 if found is None else len(found.seconds)
 
 
 class Room(msgspec.Struct, frozen=True, kw_only=True):
-    """What each instance can hold: so many tokens of a request, so many blocks of so many tokens each."""
+    """The KV memory of each instance, in blocks, and the longest request that the model takes."""
 
     max_model_len: int
     block_size: int
     num_blocks: int
 
     def holds(self, members: int, num_tokens: int) -> bool:
-        """Whether so many of them together have room for a request."""
+        """Tells if so many instances together have room for a request."""
         return -(-num_tokens // self.block_size) <= members * self.num_blocks
 
 
 def all_missing(
     profile: Profile, sizes: Collection[int], prompts: Sequence[tuple[int, int]], room: Room, repeats: int
 ) -> list[Task | DecodeTask]:
-    """What is left to measure of prefills and decodes in groups of these sizes; ask again once that is measured.
+    """Returns what is left to measure in groups of these sizes; ask again once that is measured.
 
     All of it once before anything a second time: what else the machine does for a while spoils one time of each. Then
     the quickest exchange of each prompt as often again, since the quickest of several is in part the luckiest. What
@@ -106,7 +95,7 @@ def all_missing(
 def _missing_prefills(
     profile: Profile, members: int, prompts: Iterable[tuple[int, int]], room: Room, times: int
 ) -> list[Task]:
-    """The prefills that groups of so many can hold, and were timed at fewer than so many times."""
+    """Lists the prefills that fit into such groups and were timed fewer than `times` times."""
     exchanges: tuple[Exchange, ...] = SHARED if members > 1 else (LOCAL,)
     return [
         Task(members=members, exchange=exchange, new_tokens=new, cached_tokens=cached)
@@ -119,7 +108,7 @@ def _missing_prefills(
 def _missing_quickest(
     profile: Profile, members: int, prompts: Iterable[tuple[int, int]], room: Room, repeats: int
 ) -> list[Task]:
-    """The quickest exchange of each prompt, for each time that it lacks of twice `repeats`."""
+    """Lists the quickest exchange of each prompt, once for each time that it lacks of twice `repeats`."""
     quickest: list[Prefill] = []
     for new, cached in prompts if members > 1 else ():
         if room.holds(members, new + cached + 1):
@@ -136,11 +125,11 @@ def _missing_quickest(
 def _missing_decodes(
     profile: Profile, members: int, lengths: Sequence[int], room: Room, times: int
 ) -> list[DecodeTask]:
-    """The decodes that groups of so many were timed at fewer than so many times: small and large batches behind the
-    shortest, the middle and the longest of `lengths`, of which each member has a block at least.
+    """Lists the decodes that such groups timed fewer than `times` times.
 
-    Batches have no more tokens than four of the longest, nor than an instance can hold. Groups are timed behind the
-    middle one also while each member decodes a request of its own.
+    These are small and large batches behind the shortest, the middle and the longest of `lengths`, of which each
+    member has a block at least. Batches have no more tokens than four of the longest, nor than an instance can hold.
+    Groups are timed behind the middle one also while each member decodes a request of its own.
     """
     longest = max(1, room.max_model_len - DECODE_BATCHES[-1] - DECODE_STEPS)
     shortest = members * room.block_size if members > 1 else 1

@@ -1,39 +1,29 @@
-"""What `longspan profile --partitions` does: searches how to cut prompts for chains, by timing or by the model."""
+"""The search for partitions: how prompts are best cut for chains, by timing them or by the model of a chain."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from longspan.cli.profile_run import Start, timed
 from longspan.core.exchange import CHAIN, LOCAL
 from longspan.cost import chain
 from longspan.cost.partitions import Entry, Partition, PartitionTable, cut, search
 from longspan.cost.profile import Profile
-from longspan.cost.profile_plan import default_lengths
-
-if TYPE_CHECKING:
-    from longspan.llm import LLM
+from longspan.profiling.plan import default_lengths
+from longspan.profiling.run import Instances, Start, timed
+from longspan.profiling.store import load_partitions, save_partitions
 
 Clock = Callable[[Partition], float]
 """Seconds to the first token of a prompt that is cut like this."""
 
 
-def known_partitions(profile: Profile) -> PartitionTable:
-    """What was searched on this machine before. Raises ValueError when the stored table cannot be read."""
-    from longspan.profiling.store import load_partitions  # noqa: PLC0415 - loads torch
-
-    return load_partitions(profile.profile_key)
-
-
 def search_partitions(
     start: Start, profile: Profile, most_members: int, lengths: Sequence[int] | None, repeats: int
 ) -> PartitionTable:
-    """The table of this machine with partitions for chains of 2 to `most_members`, of these lengths as far as possible.
+    """Adds partitions for chains of 2 to `most_members` to this machine's table, of these lengths as far as possible.
 
     Those of 2 members are searched by timing prompts, and kept once they are found; those of more by the model of a
     chain, which is quick, so they are always searched anew, from what other entries predict for their length.
@@ -42,9 +32,7 @@ def search_partitions(
         ValueError: when the profile does not tell what a prompt costs, or a stored table cannot be read.
         WorkerLostError: when a worker dies.
     """
-    from longspan.profiling.store import save_partitions  # noqa: PLC0415 - loads torch
-
-    table = known_partitions(profile)
+    table = load_partitions(profile.profile_key)
     with start(2) as llm:
         wanted = lengths or default_lengths(llm.max_model_len)
         size = llm.engine.config.block_size
@@ -71,14 +59,14 @@ def _entry(model: str, partition: Partition) -> Entry:
 
 
 def _seed(predicted: tuple[float, ...] | None, length: int, size: int) -> Partition | None:
-    """What was predicted, in blocks, if it leaves nobody without any."""
+    """Returns what was predicted, in blocks, if it leaves nobody without any."""
     if predicted is None:
         return None
     seed = cut(predicted, length, size)
     return seed if min(seed) else None
 
 
-def _measured(llm: LLM, repeats: int, bar: tqdm[tuple[int, int]]) -> Clock:
+def _measured(llm: Instances, repeats: int, bar: tqdm[tuple[int, int]]) -> Clock:
     num_timed = 0
 
     def seconds(partition: Partition) -> float:
@@ -99,8 +87,8 @@ def _modelled(layer: chain.LayerCost, num_layers: int) -> Clock:
     return lambda partition: chain.chain(layer, num_layers, partition).ttft_s
 
 
-def _layer(llm: LLM, profile: Profile) -> tuple[chain.LayerCost, int]:
-    """What a layer costs by the profile, and how many there are."""
+def _layer(llm: Instances, profile: Profile) -> tuple[chain.LayerCost, int]:
+    """Returns the cost of a layer by the profile, and how many there are."""
     alone, link = profile.fits().get((1, LOCAL)), profile.link("point_to_point", 2)
     shape = llm.facts.shape
     if alone is None or link is None or shape is None:
