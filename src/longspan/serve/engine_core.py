@@ -112,10 +112,6 @@ def _end_with_face(folder: str) -> None:
     os._exit(1)  # workers end with their controller
 
 
-if __name__ == "__main__":
-    main()
-
-
 _log = logging.getLogger("longspan")
 _MOST_LOSSES = 2
 """A request that runs while so many workers are lost, one after the other, is not tried again."""
@@ -423,3 +419,7 @@ def _ended(request: Request, client: _Client) -> Ended:
             e2e_s=metrics.finished_s - arrival,
         ),
     )
+
+
+if __name__ == "__main__":
+    main()
