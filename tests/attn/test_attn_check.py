@@ -75,23 +75,24 @@ def broken(body: str) -> list[str]:
     """The check with a `ring_q` that is wrong; processes are forked, so they have it, too."""
     code = f"""
 import os, typer
-from longspan.attn import check
-def ring_q(group, case, spec):
+from longspan.attn import check, exchanges
+from longspan.core.exchange import RING_Q
+def ring_q(call):
     {body}
-check.EXCHANGES["ring_q"] = ring_q
+exchanges.register(RING_Q, ring_q)
 typer.run(check.main)
 """
     return [sys.executable, "-c", code]
 
 
-@pytest.mark.parametrize("body", ["return case.q", "return case.q * float('nan')"])
+@pytest.mark.parametrize("body", ["call.out.copy_(call.q)", "call.out.fill_(float('nan'))"])
 def test_a_wrong_exchange_is_found(body: str) -> None:
     result = check("--exchange", "ring_q", "--cases", "3", command=broken(body))
     assert (result.returncode, result.stderr) == (1, "not exact: an error exceeds 1e-05\n")
     assert result.stdout.startswith("ring_q ")
 
 
-@pytest.mark.parametrize("body", ["raise ValueError('no')", "group.rank or os._exit(3)"])
+@pytest.mark.parametrize("body", ["raise ValueError('no')", "call.group.rank or os._exit(3)"])
 def test_a_rank_that_fails_ends_the_check(body: str) -> None:
     result = check("--exchange", "ring_q", command=broken(body))
     assert (result.returncode, result.stdout) == (1, "")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transports import FaultyTransport, Wires, run_members
 
-from longspan.attn.check import EXCHANGES, IN_ORDER, Request, member_case
+from longspan.attn.check import EXCHANGES, Request, member_case, run_exchange
 from longspan.attn.comm import Group, Transport
 from longspan.attn.exchanges.chain import chain, chain_start
 from longspan.attn.exchanges.local import local
@@ -54,9 +54,9 @@ class Case:
 
 def outputs(name: str, group: Group, batch: Sequence[Request], spec: AttnSpec) -> list[Tensor]:
     """One output per request, of one member."""
-    new_in_pool = name not in IN_ORDER
+    new_in_pool = not EXCHANGES[name].traits.in_order
     case = member_case(batch, group.rank, spec, block_size=BLOCK, seed=len(batch), new_in_pool=new_in_pool)
-    out = EXCHANGES[name](group, case, spec)
+    out = run_exchange(EXCHANGES[name], group, case, spec)
     return [out[:, part.rows] for part in case.parts]
 
 
@@ -220,7 +220,7 @@ FORMULAS: dict[str, Callable[[Case], int]] = {
 @LAW
 @given(data=st.data())
 def test_exact_and_to_the_byte(name: str, data: st.DataObject) -> None:
-    case = data.draw(cases(in_order=name in IN_ORDER))
+    case = data.draw(cases(in_order=EXCHANGES[name].traits.in_order))
     found, sent, left = exchange(name, case)
     assert_attention(found, case)
     assert sent.total() == FORMULAS[name](case)

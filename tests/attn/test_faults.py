@@ -16,7 +16,7 @@ from test_exchanges import ALL, cases, exchange, outputs, spec_of
 from torch import Tensor
 from transports import DiedError, FaultyTransport, MemoryTransport, Wires, run_members
 
-from longspan.attn.check import EXCHANGES, IN_ORDER, Request, member_case, random_qkv
+from longspan.attn.check import EXCHANGES, Request, member_case, random_qkv, run_exchange
 from longspan.attn.comm import CommError, Group, Message, Transport
 from longspan.core.runs import shard_span
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @settings(derandomize=True, deadline=None, max_examples=25)
 @given(data=st.data(), seed=st.integers(0, 999))
 def test_delays_and_reorderings_change_no_bit(name: str, data: st.DataObject, seed: int) -> None:
-    case = data.draw(cases(in_order=name in IN_ORDER))
+    case = data.draw(cases(in_order=EXCHANGES[name].traits.in_order))
     calm = exchange(name, case)
     stormy = exchange(name, case, lambda rank, inner: FaultyTransport(inner, seed=seed + rank, max_delay_s=0.01))
     assert stormy[1:] == calm[1:]
@@ -127,8 +127,8 @@ def test_what_travels_is_a_copy(name: str) -> None:
     request, spec = dealt_evenly(3), spec_of()
 
     def member(rank: int, transport: Transport) -> Tensor:
-        case = member_case([request], rank, spec, new_in_pool=name not in IN_ORDER)
-        out = EXCHANGES[name](Group(transport, range(3), rank), case, spec)
+        case = member_case([request], rank, spec, new_in_pool=not EXCHANGES[name].traits.in_order)
+        out = run_exchange(EXCHANGES[name], Group(transport, range(3), rank), case, spec)
         for tensor in (case.q, case.k, case.v, case.kv.keys, case.kv.values):
             tensor.fill_(torch.nan)
         return out

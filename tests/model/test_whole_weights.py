@@ -32,8 +32,9 @@ from longspan.core.heads import cut_evenly, split_heads
 from longspan.core.owners import BlockRef, Owners
 from longspan.core.runs import positions, shard_span
 from longspan.core.steps import Forward, Part, Sample, Sampling
-from longspan.layerwise.shared_layers import join, share_message
+from longspan.layerwise.step import Layerwise
 from longspan.layerwise.unsharded_alltoall import Inside
+from longspan.layerwise.unsharded_weights import join, share_message
 from longspan.model.adapter import Model
 from longspan.model.sharding import Shard, attention_modules
 from longspan.model.source import prepare
@@ -194,13 +195,13 @@ def run_ranks(folder: Path, tp: int, forwards: Sequence[Forward]) -> tuple[dict[
     def rank(me: int, transport: Transport) -> None:
         model, instance = models[me], me // tp
         pool = KvPool(model.specs, num_blocks=64, block_size=BLOCK, dtype=torch.float32, device=CPU)
-        requests, watch = rank_requests(), Stopwatch(enabled=False, device=CPU)
+        requests, watch, layerwise = rank_requests(), Stopwatch(enabled=False, device=CPU), Layerwise(model)
         for forward in forwards:
             packed = pack(forward, requests, instance=instance, block_size=BLOCK, device=CPU)
             layers = model.info.num_layers
             comm = StepComm(transport, forward.number, fleet=fleet, rank=me, hosts=hosts, num_layers=layers)
             model.reduce = comm.all_reduce
-            attention = StepAttention(packed, comm, pool=pool, specs=model.specs, watch=watch, model=model)
+            attention = StepAttention(packed, comm, pool=pool, specs=model.specs, watch=watch, layerwise=layerwise)
             if len(packed.tokens):
                 row = packed.tokens, packed.positions, packed.keep
                 found = model.forward(*row, attention, packed.rope_lengths)
@@ -280,3 +281,16 @@ def test_more_ranks_than_kv_heads(folders: dict[str, Path], oracles: dict[str, O
         torch.testing.assert_close(logits[index].log_softmax(dim=-1), expected, rtol=0, atol=1e-3)
     model = Model.load(prepare(str(folders["qwen2"]), dtype="float32"), CPU)
     assert sent == [expected_bytes(forwards, number, model, 5) for number in range(2)]
+
+
+def test_a_step_without_layerwise_parts_leaves_the_layers_alone(folders: dict[str, Path]) -> None:
+    model = Model.load(prepare(str(folders["llama"]), dtype="float32"), CPU)
+    layerwise, modules = Layerwise(model), attention_modules(model.module)
+    pool = KvPool(model.specs, num_blocks=64, block_size=BLOCK, dtype=torch.float32, device=CPU)
+    requests, watch, fleet = rank_requests(), Stopwatch(enabled=False, device=CPU), Fleet(spec=ParallelSpec())
+    for kind, is_taken in ((LOCAL, False), (GATHER_HIDDEN, True)):
+        [chat] = [index for index, chat in enumerate(CHATS) if chat.exchanges[0] == kind]
+        packed = pack(steps_of([chat])[0], requests, instance=0, block_size=BLOCK, device=CPU)
+        comm = StepComm(None, 0, fleet=fleet, rank=0, hosts=(0,), num_layers=model.info.num_layers)
+        StepAttention(packed, comm, pool=pool, specs=model.specs, watch=watch, layerwise=layerwise)
+        assert all(("forward" in vars(module)) == is_taken for module in modules)

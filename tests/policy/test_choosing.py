@@ -14,7 +14,7 @@ from msgspec import structs
 from test_profile import SUBJECT, prefill
 
 from longspan.core.cluster import Location
-from longspan.core.exchange import ALLTOALL, CHAIN, GATHER_KV, LOCAL, RING_KV, Exchange
+from longspan.core.exchange import ALLTOALL, CHAIN, GATHER_KV, LOCAL, RING_KV, RING_Q, Exchange
 from longspan.core.owners import PrefixHit
 from longspan.core.runs import Run
 from longspan.cost.architecture import Hardware, ModelShape
@@ -30,16 +30,16 @@ PROMPTS = profiled_prompts([256, 1024, 4096, 16384], 40_000)
 LENGTHS = st.integers(1, 200_000)
 
 
-def machine(members: int, *, link_s: float, start_s: float = 0.0, exchanges: tuple[str, ...] = SHARED) -> Profile:
+def machine(members: int, *, link_s: float, start_s: float = 0.0, exchanges: tuple[Exchange, ...] = SHARED) -> Profile:
     """Computes 0.1 ms a token and 10 ns a pair; a token's keys take `link_s`, its query and output five times that."""
     profile = Profile(profile_key=SUBJECT)
     for new, cached in PROMPTS:
         compute_s = 1e-4 * new + 1e-8 * new * (cached + new / 2)
         profile = profile.with_prefill(prefill(new, cached, 1e-3 + compute_s, members=1, exchange="local"))
         for exchange in exchanges:
-            sent = 5 * new if exchange == "ring_q" else (new + cached) * (1 if exchange == "ring_kv" else 1.5)
+            sent = 5 * new if exchange == RING_Q else (new + cached) * (1 if exchange == RING_KV else 1.5)
             seconds = 1e-3 + start_s + compute_s / members + link_s * sent
-            profile = profile.with_prefill(prefill(new, cached, seconds, members=members, exchange=exchange))
+            profile = profile.with_prefill(prefill(new, cached, seconds, members=members, exchange=str(exchange)))
     return profile
 
 
@@ -83,9 +83,9 @@ def test_the_quickest_exchange_is_taken() -> None:
     assert chooser.exchange(4096, 0, 2) == RING_KV
     only = Chooser(2, Facts(profile=machine(2, link_s=1e-5)), GATHER_KV)
     assert only.exchange(4096, 0, 2) == GATHER_KV
-    chains = Chooser(2, Facts(profile=machine(2, link_s=0.0, exchanges=("chain",))))
+    chains = Chooser(2, Facts(profile=machine(2, link_s=0.0, exchanges=(CHAIN,))))
     assert chains.exchange(4096, 0, 2) == RING_KV, "a chain needs a layout of its own"
-    chains = Chooser(2, Facts(profile=machine(2, link_s=0.0, exchanges=("chain",))), chains=True)
+    chains = Chooser(2, Facts(profile=machine(2, link_s=0.0, exchanges=(CHAIN,))), chains=True)
     assert chains.exchange(4096, 0, 2) == CHAIN
 
 
@@ -96,7 +96,7 @@ def test_the_quickest_exchange_is_taken() -> None:
         Profile(profile_key=SUBJECT),
         machine(3, link_s=0.0),
         machine(2, link_s=0.0, exchanges=()),
-        machine(2, link_s=0.0, exchanges=("chain",)),
+        machine(2, link_s=0.0, exchanges=(CHAIN,)),
     ],
 )
 def test_what_was_not_measured_is_not_known(profile: Profile | None) -> None:
@@ -132,7 +132,7 @@ def test_alltoall_takes_whole_weights_where_they_send_less(members: int, new: in
 def test_whole_weights_can_be_forced(source: Literal["host", "peers"]) -> None:
     """Of prompts; a single token is computed with the shares of heads."""
     chooser = Chooser(2, Facts(tp=2), ALLTOALL, weights=source)
-    assert chooser.of_step(ALLTOALL, 2, 2) == f"alltoall_{source}"
+    assert chooser.of_step(ALLTOALL, 2, 2) == ALLTOALL._replace(weights=source)
     assert chooser.of_step(ALLTOALL, 1, 2) == ALLTOALL
     for tp in (None, 1):
         assert Chooser(2, Facts(tp=tp), ALLTOALL).of_step(ALLTOALL, 100, 2) == ALLTOALL
@@ -194,14 +194,14 @@ def test_the_policy_goes_by_the_profile() -> None:
 
 
 def test_the_policy_takes_a_chain_where_the_layout_lets_it() -> None:
-    chained = machine(2, link_s=0.0, exchanges=("chain",))
+    chained = machine(2, link_s=0.0, exchanges=(CHAIN,))
     assert groups(chained, {}, 3000) == groups(chained, {"layout": "contiguous"}, 3000) == [(2, CHAIN)]
     assert groups(chained, {"layout": "zigzag"}, 3000) == [(2, RING_KV)]
 
 
 def test_a_chain_that_was_chosen_is_cut_as_was_searched_and_decodes_alone() -> None:
     table = PartitionTable((Entry(model="m", members=2, length=3200, fractions=(0.75, 0.25)),))
-    facts = Facts(profile=machine(2, link_s=0.0, exchanges=("chain",)), model="m", partitions=table)
+    facts = Facts(profile=machine(2, link_s=0.0, exchanges=(CHAIN,)), model="m", partitions=table)
     cluster = Cluster(Setup(num_instances=2, num_blocks=4096, facts=facts, max_num_batched_tokens=4000))
     request = cluster.add(range(3200), max_tokens=20)
     cluster.run()
@@ -329,4 +329,4 @@ def test_an_exchange_that_was_asked_for_is_predicted_alone() -> None:
     """With ring_q five times as many bytes move, so sharing pays off later, or never."""
     slow = machine(2, link_s=1.5e-5)
     assert groups(slow, {}, 2000) == [(2, RING_KV)]
-    assert groups(slow, {"exchange": "ring_q"}, 2000) == [(1, "local")]
+    assert groups(slow, {"exchange": "ring_q"}, 2000) == [(1, LOCAL)]

@@ -15,7 +15,7 @@ from workloads import assert_lawful, finishes_lawfully, repeats, setups_of
 
 from longspan.core.cluster import Location
 from longspan.core.engine import Engine, EngineConfig
-from longspan.core.exchange import RING_KV
+from longspan.core.exchange import RING_KV, RING_Q
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
 from longspan.core.view import Limits
@@ -326,7 +326,7 @@ def test_measured_times_are_those_of_the_quickest_exchange() -> None:
     facts = Facts(profile=profile)
     seconds = {
         exchanges: measured_times(facts, exchanges)[2].seconds(1000)
-        for exchanges in (("ring_kv", "ring_q"), ("ring_q",), ("ring_kv",))
+        for exchanges in ((RING_KV, RING_Q), (RING_Q,), (RING_KV,))
     }
     assert list(seconds.values()) == pytest.approx([0.27, 0.4, 0.27])
     assert measured_times(Facts(), ["ring_kv"]) == {}

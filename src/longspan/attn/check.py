@@ -14,9 +14,8 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Annotated, NoReturn
 
@@ -26,15 +25,12 @@ import typer
 from torch import Tensor
 
 from longspan.attn.comm import Group, TorchTransport, meet
-from longspan.attn.exchanges.alltoall import alltoall
-from longspan.attn.exchanges.chain import chain
-from longspan.attn.exchanges.gather_kv import gather_kv
-from longspan.attn.exchanges.ring_kv import ring_kv
-from longspan.attn.exchanges.ring_q import ring_q
+from longspan.attn.exchanges import Call, attention_exchange
 from longspan.attn.member import MemberPart, MemberParts
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
 from longspan.core.cluster import hosts_of, locations_of_ranks
+from longspan.core.exchange import GATHER_HIDDEN, GATHER_KV, RING_KV, RING_Q, Exchange, exchanges
 from longspan.core.runs import Run, SpanShards, coalesce, positions, shard_span
 from longspan.core.steps import Link
 from longspan.layerwise.gather_hidden import GatherHidden, hidden_hops
@@ -111,27 +107,6 @@ class MemberCase:
     kv: PagedKv
 
 
-Exchange = Callable[[Group, MemberCase, AttnSpec], Tensor]
-"""Returns the output."""
-
-
-def _from_pool(function: Callable[[Group, MemberParts, Tensor, PagedKv, AttnSpec, Tensor], None]) -> Exchange:
-    """An exchange that finds the new keys and values in the pool."""
-
-    def run(group: Group, case: MemberCase, spec: AttnSpec) -> Tensor:
-        out = torch.full_like(case.q, torch.nan)
-        function(group, case.parts, case.q, case.kv, spec, out)
-        return out
-
-    return run
-
-
-def _chain(group: Group, case: MemberCase, spec: AttnSpec) -> Tensor:
-    out = torch.full_like(case.q, torch.nan)
-    chain(group, case.parts, case.q, case.k, case.v, case.kv, spec, out)
-    return out
-
-
 def _gather_hidden(group: Group, case: MemberCase, spec: AttnSpec) -> Tensor:
     """In place of hidden states and projections, queries, keys and values as they are."""
     shared = GatherHidden(group, case.parts, case.kv, spec)
@@ -147,18 +122,39 @@ def _gather_hidden(group: Group, case: MemberCase, spec: AttnSpec) -> Tensor:
     return own.view(-1, spec.num_heads, spec.head_dim).transpose(0, 1)
 
 
-EXCHANGES: dict[str, Exchange] = {
-    "ring_kv": _from_pool(ring_kv),
-    "ring_q": _from_pool(ring_q),
-    "gather_kv": _from_pool(gather_kv),
-    "gather_kv, dense": _from_pool(partial(gather_kv, dense=True)),
-    "alltoall": _from_pool(alltoall),
-    "gather_hidden": _gather_hidden,
-    "chain": _chain,
-}
-"""By name."""
-IN_ORDER = frozenset({"chain"})
-"""Those that need a span's tokens in the order of the members, and do not look for its keys and values in the pool."""
+def run_exchange(checked: Exchange, group: Group, case: MemberCase, spec: AttnSpec) -> Tensor:
+    """Returns what one member gets of its case."""
+    if checked == GATHER_HIDDEN:
+        return _gather_hidden(group, case, spec)
+    out = torch.full_like(case.q, torch.nan)
+    attention_exchange(checked).attend(
+        Call(
+            exchange=checked,
+            group=group,
+            parts=case.parts,
+            q=case.q,
+            k=case.k,
+            v=case.v,
+            kv=case.kv,
+            spec=spec,
+            out=out,
+        )
+    )
+    return out
+
+
+def _checked() -> dict[str, Exchange]:
+    """Returns every exchange by the name that the command prints, in its order."""
+    first = (RING_KV, RING_Q, GATHER_KV)
+    found = {}
+    for kind in (*first, *(one for one in exchanges() if one not in first)):
+        found[kind.kind] = kind
+        if "dense" in kind.traits.parameters:
+            found[f"{kind.kind}, dense"] = kind._replace(dense=True)
+    return found
+
+
+EXCHANGES = _checked()
 
 
 def member_case(
@@ -383,7 +379,7 @@ def _compare(check: Check, rank: int, transport: TorchTransport) -> Iterator[tup
     """What this rank finds of each exchange in each case."""
     size, tag = len(check.hosts), 0
     for number, in_order in itertools.product(range(check.num_cases), (False, True)):
-        names = [name for name in check.names if (name in IN_ORDER) == in_order]
+        names = [name for name in check.names if EXCHANGES[name].traits.in_order == in_order]
         if not names:
             continue
         draw = random.Random(f"{check.seed} {number}")
@@ -394,7 +390,7 @@ def _compare(check: Check, rank: int, transport: TorchTransport) -> Iterator[tup
         for name in names:
             group = Group(transport, range(size), rank, hosts=check.hosts, name=name, first_tag=tag)
             tag += hidden_hops(size)  # no exchange has more
-            error = (EXCHANGES[name](group, case, spec) - wanted).abs().nan_to_num(torch.inf)
+            error = (run_exchange(EXCHANGES[name], group, case, spec) - wanted).abs().nan_to_num(torch.inf)
             transport.flush()
             yield name, Found(error.max().item() if error.numel() else 0.0, group.sent)
 

@@ -127,6 +127,28 @@ class Group:
         return _Verified(pending, list(incoming.values()), tag) if self._transport.tagged else pending
 
 
+class _Nobody:
+    """The transport of a rank that is alone: nothing is ever sent."""
+
+    tagged = False
+
+    def start(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int) -> Pending:
+        """Implements `Transport`."""
+        del tag
+        assert not sends and not receives, "nobody else is there"
+        return self
+
+    def wait(self) -> None:
+        """Implements `Pending`."""
+
+    def flush(self) -> None:
+        """Implements `Transport`."""
+
+
+ALONE = Group(_Nobody(), (0,), 0)
+"""The group of one member."""
+
+
 class _Verified:
     """Checks the trailers once the messages are there."""
 

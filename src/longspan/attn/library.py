@@ -6,8 +6,7 @@ import hashlib
 import itertools
 import platform
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self, TypedDict, Unpack
 
@@ -18,14 +17,8 @@ from torch import Tensor
 from longspan.attn.arguments import check_chain, new_of, paged, parts_of, spec_of
 from longspan.attn.collectives import gather_hops
 from longspan.attn.comm import Group, TorchTransport, Transport
-from longspan.attn.exchanges.alltoall import alltoall as _alltoall
-from longspan.attn.exchanges.chain import chain as _chain
-from longspan.attn.exchanges.gather_kv import gather_kv as _gather_kv
-from longspan.attn.exchanges.ring_kv import ring_kv as _ring_kv
-from longspan.attn.exchanges.ring_q import ring_q as _ring_q
-from longspan.attn.member import MemberParts
-from longspan.attn.paged import PagedKv
-from longspan.attn.spec import AttnSpec
+from longspan.attn.exchanges import Call, attention_exchange
+from longspan.core.exchange import ALLTOALL, CHAIN, GATHER_KV, RING_KV, RING_Q, Exchange
 from longspan.core.runs import SpanShards
 from longspan.core.steps import Link
 
@@ -167,7 +160,7 @@ def ring_kv(
     All members call the same, with tensors of the same type and the same options: gloo ends a process that gets more
     bytes than it expects.
     """
-    return _exchange(_ring_kv, "ring_kv", group, (q, k, v), runs, **options)
+    return _exchange(RING_KV, group, (q, k, v), runs, **options)
 
 
 def ring_q(
@@ -177,7 +170,7 @@ def ring_q(
 
     The cheapest for few queries over many cached keys; see `ring_kv` for arguments, result and errors.
     """
-    return _exchange(_ring_q, "ring_q", group, (q, k, v), runs, **options)
+    return _exchange(RING_Q, group, (q, k, v), runs, **options)
 
 
 def alltoall(
@@ -187,7 +180,7 @@ def alltoall(
 
     Heads need not be a multiple of members; see `ring_kv` for arguments, result and errors.
     """
-    return _exchange(_alltoall, "alltoall", group, (q, k, v), runs, **options)
+    return _exchange(ALLTOALL, group, (q, k, v), runs, **options)
 
 
 def gather_kv(
@@ -205,7 +198,7 @@ def gather_kv(
     With `dense` scores that causality hides are computed and masked, as in the paper, else they are skipped. See
     `ring_kv` for the other arguments, result and errors.
     """
-    return _exchange(partial(_gather_kv, dense=dense), "gather_kv", group, (q, k, v), runs, **options)
+    return _exchange(GATHER_KV._replace(dense=dense), group, (q, k, v), runs, **options)
 
 
 def chain(
@@ -216,12 +209,11 @@ def chain(
     Runs must be `contiguous`, maybe with `fractions`, and everybody holds the new keys of its own queries: half of the
     bytes of `gather_kv`. See `ring_kv` for arguments, result and errors.
     """
-    return _exchange(partial(_in_chain, k, v), "chain", group, (q, k, v), runs, **options)
+    return _exchange(CHAIN, group, (q, k, v), runs, **options)
 
 
 def _exchange(
-    exchange: Callable[[Group, MemberParts, Tensor, PagedKv, AttnSpec, Tensor], object],
-    name: str,
+    exchange: Exchange,
     group: Members,
     tensors: tuple[Tensor, Tensor, Tensor],
     runs: Sequence[SpanShards],
@@ -236,14 +228,20 @@ def _exchange(
     spec = spec_of(q, k, v, scale=scale, window=window, softcap=softcap)
     kv_runs = runs if kv_runs is None else kv_runs
     parts = parts_of(runs, kv_runs, rank=group.rank, size=group.size, num_queries=q.shape[1], num_keys=k.shape[1])
-    out = torch.empty_like(q)
-    exchange(group.begin(name), parts, q, paged(k, v, parts, group.rank), spec, out)
-    return out
-
-
-def _in_chain(  # noqa: PLR0917 - those of the other exchanges, after all keys and values
-    k: Tensor, v: Tensor, group: Group, parts: MemberParts, q: Tensor, kv: PagedKv, spec: AttnSpec, out: Tensor
-) -> None:
-    check_chain(parts)
-    new_k, new_v = (new_of(tensor, parts, group.rank) for tensor in (k, v))
-    _chain(group, parts, q, new_k, new_v, kv, spec, out)
+    new_k, new_v = k, v
+    if exchange.traits.in_order:
+        check_chain(parts)
+        new_k, new_v = (new_of(tensor, parts, group.rank) for tensor in (k, v))
+    call = Call(
+        exchange=exchange,
+        group=group.begin(exchange.kind),
+        parts=parts,
+        q=q,
+        k=new_k,
+        v=new_v,
+        kv=paged(k, v, parts, group.rank),
+        spec=spec,
+        out=torch.empty_like(q),
+    )
+    attention_exchange(exchange).attend(call)
+    return call.out

@@ -22,6 +22,7 @@ from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
 from longspan.core.heads import split_heads
 from longspan.core.runs import Run, coalesce, row_slices, stretch
+from longspan.layerwise.layers import Channel, StepContext
 
 
 def hidden_hops(size: int) -> int:
@@ -144,3 +145,31 @@ class GatherHidden:
     def _cached(self, holder: int) -> list[tuple[Run, ...]]:
         """For each part what `holder` has from before the span that some query may still see."""
         return [part.cached(holder, self._spec.window) for part in self._parts]
+
+
+class HiddenLayers:
+    """The `gather_hidden` channels of one step."""
+
+    def __init__(self, context: StepContext, channels: Sequence[Channel]) -> None:
+        self._context = context
+        self._rotary = {c.number: context.rotary(c, range(len(c.parts[0].q_runs))) for c in channels}
+
+    def begin(self, layer: int) -> None:
+        """Implements `LayerwiseExchange`: a layer needs no preparation."""
+
+    def output(self, layer: int, channel: Channel, hidden: Tensor) -> Tensor:
+        """Implements `LayerwiseExchange`."""
+        context = self._context
+        group, kv = context.comm.channel(layer, channel), context.pool.layer(layer)
+        gathered = GatherHidden(group, channel.parts, kv, context.model.specs[layer])
+
+        def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with context.watch.during("attention"):
+                out, keys, values = gathered.attend(q, k, v)
+                channel.store(context.pool, layer, keys, values)
+                return out
+
+        partial = context.layers[layer].compute(
+            gathered.gather(hidden), self._rotary[channel.number], attend, index=channel.rank, size=group.size
+        )
+        return gathered.scatter(partial)

@@ -1,4 +1,4 @@
-"""`alltoall` with whole weights on one rank of an instance that is split by tensor parallelism, layer by layer.
+"""`alltoall` with unsharded weights on one rank of an instance that is split by tensor parallelism, layer by layer.
 
 Each rank of an instance makes the queries, keys and values of all heads for a slice of its tokens. They are swapped
 inside the instance, so that each rank has its heads for all of them, as ever; `alltoall` between the instances follows.
@@ -7,7 +7,8 @@ Then outputs are swapped back, each rank finishes its slice, and all ranks get a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 
@@ -19,14 +20,12 @@ from longspan.attn.comm import Group, Message
 from longspan.attn.exchanges.alltoall import alltoall
 from longspan.attn.member import MemberParts
 from longspan.attn.spec import AttnSpec
-from longspan.core.exchange import Exchange
+from longspan.core.exchange import ALLTOALL, WeightSource
 from longspan.core.heads import HeadShare, cut_evenly, split_heads
-from longspan.layerwise.shared_layers import Rotary, Weights
+from longspan.layerwise.layers import Channel, StepContext
+from longspan.layerwise.unsharded_weights import PeerWeights, UnshardedWeights, Weights
 from longspan.model.adapter import Model
-from longspan.runtime.kv.pool import KvPool
-from longspan.runtime.worker.batch import Channel, Packed
-from longspan.runtime.worker.step_comm import StepComm
-from longspan.runtime.worker.timing import Stopwatch
+from longspan.model.sharding import attention_modules
 
 
 class Inside:
@@ -103,43 +102,38 @@ def _kinds(share: HeadShare) -> tuple[range, range, range]:
     return share.heads, share.kv_heads, share.kv_heads
 
 
-Store = Callable[[int, Channel, Tensor, Tensor], None]
-"""Writes a layer's keys and values of this instance's tokens of a channel to the pool."""
+class UnshardedLayers:
+    """The channels of one step that need unsharded weights. All ranks of an instance call it alike."""
 
-
-class UnshardedStep:
-    """The channels of one step that need whole weights. All ranks of an instance call it alike, without tokens too."""
-
-    def __init__(
-        self, packed: Packed, comm: StepComm, *, model: Model, pool: KvPool, store: Store, watch: Stopwatch
-    ) -> None:
-        self._comm, self._model, self._pool, self._store, self._watch = comm, model, pool, store, watch
-        channels = [channel for channel in packed.channels if channel.exchange.weights is not None]
-        self._parts = {channel.number: _from_zero(channel.parts) for channel in channels}
-        self._rotary = {c.number: _rotary(c, packed, model) for c in channels if c.num_tokens}
-        used = dict.fromkeys(channel.exchange for channel in channels if channel.num_tokens)
-        self._sources = {one: model.whole_weights(one, partial(comm.inside, "weights")) for one in used}
-        self._weights: dict[Exchange, Weights] = {}
+    def __init__(self, context: StepContext, channels: Sequence[Channel]) -> None:
+        self._context = context
+        self._parts = {c.number: _from_zero(c.parts) for c in channels}
+        self._rotary = {c.number: context.rotary(c, [c.rank]) for c in channels if c.num_tokens}
+        used = dict.fromkeys(c.exchange.weights for c in channels if c.num_tokens)
+        self._sources = {source: self._fetch(source) for source in used}
+        self._weights: dict[WeightSource | None, Weights] = {}
         self._start(0)
 
     def begin(self, layer: int) -> None:
-        """Before the outputs of a layer's channels: waits for its weights, and sends for those of the next."""
-        self._weights = {exchange: source.take(layer) for exchange, source in self._sources.items()}
+        """Implements `LayerwiseExchange`: waits for the weights of a layer, and sends for those of the next."""
+        self._weights = {source: fetched.take(layer) for source, fetched in self._sources.items()}
         self._start(layer + 1)
 
     def output(self, layer: int, channel: Channel, hidden: Tensor) -> Tensor:
-        """The output `[tokens, hidden]` of a layer's attention for this instance's tokens of a channel."""
-        spec = self._model.info.specs[layer]
-        inside = Inside(self._comm.inside("alltoall"), spec, len(hidden))
+        """Implements `LayerwiseExchange`."""
+        context = self._context
+        model, pool, comm = context.model, context.pool, context.comm
+        spec = model.info.specs[layer]
+        inside = Inside(comm.inside(ALLTOALL.kind), spec, len(hidden))
         mine = hidden[inside.mine]
 
         def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with self._watch.during("attention"):
+            with context.watch.during("attention"):
                 q, k, v = inside.to_heads(q, k, v)
-                self._store(layer, channel, k, v)
-                out, kv = torch.empty_like(q), self._pool.layer(layer)
-                group, parts = self._comm.channel(layer, channel), self._parts[channel.number]
-                alltoall(group, parts, q, kv, self._model.specs[layer], out)
+                channel.store(pool, layer, k, v)
+                out = torch.empty_like(q)
+                group, parts = comm.channel(layer, channel), self._parts[channel.number]
+                alltoall(group, parts, q, pool.layer(layer), model.specs[layer], out)
                 return inside.to_tokens(out)
 
         if not len(mine):  # the module cannot run on none
@@ -147,26 +141,38 @@ class UnshardedStep:
             return inside.gather(mine)
         rotary = self._rotary[channel.number]
         own = rotary[0][:, inside.mine], rotary[1][:, inside.mine]
-        weights = self._weights[channel.exchange]
-        with self._model.without_sums():
-            made = self._model.shared_layers[layer].compute_with(weights, spec, mine, own, attend)
+        weights = self._weights[channel.exchange.weights]
+        with _without_sums(model):
+            made = context.layers[layer].compute_with(weights, spec, mine, own, attend)
         return inside.gather(made)
 
+    def _fetch(self, source: WeightSource | None) -> UnshardedWeights:
+        context = self._context
+        if source == "host":
+            return context.host_weights
+        shares = [dict(module.named_parameters()) for module in attention_modules(context.model.module)]
+        return PeerWeights(shares, context.model.shard, partial(context.comm.inside, "weights"))
+
     def _start(self, layer: int) -> None:
-        if layer < self._model.info.num_layers:
+        if layer < self._context.model.info.num_layers:
             for source in self._sources.values():
                 source.start(layer)
+
+
+@contextmanager
+def _without_sums(model: Model) -> Iterator[None]:
+    """Outputs of unsharded weights are complete: for a while, nothing is summed over the ranks of the instance."""
+    before, model.reduce = model.reduce, lambda complete: complete
+    try:
+        yield
+    finally:
+        model.reduce = before
 
 
 def _from_zero(parts: MemberParts) -> MemberParts:
     """With rows that count from the first of them, which follow each other."""
     first = parts[0].rows.start
     return MemberParts([replace(p, rows=slice(p.rows.start - first, p.rows.stop - first)) for p in parts])
-
-
-def _rotary(channel: Channel, packed: Packed, model: Model) -> Rotary:
-    rows = slice(channel.parts[0].rows.start, channel.parts[-1].rows.stop)
-    return model.rotary(packed.positions[rows], packed.rope_lengths[rows])
 
 
 def _nothing(spec: AttnSpec, like: Tensor) -> Sequence[Tensor]:

@@ -1,11 +1,11 @@
-"""The whole weights of attention layers on a rank that has a share of them: from its host's copy, or from its peers.
+"""Unsharded weights of attention layers on a rank that has a share of them: from its host's copy, or from its peers.
 
 Layers are fetched one ahead: `start(layer + 1)`, then the layer is computed with what `take(layer)` gives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -14,22 +14,26 @@ from torch import Tensor
 
 from longspan.attn.collectives import Gathering
 from longspan.attn.comm import Group, Message
-from longspan.layerwise.shared_layers import Weights, join, share_message, share_room
+from longspan.attn.spec import AttnSpec
+from longspan.core.heads import split_heads
 from longspan.model.sharding import Shard
+
+Weights = Mapping[str, Tensor]
+"""The parameters of an attention module, by their names in it."""
 
 
 class UnshardedWeights(Protocol):
     """Fetches the weights of one layer after the other."""
 
     def start(self, layer: int) -> None:
-        """Begins to fetch those of a layer; the layer before may not have been computed yet, that before it has."""
+        """Begins to fetch a layer. The layer before it may not have been computed yet; all earlier ones have."""
 
     def take(self, layer: int) -> Weights:
-        """They are there for what is computed from now on; until the next layer but one is started."""
+        """Returns a layer's weights, valid for what is computed from now on until the next layer but one is started."""
 
 
 class HostWeights:
-    """From the mapped weight file: views of it on CPUs; on CUDA devices copies, made on a stream of their own.
+    """Takes weights from the mapped weight file: views of it on CPUs; on CUDA devices copies, made on a stream.
 
     What is copied is first pinned, layer by layer, and stays so: each rank has the weights of all attention layers once
     in the memory of its host.
@@ -40,18 +44,18 @@ class HostWeights:
         self._copies = None if device.type == "cpu" else _Copies(device)
 
     def start(self, layer: int) -> None:
-        """See `UnshardedWeights`."""
+        """Implements `UnshardedWeights`."""
         if self._copies is not None:
             self._layers[layer] = {name: weight.pin_memory() for name, weight in self._layers[layer].items()}
             self._copies.start(layer, self._layers[layer])
 
     def take(self, layer: int) -> Weights:
-        """See `UnshardedWeights`."""
+        """Implements `UnshardedWeights`."""
         return self._layers[layer] if self._copies is None else self._copies.take(layer)
 
 
 class _Copies:
-    """Two buffers on a CUDA device, which even and odd layers fill."""
+    """Keeps two buffers on a CUDA device, which even and odd layers fill."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
@@ -74,7 +78,7 @@ class _Copies:
 
 
 class PeerWeights:
-    """From the ranks of the instance, which have a share each; `connect` gives their group, anew for every layer.
+    """Gathers weights from the ranks of the instance, which have a share each; `connect` makes a group for every layer.
 
     All ranks of the instance start and take the same layers in the same order.
     """
@@ -84,14 +88,76 @@ class PeerWeights:
         self._pending: dict[int, tuple[Gathering, list[Message]]] = {}
 
     def start(self, layer: int) -> None:
-        """See `UnshardedWeights`."""
+        """Implements `UnshardedWeights`."""
         share, shard = self._shares[layer], self._shard
         blocks = [share_room(replace(shard, index=rank), layer, share) for rank in range(shard.size)]
         blocks[shard.index] = share_message(shard, layer, share)
         self._pending[layer] = Gathering(self._connect(), blocks), blocks
 
     def take(self, layer: int) -> Weights:
-        """See `UnshardedWeights`."""
+        """Implements `UnshardedWeights`."""
         gathering, blocks = self._pending.pop(layer)
         gathering.wait()
         return join(self._shard, layer, self._shares[layer], blocks)
+
+
+def share_room(shard: Shard, layer: int, like: Weights) -> Message:
+    """Makes room for what a rank has of a layer that no rank before it has; `like` is the share of any rank."""
+    shapes = []
+    for name, weight in like.items():
+        dim, stretches = _stretches(shard, shard.specs[layer], name, weight)
+        for start, stop in stretches:
+            shape = list(weight.shape)
+            shape[dim] = stop - start
+            shapes.append((tuple(shape), weight.dtype))
+    return Message(shapes, next(iter(like.values())).device)
+
+
+def share_message(shard: Shard, layer: int, share: Weights) -> Message:
+    """Fills `share_room` from the rank's own share."""
+    message = share_room(shard, layer, share)
+    rooms = iter(message.tensors)
+    for name, weight in share.items():
+        dim, stretches = _stretches(shard, shard.specs[layer], name, weight)
+        for start, stop in stretches:
+            next(rooms).copy_(weight.narrow(dim, start, stop - start))
+    return message
+
+
+def join(shard: Shard, layer: int, share: Weights, messages: Sequence[Message]) -> dict[str, Tensor]:
+    """Joins the weights of a layer from the messages of all ranks, and from `share` what every rank has completely."""
+    rooms = [iter(message.tensors) for message in messages]
+    whole = {}
+    for name, weight in share.items():
+        dim, stretches = _stretches(replace(shard, index=0), shard.specs[layer], name, weight)
+        pieces = [[next(room) for _ in stretches] for room in rooms]
+        in_order = [piece for kind in zip(*pieces, strict=True) for piece in kind]
+        whole[name] = torch.cat(in_order, dim) if in_order else weight
+    return whole
+
+
+def _stretches(shard: Shard, spec: AttnSpec, name: str, weight: Tensor) -> tuple[int, list[tuple[int, int]]]:
+    """Along which dimension, and from where to where, a rank's share of a parameter has what no rank before it has.
+
+    All ranks have equally many stretches: one of queries, keys and values each for fused projections, none for what
+    every rank has completely. `weight` is the share of any rank.
+    """
+    share = shard.share(spec)
+    before = split_heads(spec.num_heads, spec.num_kv_heads, shard.size)[: shard.index]
+    num_known = max((one.kv_heads.stop for one in before), default=0) - share.kv_heads.start
+    dim = spec.head_dim
+    q, kv = len(share.heads) * dim, len(share.kv_heads) * dim
+    known = max(0, num_known) * dim
+    match name.rpartition(".")[0]:
+        case "q_proj":
+            return 0, [(0, q)]
+        case "k_proj" | "v_proj":
+            return 0, [(known, kv)]
+        case "qkv_proj":
+            return 0, [(0, q), (q + known, q + kv), (q + kv + known, q + 2 * kv)]
+        case "o_proj" if weight.ndim == 2:
+            return 1, [(0, q)]
+        case "o_proj":
+            return 0, [(0, len(weight) if shard.index == 0 else 0)]
+        case _:
+            return 0, []

@@ -1,16 +1,11 @@
 """A Hugging Face causal language model, unmodified, whose attention is done by whoever calls `Model.forward`."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from longspan.attn.comm import Group
-from longspan.core.exchange import Exchange
-from longspan.layerwise.shared_layers import SharedLayer
-from longspan.layerwise.unsharded_weights import HostWeights, PeerWeights, UnshardedWeights
 from longspan.model.bridge import SERVE, Attend
 from longspan.model.files import ModelFiles
 from longspan.model.info import ModelInfo, build_skeleton, check_supported, load_config
@@ -31,7 +26,8 @@ class Model:
     Attributes:
         info: of the whole model.
         specs: what each layer's attention computes here.
-        shared_layers: its attention layers, for tokens that several instances compute together.
+        shard: which share this is.
+        stored_attention: the unsharded parameters of each attention module in the weight file; empty for a whole model.
         reduce: of a share of a model: what sums outputs over the ranks of the instance. All of them call it equally
             often, in the same order.
     """
@@ -47,13 +43,13 @@ class Model:
         self.module = module
         self.info = info
         self.specs = shard.local_specs
-        self._longrope, self._shard = longrope, shard
+        self.shard = shard
+        self._longrope = longrope
         self.reduce: Reduce | None = None
-        attentions = attention_modules(module)
+        self.stored_attention: list[dict[str, Tensor]] = []
         if shard.size > 1:
             sum_partial_results(module, shard, self._sum)
-            self._host_weights = HostWeights(_stored_weights(module, attentions, stored), module.device)
-        self.shared_layers = [SharedLayer(attention, self.specs) for attention in attentions]
+            self.stored_attention = _stored_weights(module, attention_modules(module), stored)
         self._inputs: tuple[Tensor, Tensor]
         self._output: object
         getattr(module, module.base_model_prefix).register_forward_hook(self._keep_output)
@@ -117,25 +113,6 @@ class Model:
         like = torch.empty(1, 0, 0, dtype=self.module.dtype, device=positions.device)
         cos, sin = layers.rotary_emb(like, positions[None])
         return cos, sin
-
-    def whole_weights(self, exchange: Exchange, connect: Callable[[], Group]) -> UnshardedWeights:
-        """Of a share of a model: where the whole weights of its attention layers are from in an exchange of `WHOLE`.
-
-        `connect` gives the group of the instance's ranks, for weights of peers.
-        """
-        if exchange.weights == "host":
-            return self._host_weights
-        shares = [dict(attention.named_parameters()) for attention in attention_modules(self.module)]
-        return PeerWeights(shares, self._shard, connect)
-
-    @contextmanager
-    def without_sums(self) -> Iterator[None]:
-        """For a while, outputs are those of whole weights, and nothing is summed."""
-        before, self.reduce = self.reduce, lambda whole: whole
-        try:
-            yield
-        finally:
-            self.reduce = before
 
     def _sum(self, partial: Tensor) -> Tensor:
         assert self.reduce is not None, "a share of a model needs the sums over all shares"

@@ -1,1 +1,86 @@
-"""What travels in attention between members: one file each, called by all members of a group at once."""
+"""Attention exchanges, one file each: all members of a group call one at once, layer by layer.
+
+The module `<kind>.py` registers its exchange and is imported on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from longspan.attn.comm import Group
+from longspan.attn.member import MemberParts
+from longspan.attn.paged import PagedKv
+from longspan.attn.spec import AttnSpec
+from longspan.core.exchange import Exchange
+
+KeysAndValues = tuple[Tensor, Tensor]
+"""Two tensors `[kv_heads, tokens, head_dim]`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """The arguments of one member for one layer.
+
+    Attributes:
+        group: connects the members in this layer.
+        parts: the same on every member, in the same order; members without queries call, too.
+        q: this member's queries `[heads, tokens, head_dim]`; `rows` of a part are its own.
+        k, v: the new keys and values `[kv_heads, tokens, head_dim]`, packed like `q`.
+        kv: this layer of the pool. It has the new keys and values, too, unless the exchange stores them after.
+        out: has q's shape; the rows of the parts are written.
+        started: the result of `start` for this layer; None when that was not called.
+    """
+
+    exchange: Exchange
+    group: Group
+    parts: MemberParts
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    kv: PagedKv
+    spec: AttnSpec
+    out: Tensor
+    started: object = None
+
+
+Attend = Callable[[Call], Sequence[KeysAndValues]]
+"""Computes attention. Returns for each part the keys and values to be stored, nothing when they were stored before."""
+Start = Callable[[Group, MemberParts, PagedKv, AttnSpec], object]
+"""Starts the transfers of a layer that need nothing of it to be computed, while its projections run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionExchange:
+    """The tensor operations of one kind of exchange."""
+
+    attend: Attend
+    start: Start | None = None
+
+
+_REGISTERED: dict[str, AttentionExchange] = {}
+
+
+def register(exchange: Exchange, attend: Attend, *, start: Start | None = None) -> None:
+    """Says how a kind of exchange computes attention, with any parameters."""
+    _REGISTERED[exchange.kind] = AttentionExchange(attend=attend, start=start)
+
+
+def from_pool(function: Callable[[Group, MemberParts, Tensor, PagedKv, AttnSpec, Tensor], None]) -> Attend:
+    """Adapts an exchange that finds all keys and values in the pool: `(group, parts, q, kv, spec, out)`."""
+
+    def attend(call: Call) -> tuple[()]:
+        function(call.group, call.parts, call.q, call.kv, call.spec, call.out)
+        return ()
+
+    return attend
+
+
+def attention_exchange(exchange: Exchange) -> AttentionExchange:
+    """Returns what `register` was told of a kind."""
+    if exchange.kind not in _REGISTERED:
+        importlib.import_module(f"{__name__}.{exchange.kind}")
+    return _REGISTERED[exchange.kind]

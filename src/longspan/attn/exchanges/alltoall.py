@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from longspan.attn.comm import Group, Message
+from longspan.attn.exchanges import from_pool, register
 from longspan.attn.member import MemberPart, MemberParts, attend_runs, by_position, gather_runs, num_tokens
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
+from longspan.core.exchange import ALLTOALL
 from longspan.core.heads import HeadShare, spread_heads, uniform_pieces
 from longspan.core.runs import coalesce, row_slices, stretch
 
@@ -95,3 +97,6 @@ def _results(parts: MemberParts, asker: int, share: HeadShare, q: Tensor) -> Mes
     """Room for the outputs of some heads, for the queries of `asker`."""
     shapes = [(len(share.heads), num_tokens(part.q_runs[asker]), q.shape[2]) for part in parts]
     return Message([(shape, q.dtype) for shape in shapes], q.device)
+
+
+register(ALLTOALL, from_pool(alltoall))

@@ -7,18 +7,18 @@ ends up with all new keys and values. What older steps have cached stays where i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from longspan.attn.comm import Group, Message, Pending
+from longspan.attn.exchanges import Call, KeysAndValues, register
 from longspan.attn.member import MemberPart, MemberParts, attend_runs, by_position, kv_message, kv_room
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
+from longspan.core.exchange import CHAIN
 from longspan.core.runs import Run, coalesce, stretch
-
-KeysAndValues = tuple[Tensor, Tensor]
-"""Two tensors `[kv_heads, tokens, head_dim]`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,3 +111,12 @@ def _new(part: MemberPart, num_members: int) -> tuple[Run, ...]:
 def _cached(parts: MemberParts, holder: int, asker: int, spec: AttnSpec) -> list[tuple[Run, ...]]:
     """For each part what `holder` has from before the span that some query of `asker` may still see."""
     return [part.cached(holder, spec.window, asker) for part in parts]
+
+
+def _attend(call: Call) -> Sequence[KeysAndValues]:
+    started = call.started
+    assert started is None or isinstance(started, ChainStart), "what `chain_start` returned"
+    return chain(call.group, call.parts, call.q, call.k, call.v, call.kv, call.spec, call.out, started=started)
+
+
+register(CHAIN, _attend, start=chain_start)

@@ -9,10 +9,12 @@ from torch import Tensor
 
 from longspan.attn.collectives import all_gather
 from longspan.attn.comm import Group
+from longspan.attn.exchanges import Call, register
 from longspan.attn.kernel import attend_dense
 from longspan.attn.member import MemberParts, attend_runs, by_position, kv_message, kv_room, split_queries
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
+from longspan.core.exchange import GATHER_KV
 from longspan.core.runs import relate, stretch
 
 
@@ -46,3 +48,11 @@ def gather_kv(
             out[:, part.rows] = torch.cat(outs, dim=1)
         else:
             out[:, part.rows] = attend_runs(queries, q_runs, k, v, (keys,), spec)[0]
+
+
+def _attend(call: Call) -> tuple[()]:
+    gather_kv(call.group, call.parts, call.q, call.kv, call.spec, call.out, dense=call.exchange.dense)
+    return ()
+
+
+register(GATHER_KV, _attend)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from longspan.attn.comm import Group
+from longspan.attn.exchanges import from_pool, register
 from longspan.attn.member import MemberParts, attend_held, num_tokens
 from longspan.attn.paged import PagedKv, attend_paged
 from longspan.attn.spec import AttnSpec
+from longspan.core.exchange import LOCAL
 
 
-def local(parts: MemberParts, q: Tensor, kv: PagedKv, spec: AttnSpec, out: Tensor) -> None:
+def local(_: Group, parts: MemberParts, q: Tensor, kv: PagedKv, spec: AttnSpec, out: Tensor) -> None:
     """Attention of parts whose group is this member alone; see `ring_kv` for the arguments.
 
     Single queries read their keys where they lie, all in one call; more queries of a request read a contiguous copy,
@@ -23,3 +26,6 @@ def local(parts: MemberParts, q: Tensor, kv: PagedKv, spec: AttnSpec, out: Tenso
     for part in parts:
         if num_tokens(part.q_runs[0]) > 1:
             out[:, part.rows] = attend_held(part, q[:, part.rows], 0, 0, kv, spec)[0]
+
+
+register(LOCAL, from_pool(local))

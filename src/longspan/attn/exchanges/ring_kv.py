@@ -10,11 +10,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from longspan.attn.comm import Group
+from longspan.attn.exchanges import from_pool, register
 from longspan.attn.kernel import Partial
 from longspan.attn.member import MemberParts, attend_runs, kv_message, kv_room
 from longspan.attn.merge import merge_each
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
+from longspan.core.exchange import RING_KV
 
 
 def ring_kv(group: Group, parts: MemberParts, q: Tensor, kv: PagedKv, spec: AttnSpec, out: Tensor) -> None:
@@ -51,3 +53,6 @@ def ring_kv(group: Group, parts: MemberParts, q: Tensor, kv: PagedKv, spec: Attn
     for part, result in zip(parts, found, strict=True):
         if result is not None:
             out[:, part.rows] = result[0]
+
+
+register(RING_KV, from_pool(ring_kv))

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from longspan.attn.comm import Group, Message
+from longspan.attn.exchanges import from_pool, register
 from longspan.attn.kernel import Partial
 from longspan.attn.member import MemberParts, attend_held, num_tokens
 from longspan.attn.merge import merge_each
 from longspan.attn.paged import PagedKv, attend_paged
 from longspan.attn.spec import AttnSpec
+from longspan.core.exchange import RING_Q
 
 
 def ring_q(group: Group, parts: MemberParts, q: Tensor, kv: PagedKv, spec: AttnSpec, out: Tensor) -> None:
@@ -105,3 +107,6 @@ def _room(parts: MemberParts, indices: Sequence[int], asker: int, q: Tensor, spe
     tokens = sum(num_tokens(parts[index].q_runs[asker]) for index in indices)
     shape = (spec.num_heads, tokens)
     return Message([(shape, torch.float32), ((*shape, spec.head_dim), q.dtype)], q.device)
+
+
+register(RING_Q, from_pool(ring_q))

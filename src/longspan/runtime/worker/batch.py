@@ -13,6 +13,7 @@ from longspan.core.exchange import Exchange
 from longspan.core.owners import BlockRef, Owners
 from longspan.core.runs import Run
 from longspan.core.steps import UNKNOWN, Forward, Part, Sample
+from longspan.runtime.kv.pool import KvPool
 from longspan.runtime.worker.requests import RankRequests, UnknownToken
 
 
@@ -41,6 +42,14 @@ class Channel:
         """Those of this member, which follow each other."""
         return sum(num_tokens(part.q_runs[self.rank]) for part in self.parts)
 
+    def store(self, pool: KvPool, layer: int, k: Tensor, v: Tensor) -> None:
+        """Writes the new keys and values `[kv_heads, tokens, head_dim]` of this member's tokens to the pool."""
+        start = 0
+        for slots in self.slots:
+            rows = slice(start, start + len(slots.rows))
+            slots.write(pool, layer, k[:, rows], v[:, rows])
+            start = rows.stop
+
 
 @dataclass(frozen=True, kw_only=True)
 class Slots:
@@ -52,6 +61,13 @@ class Slots:
     rows: Tensor
     blocks: Tensor
     offsets: Tensor
+
+    def write(self, pool: KvPool, layer: int, k: Tensor, v: Tensor) -> None:
+        """Writes keys and values `[kv_heads, tokens, head_dim]`, of which `rows` go here."""
+        if len(self.rows) == k.shape[1]:  # all of them
+            pool.write(layer, self.blocks, self.offsets, k, v)
+        elif len(self.rows):
+            pool.write(layer, self.blocks, self.offsets, k[:, self.rows], v[:, self.rows])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from longspan.attn.collectives import all_reduce
-from longspan.attn.comm import Group, Transport
+from longspan.attn.comm import ALONE, Group, Transport
 from longspan.core.cluster import Fleet
 from longspan.core.steps import Link
 from longspan.layerwise.gather_hidden import hidden_hops
@@ -50,7 +50,9 @@ class StepComm:
         self._first_tag = number % ((_NUM_TAGS - _NUM_MOVE_TAGS) // per_step) * per_step
 
     def channel(self, layer: int, channel: Channel) -> Group:
-        """The members of a channel in one layer."""
+        """Connects the members of a channel in one layer."""
+        if len(channel.members) == 1:
+            return ALONE
         ranks = [self._beside(instance) for instance in channel.members]
         assert _NOBODY not in ranks, "instances that exchange are split alike"
         return self._group(ranks, channel.rank, channel.exchange.shown, self._tag(layer, channel.number))

@@ -19,6 +19,7 @@ from torch import Tensor
 from longspan.attn.comm import CommError, Transport
 from longspan.core.cluster import Fleet
 from longspan.core.steps import Forward, Link, MoveKV, Sampled, Scored, TokenLogprobs
+from longspan.layerwise.step import Layerwise
 from longspan.model.adapter import Model
 from longspan.model.files import ModelFiles
 from longspan.model.store import DTYPES
@@ -91,6 +92,7 @@ class Worker:
         self.rank, self._fleet, self._hosts = rank, fleet, hosts
         self._instance, self._tp_index = fleet.place(rank)
         self._model, self._pool = model, pool
+        self._layerwise = Layerwise(model)
         self._device, self._dtype = model.module.device, model.module.dtype
         self._requests = RankRequests(vocab_size=model.info.vocab_size, device=self._device, vocabulary=vocabulary)
         self.watch = Stopwatch(enabled=record_times, device=self._device)
@@ -192,7 +194,13 @@ class Worker:
         resolve(packed.unknown, packed.tokens, self._requests, comm.everyone())
         self._model.reduce = comm.all_reduce
         attention = StepAttention(
-            packed, comm, pool=self._pool, specs=self._model.specs, watch=self.watch, model=self._model, moves=moves
+            packed,
+            comm,
+            pool=self._pool,
+            specs=self._model.specs,
+            watch=self.watch,
+            layerwise=self._layerwise,
+            moves=moves,
         )
         sampled: tuple[Sampled, ...] = ()
         scored: tuple[Scored, ...] = ()

@@ -1,0 +1,162 @@
+"""Attention layers, unmodified, computed with other weights than their own: with a share of their heads for tokens that
+several instances gathered, or with all heads where the model has a share of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from longspan.attn.comm import Group
+from longspan.attn.member import MemberParts
+from longspan.attn.paged import PagedKv
+from longspan.attn.spec import AttnSpec
+from longspan.core.exchange import Exchange
+from longspan.layerwise.unsharded_weights import UnshardedWeights, Weights
+from longspan.model.adapter import Attend, Model
+from longspan.model.sharding import Shard, head_counts
+
+Rotary = tuple[Tensor, Tensor]
+"""Cosines and sines `[1, tokens, rotary_dim]`."""
+
+_NAME = "self_attn"
+
+
+class Pool(Protocol):
+    """The KV pool of this rank."""
+
+    def layer(self, layer: int) -> PagedKv:
+        """Returns the keys and values of a layer."""
+
+
+class Channel(Protocol):
+    """The parts of a step with one layerwise exchange and group, as this member has them."""
+
+    @property
+    def number(self) -> int:
+        """Tells the channels of a step apart, alike on all members."""
+
+    @property
+    def exchange(self) -> Exchange: ...
+
+    @property
+    def rank(self) -> int:
+        """The index of this member in the group."""
+
+    @property
+    def parts(self) -> MemberParts: ...
+
+    @property
+    def rope_lengths(self) -> tuple[int, ...]:
+        """The length that rotary embeddings are pinned to, for each part."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Counts this member's tokens, which follow each other."""
+
+    def store(self, pool: Any, layer: int, k: Tensor, v: Tensor) -> None:  # noqa: ANN401 - the pool of the runtime
+        """Writes the keys and values of this member's tokens to the pool."""
+
+
+class Comm(Protocol):
+    """The groups of ranks of one step."""
+
+    def channel(self, layer: int, channel: Any) -> Group:  # noqa: ANN401 - a channel of the runtime
+        """Connects the members of a channel in one layer."""
+
+    def inside(self, name: str) -> Group:
+        """Connects the ranks of this instance, which ask for it in the same order."""
+
+
+class Watch(Protocol):
+    """Counts where the time goes."""
+
+    def during(self, category: str) -> AbstractContextManager[None]:
+        """Counts a block as `category`."""
+
+
+class LayerwiseAttend(Protocol):
+    """An `Attend` whose last packed tokens are computed by layerwise exchanges.
+
+    Attributes:
+        num_alone: how many tokens come before those; None when there are none.
+    """
+
+    num_alone: int | None
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Returns the attention of the tokens before those."""
+
+    def layerwise(self, layer: int, hidden: Tensor) -> Tensor:
+        """Returns the layer's output `[tokens, hidden]` for those tokens."""
+
+
+class TakenLayer:
+    """One attention module of a model, whose calls it takes over. `specs` are what the model's layers compute here."""
+
+    def __init__(self, module: nn.Module, specs: tuple[AttnSpec, ...]) -> None:
+        self._module, self._specs = module, specs
+        self._layer: int = module.layer_idx  # type: ignore[assignment]  # the probe has checked that it is an int
+        self._forward: Callable[..., Any] = module.forward
+        self._shares: dict[tuple[int, int], dict[str, Tensor]] = {}
+        module.forward = self._call
+
+    def compute(self, hidden: Tensor, rotary: Rotary, attend: Attend, *, index: int, size: int) -> Tensor:
+        """Returns what one of `size` shares of the heads adds to the output `[tokens, hidden]`, for `hidden` alike."""
+        shard = Shard(index=index, size=size, specs=self._specs)
+        if (index, size) not in self._shares:
+            weights = self._module.named_parameters()
+            cut = {name: shard.cut(f"layers.{self._layer}.{_NAME}.{name}", weight) for name, weight in weights}
+            self._shares[index, size] = cut
+        return self.compute_with(self._shares[index, size], shard.local_specs[self._layer], hidden, rotary, attend)
+
+    def compute_with(self, weights: Weights, spec: AttnSpec, hidden: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
+        """Returns the output `[tokens, hidden]` of other weights, with the heads of `spec`."""
+        arguments = {"hidden_states": hidden[None], "position_embeddings": rotary, "attention_mask": None}
+        with head_counts(self._module, spec):
+            output = functional_call(self._module, dict(weights), (), {**arguments, "attend": attend})
+        return output[0][0]  # type: ignore[no-any-return]
+
+    def _call(self, hidden_states: Tensor, **arguments: Any) -> tuple[Tensor, None]:  # noqa: ANN401
+        attend: Any = arguments.get("attend")
+        num_alone = getattr(attend, "num_alone", None)
+        if num_alone is None:
+            return self._forward(hidden_states=hidden_states, **arguments)  # type: ignore[no-any-return]
+        outputs = []
+        if num_alone:
+            rotary = tuple(part[:, :num_alone] for part in arguments.pop("position_embeddings"))
+            alone, _ = self._forward(
+                hidden_states=hidden_states[:, :num_alone], position_embeddings=rotary, **arguments
+            )
+            outputs.append(alone[0])
+        outputs.append(attend.layerwise(self._layer, hidden_states[0, num_alone:]))
+        return torch.cat(outputs)[None], None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepContext:
+    """The rank's side of one step, which layerwise exchanges use."""
+
+    model: Model
+    layers: list[TakenLayer]
+    host_weights: UnshardedWeights
+    comm: Comm
+    pool: Pool
+    watch: Watch
+
+    def rotary(self, channel: Channel, members: Iterable[int]) -> Rotary:
+        """Returns cosines and sines of the tokens of some members, ordered by member, then by part."""
+        positions: list[int] = []
+        lengths: list[int] = []
+        for member in members:
+            for part, length in zip(channel.parts, channel.rope_lengths, strict=True):
+                positions += [position for run in part.q_runs[member] for position in run.positions]
+                lengths += [length] * (len(positions) - len(lengths))
+        device = self.model.module.device
+        return self.model.rotary(torch.tensor(positions, device=device), torch.tensor(lengths, device=device))
