@@ -17,7 +17,7 @@ import typer
 from prometheus_client.parser import text_string_to_metric_families
 
 from longspan.cli.app import app
-from longspan.serve.messages import Started, Stats, Turn
+from longspan.serve.messages import Started, Stats, StepOutputs
 from longspan.serve.metrics import Metrics
 from longspan.serve.wire.fields import UNSERVED
 
@@ -109,7 +109,7 @@ def _metrics() -> str:
         bytes_sent={("ring_kv", "same_host"): 0},
         worker_pids=[],
     )
-    metrics.take_turn(Turn(stats=stats))
+    metrics.take_step(StepOutputs(stats=stats))
     rows = []
     for family in text_string_to_metric_families(metrics.text().decode()):
         name = f"`{family.name}{'_total' if family.type == 'counter' else ''}`"

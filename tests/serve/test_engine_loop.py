@@ -27,6 +27,7 @@ from longspan.serve.messages import (
     Add,
     Cancel,
     Command,
+    Delta,
     EngineSetup,
     Failed,
     QueueFull,
@@ -34,7 +35,7 @@ from longspan.serve.messages import (
     Report,
     Restarted,
     Restarting,
-    Turn,
+    StepOutputs,
 )
 from longspan.sim.executor import LinearCost, SimExecutor, VirtualClock
 from longspan.text.input_processor import EngineRequest
@@ -100,7 +101,7 @@ class Cluster:
 
 @dataclass(kw_only=True)
 class Asked:
-    """A request as its face sees it."""
+    """A request as its server sees it."""
 
     num_prompt_tokens: int
     num_choices: int
@@ -108,10 +109,11 @@ class Asked:
     was_accepted: bool
     request_ids: list[int] = field(default_factory=list)
     tokens: dict[int, list[int]] = field(default_factory=dict)
+    num_finished: int = 0
     end: str | None = None
 
 
-class Face:
+class ApiServer:
     """Stands for the socket, too: what it sends is read by the loop, and what the loop sends it checks."""
 
     def __init__(self) -> None:
@@ -152,14 +154,14 @@ class Face:
     def turn(self) -> None:
         """As `EngineLoop.run` does."""
         try:
-            self.loop._turn()
+            self.loop._advance()
         except WorkerLostError as error:
             self.loop._restart(error)
 
     def turn_until_lost(self) -> None:
         """Completions that are there already are taken first."""
         for _ in range(100):
-            self.loop._turn()
+            self.loop._advance()
 
     def finish(self) -> None:
         """Until nothing is left to do."""
@@ -172,31 +174,31 @@ class Face:
     def send(self, data: bytes) -> None:
         match self._decoder.decode(data):
             case Accepted(number):
-                clients = self.loop._choices.items()
-                ids = sorted((index, request) for request, (client, index) in clients if client.id == number)
+                choices = self.loop._choices.items()
+                ids = sorted((index, request) for request, (served, index) in choices if served.id == number)
                 self.asked[number].request_ids = [request for _, request in ids]
             case QueueFull(number):
                 assert not self.asked[number].was_accepted
                 self._end(number, "full")
             case Failed(number, reason, param):
                 self._end(number, "refused" if "refused" in reason else "failed" if param is None else param)
-            case Turn() as turn:
-                for number, update in turn.updates:
-                    self._take(number, update)
-                self.num_ended.update(ended.reason for ended in turn.ended)
-                self.num_first += len(turn.ttft_s)
-                self.num_prompt_tokens += turn.num_prompt_tokens
-                self.num_gaps += len(turn.tbt_s)
+            case StepOutputs() as step:
+                for delta in step.deltas:
+                    self._take(delta)
+                self.num_ended.update(choice.reason for choice in step.finished)
+                self.num_first += len(step.ttft_s)
+                self.num_prompt_tokens += step.num_prompt_tokens
+                self.num_gaps += len(step.tbt_s)
             case Restarting() | Restarted() as state:
                 self.states.append(type(state).__name__)
 
-    def _take(self, number: int, update: Any) -> None:
-        asked = self.asked[number]
-        assert asked.end in {None, "cancelled"}, "nothing is told after the end"
-        for choice in update.choices:
-            asked.tokens.setdefault(choice.index, []).extend(choice.token_ids)
-        if update.finished:
-            self._end(number, "finished")
+    def _take(self, delta: Delta) -> None:
+        asked = self.asked[delta.id]
+        assert asked.end in {None, "cancelled"}, "nothing is sent after the end"
+        asked.tokens.setdefault(delta.choice, []).extend(delta.token_ids)
+        asked.num_finished += delta.finish_reason is not None
+        if asked.num_finished == asked.num_choices:
+            self._end(delta.id, "finished")
 
     def _end(self, number: int, end: str) -> None:
         asked = self.asked[number]
@@ -221,7 +223,7 @@ class Face:
         assert self.num_prompt_tokens == sum(asked.num_prompt_tokens for asked in told)
         outputs = [tokens for asked in self.asked.values() for tokens in asked.tokens.values()]
         assert self.num_gaps == sum(max(0, len(tokens) - 1) for tokens in outputs)
-        assert not self.loop._clients
+        assert not self.loop._served
         assert not self.loop._choices
         assert self.cluster.engine.load().used_blocks == [0, 0]
 
@@ -238,100 +240,100 @@ _TURN, _LOSE, _TOO_LONG = st.just(("turn",)), st.just(("lose",)), st.just(("add"
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.one_of(_ADD, _ADD, _CANCEL, _TURN, _TURN, _TURN, _LOSE, _TOO_LONG), max_size=60))
 def test_every_request_ends_and_is_told_its_tokens_once(actions: list[tuple[Any, ...]]) -> None:
-    face, num_losses = Face(), 0
+    server, num_losses = ApiServer(), 0
     for name, *values in actions:
         if name == "add":
             length, max_tokens, n, is_accepted = values
-            face.add(length, max_tokens, n, is_accepted=is_accepted)
-        elif name == "cancel" and values[0] in face.asked:
-            face.cancel(values[0])
+            server.add(length, max_tokens, n, is_accepted=is_accepted)
+        elif name == "cancel" and values[0] in server.asked:
+            server.cancel(values[0])
         elif name == "lose" and num_losses < 3:  # more of them, without a token between, end the process
             num_losses += 1
-            face.cluster.executor.are_lost = True
-            face.turn()
+            server.cluster.executor.are_lost = True
+            server.turn()
         else:
-            face.turn()
-    face.finish()
-    face.check()
+            server.turn()
+    server.finish()
+    server.check()
 
 
 def test_a_request_that_runs_in_two_losses_fails_and_one_that_runs_in_one_does_not() -> None:
-    face = Face()
-    twice = face.add(60, 12)
-    face.turn()
-    face.cluster.executor.are_lost = True
-    face.turn()
-    once = face.add(8)
-    face.turn()
-    face.cluster.executor.are_lost = True
-    face.turn()
-    face.finish()
-    assert (face.asked[twice].end, face.asked[once].end) == ("failed", "finished")
-    assert face.states == ["Restarting", "Restarted"] * 2
-    assert face.num_ended == {"error": 1, "length": 1}
-    face.check()
+    server = ApiServer()
+    twice = server.add(60, 12)
+    server.turn()
+    server.cluster.executor.are_lost = True
+    server.turn()
+    once = server.add(8)
+    server.turn()
+    server.cluster.executor.are_lost = True
+    server.turn()
+    server.finish()
+    assert (server.asked[twice].end, server.asked[once].end) == ("failed", "finished")
+    assert server.states == ["Restarting", "Restarted"] * 2
+    assert server.num_ended == {"error": 1, "length": 1}
+    server.check()
 
 
 @pytest.mark.parametrize("num_turns", [1, 4])
 def test_a_request_fails_with_a_choice_that_cannot_go_on_and_no_other_does(num_turns: int) -> None:
-    face = Face()
-    stuck, other = face.add(8, 12, n=3), face.add(8, 12)
+    server = ApiServer()
+    stuck, other = server.add(8, 12, n=3), server.add(8, 12)
     for _ in range(num_turns):
-        face.turn()
-    face.cluster.executor.stuck = {face.asked[stuck].request_ids[1]}
-    face.finish()
-    assert (face.asked[stuck].end, face.asked[other].end) == ("structured_outputs", "finished")
-    assert face.num_ended == {"error": 3, "length": 1}
-    face.check()
+        server.turn()
+    server.cluster.executor.stuck = {server.asked[stuck].request_ids[1]}
+    server.finish()
+    assert (server.asked[stuck].end, server.asked[other].end) == ("structured_outputs", "finished")
+    assert server.num_ended == {"error": 3, "length": 1}
+    server.check()
 
 
 def test_a_request_between_two_steps_can_fail_after_a_loss() -> None:
     """It holds KV, but no step names it: to end it is to tell workers, and those that knew it are gone."""
     num_between = 0
     for num_turns in range(12):
-        face = Face()
-        face.add(1, 40)
-        face.add(16, 40)  # on the other instance, which takes longer
-        face.turn()
-        face.cluster.executor.are_lost = True
-        face.turn()
-        face.turn()
-        face.add(60)  # both instances wait for one another to begin with it
+        server = ApiServer()
+        server.add(1, 40)
+        server.add(16, 40)  # on the other instance, which takes longer
+        server.turn()
+        server.cluster.executor.are_lost = True
+        server.turn()
+        server.turn()
+        server.add(60)  # both instances wait for one another to begin with it
         for _ in range(num_turns):
-            face.turn()
-        face.cluster.executor.are_lost = True
+            server.turn()
+        server.cluster.executor.are_lost = True
         with pytest.raises(WorkerLostError) as lost:
-            face.turn_until_lost()
-        requests = face.cluster.engine._requests.values()
+            server.turn_until_lost()
+        requests = server.cluster.engine._requests.values()
         num_between += any(request.group and not request.in_flight for request in requests)
-        face.loop._restart(lost.value)
-        face.finish()
-        face.check()
+        server.loop._restart(lost.value)
+        server.finish()
+        server.check()
     assert num_between, "no request was between two steps"
 
 
 def test_an_idle_engine_and_one_with_a_long_step_tell_that_they_live(monkeypatch: pytest.MonkeyPatch) -> None:
-    face, heard_s = Face(), list[float]()
-    now = face.cluster.engine._clock.now
+    server, heard_s = ApiServer(), list[float]()
+    now = server.cluster.engine._clock.now
     monkeypatch.setattr(engine_core, "time", SimpleNamespace(monotonic=now))
-    monkeypatch.setattr(face.loop, "_stats", lambda: heard_s.append(now()))
-    face.turn()
-    face.turn()
-    face.cluster.executor._inner._cost = LinearCost(base_s=300.0)
-    face.add(8, 2)
-    face.finish()
-    face.check()
+    monkeypatch.setattr(server.loop, "_stats", lambda: heard_s.append(now()))
+    server.turn()
+    server.turn()
+    server.cluster.executor._inner._cost = LinearCost(base_s=300.0)
+    server.add(8, 2)
+    server.finish()
+    server.check()
     gaps = [after - before for before, after in pairwise(heard_s)]
     assert heard_s[-1] >= 300
     assert max(gaps) < 60 / 3
 
 
 def test_who_is_told_to_quit_waits_for_nothing() -> None:
-    face = Face()
-    face.tell(Quit())
-    face.cluster.executor.are_lost = True  # which would be noticed
-    face.loop.run()
-    assert not face.states
+    server = ApiServer()
+    server.tell(Quit())
+    server.cluster.executor.are_lost = True  # which would be noticed
+    server.loop.run()
+    assert not server.states
 
 
 @pytest.mark.parametrize("error", [WorkerLostError(1, "it did not start"), OSError("no process")])
@@ -339,15 +341,15 @@ def test_workers_that_do_not_start_are_tried_again_but_not_for_ever(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     monkeypatch.setattr(engine_core, "_PAUSE_S", 0.0)
-    face = Face()
-    face.add(8)
-    face.turn()
-    face.cluster.executor.are_lost = True
-    face.cluster.failures.extend([error] * 2)
-    face.finish()
-    face.check()
-    assert face.asked[0].end == "finished"
-    face.cluster.executor.are_lost = True
-    face.cluster.failures.extend([error] * 3)
+    server = ApiServer()
+    server.add(8)
+    server.turn()
+    server.cluster.executor.are_lost = True
+    server.cluster.failures.extend([error] * 2)
+    server.finish()
+    server.check()
+    assert server.asked[0].end == "finished"
+    server.cluster.executor.are_lost = True
+    server.cluster.failures.extend([error] * 3)
     with pytest.raises(type(error)):
-        face.turn()
+        server.turn()

@@ -283,7 +283,7 @@ def test_the_prefix_of_a_proxy_may_have_been_taken_off_or_not(path: str) -> None
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_error_tells_nothing_of_the_inside(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
     server = make_server()
-    fake_of(server).failure, fake_of(server).num_told = RuntimeError("secret of /usr/lib/secret.py"), 0
+    fake_of(server).failure, fake_of(server).num_sent = RuntimeError("secret of /usr/lib/secret.py"), 0
     response = client_of(server).post("/v1/completions", json=BODY | {"stream": stream}, headers={"x-request-id": "r1"})
     error = error_of(response, 500)
     assert (error["type"], response.headers["x-request-id"]) == ("server_error", "r1")
@@ -303,7 +303,7 @@ def test_a_body_that_is_no_request_is_400(body: bytes) -> None:
 
 def test_a_full_queue_says_when_to_come_again() -> None:
     server = make_server()
-    fake_of(server).failure, fake_of(server).num_told = QueueFullError("2 requests are waiting"), 0
+    fake_of(server).failure, fake_of(server).num_sent = QueueFullError("2 requests are waiting"), 0
     response = client_of(server).post("/v1/completions", json=BODY)
     assert error_of(response, 503)["code"] == "queue_full"
     assert int(response.headers["retry-after"]) >= 1
@@ -311,11 +311,11 @@ def test_a_full_queue_says_when_to_come_again() -> None:
 
 def test_a_lost_engine_is_500_before_the_stream_and_an_event_in_it() -> None:
     server = make_server()
-    fake_of(server).failure, fake_of(server).num_told = EngineLostError("rank 1 is gone"), 0
+    fake_of(server).failure, fake_of(server).num_sent = EngineLostError("rank 1 is gone"), 0
     for stream in (False, True):
         response = client_of(server).post("/v1/completions", json=BODY | {"stream": stream})
         assert "rank 1" in error_of(response, 500)["message"]
-    fake_of(server).num_told = 1
+    fake_of(server).num_sent = 1
     events = client_of(server).post("/v1/completions", json=BODY | {"stream": True, "return_token_ids": True})
     assert events.status_code == 200
     first, last = (json.loads(line[6:]) for line in events.text.splitlines() if line.startswith("data: "))

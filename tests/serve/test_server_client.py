@@ -25,11 +25,12 @@ from fake_engine import (
     WRONG,
 )
 from fake_engine_install import told, until
+from msgspec.structs import replace
 
 from longspan import SamplingParams
 from longspan.serve.client import EngineClient
-from longspan.serve.messages import EngineSetup, Update
-from longspan.serve.output_queue import Answer, EngineLostError, News, QueueFullError
+from longspan.serve.messages import Delta, EngineSetup
+from longspan.serve.output_queue import EngineLostError, Output, OutputQueue, QueueFullError
 from longspan.text.input_processor import EngineRequest
 
 
@@ -61,14 +62,14 @@ async def started(
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-def num_tokens(news: list[News]) -> int:
-    return sum(len(choice.token_ids) for _, update in news for choice in update.choices)
+def num_tokens(outputs: list[Output]) -> int:
+    return sum(len(delta.token_ids) for _, delta in outputs)
 
 
-async def streamed(answer: Answer, found: list[News] | None = None) -> list[News]:
+async def streamed(answer: OutputQueue, found: list[Output] | None = None) -> list[Output]:
     found = [] if found is None else found
-    while news := await answer.news():
-        found += news
+    while outputs := await answer.get():
+        found += outputs
     return found
 
 
@@ -81,7 +82,7 @@ def test_a_request_is_streamed_or_taken_whole(events: Path) -> None:
     async def check() -> None:
         async with started(events) as client:
             assert num_tokens(await streamed(await client.submit([engine_request(SAY), engine_request(SAY, 2)]))) == 5
-            assert num_tokens(await (await client.submit([engine_request(SAY), engine_request(SAY, 2)])).whole()) == 5
+            assert num_tokens(await (await client.submit([engine_request(SAY), engine_request(SAY, 2)])).get_all()) == 5
             assert client.num_unfinished == 0
 
     asyncio.run(check())
@@ -120,11 +121,11 @@ def test_a_stream_that_told_something_fails_but_a_whole_answer_is_made_anew(even
                 client.submit([engine_request(BEGIN), engine_request(SAY)]),
                 client.submit([engine_request(SAY, 2), engine_request(SAY_AND_DIE_ONCE, 4)]),
             )
-            found: list[News] = []
+            found: list[Output] = []
             with pytest.raises(EngineLostError, match="was lost"):
                 await streamed(stream, found)
             assert num_tokens(found) == 1 + 3
-            assert num_tokens(await whole.whole()) == 2 + 4, "each token once"
+            assert num_tokens(await whole.get_all()) == 2 + 4, "each token once"
 
     asyncio.run(check())
 
@@ -134,8 +135,8 @@ def test_a_request_that_ends_two_engines_is_not_sent_to_a_third(events: Path) ->
         async with started(events) as client:
             answer = await client.submit([engine_request(DIE)])
             with pytest.raises(EngineLostError, match="was lost"):
-                await answer.whole()
-            assert num_tokens(await (await client.submit([engine_request(SAY)])).whole()) == 3
+                await answer.get_all()
+            assert num_tokens(await (await client.submit([engine_request(SAY)])).get_all()) == 3
 
     asyncio.run(check())
     assert len(told(events, "start")) == 3
@@ -149,7 +150,7 @@ def test_a_request_that_comes_while_an_engine_ends_is_answered_by_the_next(event
             for _ in range(20):  # some before the end is noticed, some after
                 answer = asyncio.create_task(client.submit([engine_request(SAY)]))
                 await asyncio.sleep(0.01)
-            assert num_tokens(await (await asyncio.wait_for(answer, 10)).whole()) == 3
+            assert num_tokens(await (await asyncio.wait_for(answer, 10)).get_all()) == 3
             await until(lambda: client.num_unfinished == 0)
 
     asyncio.run(check())
@@ -165,7 +166,7 @@ def test_the_queue_is_bounded_while_there_is_no_engine(events: Path) -> None:
             with pytest.raises(QueueFullError, match="3 requests would wait for the engine, of at most 2"):
                 await client.submit([engine_request(SAY)])
             for answer in await asyncio.gather(*two):
-                assert num_tokens(await answer.whole()) == 3
+                assert num_tokens(await answer.get_all()) == 3
 
     asyncio.run(check())
 
@@ -179,7 +180,7 @@ def test_an_engine_that_hangs_is_replaced_and_its_requests_are_not_lost(events: 
             start_s = time.monotonic()
             losses: list[int] = []
             client.on_loss = lambda: losses.append(1)
-            assert num_tokens(await (await client.submit([engine_request(SAY)])).whole()) == 3
+            assert num_tokens(await (await client.submit([engine_request(SAY)])).get_all()) == 3
             assert losses == [1]
             assert 0.5 < time.monotonic() - start_s < 5
 
@@ -217,7 +218,7 @@ def test_what_an_engine_does_not_accept_is_bounded(events: Path) -> None:
                 await client.submit([long])
             await kill_engine(client, signal.SIGCONT)
             for answer in await asyncio.gather(*waiting[1:]):
-                assert num_tokens(await answer.whole()) == 3
+                assert num_tokens(await answer.get_all()) == 3
 
     asyncio.run(check())
 
@@ -228,7 +229,7 @@ def test_no_message_is_missed_while_others_are_sent(events: Path) -> None:
     async def ask(client: EngineClient) -> int:
         total = 0
         for _ in range(20):
-            total += num_tokens(await (await client.submit([engine_request(SAY, 1)])).whole())
+            total += num_tokens(await (await client.submit([engine_request(SAY, 1)])).get_all())
             await asyncio.sleep(0)
         return total
 
@@ -265,10 +266,10 @@ async def _read(client: EngineClient, what: int) -> None:
 
 def test_whatever_fails_after_acceptance_reaches_the_reader() -> None:
     async def check() -> None:
-        answer = Answer([engine_request(SAY)], lambda _: None)
+        answer = OutputQueue([engine_request(SAY)], lambda _: None)
         answer.accept(0)
         answer.fail(QueueFullError("full"))
-        for reading in (answer.news(), answer.whole()):
+        for reading in (answer.get(), answer.get_all()):
             with pytest.raises(QueueFullError, match="full"):
                 await asyncio.wait_for(reading, 1)
 
@@ -277,15 +278,15 @@ def test_whatever_fails_after_acceptance_reaches_the_reader() -> None:
 
 def test_only_what_is_unfinished_and_untold_is_repeated() -> None:
     async def check() -> None:
-        done = Update(choices=[], prompt_logprobs=None, num_cached_tokens=0, finished=True)
-        begun = Update(choices=[], prompt_logprobs=None, num_cached_tokens=0, finished=False)
-        answer = Answer([engine_request(SAY), engine_request(SAY)], lambda _: None)
+        begun = Delta(id=0, choice=0, text="", token_ids=[], logprobs=None, finish_reason=None, stop_reason=None)
+        done = replace(begun, finish_reason="length")
+        answer = OutputQueue([engine_request(SAY), engine_request(SAY)], lambda _: None)
         answer.put(0, done)
-        assert await answer.news() == [(0, done)]
+        assert await answer.get() == [(0, done)]
         answer.put(1, begun)
         assert answer.repeat(), "only the job that is finished was told of"
         answer.put(1, done)
-        assert await answer.whole() == [(1, done)]
+        assert await answer.get_all() == [(1, done)]
         assert not answer.repeat(), "twice"
 
     asyncio.run(check())

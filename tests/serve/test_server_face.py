@@ -35,7 +35,7 @@ from fake_engine_install import told, until
 from server_client import Client, Reply, completion, send_completion
 
 from longspan.serve.messages import EngineSetup
-from longspan.serve.output_queue import Answer, EngineLostError
+from longspan.serve.output_queue import EngineLostError, OutputQueue
 from longspan.serve.run import serve
 from longspan.serve.settings import ServerSettings
 
@@ -118,7 +118,7 @@ async def received(connection: socket.socket, words: bytes) -> bytes:
 
 def num_kept_answers() -> int:
     gc.collect()
-    return sum(type(kept) is Answer for kept in gc.get_objects())
+    return sum(type(kept) is OutputQueue for kept in gc.get_objects())
 
 
 def test_a_silent_stream_is_kept_alive_and_ends_at_its_deadline(events: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from fake_server import OUTPUT, STATS, client_of, fake_of, make_server
 from prometheus_client.parser import text_string_to_metric_families
 
-from longspan.serve.messages import Turn
+from longspan.serve.messages import StepOutputs
 from longspan.serve.server import Server
 
 GAUGES = {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "instance_kv_blocks_used"}
@@ -40,7 +40,7 @@ def sampler(server: Server, prefix: str = "longspan:") -> Sample:
 @pytest.mark.parametrize("prefix", ["longspan:", "vllm:"])
 def test_every_metric_is_there_under_either_prefix(prefix: str) -> None:
     server = make_server(metrics_prefix=prefix)
-    server.metrics.take_turn(Turn(stats=STATS))
+    server.metrics.take_step(StepOutputs(stats=STATS))
     response = client_of(server).get("/metrics")
     assert response.headers["content-type"].startswith("text/plain")
     families = {family.name: family for family in text_string_to_metric_families(response.text)}
@@ -104,7 +104,7 @@ def test_counters_outlive_the_engine_process_and_gauges_do_not() -> None:
     assert (value("num_requests_running"), value("num_requests_waiting"), value("kv_cache_usage_perc")) == (0, 0, 0)
     assert value("instance_kv_blocks_used", instance="0") == 0
     for _ in range(2):  # the second engine process speaks twice
-        server.metrics.take_turn(Turn(stats=STATS))
+        server.metrics.take_step(StepOutputs(stats=STATS))
     value = sampler(server)
     assert (value("engine_restarts_total"), value("worker_restarts_total")) == (1, 2)
     assert value("instance_busy_seconds_total", instance="0") == 3.0
@@ -115,7 +115,7 @@ def test_counters_outlive_the_engine_process_and_gauges_do_not() -> None:
 
 def test_the_models_first_name_labels_everything() -> None:
     server = make_server(model_names=("first", "also-known-as"))
-    server.metrics.take_turn(Turn(stats=STATS))
+    server.metrics.take_step(StepOutputs(stats=STATS))
     text = client_of(server).get("/metrics").text
     assert "also-known-as" not in text
     assert all('model_name="first"' in line for line in text.splitlines() if not line.startswith("#"))

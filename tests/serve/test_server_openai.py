@@ -308,7 +308,7 @@ def test_keys_are_known_to_the_http_face_only(server: ServerProcess) -> None:
 def test_what_is_the_servers_fault_is_an_internal_server_error(failure: Exception, status: int, code: str) -> None:
     """Which the client by itself tries again."""
     server = make_server()
-    fake_of(server).failure, fake_of(server).num_told = failure, 0
+    fake_of(server).failure, fake_of(server).num_sent = failure, 0
     options: Any = {"base_url": "http://testserver/v1", "api_key": "x", "http_client": client_of(server)}
     with pytest.raises(openai.InternalServerError) as caught:
         OpenAI(**options, max_retries=0).completions.create(model="tiny", prompt=[1, 2])
@@ -318,7 +318,7 @@ def test_what_is_the_servers_fault_is_an_internal_server_error(failure: Exceptio
 
 def test_a_stream_that_breaks_off_raises() -> None:
     server = make_server()
-    fake_of(server).failure, fake_of(server).num_told = EngineLostError("rank 1 is gone"), 1
+    fake_of(server).failure, fake_of(server).num_sent = EngineLostError("rank 1 is gone"), 1
     options: Any = {"base_url": "http://testserver/v1", "api_key": "x", "http_client": client_of(server)}
     stream = OpenAI(**options, max_retries=0).completions.create(
         model="tiny", prompt=[1, 2], stream=True, extra_body={"return_token_ids": True}

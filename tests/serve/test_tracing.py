@@ -93,7 +93,7 @@ def test_what_a_client_chose_not_to_sample_is_not_sent(server: Server, spans: In
 
 
 @pytest.mark.parametrize(
-    ("failure", "num_told", "stream", "status"),
+    ("failure", "num_sent", "stream", "status"),
     [
         (QueueFullError("2 wait"), 0, False, 503),
         (EngineLostError("gone"), 0, True, 500),
@@ -105,11 +105,11 @@ def test_failures_are_errors(
     server: Server,
     spans: InMemorySpanExporter,
     failure: Exception,
-    num_told: int,
+    num_sent: int,
     stream: bool,
     status: int,
 ) -> None:
-    fake_of(server).failure, fake_of(server).num_told = failure, num_told
+    fake_of(server).failure, fake_of(server).num_sent = failure, num_sent
     assert post(server, BODY | {"stream": stream}).status_code == status
     span = only(spans)
     assert (span.attributes or {})["http.response.status_code"] == status

@@ -1,4 +1,4 @@
-"""Updates to answers: OpenAI's types take them, streams say what whole answers say, tokens are where offsets say."""
+"""Deltas to answers: OpenAI's types take them, streams say what whole answers say, tokens are where offsets say."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 from openai.types.chat import ChatCompletionChunk as OpenAIChunk
-from wire_world import NAMES, read, scores, stream, tokenizer, updates, whole, world
+from wire_world import NAMES, deltas_of, read, scores, stream, tokenizer, whole, world
 
 from longspan.outputs import Logprob
-from longspan.serve.messages import ChoiceDelta, Update
+from longspan.serve.messages import Delta
 from longspan.serve.wire.answers import Assembler, ChatAssembler, CompletionAssembler
 from longspan.serve.wire.convert import chat_request, completion_requests
 from longspan.serve.wire.requests import ChatCompletionRequest, CompletionRequest
@@ -39,7 +39,9 @@ def chat(fields: dict[str, Any]) -> tuple[ChatCompletionRequest, list[EngineRequ
     return request, [chat_request(request, SERVED)]
 
 
-def assembler(request: CompletionRequest | ChatCompletionRequest, engine_requests: list[EngineRequest]) -> Assembler:
+def assembler(
+    request: CompletionRequest | ChatCompletionRequest, engine_requests: list[EngineRequest]
+) -> Assembler[Any]:
     if isinstance(request, CompletionRequest):
         return CompletionAssembler(request, engine_requests, tokenizer(), **NAMES)
     return ChatAssembler(request, engine_requests, tokenizer(), **NAMES)
@@ -78,7 +80,7 @@ def of_whole(body: dict[str, Any]) -> dict[int, dict[str, Any]]:
 
 
 @st.composite
-def completions(draw: st.DrawFn) -> tuple[CompletionRequest, list[EngineRequest], list[list[Update]]]:
+def completions(draw: st.DrawFn) -> tuple[CompletionRequest, list[EngineRequest], list[list[Delta]]]:
     fields = {
         "prompt": draw(TEXT | st.lists(TEXT, min_size=1, max_size=2) | st.lists(OUTPUT, min_size=1, max_size=2)),
         "n": draw(st.integers(1, 2)),
@@ -91,11 +93,11 @@ def completions(draw: st.DrawFn) -> tuple[CompletionRequest, list[EngineRequest]
         "stream_options": USAGE,
     }
     request, engine_requests = completion(fields)
-    return request, engine_requests, draw(news_of(engine_requests, one=fields["max_tokens"] == 0))
+    return request, engine_requests, draw(drawn_deltas(engine_requests, one=fields["max_tokens"] == 0))
 
 
 @st.composite
-def chats(draw: st.DrawFn) -> tuple[ChatCompletionRequest, list[EngineRequest], list[list[Update]]]:
+def chats(draw: st.DrawFn) -> tuple[ChatCompletionRequest, list[EngineRequest], list[list[Delta]]]:
     fields: dict[str, Any] = {
         "n": draw(st.integers(1, 2)),
         "prompt_logprobs": draw(st.sampled_from([None, 1])),
@@ -105,29 +107,29 @@ def chats(draw: st.DrawFn) -> tuple[ChatCompletionRequest, list[EngineRequest], 
     if draw(st.booleans()):
         fields |= {"logprobs": True, "top_logprobs": draw(st.integers(0, 3))}
     request, engine_requests = chat(fields)
-    return request, engine_requests, draw(news_of(engine_requests))
+    return request, engine_requests, draw(drawn_deltas(engine_requests))
 
 
 @st.composite
-def news_of(draw: st.DrawFn, engine_requests: list[EngineRequest], *, one: bool = False) -> list[list[Update]]:
+def drawn_deltas(draw: st.DrawFn, engine_requests: list[EngineRequest], *, one: bool = False) -> list[list[Delta]]:
     outputs = [
         [draw(OUTPUT)[: 1 if one else None] for _ in range(engine_request.params.n)]
         for engine_request in engine_requests
     ]
     steps = [*draw(st.lists(st.integers(0, 3), max_size=2)), 1]
     return [
-        list(updates(engine_request, of_job, steps))
-        for engine_request, of_job in zip(engine_requests, outputs, strict=True)
+        list(deltas_of(engine_request, of_request, steps))
+        for engine_request, of_request in zip(engine_requests, outputs, strict=True)
     ]
 
 
 @settings(deadline=None)
 @given(completions() | chats())
 def test_chunks_joined_are_the_whole_answer(drawn: Any) -> None:
-    request, engine_requests, news = drawn
+    request, engine_requests, deltas = drawn
     body, chunks = (
-        on_wire(whole(assembler(request, engine_requests), news)),
-        on_wire(stream(assembler(request, engine_requests), news)),
+        on_wire(whole(assembler(request, engine_requests), deltas)),
+        on_wire(stream(assembler(request, engine_requests), deltas)),
     )
     assert joined(chunks) == of_whole(body)
     assert sorted(of_whole(body)) == list(range(len(engine_requests) * engine_requests[0].params.n))
@@ -142,10 +144,10 @@ def test_chunks_joined_are_the_whole_answer(drawn: Any) -> None:
 @settings(deadline=None)
 @given(completions() | chats())
 def test_answers_are_as_the_documents_and_openais_types_say(drawn: Any) -> None:
-    request, engine_requests, news = drawn
+    request, engine_requests, deltas = drawn
     body, chunks = (
-        on_wire(whole(assembler(request, engine_requests), news)),
-        on_wire(stream(assembler(request, engine_requests), news)),
+        on_wire(whole(assembler(request, engine_requests), deltas)),
+        on_wire(stream(assembler(request, engine_requests), deltas)),
     )
     is_chat = isinstance(request, ChatCompletionRequest)
     for model, values in (
@@ -168,21 +170,20 @@ def test_answers_are_as_the_documents_and_openais_types_say(drawn: Any) -> None:
 @given(completions())
 def test_tokens_begin_where_the_offsets_say(drawn: Any) -> None:
     """Against a plain computation: the whole characters among the bytes of all tokens before."""
-    request, engine_requests, news = drawn
-    body = whole(assembler(request, engine_requests), news)
+    request, engine_requests, deltas = drawn
+    body = whole(assembler(request, engine_requests), deltas)
     for choice in body["choices"]:
         if choice["logprobs"] is None:
             continue
-        engine_request, of_job = (
+        engine_request, of_request = (
             engine_requests[choice["index"] // engine_requests[0].params.n],
-            news[choice["index"] // engine_requests[0].params.n],
+            deltas[choice["index"] // engine_requests[0].params.n],
         )
         output = [
             token
-            for update in of_job
-            for change in update.choices
-            for token in change.token_ids
-            if change.index == choice["index"] % engine_request.params.n
+            for delta in of_request
+            for token in delta.token_ids
+            if delta.choice == choice["index"] % engine_request.params.n
         ]
         shown = (list(engine_request.token_ids) if request.echo else []) + (output if request.max_tokens else [])
         lengths = [len(characters(shown[:index])) for index in range(len(shown))]
@@ -205,7 +206,7 @@ def test_a_prompt_with_special_tokens_is_echoed_as_it_is() -> None:
     text = "a<|im_end|>é b"
     for prompt in (text, tokenizer()(text)["input_ids"]):
         request, engine_requests = completion({"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 0})
-        body = whole(assembler(request, engine_requests), [list(updates(engine_requests[0], [[5]]))])
+        body = whole(assembler(request, engine_requests), [list(deltas_of(engine_requests[0], [[5]]))])
         [choice] = body["choices"]
         assert choice["text"] == text
         pieces = dict(zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True))
@@ -222,7 +223,7 @@ def test_log_likelihoods_as_evaluations_compute_them(max_tokens: int, as_ids: bo
     request, engine_requests = completion(
         {"prompt": [prompt], "echo": True, "logprobs": 1, "max_tokens": max_tokens, "temperature": 0, "seed": 1}
     )
-    body = on_wire(whole(assembler(request, engine_requests), [list(updates(engine_requests[0], [sunny]))]))
+    body = on_wire(whole(assembler(request, engine_requests), [list(deltas_of(engine_requests[0], [sunny]))]))
     [choice] = body["choices"]
     logprobs = choice["logprobs"]
     assert choice["text"] == "The sky is very blue" + (" sunny" if max_tokens else "")
@@ -242,26 +243,18 @@ def test_log_likelihoods_as_evaluations_compute_them(max_tokens: int, as_ids: bo
 
 def test_a_token_that_is_left_out_ends_nothing() -> None:
     request, engine_requests = completion({"prompt": "a", "max_tokens": 0, "logprobs": 0})
-    update = Update(
-        choices=[
-            ChoiceDelta(
-                index=0, text="b", token_ids=[5], logprobs=[scores(5, 0)], finish_reason="stop", stop_reason="b"
-            )
-        ],
-        prompt_logprobs=None,
-        num_cached_tokens=0,
-        finished=True,
-    )
-    [choice] = whole(assembler(request, engine_requests), [[update]])["choices"]
+    logprobs = [scores(5, 0)]
+    delta = Delta(id=0, choice=0, text="b", token_ids=[5], logprobs=logprobs, finish_reason="stop", stop_reason="b")
+    [choice] = whole(assembler(request, engine_requests), [[delta]])["choices"]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("", "length", None)
     assert choice["logprobs"]["tokens"] == []
 
 
 def test_a_chat_stream_begins_with_the_role_and_ends_with_the_reason() -> None:
     request, engine_requests = chat({"n": 2, "stream": True})
-    news = list(updates(engine_requests[0], [tokenizer()(text)["input_ids"] for text in ("one two", "😀")]))
+    deltas = list(deltas_of(engine_requests[0], [tokenizer()(text)["input_ids"] for text in ("one two", "😀")]))
     parts = defaultdict(list)
-    for chunk in stream(assembler(request, engine_requests), [news]):
+    for chunk in stream(assembler(request, engine_requests), [deltas]):
         assert "usage" not in chunk
         [part] = chunk["choices"]
         parts[part["index"]].append(part)
@@ -277,7 +270,7 @@ def test_what_tells_nothing_is_not_sent() -> None:
     request, engine_requests = completion({"prompt": "a", "stream": True})
     output = tokenizer()("😀")["input_ids"]
     assert len(output) > 1
-    chunks = stream(assembler(request, engine_requests), [list(updates(engine_requests[0], [output]))])
+    chunks = stream(assembler(request, engine_requests), [list(deltas_of(engine_requests[0], [output]))])
     assert [chunk["choices"][0]["text"] for chunk in chunks] == ["😀"]
 
 
@@ -287,7 +280,7 @@ def test_usage_in_every_chunk_counts_up() -> None:
     output = tokenizer()(" one two three")["input_ids"]
     *chunks, last = stream(
         assembler(request, engine_requests),
-        [list(updates(engine_request, [output])) for engine_request in engine_requests],
+        [list(deltas_of(engine_request, [output])) for engine_request in engine_requests],
     )
     counts = defaultdict(list)
     for chunk in chunks:
@@ -304,7 +297,7 @@ def test_usage_in_every_chunk_counts_up() -> None:
 def test_logprobs_of_chats_have_the_bytes_of_parts_of_characters() -> None:
     request, engine_requests = chat({"logprobs": True, "top_logprobs": 2})
     output = tokenizer()("a 😀")["input_ids"]
-    [choice] = whole(assembler(request, engine_requests), [list(updates(engine_requests[0], [output]))])["choices"]
+    [choice] = whole(assembler(request, engine_requests), [list(deltas_of(engine_requests[0], [output]))])["choices"]
     content = choice["logprobs"]["content"]
     assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == "a 😀"
     for token, entry in zip(output, content, strict=True):
@@ -316,8 +309,16 @@ def test_without_a_tokenizer_tokens_go_by_their_ids() -> None:
     request, engine_requests = completion({"prompt": [1, 2], "echo": True, "logprobs": 0, "return_token_ids": True})
     plain = CompletionAssembler(request, engine_requests, None, **NAMES)
     bare = [{token: Logprob(logprob=-1.0, rank=1)} for token in (2, 3)]
-    change = ChoiceDelta(index=0, text="", token_ids=[3], logprobs=[bare[1]], finish_reason="length", stop_reason=None)
-    update = Update(choices=[change], prompt_logprobs=[None, bare[0]], num_cached_tokens=0, finished=True)
-    [choice] = whole(plain, [[update]])["choices"]
+    delta = Delta(
+        id=0,
+        choice=0,
+        text="",
+        token_ids=[3],
+        logprobs=[bare[1]],
+        finish_reason="length",
+        stop_reason=None,
+        prompt_logprobs=[None, bare[0]],
+    )
+    [choice] = whole(plain, [[delta]])["choices"]
     assert choice["logprobs"]["tokens"] == ["token_id:1", "token_id:2", "token_id:3"]
     assert (choice["text"], choice["token_ids"]) == ("", [3])

@@ -70,7 +70,7 @@ class FakeEngine:
         self._send(_STARTED)
         while True:
             while not self._socket.poll(100):
-                self._send({"type": "Turn"})  # it lives
+                self._send({"type": "StepOutputs"})  # it lives
             command = msgspec.msgpack.decode(self._socket.recv())
             kind = command["type"]
             more = {"options": command["options"]} if kind == "SetPolicy" else {}
@@ -121,16 +121,16 @@ class FakeEngine:
         os._exit(9)
 
     def _tell(self, number: int, *, finished: bool, text: str = "") -> None:
-        choice = {
-            "index": 0,
+        delta = {
+            "id": number,
+            "choice": 0,
             "text": text,
             "token_ids": [7],
             "logprobs": None,
             "finish_reason": "length" if finished else None,
             "stop_reason": None,
         }
-        update = {"choices": [choice], "prompt_logprobs": None, "num_cached_tokens": 0, "finished": finished}
-        self._send({"type": "Turn", "updates": [[number, update]], "ended": [], "stats": None})
+        self._send({"type": "StepOutputs", "deltas": [delta]})
 
     def _send(self, report: dict[str, Any]) -> None:
         self._socket.send(msgspec.msgpack.encode(report))
@@ -140,7 +140,7 @@ class FakeEngine:
             file.write(json.dumps({"event": event, **more}) + "\n")
 
 
-def _end_with_face() -> None:
+def _end_with_server() -> None:
     while os.read(0, 1):
         pass
     os._exit(1)
@@ -148,7 +148,7 @@ def _end_with_face() -> None:
 
 def main() -> None:
     events = Path(json.loads(sys.stdin.buffer.readline())["model"])
-    threading.Thread(target=_end_with_face, daemon=True).start()
+    threading.Thread(target=_end_with_server, daemon=True).start()
     if events.name == ENDS_AT_ONCE:
         sys.exit(3)
     if events.name == NEVER_STARTS:
@@ -160,7 +160,7 @@ def main() -> None:
         engine.refuse()
     else:
         engine.run()
-    os._exit(0)  # without waiting for messages to a face that has gone
+    os._exit(0)  # without waiting for messages to a server that has gone
 
 
 if __name__ == "__main__":

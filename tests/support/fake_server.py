@@ -1,4 +1,4 @@
-"""The server's HTTP face over an engine that is invented: what it does with requests, without any process."""
+"""The API server over an engine that is invented: what it does with requests, without any process."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from starlette.testclient import TestClient
 
 from longspan.core.protocols import PolicySettings
 from longspan.serve.app import make_app
-from longspan.serve.client import EngineClient, PolicyFace, PolicyRefusedError
-from longspan.serve.messages import ChoiceDelta, Ended, PolicySet, Started, Stats, Times, Turn, Update
-from longspan.serve.output_queue import Answer
+from longspan.serve.client import EngineClient, PolicyRefusedError, PolicyState
+from longspan.serve.messages import Delta, FinishedChoice, PolicySet, Started, Stats, StepOutputs, Times
+from longspan.serve.output_queue import OutputQueue
 from longspan.serve.server import Server
 from longspan.serve.settings import ServerSettings
 from longspan.text.input_processor import EngineRequest, InputProcessor
@@ -58,15 +58,15 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.started, self.stats, self.state = STARTED, STATS, "serving"
-        self.on_turn: Callable[[Turn], None] = lambda _: None
+        self.on_step: Callable[[StepOutputs], None] = lambda _: None
         self.on_loss: Callable[[], None] = lambda: None
         self.failure: Exception | None = None
-        self.num_told = len(OUTPUT)
+        self.num_sent = len(OUTPUT)
         """Tokens after which an answer fails by `failure`, if there is one."""
-        self.policy = PolicyFace()
+        self.policy = PolicyState()
         self.policy.take(PolicySet(POLICY))
         self.updates: list[dict[str, str]] = []
-        """What the policy was asked."""
+        """Changes of the policy that were asked for."""
 
     async def update_policy(self, options: dict[str, str]) -> PolicySettings:
         self.updates.append(options)
@@ -76,34 +76,35 @@ class FakeEngine:
         self.policy.take(PolicySet(changed, 0))
         return changed
 
-    async def submit(self, engine_requests: Sequence[EngineRequest]) -> Answer:
-        if self.failure is not None and not self.num_told:
+    async def submit(self, engine_requests: Sequence[EngineRequest]) -> OutputQueue:
+        if self.failure is not None and not self.num_sent:
             raise self.failure
-        answer = Answer(engine_requests, lambda _: None)
+        queue = OutputQueue(engine_requests, lambda _: None)
         for index, engine_request in enumerate(engine_requests):
-            answer.accept(index)
-            self._tell(answer, index, engine_request)
+            queue.accept(index)
+            self._send(queue, index, engine_request)
         if self.failure is not None:
-            answer.fail(cast("Any", self.failure))
-        return answer
+            queue.fail(cast("Any", self.failure))
+        return queue
 
-    def _tell(self, answer: Answer, index: int, engine_request: EngineRequest) -> None:
-        done = self.num_told == len(OUTPUT)
-        turn = Turn(
-            updates=[(index, _update(engine_request, self.num_told, finished=done))],
-            ended=[_ended(engine_request, choice) for choice in range(engine_request.params.n if done else 0)],
+    def _send(self, queue: OutputQueue, index: int, engine_request: EngineRequest) -> None:
+        done, n = self.num_sent == len(OUTPUT), engine_request.params.n
+        step = StepOutputs(
+            deltas=[_delta(index, choice, self.num_sent, finished=done) for choice in range(n)],
+            finished=[_finished(engine_request, choice) for choice in range(n if done else 0)],
             ttft_s=[1.5],
             num_prompt_tokens=len(engine_request.token_ids),
-            tbt_s=[0.25] * engine_request.params.n * (self.num_told - 1),
+            tbt_s=[0.25] * n * (self.num_sent - 1),
         )
-        self.on_turn(turn)
-        for ended in turn.ended:
-            answer.end(index, ended)
-        answer.put(*turn.updates[0])
+        self.on_step(step)
+        for choice in step.finished:
+            queue.finish(index, choice)
+        for delta in step.deltas:
+            queue.put(index, delta)
 
 
-def _ended(engine_request: EngineRequest, choice: int) -> Ended:
-    return Ended(
+def _finished(engine_request: EngineRequest, choice: int) -> FinishedChoice:
+    return FinishedChoice(
         id=0,
         reason="length",
         num_prompt_tokens=len(engine_request.token_ids),
@@ -113,19 +114,17 @@ def _ended(engine_request: EngineRequest, choice: int) -> Ended:
     )
 
 
-def _update(engine_request: EngineRequest, num_tokens: int, *, finished: bool) -> Update:
-    choices = [
-        ChoiceDelta(
-            index=index,
-            text="",
-            token_ids=OUTPUT[:num_tokens],
-            logprobs=None,
-            finish_reason="length" if finished else None,
-            stop_reason=None,
-        )
-        for index in range(engine_request.params.n)
-    ]
-    return Update(choices=choices, prompt_logprobs=None, num_cached_tokens=1, finished=finished)
+def _delta(number: int, choice: int, num_tokens: int, *, finished: bool) -> Delta:
+    return Delta(
+        id=number,
+        choice=choice,
+        text="",
+        token_ids=OUTPUT[:num_tokens],
+        logprobs=None,
+        finish_reason="length" if finished else None,
+        stop_reason=None,
+        num_cached_tokens=1,
+    )
 
 
 def make_server(**settings: Any) -> Server:

@@ -1,4 +1,4 @@
-"""What the tests of the server's JSON share: a served model without an engine, and an engine's updates, invented."""
+"""What the tests of the server's JSON share: a served model without an engine, and deltas of an engine, invented."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from longspan.model.source import smollm2_folder
 from longspan.outputs import Logprob, LogprobsOfToken
-from longspan.serve.messages import ChoiceDelta, Update
+from longspan.serve.messages import Delta
 from longspan.serve.settings import RequestLimits
 from longspan.serve.wire.answers import Assembler
 from longspan.serve.wire.body import read_request
@@ -58,61 +58,50 @@ def scores(token: int, num_top: int) -> LogprobsOfToken:
     }
 
 
-def updates(
+def deltas_of(
     engine_request: EngineRequest, outputs: Sequence[Sequence[int]], steps: Sequence[int] = (1,)
-) -> Iterator[Update]:
-    """What an engine tells of a job whose choices are these token ids; `steps` is how many tokens come at a time."""
-    detokenizers = [
-        Detokenizer(tokenizer(), engine_request.token_ids, engine_request.params.stop_strings) for _ in outputs
-    ]
-    done, turn = [0] * len(outputs), 0
+) -> Iterator[Delta]:
+    """Deltas of an engine request whose choices are these token ids; `steps` is how many tokens come at a time."""
+    params = engine_request.params
+    detokenizers = [Detokenizer(tokenizer(), engine_request.token_ids, params.stop_strings) for _ in outputs]
+    scored = [None, *(scores(token, params.prompt_logprobs or 0) for token in engine_request.token_ids[1:])]
+    prompt_logprobs = None if params.prompt_logprobs is None else scored
+    done, step = [0] * len(outputs), 0
     while any(count < len(output) for count, output in zip(done, outputs, strict=True)):
-        changes = []
         for index, output in enumerate(outputs):
-            new = list(output[done[index] : done[index] + steps[(turn + index) % len(steps)]])
-            if new:
-                done[index] += len(new)
-                finished = done[index] == len(output)
-                text = detokenizers[index].add(new, finished)
-                changes.append(_change(index, text, new, engine_request, finished))
-        prompt = [
-            None,
-            *(scores(token, engine_request.params.prompt_logprobs or 0) for token in engine_request.token_ids[1:]),
-        ]
-        yield Update(
-            choices=changes,
-            prompt_logprobs=prompt if turn == 0 and engine_request.params.prompt_logprobs is not None else None,
-            num_cached_tokens=1,
-            finished=all(count == len(output) for count, output in zip(done, outputs, strict=True)),
-        )
-        turn += 1
+            new = list(output[done[index] : done[index] + steps[(step + index) % len(steps)]])
+            if not new:
+                continue
+            done[index] += len(new)
+            finished = done[index] == len(output)
+            yield Delta(
+                id=0,
+                choice=index,
+                text=detokenizers[index].add(new, finished),
+                token_ids=new,
+                logprobs=None if params.logprobs is None else [scores(token, params.logprobs) for token in new],
+                finish_reason="length" if finished else None,
+                stop_reason=None,
+                num_cached_tokens=1,
+                prompt_logprobs=prompt_logprobs,
+            )
+            prompt_logprobs = None
+        step += 1
 
 
-def _change(index: int, text: str, new: list[int], engine_request: EngineRequest, finished: bool) -> ChoiceDelta:
-    num_top = engine_request.params.logprobs
-    return ChoiceDelta(
-        index=index,
-        text=text,
-        token_ids=new,
-        logprobs=None if num_top is None else [scores(token, num_top) for token in new],
-        finish_reason="length" if finished else None,
-        stop_reason=None,
-    )
-
-
-def whole(assembler: Assembler, news: Sequence[Sequence[Update]]) -> dict[str, Any]:
-    """The answer when these updates of jobs come."""
-    for index, of_job in enumerate(news):
-        for update in of_job:
-            assembler.add(index, update)
+def whole(assembler: Assembler[Any], deltas: Sequence[Sequence[Delta]]) -> dict[str, Any]:
+    """The answer when these deltas of engine requests come."""
+    for index, of_request in enumerate(deltas):
+        for delta in of_request:
+            assembler.add(index, delta)
     return assembler.whole()
 
 
-def stream(assembler: Assembler, news: Sequence[Sequence[Update]]) -> list[dict[str, Any]]:
-    """The chunks when these updates of jobs come, in turns."""
+def stream(assembler: Assembler[Any], deltas: Sequence[Sequence[Delta]]) -> list[dict[str, Any]]:
+    """The chunks when these deltas of engine requests come, in turns."""
     chunks = []
-    for turn in range(max(map(len, news))):
-        for index, of_job in enumerate(news):
-            if turn < len(of_job):
-                chunks += assembler.chunks(index, of_job[turn])
+    for step in range(max(map(len, deltas))):
+        for index, of_request in enumerate(deltas):
+            if step < len(of_request):
+                chunks += assembler.chunks(index, of_request[step])
     return chunks + assembler.last_chunks()

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from longspan.serve.errors import WireError, error_body
-from longspan.serve.messages import ChoiceDelta, Update
+from longspan.serve.messages import Delta
 from longspan.serve.settings import RequestLimits
 from longspan.serve.wire.answers import Assembler, ChatAssembler, CompletionAssembler
 from longspan.serve.wire.body import read_request
 from longspan.serve.wire.convert import chat_request, completion_requests
 from longspan.serve.wire.requests import ChatCompletionRequest, CompletionRequest
 from longspan.text.input_processor import EngineRequest, InputProcessor
-from longspan.text.output_processor import Choice, RequestState
+from longspan.text.output_processor import RequestState
 
 TagT = TypeVar("TagT")
 Body = dict[str, Any]
@@ -24,17 +24,17 @@ _OK, _BAD_REQUEST, _NOT_FOUND = 200, 400, 404
 
 
 class Runs(Protocol):
-    """What runs jobs: an `LLM`."""
+    """An `LLM`, which runs engine requests."""
 
     def finish_each(
         self, groups: Iterable[tuple[Any, Sequence[EngineRequest]]], *, most: int
     ) -> Iterator[tuple[Any, list[RequestState]]]:
-        """See `LLM.finish_each`."""
+        """Run groups of engine requests as `LLM.finish_each` does."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchModel:
-    """What requests are checked against.
+    """The model and the limits that requests are checked against.
 
     Attributes:
         names: what requests may call the model; answers call it by the first.
@@ -47,7 +47,7 @@ class BatchModel:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRequest(Generic[TagT]):
-    """One request: `tag` is the caller's, `url` one of `URLS`, `body` its JSON."""
+    """One request: `tag` is the caller's, `url` its route, `body` its JSON."""
 
     tag: TagT
     url: str
@@ -66,7 +66,7 @@ class BatchAnswer(Generic[TagT]):
 def answer_each(
     runs: Runs, model: BatchModel, requests: Iterable[BatchRequest[TagT]], *, most: int
 ) -> Iterator[BatchAnswer[TagT]]:
-    """Answers requests together, `most` at once, each as soon as it is done; takes them from `requests` as it goes.
+    """Answer requests together, `most` at once, each as soon as it is done; takes them from `requests` as it goes.
 
     A request that cannot be served gets the answer that an HTTP server would have given, and stops nobody.
 
@@ -74,26 +74,27 @@ def answer_each(
         WorkerLostError: when a worker dies or raises.
     """
     groups = (_group(request, model) for request in requests)
-    for plan, request_state in runs.finish_each(groups, most=most):
+    for plan, states in runs.finish_each(groups, most=most):
         if plan.assembler is None:
             yield BatchAnswer(tag=plan.tag, status=plan.status, body=plan.refusal)
             continue
-        stuck = next((one.stuck for one in request_state if one.stuck is not None), None)
+        stuck = next((state.stuck for state in states if state.stuck is not None), None)
         if stuck is not None:
             body = error_body(_BAD_REQUEST, stuck, param="structured_outputs")
             yield BatchAnswer(tag=plan.tag, status=_BAD_REQUEST, body=body)
             continue
-        for index, one in enumerate(request_state):
-            plan.assembler.add(index, _update(one))
+        for index, state in enumerate(states):
+            for delta in _deltas(state):
+                plan.assembler.add(index, delta)
         yield BatchAnswer(tag=plan.tag, status=_OK, body=plan.assembler.whole())
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan(Generic[TagT]):
-    """How a request is answered: by an assembler, or, when there is none, by a refusal."""
+    """The way in which a request is answered: by an assembler, or, when there is none, by a refusal."""
 
     tag: TagT
-    assembler: Assembler | None = None
+    assembler: Assembler[Any] | None = None
     status: int = _OK
     refusal: Body = field(default_factory=dict)
 
@@ -107,7 +108,7 @@ def _group(request: BatchRequest[TagT], model: BatchModel) -> tuple[_Plan[TagT],
     return _Plan(tag=request.tag, assembler=assembler), engine_requests
 
 
-def _completion(body: bytes, model: BatchModel) -> tuple[Assembler, list[EngineRequest]]:
+def _completion(body: bytes, model: BatchModel) -> tuple[Assembler[Any], list[EngineRequest]]:
     request = read_request(CompletionRequest, body, model.limits)
     _check(request, model)
     engine_requests = completion_requests(request, model)
@@ -116,7 +117,7 @@ def _completion(body: bytes, model: BatchModel) -> tuple[Assembler, list[EngineR
     ), engine_requests
 
 
-def _chat(body: bytes, model: BatchModel) -> tuple[Assembler, list[EngineRequest]]:
+def _chat(body: bytes, model: BatchModel) -> tuple[Assembler[Any], list[EngineRequest]]:
     request = read_request(ChatCompletionRequest, body, model.limits)
     _check(request, model)
     engine_requests = [chat_request(request, model)]
@@ -144,23 +145,17 @@ def _head(kind: str, model: BatchModel) -> dict[str, Any]:
     return {"response_id": f"{kind}-{uuid.uuid4().hex}", "model": model.names[0], "created": int(time.time())}
 
 
-def _update(request_state: RequestState) -> Update:
-    """All that a finished job has to tell."""
-    asked = request_state.engine_request.params.logprobs is not None
-    return Update(
-        choices=[_choice_update(index, choice, asked=asked) for index, choice in enumerate(request_state.choices)],
-        prompt_logprobs=request_state.prompt_logprobs(),
-        num_cached_tokens=request_state.choices[0].request.metrics.num_cached_tokens,
-        finished=True,
-    )
-
-
-def _choice_update(index: int, choice: Choice, *, asked: bool) -> ChoiceDelta:
-    return ChoiceDelta(
-        index=index,
-        text=choice.text,
-        token_ids=list(choice.request.output),
-        logprobs=choice.logprobs if asked else None,
-        finish_reason=choice.request.finish_reason,
-        stop_reason=choice.stop_reason,
-    )
+def _deltas(state: RequestState) -> Iterator[Delta]:
+    """Yield all that a finished engine request has brought, one delta per choice."""
+    for index, choice in enumerate(state.choices):
+        yield Delta(
+            id=0,
+            choice=index,
+            text=choice.text,
+            token_ids=list(choice.request.output),
+            logprobs=None if state.engine_request.params.logprobs is None else choice.logprobs,
+            finish_reason=choice.request.finish_reason,
+            stop_reason=choice.stop_reason,
+            num_cached_tokens=state.choices[0].request.metrics.num_cached_tokens,
+            prompt_logprobs=state.prompt_logprobs(),
+        )

@@ -1,4 +1,4 @@
-"""The HTTP face's side of the engine process: starts it, watches it, and talks to it without blocking."""
+"""The API server's client of the engine core: starts it, watches it, and talks to it without blocking."""
 
 from __future__ import annotations
 
@@ -35,36 +35,89 @@ from longspan.serve.messages import (
     SetPolicy,
     Started,
     Stats,
-    Turn,
+    StepOutputs,
     address,
 )
-from longspan.serve.output_queue import Answer, EngineLostError, QueueFullError, RequestFailedError
+from longspan.serve.output_queue import EngineLostError, OutputQueue, QueueFullError, RequestFailedError
 from longspan.text.input_processor import EngineRequest
 
 State = Literal["starting", "serving", "restarting", "down"]
 _log = logging.getLogger("longspan")
 _ENGINE_MODULE = "longspan.serve.engine_core"
 _MOST_STARTS = 3
-"""So many engine processes may end, one after the other, without a token."""
+"""So many engine cores may end, one after the other, without a token."""
 _QUIT_TIMEOUT_S = 10.0
 _LAST_WORDS_S = 0.2
-"""What an engine process said before it ended may still be on its way for so long."""
+"""The last messages of an engine core that has ended may be on their way for so long."""
 _RESTART_TIMEOUT_S = 900.0
-"""An engine process that starts new workers may say nothing for so long."""
+"""An engine core that starts new workers may say nothing for so long."""
 _NUM_TICKS = 8
 """Silence is measured in so many parts: one is long if this process was stopped, but not all are."""
 
 
-class EngineClient:
-    """One engine process at a time; a new one is started when it ends by itself.
+class PolicyRefusedError(ValueError):
+    """The engine core did not change an option; the message says why."""
+
+
+class PolicyState:
+    """The engine's policy as the API server knows it, whatever becomes of engine cores.
 
     Attributes:
-        state: `serving` when requests are computed; `down` when no engine process could be kept alive.
-        started: what the first engine process said of the model.
+        settings: those in force; None until an engine core has told them.
+    """
+
+    def __init__(self) -> None:
+        self.settings: PolicySettings | None = None
+        self._asked: dict[int, asyncio.Future[PolicySettings]] = {}
+        self._changes: dict[str, str] = {}
+
+    @property
+    def changes(self) -> dict[str, str]:
+        """Return the options that a new engine core is to be sent, to be set as the last one was."""
+        return dict(self._changes)
+
+    def ask(self, number: int) -> asyncio.Future[PolicySettings]:
+        """Return a future for the answer to the change that was sent under this number.
+
+        The future raises PolicyRefusedError, or EngineLostError when there is no engine any more.
+        """
+        self._asked[number] = future = asyncio.get_running_loop().create_future()
+        future.add_done_callback(lambda _: self._asked.pop(number, None))
+        return future
+
+    def take(self, report: PolicySet | PolicyRefused) -> None:
+        """Take the answer to a change, or the settings of an engine core that starts."""
+        future = None if report.id is None else self._asked.get(report.id)
+        if isinstance(report, PolicySet):
+            self.settings = report.settings
+            if report.id is not None:
+                self._changes = {
+                    name: option_text(report.settings.options[name]) for name in report.settings.changeable
+                }
+        if future is None or future.done():
+            return
+        if isinstance(report, PolicySet):
+            future.set_result(report.settings)
+        else:
+            future.set_exception(PolicyRefusedError(report.reason))
+
+    def lose(self, reason: str) -> None:
+        """Fail all changes that wait for an engine core that is gone."""
+        for future in list(self._asked.values()):
+            if not future.done():
+                future.set_exception(EngineLostError(reason))
+
+
+class EngineClient:
+    """Keeps one engine core at a time; a new one is started when it ends by itself.
+
+    Attributes:
+        state: `serving` when requests are computed; `down` when no engine core could be kept alive.
+        started: what the first engine core said of the model.
         stats: the latest.
         policy: what decides, and how it is set.
-        on_turn: called with all that metrics are made of.
-        on_loss: called when an engine process that has served is lost.
+        on_step: called with all that metrics are made of.
+        on_loss: called when an engine core that has served is lost.
         down: set when the state is.
     """
 
@@ -72,13 +125,13 @@ class EngineClient:
         self.state: State = "starting"
         self.started: Started | None = None
         self.stats: Stats | None = None
-        self.policy = PolicyFace()
-        self.on_turn: Callable[[Turn], None] = lambda _: None
+        self.policy = PolicyState()
+        self.on_step: Callable[[StepOutputs], None] = lambda _: None
         self.on_loss: Callable[[], None] = lambda: None
         self.down = asyncio.Event()
         self._setup = setup
         self._numbers = itertools.count()
-        self._waiting: dict[int, tuple[Answer, int]] = {}
+        self._waiting: dict[int, tuple[OutputQueue, int]] = {}
         self._process: asyncio.subprocess.Process | None = None
         self._socket: zmq.asyncio.Socket | None = None
         self._connected = self._was_heard = False
@@ -88,7 +141,7 @@ class EngineClient:
         self._reports: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
 
     async def start(self) -> Started:
-        """Starts the engine process and waits until it can serve.
+        """Start the engine core and wait until it can serve.
 
         Raises:
             ValueError: when the setup is wrong.
@@ -100,11 +153,11 @@ class EngineClient:
 
     @property
     def num_unfinished(self) -> int:
-        """Jobs whose answers somebody waits for."""
+        """Count the engine requests that are not finished."""
         return len(self._waiting)
 
-    async def submit(self, engine_requests: Sequence[EngineRequest]) -> Answer:
-        """Queues all jobs of a request, or none.
+    async def submit(self, engine_requests: Sequence[EngineRequest]) -> OutputQueue:
+        """Queue all engine requests of an HTTP request, or none.
 
         Raises:
             QueueFullError: when they have no place in the queue.
@@ -113,20 +166,20 @@ class EngineClient:
         if self.state == "down" or self._closing:
             raise EngineLostError("the engine is down")
         self._check_room(engine_requests)
-        answer = Answer(engine_requests, self._cancel)
+        queue = OutputQueue(engine_requests, self._cancel)
         try:
             for index, engine_request in enumerate(engine_requests):
                 number = next(self._numbers)
-                self._waiting[number] = answer, index
+                self._waiting[number] = queue, index
                 self._send(Add.of(number, engine_request))
-            await answer.accepted
+            await queue.accepted
         except BaseException:
-            answer.close()
+            queue.close()
             raise
-        return answer
+        return queue
 
     async def update_policy(self, options: dict[str, str]) -> PolicySettings:
-        """Changes options of the policy, also for engine processes to come; how it is set then.
+        """Change options of the policy, also for engine cores to come; return its settings then.
 
         Raises:
             PolicyRefusedError: when the engine refuses one; nothing has changed then.
@@ -137,14 +190,13 @@ class EngineClient:
         return await self._set_policy(options)
 
     def _set_policy(self, options: dict[str, str]) -> asyncio.Future[PolicySettings]:
-        """See `PolicyFace.ask`."""
         number = next(self._numbers)
         answer = self.policy.ask(number)
         self._send(SetPolicy(number, options))
         return answer
 
     async def close(self, at_once: asyncio.Event | None = None) -> None:
-        """Ends the engine process and its workers, by force when that is set; all that is unfinished fails."""
+        """End the engine core and its workers, by force when `at_once` is set; all that is unfinished fails."""
         self._closing = True
         self.fail_all("the server is shutting down")
         if self.state == "serving" and self._process is not None:  # else it would not listen: it is killed
@@ -161,16 +213,16 @@ class EngineClient:
                 await self._keeper
 
     def _check_room(self, engine_requests: Sequence[EngineRequest]) -> None:
-        """The engine bounds its queue; what it has not taken, since it is none, or hangs, or is busy, is bounded here.
+        """Bound what an engine core that starts, hangs or is busy has not taken yet; it bounds its own queue.
 
         Raises:
             QueueFullError: when there is no room.
         """
         serving = self.state == "serving"
         waiting = [
-            answer.engine_requests[index]
-            for answer, index in self._waiting.values()
-            if not serving or not answer.accepted.done()
+            queue.engine_requests[index]
+            for queue, index in self._waiting.values()
+            if not serving or not queue.accepted.done()
         ]
         # An engine that serves may run some at once.
         room_engine_requests, room_tokens = self._room() if serving else (0, 0)
@@ -189,18 +241,18 @@ class EngineClient:
             raise QueueFullError(f"{words}, of at most {most_tokens + room_tokens} (--max-num-queued-tokens)")
 
     def _room(self) -> tuple[int, int]:
-        """Requests and tokens that an engine holds beside its queue."""
+        """Return how many requests and tokens an engine holds beside its queue."""
         assert self.started is not None, "it serves"
         started = self.started
         return started.num_instances * started.max_num_seqs, started.num_kv_blocks * started.block_size
 
-    def _cancel(self, answer: Answer) -> None:
-        for number in [number for number, (other, _) in self._waiting.items() if other is answer]:
+    def _cancel(self, queue: OutputQueue) -> None:
+        for number in [number for number, (other, _) in self._waiting.items() if other is queue]:
             del self._waiting[number]
             self._send(Cancel(number))
 
     def _send(self, command: Command) -> None:
-        """Into the socket's own queue, which has no bound and does not wait. A process that starts is told later."""
+        """Put a command into the socket's own queue, which has no bound; a process that starts gets it later."""
         if self._socket is not None and self._connected:
             # The asyncio socket's own method: after a plain one, a message that comes meanwhile would wake nobody.
             sent = asyncio.ensure_future(self._socket.send(msgspec.msgpack.encode(command), zmq.NOBLOCK))
@@ -209,7 +261,7 @@ class EngineClient:
                 raise error
 
     async def _keep(self, first: asyncio.Future[Started]) -> None:
-        """Starts engine processes, one after the end of the other."""
+        """Start engine cores, one after the end of the other."""
         reason = "the engine was stopped"
         try:
             while not self._closing and self._num_starts < _MOST_STARTS:
@@ -228,7 +280,7 @@ class EngineClient:
                 first.exception()  # seen: whoever started it may have left
 
     async def _live(self, first: asyncio.Future[Started]) -> str:
-        """The life of one engine process; why it ended."""
+        """Run one engine core and return why it ended."""
         folder = make_run_dir()
         context = zmq.asyncio.Context()
         try:
@@ -257,14 +309,14 @@ class EngineClient:
             shutil.rmtree(folder, ignore_errors=True)
             self.policy.lose("the engine process was lost")
             if was_connected:
-                self._lose_answers()
+                self._lose_outputs()
                 self.stats = None
                 self.on_loss()
 
     async def _hear(
         self, process: asyncio.subprocess.Process, socket: zmq.asyncio.Socket, first: asyncio.Future[Started]
     ) -> str:
-        """Takes all that an engine process says, until it ends or says nothing more; which of the two."""
+        """Take all that an engine core says until it ends or falls silent; return which of the two."""
         listener, ended = asyncio.create_task(self._listen(socket, first)), asyncio.create_task(process.wait())
         silent = asyncio.create_task(self._silence())
         try:
@@ -282,7 +334,7 @@ class EngineClient:
                 task.cancel()
 
     async def _silence(self) -> float:
-        """Ends when an engine process that has started says nothing for too long; for how many seconds."""
+        """Wait until an engine core that has started says nothing for too long; return for how many seconds."""
         silent_s, limit_s = 0.0, self._setup.engine_timeout_s
         while silent_s < (limit_s if self.state == "serving" else _RESTART_TIMEOUT_S):
             self._was_heard = False
@@ -290,21 +342,21 @@ class EngineClient:
             silent_s = 0.0 if self._was_heard or not self._connected else silent_s + limit_s / _NUM_TICKS
         return silent_s
 
-    def _lose_answers(self) -> None:
-        """The engine process is gone: what can be repeated waits for the next one, the rest fails."""
-        for answer in self._answers():
-            if self._closing or not answer.repeat():
-                self._fail(answer, EngineLostError("the engine process was lost"))
+    def _lose_outputs(self) -> None:
+        """Let what can be repeated wait for the next engine core; the rest fails."""
+        for queue in self._queues():
+            if self._closing or not queue.repeat():
+                self._fail(queue, EngineLostError("the engine process was lost"))
 
     def _replay(self) -> None:
-        """A new engine process knows nothing: what waits is sent again. What was accepted once stays accepted."""
+        """Send what waits to a new engine core; what was accepted once stays accepted."""
         if changes := self.policy.changes:
             self._set_policy(changes).add_done_callback(_warn_of_refusal)
-        for number, (answer, index) in self._waiting.items():
-            self._send(Add.of(number, answer.engine_requests[index], is_accepted=answer.accepted.done()))
+        for number, (queue, index) in self._waiting.items():
+            self._send(Add.of(number, queue.engine_requests[index], is_accepted=queue.accepted.done()))
 
-    def _answers(self) -> set[Answer]:
-        return {answer for answer, _ in self._waiting.values()}
+    def _queues(self) -> set[OutputQueue]:
+        return {queue for queue, _ in self._waiting.values()}
 
     async def _listen(self, socket: zmq.asyncio.Socket, first: asyncio.Future[Started]) -> None:
         while True:
@@ -313,11 +365,11 @@ class EngineClient:
     def _take(self, report: Report, first: asyncio.Future[Started]) -> None:
         self._was_heard = True
         match report:
-            case Turn():
-                self._take_turn(report)
+            case StepOutputs():
+                self._take_step(report)
             case Accepted(number) if number in self._waiting:
-                answer, index = self._waiting[number]
-                answer.accept(index)
+                queue, index = self._waiting[number]
+                queue.accept(index)
             case QueueFull(number, reason) if number in self._waiting:
                 self._fail(self._waiting[number][0], QueueFullError(reason))
             case Failed(number, reason, param) if number in self._waiting:
@@ -339,97 +391,43 @@ class EngineClient:
             case Restarted():
                 self.state = "serving"
 
-    def _take_turn(self, turn: Turn) -> None:
-        self.on_turn(turn)
-        if turn.updates:
+    def _take_step(self, outputs: StepOutputs) -> None:
+        self.on_step(outputs)
+        if outputs.deltas:
             self._num_starts = 1
-        for ended in turn.ended:
-            if ended.id in self._waiting:
-                answer, index = self._waiting[ended.id]
-                answer.end(index, ended)
-        for number, update in turn.updates:
-            if number in self._waiting:
-                answer, index = self._waiting[number]
-                answer.put(index, update)
-                if update.finished:
-                    del self._waiting[number]
-        if turn.stats is not None:
-            self.stats = turn.stats
+        for choice in outputs.finished:
+            if choice.id in self._waiting:
+                queue, index = self._waiting[choice.id]
+                queue.finish(index, choice)
+        for delta in outputs.deltas:
+            if delta.id in self._waiting:
+                queue, index = self._waiting[delta.id]
+                if queue.put(index, delta):
+                    del self._waiting[delta.id]
+        if outputs.stats is not None:
+            self.stats = outputs.stats
 
     def fail_all(self, reason: str) -> None:
-        """Ends all requests with an error."""
-        for answer in self._answers():
-            self._fail(answer, EngineLostError(reason))
+        """End all requests with an error."""
+        for queue in self._queues():
+            self._fail(queue, EngineLostError(reason))
 
-    def _fail(self, answer: Answer, error: QueueFullError | EngineLostError) -> None:
-        """Ends a request with an error, before or after it was accepted."""
-        self._cancel(answer)
-        answer.fail(error)
+    def _fail(self, queue: OutputQueue, error: QueueFullError | EngineLostError) -> None:
+        """End a request with an error, before or after it was accepted."""
+        self._cancel(queue)
+        queue.fail(error)
 
 
 def _warn_of_refusal(answer: asyncio.Future[PolicySettings]) -> None:
-    """For what nobody asked for now: a new engine process was to be set as the last one was."""
+    """Log that a new engine core refuses what was changed before: nobody waits for that now."""
     if isinstance(error := answer.exception(), PolicyRefusedError):
         _log.warning("the policy is set as it was at the start: the engine refused what was changed since: %s", error)
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """By force, unless it has ended; its workers end with it."""
+    """Kill an engine core unless it has ended; its workers end with it."""
     with contextlib.suppress(ProcessLookupError):
         process.kill()
     await process.wait()
     if process.stdin is not None:
         process.stdin.close()
-
-
-class PolicyRefusedError(ValueError):
-    """The engine did not change an option; its words say why."""
-
-
-class PolicyFace:
-    """Of one server, whatever becomes of its engine processes.
-
-    Attributes:
-        settings: those in force; None until an engine process has told them.
-    """
-
-    def __init__(self) -> None:
-        self.settings: PolicySettings | None = None
-        self._asked: dict[int, asyncio.Future[PolicySettings]] = {}
-        self._changes: dict[str, str] = {}
-
-    @property
-    def changes(self) -> dict[str, str]:
-        """What a new engine process is to be told, to be set as the last one was; empty if nobody changed it."""
-        return dict(self._changes)
-
-    def ask(self, number: int) -> asyncio.Future[PolicySettings]:
-        """What the engine makes of the change that was sent to it under this number.
-
-        The future raises PolicyRefusedError, or EngineLostError when there is no engine any more.
-        """
-        self._asked[number] = future = asyncio.get_running_loop().create_future()
-        future.add_done_callback(lambda _: self._asked.pop(number, None))
-        return future
-
-    def take(self, report: PolicySet | PolicyRefused) -> None:
-        """What an engine process says."""
-        future = None if report.id is None else self._asked.get(report.id)
-        if isinstance(report, PolicySet):
-            self.settings = report.settings
-            if report.id is not None:
-                self._changes = {
-                    name: option_text(report.settings.options[name]) for name in report.settings.changeable
-                }
-        if future is None or future.done():
-            return
-        if isinstance(report, PolicySet):
-            future.set_result(report.settings)
-        else:
-            future.set_exception(PolicyRefusedError(report.reason))
-
-    def lose(self, reason: str) -> None:
-        """The engine process is gone: who waits learns that."""
-        for future in list(self._asked.values()):
-            if not future.done():
-                future.set_exception(EngineLostError(reason))

@@ -1,6 +1,11 @@
-"""The engine process of a server: `python -m longspan.serve.engine_core FOLDER`, its setup a line of JSON on stdin.
+"""The engine core of a server: `python -m longspan.serve.engine_core FOLDER`, its setup a line of JSON on stdin.
 
-It ends when it is told to, and when its standard input closes: that is, with the HTTP face, however that ends.
+It takes engine requests from the API server, runs the engine, and sends what each step brings. It ends when it is told
+to, and when its standard input closes: with the API server, however that ends.
+
+When a worker is lost, new ones are started and every request goes on where it was, exactly: tokens that were sent stay
+sent, since recomputing gives the same KV and random numbers are keyed by position. A request that was running in two
+losses is taken for their cause and fails.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ import tempfile
 import threading
 import time
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 import zmq
@@ -26,11 +31,11 @@ from longspan.serve.messages import (
     Accepted,
     Add,
     Cancel,
-    ChoiceDelta,
     Command,
-    Ended,
+    Delta,
     EngineSetup,
     Failed,
+    FinishedChoice,
     NotStarted,
     PolicyRefused,
     PolicySet,
@@ -42,27 +47,26 @@ from longspan.serve.messages import (
     SetPolicy,
     Started,
     Stats,
+    StepOutputs,
     Times,
-    Turn,
-    Update,
     address,
 )
 from longspan.service import Deployment
 from longspan.text.input_processor import EngineRequest
-from longspan.text.output_processor import Choice, RequestState
+from longspan.text.output_processor import RequestState
 
 
 def main() -> None:
-    """Runs until told to quit; exit code 1 when it cannot start or workers do not come back."""
+    """Run until told to quit; exit with 1 when it cannot start or workers do not come back."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the face decides when to stop
+        signal.signal(number, signal.SIG_IGN)  # the API server decides when to stop
     tempfile.tempdir = folder = sys.argv[1]  # what lies in it is removed with it, whoever of the two is killed
     line = sys.stdin.buffer.readline()
-    if not line:  # the face is gone already
+    if not line:  # the API server is gone already
         shutil.rmtree(folder, ignore_errors=True)
         return
     setup = msgspec.json.decode(line, type=EngineSetup)
-    threading.Thread(target=_end_with_face, args=(folder,), daemon=True).start()
+    threading.Thread(target=_end_with_server, args=(folder,), daemon=True).start()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("longspan").setLevel(logging.INFO)
     logging.getLogger().setLevel(logging.WARNING)
@@ -105,7 +109,7 @@ def _serve(setup: EngineSetup, socket: zmq.Socket[bytes]) -> int:
     return 0
 
 
-def _end_with_face(folder: str) -> None:
+def _end_with_server(folder: str) -> None:
     while os.read(sys.stdin.fileno(), 1):  # not by its buffer, whose lock would be held when the process ends
         pass
     shutil.rmtree(folder, ignore_errors=True)
@@ -121,44 +125,31 @@ _PAUSE_S = 1.0
 
 
 @dataclass(kw_only=True, eq=False)
-class _Client:
-    """A request of the HTTP face."""
+class _Served:
+    """A request of the API server, and how much of each choice was sent to it."""
 
     id: int
-    request_state: RequestState
-    told: list[_Told]
+    state: RequestState
+    sent: list[_Sent]
     num_losses: int = 0
-    scores_told: bool = False
+    sent_prompt_logprobs: bool = False
 
 
 @dataclass(kw_only=True)
-class _Told:
-    """How much of a choice the face knows."""
-
+class _Sent:
     num_characters: int = 0
     num_tokens: int = 0
     finished: bool = False
 
 
-@dataclass(kw_only=True)
-class _News:
-    """What a turn has to tell."""
-
-    clients: dict[int, _Client] = field(default_factory=dict)
-    ended: list[Ended] = field(default_factory=list)
-    ttft_s: list[float] = field(default_factory=list)
-    num_prompt_tokens: int = 0
-    tbt_s: list[float] = field(default_factory=list)
-
-
 class EngineLoop:
-    """Serves one HTTP face over `socket` until it says `Quit`."""
+    """Serves one API server over `socket` until it says `Quit`."""
 
     def __init__(self, deployment: Deployment, setup: EngineSetup, socket: zmq.Socket[bytes]) -> None:
         self._deployment, self._setup, self._socket = deployment, setup, socket
         self._engine = deployment.engine
-        self._clients: dict[int, _Client] = {}
-        self._choices: dict[int, tuple[_Client, int]] = {}  # by request id of the engine
+        self._served: dict[int, _Served] = {}
+        self._choices: dict[int, tuple[_Served, int]] = {}  # by request id of the engine
         self._commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
         self._encoder = msgspec.msgpack.Encoder()
         self._num_attempts = self._num_restarts = 0
@@ -168,42 +159,37 @@ class EngineLoop:
         deployment.executor.wakeup = socket
 
     def run(self) -> None:
-        """Until told to quit.
+        """Serve until told to quit.
 
         Raises:
             WorkerLostError: when workers do not come back.
         """
         while not self._quitting:
             try:
-                self._turn()
+                self._advance()
             except WorkerLostError as error:
                 self._restart(error)
 
-    def _turn(self) -> None:
-        """Takes commands and a completion, whichever come; waits for one of them when there is nothing else to do."""
+    def _advance(self) -> None:
+        """Take commands and a completion, whichever come; wait for one of them when there is nothing else to do."""
         while self._socket.poll(0):
             self._obey(self._commands.decode(self._socket.recv()))
             if self._quitting:
                 return
-        news = _News()
         if self._engine.has_unfinished:
-            for request in self._engine.step(self._most_wait_s):
-                self._take(request, news)
-                self._num_attempts = 0
+            self._step()
         else:
-            self._tell(news, at_once=True)
-            # Raises when a worker is lost, ends when there is a command; and the face is to hear that we live.
+            self._send_outputs(StepOutputs(), with_stats=True)  # the API server is to hear that we live
+            # Raises when a worker is lost, ends when there is a command.
             self._deployment.executor.poll(self._setup.engine_timeout_s / 4)
-            return
-        self._tell(news)
 
     def _obey(self, command: Command) -> None:
         match command:
             case Add():
                 self._add(command)
             case Cancel(id):
-                if id in self._clients:
-                    self._drop(self._clients[id], "abort")
+                if id in self._served:
+                    self._drop(self._served[id], "abort")
             case SetPolicy(id, options):
                 self._set_policy(id, options)
             case Quit():
@@ -216,15 +202,15 @@ class EngineLoop:
             if not command.is_accepted and (reason := self._why_full(engine_request)) is not None:
                 self._send(QueueFull(number, reason))
                 return
-            request_state = RequestState(engine_request, self._deployment.input_processor.tokenizer)
-            request_state.start(self._engine)
-        except ValueError as error:  # the face has checked it, but what it overlooked must not end all the others
+            state = RequestState(engine_request, self._deployment.input_processor.tokenizer)
+            state.start(self._engine)
+        except ValueError as error:  # the API server has checked it; what it overlooked must not end all the others
             self._send(Failed(number, f"the engine refused the request: {error}"))
             return
-        client = _Client(id=number, request_state=request_state, told=[_Told() for _ in request_state.choices])
-        self._clients[number] = client
-        for index, choice in enumerate(request_state.choices):
-            self._choices[choice.request.id] = client, index
+        served = _Served(id=number, state=state, sent=[_Sent() for _ in state.choices])
+        self._served[number] = served
+        for index, choice in enumerate(state.choices):
+            self._choices[choice.request.id] = served, index
         self._send(Accepted(number))
 
     def _set_policy(self, number: int, options: dict[str, str]) -> None:
@@ -236,7 +222,7 @@ class EngineLoop:
             self._send(PolicySet(self._deployment.policy_settings, number))
 
     def _why_full(self, engine_request: EngineRequest) -> str | None:
-        """Why the queue has no room for a job; None if it has."""
+        """Return why the queue has no room for an engine request, or None if it has."""
         most_requests, most_tokens = self._setup.max_num_queued_reqs, self._setup.max_num_queued_tokens
 
         def reason() -> str | None:
@@ -256,115 +242,89 @@ class EngineLoop:
         self._engine.emit()  # some that were added just now need not wait
         return reason()
 
-    def _take(self, request: Request, news: _News) -> None:
-        """A request of the engine has got a token."""
-        if request.id not in self._choices:
-            return
-        client, index = self._choices[request.id]
-        client.request_state.choices[index].take_new_tokens(self._engine)
-        news.clients[client.id] = client
+    def _step(self) -> None:
+        """Take completions of the workers, or wait for one, and send what they brought."""
+        touched: dict[int, _Served] = {}
+        for request in self._engine.step(self._most_wait_s):
+            self._num_attempts = 0
+            if request.id in self._choices:
+                served, index = self._choices[request.id]
+                served.state.choices[index].take_new_tokens(self._engine)
+                touched[served.id] = served
+        outputs = StepOutputs()
+        for served in touched.values():
+            if (reason := served.state.stuck) is not None:  # an output without an end is no answer
+                self._send(Failed(served.id, reason, "structured_outputs"))
+                self._drop(served, "error")
+                continue
+            self._add_deltas(served, outputs)
+            if served.state.finished:
+                self._forget(served)
+        self._send_outputs(outputs)
 
-    def _tell(self, news: _News, *, at_once: bool = False) -> None:
-        self._fail_stuck(news)
-        updates = [(client.id, self._update(client, news)) for client in news.clients.values()]
-        for client in news.clients.values():
-            if client.request_state.finished:
-                self._forget(client)
+    def _send_outputs(self, outputs: StepOutputs, *, with_stats: bool = False) -> None:
         now = time.monotonic()
-        due = at_once or now >= self._stats_due_s
-        if due:
+        if with_stats or now >= self._stats_due_s:
             self._stats_due_s = now + self._most_wait_s
-        if updates or due:
-            self._send(
-                Turn(
-                    updates=updates,
-                    ended=news.ended,
-                    ttft_s=news.ttft_s,
-                    num_prompt_tokens=news.num_prompt_tokens,
-                    tbt_s=news.tbt_s,
-                    stats=self._stats() if due else None,
-                )
+            outputs.stats = self._stats()
+        elif not outputs.deltas:
+            return
+        self._send(outputs)
+
+    def _add_deltas(self, served: _Served, outputs: StepOutputs) -> None:
+        for index, (choice, sent) in enumerate(zip(served.state.choices, served.sent, strict=True)):
+            if choice.num_taken == sent.num_tokens and choice.finished == sent.finished:
+                continue
+            request, text, start = choice.request, choice.text, sent.num_tokens
+            delta = Delta(
+                id=served.id,
+                choice=index,
+                text=text[sent.num_characters :],
+                token_ids=request.output[start:],
+                logprobs=None if request.params.logprobs is None else choice.logprobs[start:],
+                finish_reason=request.finish_reason,
+                stop_reason=choice.stop_reason,
+                num_cached_tokens=served.state.choices[0].request.metrics.num_cached_tokens,
+                prompt_logprobs=None if served.sent_prompt_logprobs else served.state.prompt_logprobs(),
             )
+            outputs.deltas.append(delta)
+            served.sent_prompt_logprobs = True
+            _add_times(request, start, outputs)
+            if choice.finished and not sent.finished:
+                outputs.finished.append(_finished(request, served))
+            sent.num_characters, sent.num_tokens, sent.finished = len(text), len(request.output), choice.finished
 
-    def _fail_stuck(self, news: _News) -> None:
-        """A choice that cannot go on (no token fits its grammar) is no answer: its request fails with all choices."""
-        for client in list(news.clients.values()):
-            if (reason := client.request_state.stuck) is not None:
-                del news.clients[client.id]
-                self._send(Failed(client.id, reason, "structured_outputs"))
-                self._drop(client, "error")
-
-    def _update(self, client: _Client, news: _News) -> Update:
-        request_state, first = client.request_state, not client.scores_told
-        client.scores_told = True
-        changes = [
-            self._choice_update(index, choice, told, news)
-            for index, (choice, told) in enumerate(zip(request_state.choices, client.told, strict=True))
-            if choice.num_taken > told.num_tokens or choice.finished > told.finished
-        ]
-        return Update(
-            choices=changes,
-            prompt_logprobs=request_state.prompt_logprobs() if first else None,
-            num_cached_tokens=request_state.choices[0].request.metrics.num_cached_tokens,
-            finished=request_state.finished,
-        )
-
-    def _choice_update(self, index: int, choice: Choice, told: _Told, news: _News) -> ChoiceDelta:
-        request, text, done = choice.request, choice.text, told.num_tokens
-        update = ChoiceDelta(
-            index=index,
-            text=text[told.num_characters :],
-            token_ids=request.output[done:],
-            logprobs=None if request.params.logprobs is None else choice.logprobs[done:],
-            finish_reason=request.finish_reason,
-            stop_reason=choice.stop_reason,
-        )
-        self._time(request, done, news)
-        told.num_characters, told.num_tokens = len(text), len(request.output)
-        if choice.finished and not told.finished:
-            told.finished = True
-            news.ended.append(_ended(choice.request, self._choices[request.id][0]))
-        return update
-
-    def _time(self, request: Request, done: int, news: _News) -> None:
-        """The times of a choice's tokens from the `done`-th on."""
-        metrics = request.metrics
-        if request.choice == 0 and done == 0 and metrics.ttft_s is not None:
-            news.ttft_s.append(metrics.ttft_s)
-            news.num_prompt_tokens += len(request.prompt)
-        news.tbt_s += metrics.tbt_s[max(0, done - 1) :]  # the first token has none
-
-    def _drop(self, client: _Client, reason: FinishReason) -> None:
-        """Ends a request that nobody waits for; blocks that a step in flight names are freed when it completes."""
-        ended = []
-        for choice, told in zip(client.request_state.choices, client.told, strict=True):
-            if not told.finished:
+    def _drop(self, served: _Served, reason: FinishReason) -> None:
+        """End a request that nobody waits for; blocks that a step in flight names are freed when it completes."""
+        outputs = StepOutputs()
+        for choice, sent in zip(served.state.choices, served.sent, strict=True):
+            if not sent.finished:
                 self._engine.finish(choice.request, reason)
-                ended.append(_ended(choice.request, client))
-        self._forget(client)
-        self._send(Turn(ended=ended))
+                outputs.finished.append(_finished(choice.request, served))
+        self._forget(served)
+        self._send(outputs)
 
-    def _forget(self, client: _Client) -> None:
-        del self._clients[client.id]
-        for choice in client.request_state.choices:
+    def _forget(self, served: _Served) -> None:
+        del self._served[served.id]
+        for choice in served.state.choices:
             del self._choices[choice.request.id]
 
     def _restart(self, error: WorkerLostError) -> None:
         _log.error("%s; starting new workers", error)
         self._send(Restarting(str(error)))
         failed = []
-        for client in self._clients.values():
-            if any(choice.request.group for choice in client.request_state.choices):
-                client.num_losses += 1
-                if client.num_losses >= _MOST_LOSSES:
-                    failed.append(client)
-                    self._send(Failed(client.id, f"workers were lost {_MOST_LOSSES} times while this request ran"))
+        for served in self._served.values():
+            if any(choice.request.group for choice in served.state.choices):
+                served.num_losses += 1
+                if served.num_losses >= _MOST_LOSSES:
+                    failed.append(served)
+                    self._send(Failed(served.id, f"workers were lost {_MOST_LOSSES} times while this request ran"))
         self._start_workers(error)
-        for client in failed:  # not before: the engine tells workers to free what they hold, and there were none
-            self._drop(client, "error")
+        for served in failed:  # not before: the engine tells workers to free what they hold, and there were none
+            self._drop(served, "error")
         self._num_restarts += 1
         self._send(Restarted())
-        self._tell(_News(), at_once=True)  # nothing runs any more
+        self._send_outputs(StepOutputs(), with_stats=True)  # nothing runs any more
 
     def _start_workers(self, error: Exception) -> None:
         while True:
@@ -401,12 +361,21 @@ class EngineLoop:
         self._socket.send(self._encoder.encode(report))
 
 
-def _ended(request: Request, client: _Client) -> Ended:
+def _add_times(request: Request, start: int, outputs: StepOutputs) -> None:
+    """Add the times of a choice's tokens from `start` on."""
+    metrics = request.metrics
+    if request.choice == 0 and start == 0 and metrics.ttft_s is not None:
+        outputs.ttft_s.append(metrics.ttft_s)
+        outputs.num_prompt_tokens += len(request.prompt)
+    outputs.tbt_s += metrics.tbt_s[max(0, start - 1) :]  # the first token has none
+
+
+def _finished(request: Request, served: _Served) -> FinishedChoice:
     metrics, reason = request.metrics, request.finish_reason
-    assert reason is not None and metrics.finished_s is not None, "it has ended"
+    assert reason is not None and metrics.finished_s is not None, "it has finished"
     arrival, scheduled, ttft = metrics.arrival_s, metrics.scheduled_s, metrics.ttft_s
-    return Ended(
-        id=client.id,
+    return FinishedChoice(
+        id=served.id,
         reason=reason,
         num_prompt_tokens=len(request.prompt),
         num_output_tokens=len(request.output),

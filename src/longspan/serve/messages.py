@@ -1,7 +1,8 @@
-"""What the server's HTTP face and its engine process say to each other: msgpack over a socket in a private folder."""
+"""Messages between the API server and the engine core: msgpack over a socket in a private folder."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,13 @@ from longspan.text.input_processor import EngineRequest
 
 
 class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine process is started with.
+    """Settings with which the engine core starts.
 
     Attributes:
         arguments: of `Deployment`, by name.
         max_num_queued_reqs, max_num_queued_tokens: bounds of what waits; None for none.
-        stats_interval_s: how often `Stats` come at most.
-        engine_timeout_s: an engine process that serves and says nothing for so long is taken for lost; with nothing
+        stats_interval_s: least time between two `Stats`.
+        engine_timeout_s: an engine core that serves and says nothing for so long is taken for lost; with nothing
             else to say, it sends `Stats` four times as often.
     """
 
@@ -36,10 +37,10 @@ class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A request, under an id that the face has chosen. What it holds of the job is what its attributes say.
+    """An engine request under an id that the API server has chosen.
 
     Attributes:
-        is_accepted: it had a place in the queue of an engine process that was lost, and has one now.
+        is_accepted: it had a place in the queue of an engine core that was lost, and has one now.
     """
 
     id: int
@@ -51,7 +52,7 @@ class Add(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     @staticmethod
     def of(number: int, engine_request: EngineRequest, *, is_accepted: bool = False) -> Add:
-        """The message that asks for `engine_request`."""
+        """Return the message that asks for `engine_request`."""
         params = msgspec.to_builtins(replace(engine_request.params, logit_bias=None, structured_outputs=None))
         params["logit_bias"] = dict(engine_request.params.biases)
         return Add(
@@ -64,37 +65,70 @@ class Add(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         )
 
     def engine_request(self) -> EngineRequest:
-        """What is asked for; its form is told by its grammar."""
+        """Rebuild the engine request; its grammar stands for its structured output."""
         return EngineRequest(
             text=self.text, token_ids=self.token_ids, params=SamplingParams(**self.params), grammar=self.grammar
         )
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Nobody waits for this request any more."""
+    """Stop computing a request: nobody waits for it any more."""
 
     id: int
 
 
 class SetPolicy(msgspec.Struct, frozen=True, tag=True):
-    """Change these options of the policy; the answer is `PolicySet` or `PolicyRefused` with the same id."""
+    """Change options of the policy; the answer is `PolicySet` or `PolicyRefused` with the same id."""
 
     id: int
     options: dict[str, str]
 
 
 class Quit(msgspec.Struct, frozen=True, tag=True):
-    """Stop the workers and end."""
+    """Stop the workers and end the engine core."""
 
 
 Command = Add | Cancel | SetPolicy | Quit
 
 
-class Started(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The engine can serve.
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    """New tokens of one choice, from the engine core to the answer; see `outputs.CompletionOutput`.
 
     Attributes:
-        name, tokenizer_dir, trust_remote_code: see `ModelFiles`; no folder where only token ids are served.
+        id: the request.
+        choice: its number among the request's choices.
+        logprobs: of the new tokens; None unless asked for.
+        num_cached_tokens: prompt tokens whose KV was there already.
+        prompt_logprobs: with the first delta of a request, if asked for.
+    """
+
+    id: int
+    choice: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[LogprobsOfToken] | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[LogprobsOfToken | None] | None = None
+
+
+def joined(deltas: Sequence[Delta]) -> Delta:
+    """Return one delta with all that successive deltas of a choice bring."""
+    logprobs = [entry for delta in deltas for entry in delta.logprobs or ()]
+    return msgspec.structs.replace(
+        deltas[-1],
+        text="".join(delta.text for delta in deltas),
+        token_ids=[token for delta in deltas for token in delta.token_ids],
+        logprobs=None if deltas[-1].logprobs is None else logprobs,
+    )
+
+
+class Started(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The engine core can serve.
+
+    Attributes:
+        name, tokenizer_dir, trust_remote_code: see `ModelFiles`; there is no folder where only token ids are served.
         num_kv_blocks: of all instances together.
     """
 
@@ -111,41 +145,41 @@ class Started(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class NotStarted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The engine process ends without having served: the user's mistake, or a worker that did not start."""
+    """The engine core ends without having served: by the user's mistake, or a worker that did not start."""
 
     reason: str
     is_mistake: bool
 
 
 class PolicySet(msgspec.Struct, frozen=True, tag=True):
-    """How the policy is set from now on: after a change, and, without an id, before `Started`."""
+    """The policy's settings from now on are these: sent after a change, and, without an id, before `Started`."""
 
     settings: PolicySettings
     id: int | None = None
 
 
 class PolicyRefused(msgspec.Struct, frozen=True, tag=True):
-    """No option of the policy was changed."""
+    """The engine core refused a change of options: none was changed."""
 
     id: int
     reason: str
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
-    """The request is queued."""
+    """The engine core has queued a request."""
 
     id: int
 
 
 class QueueFull(msgspec.Struct, frozen=True, tag=True):
-    """The request was not queued."""
+    """The queue has no room for a request."""
 
     id: int
     reason: str
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The request ends with an error; the other ones go on.
+    """A request ends with an error; the other ones go on.
 
     Attributes:
         param: the field of the request that is the cause; None when its sender is not to blame.
@@ -157,7 +191,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Times(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the time of a finished choice went, in seconds; None where it never came so far."""
+    """Seconds that a finished choice spent per stage; None for a stage that it never reached."""
 
     queue_s: float | None
     prefill_s: float | None
@@ -166,8 +200,8 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
     e2e_s: float
 
 
-class Ended(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A choice of the request `id` has ended; for metrics and traces."""
+class FinishedChoice(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A choice has finished: what metrics and traces say of it."""
 
     id: int
     reason: FinishReason
@@ -178,7 +212,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine at a moment, and what it has counted since it started.
+    """The engine's state at a moment, and its counters since it started.
 
     Attributes:
         num_prefix_queries, num_prefix_hits: tokens of prompts looked up, and found, in the prefix cache.
@@ -200,8 +234,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     worker_pids: list[int]
 
 
-class Turn(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """What one turn of the engine brought.
+class StepOutputs(msgspec.Struct, tag=True, kw_only=True):
+    """All that one engine step has brought.
 
     Attributes:
         ttft_s: of requests that got their first token.
@@ -209,8 +243,8 @@ class Turn(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         tbt_s: between each new token and the one before it in its choice.
     """
 
-    updates: list[tuple[int, Update]] = []
-    ended: list[Ended] = []
+    deltas: list[Delta] = []
+    finished: list[FinishedChoice] = []
     ttft_s: list[float] = []
     num_prompt_tokens: int = 0
     tbt_s: list[float] = []
@@ -218,51 +252,29 @@ class Turn(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Restarting(msgspec.Struct, frozen=True, tag=True):
-    """Workers were lost; nothing is served until `Restarted`."""
+    """The workers were lost; nothing is served until `Restarted`."""
 
     reason: str
 
 
 class Restarted(msgspec.Struct, frozen=True, tag=True):
-    """There are new workers, and requests go on."""
+    """New workers have started, and requests go on."""
 
 
 Report = (
-    Started | NotStarted | PolicySet | PolicyRefused | Accepted | QueueFull | Failed | Turn | Restarting | Restarted
+    Started
+    | NotStarted
+    | PolicySet
+    | PolicyRefused
+    | Accepted
+    | QueueFull
+    | Failed
+    | StepOutputs
+    | Restarting
+    | Restarted
 )
 
 
 def address(folder: str) -> str:
-    """Of the socket between the two."""
+    """Return the address of the socket between the two."""
     return f"ipc://{Path(folder) / 'engine.sock'}"
-
-
-class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """What is new of one choice; see `outputs.CompletionOutput`.
-
-    Attributes:
-        logprobs: of the new tokens; None unless asked for.
-    """
-
-    index: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[LogprobsOfToken] | None
-    finish_reason: FinishReason | None
-    stop_reason: int | str | None
-
-
-class Update(msgspec.Struct, frozen=True, kw_only=True):
-    """What is new of a request.
-
-    Attributes:
-        choices: those of which anything is new.
-        prompt_logprobs: with the first update, if asked for.
-        num_cached_tokens: prompt tokens whose KV was there already.
-        finished: whether this is the last update.
-    """
-
-    choices: list[ChoiceDelta]
-    prompt_logprobs: list[LogprobsOfToken | None] | None
-    num_cached_tokens: int
-    finished: bool

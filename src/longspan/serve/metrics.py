@@ -1,4 +1,4 @@
-"""What `/metrics` tells, under vLLM's names."""
+"""Prometheus metrics of `/metrics`, under vLLM's names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from longspan.core.request import FinishReason
-from longspan.serve.messages import Ended, Started, Stats, Turn
+from longspan.serve.messages import FinishedChoice, Started, Stats, StepOutputs
 
 _TTFT_S = (0.01, 0.02, 0.04, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 320, 640, 1280, 2560)
 _TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
@@ -25,14 +25,14 @@ _COUNTERS = (
     ("num_prefix_hits", "prefix_cache_hits", "Prompt tokens found in the prefix cache."),
     ("num_restarts", "worker_restarts", "How often lost workers were replaced."),
 )
-"""What an engine process counts: the field of `Stats`, the metric, what it is."""
+"""Counters of an engine core: the field of `Stats`, the metric, its help."""
 
 # When each series began is of no use to anybody, and these would be further series.
 disable_created_metrics()  # type: ignore[no-untyped-call]  # as prometheus_client has it
 
 
 class Metrics:
-    """Counts what the engine tells; `text` is the page.
+    """Counts what engine steps bring; `text` is the page.
 
     Args:
         prefix: of all names, with its colon: `longspan:`, or `vllm:` for dashboards made for vLLM.
@@ -75,46 +75,43 @@ class Metrics:
         name = self._prefix + name
         return Histogram(name, words, ["model_name"], registry=self._registry, buckets=buckets).labels(**self._label)
 
-    def take_turn(self, turn: Turn) -> None:
-        """What the engine has done."""
-        self._generation_tokens.inc(
-            sum(len(choice.token_ids) for _, update in turn.updates for choice in update.choices)
-        )
-        self._prompt_tokens.inc(turn.num_prompt_tokens)
-        for histogram, values in ((self._ttft, turn.ttft_s), (self._itl, turn.tbt_s)):
+    def take_step(self, outputs: StepOutputs) -> None:
+        """Count what an engine step has brought."""
+        self._generation_tokens.inc(sum(len(delta.token_ids) for delta in outputs.deltas))
+        self._prompt_tokens.inc(outputs.num_prompt_tokens)
+        for histogram, values in ((self._ttft, outputs.ttft_s), (self._itl, outputs.tbt_s)):
             for value in values:
                 histogram.observe(value)
-        for ended in turn.ended:
-            self._take_ended(ended)
-        if turn.stats is not None:
-            self._latest.take(turn.stats)
+        for choice in outputs.finished:
+            self._take_finished(choice)
+        if outputs.stats is not None:
+            self._latest.take(outputs.stats)
 
     def take_loss(self) -> None:
-        """The engine process is gone; another one counts from 0 again."""
+        """Note that the engine core is gone; another one counts from 0 again."""
         self._latest.lose()
 
-    def _take_ended(self, ended: Ended) -> None:
-        """A choice of a request has ended."""
-        times = ended.times
-        self._success.labels(**self._label, finished_reason=ended.reason).inc()
-        self._num_generated.observe(ended.num_output_tokens)
+    def _take_finished(self, choice: FinishedChoice) -> None:
+        times = choice.times
+        self._success.labels(**self._label, finished_reason=choice.reason).inc()
+        self._num_generated.observe(choice.num_output_tokens)
         self._e2e.observe(times.e2e_s)
         if times.decode_s is not None:
             self._decode.observe(times.decode_s)
-        if not ended.is_first_choice:
+        if not choice.is_first_choice:
             return
-        self._num_prompt.observe(ended.num_prompt_tokens)
+        self._num_prompt.observe(choice.num_prompt_tokens)
         for histogram, value in ((self._queue, times.queue_s), (self._prefill, times.prefill_s)):
             if value is not None:
                 histogram.observe(value)
 
     def text(self) -> bytes:
-        """In Prometheus' exposition format."""
+        """Return the page in Prometheus' exposition format."""
         return generate_latest(self._registry)
 
 
 class _Latest(Collector):
-    """What the engine process keeps, read when somebody asks."""
+    """The latest stats of the engine core, read when somebody asks."""
 
     def __init__(self, prefix: str, model_name: str, started: Started) -> None:
         self._prefix, self._model_name = prefix, model_name
@@ -136,7 +133,7 @@ class _Latest(Collector):
         )
 
     def take(self, stats: Stats) -> None:
-        """The engine process's word, to which is added what those before it have counted."""
+        """Take stats of the engine core; what those before it have counted is added."""
         lost = self._lost
         self._stats = replace(
             stats,
@@ -146,13 +143,13 @@ class _Latest(Collector):
         )
 
     def lose(self) -> None:
-        """There is no engine process now: counters stay, gauges do not."""
+        """Reset gauges while there is no engine core; counters stay."""
         self._num_losses += 1
         none = [0] * self._num_instances
         self._lost = self._stats = replace(self._stats, num_running=0, num_waiting=0, used_blocks=none)
 
     def collect(self) -> Iterator[Metric]:
-        """One family after the other."""
+        """Yield one family after the other."""
         stats = self._stats
         yield self._gauge("num_requests_running", "Requests that hold KV.", stats.num_running)
         yield self._gauge("num_requests_waiting", "Requests that wait for room.", stats.num_waiting)

@@ -1,4 +1,4 @@
-"""What comes for one HTTP request: the engine's client puts it in, whoever answers the request takes it out."""
+"""Outputs of one HTTP request: the engine client puts deltas in, whoever answers the request takes them out."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from longspan.serve.messages import Ended, Update
+from longspan.serve.messages import Delta, FinishedChoice
 from longspan.text.input_processor import EngineRequest
 
-News = tuple[int, Update]
-"""The index of a job, and what is new of it."""
-_MOST_NEWS = 64
+Output = tuple[int, Delta]
+"""The index of an engine request, and new tokens of one of its choices."""
+_MOST_OUTPUTS = 64
 """So many are handed out at once: making their chunks is not to hold up the event loop."""
 
 
@@ -36,78 +36,82 @@ class RequestFailedError(EngineLostError):
         self.param, self.status = param, 500 if param is None else 400
 
 
-class Answer:
-    """Takes `news` as it comes, or the `whole`; close it to cancel what has not come.
+class OutputQueue:
+    """Holds what came for an HTTP request and was not taken; close it to cancel what has not come.
 
     Attributes:
-        accepted: done when all jobs are queued; its exception says why they are not.
-        ended: the choices that have ended, each with the index of its job.
+        accepted: done when the engine core has queued all engine requests; its exception says why it has not.
+        finished: the choices that have finished, each with the index of its engine request.
     """
 
-    def __init__(self, engine_requests: Sequence[EngineRequest], cancel: Callable[[Answer], None]) -> None:
+    def __init__(self, engine_requests: Sequence[EngineRequest], cancel: Callable[[OutputQueue], None]) -> None:
         self.engine_requests = engine_requests
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.ended: list[tuple[int, Ended]] = []
+        self.finished: list[tuple[int, FinishedChoice]] = []
         self._cancel = cancel
-        self._unaccepted, self._unfinished = set(range(len(engine_requests))), set(range(len(engine_requests)))
-        self._told: set[int] = set()  # jobs of which somebody has taken news
+        self._unaccepted = set(range(len(engine_requests)))
+        self._num_open = {index: request.params.n for index, request in enumerate(engine_requests)}
+        self._taken: set[int] = set()  # engine requests of which somebody has taken outputs
         self._was_repeated = False
-        self._news: deque[News] = deque()
+        self._outputs: deque[Output] = deque()
         self._error: QueueFullError | EngineLostError | None = None
         self._changed = asyncio.Event()
 
-    async def news(self) -> list[News]:
-        """What has come and was not taken yet; waits if there is nothing; empty when all has been taken.
+    async def get(self) -> list[Output]:
+        """Take what has come; wait if there is nothing; return nothing when all has been taken.
 
         Raises:
             EngineLostError, QueueFullError: when the rest cannot come.
         """
-        while not self._news and self._error is None and self._unfinished:
+        while not self._outputs and self._error is None and self._num_open:
             await self._change()
-        taken = [self._news.popleft() for _ in range(min(len(self._news), _MOST_NEWS))]
-        self._told.update(index for index, _ in taken)
+        taken = [self._outputs.popleft() for _ in range(min(len(self._outputs), _MOST_OUTPUTS))]
+        self._taken.update(index for index, _ in taken)
         if not taken and self._error is not None:
             raise self._error
         return taken
 
-    async def whole(self) -> list[News]:
-        """Everything, when it is complete; until then, nothing counts as told.
+    async def get_all(self) -> list[Output]:
+        """Wait until everything has come, and return it; until then nothing counts as taken.
 
         Raises:
             EngineLostError, QueueFullError: when it cannot be completed.
         """
-        while self._unfinished and self._error is None:
+        while self._num_open and self._error is None:
             await self._change()
         if self._error is not None:
             raise self._error
-        return list(self._news)
+        return list(self._outputs)
 
     def close(self) -> None:
-        """Cancels what is not finished; its KV is freed on every rank."""
-        self._unfinished.clear()
-        self._news.clear()
+        """Cancel what is not finished; its KV is freed on every rank."""
+        self._num_open.clear()
+        self._outputs.clear()
         self._changed.set()
         self._cancel(self)
 
     def accept(self, index: int) -> None:
-        """A job is queued."""
+        """Note that the engine core has queued an engine request."""
         self._unaccepted.discard(index)
         if not self._unaccepted and not self.accepted.done():
             self.accepted.set_result(None)
 
-    def put(self, index: int, update: Update) -> None:
-        """There is news of a job."""
-        self._news.append((index, update))
-        if update.finished:
-            self._unfinished.discard(index)
+    def put(self, index: int, delta: Delta) -> bool:
+        """Add a delta; return whether it is the last one of its engine request."""
+        self._outputs.append((index, delta))
+        if delta.finish_reason is not None and index in self._num_open:
+            self._num_open[index] -= 1
+            if not self._num_open[index]:
+                del self._num_open[index]
         self._changed.set()
+        return index not in self._num_open
 
-    def end(self, index: int, ended: Ended) -> None:
-        """A choice of a job has ended; its last news is about to come."""
-        self.ended.append((index, ended))
+    def finish(self, index: int, choice: FinishedChoice) -> None:
+        """Note that a choice has finished; its last delta is about to come."""
+        self.finished.append((index, choice))
 
     def fail(self, error: QueueFullError | EngineLostError) -> None:
-        """Nothing more will come."""
+        """Raise `error` to whoever takes the rest: nothing more will come."""
         self._error = error
         self._changed.set()
         if not self.accepted.done():
@@ -115,15 +119,16 @@ class Answer:
             self.accepted.exception()  # seen: whoever submitted may have left
 
     def repeat(self) -> bool:
-        """Whether what is not finished can be computed from its beginning, which it is then about to be.
+        """Forget what is not finished, if it can be computed from its beginning, and return whether it can.
 
-        It can be once, and not when something of it has been told already: the second time, it may differ.
+        It can be once, and not when something of it has been taken already: the second time, it may differ.
         """
-        if self._was_repeated or self._told & self._unfinished:
+        if self._was_repeated or self._taken & self._num_open.keys():
             return False
         self._was_repeated = True
-        self._news = deque(news for news in self._news if news[0] not in self._unfinished)
-        self.ended = [end for end in self.ended if end[0] not in self._unfinished]
+        self._outputs = deque(output for output in self._outputs if output[0] not in self._num_open)
+        self.finished = [pair for pair in self.finished if pair[0] not in self._num_open]
+        self._num_open = {index: self.engine_requests[index].params.n for index in self._num_open}
         return True
 
     async def _change(self) -> None:

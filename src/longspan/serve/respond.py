@@ -1,4 +1,4 @@
-"""From jobs to an HTTP answer, whole or streamed. Whoever leaves is noticed, and their work is cancelled."""
+"""HTTP answers of engine requests, whole or streamed. Whoever leaves is noticed, and their work is cancelled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from longspan.serve.client import EngineClient
 from longspan.serve.errors import error_body
-from longspan.serve.output_queue import Answer, EngineLostError, News, QueueFullError, RequestFailedError
+from longspan.serve.output_queue import EngineLostError, Output, OutputQueue, QueueFullError, RequestFailedError
 from longspan.serve.wire.answers import Assembler
 from longspan.text.input_processor import EngineRequest
 
@@ -34,10 +34,10 @@ class DeadlineError(Exception):
 
 
 class InThread(Protocol):
-    """Runs what takes long beside the event loop."""
+    """Runs functions that take long beside the event loop."""
 
     async def __call__(self, function: Callable[..., ResultT], *arguments: object) -> ResultT:
-        """The function's result."""
+        """Return the function's result."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,14 +45,14 @@ class Call:
     """A request for text.
 
     Attributes:
-        prepare: what makes its jobs, and what makes an answer of their news.
-        stream: whether the news is sent as it comes.
+        prepare: makes its engine requests, and what makes an answer of their outputs.
+        stream: whether outputs are sent as they come.
         timeout_s: how long all may take; None for no limit.
         keep_alive_s, reader_timeout_s: see `ServerSettings`.
     """
 
     request: Request
-    prepare: Callable[[], Awaitable[tuple[Sequence[EngineRequest], Assembler]]]
+    prepare: Callable[[], Awaitable[tuple[Sequence[EngineRequest], Assembler[Any]]]]
     stream: bool
     timeout_s: float | None
     keep_alive_s: float
@@ -60,7 +60,7 @@ class Call:
 
 
 class Watch:
-    """Waits for things on behalf of a client, as long as it is there and its time is not up."""
+    """Waits on behalf of a client, as long as it is there and its time is not up."""
 
     def __init__(self, receive: Receive, timeout_s: float | None) -> None:
         self._gone = asyncio.ensure_future(_disconnected(receive))
@@ -68,7 +68,7 @@ class Watch:
         self._timeout_s = timeout_s
 
     async def wait(self, what: Awaitable[ResultT], at_most_s: float = float("inf")) -> ResultT:
-        """Its result; it is cancelled when it does not come.
+        """Return the result of `what`; cancel it when it does not come.
 
         Raises:
             ClientGoneError: when the client disconnects first.
@@ -96,11 +96,11 @@ class Watch:
             task.cancel()
 
     def close(self) -> None:
-        """Watches no more."""
+        """Stop watching the client."""
         self._gone.cancel()
 
     def left_s(self) -> float:
-        """Seconds until its time is up."""
+        """Return the seconds until the client's time is up."""
         if self._deadline_s is None:
             return float("inf")
         return max(0.0, self._deadline_s - asyncio.get_running_loop().time())
@@ -112,7 +112,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def respond(engine: EngineClient, call: Call, in_thread: InThread) -> Response:
-    """Computes what is called for and answers.
+    """Compute what is called for and answer.
 
     Raises:
         QueueFullError: when there is no place in the queue.
@@ -120,39 +120,39 @@ async def respond(engine: EngineClient, call: Call, in_thread: InThread) -> Resp
         ClientGoneError, DeadlineError: see `Watch`.
     """
     watch = Watch(call.request.receive, call.timeout_s)
-    answer: Answer | None = None
+    outputs: OutputQueue | None = None
     try:
         engine_requests, assembler = await watch.wait(call.prepare())
-        answer = await watch.wait(engine.submit(engine_requests))
-        call.request.state.answer = answer  # for its span
+        outputs = await watch.wait(engine.submit(engine_requests))
+        call.request.state.outputs = outputs  # for its span
         if call.stream:
-            first: Sequence[News] = ()
+            first: Sequence[Output] = ()
             with contextlib.suppress(TimeoutError):
-                first = await watch.wait(answer.news(), call.keep_alive_s)
-            return EventStream(call, answer, assembler, watch, in_thread, first)
-        body = await watch.wait(in_thread(_whole, assembler, await watch.wait(answer.whole())))
+                first = await watch.wait(outputs.get(), call.keep_alive_s)
+            return EventStream(call, outputs, assembler, watch, in_thread, first)
+        body = await watch.wait(in_thread(_whole, assembler, await watch.wait(outputs.get_all())))
         watch.close()
         return Response(body, media_type="application/json")
     except BaseException:
         watch.close()
-        if answer is not None:
-            answer.close()
+        if outputs is not None:
+            outputs.close()
         raise
 
 
-def _whole(assembler: Assembler, news: Sequence[News]) -> bytes:
-    for index, update in news:
-        assembler.add(index, update)
+def _whole(assembler: Assembler[Any], outputs: Sequence[Output]) -> bytes:
+    for index, delta in outputs:
+        assembler.add(index, delta)
     return msgspec.json.encode(assembler.whole())
 
 
 def event(body: dict[str, Any]) -> bytes:
-    """One server-sent event."""
+    """Encode one server-sent event."""
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
 def json_response(body: dict[str, Any]) -> Response:
-    """An answer in one piece."""
+    """Return an answer in one piece."""
     return Response(msgspec.json.encode(body), media_type="application/json")
 
 
@@ -164,19 +164,18 @@ class EventStream(Response):
     def __init__(
         self,
         call: Call,
-        answer: Answer,
-        assembler: Assembler,
+        outputs: OutputQueue,
+        assembler: Assembler[Any],
         watch: Watch,
         in_thread: InThread,
-        first: Sequence[News],
+        first: Sequence[Output],
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._call, self._answer, self._assembler, self._watch = call, answer, assembler, watch
+        self._call, self._outputs, self._assembler, self._watch = call, outputs, assembler, watch
         self._in_thread, self._first = in_thread, first
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the watch receives
-        """See ASGI."""
         last = _END
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -188,36 +187,36 @@ class EventStream(Response):
         except (DeadlineError, EngineLostError, QueueFullError) as error:
             last = event(error_body(504 if isinstance(error, DeadlineError) else 500, str(error)))
         finally:
-            self._answer.close()
+            self._outputs.close()
             self._watch.close()
         with contextlib.suppress(OSError):
             await self._send(send, last, is_last=True)
 
     async def _send_events(self, send: Send) -> None:
-        news = self._first or await self._next(send)
-        while news:
-            if data := b"".join(await self._events(news)):
+        outputs = self._first or await self._next(send)
+        while outputs:
+            if data := b"".join(await self._events(outputs)):
                 await self._send(send, data)
-            news = await self._next(send)
+            outputs = await self._next(send)
         if data := b"".join(map(event, self._assembler.last_chunks())):
             await self._send(send, data)
 
-    async def _next(self, send: Send) -> Sequence[News]:
-        """News, none when all is told; comments are sent while there is none."""
+    async def _next(self, send: Send) -> Sequence[Output]:
+        """Return the next outputs, none when all were sent; send comments while waiting for them."""
         while True:
             try:
-                return await self._watch.wait(self._answer.news(), self._call.keep_alive_s)
+                return await self._watch.wait(self._outputs.get(), self._call.keep_alive_s)
             except TimeoutError:
                 await self._send(send, _KEEP_ALIVE)
 
-    async def _events(self, news: Sequence[News]) -> list[bytes]:
-        chunks = partial(_chunks, self._assembler, news)
-        if any(update.prompt_logprobs is not None for _, update in news):
+    async def _events(self, outputs: Sequence[Output]) -> list[bytes]:
+        chunks = partial(_chunks, self._assembler, outputs)
+        if any(delta.prompt_logprobs is not None for _, delta in outputs):
             return await self._watch.wait(self._in_thread(chunks))  # those of a long prompt take long
         return chunks()
 
     async def _send(self, send: Send, data: bytes, *, is_last: bool = False) -> None:
-        """Waits for a slow reader, but not for ever; meanwhile news gathers, and is then sent in one piece.
+        """Wait for a slow reader, but not for ever; outputs that come meanwhile are then sent in one piece.
 
         Raises:
             TimeoutError: when the client reads nothing for too long, or until its time is up.
@@ -227,5 +226,5 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": data, "more_body": not is_last})
 
 
-def _chunks(assembler: Assembler, news: Sequence[News]) -> list[bytes]:
-    return [event(chunk) for index, update in news for chunk in assembler.chunks(index, update)]
+def _chunks(assembler: Assembler[Any], outputs: Sequence[Output]) -> list[bytes]:
+    return [event(chunk) for index, delta in outputs for chunk in assembler.chunks(index, delta)]

@@ -1,4 +1,4 @@
-"""What the routes of the HTTP face share."""
+"""State that the routes of the API server share, and the worker pools for what takes long."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
@@ -22,7 +22,7 @@ from starlette.responses import Response
 from longspan.core.protocols import PolicySettings
 from longspan.serve.client import EngineClient
 from longspan.serve.errors import WireError, blaming
-from longspan.serve.messages import Turn
+from longspan.serve.messages import StepOutputs
 from longspan.serve.metrics import Metrics
 from longspan.serve.middleware import Tally
 from longspan.serve.output_queue import EngineLostError, QueueFullError
@@ -30,7 +30,7 @@ from longspan.serve.respond import Call, Watch, respond
 from longspan.serve.settings import ServerSettings
 from longspan.serve.wire.answers import Assembler
 from longspan.serve.wire.body import check_content_type, read_request
-from longspan.serve.wire.convert import form_kind, grammar_of
+from longspan.serve.wire.convert import grammar_kind, grammar_of
 from longspan.serve.wire.requests import ChatCompletionRequest, CompletionRequest, PolicyUpdate
 from longspan.serve.wire.responses import ModelCard, ModelList
 from longspan.text.input_processor import EngineRequest, InputProcessor
@@ -45,7 +45,7 @@ _MOST_GRAMMARS = 32
 
 
 class Server:
-    """What routes share.
+    """The engine client, the model and the limits that routes share.
 
     Attributes:
         draining: whether the server is about to stop and takes nothing new.
@@ -61,16 +61,16 @@ class Server:
             _ = input_processor.max_prompt_chars  # now, and not while a request waits for it
         self.tally = Tally()
         self.metrics = Metrics(settings.metrics_prefix, settings.model_names[0], engine.started)
-        engine.on_turn, engine.on_loss = self.metrics.take_turn, self.metrics.take_loss
-        if engine.stats is not None:  # what it has said before
-            self.metrics.take_turn(Turn(stats=engine.stats))
+        engine.on_step, engine.on_loss = self.metrics.take_step, self.metrics.take_loss
+        if engine.stats is not None:  # sent before
+            self.metrics.take_step(StepOutputs(stats=engine.stats))
         self._quick = WorkerPool("requests", 2)
         # Large things go one by one, which bounds the memory that they take.
         self._bodies, self._texts = WorkerPool("large bodies", 1), WorkerPool("large texts", 1)
         self.grammars = WorkerPool("grammars", 2, max_waiting=_MOST_GRAMMARS)
 
     def retry_after_s(self) -> int:
-        """Whole seconds after which a queue that is full now has probably some room again."""
+        """Return the whole seconds after which a queue that is full now has probably some room again."""
         stats = self.engine.stats
         waiting = 0 if stats is None else stats.num_waiting
         return min(60, 1 + waiting // 50)
@@ -85,7 +85,7 @@ class Server:
         )
 
     async def in_thread(self, request: Request, function: Callable[..., ResultT], *arguments: object) -> ResultT:
-        """Renders, tokenizes or the like beside the event loop, as long as the client is there.
+        """Render, tokenize or the like beside the event loop, as long as the client is there.
 
         Raises:
             ClientGoneError, DeadlineError: see `Watch`.
@@ -101,20 +101,20 @@ class Server:
             watch.close()
 
     async def parse(self, request: Request, model: type[ModelT]) -> ModelT:
-        """The body as `model`."""
+        """Read the body as `model`, beside the event loop."""
         check_content_type(request.headers.get("content-type"))
         bodies = self._bodies if await _is_large(request) else self._quick
         body = await request.body()
         return await self._watched(request, partial(bodies.run, read_request, model, body, self.limits))
 
     def check_model(self, name: str | None) -> None:
-        """Raises WireError 404 when a request names another model."""
+        """Raise a WireError 404 when a request names another model."""
         if name is not None and name not in self.settings.model_names:
             known = ", ".join(self.settings.model_names)
             raise WireError(f"there is no model {name[:100]!r} here, but {known}", param="model", status=404)
 
     def check_open(self) -> None:
-        """Raises EngineLostError when nothing new is taken."""
+        """Raise an EngineLostError when nothing new is taken."""
         if self.draining:
             raise EngineLostError("the server is shutting down")
 
@@ -123,16 +123,16 @@ class Server:
         request: Request,
         body: CompletionRequest | ChatCompletionRequest,
         make_engine_requests: Callable[[str], Sequence[EngineRequest]],
-        make_assembler: Callable[..., Assembler],
+        make_assembler: Callable[..., Assembler[Any]],
         prefix: str,
     ) -> Response:
-        """Serves a request for text; `make_engine_requests` is given the grammar of their outputs."""
+        """Serve a request for text; `make_engine_requests` is given the grammar of the outputs."""
         self.check_open()
         self.check_model(body.model)
         is_large = await _is_large(request)
         texts = self._texts if is_large else self._quick
 
-        def assembled(grammar: str) -> tuple[Sequence[EngineRequest], Assembler]:
+        def assembled(grammar: str) -> tuple[Sequence[EngineRequest], Assembler[Any]]:
             engine_requests = make_engine_requests(grammar)
             with blaming("prompt"):
                 self.settings.check_queue(
@@ -147,7 +147,7 @@ class Server:
                 created=int(time.time()),
             )
 
-        async def prepare() -> tuple[Sequence[EngineRequest], Assembler]:
+        async def prepare() -> tuple[Sequence[EngineRequest], Assembler[Any]]:
             prepared = await texts.run(assembled, await self._grammar(body))
             self.check_open()
             return prepared
@@ -164,7 +164,7 @@ class Server:
         return await respond(self.engine, call, (texts if scores_prompts else self._quick).run)
 
     async def update_policy(self, request: Request, body: PolicyUpdate) -> PolicySettings:
-        """Changes options of the policy; how it is set then.
+        """Change options of the policy and return its settings.
 
         Raises:
             WireError: when one cannot change, or not to that.
@@ -180,15 +180,15 @@ class Server:
         return changed
 
     async def _grammar(self, body: CompletionRequest | ChatCompletionRequest) -> str:
-        """That outputs must follow; its check may take seconds, but not of those who need none."""
-        kind = form_kind(body)
+        """Return the grammar that outputs must follow; requests without one do not wait for its check."""
+        kind = grammar_kind(body)
         if kind == "free":
             return ""
         pool = self._quick if kind == "json_object" else self.grammars
         return await pool.run(grammar_of, body, self)
 
     def _timeout_s(self, request: Request) -> float | None:
-        """The server's limit, or what the client's `x-request-timeout` says if that is shorter."""
+        """Return the server's limit, or the client's `x-request-timeout` if that is shorter."""
         most, text = self.settings.request_timeout_s, request.headers.get("x-request-timeout")
         if text is None:
             return most
@@ -202,7 +202,7 @@ class Server:
 
 
 async def _is_large(request: Request) -> bool:
-    """Whether reading or tokenizing its body takes long."""
+    """Return whether reading or tokenizing a body takes long."""
     return len(await request.body()) > _LARGE_BYTES
 
 

@@ -1,4 +1,4 @@
-"""One OpenTelemetry span per request for text, with vLLM's names. Importing this needs the extra `otel`."""
+"""OpenTelemetry spans, one per request for text, with vLLM's names. Importing this needs the extra `otel`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from longspan.serve.messages import Ended
+from longspan.serve.messages import FinishedChoice
 from longspan.serve.middleware import path_of
-from longspan.serve.output_queue import Answer
+from longspan.serve.output_queue import OutputQueue
 
 _TRACED = frozenset({"/v1/completions", "/v1/chat/completions"})
 _SERVER_ERROR = 500
@@ -25,7 +25,7 @@ _PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 
 
 def open_tracer(endpoint: str) -> Tracer:
-    """A tracer that sends spans to the OTLP collector at a URL, in batches, the last one when the process exits.
+    """Return a tracer that sends spans to the OTLP collector at a URL, in batches, the last one when the process exits.
 
     As with vLLM, `OTEL_EXPORTER_OTLP_TRACES_PROTOCOL` chooses between `grpc`, the default, and `http/protobuf`.
 
@@ -60,7 +60,6 @@ class Tracing:
         self._app, self._tracer, self._model_name = app, tracer, model_name
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
         if scope["type"] != "http" or path_of(scope) not in _TRACED:
             await self._app(scope, receive, send)
             return
@@ -78,8 +77,8 @@ class Tracing:
             self._make_span(scope, begin_ns, status)
 
     def _make_span(self, scope: Scope, begin_ns: int, status: int) -> None:
-        """The client's `traceparent`, if there is one, says whose child it is."""
-        answer: Answer | None = scope["state"].get("answer")
+        """Make the span of one request; it is a child of the client's `traceparent`, if there is one."""
+        outputs: OutputQueue | None = scope["state"].get("outputs")
         span = self._tracer.start_span(
             "llm_request",
             context=TraceContextTextMapPropagator().extract(dict(Headers(scope=scope))),
@@ -91,40 +90,42 @@ class Tracing:
                 "http.response.status_code": status,
             },
         )
-        if answer is not None:
-            span.set_attributes(dict(_of_answer(answer)))
+        if outputs is not None:
+            span.set_attributes(dict(_attributes(outputs)))
             span.set_attribute("gen_ai.latency.e2e", (time.time_ns() - begin_ns) / 1e9)
         if status >= _SERVER_ERROR:
             span.set_status(StatusCode.ERROR, f"answered {status}")
-        elif answer is not None and len(answer.ended) < sum(
-            engine_request.params.n for engine_request in answer.engine_requests
-        ):
+        elif outputs is not None and len(outputs.finished) < _num_choices(outputs):
             span.set_status(StatusCode.ERROR, "the answer is not complete")
         span.end()
 
 
-def _of_answer(answer: Answer) -> Iterator[tuple[str, float]]:
-    """What was asked for, and what it took, in tokens and seconds; of several outputs the longest times."""
-    params, ended = answer.engine_requests[0].params, [one for _, one in answer.ended]
+def _num_choices(outputs: OutputQueue) -> int:
+    return sum(engine_request.params.n for engine_request in outputs.engine_requests)
+
+
+def _attributes(outputs: OutputQueue) -> Iterator[tuple[str, float]]:
+    """Yield what was asked for, and what it took in tokens and seconds; of several choices the longest times."""
+    params, finished = outputs.engine_requests[0].params, [choice for _, choice in outputs.finished]
     yield "gen_ai.request.n", params.n
     yield "gen_ai.request.temperature", params.temperature
     yield "gen_ai.request.top_p", params.top_p
     if params.max_tokens is not None:
         yield "gen_ai.request.max_tokens", params.max_tokens
-    yield "gen_ai.usage.num_sequences", sum(engine_request.params.n for engine_request in answer.engine_requests)
-    yield "gen_ai.usage.prompt_tokens", sum(len(engine_request.token_ids) for engine_request in answer.engine_requests)
-    yield "gen_ai.usage.completion_tokens", sum(one.num_output_tokens for one in ended)
-    if firsts := [one.times.ttft_s for one in ended if one.times.ttft_s is not None]:
+    yield "gen_ai.usage.num_sequences", _num_choices(outputs)
+    yield "gen_ai.usage.prompt_tokens", sum(len(engine_request.token_ids) for engine_request in outputs.engine_requests)
+    yield "gen_ai.usage.completion_tokens", sum(one.num_output_tokens for one in finished)
+    if firsts := [one.times.ttft_s for one in finished if one.times.ttft_s is not None]:
         yield "gen_ai.latency.time_to_first_token", min(firsts)
-    if queued := [one.times.queue_s for one in ended if one.times.queue_s is not None]:
+    if queued := [one.times.queue_s for one in finished if one.times.queue_s is not None]:
         yield "gen_ai.latency.time_in_queue", max(queued)
-    if computed := [times for one in ended if (times := _computed_s(one)) is not None]:
+    if computed := [times for one in finished if (times := _computed_s(one)) is not None]:
         yield "gen_ai.latency.time_in_model_prefill", max(prefill_s for prefill_s, _ in computed)
         yield "gen_ai.latency.time_in_model_decode", max(decode_s for _, decode_s in computed)
         yield "gen_ai.latency.time_in_model_inference", max(map(sum, computed))
 
 
-def _computed_s(ended: Ended) -> tuple[float, float] | None:
-    """Seconds of prefill and decode."""
-    times = ended.times
+def _computed_s(choice: FinishedChoice) -> tuple[float, float] | None:
+    """Return the seconds of prefill and decode."""
+    times = choice.times
     return None if times.prefill_s is None or times.decode_s is None else (times.prefill_s, times.decode_s)

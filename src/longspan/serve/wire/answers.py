@@ -1,17 +1,17 @@
-"""The engine's updates to the body of an answer, or to the chunks of a stream."""
+"""Answers of `/v1/completions` and `/v1/chat/completions`, made of deltas: whole bodies, or the chunks of a stream."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
+from msgspec.structs import replace
 from transformers import PreTrainedTokenizerBase
 
-from longspan.core.request import FinishReason
 from longspan.outputs import LogprobsOfToken
-from longspan.serve.messages import ChoiceDelta, Update
+from longspan.serve.messages import Delta, joined
 from longspan.serve.wire.logprobs import Echo, Names, chat_logprobs, completion_logprobs, echo_of, prompt_logprobs
 from longspan.serve.wire.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from longspan.text.input_processor import EngineRequest
@@ -21,62 +21,30 @@ Body = dict[str, Any]
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
 
 
-class Assembler(Protocol):
-    """Makes one answer: by `add` and `whole`, or, streaming, by `chunks` and `last_chunks`."""
-
-    def add(self, index: int, update: Update) -> None:
-        """Takes in what is new of the job with this index."""
-
-    def whole(self) -> Body:
-        """The body of the answer; every job is finished."""
-
-    def chunks(self, index: int, update: Update) -> list[Body]:
-        """What a stream tells of this update; may be nothing."""
-
-    def last_chunks(self) -> list[Body]:
-        """What a stream tells when every job is finished."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class News:
-    """What an answer tells anew of a choice. The lists of `logprobs` are pieces of those of the choice."""
-
-    text: str
-    token_ids: list[int]
-    logprobs: dict[str, list[Any]] | None
-    finish_reason: FinishReason | None
-    stop_reason: int | str | None
-
-
 @dataclass(kw_only=True)
 class Choice:
-    """One choice of one job.
+    """One choice of the answer.
 
     Attributes:
+        prompt: the index of its engine request.
         index: among all choices of the answer.
-        news: all of it, unless it is streamed.
-        begun: whether a stream has told anything of it.
+        deltas: all of them, unless the answer is streamed.
+        begun: whether a stream has sent anything of it.
     """
 
     engine_request: EngineRequest
-    request_index: int
+    prompt: int
     index: int
     num_tokens: int = 0
-    news: list[News] = field(default_factory=list)
+    deltas: list[Delta] = field(default_factory=list)
     begun: bool = False
 
 
-@dataclass(kw_only=True)
-class _Prompt:
-    """What was told of a job's prompt."""
+class Assembler(ABC, Generic[RequestT]):
+    """Makes one answer: by `add` and `whole`, or, streaming, by `chunks` and `last_chunks`.
 
-    choices: list[Choice]
-    num_cached_tokens: int = 0
-    logprobs: Sequence[LogprobsOfToken | None] | None = None
-
-
-class AnswerAssembler(ABC, Generic[RequestT]):
-    """What both kinds of answers have in common. Choice j of job i is choice `i * n + j` of the answer."""
+    Choice j of engine request i is choice `i * n + j` of the answer.
+    """
 
     whole_object: str
     chunk_object: str
@@ -94,187 +62,137 @@ class AnswerAssembler(ABC, Generic[RequestT]):
         self.request = request
         self.tokenizer = tokenizer
         self.names = Names(tokenizer)
-        n = engine_requests[0].params.n
-        self._prompts = [
-            _Prompt(
-                choices=[
-                    Choice(engine_request=engine_request, request_index=at, index=at * n + index) for index in range(n)
-                ]
-            )
-            for at, engine_request in enumerate(engine_requests)
+        self._n = engine_requests[0].params.n
+        self.choices = [
+            Choice(engine_request=engine_request, prompt=prompt, index=prompt * self._n + index)
+            for prompt, engine_request in enumerate(engine_requests)
+            for index in range(self._n)
         ]
+        self._num_cached = [0] * len(engine_requests)
+        self._prompt_logprobs: dict[int, Sequence[LogprobsOfToken | None]] = {}
         self._head = {"id": response_id, "created": created, "model": model}
 
-    def add(self, index: int, update: Update) -> None:
-        """See `Assembler`."""
-        for choice, news in self._take(index, update):
-            choice.news.append(news)
+    def add(self, prompt: int, delta: Delta) -> None:
+        """Take in a delta of the engine request with this index."""
+        choice, delta = self._seen(prompt, delta)
+        choice.deltas.append(delta)
 
     def whole(self) -> Body:
-        """See `Assembler`."""
-        choices = [self.whole_choice(choice, _joined(choice.news)) for choice in self.choices()]
-        return {**self._head, "object": self.whole_object, "choices": choices, "usage": self._usage()}
+        """Return the body of the answer; every engine request is finished."""
+        choices = [self.whole_choice(choice, joined(choice.deltas)) for choice in self.choices]
+        return {**self._head, "object": self.whole_object, "choices": choices, "usage": self._usage(*self.choices)}
 
-    def chunks(self, index: int, update: Update) -> list[Body]:
-        """See `Assembler`."""
+    def chunks(self, prompt: int, delta: Delta) -> list[Body]:
+        """Return what a stream sends for a delta; that may be nothing."""
+        choice, delta = self._seen(prompt, delta)
         chunks = []
-        for choice, news in self._take(index, update):
-            for body in self.chunk_choices(choice, news):
-                chunk: Body = {**self._head, "object": self.chunk_object, "choices": [body]}
-                if self.request.include_usage:  # as OpenAI's: null but in the last chunk
-                    chunk["usage"] = self._usage_of(choice) if self.request.continuous_usage else None
-                chunks.append(chunk)
-            choice.begun = True
+        for body in self.chunk_choices(choice, delta):
+            chunk: Body = {**self._head, "object": self.chunk_object, "choices": [body]}
+            if self.request.include_usage:  # as OpenAI's: null but in the last chunk
+                chunk["usage"] = self._usage(choice) if self.request.continuous_usage else None
+            chunks.append(chunk)
+        choice.begun = True
         return chunks
 
     def last_chunks(self) -> list[Body]:
-        """See `Assembler`."""
+        """Return what a stream sends when every engine request is finished."""
         if not self.request.include_usage:
             return []
-        return [{**self._head, "object": self.chunk_object, "choices": [], "usage": self._usage()}]
+        return [{**self._head, "object": self.chunk_object, "choices": [], "usage": self._usage(*self.choices)}]
 
     @abstractmethod
-    def news(self, choice: Choice, update: ChoiceDelta) -> News:
-        """What the answer tells of an update."""
+    def whole_choice(self, choice: Choice, delta: Delta) -> Body:
+        """Return a choice of an answer that is not streamed; `delta` is all of it."""
 
     @abstractmethod
-    def whole_choice(self, choice: Choice, news: News) -> Body:
-        """A choice of an answer that is not streamed."""
+    def chunk_choices(self, choice: Choice, delta: Delta) -> Iterator[Body]:
+        """Yield the choices of the chunks that a delta makes."""
 
-    @abstractmethod
-    def chunk_choices(self, choice: Choice, news: News) -> Iterator[Body]:
-        """Choices of the chunks that tell some news."""
+    def shown(self, delta: Delta) -> Delta:
+        """Return what the answer shows of a delta."""
+        return delta
 
-    def scores_of(self, choice: Choice) -> Sequence[LogprobsOfToken | None]:
-        """Logprobs of a choice's prompt, which come with the first update."""
-        scores = self._prompts[choice.request_index].logprobs
-        assert scores is not None, "they were asked for"
-        return scores
+    def prompt_fields(self, choice: Choice) -> Body:
+        """Return what is asked for of a choice's prompt; its logprobs come with the first delta."""
+        body: Body = {}
+        if self.request.prompt_logprobs is not None:
+            body["prompt_logprobs"] = prompt_logprobs(self.prompt_scores(choice), self.request.prompt_logprobs)
+        if self.request.return_token_ids:
+            body["prompt_token_ids"] = choice.engine_request.token_ids
+        return body
 
-    def _take(self, index: int, update: Update) -> Iterator[tuple[Choice, News]]:
-        prompt = self._prompts[index]
-        prompt.num_cached_tokens = update.num_cached_tokens
-        if update.prompt_logprobs is not None:
-            prompt.logprobs = update.prompt_logprobs
-        for change in update.choices:
-            choice = prompt.choices[change.index]
-            news = self.news(choice, change)
-            choice.num_tokens += len(news.token_ids)
-            yield choice, news
+    def prompt_scores(self, choice: Choice) -> Sequence[LogprobsOfToken | None]:
+        """Return the logprobs of a choice's prompt."""
+        return self._prompt_logprobs[choice.prompt]
 
-    def choices(self) -> Iterator[Choice]:
-        """All choices of the answer, in order."""
-        for prompt in self._prompts:
-            yield from prompt.choices
+    def output_fields(self, delta: Delta, logprobs: dict[str, list[Any]] | None) -> Body:
+        """Return what both kinds of answers say of a delta beside its text."""
+        body: Body = {"logprobs": logprobs, "finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+        return body | ({"token_ids": delta.token_ids} if self.request.return_token_ids else {})
 
-    def _usage(self) -> Body:
-        num_prompt = sum(len(prompt.choices[0].engine_request.token_ids) for prompt in self._prompts)
-        num_cached = sum(prompt.num_cached_tokens for prompt in self._prompts)
-        return _usage(num_prompt, sum(choice.num_tokens for choice in self.choices()), num_cached)
+    def _seen(self, prompt: int, delta: Delta) -> tuple[Choice, Delta]:
+        """Note what a delta says of its prompt, and count its tokens."""
+        self._num_cached[prompt] = delta.num_cached_tokens
+        if delta.prompt_logprobs is not None:
+            self._prompt_logprobs[prompt] = delta.prompt_logprobs
+        choice, delta = self.choices[prompt * self._n + delta.choice], self.shown(delta)
+        choice.num_tokens += len(delta.token_ids)
+        return choice, delta
 
-    def _usage_of(self, choice: Choice) -> Body:
-        num_cached = self._prompts[choice.request_index].num_cached_tokens
-        return _usage(len(choice.engine_request.token_ids), choice.num_tokens, num_cached)
-
-
-def _joined(news: Sequence[News]) -> News:
-    """All news of a choice in one."""
-    last = news[-1]
-    return News(
-        text="".join(piece.text for piece in news),
-        token_ids=[token for piece in news for token in piece.token_ids],
-        logprobs=_joined_lists([piece.logprobs for piece in news if piece.logprobs is not None]),
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-    )
+    def _usage(self, *choices: Choice) -> Body:
+        """Return the usage of some choices; a prompt counts once."""
+        prompts = {choice.prompt: len(choice.engine_request.token_ids) for choice in choices}
+        num_prompt, num_output = sum(prompts.values()), sum(choice.num_tokens for choice in choices)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_output,
+            "total_tokens": num_prompt + num_output,
+            "prompt_tokens_details": {"cached_tokens": sum(self._num_cached[prompt] for prompt in prompts)},
+        }
 
 
-def _joined_lists(pieces: Sequence[dict[str, list[Any]]]) -> dict[str, list[Any]] | None:
-    if not pieces:
-        return None
-    return {name: [value for piece in pieces for value in piece[name]] for name in pieces[0]}
-
-
-def _usage(num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: int) -> Body:
-    return {
-        "prompt_tokens": num_prompt_tokens,
-        "completion_tokens": num_output_tokens,
-        "total_tokens": num_prompt_tokens + num_output_tokens,
-        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
-    }
-
-
-class ChatAssembler(AnswerAssembler[ChatCompletionRequest]):
-    """Makes a chat's answer."""
+class ChatAssembler(Assembler[ChatCompletionRequest]):
+    """Makes the answer to a conversation."""
 
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
     def whole(self) -> Body:
-        """See `Assembler`."""
-        return super().whole() | self._of_prompt()
+        """Return the body of the answer, with what is asked for of the prompt."""
+        return super().whole() | self.prompt_fields(self.choices[0])
 
-    def chunks(self, index: int, update: Update) -> list[Body]:
-        """See `Assembler`; the first chunk has what is told of the prompt."""
-        is_first = not any(choice.begun for choice in self.choices())
-        chunks = super().chunks(index, update)
+    def chunks(self, prompt: int, delta: Delta) -> list[Body]:
+        """Return the chunks of a delta; the first of a stream has what is asked for of the prompt."""
+        is_first = not any(choice.begun for choice in self.choices)
+        chunks = super().chunks(prompt, delta)
         if is_first and chunks:
-            chunks[0] |= self._of_prompt()
+            chunks[0] |= self.prompt_fields(self.choices[0])
         return chunks
 
-    def news(self, choice: Choice, update: ChoiceDelta) -> News:
-        """See `AnswerAssembler`."""
-        del choice
-        logprobs = None
-        if self.request.logprobs:
-            assert update.logprobs is not None, "they were asked for"
-            num_top = self.request.top_logprobs or 0
-            pairs = zip(update.token_ids, update.logprobs, strict=True)
-            logprobs = {"content": [chat_logprobs(token, entries, num_top, self.names) for token, entries in pairs]}
-        return News(
-            text=update.text,
-            token_ids=update.token_ids,
-            logprobs=logprobs,
-            finish_reason=update.finish_reason,
-            stop_reason=update.stop_reason,
-        )
+    def whole_choice(self, choice: Choice, delta: Delta) -> Body:
+        message = {"role": "assistant", "content": delta.text, "refusal": None}
+        return {"index": choice.index, "message": message, **self.output_fields(delta, self._logprobs(delta))}
 
-    def whole_choice(self, choice: Choice, news: News) -> Body:
-        """See `AnswerAssembler`."""
-        return {
-            "index": choice.index,
-            "message": {"role": "assistant", "content": news.text, "refusal": None},
-            **self._of_output(news),
-        }
-
-    def chunk_choices(self, choice: Choice, news: News) -> Iterator[Body]:
-        """The first chunk of a choice has the role and no text; the last one has the reason."""
+    def chunk_choices(self, choice: Choice, delta: Delta) -> Iterator[Body]:
+        """Yield first the role without text; the last chunk of a choice has the reason."""
         if not choice.begun:
             role = {"role": "assistant", "content": ""}
             yield {"index": choice.index, "delta": role, "logprobs": None, "finish_reason": None}
-        if news.text or news.finish_reason or news.logprobs or self.request.return_token_ids:
-            delta = {"content": news.text} if news.text else {}
-            yield {"index": choice.index, "delta": delta, **self._of_output(news)}
+        logprobs = self._logprobs(delta)
+        if delta.text or delta.finish_reason or logprobs or self.request.return_token_ids:
+            content = {"content": delta.text} if delta.text else {}
+            yield {"index": choice.index, "delta": content, **self.output_fields(delta, logprobs)}
 
-    def _of_output(self, news: News) -> Body:
-        body: Body = {
-            "logprobs": news.logprobs,
-            "finish_reason": news.finish_reason,
-            "stop_reason": news.stop_reason,
-        }
-        return body | ({"token_ids": news.token_ids} if self.request.return_token_ids else {})
-
-    def _of_prompt(self) -> Body:
-        [first, *_] = self.choices()
-        body: Body = {}
-        if self.request.prompt_logprobs is not None:
-            body["prompt_logprobs"] = prompt_logprobs(self.scores_of(first), self.request.prompt_logprobs)
-        if self.request.return_token_ids:
-            body["prompt_token_ids"] = first.engine_request.token_ids
-        return body
+    def _logprobs(self, delta: Delta) -> dict[str, list[Any]] | None:
+        if not self.request.logprobs:
+            return None
+        assert delta.logprobs is not None, "they were asked for"
+        pairs = zip(delta.token_ids, delta.logprobs, strict=True)
+        num_top = self.request.top_logprobs or 0
+        return {"content": [chat_logprobs(token, entries, num_top, self.names) for token, entries in pairs]}
 
 
-class CompletionAssembler(AnswerAssembler[CompletionRequest]):
+class CompletionAssembler(Assembler[CompletionRequest]):
     """Makes a completion's answer. With `echo` and `logprobs`, making it takes as long as tokenizing the prompts."""
 
     whole_object = chunk_object = "text_completion"
@@ -293,71 +211,47 @@ class CompletionAssembler(AnswerAssembler[CompletionRequest]):
         self._echoes = [self._echo(engine_request) for engine_request in engine_requests] if request.echo else []
         self._offsets: dict[int, _Offsets] = {}  # by choice
 
-    def news(self, choice: Choice, update: ChoiceDelta) -> News:
-        """See `AnswerAssembler`. With `max_tokens` 0, the token that the engine makes anyway is left out."""
-        silent = self.request.max_tokens == 0
-        reason = update.finish_reason, update.stop_reason
-        if silent and update.finish_reason == "stop":
-            reason = "length", None
-        echo = self._echoes[choice.request_index] if self._echoes and not self._has_news(choice) else None
-        token_ids, text = ([], "") if silent else (update.token_ids, update.text)
-        return News(
-            text=text if echo is None else echo.text + text,
-            token_ids=token_ids,
-            logprobs=None if self.request.logprobs is None else self._logprobs(choice, token_ids, update, echo),
-            finish_reason=reason[0],
-            stop_reason=reason[1],
-        )
+    def shown(self, delta: Delta) -> Delta:
+        """Leave out the token that the engine makes even with `max_tokens` 0."""
+        if self.request.max_tokens != 0:
+            return delta
+        if delta.finish_reason == "stop":
+            delta = replace(delta, finish_reason="length", stop_reason=None)
+        return replace(delta, text="", token_ids=[], logprobs=None if delta.logprobs is None else [])
 
-    def whole_choice(self, choice: Choice, news: News) -> Body:
-        """See `AnswerAssembler`."""
-        return self._choice(choice, news) | self._of_prompt(choice)
+    def whole_choice(self, choice: Choice, delta: Delta) -> Body:
+        return self._choice(choice, delta) | self.prompt_fields(choice)
 
-    def chunk_choices(self, choice: Choice, news: News) -> Iterator[Body]:
-        """See `AnswerAssembler`; the first chunk of a choice has what is told of its prompt."""
-        of_prompt = {} if choice.begun else self._of_prompt(choice)
-        has_logprobs = news.logprobs is not None and news.logprobs["tokens"]
-        if of_prompt or news.text or news.finish_reason or has_logprobs or self.request.return_token_ids:
-            yield self._choice(choice, news) | of_prompt
+    def chunk_choices(self, choice: Choice, delta: Delta) -> Iterator[Body]:
+        """Yield nothing where nothing is new; the first chunk of a choice has what is asked for of its prompt."""
+        prompt_fields = {} if choice.begun else self.prompt_fields(choice)
+        body = self._choice(choice, delta)
+        has_logprobs = body["logprobs"] is not None and body["logprobs"]["tokens"]
+        if prompt_fields or body["text"] or delta.finish_reason or has_logprobs or self.request.return_token_ids:
+            yield body | prompt_fields
 
-    def _choice(self, choice: Choice, news: News) -> Body:
-        body: Body = {
-            "index": choice.index,
-            "text": news.text,
-            "logprobs": news.logprobs,
-            "finish_reason": news.finish_reason,
-            "stop_reason": news.stop_reason,
-        }
-        return body | ({"token_ids": news.token_ids} if self.request.return_token_ids else {})
+    def _choice(self, choice: Choice, delta: Delta) -> Body:
+        """Return the body of a choice, or of its next chunk; what comes first begins with the echo of the prompt."""
+        echo = self._echoes[choice.prompt] if self._echoes and not choice.begun else None
+        logprobs = None if self.request.logprobs is None else self._logprobs(choice, delta, echo)
+        text = delta.text if echo is None else echo.text + delta.text
+        return {"index": choice.index, "text": text, **self.output_fields(delta, logprobs)}
 
-    def _of_prompt(self, choice: Choice) -> Body:
-        body: Body = {}
-        if self.request.prompt_logprobs is not None:
-            body["prompt_logprobs"] = prompt_logprobs(self.scores_of(choice), self.request.prompt_logprobs)
-        if self.request.return_token_ids:
-            body["prompt_token_ids"] = choice.engine_request.token_ids
-        return body
-
-    def _logprobs(
-        self, choice: Choice, token_ids: Sequence[int], update: ChoiceDelta, echo: Echo | None
-    ) -> dict[str, list[object]]:
+    def _logprobs(self, choice: Choice, delta: Delta, echo: Echo | None) -> dict[str, list[object]]:
         tokens: list[tuple[int, LogprobsOfToken | None]] = []
         offsets: list[int] = []
         if echo is not None:
-            tokens += zip(choice.engine_request.token_ids, self.scores_of(choice), strict=True)
+            tokens += zip(choice.engine_request.token_ids, self.prompt_scores(choice), strict=True)
             offsets += echo.offsets
-        tokens += zip(token_ids, update.logprobs or (), strict=False)
-        offsets += self._offsets_of(choice).add(token_ids)
+        tokens += zip(delta.token_ids, delta.logprobs or (), strict=False)
+        offsets += self._offsets_of(choice).add(delta.token_ids)
         return completion_logprobs(tokens, offsets, self.request.logprobs or 0, self.names)
 
     def _offsets_of(self, choice: Choice) -> _Offsets:
         if choice.index not in self._offsets:
-            begin = len(self._echoes[choice.request_index].text) if self._echoes else 0
+            begin = len(self._echoes[choice.prompt].text) if self._echoes else 0
             self._offsets[choice.index] = _Offsets(self.tokenizer, choice.engine_request.token_ids, begin)
         return self._offsets[choice.index]
-
-    def _has_news(self, choice: Choice) -> bool:
-        return choice.begun or bool(choice.news)
 
     def _echo(self, engine_request: EngineRequest) -> Echo:
         special = self.request.add_special_tokens is not False
@@ -365,14 +259,14 @@ class CompletionAssembler(AnswerAssembler[CompletionRequest]):
 
 
 class _Offsets:
-    """Where output tokens begin in a text whose output begins at `begin`, in characters."""
+    """Counts where output tokens begin in a text whose output begins at `begin`, in characters."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, prompt: Sequence[int], begin: int) -> None:
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, prompt)
         self._end = begin
 
     def add(self, token_ids: Sequence[int]) -> list[int]:
-        """Of the next tokens. Those that are parts of one character all begin where it begins."""
+        """Return the offsets of the next tokens; the parts of one character all begin where it begins."""
         offsets = []
         for token in token_ids:
             offsets.append(self._end)

@@ -153,7 +153,7 @@ def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
     return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
 
-def form_kind(request: GenerationRequest) -> Literal["free", "json_object", "other"]:
+def grammar_kind(request: GenerationRequest) -> Literal["free", "json_object", "other"]:
     """Of what form outputs are; to check grammars of `other` ones may take seconds."""
     chosen, given = request.response_format, request.structured_outputs
     if given is not None:
