@@ -20,7 +20,7 @@ PAGES = (ROOT / "README.md", *sorted(DOCS.rglob("*.md")))
 NAMED = re.compile(r"`(?:python )?((?:[\w.]+/)+[\w.]*\w)/?(?: --[^`]*)?`")
 ROOMS = (ROOT, ROOT / "src" / "longspan", ROOT / "benchmarks", DOCS)
 FOLDERS = {folder.name for room in ROOMS for folder in room.iterdir() if folder.is_dir()}
-MADE = ("profiles", "site", ".venv", "exchanges/sparse_kv.py", "policy/mine.py")
+MADE = ("profiles", "site", ".venv", "exchanges/sparse_kv.py", "policy/last.py")
 """Parts of names that only stand for files which come to be."""
 
 
