@@ -11,16 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from longspan.attn import kernel
-from longspan.attn.check import random_qkv, reference
-from longspan.attn.kernel import attend, attend_pieces
+from longspan.attn.backends import pytorch
+from longspan.attn.backends.pytorch import TorchCpu
+from longspan.attn.backends.reference import Reference, reference
+from longspan.attn.check import random_qkv
 from longspan.attn.merge import merge
+from longspan.attn.paged import PagedKv, Reads
 from longspan.attn.spec import AttnSpec
 from longspan.core.runs import Run, relate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LAW = settings(derandomize=True, deadline=None, max_examples=150)
 SHORT = settings(LAW, max_examples=40)
+BACKEND = TorchCpu()
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
@@ -55,7 +58,7 @@ def assert_equal(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor], to
 def test_attend_is_attention(spec: AttnSpec, data: st.DataObject, dtype: torch.dtype, step: int, seed: int) -> None:
     q_run, k_run = data.draw(runs(step)), data.draw(runs(step))
     q, k, v = random_qkv(spec, len(q_run), len(k_run), dtype, seed)
-    out, lse = attend(q, k, v, relate(q_run, k_run, spec.window), spec)
+    out, lse = BACKEND.attend(q, k, v, relate(q_run, k_run, spec.window), spec)
     assert out.dtype == dtype and lse.dtype == torch.float32
     assert_equal((out, lse), reference(q, q_run.positions, k, v, k_run.positions, spec), TOLERANCE[dtype])
 
@@ -74,7 +77,7 @@ def test_head_dims(head_dim: int, heads: tuple[int, int]) -> None:
         )
         q_run, k_run = Run(50, 90), Run(0, 90)
         q, k, v = random_qkv(spec, len(q_run), len(k_run), dtype, head_dim)
-        found = attend(q, k, v, relate(q_run, k_run, window), spec)
+        found = BACKEND.attend(q, k, v, relate(q_run, k_run, window), spec)
         assert_equal(found, reference(q, q_run.positions, k, v, k_run.positions, spec), TOLERANCE[dtype])
 
 
@@ -85,8 +88,8 @@ def test_tiles_of_every_size(spec: AttnSpec, num_queries: int, behind: int, ahea
     q_run, k_run = Run(behind, behind + num_queries), Run(0, behind + num_queries + ahead)
     q, k, v = random_qkv(spec, len(q_run), len(k_run), torch.float32, seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel, "_EAGER_KEYS", 256)
-        found = attend(q, k, v, relate(q_run, k_run, spec.window), spec)
+        patch.setattr(pytorch, "_EAGER_KEYS", 256)
+        found = BACKEND.attend(q, k, v, relate(q_run, k_run, spec.window), spec)
     assert_equal(found, reference(q, q_run.positions, k, v, k_run.positions, spec), 1e-5)
 
 
@@ -97,7 +100,7 @@ def test_few_queries_split_long_keys(num_queries: int, num_keys: int) -> None:
     for softcap, window in itertools.product((None, 20.0), (None, num_keys)):
         spec = AttnSpec(num_heads=6, num_kv_heads=2, head_dim=32, scale=0.2, window=window, softcap=softcap)
         q, k, v = random_qkv(spec, num_queries, num_keys, torch.float32, num_keys)
-        found = attend(q, k, v, relate(q_run, k_run, window), spec)
+        found = BACKEND.attend(q, k, v, relate(q_run, k_run, window), spec)
         assert_equal(found, reference(q, q_run.positions, k, v, k_run.positions, spec), 1e-5)
 
 
@@ -113,7 +116,7 @@ def test_pieces_are_one_set_of_keys(spec: AttnSpec, num_queries: int, shapes: li
     ]
     everything = AttnSpec(**(vars(spec) | {"window": None}))
     wanted = reference(q, [num_keys] * num_queries, k, v, range(num_keys), everything)
-    assert_equal(attend_pieces(q, pieces, spec), wanted, 1e-5)
+    assert_equal(BACKEND.attend_pieces(q, pieces, spec), wanted, 1e-5)
 
 
 def test_every_pair_of_small_runs() -> None:
@@ -123,8 +126,27 @@ def test_every_pair_of_small_runs() -> None:
         spec = AttnSpec(num_heads=2, num_kv_heads=1, head_dim=16, scale=0.25, window=window, softcap=None)
         q_run, k_run = Run(start, start + num), Run(k_start, k_start + num_keys)
         q, k, v = random_qkv(spec, num, num_keys, torch.float32, num)
-        found = attend(q, k, v, relate(q_run, k_run, window), spec)
-        assert_equal(found, reference(q, q_run.positions, k, v, k_run.positions, spec), 1e-5)
+        relation = relate(q_run, k_run, window)
+        wanted = reference(q, q_run.positions, k, v, k_run.positions, spec)
+        assert_equal(BACKEND.attend(q, k, v, relation, spec), wanted, 1e-5)
+        assert_equal(Reference().attend(q, k, v, relation, spec), wanted, 1e-12)
+
+
+@SHORT
+@given(st.data(), st.integers(1, 9), st.integers(0, 9))
+def test_single_queries_read_blocks_in_place(data: st.DataObject, block_size: int, seed: int) -> None:
+    """Queries share blocks, and some see nothing."""
+    spec = data.draw(specs())
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = torch.randn(2, 12, spec.num_kv_heads, block_size, spec.head_dim, generator=generator)
+    reads = []
+    for blocks in data.draw(st.lists(st.lists(st.integers(0, 11), min_size=1, unique=True), min_size=1, max_size=5)):
+        start, stop = sorted(data.draw(st.integers(0, len(blocks) * block_size)) for _ in range(2))
+        reads.append(Reads(blocks=blocks, start=start, stop=stop))
+    q = torch.randn(len(reads), spec.num_heads, spec.head_dim, generator=generator).transpose(0, 1)
+    kv, exact = PagedKv(keys=keys, values=values), Reference()
+    found = BACKEND.attend_paged(q, kv, BACKEND.plan(reads, kv), spec)
+    assert_equal(found, exact.attend_paged(q, kv, exact.plan(reads, kv), spec), 1e-5)
 
 
 @st.composite
@@ -164,7 +186,7 @@ def test_nan_is_not_hidden(softcap: float | None) -> None:
     spec = AttnSpec(num_heads=2, num_kv_heads=1, head_dim=16, scale=0.25, window=None, softcap=softcap)
     q, k, v = random_qkv(spec, 4, 4, torch.float32, 0)
     k[:, 2] = torch.nan
-    out, _ = attend(q, k, v, relate(Run(0, 4), Run(0, 4)), spec)
+    out, _ = BACKEND.attend(q, k, v, relate(Run(0, 4), Run(0, 4)), spec)
     assert not out[:, :2].isnan().any() and out[:, 2:].isnan().all()
 
 
@@ -175,7 +197,7 @@ def test_merge_is_attention_over_the_union(spec: AttnSpec, num_queries: int, siz
     q_run = Run(num_keys - 1, num_keys - 1 + num_queries)
     q, k, v = random_qkv(spec, num_queries, num_keys, torch.float32, num_keys)
     parts = [
-        attend(q, k[:, start:stop], v[:, start:stop], relate(q_run, Run(start, stop), spec.window), spec)
+        BACKEND.attend(q, k[:, start:stop], v[:, start:stop], relate(q_run, Run(start, stop), spec.window), spec)
         for start, stop in itertools.pairwise(itertools.accumulate(sizes, initial=0))
     ]
     merged = merge(torch.stack([out for out, _ in parts]), torch.stack([lse for _, lse in parts]))

@@ -15,9 +15,10 @@ from texts import topic_tokens
 
 from longspan import LLM, SamplingParams
 from longspan.attn import native
-from longspan.attn.check import random_qkv, reference
-from longspan.attn.kernel import attend, attend_dense
-from longspan.attn.paged import PagedKv, PagedPlan, Reads, attend_paged
+from longspan.attn.backends.native_cpu import NativeCpu
+from longspan.attn.backends.reference import reference
+from longspan.attn.check import random_qkv
+from longspan.attn.paged import PagedKv, Reads
 from longspan.attn.spec import AttnSpec
 from longspan.core.runs import Run, relate
 from longspan.model.cache import cache_root
@@ -62,7 +63,7 @@ def test_the_kernel_is_attention(spec: AttnSpec, data: st.DataObject, step: int,
     q_run, k_run = data.draw(runs(step)), data.draw(runs(step))
     q, k, v = random_qkv(spec, len(q_run), len(k_run), torch.bfloat16, seed)
     q = q.transpose(0, 1).contiguous().transpose(0, 1)  # as the model has them: heads inside tokens
-    out, lse = attend(q, k, v, relate(q_run, k_run, spec.window), spec)
+    out, lse = NativeCpu().attend(q, k, v, relate(q_run, k_run, spec.window), spec)
     assert native.applies(q, spec) == (len(q_run) >= native._FEWEST_QUERIES)
     wanted, wanted_lse = reference(q, q_run.positions, k, v, k_run.positions, spec)
     assert torch.equal(lse.isinf(), wanted_lse.isinf())
@@ -78,7 +79,8 @@ def test_dense_scores_change_no_bit(spec: AttnSpec, start: int, num_queries: int
     q_run, k_run = Run(start, start + num_queries), Run(0, start + num_queries + 300)
     q, k, v = random_qkv(spec, len(q_run), len(k_run), torch.bfloat16, seed)
     relation = relate(q_run, k_run, spec.window)
-    assert torch.equal(attend_dense(q, k, v, relation, spec), attend(q, k, v, relation, spec)[0])
+    dense, sparse = (NativeCpu().attend(q, k, v, relation, spec, dense=dense)[0] for dense in (True, False))
+    assert torch.equal(dense, sparse)
 
 
 @st.composite
@@ -99,9 +101,9 @@ def test_the_paged_kernel_is_attention(data: st.DataObject, dim: int, block_size
     keys, values = torch.randn(2, 9, kv_heads, block_size, dim, generator=generator).bfloat16()
     wanted = data.draw(st.lists(reads(9, block_size), min_size=1, max_size=5))
     q = torch.randn(len(wanted), heads, dim, generator=generator).bfloat16().transpose(0, 1)
-    plan = PagedPlan(wanted, block_size, q.device, q.dtype)
     assert native.applies_paged(q, spec)
-    out, lse = attend_paged(q, PagedKv(keys=keys, values=values), plan, spec)
+    kv = PagedKv(keys=keys, values=values)
+    out, lse = NativeCpu().attend_paged(q, kv, NativeCpu().plan(wanted, kv), spec)
     for t, read in enumerate(wanted):
         seen = slice(read.start, read.stop)
         k, v = (pool[list(read.blocks)].transpose(0, 1).flatten(1, 2)[:, seen] for pool in (keys, values))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from longspan.attn.backends import AttentionBackend
 from longspan.attn.member import MemberPart, MemberParts, num_tokens
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
@@ -78,7 +79,14 @@ def checked_runs(
 
 
 def parts_of(
-    runs: Sequence[SpanShards], kv_runs: Sequence[SpanShards], *, rank: int, size: int, num_queries: int, num_keys: int
+    runs: Sequence[SpanShards],
+    kv_runs: Sequence[SpanShards],
+    *,
+    rank: int,
+    size: int,
+    num_queries: int,
+    num_keys: int,
+    backend: AttentionBackend,
 ) -> MemberParts:
     """One part per sequence, for a member that gave so many queries and keys. The parts' blocks are those of `paged`.
 
@@ -94,7 +102,7 @@ def parts_of(
         num_blocks = -(-num_tokens(keys[rank]) // _BLOCK) if len(runs) > 1 else 1
         parts.append(MemberPart(rows=rows, q_runs=queries, kv_runs=keys, blocks=range(block, block + num_blocks)))
         row, block = rows.stop, block + num_blocks
-    return MemberParts(parts)
+    return MemberParts(parts, backend)
 
 
 def paged(k: Tensor, v: Tensor, parts: MemberParts, rank: int) -> PagedKv:

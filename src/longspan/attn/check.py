@@ -24,6 +24,8 @@ import torch.distributed as dist
 import typer
 from torch import Tensor
 
+from longspan.attn.backends import backend_of
+from longspan.attn.backends.reference import reference
 from longspan.attn.comm import Group, TorchTransport, meet
 from longspan.attn.exchanges import Call, attention_exchange
 from longspan.attn.member import MemberPart, MemberParts
@@ -34,28 +36,6 @@ from longspan.core.exchange import GATHER_HIDDEN, GATHER_KV, RING_KV, RING_Q, Ex
 from longspan.core.runs import Run, SpanShards, coalesce, positions, shard_span
 from longspan.core.steps import Link
 from longspan.layerwise.gather_hidden import GatherHidden, hidden_hops
-
-
-def reference(
-    q: Tensor, q_positions: Sequence[int], k: Tensor, v: Tensor, k_positions: Sequence[int], spec: AttnSpec
-) -> tuple[Tensor, Tensor]:
-    """`(out [H, T, D], lse [H, T])` in float64 of `q [H, T, D]` over `k, v [K, S, D]`, each token at its position.
-
-    A query that sees no key gets output 0 and lse -inf.
-    """
-    groups = q.shape[0] // k.shape[0]
-    keys, values = (x.double().repeat_interleave(groups, dim=0) for x in (k, v))
-    scores = q.double() @ keys.transpose(1, 2) * spec.scale
-    if spec.softcap is not None:
-        scores = torch.tanh(scores / spec.softcap) * spec.softcap
-    age = torch.tensor(list(q_positions))[:, None] - torch.tensor(list(k_positions))[None]
-    visible = age >= 0
-    if spec.window is not None:
-        visible &= age < spec.window
-    scores = scores.masked_fill(~visible, -torch.inf)
-    lse = torch.logsumexp(scores, dim=-1)
-    weights = torch.exp(scores - torch.where(visible.any(-1), lse, 0.0)[..., None])
-    return weights @ values, lse
 
 
 def random_qkv(spec: AttnSpec, num_queries: int, num_keys: int, dtype: torch.dtype, seed: int) -> list[Tensor]:
@@ -195,7 +175,7 @@ def member_case(
             pool[block, :, token % block_size] = tensor[:, held].transpose(0, 1)
         parts.append(part)
     q, k, v = (torch.cat(kind, dim=1) for kind in rows)
-    return MemberCase(parts=MemberParts(parts), q=q, k=k, v=v, kv=kv)
+    return MemberCase(parts=MemberParts(parts, backend_of(q.device)), q=q, k=k, v=v, kv=kv)
 
 
 def random_spec(draw: random.Random) -> AttnSpec:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longspan.attn.arguments import check_chain, new_of, paged, parts_of, spec_of
+from longspan.attn.backends import backend_of
 from longspan.attn.collectives import gather_hops
 from longspan.attn.comm import Group, TorchTransport, Transport
 from longspan.attn.exchanges import Call, attention_exchange
@@ -227,7 +228,15 @@ def _exchange(
     group.check(q)
     spec = spec_of(q, k, v, scale=scale, window=window, softcap=softcap)
     kv_runs = runs if kv_runs is None else kv_runs
-    parts = parts_of(runs, kv_runs, rank=group.rank, size=group.size, num_queries=q.shape[1], num_keys=k.shape[1])
+    parts = parts_of(
+        runs,
+        kv_runs,
+        rank=group.rank,
+        size=group.size,
+        num_queries=q.shape[1],
+        num_keys=k.shape[1],
+        backend=backend_of(q.device),
+    )
     new_k, new_v = k, v
     if exchange.traits.in_order:
         check_chain(parts)

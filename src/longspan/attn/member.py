@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from longspan.attn.backends import AttentionBackend, Partial
 from longspan.attn.comm import Message
-from longspan.attn.kernel import Partial, attend
 from longspan.attn.merge import merge_each
 from longspan.attn.paged import PagedKv, PagedPlan, Reads
 from longspan.attn.spec import AttnSpec
@@ -62,10 +62,14 @@ def _in_sight(query: int, window: int | None) -> int:
 
 
 class MemberParts(Sequence[MemberPart]):
-    """Parts that are exchanged together, and what is worked out for them once and used in every layer."""
+    """Parts that are exchanged together, and what is worked out for them once and used in every layer.
 
-    def __init__(self, parts: Sequence[MemberPart]) -> None:
-        self._parts = tuple(parts)
+    Attributes:
+        backend: computes their attention.
+    """
+
+    def __init__(self, parts: Sequence[MemberPart], backend: AttentionBackend) -> None:
+        self._parts, self.backend = tuple(parts), backend
         self._plans: dict[tuple[tuple[int, ...], int, int, int | None], PagedPlan] = {}
         self._visits: dict[tuple[int, int, int | None], tuple[int, ...]] = {}
         self._rows: dict[tuple[int, ...], slice | Tensor] = {}
@@ -101,7 +105,7 @@ class MemberParts(Sequence[MemberPart]):
         key = (indices, asker, holder, window)
         if key not in self._plans:
             reads = [_reads(self[index], asker, holder, window) for index in indices]
-            self._plans[key] = PagedPlan(reads, kv.block_size, kv.keys.device, kv.keys.dtype)
+            self._plans[key] = self.backend.plan(reads, kv)
         return self._plans[key]
 
 
@@ -156,13 +160,15 @@ def by_position(all_runs: Sequence[Sequence[Run]], tensors: Sequence[Tensor]) ->
     return joined
 
 
-def attend_held(part: MemberPart, q: Tensor, asker: int, holder: int, kv: PagedKv, spec: AttnSpec) -> Partial:
+def attend_held(  # noqa: PLR0917 - those of a part, and who reads it
+    backend: AttentionBackend, part: MemberPart, q: Tensor, asker: int, holder: int, kv: PagedKv, spec: AttnSpec
+) -> Partial:
     """The queries `q` of `asker` over the keys that `holder`, who is this member, copies out of its pool."""
     needed = part.needed(holder, spec.window)
     k = q.new_empty(spec.num_kv_heads, num_tokens(needed), spec.head_dim)
     v = k.new_empty(k.shape)
     gather_runs(part, needed, holder, kv, k, v)
-    return attend_runs(q, part.q_runs[asker], k, v, needed, spec)
+    return attend_runs(backend, q, part.q_runs[asker], k, v, needed, spec)
 
 
 def split_queries(q: Tensor, runs: Sequence[Run]) -> Iterator[tuple[Run, Tensor]]:
@@ -173,19 +179,27 @@ def split_queries(q: Tensor, runs: Sequence[Run]) -> Iterator[tuple[Run, Tensor]
         offset += len(run)
 
 
-def attend_runs(
-    q: Tensor, q_runs: Sequence[Run], k: Tensor, v: Tensor, kv_runs: Sequence[Run], spec: AttnSpec
+def attend_runs(  # noqa: PLR0917 - what, of which positions, over what
+    backend: AttentionBackend,
+    q: Tensor,
+    q_runs: Sequence[Run],
+    k: Tensor,
+    v: Tensor,
+    kv_runs: Sequence[Run],
+    spec: AttnSpec,
 ) -> Partial:
     """Attention of queries over keys `[kv_heads, tokens, head_dim]` at hand, both given with their positions."""
-    results = [_attend_run(rows, run, k, v, kv_runs, spec) for run, rows in split_queries(q, q_runs)]
+    results = [_attend_run(backend, rows, run, k, v, kv_runs, spec) for run, rows in split_queries(q, q_runs)]
     if len(results) == 1:
         return results[0]
     return torch.cat([out for out, _ in results], dim=1), torch.cat([lse for _, lse in results], dim=1)
 
 
-def _attend_run(q: Tensor, q_run: Run, k: Tensor, v: Tensor, kv_runs: Sequence[Run], spec: AttnSpec) -> Partial:
+def _attend_run(  # noqa: PLR0917 - those of `attend_runs`
+    backend: AttentionBackend, q: Tensor, q_run: Run, k: Tensor, v: Tensor, kv_runs: Sequence[Run], spec: AttnSpec
+) -> Partial:
     partials = [
-        attend(q, k[:, start:stop], v[:, start:stop], relation, spec)
+        backend.attend(q, k[:, start:stop], v[:, start:stop], relation, spec)
         for start, stop, relation in _visible(q_run, kv_runs, spec.window)
     ]
     if not partials:

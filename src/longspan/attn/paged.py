@@ -1,9 +1,4 @@
-"""KV that lies in blocks, and attention of single queries over it, read in place: one kernel call for a whole batch.
-
-Every block that a query sees is an item of its own in the batch of the kernel; the partial results of a query's blocks
-are merged. The cost of Python and of launches does not depend on how many queries there are or how long their
-requests. What is the same in all layers is worked out once, in a `PagedPlan`.
-"""
+"""KV that lies in blocks, and plans of which blocks a batch of single queries reads, made once for all layers."""
 
 from __future__ import annotations
 
@@ -15,10 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longspan.attn import native
-from longspan.attn.kernel import Partial, attend_batch
 from longspan.attn.native import Numbers, PagedItems
-from longspan.attn.spec import AttnSpec
 
 _MOST_VIEWS = 8
 """Adjacent blocks are read as one view; a batch that would need more views than this is gathered, which is one copy."""
@@ -63,24 +55,29 @@ class Reads:
 
 
 class PagedPlan:
-    """Which blocks a batch of queries reads. Query t sees `reads[t]`, which may be nothing.
+    """Lists the blocks that a batch of queries reads. Query t sees `reads[t]`, which may be nothing.
 
     Attributes:
         items: one for each query and block that it sees.
     """
 
-    def __init__(self, reads: Sequence[Reads], block_size: int, device: torch.device, dtype: torch.dtype) -> None:
-        self.num_queries = len(reads)
-        self.items = _items(reads, block_size)
-        self._block_size, self._device, self._dtype = block_size, device, dtype
+    def __init__(self, reads: Sequence[Reads], kv: PagedKv) -> None:
+        self.reads = tuple(reads)
+        self.items = _items(reads, kv.block_size)
+        self._block_size, self._device, self._dtype = kv.block_size, kv.keys.device, kv.keys.dtype
+
+    @property
+    def num_queries(self) -> int:
+        """How many queries the plan is for."""
+        return len(self.reads)
 
     @cached_property
-    def batch(self) -> _Batch:
-        """For PyTorch's kernels."""
-        return _Batch(self.items, self._block_size, self._device, self._dtype)
+    def batch(self) -> PagedBatch:
+        """The items as PyTorch's kernels take them, made when a kernel first asks."""
+        return PagedBatch(self.items, self._block_size, self._device, self._dtype)
 
 
-class _Batch:
+class PagedBatch:
     """The items as a batch of kernel calls, in an order that reads adjacent blocks as one view.
 
     Attributes:
@@ -104,40 +101,6 @@ class _Batch:
             mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(torch.from_numpy(~seen), -torch.inf)
             self.mask = mask[:, None, None].to(device)
         self.items_of = torch.from_numpy(_items_of(owner, num_queries)).to(device)
-
-
-def attend_paged(q: Tensor, kv: PagedKv, plan: PagedPlan, spec: AttnSpec) -> Partial:
-    """Attention of `q [heads, queries, head_dim]`, each query over what `plan` says it sees."""
-    num_heads, num_queries, dim = q.shape
-    assert num_queries == plan.num_queries, "the plan is for these queries"
-    if native.applies_paged(q, spec):
-        return native.attend_paged(q, kv.keys, kv.values, plan.items, spec)
-    if not len(plan.items.blocks):
-        return torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
-    batch = plan.batch
-    rows = q.transpose(0, 1).reshape(num_queries, spec.num_kv_heads, -1, dim)
-    outs, lses = _attend_items(rows[batch.owner], kv, batch, spec)
-    lses = torch.cat([lses, lses.new_full((1, *lses.shape[1:]), -torch.inf)])
-    lse = torch.logsumexp(lses[batch.items_of], dim=1)
-    weights = torch.exp(lses[:-1] - lse[batch.owner])
-    out = torch.zeros(rows.shape, dtype=torch.float32, device=q.device)
-    out.index_add_(0, batch.owner, outs * weights[..., None])
-    out = out.view(num_queries, num_heads, dim).transpose(0, 1)
-    return out.to(q.dtype), lse.view(num_queries, num_heads).transpose(0, 1)
-
-
-def _attend_items(rows: Tensor, kv: PagedKv, batch: _Batch, spec: AttnSpec) -> Partial:
-    """`out [items, kv_heads, queries per head, head_dim]` and `lse [items, kv_heads, queries per head]`."""
-    found, start = [], 0
-    for view in batch.views:
-        k, v = kv.keys[view], kv.values[view]
-        items = slice(start, start + len(k))
-        mask = None if batch.mask is None else batch.mask[items]
-        found.append(attend_batch(rows[items], k, v, spec, mask))
-        start += len(k)
-    if len(found) == 1:
-        return found[0]
-    return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found])
 
 
 def _items(reads: Sequence[Reads], size: int) -> PagedItems:

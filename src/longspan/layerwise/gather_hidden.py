@@ -100,7 +100,7 @@ class GatherHidden:
         seen = stretch(run for runs in held for run in runs)
         keys = by_position(held, [*(tensors[0] for tensors in cached), *k])
         values = by_position(held, [*(tensors[1] for tensors in cached), *v])
-        found, _ = attend_runs(by_position(part.q_runs, q), q_runs, keys, values, (seen,), spec)
+        found, _ = attend_runs(self._parts.backend, by_position(part.q_runs, q), q_runs, keys, values, (seen,), spec)
         for own, own_places in zip(rows, row_slices(part.q_runs), strict=True):
             if own_places:
                 out[:, own] = torch.cat([found[:, place] for place in own_places], dim=1)

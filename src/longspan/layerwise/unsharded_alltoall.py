@@ -172,7 +172,8 @@ def _without_sums(model: Model) -> Iterator[None]:
 def _from_zero(parts: MemberParts) -> MemberParts:
     """With rows that count from the first of them, which follow each other."""
     first = parts[0].rows.start
-    return MemberParts([replace(p, rows=slice(p.rows.start - first, p.rows.stop - first)) for p in parts])
+    moved = [replace(part, rows=slice(part.rows.start - first, part.rows.stop - first)) for part in parts]
+    return MemberParts(moved, parts.backend)
 
 
 def _nothing(spec: AttnSpec, like: Tensor) -> Sequence[Tensor]:

@@ -123,7 +123,7 @@ class SharingOptions:
         traits = None if self.exchange == "auto" else exchange_of(self.exchange).traits
         if traits is not None and self.layout not in {"auto", *traits.layouts}:
             raise ValueError(
-                f"exchange {self.exchange} passes keys from each instance to the next, whose tokens must follow, but "
+                f"exchange {self.exchange} computes with layout {' or '.join(traits.layouts)}, but "
                 f"layout {self.layout} given: use {traits.layouts[0]}"
             )
         if self.fractions and self.layout not in {"auto", "contiguous"}:

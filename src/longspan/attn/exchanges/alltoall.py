@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from longspan.attn.backends import AttentionBackend
 from longspan.attn.comm import Group, Message
 from longspan.attn.exchanges import from_pool, register
 from longspan.attn.member import MemberPart, MemberParts, attend_runs, by_position, gather_runs, num_tokens
@@ -42,7 +43,7 @@ def alltoall(group: Group, parts: MemberParts, q: Tensor, kv: PagedKv, spec: Att
                     [coming[member].tensors[3 * index + kind][chosen] for member in members]
                     for kind, chosen in enumerate((heads, kv_heads, kv_heads))
                 ]
-                _attend(part, tensors, mine, [results[asker].tensors[index][heads] for asker in members])
+                _attend(parts.backend, part, tensors, mine, [results[asker].tensors[index][heads] for asker in members])
     answers = {member: _results(parts, me, shares[member], q) for member in others}
     group.start(sends={asker: results[asker] for asker in others}, receives=answers, hop=1).wait()
     answers[me] = results[me]
@@ -56,7 +57,13 @@ def _inside(some: range, of: range) -> slice:
     return slice(some.start - of.start, some.stop - of.start)
 
 
-def _attend(part: MemberPart, tensors: Sequence[Sequence[Tensor]], spec: AttnSpec, results: Sequence[Tensor]) -> None:
+def _attend(
+    backend: AttentionBackend,
+    part: MemberPart,
+    tensors: Sequence[Sequence[Tensor]],
+    spec: AttnSpec,
+    results: Sequence[Tensor],
+) -> None:
     """Some heads of a request, from the queries, the keys and the values of all members, to the outputs of each."""
     q, k, v = tensors
     q_runs = coalesce(run for runs in part.q_runs for run in runs)
@@ -65,7 +72,7 @@ def _attend(part: MemberPart, tensors: Sequence[Sequence[Tensor]], spec: AttnSpe
     needed = [part.needed(member, spec.window) for member in range(len(part.q_runs))]
     keys = stretch(run for runs in needed for run in runs)
     out, _ = attend_runs(
-        by_position(part.q_runs, q), q_runs, by_position(needed, k), by_position(needed, v), (keys,), spec
+        backend, by_position(part.q_runs, q), q_runs, by_position(needed, k), by_position(needed, v), (keys,), spec
     )
     for result, own_places in zip(results, row_slices(part.q_runs), strict=True):
         if own_places:

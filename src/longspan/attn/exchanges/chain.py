@@ -99,7 +99,9 @@ def chain(  # noqa: PLR0917 - those of the other exchanges, and the new keys and
             messages = [*started.cached, grown]
             keys, values = (by_position(held, [one.tensors[2 * index + kind] for one in messages]) for kind in (0, 1))
             seen = stretch(run for runs in held for run in runs)
-            out[:, part.rows] = attend_runs(q[:, part.rows], part.q_runs[me], keys, values, (seen,), spec)[0]
+            out[:, part.rows] = attend_runs(
+                parts.backend, q[:, part.rows], part.q_runs[me], keys, values, (seen,), spec
+            )[0]
     return found
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from longspan.attn.collectives import all_gather
 from longspan.attn.comm import Group
 from longspan.attn.exchanges import Call, register
-from longspan.attn.kernel import attend_dense
 from longspan.attn.member import MemberParts, attend_runs, by_position, kv_message, kv_room, split_queries
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
@@ -42,12 +41,12 @@ def gather_kv(
         queries = q[:, part.rows]
         if dense:
             outs = [
-                attend_dense(rows, k, v, relate(q_run, keys, spec.window), spec)
+                parts.backend.attend(rows, k, v, relate(q_run, keys, spec.window), spec, dense=True)[0]
                 for q_run, rows in split_queries(queries, q_runs)
             ]
             out[:, part.rows] = torch.cat(outs, dim=1)
         else:
-            out[:, part.rows] = attend_runs(queries, q_runs, k, v, (keys,), spec)[0]
+            out[:, part.rows] = attend_runs(parts.backend, queries, q_runs, k, v, (keys,), spec)[0]
 
 
 def _attend(call: Call) -> tuple[()]:

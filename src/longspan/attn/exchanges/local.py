@@ -7,7 +7,7 @@ from torch import Tensor
 from longspan.attn.comm import Group
 from longspan.attn.exchanges import from_pool, register
 from longspan.attn.member import MemberParts, attend_held, num_tokens
-from longspan.attn.paged import PagedKv, attend_paged
+from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
 from longspan.core.exchange import LOCAL
 
@@ -22,10 +22,10 @@ def local(_: Group, parts: MemberParts, q: Tensor, kv: PagedKv, spec: AttnSpec, 
     if single:
         rows = [parts[index].rows.start for index in single]
         plan = parts.plan(single, 0, 0, kv, spec.window)
-        out[:, rows] = attend_paged(q[:, rows], kv, plan, spec)[0]
+        out[:, rows] = parts.backend.attend_paged(q[:, rows], kv, plan, spec)[0]
     for part in parts:
         if num_tokens(part.q_runs[0]) > 1:
-            out[:, part.rows] = attend_held(part, q[:, part.rows], 0, 0, kv, spec)[0]
+            out[:, part.rows] = attend_held(parts.backend, part, q[:, part.rows], 0, 0, kv, spec)[0]
 
 
 register(LOCAL, from_pool(local))

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from longspan.attn.backends import Partial
 from longspan.attn.comm import Group
 from longspan.attn.exchanges import from_pool, register
-from longspan.attn.kernel import Partial
 from longspan.attn.member import MemberParts, attend_runs, kv_message, kv_room
 from longspan.attn.merge import merge_each
 from longspan.attn.paged import PagedKv
@@ -44,7 +44,7 @@ def ring_kv(group: Group, parts: MemberParts, q: Tensor, kv: PagedKv, spec: Attn
         visitors = zip(parts, needed[source], message.tensors[::2], message.tensors[1::2], strict=True)
         for index, (part, runs, k, v) in enumerate(visitors):
             if part.q_runs[group.rank] and k.shape[1]:
-                partial = attend_runs(q[:, part.rows], part.q_runs[group.rank], k, v, runs, spec)
+                partial = attend_runs(parts.backend, q[:, part.rows], part.q_runs[group.rank], k, v, runs, spec)
                 before = found[index]
                 found[index] = partial if before is None else merge_each([before, partial])
         if hop + 1 < group.size:

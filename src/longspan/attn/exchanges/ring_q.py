@@ -12,12 +12,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from longspan.attn.backends import Partial
 from longspan.attn.comm import Group, Message
 from longspan.attn.exchanges import from_pool, register
-from longspan.attn.kernel import Partial
 from longspan.attn.member import MemberParts, attend_held, num_tokens
 from longspan.attn.merge import merge_each
-from longspan.attn.paged import PagedKv, attend_paged
+from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
 from longspan.core.exchange import RING_Q
 
@@ -83,10 +83,11 @@ def _meet(
     """The queries of `asker` in these parts over this member's keys."""
     counts = [num_tokens(parts[index].q_runs[asker]) for index in indices]
     if max(counts) == 1:
-        return attend_paged(q, kv, parts.plan(indices, asker, me, kv, spec.window), spec)
+        return parts.backend.attend_paged(q, kv, parts.plan(indices, asker, me, kv, spec.window), spec)
     queries = q.split(counts, dim=1)
     partials = [
-        attend_held(parts[index], rows, asker, me, kv, spec) for index, rows in zip(indices, queries, strict=True)
+        attend_held(parts.backend, parts[index], rows, asker, me, kv, spec)
+        for index, rows in zip(indices, queries, strict=True)
     ]
     return torch.cat([out for out, _ in partials], dim=1), torch.cat([lse for _, lse in partials], dim=1)
 

@@ -109,6 +109,11 @@ def load(library: Path) -> None:
     _library = ctypes.CDLL(str(library))
 
 
+def is_loaded() -> bool:
+    """Tells whether `load` was called in this process."""
+    return _library is not None
+
+
 def applies(q: Tensor, spec: AttnSpec) -> bool:
     """Whether `attend` can and should be used for queries `[H, T, D]`."""
     return (

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from longspan.attn.backends import AttentionBackend, backend_of
 from longspan.attn.member import MemberPart, MemberParts, num_tokens
 from longspan.core.exchange import Exchange
 from longspan.core.owners import BlockRef, Owners
@@ -155,7 +156,7 @@ def pack(forward: Forward, requests: RankRequests, *, instance: int, block_size:
         rope_lengths=torch.tensor(rope_lengths, dtype=torch.int64, device=device),
         num_alone=num_alone,
         slots=_slots(stored, instance, device),
-        channels=_channels(forward, channels, instance),
+        channels=_channels(forward, channels, instance, backend_of(device)),
         keep=torch.tensor([row for _, _, row in sampled], dtype=torch.int64, device=device),
         samples=tuple(wish for _, wish, _ in sampled),
         request_ids=tuple(request_id for request_id, _, _ in sampled),
@@ -212,6 +213,7 @@ def _channels(
     forward: Forward,
     kinds: Mapping[tuple[Exchange, tuple[int, ...]], Sequence[tuple[MemberPart, Slots | None, int]]],
     instance: int,
+    backend: AttentionBackend,
 ) -> tuple[Channel, ...]:
     exchanging = dict.fromkeys((part.exchange, part.group) for part in forward.parts if len(part.group) > 1)
     numbers = {kind: number for number, kind in enumerate(exchanging)}
@@ -221,7 +223,7 @@ def _channels(
             exchange=exchange,
             members=group,
             rank=group.index(instance),
-            parts=MemberParts([part for part, _, _ in parts]),
+            parts=MemberParts([part for part, _, _ in parts], backend),
             slots=tuple(slots for _, slots, _ in parts if slots is not None),
             rope_lengths=tuple(length for _, _, length in parts),
         )

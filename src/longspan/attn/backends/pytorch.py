@@ -1,0 +1,257 @@
+"""PyTorch's kernels on CPUs and on CUDA devices.
+
+Visibility is a band in index space (`core.runs.relate`): query i sees key j iff `i + lower <= j <= i + upper`. Bands
+are cut into rectangles and squares that a fused kernel computes. The ragged edges of sliding windows go through masks
+of at most `_TILE` queries. Single queries over a paged pool are one kernel call for a whole batch: every block that a
+query sees is an item of its own, and the partial results of a query's items are merged.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from longspan.attn.backends import Partial
+from longspan.attn.merge import merge, merge_each
+from longspan.attn.paged import PagedBatch, PagedKv, PagedPlan, Reads
+from longspan.attn.spec import AttnSpec
+from longspan.core.runs import Relation
+
+_TILE = 256
+"""Queries per tile where a mask is needed."""
+_EAGER_KEYS = 8192
+"""Keys per tile where no fused kernel applies (softcap): bounds the memory of the scores."""
+_FEW_QUERIES = 16
+"""Up to so many queries, long keys are split into pieces that are computed in parallel and merged."""
+_PIECE = 512
+"""Keys per such piece."""
+
+
+class TorchBackend(ABC):
+    """Cuts attention into calls of a fused kernel, which the device decides."""
+
+    @abstractmethod
+    def _kernel(self, q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, causal: bool, mask: Tensor | None) -> Partial:
+        """Computes `q [n, heads, T, D]` over `k, v [n, K, S, D]` without a softcap."""
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, relation: Relation, spec: AttnSpec, *, dense: bool = False
+    ) -> Partial:
+        """Implements `AttentionBackend`."""
+        if dense:
+            return self._band(q, k, v, relation.lower, relation.upper, spec, dense=True)
+        num_queries, num_keys = q.shape[1], k.shape[1]
+        if relation.kind == "full":
+            return self._full(q, k, v, spec)
+        out = torch.zeros_like(q)
+        lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
+        if relation.kind == "skip":
+            return out, lse
+        # Rows below `first` see no key yet, rows from `last` on see none any more: both are undefined in the kernels.
+        first = max(0, -relation.upper)
+        last = min(num_queries, num_keys - relation.lower) if relation.kind == "band" else num_queries
+        rows, upper = q[:, first:last], relation.upper + first
+        if relation.kind == "diagonal":
+            found = self._diagonal(rows, k, v, upper, spec)
+        else:
+            found = self._band(rows, k, v, relation.lower + first, upper, spec)
+        out[:, first:last], lse[:, first:last] = found
+        return out, lse
+
+    def plan(self, reads: Sequence[Reads], kv: PagedKv) -> PagedPlan:
+        """Implements `AttentionBackend`."""
+        return PagedPlan(reads, kv)
+
+    def attend_paged(self, q: Tensor, kv: PagedKv, plan: PagedPlan, spec: AttnSpec) -> Partial:
+        """Implements `AttentionBackend`."""
+        num_heads, num_queries, dim = q.shape
+        assert num_queries == plan.num_queries, "the plan is for these queries"
+        if not len(plan.items.blocks):
+            return torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
+        batch = plan.batch
+        rows = q.transpose(0, 1).reshape(num_queries, spec.num_kv_heads, -1, dim)
+        outs, lses = self._attend_items(rows[batch.owner], kv, batch, spec)
+        lses = torch.cat([lses, lses.new_full((1, *lses.shape[1:]), -torch.inf)])
+        lse = torch.logsumexp(lses[batch.items_of], dim=1)
+        weights = torch.exp(lses[:-1] - lse[batch.owner])
+        out = torch.zeros(rows.shape, dtype=torch.float32, device=q.device)
+        out.index_add_(0, batch.owner, outs * weights[..., None])
+        out = out.view(num_queries, num_heads, dim).transpose(0, 1)
+        return out.to(q.dtype), lse.view(num_queries, num_heads).transpose(0, 1)
+
+    def attend_pieces(self, q: Tensor, pieces: Iterable[tuple[Tensor, Tensor]], spec: AttnSpec) -> Partial:
+        """Computes few queries `q [H, T, D]`, all of which see all keys, over pieces read where they lie.
+
+        `pieces` are `(k, v)` of shape `[n, K, S, D]`, n runs of S keys each; every run is a parallel unit of work.
+        """
+        num_heads, num_queries, dim = q.shape
+        outs, lses = [], []
+        folded = _fold(q, spec)
+        for k, v in pieces:
+            out, lse = self._fused(folded.expand(len(k), -1, -1, -1), k, v, spec)
+            outs.append(out.reshape(len(k), num_heads, num_queries, dim))
+            lses.append(lse.reshape(len(k), num_heads, num_queries))
+        out, lse = merge(torch.cat(outs), torch.cat(lses))
+        return out.to(q.dtype), lse
+
+    def _attend_items(self, rows: Tensor, kv: PagedKv, batch: PagedBatch, spec: AttnSpec) -> Partial:
+        """`out [items, kv_heads, queries per head, head_dim]` and `lse [items, kv_heads, queries per head]`."""
+        found, start = [], 0
+        for view in batch.views:
+            k, v = kv.keys[view], kv.values[view]
+            items = slice(start, start + len(k))
+            mask = None if batch.mask is None else batch.mask[items]
+            found.append(self._fused(rows[items], k, v, spec, mask=mask))
+            start += len(k)
+        if len(found) == 1:
+            return found[0]
+        return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found])
+
+    def _full(self, q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec) -> Partial:
+        if q.shape[1] <= _FEW_QUERIES and k.shape[1] >= 2 * _PIECE:
+            return self.attend_pieces(q, _split(k, v), spec)
+        out, lse = self._fused(_fold(q, spec), k[None], v[None], spec)
+        return out.reshape(q.shape), lse.reshape(q.shape[:2])
+
+    def _diagonal(self, q: Tensor, k: Tensor, v: Tensor, upper: int, spec: AttnSpec) -> Partial:
+        """Causal: keys before `upper` are seen by all, then comes a square with a diagonal, then rows that see all."""
+        num_queries, num_keys = q.shape[1], k.shape[1]
+        square = min(num_queries, num_keys - upper)
+        corner = slice(upper, upper + square)
+        out, lse = self._fused(q[None, :, :square], k[None, :, corner], v[None, :, corner], spec, causal=True)
+        out, lse = out[0], lse[0]
+        if square < num_queries:
+            rest_out, rest_lse = self._full(q[:, square:], k[:, corner], v[:, corner], spec)
+            out, lse = torch.cat([out, rest_out], dim=1), torch.cat([lse, rest_lse], dim=1)
+        if upper > 0:
+            before_out, before_lse = self._full(q, k[:, :upper], v[:, :upper], spec)
+            merged, lse = merge_each([(out, lse), (before_out, before_lse)])
+            out = merged.to(q.dtype)
+        return out, lse
+
+    def _band(
+        self, q: Tensor, k: Tensor, v: Tensor, lower: int, upper: int, spec: AttnSpec, *, dense: bool = False
+    ) -> Partial:
+        """Sliding window: tiles of queries over the keys that any of them sees, or over all, masked at the edges."""
+        num_queries, num_keys = q.shape[1], k.shape[1]
+        outs, lses = [], []
+        for start in range(0, num_queries, _TILE):
+            stop = min(start + _TILE, num_queries)
+            keys = slice(0, num_keys) if dense else slice(max(0, start + lower), min(num_keys, stop + upper))
+            row = torch.arange(start, stop, device=q.device)[:, None]
+            key = torch.arange(keys.start, keys.stop, device=q.device)[None]
+            hidden = (key < row + lower) | (key > row + upper)
+            mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)[
+                None, None
+            ]
+            out, lse = self._fused(q[None, :, start:stop], k[None, :, keys], v[None, :, keys], spec, mask=mask)
+            outs.append(out[0])
+            lses.append(lse[0])
+        return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
+
+    def _fused(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, causal: bool = False, mask: Tensor | None = None
+    ) -> Partial:
+        """One kernel call on `q [n, heads, T, D]`, `k, v [n, K, S, D]`; T and S above 0, every query sees some key.
+
+        The mask has q's type and four dimensions, of which the first three may be 1: 0 or -inf, added to the scores.
+        Causal calls are square, so that kernels that align the diagonal differently agree.
+        """
+        assert q.shape[2] > 0 and k.shape[2] > 0, "an empty kernel call kills the process on CPUs"
+        assert not causal or q.shape[2] == k.shape[2], "causal calls are square"
+        if spec.softcap is not None:
+            return _eager(q, k, v, spec, causal=causal, mask=mask)
+        return self._kernel(q, k, v, spec, causal=causal, mask=mask)
+
+
+class TorchCpu(TorchBackend):
+    """FlashAttention for CPUs."""
+
+    def _kernel(self, q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, causal: bool, mask: Tensor | None) -> Partial:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(  # noqa: SLF001 - public ones hide the lse
+            q, k, v, 0.0, causal, attn_mask=mask, scale=spec.scale
+        )
+        return out, lse
+
+
+class TorchCuda(TorchBackend):
+    """FlashAttention in half precision, the memory-efficient kernel in float32."""
+
+    def _kernel(self, q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, causal: bool, mask: Tensor | None) -> Partial:
+        if mask is not None:
+            return _eager(q, k, v, spec, causal=False, mask=mask)
+        if q.dtype == torch.float32:  # FlashAttention has half precision only
+            groups = q.shape[1] // k.shape[1]
+            if groups > 1:  # and it alone reads fewer KV heads than query heads
+                k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+            out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(  # noqa: SLF001
+                q, k, v, None, True, 0.0, causal, scale=spec.scale
+            )
+            return out, lse[:, :, : q.shape[2]]  # padded to a multiple of 32
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(  # noqa: SLF001
+            q, k, v, 0.0, causal, False, scale=spec.scale
+        )
+        return out, lse
+
+
+def _split(k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    num_heads, num_keys, dim = k.shape
+    even = num_keys // _PIECE * _PIECE
+    shape = (num_heads, even // _PIECE, _PIECE, dim)
+    yield k[:, :even].unflatten(1, shape[1:3]).transpose(0, 1), v[:, :even].unflatten(1, shape[1:3]).transpose(0, 1)
+    if even < num_keys:
+        yield k[None, :, even:], v[None, :, even:]
+
+
+def _fold(q: Tensor, spec: AttnSpec) -> Tensor:
+    """`[H, T, D]` as `[1, K, H/K * T, D]`: heads that share keys become rows, so that keys are read once."""
+    return q.reshape(1, spec.num_kv_heads, -1, q.shape[-1])
+
+
+def _eager(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, causal: bool, mask: Tensor | None) -> Partial:
+    """Scores by plain products, tile by tile: for softcap, which no fused kernel has, and masks on CUDA."""
+    num_queries, num_keys = q.shape[2], k.shape[2]
+    rows = []
+    for start in range(0, num_queries, _TILE):
+        stop = min(start + _TILE, num_queries)
+        tiles = []
+        for first in range(0, stop if causal else num_keys, _EAGER_KEYS):
+            last = min(first + _EAGER_KEYS, stop if causal else num_keys)
+            hidden = None
+            if mask is not None:
+                hidden = mask[..., start:stop, first:last] if mask.shape[2] > 1 else mask[..., first:last]
+            elif causal:
+                shape = (1, 1, stop - start, last - first)
+                hidden = torch.full(shape, -torch.inf, device=q.device).triu_(start - first + 1)
+            tile = q[:, :, start:stop]
+            tiles.append(_scores_and_values(tile, k[:, :, first:last], v[:, :, first:last], spec, hidden))
+        rows.append(_merge_batch(tiles))
+    out = torch.cat([out for out, _ in rows], dim=2)
+    return out.to(q.dtype), torch.cat([lse for _, lse in rows], dim=2)
+
+
+def _scores_and_values(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, mask: Tensor | None) -> Partial:
+    batch, num_heads, num_queries, dim = q.shape
+    folded = q.reshape(batch, k.shape[1], -1, dim)
+    scores = torch.matmul(folded, k.transpose(-1, -2)).float().view(batch, num_heads, num_queries, -1)
+    if spec.softcap is None:
+        scores.mul_(spec.scale)
+    else:
+        scores.mul_(spec.scale / spec.softcap).tanh_().mul_(spec.softcap)
+    if mask is not None:
+        scores.masked_fill_(mask == -torch.inf, -torch.inf)  # a sum would let hidden keys that are not numbers through
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = scores.sub_(lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp_().to(v.dtype)
+    out = torch.matmul(weights.view(batch, k.shape[1], -1, k.shape[2]), v)
+    return out.view(batch, num_heads, num_queries, dim), lse
+
+
+def _merge_batch(tiles: list[Partial]) -> Partial:
+    if len(tiles) == 1:
+        return tiles[0]
+    outs, lses = torch.stack([out for out, _ in tiles]), torch.stack([lse for _, lse in tiles])
+    out, lse = merge(outs.flatten(1, 2), lses.flatten(1, 2))
+    return out.view(outs.shape[1:]), lse.view(lses.shape[1:])

@@ -1,0 +1,106 @@
+"""Adding an exchange touches one file: here it is `broadcast`, with its traits, its tensors and its cost."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+import torch
+from cluster import Cluster, Setup
+from test_cost_model import step_cost
+from torch import Tensor
+from transports import Wires, run_members
+
+from longspan.attn import exchanges as tensors
+from longspan.attn.check import member_case, random_batch, random_spec, run_exchange
+from longspan.attn.collectives import all_gather
+from longspan.attn.comm import Group, Transport
+from longspan.attn.exchanges import Call
+from longspan.attn.member import attend_runs, by_position, kv_message, kv_room
+from longspan.core import exchange as kinds
+from longspan.core.exchange import Exchange, Traits
+from longspan.core.runs import stretch
+from longspan.core.steps import Forward
+from longspan.cost import channels
+from longspan.cost.channels import Channel, ChannelTime, ExchangeCost, Layer, Topology, attention_s
+
+# ---------------------------------------------------------------- the exchange
+
+
+def broadcast(call: Call) -> tuple[()]:
+    """Every member sends all its keys and values to every other."""
+    group, parts, q, spec = call.group, call.parts, call.q, call.spec
+    needed = [[part.needed(holder, spec.window) for part in parts] for holder in range(group.size)]
+    blocks = [
+        kv_message(parts, runs, holder, call.kv) if holder == group.rank else kv_room(runs, spec.num_kv_heads, q)
+        for holder, runs in enumerate(needed)
+    ]
+    all_gather(group, blocks)
+    for index, part in enumerate(parts):
+        if q_runs := part.q_runs[group.rank]:
+            held = [runs[index] for runs in needed]
+            k, v = (by_position(held, [block.tensors[2 * index + kind] for block in blocks]) for kind in (0, 1))
+            keys = stretch(run for runs in held for run in runs)
+            call.out[:, part.rows] = attend_runs(parts.backend, q[:, part.rows], q_runs, k, v, (keys,), spec)[0]
+    return ()
+
+
+def seconds(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
+    sent_s = topology.gather_s(max(channel.shares.held) * layer.kv_bytes, channel.group)
+    return ChannelTime(attention_s=attention_s(layer, channel.shares.busiest, keys=channel.keys), exposed_s=sent_s)
+
+
+def num_bytes(layer: Layer, channel: Channel) -> float:
+    return (len(channel.group) - 1) * layer.kv_bytes * sum(channel.shares.held)
+
+
+@pytest.fixture(name="added")
+def _added(monkeypatch: pytest.MonkeyPatch) -> Exchange:
+    monkeypatch.setattr(kinds, "_TRAITS", dict(kinds._TRAITS))
+    monkeypatch.setattr(tensors, "_REGISTERED", dict(tensors._REGISTERED))
+    monkeypatch.setattr(channels, "_COSTS", dict(channels._COSTS))
+    added = kinds.register("broadcast", Traits(layouts=("zigzag", "striped")))
+    tensors.register(added, broadcast)
+    channels.register_cost(added, ExchangeCost(num_bytes=num_bytes, time=seconds))
+    return added
+
+
+# ---------------------------------------------------------------- what it is then part of
+
+
+def test_a_policy_schedules_it_in_the_simulated_engine_and_its_steps_have_a_cost(added: Exchange) -> None:
+    options = {"exchange": "broadcast", "decode": "broadcast", "threshold": "20"}
+    cluster = Cluster(Setup(num_instances=2, policy="context", options=options))
+    request = cluster.add(range(100), max_tokens=3)
+    cluster.run()
+    parts = cluster.parts_of(request)
+    assert {part.exchange for part in parts} == {added}
+    assert request.metrics.exchanges == {"prefill": {"broadcast": 1}, "decode": {"broadcast": 2}}
+    forward = Forward(number=0, parts=(parts[0],))
+    [told] = msgspec.msgpack.decode(msgspec.msgpack.encode(forward), type=Forward).parts
+    assert told.exchange == added
+    times = step_cost(2).seconds(forward)
+    assert set(times) == {0, 1}
+    assert min(times.values()) > 0
+
+
+def test_its_layouts_are_kept(added: Exchange) -> None:
+    with pytest.raises(ValueError, match=r"exchange broadcast .* layout contiguous given: use zigzag"):
+        Cluster(Setup(num_instances=2, policy="context", options={"exchange": added.kind, "layout": "contiguous"}))
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_ranks_compute_attention_with_it(added: Exchange) -> None:
+    for seed in range(5):
+        draw = random.Random(seed)
+        spec, batch = random_spec(draw), random_batch(draw, 3, in_order=False)
+
+        def member(rank: int, transport: Transport) -> Tensor:
+            group = Group(transport, range(3), rank, name=added.shown)
+            return run_exchange(added, group, member_case(batch, rank, spec), spec)  # noqa: B023
+
+        for rank, found in enumerate(run_members(3, member, wires=Wires())):
+            assert isinstance(found, Tensor), found
+            wanted = torch.cat([request.wanted(rank, spec) for request in batch], dim=1)
+            torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=0)
