@@ -14,6 +14,7 @@ import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:
+    from engines import Engines
     from oracle import Oracle
 
 # The same examples on every run, so that what was green stays green; LONGSPAN_RANDOM_TESTS=1 looks for new ones. None
@@ -116,6 +117,16 @@ def oracle(tiny: Path) -> Oracle:
     from oracle import Oracle
 
     return Oracle(tiny)
+
+
+@pytest.fixture(scope="session")
+def engines() -> Iterator[Engines]:
+    """Engines on threads that tests share, see `Engines`."""
+    from engines import Engines
+
+    made = Engines()
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="session")

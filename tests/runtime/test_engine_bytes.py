@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from engines import ThreadLLM
 from tiny_models import make_tiny
 
 from longspan import LLM, SamplingParams
@@ -21,7 +22,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     make_tiny("llama", folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LONGSPAN_HOSTS", str(HOSTS))
-        with LLM(
+        with ThreadLLM(
             str(folder),
             instances=MEMBERS,
             skip_tokenizer_init=True,

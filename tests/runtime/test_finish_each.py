@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from engines import ThreadLLM
 from tiny_models import make_tiny
 
 from longspan import LLM, SamplingParams
@@ -16,7 +17,7 @@ from longspan.text.output_processor import RequestState
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     folder: Path = make_tiny("llama", tmp_path_factory.mktemp("tiny") / "llama")
-    with LLM(str(folder), skip_tokenizer_init=True, threads_per_rank=1, block_size=16) as llm:
+    with ThreadLLM(str(folder), skip_tokenizer_init=True, threads_per_rank=1, block_size=16) as llm:
         yield llm
 
 

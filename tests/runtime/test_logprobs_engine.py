@@ -9,25 +9,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
+from engines import Engines
 from oracle import Oracle
-from texts import topic_tokens
-from tiny_models import make_tiny
 
-from longspan import LLM, SamplingParams
-from longspan.model.source import smollm2_folder
+from longspan import SamplingParams
 from longspan.outputs import LogprobsOfToken, RequestOutput
 
 TOLERANCE = 1e-3
-
-
-@pytest.fixture(scope="module")
-def oracle() -> Oracle:
-    return Oracle(smollm2_folder())
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("llama", tmp_path_factory.mktemp("tiny") / "llama")
 
 
 def assert_like(reported: LogprobsOfToken, token: int, num_top: int, expected: npt.NDArray[np.float32]) -> None:
@@ -99,23 +87,23 @@ REQUESTS = (
 )
 
 
-# Chunks of 256 tokens per instance: pieces of a dealt prompt end where the next token is another member's.
+# Chunks of 256 tokens per instance: chunks of a sharded prompt end where the next token is another member's.
 @pytest.mark.parametrize("instances", [1, 2, 3])
-def test_equal_the_oracles(oracle: Oracle, instances: int) -> None:
-    options = {"threshold": "60"} if instances > 1 else {}
-    prompts = [list(topic_tokens()[100 : 100 + length]) for length, _ in REQUESTS]
+def test_equal_the_oracles(engines: Engines, tiny: Path, oracle: Oracle, instances: int) -> None:
+    rng = random.Random(7)
+    prompts = [[rng.randrange(3, 199) for _ in range(length)] for length, _ in REQUESTS]
     params = [params for _, params in REQUESTS]
-    with LLM(instances=instances, block_size=16, max_num_batched_tokens=256, policy_options=options) as llm:
-        together = llm.generate(prompts, params)
-        again = llm.generate(prompts[-1], params[-1])  # all of it is cached by now
-        moved = llm.bytes_exchanged
+    llm = engines(tiny, instances=instances, max_num_batched_tokens=256)
+    llm.set_policy("context" if instances > 1 else "chunked", {"threshold": "60"} if instances > 1 else {})
+    together = llm.generate(prompts, params, use_tqdm=False)
+    again = llm.generate(prompts[-1], params[-1])  # all of it is cached by now
     for output, wish in zip([*together, *again], [*params, params[-1]], strict=True):
         assert_scored(output, wish, oracle)
-    assert (moved["total"] > 0) == (instances > 1)
+    assert (llm.bytes_exchanged["total"] > 0) == (instances > 1)
 
 
 @pytest.mark.parametrize("instances", [1, 2])
-def test_survive_preemption(tiny: Path, instances: int) -> None:
+def test_survive_preemption(engines: Engines, tiny: Path, oracle: Oracle, instances: int) -> None:
     rng = random.Random(8)
     prompts = [[rng.randrange(3, 199) for _ in range(rng.randint(30, 300))] for _ in range(16)]
     params = [
@@ -125,12 +113,9 @@ def test_survive_preemption(tiny: Path, instances: int) -> None:
         for _ in prompts
     ]
     num_blocks = 80 // instances
-    with LLM(
-        str(tiny), instances=instances, skip_tokenizer_init=True, block_size=16, num_gpu_blocks_override=num_blocks
-    ) as llm:
-        outputs = llm.generate(prompts, params)
+    llm = engines(tiny, instances=instances, num_gpu_blocks_override=num_blocks, max_num_batched_tokens=2048)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
     assert preempted(outputs) > 0
-    oracle = Oracle(tiny)
     for output, wish in zip(outputs, params, strict=True):
         assert_scored(output, wish, oracle)
 

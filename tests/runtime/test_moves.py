@@ -151,6 +151,7 @@ def test_balancing_and_streaming_in_one_step(
     request.assert_exact(oracles["9 on 3"].complete(request.prompt, NUM_TOKENS))
 
 
+@pytest.mark.full
 def test_smollm2() -> None:
     """Three chunks on a group that grows; then to an instance whose ranks have two and one of the KV heads."""
     prompt = list(topic_tokens()[:900])

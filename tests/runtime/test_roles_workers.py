@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from engines import ThreadLLM
 from oracle import Oracle, assert_exact
 
 from longspan import LLM, SamplingParams
@@ -19,8 +20,10 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, output_log
 PLANS = {"min_chunk": "16", "improvement_rate": "0"}
 
 
-def start(tiny: Path, prefill: str, decode: str, backends: int | None = None, **arguments: object) -> LLM:
-    return LLM(
+def start(
+    tiny: Path, prefill: str, decode: str, backends: int | None = None, kind: type[LLM] = ThreadLLM, **arguments: object
+) -> LLM:
+    return kind(
         str(tiny),
         prefill_parallel=prefill,
         decode_parallel=decode,
@@ -94,7 +97,7 @@ def test_who_gives_no_table_of_improvement_rates_is_told(tiny: Path, caplog: pyt
         start(tiny, "1", "1").shutdown()
         assert "improvement_rate" not in caplog.text, "it was given"
         roles = {"prefill_parallel": "1", "decode_parallel": "1"}
-        LLM(str(tiny), **roles, skip_tokenizer_init=True).shutdown()
+        ThreadLLM(str(tiny), **roles, skip_tokenizer_init=True).shutdown()
     assert "improvement_rate=auto is 0.3 at every request rate" in caplog.text
 
 
@@ -126,8 +129,7 @@ def test_what_is_given_up_in_mid_transfer_leaves_nothing(tiny: Path, oracle: Ora
     prompts = prompts_of(300, 200, 250)
     with start(tiny, "2", "tp2", 1) as llm:
         for num_steps in range(1, 12, 2):
-            jobs = [llm.jobs.job(prompt, GREEDY) for prompt in prompts[:2]]
-            requests = [llm.engine.add(job.token_ids, GREEDY) for job in jobs]
+            requests = [llm.engine.add(prompt, GREEDY) for prompt in prompts[:2]]
             for _ in range(num_steps):
                 llm.engine.step()
             for request in requests:
@@ -143,7 +145,7 @@ def test_what_is_given_up_in_mid_transfer_leaves_nothing(tiny: Path, oracle: Ora
 def test_workers_that_are_lost_in_mid_transfer(tiny: Path, oracle: Oracle, rank: int) -> None:
     """With new ones everything goes on where it was."""
     prompts = prompts_of(300, 200)
-    with start(tiny, "2", "tp2", 1) as llm:
+    with start(tiny, "2", "tp2", 1, LLM) as llm:
         requests = [llm.engine.add(prompt, GREEDY) for prompt in prompts]
         for _ in range(9):
             llm.engine.step()

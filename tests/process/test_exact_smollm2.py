@@ -1,0 +1,62 @@
+"""SmolLM2 on worker processes says what Hugging Face says."""
+
+from __future__ import annotations
+
+import pytest
+from forced_plans import forced
+from oracle import Oracle, assert_exact
+from texts import topic_tokens
+
+from longspan import LLM, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, output_logits=True)
+LONG = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, output_logits=True)
+
+
+def test_three_instances(smollm2_oracle: Oracle) -> None:
+    """A threshold of 0 shards even the shortest prompt; small blocks give every member a part of it."""
+    assert_any_length(smollm2_oracle, 3, 16, (1, 2, 17, 500), GREEDY)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("instances", "block_size"), [(1, 256), (2, 256), (3, 16), (4, 64)])
+def test_any_number_of_instances(smollm2_oracle: Oracle, instances: int, block_size: int) -> None:
+    assert_any_length(smollm2_oracle, instances, block_size, (1, 2, 17, 1000, 4096), LONG)
+
+
+def assert_any_length(
+    oracle: Oracle, instances: int, block_size: int, lengths: tuple[int, ...], params: SamplingParams
+) -> None:
+    options = {"threshold": "0"} if instances > 1 else {}
+    prompts = [list(topic_tokens()[:length]) for length in lengths]
+    with LLM(instances=instances, block_size=block_size, policy_options=options) as llm:
+        for prompt in prompts:
+            [output] = llm.generate([prompt], params)
+            assert_exact(output, oracle.complete(prompt, params.max_tokens or 0))
+            assert sum(output.metrics.kv_tokens_per_instance) == len(prompt)
+        moved = llm.bytes_exchanged
+    if instances > 1:
+        assert moved["ring_kv"] > 0
+        assert moved["ring_q"] > 0
+    else:
+        assert not any(moved.values())
+
+
+def test_a_prompt_that_grows_and_is_decoded_elsewhere(smollm2_oracle: Oracle) -> None:
+    """Nine query heads and three KV heads; the prompt grows from one instance to two, and another of tp 2 decodes."""
+    prompt = list(topic_tokens()[:500])
+    with LLM(prefill_parallel="2", decode_parallel="tp2", block_size=16) as llm:
+        llm.engine.set_policy(forced({500: [(200, (1,)), (300, (0, 1))]}, 2, decode=(2,), balance=True))
+        [output] = llm.generate([prompt], GREEDY)
+        assert llm.bytes_exchanged["kv_transfer"] > 0 and llm.bytes_exchanged["kv_balance"] > 0
+    assert_exact(output, smollm2_oracle.complete(prompt, 8))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("exchange", ["ring_kv", "ring_q", "alltoall", "gather_kv", "gather_hidden", "chain"])
+def test_every_exchange(smollm2_oracle: Oracle, exchange: str) -> None:
+    prompt = list(topic_tokens()[:1500])
+    with LLM(instances=2, policy_options={"exchange": exchange, "threshold": "1000"}) as llm:
+        [output] = llm.generate([prompt], GREEDY)
+        assert llm.bytes_exchanged[exchange] > 0
+    assert_exact(output, smollm2_oracle.complete(prompt, 8))

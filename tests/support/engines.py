@@ -1,0 +1,69 @@
+"""Engines whose workers are threads of the test's process, and pairwise choices from products of options."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longspan import LLM
+from longspan.runtime.executor.threads import ThreadLauncher
+
+Row = dict[str, Any]
+"""A value for each factor."""
+
+
+class ThreadLLM(LLM):
+    """An `LLM` whose workers run in this process: it starts in a tenth of a second."""
+
+    launcher = ThreadLauncher
+
+
+class Engines:
+    """Engines on tiny models that tests share; each is started once and ends with the session."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._known: dict[tuple[object, ...], ThreadLLM] = {}
+
+    def __call__(self, folder: Path, **arguments: Any) -> ThreadLLM:
+        """Gives one with blocks of 16 tokens and steps of at most 48 per instance, unless told otherwise.
+
+        Nothing is cached in it. Its policy is as the last test has set it.
+        """
+        given = {"skip_tokenizer_init": True, "block_size": 16, "max_num_batched_tokens": 48, **arguments}
+        key = (folder, *sorted(given.items()))
+        if key not in self._known:
+            self._known[key] = self._stack.enter_context(ThreadLLM(str(folder), **given))
+        self._known[key].reset_prefix_cache()
+        return self._known[key]
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+def pairwise(factors: Mapping[str, Sequence[Any]], is_legal: Callable[[Row], bool] = lambda _: True) -> list[Any]:
+    """Gives all legal rows of a product as parameters; those that pairs do not need are marked `full`.
+
+    Rows are taken greedily until every pair of values that occurs in any legal row occurs in a taken one.
+    """
+    rows = [dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())]
+    rows = [row for row in rows if is_legal(row)]
+    bits: dict[object, int] = {}
+    masks = []
+    for row in rows:
+        pairs = itertools.combinations(((name, str(value)) for name, value in row.items()), 2)
+        masks.append(sum(1 << bits.setdefault(pair, len(bits)) for pair in pairs))
+    missing, taken = (1 << len(bits)) - 1, set[int]()
+    while missing:
+        best = max(range(len(rows)), key=lambda index: (masks[index] & missing).bit_count())
+        taken.add(best)
+        missing &= ~masks[best]
+    return [
+        pytest.param(row, id="-".join(map(str, row.values())), marks=[] if index in taken else [pytest.mark.full])
+        for index, row in enumerate(rows)
+    ]
