@@ -1,5 +1,6 @@
 # make demo   one long prompt over two instances        make lint    ruff, mypy --strict, import contracts, docstrings
-# make test   lint, then every test but make attack's   make format  let ruff fix and format the code
+# make test   lint, then tests: all pairs of options    make test-all all combinations and many more random examples
+# make format let ruff fix and format the code
 # make bench  longspan beside transformers and vLLM     make peers   the environment of the latter, for make bench
 # make evals  lm-eval against a server of ours          make clients the environment of the former, for make evals
 # make fuzz   thousands of odd requests to a server     make attack floods and killed workers of a server
@@ -19,7 +20,7 @@ PIP_M := -m pip -qq --disable-pip-version-check --no-input
 PIP   := $(BIN)/python $(PIP_M)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test lint format docs picture site site-tools bench peers evals clients fuzz attack clean
+.PHONY: help demo serve test test-all lint format docs picture site site-tools bench peers evals clients fuzz attack clean
 
 help:
 	@sed -n '/^#/!q;s/^# //p' Makefile
@@ -50,6 +51,9 @@ lint: $(STAMP)
 
 test: lint
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
+
+test-all: lint
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal -m 'not attack' --hypothesis-profile=large
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

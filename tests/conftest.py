@@ -18,9 +18,13 @@ if TYPE_CHECKING:
     from oracle import Oracle
 
 # The same examples on every run, so that what was green stays green; LONGSPAN_RANDOM_TESTS=1 looks for new ones. None
-# has a deadline: machines that others use, too, stall now and then.
-settings.register_profile("longspan", derandomize="LONGSPAN_RANDOM_TESTS" not in os.environ, deadline=None)
-settings.load_profile("longspan")
+# has a deadline: machines that others use, too, stall now and then. `make test` runs a quarter of all examples,
+# `make test-all` runs them with --hypothesis-profile=large.
+_derandomize = "LONGSPAN_RANDOM_TESTS" not in os.environ
+settings.register_profile("large", derandomize=_derandomize, deadline=None)
+settings.register_profile("small", derandomize=_derandomize, deadline=None)
+settings.load_profile("small")
+_FEWEST_EXAMPLES = 10
 
 
 def pytest_configure() -> None:
@@ -33,6 +37,17 @@ def pytest_configure() -> None:
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """In the small profile a test runs a quarter of the examples that its settings name."""
+    if settings.get_current_profile_name() != "small":
+        return
+    for test in {id(item.function): item.function for item in items if isinstance(item, pytest.Function)}.values():
+        own = getattr(test, "_hypothesis_internal_use_settings", None)
+        if own is not None:
+            fewer = min(own.max_examples, max(_FEWEST_EXAMPLES, own.max_examples // 4))
+            test._hypothesis_internal_use_settings = settings(own, max_examples=fewer)
 
 
 @pytest.fixture
