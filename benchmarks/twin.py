@@ -154,7 +154,7 @@ class Twin:
     def policy(self) -> Recorded:
         """The policy, anew, as both have it."""
         return Recorded(
-            policy=make_policy(self.name, num_instances=self.config.num_instances, options={}, facts=self.facts)
+            policy=make_policy(self.name, num_instances=self.config.cluster.num_instances, options={}, facts=self.facts)
         )
 
     def arrival(self, place: int, input_len: int, output_len: int) -> Arrival:

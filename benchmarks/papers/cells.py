@@ -14,7 +14,7 @@ from longspan.core.exchange import RING_Q, exchange_of
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture, from_config
 from longspan.cost.catalog import Efficiency, Kernels
-from longspan.cost.cluster import Cluster, roofline
+from longspan.cost.cluster import Devices, roofline
 from longspan.cost.estimate import Estimate, Fractions, estimate_decode, estimate_prefill
 
 
@@ -85,8 +85,8 @@ class Setting:
         return from_config(catalog.model_config(self.model), name=self.model, ffn_bytes=self.ffn_bytes)
 
     @property
-    def _cluster(self) -> Cluster:
-        return Cluster(
+    def _cluster(self) -> Devices:
+        return Devices(
             hardware=self.hardware,
             gpus_per_host=self.gpus_per_host,
             hosts=self.hosts,

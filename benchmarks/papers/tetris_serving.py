@@ -216,11 +216,9 @@ def _point(experiment: Experiment, requests: Workload) -> Point:
 
 def _computing(experiment: Experiment, result: Result, timeline: Timeline) -> float:
     """Which part of the time until the last first token instances compute prompts, of those that prefill."""
-    roles = experiment.cluster.roles
-    prefill = range(experiment.cluster.num_instances) if roles is None else roles.prefill
     busy_s = sum(block.end_s - block.start_s for block in timeline.blocks if block.place is not None)
     last_s = max(one.arrival_s + one.ttft_s for one in result.served)
-    return busy_s / (last_s * len(prefill))
+    return busy_s / (last_s * len(experiment.cluster.cluster.prefill))
 
 
 def _max_rate(experiment: Experiment, requests: Workload, light_s: float) -> float:

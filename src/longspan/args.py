@@ -6,7 +6,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property, wraps
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from longspan.attn import native
-from longspan.core.cluster import Fleet, Location, ParallelSpec, Roles, locations_of_ranks
+from longspan.core.cluster import Cluster, Location, ParallelSpec, locations_of_ranks
 from longspan.core.exchange import GATHER_HIDDEN
 from longspan.core.view import Limits
 from longspan.errors import ParameterError
@@ -100,7 +100,7 @@ class Arguments:
 
     def check(self) -> None:
         """Raises ValueError for what can be told to be wrong without the model."""
-        _ = self.fleet, self.roles, self.places, self.threads, self.limits
+        _ = self.cluster, self.threads, self.limits
         check_device(self.device)
         at_least_one(
             block_size=self.block_size,
@@ -110,14 +110,20 @@ class Arguments:
         check_timeout(self.step_timeout_s)
 
     @cached_property
-    def fleet(self) -> Fleet:
-        """The instances, from whichever spelling was used.
+    def cluster(self) -> Cluster:
+        """The cluster follows from whichever spelling was used; its KV pools have no sizes yet.
 
         Raises:
-            ValueError: for two spellings, or a role without the other.
+            ValueError: for two spellings, a role without the other, or transfer backends that are not possible.
         """
+        cluster = self._instances()
+        return replace(cluster, locations=locations(cluster.num_ranks))
+
+    def _instances(self) -> Cluster:
+        at_least_one(transfer_backends=self.transfer_backends)
         if self.prefill_parallel is None and self.decode_parallel is None:
-            return Fleet(spec=_parallel_spec(self.parallel, self.instances, self.tp, self.pp))
+            spec = _parallel_spec(self.parallel, self.instances, self.tp, self.pp)
+            return Cluster(spec=spec, transfer_backends=self.transfer_backends)
         if self.prefill_parallel is None or self.decode_parallel is None:
             given, missing = ("prefill", "decode") if self.decode_parallel is None else ("decode", "prefill")
             raise ValueError(
@@ -129,38 +135,16 @@ class Arguments:
                 f"prefill_parallel {self.prefill_parallel!r} and decode_parallel {self.decode_parallel!r} say all "
                 "about the instances: give neither parallel nor instances, tp and pp"
             )
-        return Fleet(
-            spec=ParallelSpec.parse(self.prefill_parallel), decode_spec=ParallelSpec.parse(self.decode_parallel)
+        return Cluster(
+            spec=ParallelSpec.parse(self.prefill_parallel),
+            decode_spec=ParallelSpec.parse(self.decode_parallel),
+            transfer_backends=self.transfer_backends,
         )
-
-    @cached_property
-    def roles(self) -> Roles | None:
-        """Who prefills and who decodes, with a backend for each that prefills unless told; None when all do both.
-
-        Raises:
-            ValueError: for a number of backends that is not possible, or means nothing here.
-        """
-        fleet, backends = self.fleet, self.transfer_backends
-        at_least_one(transfer_backends=backends)
-        if fleet.decode_spec is not None:
-            num_prefill, num_decode = fleet.spec.instances, fleet.decode_spec.instances
-            return Roles(num_prefill=num_prefill, num_decode=num_decode, backends=backends or num_prefill)
-        if backends is not None:
-            raise ValueError(
-                f"transfer_backends {backends} is for instances that decode only: give prefill_parallel and "
-                "decode_parallel, too"
-            )
-        return None
-
-    @cached_property
-    def places(self) -> tuple[Location, ...]:
-        """See `places`."""
-        return places(self.fleet.num_ranks)
 
     @cached_property
     def threads(self) -> int:
         """CPU threads of each rank."""
-        return threads_per_rank(self.threads_per_rank, self.fleet.num_ranks)
+        return threads_per_rank(self.threads_per_rank, self.cluster.num_ranks)
 
     @cached_property
     def limits(self) -> Limits:
@@ -191,23 +175,24 @@ def unpacked(
     return unpack
 
 
-def check_split(info: ModelInfo, files: ModelFiles, instances: Fleet, policy_options: Mapping[str, str]) -> None:
+def check_split(info: ModelInfo, files: ModelFiles, cluster: Cluster, policy_options: Mapping[str, str]) -> None:
     """Raises ValueError when the model cannot be split between ranks as wanted."""
     shares_layers = policy_options.get("exchange") == GATHER_HIDDEN.kind
-    if shares_layers and instances.decode_spec is not None:
+    if shares_layers and cluster.has_roles:
         raise ValueError(
             "exchange gather_hidden is not for instances that prefill only, whose KV goes to others: choose another"
         )
-    for tp in sorted(set(instances.tps)):
-        check_degree(info.specs, tp, instances.num_instances if shares_layers else 1)
-    if shares_layers or max(instances.tps) > 1:
+    degrees = sorted({cluster.tp(instance) for instance in cluster.instances})
+    for tp in degrees:
+        check_degree(info.specs, tp, cluster.num_instances if shares_layers else 1)
+    if shares_layers or max(degrees) > 1:
         check_can_be_split(files, info.specs)
 
 
 def _parallel_spec(parallel: str | None, instances: int, tp: int, pp: int) -> ParallelSpec:
     """The degrees, from whichever of their two spellings was used; ValueError when both were."""
     if parallel is None:
-        return ParallelSpec(instances=instances, tp=tp, pp=pp)
+        return ParallelSpec(instances=instances, tp=tp, pp=pp).without_stages()
     if (instances, tp, pp) != (1, 1, 1):
         raise ValueError(f"parallel {parallel!r} says the same thing as instances, tp and pp: give one of them")
     return ParallelSpec.parse(parallel)
@@ -221,8 +206,8 @@ def threads_per_rank(threads: int | None, num_ranks: int) -> int:
     return threads
 
 
-def places(num_ranks: int) -> tuple[Location, ...]:
-    """Where each rank is: on this host, or where LONGSPAN_HOSTS pretends, see `locations_of_ranks`.
+def locations(num_ranks: int) -> tuple[Location, ...]:
+    """Locates every rank on this host, or where LONGSPAN_HOSTS pretends, see `locations_of_ranks`.
 
     Raises:
         ValueError: when it is neither a number of hosts nor a host for each rank.
@@ -283,20 +268,20 @@ def require_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
 
 def num_blocks(info: ModelInfo, files: ModelFiles, given: Arguments) -> tuple[int, ...]:
     """KV blocks of each instance, or what the override says of all; ValueError when the memory of one holds none."""
-    instances, kv_bytes, roles = given.fleet, given.kv_cache_memory_bytes, given.roles
+    cluster, kv_bytes = given.cluster, given.kv_cache_memory_bytes
     if given.num_gpu_blocks_override is not None:
-        return (given.num_gpu_blocks_override,) * instances.num_instances
+        return (given.num_gpu_blocks_override,) * cluster.num_instances
     found = {}
-    for tp in set(instances.tps):
+    for tp in {cluster.tp(instance) for instance in cluster.instances}:
         weight_bytes = files.weights.stat().st_size // tp
         default = default_kv_bytes(
             device=given.device,
-            num_ranks=instances.num_ranks,
+            num_ranks=cluster.num_ranks,
             weight_bytes=weight_bytes,
-            move_bytes=0 if roles is None else move_bytes(instances, roles.backends),
+            move_bytes=move_bytes(cluster),
         )
         found[tp] = _num_blocks(info, files, tp, given.block_size, default if kv_bytes is None else kv_bytes)
-    return tuple(found[tp] for tp in instances.tps)
+    return tuple(found[cluster.tp(instance)] for instance in cluster.instances)
 
 
 def _num_blocks(info: ModelInfo, files: ModelFiles, tp: int, block_size: int, kv_bytes: int) -> int:

@@ -205,7 +205,7 @@ class LLM(Deployment):
         """Free KV blocks per instance, cached ones included; waits for steps that only finished requests are in."""
         self._settle()
         account = self.engine.account
-        return tuple(account.pool(i).num_free for i in range(self.engine.config.num_instances))
+        return tuple(account.pool(i).num_free for i in self.engine.config.cluster.instances)
 
     def shutdown(self) -> None:
         """Stops the workers; nothing of them is left. May be called again."""

@@ -9,7 +9,7 @@ from typing import ClassVar, Self, get_args
 
 from longspan import args
 from longspan.args import Arguments, unpacked
-from longspan.core.cluster import hosts_of
+from longspan.core.cluster import Cluster
 from longspan.core.config import EngineConfig, capacity_tokens
 from longspan.core.engine import Engine
 from longspan.core.protocols import EnginePolicy, PolicySettings
@@ -48,9 +48,9 @@ class Deployment:
     @unpacked(Arguments)
     def __init__(self, given: Arguments) -> None:
         given.check()
-        fleet, options = given.fleet, given.policy_options or {}
-        cheap = Facts(tp=fleet.spec.tp, roles=given.roles)
-        make_policy(given.policy, num_instances=fleet.num_instances, options=options, facts=cheap)
+        cluster, options = given.cluster, given.policy_options or {}
+        cheap = Facts(cluster=cluster)
+        make_policy(given.policy, num_instances=cluster.num_instances, options=options, facts=cheap)
         kernel = args.attention_kernel(given.attention_backend, given.device, given.dtype)  # compiles: checks first
         self.files = files = prepare(
             given.model,
@@ -61,26 +61,24 @@ class Deployment:
         )
         tokenizer = None if given.skip_tokenizer_init else args.require_tokenizer(files)
         self.info = read_info(files.weights)
-        self._fleet = fleet
-        args.check_split(self.info, files, fleet, options)
+        args.check_split(self.info, files, cluster, options)
         self.profile_key = profile_key_of(
-            files, given.device, tp=fleet.spec.tp, threads=given.threads, native=kernel is not None
+            files, given.device, tp=cluster.spec.tp, threads=given.threads, native=kernel is not None
         )
         self.facts = _facts(self.profile_key, self.info.shape(DTYPES[given.dtype].itemsize), given)
-        self._policy = make_policy(given.policy, num_instances=fleet.num_instances, options=options, facts=self.facts)
-        if (hint := hint_of_a_constant_rate(self._policy.settings, given.roles)) is not None:
+        self._policy = make_policy(given.policy, num_instances=cluster.num_instances, options=options, facts=self.facts)
+        if (hint := hint_of_a_constant_rate(self._policy.settings, has_roles=cluster.has_roles)) is not None:
             _log.info(hint)
-        num_blocks = args.num_blocks(self.info, files, given)
-        config = _config(given, self.info, self._policy, num_blocks)
+        self._cluster = cluster.with_blocks(args.num_blocks(self.info, files, given))
+        config = _config(given, self.info, self._policy, self._cluster)
         self.max_model_len = config.max_model_len
         self.input_processor = InputProcessor(
             tokenizer=tokenizer, vocab_size=self.info.vocab_size, max_model_len=self.max_model_len
         )
         self._start_workers = partial(
             start_workers,
-            *(files, fleet, given.device, given.threads, num_blocks, given.block_size),
+            *(files, self._cluster, given.device, given.threads, given.block_size),
             launch=type(self).launcher,
-            hosts=hosts_of(given.places),
             attention_kernel=kernel,
             record_times=given.record_times,
             step_timeout_s=given.step_timeout_s,
@@ -123,8 +121,8 @@ class Deployment:
             ValueError: for an unknown policy, or options that it cannot work with.
             RuntimeError: when requests are unfinished.
         """
-        args.check_split(self.info, self.files, self._fleet, options)
-        num_instances = self._fleet.num_instances
+        args.check_split(self.info, self.files, self._cluster, options)
+        num_instances = self._cluster.num_instances
         chosen = make_policy(policy, num_instances=num_instances, options=options, facts=self.facts)
         self.engine.set_policy(chosen)
         self._policy = chosen
@@ -173,7 +171,7 @@ class Deployment:
 
 def _facts(profile_key: ProfileKey, shape: ModelShape, given: Arguments) -> Facts:
     """With what was measured on this machine, if anything was."""
-    profile, fleet = load_profile(profile_key), given.fleet
+    profile = load_profile(profile_key)
     measured = None if profile is None else profile.hardware(shape)
     return Facts(
         shape=shape,
@@ -181,23 +179,14 @@ def _facts(profile_key: ProfileKey, shape: ModelShape, given: Arguments) -> Fact
         profile=profile,
         model=profile_key.model,
         partitions=load_partitions(profile_key),
-        tp=profile_key.tp,
-        places=tuple(given.places[fleet.ranks(instance)[0]] for instance in range(fleet.num_instances)),
-        roles=given.roles,
+        cluster=given.cluster,
     )
 
 
-def _config(given: Arguments, info: ModelInfo, policy: EnginePolicy, num_blocks: Sequence[int]) -> EngineConfig:
-    """What the engine must know; `num_blocks` are those of each instance."""
-    decode_blocks = None if given.roles is None else num_blocks[-1]
-    capacity = capacity_tokens(
-        policy, num_blocks=num_blocks[0], block_size=given.block_size, decode_blocks=decode_blocks
-    )
+def _config(given: Arguments, info: ModelInfo, policy: EnginePolicy, cluster: Cluster) -> EngineConfig:
+    capacity = capacity_tokens(policy, cluster, given.block_size)
     return EngineConfig(
-        num_instances=given.fleet.num_instances,
-        num_blocks=num_blocks[0],
-        decode_blocks=decode_blocks,
-        roles=given.roles,
+        cluster=cluster,
         block_size=given.block_size,
         max_model_len=args.max_model_len(info.context_length, capacity, given.max_model_len),
         eos_token_ids=info.eos_token_ids,

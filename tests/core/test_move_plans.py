@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from one_part import forward
 
-from longspan.core.cluster import Fleet, ParallelSpec
+from longspan.core.cluster import Cluster
 from longspan.core.heads import split_heads
 from longspan.core.owners import BlockRef
 from longspan.core.steps import MoveKV
@@ -42,7 +42,7 @@ def test_instances_that_are_split_alike_send_from_place_to_place() -> None:
         assert [(route.source, route.target) for route in routes] == [(place, place) for place in range(tp)]
 
 
-FLEET = Fleet(spec=ParallelSpec(instances=2), decode_spec=ParallelSpec(tp=2))
+CLUSTER = Cluster.of("2", "tp2")
 """Ranks 0 and 1 prefill, 2 and 3 decode together."""
 
 
@@ -60,7 +60,7 @@ def moved(rank: int, number: int, num_bytes: int = 0) -> Moved:
 
 def test_a_move_by_itself() -> None:
     """Sources work at once, targets when all sources have sent; the move is done with the last report."""
-    steps = InFlight(FLEET)
+    steps = InFlight(CLUSTER)
     assert steps.first_due_s() is None
     steps.begin(move(1, 0, 1), 10.0)
     assert (steps.stalled(10.0), steps.first_due_s()) == ([0, 1], 10.0)
@@ -82,7 +82,7 @@ def test_a_move_by_itself() -> None:
 @pytest.mark.parametrize("early", [False, True], ids=["after the Forward", "before"])
 def test_streams(early: bool) -> None:
     """Their targets are not late as long as the Forward runs; each stream has a completion of its own."""
-    steps = InFlight(FLEET)
+    steps = InFlight(CLUSTER)
     steps.begin(forward(1, (0, 1), move(2, 0), move(3, 1)), 10.0)
     steps.begin(forward(4, (2,)), 10.0)
     steps.take(done(2, 4), 11.0)
@@ -111,7 +111,7 @@ def test_streams(early: bool) -> None:
 
 def test_a_source_that_reports_is_not_late() -> None:
     """Its part has not left, but it goes on with other steps."""
-    steps = InFlight(FLEET)
+    steps = InFlight(CLUSTER)
     steps.begin(move(1, 0), 10.0)
     steps.begin(forward(2, (0,)), 10.0)
     steps.begin(forward(3, (0,)), 10.0)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from longspan import LLM, args
 from longspan.args import Arguments
-from longspan.core.cluster import Location, ParallelSpec, Roles, hosts_of, locations_of_ranks
+from longspan.core.cluster import Location, ParallelSpec, hosts_of, locations_of_ranks
 
 
 @given(st.integers(1, 10_000))
@@ -83,16 +83,16 @@ def test_neighbours_are_near() -> None:
 
 def test_pretended_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LONGSPAN_HOSTS", raising=False)
-    assert hosts_of(args.places(4)) == (0, 0, 0, 0)
+    assert hosts_of(args.locations(4)) == (0, 0, 0, 0)
     monkeypatch.setenv("LONGSPAN_HOSTS", "2")
-    assert hosts_of(args.places(4)) == (0, 0, 1, 1)
+    assert hosts_of(args.locations(4)) == (0, 0, 1, 1)
 
 
 @pytest.mark.parametrize("given", ["0", "3", "-1", "two", "1.5", " ", "0-0", "0-0,0-1,0-2", "0-0,1", "0-0,0--1"])
 def test_impossible_hosts_are_refused(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LONGSPAN_HOSTS", given)
     with pytest.raises(ValueError, match=f"LONGSPAN_HOSTS: .*2 ranks .*but '?{given}'? given"):
-        args.places(2)
+        args.locations(2)
 
 
 @pytest.mark.parametrize(
@@ -107,21 +107,21 @@ def test_impossible_hosts_are_refused(given: str, monkeypatch: pytest.MonkeyPatc
 )
 def test_roles_that_cannot_be(named: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        _ = Arguments(**named).fleet
+        _ = Arguments(**named).cluster
 
 
 def test_roles() -> None:
     uniform = Arguments(parallel="2xtp2")
-    assert (uniform.fleet.tps, uniform.roles) == ((2, 2), None)
+    assert (uniform.cluster.num_ranks, uniform.cluster.has_roles, uniform.cluster.backends) == (4, False, 0)
     with pytest.raises(ValueError, match="transfer_backends 3 is for instances that decode only"):
-        _ = Arguments(parallel="2xtp2", transfer_backends=3).roles
+        _ = Arguments(parallel="2xtp2", transfer_backends=3).cluster
     split = partial(Arguments, prefill_parallel="3", decode_parallel="2xtp2")
-    fleet = split().fleet
-    assert (fleet.tps, list(fleet.ranks(3)), fleet.place(6)) == ((1, 1, 1, 2, 2), [3, 4], (4, 1))
-    assert split().roles == Roles(num_prefill=3, num_decode=2, backends=3)
-    assert split(transfer_backends=1).roles == Roles(num_prefill=3, num_decode=2, backends=1)
+    cluster = split().cluster
+    assert (list(cluster.ranks(3)), cluster.at(6)) == ([3, 4], (4, 0, 1))
+    assert ([*cluster.prefill], [*cluster.decode], cluster.backends) == ([0, 1, 2], [3, 4], 3)
+    assert split(transfer_backends=1).cluster.backends == 1
     with pytest.raises(ValueError, match="transfer_backends must be at least 1, but 0 given"):
-        _ = split(transfer_backends=0).roles
+        _ = split(transfer_backends=0).cluster
 
 
 def test_the_signature_shows_every_argument() -> None:

@@ -8,12 +8,14 @@ from itertools import groupby
 
 import pytest
 from cluster import Cluster, Setup
+from cluster_setup import Roles
 from forced_plans import GrowingPlanner, planned
 from hypothesis import strategies as st
 from test_tetris import GROUPS, machine
 from workloads import assert_lawful, finishes_lawfully, repeats, setups_of
 
-from longspan.core.cluster import Location, Roles
+from longspan.core.cluster import Cluster as Instances
+from longspan.core.cluster import Location
 from longspan.core.config import EngineConfig
 from longspan.core.request import Request
 from longspan.core.steps import MoveKV
@@ -51,13 +53,14 @@ def setups(draw: st.DrawFn) -> Setup:
         options["sp_sizes"] = ",".join(map(str, sorted(sizes)))
     options["balance"] = draw(st.sampled_from(["true", "true", "false"]))
     facts = draw(st.sampled_from([Facts(), machine(*range(1, num_prefill + 1), start_s=0.0)]))
-    places = tuple(Location(host=i % 2, device=i) for i in range(num_prefill + num_decode))
+    locations = tuple(Location(host=i % 2, device=i) for i in range(num_prefill + num_decode))
     setup = replace(
         draw(setups_of(policy, num_prefill, options)),
         num_instances=num_prefill + num_decode,
         roles=roles,
         decode_blocks=draw(st.none() | st.integers(2, 20)),
-        facts=replace(facts, places=places),
+        facts=facts,
+        locations=locations,
         max_model_len=None,
     )
     return replace(setup, max_model_len=min(100, Cluster(setup).engine.config.max_model_len))
@@ -380,11 +383,13 @@ def test_choices_and_further_turns_move_only_what_is_new() -> None:
 @pytest.mark.parametrize("policy", ["chunked", "context", "runahead"])
 def test_policies_without_roles_are_refused(policy: str) -> None:
     with pytest.raises(ValueError, match=f"policy {policy} prefills and decodes .* choose tetris or fixed-sp"):
-        make_policy(policy, num_instances=3, options={}, facts=Facts(roles=ROLES))
+        make_policy(policy, num_instances=3, options={}, facts=Facts(cluster=ROLES.cluster))
 
 
 def test_auto_is_tetris_with_roles() -> None:
-    policy = make_policy("auto", num_instances=3, options={"improvement_rate": "0.1"}, facts=Facts(roles=ROLES))
+    policy = make_policy(
+        "auto", num_instances=3, options={"improvement_rate": "0.1"}, facts=Facts(cluster=ROLES.cluster)
+    )
     assert policy.capacity_tokens(num_blocks=10, block_size=16) == 320
 
 
@@ -394,20 +399,17 @@ def test_groups_are_of_instances_that_prefill() -> None:
             *("fixed-sp",),
             num_instances=5,
             options={"sp": "2"},
-            facts=Facts(roles=Roles(num_prefill=3, num_decode=2, backends=1)),
+            facts=Facts(cluster=Instances.of("3", "2")),
         )
 
 
-@pytest.mark.parametrize(
-    ("wishes", "message"),
-    [
-        ({"roles": ROLES, "num_instances": 4}, "roles are given to 3 instances, but there are 4"),
-        ({"decode_blocks": 7}, "decode_blocks 7 are of instances that only decode: give roles, too"),
-    ],
-)
-def test_roles_that_do_not_fit(wishes: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        EngineConfig(**{"num_instances": 3, "num_blocks": 1, "block_size": 1, "max_model_len": 1} | wishes)  # type: ignore[arg-type]
+def test_every_instance_needs_a_pool() -> None:
+    with pytest.raises(
+        ValueError, match="2 prefill \\+ 1 decode needs a pool per instance, in their order, but 2 pools given"
+    ):
+        Instances.of("2", "1", num_blocks=[7, 7])
+    with pytest.raises(ValueError, match="the KV pools of 3 have no sizes"):
+        EngineConfig(cluster=Instances.of("3"), block_size=1, max_model_len=1)
 
 
 def test_a_request_has_to_fit_the_instance_that_decodes_it() -> None:

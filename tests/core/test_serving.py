@@ -16,6 +16,7 @@ from texts import topic_tokens
 from tiny_models import make_tiny
 
 from longspan import LLM, SamplingParams
+from longspan.args import Arguments
 from longspan.core.engine import Engine, EngineConfig
 from longspan.core.protocols import Executor
 from longspan.core.steps import Completion, Forward, Step
@@ -161,7 +162,11 @@ def test_real_and_simulated_execution_take_the_same_steps(tiny: Path) -> None:
     while engine.has_unfinished:
         engine.step()
     assert config == EngineConfig(
-        num_instances=1, num_blocks=120, block_size=16, max_model_len=1920, eos_token_ids=(2,), limits=limits
+        cluster=Arguments().cluster.with_blocks([120]),
+        block_size=16,
+        max_model_len=1920,
+        eos_token_ids=(2,),
+        limits=limits,
     )
     assert sum(output.metrics.num_preemptions for output in outputs) > 0
     assert real.steps == simulated.steps
@@ -216,7 +221,7 @@ def test_a_stream_is_cumulative_and_can_be_left(smollm2: LLM) -> None:
         if len(output.outputs[0].token_ids) == 3:
             break
     assert smollm2.generate(["The capital of France is"], params)[0].outputs[0].text == whole.outputs[0].text
-    assert smollm2.num_free_blocks[0] == smollm2.engine.config.num_blocks
+    assert smollm2.num_free_blocks[0] == smollm2.engine.config.cluster.num_blocks(0)
 
 
 def test_streams_can_be_read_in_turns_with_other_calls(smollm2: LLM) -> None:

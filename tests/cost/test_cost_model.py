@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longspan.core.cluster import Fleet, ParallelSpec
+from longspan.core.cluster import Cluster, ParallelSpec
 from longspan.core.exchange import ALLTOALL, CHAIN, GATHER_HIDDEN, GATHER_KV, LOCAL, RING_KV, RING_Q, Exchange
 from longspan.core.runs import Run, shard_span
 from longspan.core.steps import Forward, Part, Sample
@@ -19,7 +19,7 @@ from longspan.cost.architecture import from_config
 from longspan.cost.catalog import Kernels
 from longspan.cost.chain import Member, skewed
 from longspan.cost.channels import Channel, Share, Shares, channel_time, exchanged_bytes, share_of
-from longspan.cost.cluster import Cluster, roofline
+from longspan.cost.cluster import Devices, roofline
 from longspan.cost.estimate import Estimate, decode_channel, estimate_decode, estimate_prefill
 from longspan.cost.exchange_rules import alltoall_bytes
 from longspan.cost.forward import Roofline
@@ -27,11 +27,11 @@ from longspan.cost.step_cost import RooflineCost
 
 EXCHANGES: tuple[Exchange, ...] = (RING_KV, RING_Q, ALLTOALL, GATHER_KV, GATHER_HIDDEN, CHAIN)
 KERNELS: tuple[Kernels, ...] = get_args(Kernels)
-A100S = Cluster(hardware="a100-sxm-80g", gpus_per_host=8, hosts=2)
+A100S = Devices(hardware="a100-sxm-80g", gpus_per_host=8, hosts=2)
 
 
 def model_on(
-    cluster: Cluster = A100S, instances: int = 1, tp: int = 1, kernels: Kernels = "flash", name: str = "llama-3-8b"
+    cluster: Devices = A100S, instances: int = 1, tp: int = 1, kernels: Kernels = "flash", name: str = "llama-3-8b"
 ) -> Roofline:
     model = from_config(catalog.model_config(name), name=name)
     return roofline(model, cluster, ParallelSpec(instances=instances, tp=tp), kernels)
@@ -54,7 +54,7 @@ class Drawn:
     length: int
 
     def model(self, link_bytes_per_s: float | None = None) -> Roofline:
-        cluster = Cluster(hardware=self.hardware, gpus_per_host=4, hosts=4, link_bytes_per_s=link_bytes_per_s)
+        cluster = Devices(hardware=self.hardware, gpus_per_host=4, hosts=4, link_bytes_per_s=link_bytes_per_s)
         return model_on(cluster, self.instances, self.tp, self.kernels, self.name)
 
 
@@ -207,7 +207,7 @@ def test_searched_pieces_beat_even_ones_and_come_first_longer() -> None:
 def test_narrow_weights_are_smaller_and_faster_where_the_device_has_them() -> None:
     config = catalog.model_config("llama-3-70b")
     for hardware, faster in (("h100-sxm-80g", True), ("a100-sxm-80g", False)):
-        cluster = Cluster(hardware=hardware, gpus_per_host=8)
+        cluster = Devices(hardware=hardware, gpus_per_host=8)
         wide, narrow = (
             estimate_prefill(
                 roofline(from_config(config, name="70b", ffn_bytes=size), cluster, ParallelSpec(tp=8)), 1, LOCAL, 8192
@@ -228,7 +228,7 @@ def test_memory_says_what_does_not_fit() -> None:
 def test_devices_of_a_host_share_a_network_that_is_the_host_s() -> None:
     """A ring of 16 GPUs crosses once, of 2 x tp8 with eight messages at a time."""
     per_gpu, per_host = (
-        Cluster(hardware="a100-sxm-80g", gpus_per_host=8, hosts=2, link=name)
+        Devices(hardware="a100-sxm-80g", gpus_per_host=8, hosts=2, link=name)
         for name in ("rdma-400g", "efa-400g-per-host")
     )
     crossing = [model_on(cluster, 2, 8).topology.send_s(1e9, 0, 1) for cluster in (per_gpu, per_host)]
@@ -259,7 +259,7 @@ def test_impossible_questions_are_refused() -> None:
     with pytest.raises(ValueError, match="3 fractions given for 2 instances"):
         estimate_prefill(model, 2, CHAIN, 5000, fractions=(0.2, 0.3, 0.5))
     with pytest.raises(ValueError, match="gpus_per_host must be at least 1, but 0 given"):
-        Cluster(hardware="a10", gpus_per_host=0)
+        Devices(hardware="a10", gpus_per_host=0)
 
 
 def part(request: int, start: int, stop: int, group: tuple[int, ...], exchange: Exchange) -> Part:
@@ -280,7 +280,7 @@ def part(request: int, start: int, stop: int, group: tuple[int, ...], exchange: 
 
 def step_cost(instances: int) -> RooflineCost:
     model = from_config(catalog.model_config("llama-3-8b"), name="llama-3-8b")
-    return RooflineCost(model, A100S, Fleet(spec=ParallelSpec(instances=instances)), block_size=256)
+    return RooflineCost(model, A100S, Cluster(spec=ParallelSpec(instances=instances)), block_size=256)
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
@@ -342,13 +342,13 @@ def test_instances_of_a_step_end_by_what_they_do() -> None:
 
 
 def test_a_link_that_the_devices_of_a_host_share_is_between_hosts() -> None:
-    assert Cluster(hardware="a100-sxm-40g", gpus_per_host=8, hosts=2, link="efa-400g-per-host").num_gpus == 16
+    assert Devices(hardware="a100-sxm-40g", gpus_per_host=8, hosts=2, link="efa-400g-per-host").num_gpus == 16
     with pytest.raises(
         ValueError, match=r"nvlink3 is inside a host, but 2 hosts given: .*infiniband-8x200g, rdma-400g"
     ):
-        Cluster(hardware="a100-sxm-40g", gpus_per_host=8, hosts=2, link="nvlink3")
+        Devices(hardware="a100-sxm-40g", gpus_per_host=8, hosts=2, link="nvlink3")
     with pytest.raises(ValueError, match=r"efa-400g-per-host is between hosts, .*: give --hosts 2 or more"):
-        Cluster(hardware="a100-sxm-40g", gpus_per_host=8, link="efa-400g-per-host")
+        Devices(hardware="a100-sxm-40g", gpus_per_host=8, link="efa-400g-per-host")
 
 
 GROUPS = ((0,), (3,), (0, 1), (1, 2, 3), (4, 5, 6, 7), (0, 1, 2, 3, 4, 5, 6, 7))

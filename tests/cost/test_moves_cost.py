@@ -6,29 +6,29 @@ from dataclasses import replace
 
 import pytest
 
-from longspan.core.cluster import Fleet, ParallelSpec
+from longspan.core.cluster import Cluster, ParallelSpec
 from longspan.core.exchange import LOCAL, RING_KV
 from longspan.core.owners import BlockRef
 from longspan.core.runs import Run, shard_span
 from longspan.core.steps import Forward, MoveKV, Part
 from longspan.cost import catalog
 from longspan.cost.architecture import from_config
-from longspan.cost.cluster import Cluster, rooflines
+from longspan.cost.cluster import Devices, rooflines
 from longspan.cost.step_cost import RooflineCost
 from longspan.sim.executor import SimExecutor, VirtualClock
 from longspan.sim.run import SlowedCost
 
 BLOCK = 256
 MODEL = from_config(catalog.model_config("llama-3-8b"), name="llama-3-8b")
-HOSTS = Cluster(hardware="a100-sxm-80g", gpus_per_host=8, hosts=4)
+HOSTS = Devices(hardware="a100-sxm-80g", gpus_per_host=8, hosts=4)
 TOKEN_BYTES = 2 * 8 * 128 * 2 * 32
 """Keys and values, 8 heads of 128, 16 bits, 32 layers."""
 
 
-def cost(prefill: str = "16", decode: str | None = "2xtp8", cluster: Cluster = HOSTS) -> RooflineCost:
+def cost(prefill: str = "16", decode: str | None = "2xtp8", cluster: Devices = HOSTS) -> RooflineCost:
     spec = None if decode is None else ParallelSpec.parse(decode)
-    fleet = Fleet(spec=ParallelSpec.parse(prefill), decode_spec=spec)
-    return RooflineCost(MODEL, cluster, fleet, block_size=BLOCK)
+    instances = Cluster(spec=ParallelSpec.parse(prefill), decode_spec=spec)
+    return RooflineCost(MODEL, cluster, instances, block_size=BLOCK)
 
 
 def move(*pairs: tuple[int, int], blocks: int = 100) -> MoveKV:
@@ -69,8 +69,8 @@ def test_sixteen_sources_are_too_many_for_eight_receivers() -> None:
 
 def test_heads_that_several_ranks_have_are_sent_to_each() -> None:
     few = replace(MODEL, attention=replace(MODEL.attention, num_kv_heads=4))
-    fleet = Fleet(spec=ParallelSpec(instances=8), decode_spec=ParallelSpec(tp=8))
-    found = RooflineCost(few, replace(HOSTS, hosts=2), fleet, block_size=BLOCK)
+    instances = Cluster(spec=ParallelSpec(instances=8), decode_spec=ParallelSpec(tp=8))
+    found = RooflineCost(few, replace(HOSTS, hosts=2), instances, block_size=BLOCK)
     between = found.lines[0].topology.between
     sent_bytes = 100 * BLOCK * TOKEN_BYTES  # 4 heads to 8 ranks: as much as 8 heads to 8
     assert found.move_s(move((0, 8))) == pytest.approx(between.latency_s + sent_bytes / between.bytes_per_s)
@@ -91,12 +91,12 @@ def test_devices_that_share_a_link_share_it() -> None:
 
 def test_roles_lie_on_their_own_devices() -> None:
     prefill, decode = rooflines(
-        MODEL, HOSTS, Fleet(spec=ParallelSpec(instances=16), decode_spec=ParallelSpec(instances=2, tp=8))
+        MODEL, HOSTS, Cluster(spec=ParallelSpec(instances=16), decode_spec=ParallelSpec(instances=2, tp=8))
     )
     assert [prefill.topology.host(i) for i in (0, 7, 8, 15)] == [0, 0, 1, 1]
     assert [decode.topology.host(i) for i in (16, 17)] == [2, 3]
     with pytest.raises(ValueError, match=r"16 \* 1 \+ 3 \* 8 = 40 GPUs"):
-        rooflines(MODEL, HOSTS, Fleet(spec=ParallelSpec(instances=16), decode_spec=ParallelSpec(instances=3, tp=8)))
+        rooflines(MODEL, HOSTS, Cluster(spec=ParallelSpec(instances=16), decode_spec=ParallelSpec(instances=3, tp=8)))
 
 
 def _prefill(rebalances: tuple[MoveKV, ...] = (), new: int = 32_768, cached: int = 0) -> Forward:

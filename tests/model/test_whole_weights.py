@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,7 @@ from transports import FaultyTransport, Wires, run_members
 from longspan.attn.check import Request
 from longspan.attn.comm import Group, Transport
 from longspan.attn.spec import AttnSpec
-from longspan.core.cluster import Fleet, ParallelSpec
+from longspan.core.cluster import Cluster, Location
 from longspan.core.exchange import ALLTOALL, CHAIN, GATHER_HIDDEN, LOCAL, RING_KV, RING_Q, Exchange
 from longspan.core.heads import cut_evenly, split_heads
 from longspan.core.owners import BlockRef, Owners
@@ -186,8 +186,8 @@ def run_ranks(folder: Path, tp: int, forwards: Sequence[Forward]) -> tuple[dict[
     """The logits after each request's latest token, the same bits on all its ranks; and bytes by kind, of each step."""
     files = prepare(str(folder), dtype="float32")
     models = [Model.load(files, CPU, tp_index=rank % tp, tp=tp) for rank in range(2 * tp)]
-    fleet = Fleet(spec=ParallelSpec(instances=2, tp=tp))
-    hosts = tuple(range(2)) * tp  # neighbours lie apart
+    apart = tuple(Location(host=rank % 2, device=rank) for rank in range(2 * tp))  # neighbours are on two hosts
+    cluster = replace(Cluster.of(f"2xtp{tp}"), locations=apart)
     logits: list[dict[int, Tensor]] = [{} for _ in models]
     sent: list[Counter[str]] = [Counter() for _ in forwards]
     wires = Wires(timeout_s=10)
@@ -199,7 +199,7 @@ def run_ranks(folder: Path, tp: int, forwards: Sequence[Forward]) -> tuple[dict[
         for forward in forwards:
             packed = pack(forward, requests, instance=instance, block_size=BLOCK, device=CPU)
             layers = model.info.num_layers
-            comm = StepComm(transport, forward.number, fleet=fleet, rank=me, hosts=hosts, num_layers=layers)
+            comm = StepComm(transport, forward.number, cluster=cluster, rank=me, num_layers=layers)
             model.reduce = comm.all_reduce
             attention = StepAttention(packed, comm, pool=pool, specs=model.specs, watch=watch, layerwise=layerwise)
             if len(packed.tokens):
@@ -287,10 +287,10 @@ def test_a_step_without_layerwise_parts_leaves_the_layers_alone(folders: dict[st
     model = Model.load(prepare(str(folders["llama"]), dtype="float32"), CPU)
     layerwise, modules = Layerwise(model), attention_modules(model.module)
     pool = KvPool(model.specs, num_blocks=64, block_size=BLOCK, dtype=torch.float32, device=CPU)
-    requests, watch, fleet = rank_requests(), Stopwatch(enabled=False, device=CPU), Fleet(spec=ParallelSpec())
+    requests, watch, cluster = rank_requests(), Stopwatch(enabled=False, device=CPU), Cluster.of("1")
     for kind, is_taken in ((LOCAL, False), (GATHER_HIDDEN, True)):
         [chat] = [index for index, chat in enumerate(CHATS) if chat.exchanges[0] == kind]
         packed = pack(steps_of([chat])[0], requests, instance=0, block_size=BLOCK, device=CPU)
-        comm = StepComm(None, 0, fleet=fleet, rank=0, hosts=(0,), num_layers=model.info.num_layers)
+        comm = StepComm(None, 0, cluster=cluster, rank=0, num_layers=model.info.num_layers)
         StepAttention(packed, comm, pool=pool, specs=model.specs, watch=watch, layerwise=layerwise)
         assert all(("forward" in vars(module)) == is_taken for module in modules)

@@ -7,13 +7,15 @@ from dataclasses import replace
 
 import pytest
 from cluster import Cluster, Setup
+from cluster_setup import Roles
 from forced_plans import forced
 from hypothesis import given
 from hypothesis import strategies as st
 from workloads import assert_lawful
 
 from longspan.core.account import KvAccount
-from longspan.core.cluster import Roles
+from longspan.core.cluster import Cluster as Instances
+from longspan.core.cluster import device_pools
 from longspan.core.owners import BlockRef
 from longspan.core.queues import Running
 from longspan.core.request import Request, RequestMetrics
@@ -120,7 +122,7 @@ def request_of(length: int, *, max_tokens: int = 10) -> Request:
 
 
 def view(*, used: dict[int, int], active: dict[int, int], promised: dict[int, int]) -> ClusterView:
-    account, running = KvAccount(num_instances=3, num_blocks=100, block_size=16), Running(3)
+    account, running = KvAccount(device_pools([100] * 3), block_size=16), Running(3)
     for instance, number in used.items():
         account.pool(instance).allocate(number)
     for instance, number in active.items():
@@ -130,7 +132,7 @@ def view(*, used: dict[int, int], active: dict[int, int], promised: dict[int, in
             running.join(decoding)
     nobody = frozenset[int]()
     return ClusterView(
-        num_instances=3,
+        cluster=Instances.of("3"),
         limits=Limits(),
         waiting=(),
         running=running,

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 from test_profile import SUBJECT, prefill
 
+from longspan.core.cluster import Cluster as Instances
 from longspan.core.cluster import Location
 from longspan.core.exchange import ALLTOALL, CHAIN, GATHER_KV, LOCAL, RING_KV, RING_Q, Exchange
 from longspan.core.owners import PrefixHit
@@ -121,7 +122,7 @@ SPLIT = replace(SHAPE, num_kv_heads=1)  # eight query heads read one KV head, so
 @given(st.integers(2, 8), st.integers(2, 5000), st.sampled_from((2, 4, 8)))
 def test_alltoall_takes_whole_weights_where_they_send_less(members: int, new: int, tp: int) -> None:
     """On CPUs from the host, so that it does not depend on the length."""
-    chooser = Chooser(members, Facts(shape=SPLIT, tp=tp))
+    chooser = Chooser(members, Facts(shape=SPLIT, cluster=split(tp)))
     pays = unsharded_weights_pay(SPLIT, new, members, tp, "host")
     assert pays == (tp > 2)
     assert chooser.of_step(ALLTOALL, new, members) == (ALLTOALL._replace(weights="host") if pays else ALLTOALL)
@@ -131,11 +132,11 @@ def test_alltoall_takes_whole_weights_where_they_send_less(members: int, new: in
 @pytest.mark.parametrize("source", ["host", "peers"])
 def test_whole_weights_can_be_forced(source: Literal["host", "peers"]) -> None:
     """Of prompts; a single token is computed with the shares of heads."""
-    chooser = Chooser(2, Facts(tp=2), ALLTOALL, weights=source)
+    chooser = Chooser(2, Facts(cluster=split(2)), ALLTOALL, weights=source)
     assert chooser.of_step(ALLTOALL, 2, 2) == ALLTOALL._replace(weights=source)
     assert chooser.of_step(ALLTOALL, 1, 2) == ALLTOALL
-    for tp in (None, 1):
-        assert Chooser(2, Facts(tp=tp), ALLTOALL).of_step(ALLTOALL, 100, 2) == ALLTOALL
+    for cluster in (None, split(1)):
+        assert Chooser(2, Facts(cluster=cluster), ALLTOALL).of_step(ALLTOALL, 100, 2) == ALLTOALL
 
 
 @pytest.mark.parametrize(
@@ -158,13 +159,17 @@ def test_on_accelerators_measured_links_decide(
             profile = profile.with_transfer(Transfer(kind="host_copy", members=1, num_bytes=size, seconds=seconds))
         seconds = (peer_s * size,)
         profile = profile.with_transfer(Transfer(kind="point_to_point", members=2, num_bytes=size, seconds=seconds))
-    chooser = Chooser(2, Facts(shape=SPLIT, profile=profile, tp=4))
+    chooser = Chooser(2, Facts(shape=SPLIT, profile=profile, cluster=split(4)))
     assert chooser.of_step(ALLTOALL, length, 2) == expected
+
+
+def split(tp: int) -> Instances:
+    return Instances.of(f"2xtp{tp}")
 
 
 def test_decodes_keep_shares_of_heads() -> None:
     options = {"exchange": "alltoall", "decode": "alltoall", "threshold": "20", "weights": "peers"}
-    cluster = Cluster(Setup(num_instances=2, options=options, facts=Facts(tp=2)))
+    cluster = Cluster(Setup(num_instances=2, options=options, tp=2))
     request = cluster.add(range(100), max_tokens=5)
     cluster.run()
     assert [part.exchange for part in cluster.parts_of(request)] == [
@@ -281,9 +286,9 @@ def test_a_short_turn_stays_with_the_instance_that_has_the_conversation(facts: F
 
 
 def test_groups_are_in_order_of_proximity_and_on_as_few_hosts_as_can_be() -> None:
-    places = tuple(Location(host=host, device=i) for i, host in enumerate((1, 0, 1, 0, 2)))
-    facts = Facts(profile=two_or_four(), places=places)
-    cluster = Cluster(Setup(num_instances=5, num_blocks=4096, facts=facts))
+    locations = tuple(Location(host=host, device=i) for i, host in enumerate((1, 0, 1, 0, 2)))
+    facts = Facts(profile=two_or_four())
+    cluster = Cluster(Setup(num_instances=5, num_blocks=4096, facts=facts, locations=locations))
     requests = [cluster.add(range(first, first + 3000), max_tokens=50) for first in range(2)]
     cluster.run()
     assert [cluster.parts_of(request)[0].group for request in requests] == [(1, 3), (0, 2)]

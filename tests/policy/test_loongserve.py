@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import pytest
 from cluster import Cluster, Setup
+from cluster_setup import Roles
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longspan.core.cluster import Location, Roles
 from longspan.policy import make_policy
 from longspan.policy.choosing import Facts
 
@@ -107,7 +107,6 @@ def test_disaggregated_prefill_takes_the_group_that_is_quickest_for_itself() -> 
     ],
 )
 def test_mistakes(name: str, roles: bool, options: Mapping[str, str], message: str) -> None:
-    places = tuple(Location(device=device) for device in range(4))
-    given = Facts(places=places, roles=Roles(num_prefill=3, num_decode=1, backends=1) if roles else None)
+    given = Facts(cluster=Roles(num_prefill=3, num_decode=1, backends=1).cluster if roles else None)
     with pytest.raises(ValueError, match=message):
         make_policy(name, num_instances=4, options=options, facts=given)

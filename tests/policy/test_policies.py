@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan.core.account import KvAccount
-from longspan.core.cluster import coupled_instances
+from longspan.core.cluster import Cluster as Instances
+from longspan.core.cluster import coupled_instances, device_pools
 from longspan.core.queues import Running
 from longspan.core.request import Request, RequestMetrics
 from longspan.core.runs import Layout, SpanShards
@@ -82,9 +83,9 @@ def test_whole_weights_need_instances_that_are_split() -> None:
     """Which is not known where nobody says how many ranks an instance has."""
     options = {"exchange": "alltoall", "weights": "host"}
     with pytest.raises(ValueError, match="weights=host is for instances split by tensor parallelism, but tp is 1"):
-        make_policy("context", num_instances=2, options=options, facts=Facts(tp=1))
-    for tp in (None, 2):
-        make_policy("context", num_instances=2, options=options, facts=Facts(tp=tp))
+        make_policy("context", num_instances=2, options=options, facts=Facts(cluster=Instances.of("2")))
+    for cluster in (None, Instances.of("2xtp2")):
+        make_policy("context", num_instances=2, options=options, facts=Facts(cluster=cluster))
 
 
 def test_options_are_read_from_text() -> None:
@@ -275,7 +276,7 @@ def test_the_last_come_gives_way() -> None:
 
 def test_who_holds_no_block_where_one_is_missing_is_no_victim() -> None:
     """The first request needs a third block of an instance that has two; the last one's blocks lie elsewhere."""
-    account = KvAccount(num_instances=2, num_blocks=2, block_size=4)
+    account = KvAccount(device_pools([2, 2]), block_size=4)
     growing, elsewhere = running(account, 0, num_tokens=8), running(account, 1, num_tokens=3)
     plan = make_policy("context", num_instances=2, options={}).plan(view_of(account, [growing, elsewhere]))
     assert plan.preempted == (growing,)
@@ -303,7 +304,7 @@ def running(account: KvAccount, instance: int, *, num_tokens: int) -> Request:
 
 def view_of(account: KvAccount, requests: list[Request]) -> ClusterView:
     return ClusterView(
-        num_instances=2,
+        cluster=Instances.of("2"),
         limits=Limits(),
         waiting=[],
         running=Running.of(requests, 2),

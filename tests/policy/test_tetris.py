@@ -13,6 +13,7 @@ from forced_plans import Wandering, forced
 from hypothesis import strategies as st
 from workloads import assert_lawful, finishes_lawfully, repeats, setups_of
 
+from longspan.core.cluster import Cluster as Instances
 from longspan.core.cluster import Location
 from longspan.core.engine import Engine, EngineConfig
 from longspan.core.exchange import RING_KV, RING_Q
@@ -68,9 +69,9 @@ def setups(draw: st.DrawFn) -> Setup:
             options["sp_sizes"] = ",".join(map(str, sorted(sizes)))
     setup = draw(setups_of(policy, num_instances, options))
     num_hosts = draw(st.integers(1, 2))
-    places = tuple(Location(host=i % num_hosts, device=i) for i in range(num_instances))
+    locations = tuple(Location(host=i % num_hosts, device=i) for i in range(num_instances))
     facts = draw(st.sampled_from([setup.facts, machine(*range(1, num_instances + 1), start_s=0.0)]))
-    setup = replace(setup, facts=replace(facts, places=places))
+    setup = replace(setup, facts=facts, locations=locations)
     capacity = make_policy(policy, num_instances=num_instances, options=options, facts=setup.facts).capacity_tokens(
         num_blocks=setup.num_blocks, block_size=setup.block_size
     )
@@ -174,8 +175,7 @@ def mean_ttft_s(chunking: str, seed: int) -> float:
         executor=SimExecutor(clock=clock, vocab_size=64, cost=LinearCost(base_s=0.0)),
         clock=clock,
         config=EngineConfig(
-            num_instances=8,
-            num_blocks=3000,
+            cluster=Instances.of("8", num_blocks=[3000] * 8),
             block_size=16,
             max_model_len=5000,
             limits=Limits(max_num_batched_tokens=400),
@@ -250,16 +250,21 @@ def test_a_cached_beginning_is_computed_again_where_that_is_sooner() -> None:
 )
 def test_groups_end_with_their_host_if_it_has_enough(per_host: int, options: dict[str, str], expected: int) -> None:
     """So that no decode waits for another host's."""
-    places = tuple(Location(host=i // per_host, device=i) for i in range(8))
-    facts = replace(machine(1, 2, 4, 8), places=places)
+    locations, facts = tuple(Location(host=i // per_host, device=i) for i in range(8)), machine(1, 2, 4, 8)
     cluster = Cluster(
-        Setup(num_instances=8, policy="tetris", options={"improvement_rate": "0", **options}, facts=facts)
+        Setup(
+            num_instances=8,
+            policy="tetris",
+            options={"improvement_rate": "0", **options},
+            facts=facts,
+            locations=locations,
+        )
     )
     requests = [cluster.add([number] * 8000, max_tokens=20) for number in range(3)]
     cluster.run()
     for request in requests:
         assert [len(group) for group, _ in chunks_of(cluster, request)] == [expected]
-        assert len({places[i].host for i in chunks_of(cluster, request)[0][0]}) == max(1, expected // per_host)
+        assert len({locations[i].host for i in chunks_of(cluster, request)[0][0]}) == max(1, expected // per_host)
 
 
 def test_fixed_groups() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from longspan.attn.comm import CommError, Pending
 from longspan.attn.spec import AttnSpec
-from longspan.core.cluster import Fleet, ParallelSpec
+from longspan.core.cluster import Cluster
 from longspan.core.owners import BlockRef
 from longspan.core.steps import MoveKV
 from longspan.runtime.kv.block_messages import BlockMessages
@@ -51,7 +51,7 @@ def moves_of(rank: int, transport: Failing) -> Moves:
     """Of one of two instances."""
     specs = [AttnSpec(num_heads=2, num_kv_heads=2, head_dim=8, scale=1.0, window=None, softcap=None)] * 2
     pool = KvPool(specs, num_blocks=4, block_size=4, dtype=torch.float32, device=torch.device("cpu"))
-    messages = BlockMessages(pool, specs, Fleet(spec=ParallelSpec.parse("2")), rank)
+    messages = BlockMessages(pool, specs, Cluster.of("2"), rank)
     return Moves(messages, transport, rank=rank, hosts=(0, 0))
 
 

@@ -12,12 +12,13 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from hand_made import BLOCK, Cluster, Driven, fleet_of, workers
+from hand_made import BLOCK, Cluster, Driven, workers
 from oracle import Oracle
 from texts import topic_tokens
 from tiny_models import BASE, write_checkpoint
 from transformers import LlamaConfig
 
+from longspan.core.cluster import Cluster as Instances
 from longspan.core.exchange import ALLTOALL, CHAIN, GATHER_HIDDEN, RING_KV, RING_Q, Exchange
 from longspan.core.owners import BlockRef
 from longspan.core.steps import Completion, MoveKV
@@ -72,9 +73,9 @@ def test_from_prefill_to_decode(
     folders: dict[str, Path], oracles: dict[str, Oracle], model: str, prefill: str, decode: str, streamed: bool
 ) -> None:
     """Two chunks, the first of which ends inside a block; another request decodes at the target meanwhile."""
-    fleet = fleet_of(prefill, decode)
-    group, target = tuple(range(fleet.spec.instances)), fleet.spec.instances
-    with workers(folders[model], fleet) as cluster:
+    instances = Instances.of(prefill, decode)
+    group, target = tuple(range(instances.spec.instances)), instances.spec.instances
+    with workers(folders[model], instances) as cluster:
         other = Driven(cluster, prompt_of(40, seed=1))
         other.take(other.forward(40, (target,)))
         request = Driven(cluster, prompt_of(LENGTH))
@@ -93,7 +94,7 @@ def test_from_prefill_to_decode(
         other.decode((target,), 1)
     request.assert_exact(oracles[model].complete(request.prompt, NUM_TOKENS))
     other.assert_exact(oracles[model].complete(other.prompt, 6))
-    heads = max(HEADS[model][1], fleet.tps[target])  # copies of heads are sent, too
+    heads = max(HEADS[model][1], instances.tp(target))  # copies of heads are sent, too
     assert sent == len(request.moved) * BLOCK * heads * 16 * 4 * 2 * BASE["num_hidden_layers"]
 
 
@@ -117,14 +118,14 @@ def test_balancing(
     exchange: Exchange,
 ) -> None:
     """What was left is written over at once, by a request that comes between."""
-    with workers(folders["9 on 3"], fleet_of(parallel)) as cluster:
+    with workers(folders["9 on 3"], Instances.of(parallel)) as cluster:
         request = Driven(cluster, prompt_of(LENGTH))
         request.take(request.forward(70, groups[0], exchange))
         balance, left = request.even_out(groups[1])
         assert balance.copies
         done = request.take(request.forward(120, groups[1], exchange, rebalances=[balance]))
         cluster.release(left)
-        heads = max(3, cluster.fleet.spec.tp)
+        heads = max(3, cluster.instances.spec.tp)
         size = BLOCK * heads * 16 * 4 * 2 * BASE["num_hidden_layers"]
         assert done.bytes_sent["kv_balance", "other_host"] == len(left) * size
         other = Driven(cluster, prompt_of(100, seed=1))
@@ -139,7 +140,7 @@ def test_balancing_and_streaming_in_one_step(
     folders: dict[str, Path], oracles: dict[str, Oracle], exchange: Exchange
 ) -> None:
     """Blocks go on from where they have just come to, and new ones when they are stored, however late that is."""
-    with workers(folders["9 on 3"], fleet_of("2", "tp2")) as cluster:
+    with workers(folders["9 on 3"], Instances.of("2", "tp2")) as cluster:
         request = Driven(cluster, prompt_of(LENGTH))
         request.take(request.forward(70, (0,)))
         balance, _ = request.even_out((0, 1))
@@ -155,7 +156,7 @@ def test_balancing_and_streaming_in_one_step(
 def test_smollm2() -> None:
     """Three chunks on a group that grows; then to an instance whose ranks have two and one of the KV heads."""
     prompt = list(topic_tokens()[:900])
-    with workers(smollm2_folder(), fleet_of("2", "tp2"), num_blocks=80) as cluster:
+    with workers(smollm2_folder(), Instances.of("2", "tp2"), num_blocks=80) as cluster:
         request = Driven(cluster, prompt)
         request.take(request.forward(300, (1,), stream_to=2))
         balance, _ = request.even_out((0, 1))
@@ -173,8 +174,8 @@ def test_smollm2() -> None:
 def test_memory_for_what_is_under_way_is_bounded(folders: dict[str, Path], decode: str) -> None:
     """Of 400 MiB in a single move little is in messages at a time, also while the target is stopped."""
     num_blocks, slack = 400 * MIB // BLOCK_BYTES, 48 * MIB
-    fleet = fleet_of("1", decode)
-    with workers(folders["9 on 3"], fleet, num_blocks=num_blocks, launch=ProcessLauncher) as cluster:
+    instances = Instances.of("1", decode)
+    with workers(folders["9 on 3"], instances, num_blocks=num_blocks, launch=ProcessLauncher) as cluster:
         source, *targets = (psutil.Process(pid) for pid in cluster.executor.pids)
         before = [peak_bytes(process, anew=True) for process in (source, *targets)]
         copies = tuple((BlockRef(0, block), BlockRef(1, block)) for block in range(num_blocks))
@@ -206,7 +207,7 @@ def peak_bytes(process: psutil.Process, *, anew: bool = False) -> int:
 def test_many_moves_to_and_from_everyone(folders: dict[str, Path]) -> None:
     """More bytes than the windows hold, from each source to each target, given in any order: nobody waits for ever."""
     num_blocks = 3 * WINDOW_BYTES // BLOCK_BYTES
-    with workers(folders["9 on 3"], fleet_of("2", "2"), num_blocks=num_blocks, launch=ProcessLauncher) as cluster:
+    with workers(folders["9 on 3"], Instances.of("2", "2"), num_blocks=num_blocks, launch=ProcessLauncher) as cluster:
         pairs = [(source, target) for source in (0, 1) for target in (2, 3)] * 3
         random.Random(0).shuffle(pairs)
         moves = []
@@ -223,7 +224,7 @@ def test_many_moves_to_and_from_everyone(folders: dict[str, Path]) -> None:
 
 def test_a_move_that_waits_for_its_source_is_not_late(folders: dict[str, Path]) -> None:
     """Who is stopped is named, not who waits for it."""
-    with workers(folders["9 on 3"], fleet_of("1", "1"), step_timeout_s=1.5, launch=ProcessLauncher) as cluster:
+    with workers(folders["9 on 3"], Instances.of("1", "1"), step_timeout_s=1.5, launch=ProcessLauncher) as cluster:
         request = Driven(cluster, prompt_of(LENGTH))
         os.kill(cluster.executor.pids[0], signal.SIGSTOP)
         forward = request.forward(LENGTH, (0,), stream_to=1)
@@ -234,7 +235,7 @@ def test_a_move_that_waits_for_its_source_is_not_late(folders: dict[str, Path]) 
 @pytest.mark.parametrize("stopped", [0, 1], ids=["source", "target"])
 def test_when_nothing_says_who_holds_up_a_move_both_are_named(folders: dict[str, Path], stopped: int) -> None:
     """The source has begun to send, but nothing leaves before the target takes part."""
-    with workers(folders["9 on 3"], fleet_of("1", "1"), step_timeout_s=1.5, launch=ProcessLauncher) as cluster:
+    with workers(folders["9 on 3"], Instances.of("1", "1"), step_timeout_s=1.5, launch=ProcessLauncher) as cluster:
         request = Driven(cluster, prompt_of(LENGTH))
         request.take(request.forward(LENGTH, (0,)))
         ends = [psutil.Process(pid) for pid in cluster.executor.pids]
@@ -250,7 +251,7 @@ def test_when_nothing_says_who_holds_up_a_move_both_are_named(folders: dict[str,
 
 
 def test_a_source_that_dies(folders: dict[str, Path]) -> None:
-    with workers(folders["9 on 3"], fleet_of("1", "1"), launch=ProcessLauncher) as cluster:
+    with workers(folders["9 on 3"], Instances.of("1", "1"), launch=ProcessLauncher) as cluster:
         request = Driven(cluster, prompt_of(LENGTH))
         request.take(request.forward(LENGTH, (0,)))
         os.kill(cluster.executor.pids[0], signal.SIGSTOP)
@@ -264,7 +265,7 @@ def test_a_source_that_dies(folders: dict[str, Path]) -> None:
 
 def test_the_end_comes_in_mid_move(folders: dict[str, Path]) -> None:
     """The target does not wait for what will not come; the source, which is stopped, is ended by force."""
-    with workers(folders["9 on 3"], fleet_of("1", "1"), launch=ProcessLauncher) as cluster:
+    with workers(folders["9 on 3"], Instances.of("1", "1"), launch=ProcessLauncher) as cluster:
         request = Driven(cluster, prompt_of(LENGTH))
         request.take(request.forward(LENGTH, (0,)))
         source, target = (psutil.Process(pid) for pid in cluster.executor.pids)

@@ -8,16 +8,17 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from hand_made import fleet_of, workers
+from hand_made import workers
 from tiny_models import make_tiny
 
 from longspan.attn.comm import polite_threads
-from longspan.core.cluster import Fleet
+from longspan.core.cluster import Cluster
 from longspan.runtime.capacity import default_kv_bytes, move_bytes
 from longspan.runtime.executor.processes import ProcessLauncher
 from longspan.runtime.kv.moves import WINDOW_BYTES
@@ -45,19 +46,24 @@ def test_lanes_of_their_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fleet", "backends", "windows"),
-    [(fleet_of("4"), 0, 0), (fleet_of("4", "1"), 4, 4), (fleet_of("4", "2xtp4"), 2, 8), (fleet_of("3xtp2", "1"), 2, 4)],
+    ("cluster", "backends", "windows"),
+    [
+        (Cluster.of("4"), None, 0),
+        (Cluster.of("4", "1"), 4, 4),
+        (Cluster.of("4", "2xtp4"), 2, 8),
+        (Cluster.of("3xtp2", "1"), 2, 4),
+    ],
 )
 def test_memory_is_left_for_what_moves(
-    fleet: Fleet, backends: int, windows: int, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, backends: int | None, windows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (100 * 2**30, 100 * 2**30))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: fleet.num_ranks)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: cluster.num_ranks)
 
     def kv_bytes(moving: int) -> int:
-        return default_kv_bytes(device="cuda", num_ranks=fleet.num_ranks, weight_bytes=2**30, move_bytes=moving)
+        return default_kv_bytes(device="cuda", num_ranks=cluster.num_ranks, weight_bytes=2**30, move_bytes=moving)
 
-    assert kv_bytes(0) - kv_bytes(move_bytes(fleet, backends)) == windows * WINDOW_BYTES
+    assert kv_bytes(0) - kv_bytes(move_bytes(replace(cluster, transfer_backends=backends))) == windows * WINDOW_BYTES
 
 
 NOT_LINUX = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux only")
@@ -82,20 +88,20 @@ def two_cores() -> Iterator[list[int]]:
 
 
 @NOT_LINUX
-@pytest.mark.parametrize("fleet", [fleet_of("2"), fleet_of("1", "1"), fleet_of("3")], ids=["2", "roles", "3"])
-def test_threads_of_workers(fleet: Fleet, two_cores: list[int], tmp_path: Path) -> None:
+@pytest.mark.parametrize("cluster", [Cluster.of("2"), Cluster.of("1", "1"), Cluster.of("3")], ids=["2", "roles", "3"])
+def test_threads_of_workers(cluster: Cluster, two_cores: list[int], tmp_path: Path) -> None:
     """Those that take messages interrupt nobody; where there is a core for each rank, both keep to it."""
     if len(two_cores) < 2:
         pytest.skip("one core")
-    with workers(make_tiny("llama", tmp_path), fleet, launch=ProcessLauncher) as cluster:
-        for rank, pid in enumerate(cluster.executor.pids):
+    with workers(make_tiny("llama", tmp_path), cluster, launch=ProcessLauncher) as started:
+        for rank, pid in enumerate(started.executor.pids):
             of_gloo = [
                 int(task.name)
                 for task in Path(f"/proc/{pid}/task").iterdir()
                 if task.joinpath("comm").read_text().startswith("gloo")
             ]
             assert of_gloo
-            own = {two_cores[rank]} if fleet.num_ranks == len(two_cores) else set(two_cores)
+            own = {two_cores[rank]} if cluster.num_ranks == len(two_cores) else set(two_cores)
             assert {os.sched_getscheduler(thread) for thread in of_gloo} == {os.SCHED_BATCH}
             assert os.sched_getscheduler(pid) == os.SCHED_OTHER
             assert [os.sched_getaffinity(thread) for thread in (pid, *of_gloo)] == [own] * (1 + len(of_gloo))

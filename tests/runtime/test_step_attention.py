@@ -19,7 +19,7 @@ from transports import Wires, run_members
 from longspan.attn.backends.reference import reference
 from longspan.attn.check import random_qkv
 from longspan.attn.comm import Transport
-from longspan.core.cluster import Fleet, ParallelSpec
+from longspan.core.cluster import Cluster
 from longspan.core.exchange import LOCAL, RING_KV, RING_Q
 from longspan.core.owners import BlockRef
 from longspan.core.runs import positions, shard_span
@@ -32,7 +32,7 @@ from longspan.runtime.worker.timing import Stopwatch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BLOCK = 8
-FLEET = Fleet(spec=ParallelSpec(instances=3))
+CLUSTER = Cluster.of("3")
 CPU = torch.device("cpu")
 
 
@@ -112,9 +112,7 @@ def test_steps_of_mixed_groups(chats: list[Chat], draw: random.Random) -> None:
         tables = rank_requests()
         for forward in forwards:
             packed = pack(forward, tables, instance=instance, block_size=BLOCK, device=CPU)
-            comm = StepComm(
-                transport, forward.number, fleet=FLEET, rank=instance, hosts=(0, 0, 0), num_layers=len(specs)
-            )
+            comm = StepComm(transport, forward.number, cluster=CLUSTER, rank=instance, num_layers=len(specs))
             attention = StepAttention(packed, comm, pool=pool, specs=specs, watch=Stopwatch(enabled=False, device=CPU))
             if not len(packed.tokens):
                 attention.without_tokens(torch.float32, CPU)

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan import SamplingParams
+from longspan.core.cluster import Cluster as Instances
 from longspan.core.engine import Engine, EngineConfig
 from longspan.core.steps import Completion, Step
 from longspan.core.view import Limits
@@ -84,8 +85,7 @@ class Cluster:
             executor=self.executor,
             clock=self._clock,
             config=EngineConfig(
-                num_instances=2,
-                num_blocks=_BLOCKS,
+                cluster=Instances.of("2", num_blocks=[_BLOCKS] * 2),
                 block_size=_BLOCK_SIZE,
                 max_model_len=_CAPACITY,
                 limits=Limits(max_num_batched_tokens=16, max_num_seqs=4),

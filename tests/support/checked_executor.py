@@ -236,11 +236,11 @@ class CheckedExecutor:
         running = [live for number, live in self.live.items() if self._takes_seat(number)]
         seats = Counter(instance for live in running for instance in live.group)
         assert max([*rows.values(), *seats.values()]) <= self._setup.max_num_seqs
-        roles = self._setup.roles
-        for part in forward.parts if roles is not None else ():
-            if part.group[0] in roles.decode:
+        cluster = self._setup.cluster
+        for part in forward.parts if cluster.has_roles else ():
+            if part.group[0] in cluster.decode:
                 assert len(part.group) == 1 and part.stop - part.start == 1, "one token, on one instance"
-            assert set(part.group) <= set(roles.prefill) or part.group[0] in roles.decode
+            assert set(part.group) <= set(cluster.prefill) or part.group[0] in cluster.decode
 
     def _takes_seat(self, number: int) -> bool:
         """Not who has ended, or is only to be moved."""
@@ -289,14 +289,14 @@ class CheckedExecutor:
 
     def _move(self, move: MoveKV) -> None:
         """From prefill to decode."""
-        roles, live, request = self._setup.roles, self.live[move.request_id], self.requests[move.request_id]
-        assert roles is not None
+        cluster, live, request = self._setup.cluster, self.live[move.request_id], self.requests[move.request_id]
+        assert cluster.has_roles
         ([source], [target]) = (move.sources, move.targets)
-        assert source in roles.prefill and target in roles.decode and target == request.target
+        assert source in cluster.prefill and target in cluster.decode and target == request.target
         self._check_held(move)
         to_target = [moving for moving in self.moving.values() if moving.move.targets == (target,)]
         busy = {(id(moving.live), moving.move.sources) for moving in to_target}
-        assert len(busy | {(id(live), (source,))}) <= roles.backends
+        assert len(busy | {(id(live), (source,))}) <= cluster.backends
         reservation = self.reservation(move.request_id)
         if live.reservation is not reservation:
             live.reservation, live.copied = reservation, set()
@@ -340,19 +340,18 @@ class CheckedExecutor:
         assert fewer or unevenness[1] < unevenness[0], "what members hold is more even than before, or fewer hold any"
 
     def _has_moved(self, live: _Live, request: Request) -> bool:
-        roles = self._setup.roles
-        assert roles is not None
-        return live.group[0] in roles.prefill and request.group[0] in roles.decode
+        cluster = self._setup.cluster
+        return live.group[0] in cluster.prefill and request.group[0] in cluster.decode
 
     def _take_over(self) -> None:
         """Requests that have moved since the step before: all their KV is where they go on."""
-        roles = self._setup.roles
+        cluster = self._setup.cluster
         for number, live in self.live.items():
             request = self.requests[number]
-            if roles is None or not request.table or not self._has_moved(live, request):
+            if not cluster.has_roles or not request.table or not self._has_moved(live, request):
                 continue
             [instance], table = request.group, request.table[: len(live.table)]  # the next block may be there already
-            assert instance in roles.decode and {ref.instance for ref in table} == {instance}
+            assert instance in cluster.decode and {ref.instance for ref in table} == {instance}
             assert not any(p.request_id == number for f in self.in_flight.values() for p in f.parts)
             assert not self._named & set(table), "all has arrived"
             assert len(set(table)) == len(table) == len(live.table)

@@ -28,22 +28,16 @@ class Cluster:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.clock = VirtualClock()
-        facts = setup.facts if setup.roles is None else replace(setup.facts, roles=setup.roles)
+        facts = replace(setup.facts, cluster=setup.cluster)
         policy = make_policy(setup.policy, num_instances=setup.num_instances, options=setup.options, facts=facts)
-        capacity = capacity_tokens(
-            policy,
-            num_blocks=setup.num_blocks,
-            block_size=setup.block_size,
-            decode_blocks=None if setup.roles is None else setup.blocks_of(setup.num_instances - 1),
-        )
+        capacity = capacity_tokens(policy, setup.cluster, setup.block_size)
         self.executor = CheckedExecutor(SimExecutor(clock=self.clock, vocab_size=VOCAB, cost=UnevenCost(setup)), setup)
         self.engine = Engine(
             policy=policy,
             executor=self.executor,
             clock=self.clock,
             config=EngineConfig(
-                num_instances=setup.num_instances,
-                num_blocks=setup.num_blocks,
+                cluster=setup.cluster,
                 block_size=setup.block_size,
                 max_model_len=setup.max_model_len or capacity,
                 eos_token_ids=setup.eos_token_ids,
@@ -51,8 +45,6 @@ class Cluster:
                 limits=Limits(max_num_batched_tokens=setup.max_num_batched_tokens, max_num_seqs=setup.max_num_seqs),
                 prefix_caching=setup.prefix_caching,
                 max_steps_in_flight=setup.max_steps_in_flight,
-                roles=setup.roles,
-                decode_blocks=setup.decode_blocks,
             ),
         )
         self.executor.pool, self.executor.reservation = self._pool, self.transfer_of

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from longspan.core.cluster import Roles
+from longspan.core.cluster import Cluster, Location, ParallelSpec
 from longspan.core.request import Request
 from longspan.core.steps import Forward, MoveKV
 from longspan.policy.choosing import Facts
@@ -16,6 +16,23 @@ from longspan.runtime.worker.requests import RankRequests
 from longspan.sim.executor import LinearCost
 
 VOCAB = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roles:
+    """The first instances prefill only, the others decode only."""
+
+    num_prefill: int
+    num_decode: int
+    backends: int
+
+    @property
+    def cluster(self) -> Cluster:
+        return Cluster(
+            spec=ParallelSpec(instances=self.num_prefill),
+            decode_spec=ParallelSpec(instances=self.num_decode),
+            transfer_backends=self.backends,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +53,22 @@ class Setup:
     max_steps_in_flight: int = 2
     uneven: int = 0
     facts: Facts = field(default_factory=Facts)
+    tp: int = 1
     roles: Roles | None = None
     decode_blocks: int | None = None
+    locations: tuple[Location, ...] = ()
+
+    @property
+    def cluster(self) -> Cluster:
+        bare = Cluster(spec=ParallelSpec(instances=self.num_instances, tp=self.tp))
+        cluster = bare if self.roles is None else self.roles.cluster
+        assert cluster.num_instances == self.num_instances, "roles are given to all instances"
+        cluster = replace(cluster, locations=self.locations)
+        return cluster.with_blocks([self.blocks_of(instance) for instance in cluster.instances])
 
     def blocks_of(self, instance: int) -> int:
         """How many KV blocks an instance has."""
-        decodes = self.roles is not None and instance in self.roles.decode
+        decodes = self.roles is not None and instance >= self.roles.num_prefill
         return self.decode_blocks if decodes and self.decode_blocks is not None else self.num_blocks
 
     def lag_s(self, instance: int, step: int) -> float:

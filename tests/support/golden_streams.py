@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster, Setup
+from cluster_setup import Roles
 from forced_plans import PLANS, Wandering, forced
 from workloads import MACHINES, TABLE, Job, play
 
 from longspan.cli.scheduling import SchedulingOptions
 from longspan.cli.simulate import ClusterOptions
 from longspan.cli.simulate_scene import Experiment
-from longspan.core.cluster import Roles
 from longspan.core.steps import Forward, Free, MoveKV, Part, Step
 from longspan.policy.choosing import Facts
 from longspan.sim.executor import SimExecutor

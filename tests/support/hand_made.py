@@ -5,14 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 from oracle import Expected, assert_exact
 
-from longspan.core.cluster import Fleet, ParallelSpec
+from longspan.core.cluster import Cluster as Instances
+from longspan.core.cluster import Location
 from longspan.core.exchange import CHAIN, LOCAL, RING_KV, RING_Q, Exchange
 from longspan.core.owners import BlockRef
 from longspan.core.runs import Layout, positions, shard_span
@@ -25,44 +26,38 @@ from longspan.runtime.messages import WorkerConfig
 BLOCK = 16
 
 
-def fleet_of(prefill: str, decode: str | None = None) -> Fleet:
-    specs = ParallelSpec.parse(prefill), None if decode is None else ParallelSpec.parse(decode)
-    return Fleet(spec=specs[0], decode_spec=specs[1])
-
-
 @contextmanager
 def workers(
     folder: Path,
-    fleet: Fleet,
+    instances: Instances,
     *,
     num_blocks: int = 40,
     step_timeout_s: float = 60.0,
     launch: Callable[[Sequence[WorkerConfig]], Launcher] = ThreadLauncher,
 ) -> Iterator[Cluster]:
-    """Starts those of a fleet, on one thread each."""
+    locations = tuple(Location(host=rank, device=rank) for rank in range(instances.num_ranks))
+    instances = replace(instances, locations=locations).with_blocks([num_blocks] * instances.num_instances)
     executor = start_workers(
         prepare(str(folder), dtype="float32"),
-        fleet,
+        instances,
         "cpu",
         1,
-        [num_blocks] * fleet.num_instances,
         BLOCK,
         launch=launch,
-        hosts=tuple(range(fleet.num_ranks)),
         attention_kernel=None,
         record_times=False,
         step_timeout_s=step_timeout_s,
     )
     with executor:
-        yield Cluster(executor, fleet, num_blocks)
+        yield Cluster(executor, instances)
 
 
 class Cluster:
     """An executor, numbers for steps, and blocks that nobody has; the latest one freed is used first."""
 
-    def __init__(self, executor: WorkerExecutor, fleet: Fleet, num_blocks: int) -> None:
-        self.executor, self.fleet = executor, fleet
-        self.free = [list(range(num_blocks)) for _ in range(fleet.num_instances)]
+    def __init__(self, executor: WorkerExecutor, instances: Instances) -> None:
+        self.executor, self.instances = executor, instances
+        self.free = [list(range(pool.num_blocks)) for pool in instances.pools]
         self.completions: dict[int, Completion] = {}
         self._number = self._request = 0
 

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from longspan.cli.options import SamplingOptions
+from longspan.core.cluster import Cluster
 from longspan.core.engine import Engine, EngineConfig
 from longspan.core.sampling import SamplingParams, StructuredOutputsParams
 from longspan.core.steps import Completion, Sampled, Sampling
@@ -370,7 +371,7 @@ def test_a_request_that_cannot_go_on_ends_with_its_reason_and_harms_nobody() -> 
         policy=make_policy("chunked", num_instances=1, options={}),
         executor=_Stuck(clock=clock, vocab_size=64),
         clock=clock,
-        config=EngineConfig(num_instances=1, num_blocks=20, block_size=4, max_model_len=80),
+        config=EngineConfig(cluster=Cluster.of("1", num_blocks=[20]), block_size=4, max_model_len=80),
     )
     stuck, other = (engine.add((1, 2, 3), SamplingParams(max_tokens=9), grammar=text) for text in ("grammar", ""))
     while engine.has_unfinished:

@@ -16,7 +16,7 @@ from longspan.cli.sheets import HardwareOptions
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from longspan.cost.cluster import Cluster
+    from longspan.cost.cluster import Devices
     from longspan.cost.estimate import Estimate, Fractions
 
 _cluster = partial(typer.Option, rich_help_panel="Cluster")
@@ -91,7 +91,7 @@ def _fractions(text: str | None) -> Fractions:
     return parse_fractions(text)
 
 
-def _print(found: Estimate, cluster: Cluster, *, as_json: bool) -> None:
+def _print(found: Estimate, cluster: Devices, *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(found.as_json()))
     else:
@@ -102,7 +102,7 @@ def _print(found: Estimate, cluster: Cluster, *, as_json: bool) -> None:
         typer.echo(f"longspan: does not fit: {found.memory.arithmetic}", err=True)
 
 
-def _table(found: Estimate, cluster: Cluster) -> Table:
+def _table(found: Estimate, cluster: Devices) -> Table:
     from rich.table import Table  # noqa: PLC0415
 
     table = Table("", "", title=f"{found.phase} on {cluster.hosts} × {cluster.gpus_per_host} {cluster.hardware}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from longspan.cli.sheets import HardwareOptions
     from longspan.cost.architecture import Architecture
-    from longspan.cost.cluster import Cluster
+    from longspan.cost.cluster import Devices
 
 BYTES = {"auto": 2.0, "bfloat16": 2.0, "float16": 2.0, "float32": 4.0, "fp8": 1.0}
 
@@ -28,19 +28,19 @@ def architecture(model: str, *, dtype: str = "auto", ffn_dtype: str | None = Non
     return from_config(config, name=model, bytes_per_element=BYTES[dtype], ffn_bytes=ffn_bytes)
 
 
-def cluster_of(hardware: str, gpus_per_host: int, hosts: int, sheets: HardwareOptions) -> Cluster:
+def cluster_of(hardware: str, gpus_per_host: int, hosts: int, sheets: HardwareOptions) -> Devices:
     """Devices by the flags of these verbs.
 
     Raises:
-        ValueError: when the link is given twice, or for what `Cluster` refuses.
+        ValueError: when the link is given twice, or for what `Devices` refuses.
     """
-    from longspan.cost.cluster import Cluster  # noqa: PLC0415
+    from longspan.cost.cluster import Devices  # noqa: PLC0415
 
     link, link_gbytes_per_s = sheets.link, sheets.link_gbytes_per_s
     if link is not None and link_gbytes_per_s is not None:
         raise ValueError(f"--link {link} and --link-gbytes-per-s {link_gbytes_per_s:g} both give its speed: give one")
     speed = None if link_gbytes_per_s is None else link_gbytes_per_s * 1e9
-    return Cluster(hardware=hardware, gpus_per_host=gpus_per_host, hosts=hosts, link=link, link_bytes_per_s=speed)
+    return Devices(hardware=hardware, gpus_per_host=gpus_per_host, hosts=hosts, link=link, link_bytes_per_s=speed)
 
 
 def _read(model: str) -> dict[str, Any]:

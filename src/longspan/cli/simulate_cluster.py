@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from longspan.cli.model_config import architecture
 from longspan.cli.model_config import cluster_of as devices_of
 from longspan.cli.scheduling import SchedulingOptions
 from longspan.cli.simulate import ClusterOptions
-from longspan.cli.simulate_fleet import devices_per_host, fleet_of, roles_of
-from longspan.core.cluster import Fleet, Location, Roles, locations_of_ranks
+from longspan.cli.simulate_fleet import devices_per_host, instances_of
+from longspan.core.cluster import Cluster, Location, locations_of_ranks
 from longspan.core.exchange import CHAIN, LOCAL, of_any_layout
 from longspan.core.runs import Run
 from longspan.cost import catalog
 from longspan.cost.architecture import Hardware
 from longspan.cost.channels import Channel, Shares, share_of
-from longspan.cost.cluster import Cluster as Devices
-from longspan.cost.cluster import memory, slowest_link
+from longspan.cost.cluster import Devices, memory, slowest_link
 from longspan.cost.fitted_cost import FittedCost
 from longspan.cost.forward import Roofline
 from longspan.cost.partitions import PartitionTable
@@ -38,25 +37,20 @@ _PREDICTED_LENGTHS = tuple(2048 * 2**power for power in range(8))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster:
-    """What is simulated.
+class SimulatedCluster:
+    """A cluster, what is known of it, and what steps cost on it.
 
     Attributes:
-        num_blocks: KV blocks of each instance; with roles, of each that prefills.
-        decode_blocks: of each that decodes; None without roles.
-        words: what it is, for people.
+        words: a description for people.
     """
 
-    num_instances: int
-    num_blocks: int
-    decode_blocks: int | None
-    roles: Roles | None
+    cluster: Cluster
     cost: StepCost
     facts: Facts
     words: str
 
 
-def cluster_of(model: str, options: ClusterOptions, scheduling: SchedulingOptions) -> Cluster:
+def cluster_of(model: str, options: ClusterOptions, scheduling: SchedulingOptions) -> SimulatedCluster:
     """The cluster.
 
     Raises:
@@ -76,26 +70,28 @@ def cluster_of(model: str, options: ClusterOptions, scheduling: SchedulingOption
         raise ValueError(
             "give --hardware NAME (see longspan estimate) or --profile FILE (of longspan profile), and one"
         )
-    fleet = fleet_of(options)
+    cluster = instances_of(options)
+    cluster = replace(cluster, locations=_locations(options, cluster))
     if options.profile is not None:
-        return _measured(model, options.profile, options, fleet, scheduling)
+        return _measured(model, options.profile, options, cluster, scheduling)
     assert options.hardware is not None
-    return _computed(model, options.hardware, options, fleet, scheduling)
+    return _computed(model, options.hardware, options, cluster, scheduling)
 
 
 def _computed(
-    model: str, hardware: str, options: ClusterOptions, fleet: Fleet, scheduling: SchedulingOptions
-) -> Cluster:
+    model: str, hardware: str, options: ClusterOptions, cluster: Cluster, scheduling: SchedulingOptions
+) -> SimulatedCluster:
     """By data sheets."""
-    devices = devices_of(hardware, devices_per_host(options, fleet.num_ranks), options.hosts, options)
+    devices = devices_of(hardware, devices_per_host(options, cluster.num_ranks), options.hosts, options)
     sizes, kernels = architecture(model, dtype=options.dtype, ffn_dtype=options.ffn_dtype), options.attention or "flash"
-    cost = RooflineCost(sizes, devices, fleet, block_size=scheduling.block_size, kernels=kernels)
+    cost = RooflineCost(sizes, devices, cluster, block_size=scheduling.block_size, kernels=kernels)
     blocks = [scheduling.num_gpu_blocks_override or _num_blocks(line, scheduling) for line in cost.lines]
+    cluster = cluster.with_blocks([blocks[-1 if instance in cluster.decode else 0] for instance in cluster.instances])
     profile_key = ProfileKey(
         model=model,
         dtype=options.dtype,
         device="cuda",
-        tp=fleet.spec.tp,
+        tp=cluster.spec.tp,
         threads=1,
         kernel=kernels,
         machine=hardware,
@@ -103,12 +99,12 @@ def _computed(
     profile = predicted_profile(
         cost,
         profile_key,
-        num_instances=fleet.spec.instances,
+        num_instances=cluster.spec.instances,
         prompts=profiled_prompts(_PREDICTED_LENGTHS, 2 * _PREDICTED_LENGTHS[-1]),
         exchanges=(*of_any_layout(), CHAIN),
         sizes=named_sizes(scheduling.policy_options()),
     )
-    topology, roles = cost.lines[0].topology, roles_of(fleet, options)
+    topology = cost.lines[0].topology
     wire = topology.between if options.hosts > 1 else topology.inside
     flops_per_s = catalog.device(hardware).peak(sizes.attention.bytes_per_element)
     facts = Facts(
@@ -117,15 +113,10 @@ def _computed(
         profile=profile,
         model=model,
         partitions=PartitionTable(),
-        tp=fleet.spec.tp,
-        places=_places(options, fleet),
-        roles=roles,
+        cluster=cluster,
     )
-    return Cluster(
-        num_instances=fleet.num_instances,
-        num_blocks=blocks[0],
-        decode_blocks=None if roles is None else blocks[-1],
-        roles=roles,
+    return SimulatedCluster(
+        cluster=cluster,
         cost=cost,
         facts=facts,
         words=_words(devices),
@@ -154,7 +145,9 @@ def _num_blocks(line: Roofline, scheduling: SchedulingOptions) -> int:
     return found
 
 
-def _measured(model: str, path: Path, options: ClusterOptions, fleet: Fleet, scheduling: SchedulingOptions) -> Cluster:
+def _measured(
+    model: str, path: Path, options: ClusterOptions, cluster: Cluster, scheduling: SchedulingOptions
+) -> SimulatedCluster:
     """By a profile."""
     unused = {
         "--link": options.link,
@@ -168,28 +161,24 @@ def _measured(model: str, path: Path, options: ClusterOptions, fleet: Fleet, sch
             raise ValueError(
                 f"{flag} {value} is for --hardware: with --profile all is as it was measured; leave it out"
             )
-    profile, roles = _read(path), roles_of(fleet, options)
+    profile = _read(path)
     measured = profile.profile_key.model
     if _last_name(model) != _last_name(measured):  # folders may lie elsewhere than on that machine
         raise ValueError(f"--profile is of model {measured}, but {model} given: give that, or a profile of {model}")
-    if set(fleet.tps) != {profile.profile_key.tp}:
-        raise ValueError(f"--profile is of instances with tp {profile.profile_key.tp}, but {fleet} given")
+    if {cluster.tp(instance) for instance in cluster.instances} != {profile.profile_key.tp}:
+        raise ValueError(f"--profile is of instances with tp {profile.profile_key.tp}, but {cluster} given")
     key = profile.profile_key
     sizes = architecture(model, dtype=key.dtype)
     num_blocks = scheduling.num_gpu_blocks_override or math.ceil(_PROFILED_TOKENS / scheduling.block_size)
-    return Cluster(
-        num_instances=fleet.num_instances,
-        num_blocks=num_blocks,
-        decode_blocks=None if roles is None else num_blocks,
-        roles=roles,
+    cluster = cluster.with_blocks([num_blocks] * cluster.num_instances)
+    return SimulatedCluster(
+        cluster=cluster,
         cost=FittedCost(profile, sizes.attention, block_size=scheduling.block_size),
         facts=Facts(
             profile=profile,
             model=profile.profile_key.model,
             partitions=PartitionTable(),
-            tp=fleet.spec.tp,
-            places=_places(options, fleet),
-            roles=roles,
+            cluster=cluster,
         ),
         words=f"{key.machine}, {key.dtype}, {key.threads} threads per rank",
     )
@@ -202,15 +191,12 @@ def _last_name(model: str) -> str:
     return folder.name.lower()
 
 
-def _places(options: ClusterOptions, fleet: Fleet) -> tuple[Location, ...]:
-    """Of the first rank of each instance. By data sheets, hosts are filled one after the other, as in their cost."""
-    places: Sequence[Location]
+def _locations(options: ClusterOptions, cluster: Cluster) -> tuple[Location, ...]:
+    """Locates every rank. By data sheets, hosts are filled one after the other, as in their cost."""
     if options.profile is not None:
-        places = locations_of_ranks(fleet.num_ranks, str(options.hosts))
-    else:
-        per_host = devices_per_host(options, fleet.num_ranks)
-        places = [Location(host=rank // per_host, device=rank) for rank in range(fleet.num_ranks)]
-    return tuple(places[fleet.ranks(instance)[0]] for instance in range(fleet.num_instances))
+        return locations_of_ranks(cluster.num_ranks, str(options.hosts))
+    per_host = devices_per_host(options, cluster.num_ranks)
+    return tuple(Location(host=rank // per_host, device=rank) for rank in range(cluster.num_ranks))
 
 
 def _at_least_one(numbers: Mapping[str, int | None]) -> None:

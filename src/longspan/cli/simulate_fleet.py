@@ -5,19 +5,24 @@ from __future__ import annotations
 import math
 
 from longspan.cli.simulate import ClusterOptions
-from longspan.core.cluster import Fleet, ParallelSpec, Roles
+from longspan.core.cluster import Cluster, ParallelSpec
 
 _GPUS_PER_HOST = 8
 
 
-def fleet_of(options: ClusterOptions) -> Fleet:
+def instances_of(options: ClusterOptions) -> Cluster:
     """All instances, on as many devices as there are.
 
     Raises:
         ValueError: for specs that cannot be read or do not fit the devices, or options that exclude each other.
     """
     if options.prefill_parallel is None and options.decode_parallel is None:
-        return Fleet(spec=_alike(options))
+        if options.transfer_backends is not None:
+            raise ValueError(
+                f"--transfer-backends {options.transfer_backends} is for KV that is sent to instances which decode "
+                "only: give --prefill-parallel and --decode-parallel, or leave it out"
+            )
+        return Cluster(spec=_alike(options))
     if options.prefill_parallel is None or options.decode_parallel is None:
         raise ValueError(
             "instances that prefill need others that decode: give --prefill-parallel and --decode-parallel"
@@ -27,32 +32,12 @@ def fleet_of(options: ClusterOptions) -> Fleet:
             f"--parallel {options.parallel} has all instances do both, but --prefill-parallel "
             f"{options.prefill_parallel} has some prefill only: give one of them"
         )
-    fleet = Fleet(
-        spec=ParallelSpec.parse(options.prefill_parallel), decode_spec=ParallelSpec.parse(options.decode_parallel)
-    )
-    assert fleet.decode_spec is not None
-    flags = {"--prefill-parallel": fleet.spec, "--decode-parallel": fleet.decode_spec}
-    _check_devices(options, flags)
-    return fleet
-
-
-def roles_of(fleet: Fleet, options: ClusterOptions) -> Roles | None:
-    """Which instances prefill and which decode; None when all do both.
-
-    Raises:
-        ValueError: for backends that nobody needs, or none.
-    """
-    if fleet.decode_spec is None:
-        if options.transfer_backends is not None:
-            raise ValueError(
-                f"--transfer-backends {options.transfer_backends} is for KV that is sent to instances which decode "
-                "only: give --prefill-parallel and --decode-parallel, or leave it out"
-            )
-        return None
-    backends = fleet.spec.instances if options.transfer_backends is None else options.transfer_backends
-    if backends < 1:
+    prefill, decode = ParallelSpec.parse(options.prefill_parallel), ParallelSpec.parse(options.decode_parallel)
+    _check_devices(options, {"--prefill-parallel": prefill, "--decode-parallel": decode})
+    backends = options.transfer_backends
+    if backends is not None and backends < 1:
         raise ValueError(f"--transfer-backends must be at least 1, but {backends} given")
-    return Roles(num_prefill=fleet.spec.instances, num_decode=fleet.decode_spec.instances, backends=backends)
+    return Cluster(spec=prefill, decode_spec=decode, transfer_backends=backends)
 
 
 def _alike(options: ClusterOptions) -> ParallelSpec:

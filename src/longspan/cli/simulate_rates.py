@@ -46,7 +46,9 @@ def print_improvement_rates(experiment: Experiment, workload: Workload, highest:
 
 def tell_of_a_constant_rate(experiment: Experiment) -> None:
     """On stderr, when the improvement rate is to go by the request rate, but nobody said how."""
-    if (hint := hint_of_a_constant_rate(experiment.policy().settings, experiment.cluster.roles)) is not None:
+    if (
+        hint := hint_of_a_constant_rate(experiment.policy().settings, has_roles=experiment.cluster.cluster.has_roles)
+    ) is not None:
         typer.echo(f"longspan: {hint}", err=True)
 
 
@@ -60,7 +62,7 @@ def profile_improvement_rates(
     Raises:
         ValueError: when no request is served.
     """
-    if experiment.cluster.roles is not None:
+    if experiment.cluster.cluster.has_roles:
         workload = replace(workload, arrivals=[replace(one, output_len=1) for one in workload.arrivals])
     best: dict[float, float] = {}
     means_s: dict[float, Mapping[float, float]] = {}

@@ -17,7 +17,7 @@ from longspan.cli.scheduling import SHARING, SchedulingOptions
 from longspan.cli.simulate import ClusterOptions, FaultOptions, ResultOptions, WorkloadOptions
 from longspan.cli.simulate_rates import print_improvement_rates, tell_of_a_constant_rate
 from longspan.cli.simulate_scene import Experiment
-from longspan.core.cluster import Roles
+from longspan.core.cluster import Cluster
 from longspan.sim.report import check_report, html_report
 from longspan.sim.result import MOST_TIMES_LIGHT, Result, summary
 from longspan.sim.run import Faults
@@ -61,7 +61,7 @@ def run_simulation(
         numbers |= _rates(experiment, workload, start=workload_options.rate or 1.0)
     if timeline is not None:
         options = (cluster_options, scheduling, workload_options, fault_options)
-        _write_pictures(results, result, timeline, _settings(model, experiment, options), experiment.cluster.roles)
+        _write_pictures(results, result, timeline, _settings(model, experiment, options), experiment.cluster.cluster)
     if results.as_json:
         typer.echo(json.dumps(numbers, allow_nan=False))
     else:
@@ -116,16 +116,14 @@ def _check_results(results: ResultOptions) -> None:
 
 def _settings(model: str, experiment: Experiment, bundles: Sequence[Options]) -> dict[str, object]:
     """What the run was, for its page: what was found, then all options by their names, but those not given."""
-    cluster, policy = experiment.cluster, [experiment.scheduling.policy]
+    cluster, policy = experiment.cluster.cluster, [experiment.scheduling.policy]
     policy += (f"{key}={value}" for key, value in experiment.policy_options.items())
-    instances, blocks = str(cluster.num_instances), f"{cluster.num_blocks:,}"
-    if cluster.roles is not None:
-        roles = cluster.roles
-        instances = (
-            f"{roles.num_prefill} prefill, {roles.num_decode} decode, {roles.backends} transfers at once to each"
-        )
-        blocks += f", {cluster.decode_blocks:,} to decode"
-    found = {"model": model, "cluster": cluster.words, "instances": instances, "KV blocks": blocks}
+    instances, blocks = str(cluster.num_instances), f"{cluster.num_blocks(0):,}"
+    if cluster.has_roles:
+        prefill, decode = len(cluster.prefill), len(cluster.decode)
+        instances = f"{prefill} prefill, {decode} decode, {cluster.backends} transfers at once to each"
+        blocks += f", {cluster.num_blocks(-1):,} to decode"
+    found = {"model": model, "cluster": experiment.cluster.words, "instances": instances, "KV blocks": blocks}
     given = {field.name: getattr(bundle, field.name) for bundle in bundles for field in fields(bundle)}
     return {**found, "policy": " ".join(policy)} | {
         name.replace("_", "-"): _words(value)
@@ -142,10 +140,10 @@ def _words(value: object) -> object:
 
 
 def _write_pictures(
-    results: ResultOptions, result: Result, timeline: Timeline, settings: dict[str, object], roles: Roles | None
+    results: ResultOptions, result: Result, timeline: Timeline, settings: dict[str, object], cluster: Cluster
 ) -> None:
     if results.report is not None:
-        _write("--report", results.report, html_report(result, timeline, settings, roles=roles))
+        _write("--report", results.report, html_report(result, timeline, settings, cluster=cluster))
     if results.trace is not None:
         _write("--trace", results.trace, chrome_trace(result, timeline))
         if not timeline.complete:

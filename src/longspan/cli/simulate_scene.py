@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from longspan.cli.scheduling import SchedulingOptions
 from longspan.cli.simulate import ClusterOptions
-from longspan.cli.simulate_cluster import Cluster, cluster_of
+from longspan.cli.simulate_cluster import SimulatedCluster, cluster_of
 from longspan.core.config import EngineConfig, capacity_tokens
 from longspan.core.protocols import EnginePolicy
 from longspan.policy import make_policy
@@ -30,7 +30,7 @@ class Experiment:
         policy_options: of the policy `scheduling` names.
     """
 
-    cluster: Cluster
+    cluster: SimulatedCluster
     scheduling: SchedulingOptions
     policy_options: Mapping[str, str]
     faults: Faults = field(default_factory=Faults)
@@ -61,7 +61,7 @@ class Experiment:
         """
         return make_policy(
             self.scheduling.policy,
-            num_instances=self.cluster.num_instances,
+            num_instances=self.cluster.cluster.num_instances,
             options=self.policy_options,
             facts=self.cluster.facts,
         )
@@ -73,12 +73,7 @@ class Experiment:
             ValueError: for a policy or options that cannot be.
         """
         policy = self.policy()
-        capacity = capacity_tokens(
-            policy,
-            num_blocks=self.cluster.num_blocks,
-            block_size=self.scheduling.block_size,
-            decode_blocks=self.cluster.decode_blocks,
-        )
+        capacity = capacity_tokens(policy, self.cluster.cluster, self.scheduling.block_size)
         with _bar(len(workload.arrivals), title) as finished:
             watch = replace(timeline.watch if timeline else Watch(), finished=finished)
             config = self._config(capacity, shares=workload.shares)
@@ -102,12 +97,9 @@ class Experiment:
         return find_max_rate(keeps_up, start=start, precision=precision)
 
     def _config(self, capacity: int, *, shares: bool) -> EngineConfig:
-        options, cluster = self.scheduling, self.cluster
+        options = self.scheduling
         return EngineConfig(
-            num_instances=cluster.num_instances,
-            num_blocks=cluster.num_blocks,
-            roles=cluster.roles,
-            decode_blocks=cluster.decode_blocks,
+            cluster=self.cluster.cluster,
             block_size=options.block_size,
             max_model_len=options.max_model_len or capacity,
             limits=options.limits(),

@@ -1,14 +1,15 @@
-"""KV blocks of the whole cluster: one pool per tier and instance, and what each request holds of them."""
+"""The KV blocks of the whole cluster, and what each request holds of them."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import groupby
 from operator import attrgetter
 
-from longspan.core.blocks import BlockPool, Content, Tier
+from longspan.core.blocks import BlockPool, Content
+from longspan.core.cluster import Pool
 from longspan.core.owners import BlockRef, PrefixHit
 from longspan.core.request import Request
 from longspan.core.view import RequestView
@@ -17,49 +18,31 @@ _NO_HIT = PrefixHit()
 
 
 class KvAccount:
-    """Owns every block of the cluster. Policies see the `KvView` of it, the engine changes it.
+    """Owns every block of the cluster. Policies see the `KvView` of it, the engine changes it."""
 
-    Args:
-        num_blocks: of every instance, but for those with `other_blocks`.
-    """
-
-    def __init__(
-        self,
-        *,
-        num_instances: int,
-        num_blocks: int,
-        block_size: int,
-        prefix_caching: bool = True,
-        other_blocks: Mapping[int, int] | None = None,
-    ) -> None:
+    def __init__(self, pools: Sequence[Pool], *, block_size: int, prefix_caching: bool = True) -> None:
         self.block_size = block_size
         self.prefix_caching = prefix_caching
-        others = other_blocks or {}
-        self._device = [
-            BlockPool(num_blocks=others.get(instance, num_blocks), block_size=block_size)
-            for instance in range(num_instances)
-        ]
-        self._pools = {Tier.DEVICE: self._device}
+        self._pools = [BlockPool(num_blocks=pool.num_blocks, block_size=block_size) for pool in pools]
 
-    def pool(self, instance: int, tier: Tier = Tier.DEVICE) -> BlockPool:
-        """The pool of one tier of an instance."""
-        return self._pools[tier][instance]
+    def pool(self, number: int) -> BlockPool:
+        return self._pools[number]
 
     def num_blocks(self, instance: int) -> int:
         """Counts all blocks of an instance's pool."""
-        return self._device[instance].num_blocks
+        return self._pools[instance].num_blocks
 
     def num_free(self, instance: int) -> int:
         """Counts the blocks of an instance that can be allocated now, cached ones included."""
-        return self._device[instance].num_free
+        return self._pools[instance].num_free
 
     def num_leaving(self, instance: int) -> int:
         """Counts the blocks of an instance that only copies under way hold."""
-        return self._device[instance].num_leaving
+        return self._pools[instance].num_leaving
 
     def changes(self, instances: Iterable[int]) -> int:
         """How often anything has changed in their pools."""
-        pools = self._device
+        pools = self._pools
         return sum([pools[instance].changes for instance in instances])
 
     def match(self, request: RequestView, group: Sequence[int]) -> PrefixHit:
@@ -151,17 +134,17 @@ class KvAccount:
     def hold(self, refs: Iterable[BlockRef]) -> None:
         """One more reference to each of these blocks, for a copy under way."""
         for instance, blocks in _by_instance(refs):
-            self._device[instance].hold(*blocks)
+            self._pools[instance].hold(*blocks)
 
     def let_go(self, refs: Iterable[BlockRef]) -> None:
         """The copy is done."""
         for instance, blocks in _by_instance(refs):
-            self._device[instance].let_go(*blocks)
+            self._pools[instance].let_go(*blocks)
 
     def give_back(self, refs: Iterable[BlockRef]) -> None:
         """One reference to each of these blocks less, in this order."""
         for instance, blocks in _by_instance(refs):
-            self._device[instance].release(*blocks)
+            self._pools[instance].release(*blocks)
 
     def hand_over(self, request: Request, blocks: Iterable[BlockRef]) -> None:
         """From now on the request has these blocks, which hold the same; its old ones stay known where they are."""
@@ -184,7 +167,7 @@ class KvAccount:
 
     def _allocate(self, instance: int, number: int) -> list[BlockRef]:
         """New blocks of an instance."""
-        return [tuple.__new__(BlockRef, (instance, block)) for block in self._device[instance].allocate(number)]
+        return [tuple.__new__(BlockRef, (instance, block)) for block in self._pools[instance].allocate(number)]
 
     def _publish(self, request: Request, index: int) -> None:
         stop = min(_num_namable(request), (index + 1) * self.block_size)

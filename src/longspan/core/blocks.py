@@ -8,19 +8,10 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from operator import neg
 
 ROOT = b""
 """Parent key of a request's first block."""
-
-
-class Tier(StrEnum):
-    """Where KV blocks live. Only `DEVICE` pools are made so far."""
-
-    DEVICE = "device"
-    HOST = "host"
-    DISK = "disk"
 
 
 def chain_key(parent: bytes, tokens: Sequence[int]) -> bytes:

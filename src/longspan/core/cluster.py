@@ -1,12 +1,16 @@
-"""The cluster: parallel specs, the instances and ranks that they name, roles, and where each rank is."""
+"""The cluster as a value: instances, ranks by (instance, stage, shard), roles, locations and KV pools."""
 
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
+from typing import Literal, NamedTuple
 
+from longspan.core.heads import HeadShare, cut_evenly, split_heads
 from longspan.errors import ParameterError
 
 _SPEC = re.compile(r"(?:(?P<n>\d+)(?:x(?=[tp]))?)?(?:tp(?P<tp>\d+))?(?:pp(?P<pp>\d+))?")
@@ -17,7 +21,7 @@ class ParallelSpec:
     """`instances` copies of the model, each on `tp * pp` ranks.
 
     Raises:
-        ValueError: when a degree is below 1, or not supported yet.
+        ValueError: when a degree is below 1.
     """
 
     instances: int = 1
@@ -28,114 +32,39 @@ class ParallelSpec:
         for name, degree in (("instances", self.instances), ("tp", self.tp), ("pp", self.pp)):
             if degree < 1:
                 raise ParameterError(name, f"must be at least 1, but {degree} given", degree)
-        if self.pp > 1:
-            raise ParameterError(
-                "pp",
-                f"({self.pp}) pipeline stages per instance, but only 1 works so far: use tp to split the weights, or "
-                f"--parallel {self.instances * self.tp * self.pp} to spread prompts over that many instances",
-                self.pp,
-            )
 
     @classmethod
     def parse(cls, spec: str) -> ParallelSpec:
         """Reads `[N][xtpT][ppP]`: `4`, `tp2pp2`, `2xtp2`.
 
         Raises:
-            ValueError: when `spec` is not of that form.
+            ValueError: when `spec` is not of that form, or has pipeline stages.
         """
         match = _SPEC.fullmatch(spec.strip())
         if match is None or not spec.strip():
             raise ValueError(f"parallel spec {spec!r} is not of the form [N][xtpT][ppP], such as 4, tp2pp2 or 2xtp2")
         degrees = {name: int(match[name] or 1) for name in ("n", "tp", "pp")}
-        return cls(instances=degrees["n"], tp=degrees["tp"], pp=degrees["pp"])
+        return cls(instances=degrees["n"], tp=degrees["tp"], pp=degrees["pp"]).without_stages()
+
+    def without_stages(self) -> ParallelSpec:
+        """Returns the spec itself; raises ValueError for pipeline stages, which nothing computes yet."""
+        if self.pp > 1:
+            raise ParameterError(
+                "pp",
+                f"({self.pp}) pipeline stages per instance, but only 1 works so far: use tp to split the weights, or "
+                f"--parallel {self.num_ranks} to spread prompts over that many instances",
+                self.pp,
+            )
+        return self
 
     @property
     def num_ranks(self) -> int:
-        """Worker processes in all."""
         return self.instances * self.tp * self.pp
 
     def __str__(self) -> str:
         tp = f"tp{self.tp}" if self.tp > 1 else ""
         pp = f"pp{self.pp}" if self.pp > 1 else ""
         return f"{self.instances}{'x' if tp or pp else ''}{tp}{pp}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Roles:
-    """Instances that prefill only, and others that decode only: the first `num_prefill` do the one, the rest the other.
-
-    Attributes:
-        backends: how many transfers of KV a decode instance receives at once; each needs buffers there.
-
-    Raises:
-        ValueError: when a role has no instance, or nothing can be received.
-    """
-
-    num_prefill: int
-    num_decode: int
-    backends: int
-
-    def __post_init__(self) -> None:
-        for name in ("num_prefill", "num_decode", "backends"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, but {getattr(self, name)} given")
-
-    @property
-    def prefill(self) -> range:
-        """The instances that prefill."""
-        return range(self.num_prefill)
-
-    @property
-    def decode(self) -> range:
-        """The instances that decode."""
-        return range(self.num_prefill, self.num_prefill + self.num_decode)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fleet:
-    """Instances in order, those of `spec` first; with `decode_spec` these prefill, and those of `decode_spec` decode.
-
-    Ranks are numbered in the same order: those of an instance follow each other, in order of their place in it.
-    """
-
-    spec: ParallelSpec
-    decode_spec: ParallelSpec | None = None
-
-    @cached_property
-    def tps(self) -> tuple[int, ...]:
-        """Ranks of each instance."""
-        decode = () if self.decode_spec is None else (self.decode_spec.tp,) * self.decode_spec.instances
-        return (self.spec.tp,) * self.spec.instances + decode
-
-    @property
-    def num_instances(self) -> int:
-        """Copies of the model."""
-        return len(self.tps)
-
-    @property
-    def num_ranks(self) -> int:
-        """Worker processes in all."""
-        return sum(self.tps)
-
-    def ranks(self, instance: int) -> range:
-        """Of one instance."""
-        first = self._first_ranks[instance]
-        return range(first, first + self.tps[instance])
-
-    def place(self, rank: int) -> tuple[int, int]:
-        """The instance of a rank, and its place in it."""
-        instance = next(i for i in range(self.num_instances) if rank in self.ranks(i))
-        return instance, rank - self._first_ranks[instance]
-
-    @cached_property
-    def _first_ranks(self) -> tuple[int, ...]:
-        return tuple(sum(self.tps[:instance]) for instance in range(self.num_instances))
-
-    def __str__(self) -> str:
-        return str(self.spec) if self.decode_spec is None else f"{self.spec} prefill + {self.decode_spec} decode"
-
-
-_RACK_AND_HOST = re.compile(r"([0-9]+)-([0-9]+)")
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -148,12 +77,187 @@ class Location:
 
     @property
     def host_id(self) -> tuple[int, int]:
-        """Names the host in all racks."""
+        """The rack and the host together name a host: hosts are counted anew in each rack."""
         return self.rack, self.host
 
 
+Tier = Literal["device"]
+"""Where a pool's blocks lie. Host memory and disks are added together with the pools that need them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pool:
+    """The KV blocks of one instance on one tier."""
+
+    instance: int
+    num_blocks: int
+    tier: Tier = "device"
+
+
+class Rank(NamedTuple):
+    """One worker process, by its place in the grid."""
+
+    instance: int
+    stage: int
+    shard: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """All instances with their ranks, roles, locations and KV pools.
+
+    The instances of `spec` come first. With a `decode_spec` they only prefill, and those of `decode_spec` only decode.
+    Ranks are numbered by instance, then stage, then shard.
+
+    Attributes:
+        transfer_backends: how many transfers of KV a decode instance receives at once, each of which needs buffers
+            there; None for as many as there are prefill instances.
+        locations: one per rank; empty when all ranks share a host.
+        pools: a pool's id is its index; pool i lies on the devices of instance i. Empty until the sizes are known.
+
+    Raises:
+        ValueError: when transfers cannot be received, or locations or pools are not one per rank or instance.
+    """
+
+    spec: ParallelSpec
+    decode_spec: ParallelSpec | None = None
+    transfer_backends: int | None = None
+    locations: tuple[Location, ...] = ()
+    pools: tuple[Pool, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.transfer_backends is not None:
+            if self.transfer_backends < 1:
+                raise ValueError(f"transfer_backends must be at least 1, but {self.transfer_backends} given")
+            if self.decode_spec is None:
+                raise ValueError(
+                    f"transfer_backends {self.transfer_backends} is for instances that decode only: give "
+                    "prefill_parallel and decode_parallel, too"
+                )
+        if self.locations and len(self.locations) != self.num_ranks:
+            raise ValueError(f"{self} has {self.num_ranks} ranks, but {len(self.locations)} locations given")
+        if self.pools and [pool.instance for pool in self.pools] != [*self.instances]:
+            raise ValueError(f"{self} needs a pool per instance, in their order, but {len(self.pools)} pools given")
+
+    @classmethod
+    def of(cls, spec: str, decode_spec: str | None = None, *, num_blocks: Sequence[int] = ()) -> Cluster:
+        """Makes a cluster from parallel specs as users write them, and the KV blocks of its instances."""
+        decode = None if decode_spec is None else ParallelSpec.parse(decode_spec)
+        return cls(spec=ParallelSpec.parse(spec), decode_spec=decode).with_blocks(num_blocks)
+
+    def with_blocks(self, num_blocks: Sequence[int]) -> Cluster:
+        """Returns the cluster with a pool of so many KV blocks on the devices of each instance."""
+        return replace(self, pools=device_pools(num_blocks))
+
+    # ------------------------------------------------------------ instances and their roles
+
+    @property
+    def num_instances(self) -> int:
+        return len(self._specs)
+
+    @property
+    def instances(self) -> range:
+        return range(self.num_instances)
+
+    @property
+    def has_roles(self) -> bool:
+        return self.decode_spec is not None
+
+    @property
+    def prefill(self) -> range:
+        """The instances that prefill are all of them, unless some only decode."""
+        return range(self.spec.instances)
+
+    @property
+    def decode(self) -> range:
+        """The instances that only decode are none without roles."""
+        return range(self.spec.instances, self.num_instances)
+
+    @property
+    def backends(self) -> int:
+        """A decode instance receives so many transfers at once; none without roles."""
+        if self.decode_spec is None:
+            return 0
+        return self.spec.instances if self.transfer_backends is None else self.transfer_backends
+
+    def num_blocks(self, instance: int) -> int:
+        return self.pools[instance].num_blocks
+
+    # ------------------------------------------------------------ ranks
+
+    @property
+    def num_ranks(self) -> int:
+        return self.spec.num_ranks + (0 if self.decode_spec is None else self.decode_spec.num_ranks)
+
+    @cached_property
+    def _specs(self) -> tuple[ParallelSpec, ...]:
+        decode = () if self.decode_spec is None else (self.decode_spec,) * self.decode_spec.instances
+        return (self.spec,) * self.spec.instances + decode
+
+    @cached_property
+    def _first_ranks(self) -> tuple[int, ...]:
+        return tuple(accumulate((spec.tp * spec.pp for spec in self._specs), initial=0))
+
+    def tp(self, instance: int) -> int:
+        return self._specs[instance].tp
+
+    def pp(self, instance: int) -> int:
+        return self._specs[instance].pp
+
+    def ranks(self, instance: int) -> range:
+        """Numbers the ranks of an instance: all shards of its first stage, then those of the next."""
+        return range(self._first_ranks[instance], self._first_ranks[instance + 1])
+
+    def stage_ranks(self, instance: int, stage: int) -> range:
+        """Numbers the ranks that share the weights of one stage, in order of their shards."""
+        first = self._first_ranks[instance] + stage * self.tp(instance)
+        return range(first, first + self.tp(instance))
+
+    def rank(self, instance: int, stage: int = 0, shard: int = 0) -> int:
+        """Numbers one rank, by its place in the grid."""
+        return self.stage_ranks(instance, stage)[shard]
+
+    def at(self, rank: int) -> Rank:
+        """Places a rank in the grid, by its number."""
+        instance = bisect_right(self._first_ranks, rank) - 1
+        stage, shard = divmod(rank - self._first_ranks[instance], self.tp(instance))
+        return Rank(instance, stage, shard)
+
+    def layers(self, instance: int, stage: int, num_layers: int) -> range:
+        """Returns the layers of a stage: `num_layers` are dealt to stages as evenly as possible, in order."""
+        first, last = cut_evenly(num_layers, self.pp(instance))[stage]
+        return range(first, last)
+
+    def heads(self, rank: int, num_heads: int, num_kv_heads: int) -> HeadShare:
+        """Returns the heads of a rank in each of its layers, see `split_heads`."""
+        found = self.at(rank)
+        return split_heads(num_heads, num_kv_heads, self.tp(found.instance))[found.shard]
+
+    # ------------------------------------------------------------ locations
+
+    def location(self, instance: int) -> Location:
+        """Locates an instance by its first rank."""
+        return self.locations[self.rank(instance)] if self.locations else Location(device=instance)
+
+    @cached_property
+    def hosts(self) -> tuple[int, ...]:
+        """The hosts of all ranks are numbered in order of appearance."""
+        return hosts_of(self.locations) if self.locations else (0,) * self.num_ranks
+
+    def __str__(self) -> str:
+        return str(self.spec) if self.decode_spec is None else f"{self.spec} prefill + {self.decode_spec} decode"
+
+
+def device_pools(num_blocks: Sequence[int]) -> tuple[Pool, ...]:
+    """Makes one pool per instance, on its devices, with the number of blocks given for it."""
+    return tuple(Pool(instance=instance, num_blocks=number) for instance, number in enumerate(num_blocks))
+
+
+_RACK_AND_HOST = re.compile(r"([0-9]+)-([0-9]+)")
+
+
 def locations_of_ranks(num_ranks: int, hosts: str) -> tuple[Location, ...]:
-    """The place of each rank.
+    """Locates every rank as a text says.
 
     Args:
         hosts: on how many hosts of one rack the ranks lie, neighbours together and as evenly as possible: `2`. Or rack
@@ -176,14 +280,14 @@ def locations_of_ranks(num_ranks: int, hosts: str) -> tuple[Location, ...]:
     return tuple(Location(int(one[1]), int(one[2]), rank) for rank, one in enumerate(found) if one is not None)
 
 
-def hosts_of(places: Sequence[Location]) -> tuple[int, ...]:
-    """A number for the host of each place, the same for the same host."""
-    numbers = {host: number for number, host in enumerate(dict.fromkeys(place.host_id for place in places))}
-    return tuple(numbers[place.host_id] for place in places)
+def hosts_of(locations: Sequence[Location]) -> tuple[int, ...]:
+    """Numbers the hosts of these locations in order of appearance; the same host has the same number."""
+    numbers = {host: number for number, host in enumerate(dict.fromkeys(one.host_id for one in locations))}
+    return tuple(numbers[one.host_id] for one in locations)
 
 
 def coupled_instances(groups: Iterable[Collection[int]]) -> list[frozenset[int]]:
-    """The smallest sets of the instances of these groups such that no group reaches across two."""
+    """Joins groups that have instances in common, until no group reaches across two of the sets returned."""
     coupled_with: dict[int, set[int]] = {}
     for group in groups:
         met = {id(coupled_with[i]): coupled_with[i] for i in group if i in coupled_with}

@@ -38,7 +38,7 @@ class Engine:
     def __init__(self, *, policy: EnginePolicy, executor: Executor, clock: Clock, config: EngineConfig) -> None:
         config.check_capacity(policy)
         self.config = config
-        self._running = Running(config.num_instances)
+        self._running = Running(config.cluster.num_instances)
         self.account, self._transfers = self._empty()
         self.bytes_sent: Counter[tuple[str, Link]] = Counter(dict.fromkeys(product(shown_names(), get_args(Link)), 0))
         self.num_preemptions = self.num_prefix_queries = self.num_prefix_hits = 0
@@ -46,7 +46,7 @@ class Engine:
         self._requests: dict[int, Request] = {}
         self._waiting = Waiting()
         self._steps = StepOrder()
-        self._occupancy = Occupancy(config.num_instances, most=config.max_steps_in_flight)
+        self._occupancy = Occupancy(config.cluster.num_instances, most=config.max_steps_in_flight)
         self._next_step = 0
         self._next_request = 0
         self._num_admissions = 0
@@ -93,8 +93,8 @@ class Engine:
 
     def _empty(self) -> tuple[KvAccount, Transfers]:
         """Pools in which nothing is, and nothing on its way."""
-        account, roles = self.config.empty_account(), self.config.roles
-        backends, max_num_seqs = 0 if roles is None else roles.backends, self.config.limits.max_num_seqs
+        account, backends = self.config.empty_account(), self.config.cluster.backends
+        max_num_seqs = self.config.limits.max_num_seqs
         handshakes = Handshakes(account, self._running, backends=backends, max_num_seqs=max_num_seqs)
         return account, Transfers(account, handshakes, self._number)
 
@@ -106,7 +106,7 @@ class Engine:
     def load(self) -> Load:
         """How much there is to do, and how busy the instances have been."""
         waiting = self._waiting.able()
-        pools = [self.account.pool(i) for i in range(self.config.num_instances)]
+        pools = [self.account.pool(i) for i in self.config.cluster.instances]
         return Load(
             num_running=len(self._running),
             num_waiting=len(waiting),
@@ -279,7 +279,7 @@ class Engine:
 
     def _view(self) -> ClusterView:
         return ClusterView(
-            num_instances=self.config.num_instances,
+            cluster=self.config.cluster,
             limits=self.config.limits,
             waiting=self._waiting.able(),
             running=self._running,

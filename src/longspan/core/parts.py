@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import compress
 
+from longspan.core.cluster import Cluster
 from longspan.core.config import EngineConfig
 from longspan.core.request import FinishReason, Request
 from longspan.core.steps import UNKNOWN, Part, Sample, Sampled, Scored
@@ -90,7 +91,7 @@ def take_token(request: Request, sampled: Sampled, config: EngineConfig, now_s: 
         request.logits.append(sampled.logits)
     if sampled.logprobs is not None:
         request.logprobs.append(sampled.logprobs)
-    _record_time(request, config.num_instances, now_s)
+    _record_time(request, config.cluster, now_s)
     if len(request.output) > params.min_tokens and sampled.token in params.stop_ids:
         request.stop_reason = sampled.token
         return "stop"
@@ -105,12 +106,12 @@ def take_scores(request: Request, scored: Scored) -> None:
         request.prompt_logprobs[position] = logprobs
 
 
-def _record_time(request: Request, num_instances: int, now_s: float) -> None:
+def _record_time(request: Request, cluster: Cluster, now_s: float) -> None:
     metrics = request.metrics
     if metrics.last_token_s is None:
         metrics.ttft_s = now_s - metrics.arrival_s
         held = dict(zip(request.group, request.owners.counts(request.num_computed), strict=True))
-        metrics.kv_tokens_per_instance = [held.get(instance, 0) for instance in range(num_instances)]
+        metrics.kv_tokens_per_instance = [held.get(instance, 0) for instance in cluster.instances]
     else:
         metrics.tbt_s.append(now_s - metrics.last_token_s)
     metrics.last_token_s = now_s

@@ -14,6 +14,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from longspan.core.cluster import Cluster
 from longspan.core.exchange import Exchange
 from longspan.core.owners import BlockRef, Owners, PrefixHit, Rotation
 from longspan.core.runs import SpanShards
@@ -217,7 +218,7 @@ class ClusterView:
         arrivals: how many requests have begun or ceased to wait.
     """
 
-    num_instances: int
+    cluster: Cluster
     limits: Limits
     waiting: Sequence[RequestView]
     running: RunningView

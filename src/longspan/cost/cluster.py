@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from longspan.core.cluster import Fleet, ParallelSpec
+from longspan.core.cluster import Cluster, ParallelSpec
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture
 from longspan.cost.catalog import Efficiency, Kernels
@@ -15,7 +15,7 @@ from longspan.cost.topology import Topology, Wire, wire
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster:
+class Devices:
     """Devices, and what connects them.
 
     Attributes:
@@ -59,7 +59,7 @@ class Cluster:
 
 def roofline(
     model: Architecture,
-    cluster: Cluster,
+    devices: Devices,
     spec: ParallelSpec,
     kernels: Kernels = "flash",
     constants: Efficiency | None = None,
@@ -69,32 +69,36 @@ def roofline(
     Raises:
         ValueError: for unknown names, more ranks than devices, or heads that so many ranks cannot share.
     """
-    [found] = rooflines(model, cluster, Fleet(spec=spec), kernels, constants)
+    [found] = rooflines(model, devices, Cluster(spec=spec), kernels, constants)
     return found
 
 
 def rooflines(
-    model: Architecture, cluster: Cluster, fleet: Fleet, kernels: Kernels = "flash", constants: Efficiency | None = None
+    model: Architecture,
+    devices: Devices,
+    cluster: Cluster,
+    kernels: Kernels = "flash",
+    constants: Efficiency | None = None,
 ) -> tuple[Roofline, ...]:
-    """The same of every role of a fleet: of all instances, or of those that prefill and those that decode.
+    """Makes the cost model of each role: of all instances, or of those that prefill and those that decode.
 
     Raises:
         ValueError: see `roofline`.
     """
-    specs = [fleet.spec] if fleet.decode_spec is None else [fleet.spec, fleet.decode_spec]
-    if fleet.num_ranks > cluster.num_gpus:
+    specs = [cluster.spec] if cluster.decode_spec is None else [cluster.spec, cluster.decode_spec]
+    if cluster.num_ranks > devices.num_gpus:
         ranks = " + ".join(f"{spec.instances} * {spec.tp}" for spec in specs)
         raise ValueError(
-            f"{fleet} needs {ranks} = {fleet.num_ranks} GPUs, but there are {cluster.hosts} hosts * "
-            f"{cluster.gpus_per_host} = {cluster.num_gpus}: use more hosts or fewer ranks"
+            f"{cluster} needs {ranks} = {cluster.num_ranks} GPUs, but there are {devices.hosts} hosts * "
+            f"{devices.gpus_per_host} = {devices.num_gpus}: use more hosts or fewer ranks"
         )
     for spec in specs:
         if model.attention.num_heads < spec.tp:
             raise ValueError(
                 f"tp({spec.tp}) ranks cannot share {model.attention.num_heads} query heads: use a smaller tp"
             )
-    constants, device = constants or catalog.efficiency(), catalog.device(cluster.hardware)
-    inside, between = _wires(cluster)
+    constants, device = constants or catalog.efficiency(), catalog.device(devices.hardware)
+    inside, between = _wires(devices)
     chip = Chip(
         device=device,
         efficiency=constants,
@@ -105,7 +109,7 @@ def rooflines(
     for spec in specs:
         topology = Topology(
             tp=spec.tp,
-            gpus_per_host=cluster.gpus_per_host,
+            gpus_per_host=devices.gpus_per_host,
             inside=inside,
             between=between,
             first_instance=num_instances,
@@ -116,25 +120,25 @@ def rooflines(
     return tuple(found)
 
 
-def _wires(cluster: Cluster) -> tuple[Wire, Wire]:
+def _wires(devices: Devices) -> tuple[Wire, Wire]:
     """Of one host, and between hosts; the slowest that there is can be given."""
-    device, speed = catalog.device(cluster.hardware), cluster.link_bytes_per_s
+    device, speed = catalog.device(devices.hardware), devices.link_bytes_per_s
     inside, between = catalog.link(device.link), catalog.link(device.network)
-    slowest = wire(catalog.link(slowest_link(cluster)), speed)
-    if cluster.hosts > 1:
+    slowest = wire(catalog.link(slowest_link(devices)), speed)
+    if devices.hosts > 1:
         return wire(inside), slowest
     bus = catalog.link(device.bus)
-    if cluster.link is None and speed is not None and speed > bus.bytes_per_s:
+    if devices.link is None and speed is not None and speed > bus.bytes_per_s:
         slowest = slowest.at_least(wire(bus))
     return slowest, wire(between)
 
 
-def slowest_link(cluster: Cluster) -> str:
+def slowest_link(devices: Devices) -> str:
     """The name of the slowest link that there is."""
-    device, speed = catalog.device(cluster.hardware), cluster.link_bytes_per_s
-    if cluster.link is not None:
-        return cluster.link
-    if cluster.hosts > 1:
+    device, speed = catalog.device(devices.hardware), devices.link_bytes_per_s
+    if devices.link is not None:
+        return devices.link
+    if devices.hosts > 1:
         return device.network
     return device.bus if speed is not None and speed <= catalog.link(device.bus).bytes_per_s else device.link
 

@@ -8,13 +8,13 @@ from functools import lru_cache
 from itertools import compress
 from typing import Protocol
 
-from longspan.core.cluster import Fleet, coupled_instances
+from longspan.core.cluster import Cluster, coupled_instances
 from longspan.core.exchange import LOCAL, RING_Q, Exchange
 from longspan.core.steps import Forward, MoveKV, Part
 from longspan.cost.architecture import Architecture
 from longspan.cost.catalog import Kernels
 from longspan.cost.channels import Channel, Share, Shares, chain_share_of, share_of
-from longspan.cost.cluster import Cluster, rooflines
+from longspan.cost.cluster import Devices, rooflines
 from longspan.cost.forward import Roofline, exposed_s, moved_s, received_s
 
 _NOTHING = Share(queries=0, pairs=0.0, scores=0.0, held=0.0)
@@ -62,13 +62,13 @@ class RooflineCost:
     def __init__(
         self,
         model: Architecture,
+        devices: Devices,
         cluster: Cluster,
-        fleet: Fleet,
         *,
         block_size: int,
         kernels: Kernels = "flash",
     ) -> None:
-        self._lines: tuple[Roofline, ...] = rooflines(model, cluster, fleet, kernels)
+        self._lines: tuple[Roofline, ...] = rooflines(model, devices, cluster, kernels)
         self._block_size = block_size
         self._sent_s = lru_cache(maxsize=2**16)(self._find_sent_s)
         self._alone_s = lru_cache(maxsize=2**17)(_find_alone_s)

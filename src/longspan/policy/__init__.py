@@ -35,7 +35,7 @@ def make_policy(
     Raises:
         ValueError: for an unknown name or option, a bad value, or a policy that cannot run on so many instances.
     """
-    if name == "auto" and facts is not None and facts.roles is not None:
+    if name == "auto" and facts is not None and facts.has_roles:
         name = "tetris"
     if name == "auto":
         name = "chunked" if num_instances == 1 else "context"
@@ -46,7 +46,7 @@ def make_policy(
             )
     if name not in _POLICIES:
         raise ValueError(f"unknown policy {name!r}: choose from auto, {', '.join(_POLICIES)}")
-    if facts is not None and facts.roles is not None and name not in _WITH_ROLES:
+    if facts is not None and facts.has_roles and name not in _WITH_ROLES:
         raise ValueError(
             f"policy {name} prefills and decodes on the same instances, but they have roles here: choose "
             f"{' or '.join(_WITH_ROLES)}, or give --parallel instead of --prefill-parallel and --decode-parallel"

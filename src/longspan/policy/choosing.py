@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from longspan.core.cluster import Location, Roles
+from longspan.core.cluster import Cluster, Location
 from longspan.core.exchange import CHAIN, LOCAL, RING_KV, Exchange, WeightSource, of_any_layout
 from longspan.cost.architecture import Hardware, ModelShape
 from longspan.cost.exchange_rules import cheaper_weights, ring_kv_or_ring_q, unsharded_weights_pay
@@ -24,9 +24,7 @@ class Facts:
         profile: what was measured.
         model: what the table of partitions calls it.
         partitions: searched ones; None when nobody looked for them yet, so that nothing is refused for want of one.
-        tp: ranks of an instance; None when that is not known yet.
-        places: of the instances; none given means all are near each other.
-        roles: which instances prefill and which decode; None when all do both.
+        cluster: None when nothing is known of it: then all instances do everything and are near each other.
     """
 
     shape: ModelShape | None = None
@@ -34,13 +32,30 @@ class Facts:
     profile: Profile | None = None
     model: str = ""
     partitions: PartitionTable | None = None
-    tp: int | None = None
-    places: tuple[Location, ...] = ()
-    roles: Roles | None = None
+    cluster: Cluster | None = None
 
-    def place(self, instance: int) -> Location:
-        """Where an instance is: its first rank."""
-        return self.places[instance] if self.places else Location(device=instance)
+    @property
+    def tp(self) -> int | None:
+        """Each prefill instance has so many shards; None when that is not known yet."""
+        return None if self.cluster is None else self.cluster.spec.tp
+
+    @property
+    def has_roles(self) -> bool:
+        """Some instances only prefill, and the others only decode."""
+        return self.cluster is not None and self.cluster.has_roles
+
+    def prefill(self, num_instances: int) -> range:
+        """Returns the instances that prefill."""
+        return range(num_instances) if self.cluster is None else self.cluster.prefill
+
+    @property
+    def decode(self) -> range:
+        """The instances that only decode are none without roles."""
+        return range(0) if self.cluster is None else self.cluster.decode
+
+    def location(self, instance: int) -> Location:
+        """Locates an instance by its first rank."""
+        return Location(device=instance) if self.cluster is None else self.cluster.location(instance)
 
 
 class Chooser:

@@ -31,7 +31,7 @@ class Chunked(FixedSettings):
     def create(cls, num_instances: int, options: Mapping[str, str], facts: Facts) -> Chunked:
         """Raises ValueError for an option."""
         settings = settings_of("chunked", parse_options("chunked", ChunkedOptions, options))
-        return cls(tuple(sorted(range(num_instances), key=facts.place)), settings)
+        return cls(tuple(sorted(range(num_instances), key=facts.location)), settings)
 
     def capacity_tokens(self, *, num_blocks: int, block_size: int) -> int:
         """All of one pool."""

@@ -76,9 +76,9 @@ class Context(FixedSettings):
         settings: PolicySettings | None = None,
     ) -> None:
         super().__init__(settings or settings_of("context", options))
-        self._everyone = tuple(sorted(range(num_instances), key=facts.place))
+        self._everyone = tuple(sorted(range(num_instances), key=facts.location))
         self._all = frozenset(self._everyone)
-        self._host = {i: facts.place(i).host_id for i in self._everyone}
+        self._host = {i: facts.location(i).host_id for i in self._everyone}
         self._options, self._partitions = options, partitions
         self._chooser = Chooser(num_instances, facts, options.wanted, chains=options.chains, weights=options.weights)
         self._group_parts = GroupParts(options, self._chooser, partitions)

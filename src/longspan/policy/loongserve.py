@@ -128,15 +128,15 @@ def create_disaggregated(num_instances: int, options: Mapping[str, str], facts: 
         ValueError: for an unknown option or a bad value, or when all instances do both.
     """
     parsed = parse_options("loongserve-disagg", LoongServeOptions, options)
-    if facts.roles is None:
+    if not facts.has_roles:
         raise ValueError(
             f"policy loongserve-disagg needs instances that decode only, but all {num_instances} do both: give "
             "--prefill-parallel and --decode-parallel, or --policy loongserve"
         )
-    everyone = facts.roles.prefill
+    everyone = facts.prefill(num_instances)
     planner, sharing = planner_of(facts, everyone, parsed.group.exchanges, parsed.sp_sizes), parsed.group.sharing()
     scheduled_parts = GroupParts(sharing, Chooser(len(everyone), facts, sharing.wanted))
-    ordered = tuple(sorted(everyone, key=facts.place))
+    ordered = tuple(sorted(everyone, key=facts.location))
     return Cdsp(
         ordered,
         planner,
@@ -144,7 +144,7 @@ def create_disaggregated(num_instances: int, options: Mapping[str, str], facts: 
         RateWatch(_ANY_GAIN),
         settings=settings_of("loongserve-disagg", parsed),
         chunking=False,
-        decode=facts.roles.decode,
+        decode=facts.decode,
     )
 
 
@@ -159,7 +159,7 @@ def create_unified(num_instances: int, options: Mapping[str, str], facts: Facts)
     planner, sharing = planner_of(facts, everyone, parsed.group.exchanges, parsed.sp_sizes), parsed.group.sharing()
     scheduled_parts = AloneParts(sharing, Chooser(num_instances, facts, sharing.wanted))
     return LoongServe(
-        tuple(sorted(everyone, key=facts.place)), planner, scheduled_parts, settings_of("loongserve", parsed)
+        tuple(sorted(everyone, key=facts.location)), planner, scheduled_parts, settings_of("loongserve", parsed)
     )
 
 

@@ -82,7 +82,7 @@ def measure(start: Start, most_members: int, lengths: Sequence[int] | None, repe
             if profile is None or room is None:
                 room = _room(llm)
                 profile = load_profile(llm.profile_key) or Profile(profile_key=llm.profile_key)
-                profile = profile.of_one_beside(llm.engine.config.num_instances - 1)
+                profile = profile.of_one_beside(llm.engine.config.cluster.num_instances - 1)
                 prompts = _prompts(lengths, room)
             is_warm = False
             while left := all_missing(profile, sizes, prompts, room, repeats):
@@ -101,7 +101,7 @@ def _room(llm: Instances) -> Room:
     return Room(
         max_model_len=llm.max_model_len,
         block_size=config.block_size,
-        num_blocks=config.num_blocks,
+        num_blocks=config.cluster.num_blocks(0),
     )
 
 
@@ -163,7 +163,7 @@ def _measured(llm: Instances, profile: Profile, task: Task | DecodeTask) -> Prof
 
 def _beside(llm: Instances, task: Task | DecodeTask) -> int:
     """Counts the instances that are busy with something else."""
-    return llm.engine.config.num_instances - task.members
+    return llm.engine.config.cluster.num_instances - task.members
 
 
 def _timed_decode(llm: Instances, profile: Profile, task: DecodeTask) -> float:
@@ -190,7 +190,7 @@ def _timed_decode(llm: Instances, profile: Profile, task: DecodeTask) -> float:
         llm.set_policy("context", {"exchange": RING_KV.kind, "decode": str(task.exchange), "threshold": threshold})
     else:
         llm.set_policy("chunked", {})
-        room = config.num_blocks * config.block_size
+        room = config.cluster.num_blocks(0) * config.block_size
         full = min(config.limits.max_num_batched_tokens, llm.max_model_len - 1, room - 1)
         draw = random.Random(f"beside {len(prompts)} behind {task.context_tokens} tokens, time {time}")
         beside = [draw.choices(vocabulary, k=full) for _ in range(_beside(llm, task))]

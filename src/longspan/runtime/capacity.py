@@ -5,7 +5,7 @@ from __future__ import annotations
 import psutil
 import torch
 
-from longspan.core.cluster import Fleet
+from longspan.core.cluster import Cluster
 from longspan.runtime.kv.moves import WINDOW_BYTES
 
 _CPU_SHARE = 0.3
@@ -13,12 +13,12 @@ _CPU_DEFAULT_BYTES = 4 * 2**30
 _CUDA_SHARE = 0.85
 
 
-def move_bytes(fleet: Fleet, backends: int) -> int:
-    """Memory that a rank may take for KV on its way to or from other instances, when each receives from so many."""
-    if fleet.decode_spec is None:
+def move_bytes(cluster: Cluster) -> int:
+    """Returns the memory that a rank may take for KV on its way to or from other instances."""
+    if cluster.decode_spec is None:
         return 0
-    sources = min(backends, fleet.spec.instances) * fleet.spec.tp
-    return max(sources, fleet.decode_spec.num_ranks) * WINDOW_BYTES
+    sources = min(cluster.backends, cluster.spec.instances) * cluster.spec.tp
+    return max(sources, cluster.decode_spec.num_ranks) * WINDOW_BYTES
 
 
 def default_kv_bytes(*, device: str, num_ranks: int, weight_bytes: int, move_bytes: int = 0) -> int:

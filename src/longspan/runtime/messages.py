@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from longspan.core.cluster import Fleet
+from longspan.core.cluster import Cluster
 from longspan.core.steps import BytesSent, Forward, Free, MoveKV, Sampled, Scored
 
 
@@ -12,16 +12,15 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Says what a worker is to load, wherever it runs.
 
     Attributes:
-        fleet: all instances and their ranks; those of one share its weights and its KV heads.
+        cluster: the ranks of an instance share its weights and its KV heads.
         num_blocks: in the pool of this rank, as of all of its instance.
         tokenizer_dir: for structured outputs; None when the model comes without tokenizer files.
         attention_kernel: the compiled `attn.native`; None to compute with PyTorch's kernels.
-        hosts: the host of every rank.
         record_times: measure where the time goes, see `worker.timing`.
     """
 
     rank: int
-    fleet: Fleet
+    cluster: Cluster
     model_name: str
     config_dir: str
     weights: str
@@ -32,7 +31,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int
     num_blocks: int
     block_size: int
-    hosts: tuple[int, ...]
     attention_kernel: str | None = None
     record_times: bool = False
 

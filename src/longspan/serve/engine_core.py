@@ -86,7 +86,7 @@ def _serve(setup: EngineSetup, socket: zmq.Socket[bytes]) -> int:
         return 1
     with deployment:
         files, config = deployment.files, deployment.engine.config
-        pools = [deployment.engine.account.pool(instance) for instance in range(config.num_instances)]
+        pools = [deployment.engine.account.pool(instance) for instance in config.cluster.instances]
         started = Started(
             name=files.name,
             tokenizer_dir=None if deployment.input_processor.tokenizer is None else str(files.tokenizer_dir),
@@ -94,7 +94,7 @@ def _serve(setup: EngineSetup, socket: zmq.Socket[bytes]) -> int:
             vocab_size=deployment.input_processor.vocab_size,
             max_model_len=config.max_model_len,
             max_num_seqs=config.limits.max_num_seqs,
-            num_instances=config.num_instances,
+            num_instances=config.cluster.num_instances,
             num_kv_blocks=sum(pool.num_blocks for pool in pools),
             block_size=config.block_size,
             worker_pids=list(deployment.worker_pids),

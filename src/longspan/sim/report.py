@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from longspan.core.cluster import Roles
+from longspan.core.cluster import Cluster
 from longspan.sim.result import Result, summary
 from longspan.sim.timeline import Block, Timeline
 
@@ -40,9 +40,7 @@ def check_report() -> None:
         raise ValueError("--report needs plotly: pip install 'longspan[report]'") from None
 
 
-def html_report(
-    result: Result, timeline: Timeline, settings: Mapping[str, object], *, roles: Roles | None = None
-) -> str:
+def html_report(result: Result, timeline: Timeline, settings: Mapping[str, object], cluster: Cluster) -> str:
     """The page: what was simulated, the numbers, distributions of times, queue and KV, and what instances did."""
     from plotly.offline import get_plotlyjs  # noqa: PLC0415  # optional
 
@@ -55,18 +53,18 @@ def html_report(
         _table(settings),
         _table(summary(result)),
     ]
-    for name, note, figure in _figures(result, timeline, roles):
+    for name, note, figure in _figures(result, timeline, cluster):
         drawn = figure.to_html(full_html=False, include_plotlyjs=False, div_id=name.lower().replace(" ", "-"))
         parts.append(f"<h2>{name}</h2><p>{html.escape(note)}</p>{drawn}")
     return "\n".join([*parts, "</body></html>"]) + "\n"
 
 
-def _figures(result: Result, timeline: Timeline, roles: Roles | None) -> list[tuple[str, str, Figure]]:
+def _figures(result: Result, timeline: Timeline, cluster: Cluster) -> list[tuple[str, str, Figure]]:
     waiting = [(one.at_s, one.num_waiting) for one in timeline.moments]
     held = [(one.at_s, 100 * one.kv_used) for one in timeline.moments]
     bars, note = _shown(timeline)
     return [
-        ("Instances", note, _gantt(bars, _names(len(result.busy_s), roles))),
+        ("Instances", note, _gantt(bars, _names(cluster))),
         ("TTFT", "Part of all requests whose first token came within so many seconds.", _share(result.ttfts_s)),
         ("TBT", "Part of all times between tokens that were at most so long.", _share(result.tbts_s)),
         ("Queue", "Requests that waited.", _line(waiting, "requests", shape="hv")),
@@ -106,10 +104,10 @@ def _follows(one: Block, before: Block) -> bool:
     return one.stop == before.stop and one.start_s - before.end_s < _SAME_TIME_S
 
 
-def _names(num_instances: int, roles: Roles | None) -> list[str]:
-    """Of instances, with what those do that do not do all."""
-    kinds = [""] * num_instances if roles is None else ["prefill "] * roles.num_prefill + ["decode "] * roles.num_decode
-    return [f"{kind}{instance}" for instance, kind in enumerate(kinds)]
+def _names(cluster: Cluster) -> list[str]:
+    if not cluster.has_roles:
+        return [str(instance) for instance in cluster.instances]
+    return [*(f"prefill {one}" for one in cluster.prefill), *(f"decode {one}" for one in cluster.decode)]
 
 
 def _gantt(blocks: Sequence[Block], names: Sequence[str]) -> Figure:

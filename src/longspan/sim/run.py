@@ -138,7 +138,7 @@ def simulate(
         ValueError: when the longest request does not fit the KV pools, or a fault names no instance.
     """
     faults = faults or Faults()
-    faults.check(config.num_instances)
+    faults.check(config.cluster.num_instances)
     slowed = SlowedCost(cost, faults.slow) if faults.slow else cost
     simulation = _Simulation(arrivals, config, policy, slowed, faults, watch or Watch())
     with _garbage_left_alone(arrivals):

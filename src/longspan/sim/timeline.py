@@ -111,7 +111,7 @@ class Timeline:
     def _moment(self, at_s: float, engine: Engine) -> None:
         if at_s < self._next_s:
             return
-        pools = [engine.account.pool(i) for i in range(engine.config.num_instances)]
+        pools = [engine.account.pool(i) for i in engine.config.cluster.instances]
         kv_used = 1 - sum(pool.num_free for pool in pools) / sum(pool.num_blocks for pool in pools)
         self.moments.append(Moment(at_s, engine.num_waiting, kv_used))
         if len(self.moments) >= self._most_moments:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from longspan.core.cluster import Roles, hosts_of
+from longspan.core.cluster import hosts_of
 from longspan.core.exchange import RING_Q, Exchange, decoding, exchange_of, of_any_layout
 from longspan.core.protocols import PolicySettings, option_text
 from longspan.policy.choosing import Chooser, Facts
@@ -158,7 +158,7 @@ class Tetris(Cdsp):
 
     def __init__(self, instances: range, options: TetrisOptions, facts: Facts, planner: Planner) -> None:
         self._options, self._chunk_planner = options, planner
-        self._default_rate = _default_improvement_rate(facts.roles)
+        self._default_rate = _default_improvement_rate(has_roles=facts.has_roles)
         everyone, decode = _where(instances, facts)
         super().__init__(
             everyone,
@@ -180,24 +180,25 @@ class Tetris(Cdsp):
         self._chunking, self._chunk_planner.min_chunk_tokens = changed.chunking, changed.min_chunk
 
 
-def hint_of_a_constant_rate(settings: PolicySettings, roles: Roles | None) -> str | None:
+def hint_of_a_constant_rate(settings: PolicySettings, *, has_roles: bool) -> str | None:
     """What to tell people when the improvement rate is to go by the request rate, but nobody said how."""
     told = settings.options
     if settings.name != "tetris" or told["improvement_rate"] != "auto" or told["improvement_rates"]:
         return None
+    rate = _default_improvement_rate(has_roles=has_roles)
     return (
-        f"-o improvement_rate=auto is {_default_improvement_rate(roles):g} at every request rate without a table: find "
-        "one with longspan simulate --profile-improvement-rates, and give it as -o improvement_rates="
+        f"-o improvement_rate=auto is {rate:g} at every request rate without a table: find one with longspan simulate "
+        "--profile-improvement-rates, and give it as -o improvement_rates="
     )
 
 
-def _default_improvement_rate(roles: Roles | None) -> float:
+def _default_improvement_rate(*, has_roles: bool) -> float:
     """Where no table says otherwise: between what the paper finds best for few and for many requests.
 
     Where instances also decode, the lowest: then most groups are as large as they get, and few wait for one of another
     size that overlaps with them.
     """
-    return 0.05 if roles is None else 0.3
+    return 0.3 if has_roles else 0.05
 
 
 def create_tetris(num_instances: int, options: Mapping[str, str], facts: Facts) -> Tetris:
@@ -207,7 +208,7 @@ def create_tetris(num_instances: int, options: Mapping[str, str], facts: Facts) 
         ValueError: for an unknown option, a bad value, or sizes without measurements where others have them.
     """
     parsed = parse_options("tetris", TetrisOptions, options)
-    everyone = _prefilling(num_instances, facts)
+    everyone = facts.prefill(num_instances)
     planner = planner_of(
         facts,
         everyone,
@@ -225,8 +226,8 @@ def _usual_size(facts: Facts, instances: range) -> int | None:
     A decode steps together with all prompts on its group, and with their groups. Groups of one host end there; larger
     ones overlap, until all instances of the cluster wait for each other in every step.
     """
-    per_host = max(Counter(hosts_of([facts.place(i) for i in instances])).values())
-    return per_host if facts.roles is None and per_host >= _ENOUGH_OF_A_HOST else None
+    per_host = max(Counter(hosts_of([facts.location(i) for i in instances])).values())
+    return per_host if not facts.has_roles and per_host >= _ENOUGH_OF_A_HOST else None
 
 
 def planner_of(
@@ -248,7 +249,7 @@ def planner_of(
     times = measured or expected_times(facts, found)
     return Planner(
         {size: times[size] for size in found},
-        hosts_of([facts.place(i) for i in everyone]),
+        hosts_of([facts.location(i) for i in everyone]),
         min_chunk_tokens=min_chunk_tokens,
         usual_size=usual_size,
     )
@@ -261,7 +262,7 @@ def create_fixed(num_instances: int, options: Mapping[str, str], facts: Facts) -
         ValueError: for an unknown option, a bad value, or a size that does not divide the instances.
     """
     parsed = parse_options("fixed-sp", FixedOptions, options)
-    measured, everyone = measured_times(facts, parsed.exchanges), _prefilling(num_instances, facts)
+    measured, everyone = measured_times(facts, parsed.exchanges), facts.prefill(num_instances)
     check_sizes([parsed.sp], len(everyone), measured, all_taken=True)
     times = measured or expected_times(facts, [parsed.sp])
     in_order, decode = _where(everyone, facts)
@@ -275,15 +276,9 @@ def create_fixed(num_instances: int, options: Mapping[str, str], facts: Facts) -
     )
 
 
-def _prefilling(num_instances: int, facts: Facts) -> range:
-    """The instances that prompts go to."""
-    return range(num_instances) if facts.roles is None else facts.roles.prefill
-
-
 def _where(instances: range, facts: Facts) -> tuple[tuple[int, ...], range]:
     """The instances that prompts go to, in order of proximity, and those that only decode."""
-    decode = range(0) if facts.roles is None else facts.roles.decode
-    return tuple(sorted(instances, key=facts.place)), decode
+    return tuple(sorted(instances, key=facts.location)), facts.decode
 
 
 def _group_parts(instances: range, options: GroupOptions, facts: Facts) -> GroupParts:

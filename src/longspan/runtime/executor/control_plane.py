@@ -16,7 +16,7 @@ from typing import NoReturn, Protocol, Self
 import msgspec
 import zmq
 
-from longspan.core.cluster import Fleet
+from longspan.core.cluster import Cluster
 from longspan.core.steps import Completion, Free, MoveKV, Step
 from longspan.errors import WorkerLostError
 from longspan.model.files import ModelFiles
@@ -75,13 +75,13 @@ class WorkerHandle(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts the workers of one engine, one per rank of `fleet`.
+    """Starts the workers of one engine, one per rank of `cluster`.
 
     Attributes:
         context: the workers and their controller talk by its sockets, at addresses that begin with `endpoint`.
     """
 
-    fleet: Fleet
+    cluster: Cluster
     context: zmq.Context[zmq.Socket[bytes]]
     endpoint: str
 
@@ -97,21 +97,17 @@ class Launcher(Protocol):
 
 def start_workers(
     files: ModelFiles,
-    fleet: Fleet,
+    cluster: Cluster,
     device: str,
     threads: int,
-    num_blocks: Sequence[int],
     block_size: int,
     *,
     launch: Callable[[Sequence[WorkerConfig]], Launcher],
-    hosts: tuple[int, ...],
     attention_kernel: Path | None,
     record_times: bool,
     step_timeout_s: float,
 ) -> WorkerExecutor:
-    """Starts one worker per rank of `fleet`, ready for steps, with the `num_blocks` of its instance.
-
-    What `hosts` says of each rank decides how bytes are counted.
+    """Starts one worker per rank of `cluster` and waits until all are ready for steps.
 
     Raises:
         WorkerLostError: when a worker does not start.
@@ -119,7 +115,7 @@ def start_workers(
     configs = [
         WorkerConfig(
             rank=rank,
-            fleet=fleet,
+            cluster=cluster,
             model_name=files.name,
             config_dir=str(files.config_dir),
             weights=str(files.weights),
@@ -128,19 +124,18 @@ def start_workers(
             trust_remote_code=files.trust_remote_code,
             device=device,
             num_threads=threads,
-            num_blocks=num_blocks[fleet.place(rank)[0]],
+            num_blocks=cluster.num_blocks(cluster.at(rank).instance),
             block_size=block_size,
-            hosts=hosts,
             attention_kernel=None if attention_kernel is None else str(attention_kernel),
             record_times=record_times,
         )
-        for rank in range(fleet.num_ranks)
+        for rank in range(cluster.num_ranks)
     ]
     return WorkerExecutor(launch(configs), step_timeout_s=step_timeout_s)
 
 
 class WorkerExecutor:
-    """Implements `Executor` on workers, the ranks of a `Fleet`.
+    """Implements `Executor` on workers, the ranks of a `Cluster`.
 
     A rank that has a step to run and reports none for `step_timeout_s` is lost: it hangs, or waits for one that does.
     Commands and reports go over zmq sockets, tensors over the transports between the workers. Close it, or use it as a
@@ -157,23 +152,23 @@ class WorkerExecutor:
         Raises:
             WorkerLostError: when a worker does not start.
         """
-        fleet = launcher.fleet
+        cluster = launcher.cluster
         self._launcher, self._step_timeout_s = launcher, step_timeout_s
         self._context = launcher.context
         self._context.sndhwm = self._context.rcvhwm = 0  # queues without bound: the engine bounds the steps in flight
         self._commands: list[zmq.Socket[bytes]] = []
-        self._in_flight = InFlight(fleet)
+        self._in_flight = InFlight(cluster)
         self._workers: list[WorkerHandle] = []
         self._reports = self._context.socket(zmq.PULL)
         self._finalizer = weakref.finalize(self, _clean_up, self._workers, self._commands, self._reports, launcher)
         self._reports.bind(report_address(launcher.endpoint))
         self.wakeup: zmq.Socket[bytes] | None = None
-        self.worker_times: list[dict[str, float]] = [{} for _ in range(fleet.num_ranks)]
+        self.worker_times: list[dict[str, float]] = [{} for _ in range(cluster.num_ranks)]
         self._decoder = msgspec.msgpack.Decoder(Report)
         try:
-            for rank in range(fleet.num_ranks):
+            for rank in range(cluster.num_ranks):
                 self._start(rank)
-            self._wait_until_ready(fleet.num_ranks)
+            self._wait_until_ready(cluster.num_ranks)
         except BaseException:
             self.close()
             raise

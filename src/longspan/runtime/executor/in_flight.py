@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from longspan.core.cluster import Fleet
+from longspan.core.cluster import Cluster
 from longspan.core.steps import Completion, Forward, Link, MoveKV, Sampled, Scored
 from longspan.runtime.messages import Done, Moved
 
@@ -17,8 +17,8 @@ class InFlight:
     works on it from when all have started to send it.
     """
 
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
         self._awaited: dict[int, set[int]] = {}
         self._reports: dict[int, list[Done | Moved]] = {}
         self._due: dict[int, set[int]] = {}  # by rank: the steps that want something of it now
@@ -29,7 +29,7 @@ class InFlight:
 
     def ranks(self, instances: Iterable[int]) -> list[int]:
         """Of some instances."""
-        return [rank for instance in instances for rank in self._fleet.ranks(instance)]
+        return [rank for instance in instances for rank in self._cluster.ranks(instance)]
 
     def begin(self, step: Forward | MoveKV, now_s: float) -> None:
         """A step was sent to its ranks."""

@@ -23,7 +23,7 @@ class ProcessLauncher:
     """Forks a process per rank; they meet by torch.distributed."""
 
     def __init__(self, configs: Sequence[WorkerConfig]) -> None:
-        self.fleet = configs[0].fleet
+        self.cluster = configs[0].cluster
         self._configs = configs
         self._run_dir = make_run_dir()
         self.context, self.endpoint = zmq.Context(), f"ipc://{self._run_dir}"

@@ -39,7 +39,7 @@ class ThreadLauncher:
     def __init__(self, configs: Sequence[WorkerConfig]) -> None:
         if configs[0].device != "cpu":
             raise ValueError(f"workers that are threads compute on cpu, not on {configs[0].device}")
-        self.fleet = configs[0].fleet
+        self.cluster = configs[0].cluster
         self._configs, self._wires = configs, (Wires(), Wires(), Wires())
         self.context, self.endpoint = zmq.Context(), f"inproc://longspan-{next(_numbers)}"
         self._threads_before = torch.get_num_threads()
@@ -116,7 +116,7 @@ class WorkerThread:
 
     def _load(self) -> Worker:
         rank, transports = self._config.rank, None
-        if self._config.fleet.num_ranks > 1:
+        if self._config.cluster.num_ranks > 1:
             exchange, rebalances, moves = self._wires
             transports = Transports(
                 exchange=MemoryTransport(exchange, rank),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from longspan.attn.comm import Message
 from longspan.attn.spec import AttnSpec
-from longspan.core.cluster import Fleet
+from longspan.core.cluster import Cluster
 from longspan.core.heads import split_heads
 from longspan.core.steps import MoveKV
 from longspan.runtime.kv.pool import KvPool
@@ -88,9 +88,9 @@ class BlockSlice:
 class BlockMessages:
     """Makes the messages of one rank. `specs` are those of the whole model."""
 
-    def __init__(self, pool: KvPool, specs: Sequence[AttnSpec], fleet: Fleet, rank: int) -> None:
-        self._pool, self._specs, self._fleet = pool, specs, fleet
-        self._instance, self._place = fleet.place(rank)
+    def __init__(self, pool: KvPool, specs: Sequence[AttnSpec], cluster: Cluster, rank: int) -> None:
+        self._pool, self._specs, self._cluster = pool, specs, cluster
+        self._instance, _, self._shard = cluster.at(rank)
 
     @property
     def num_layers(self) -> int:
@@ -117,14 +117,14 @@ class BlockMessages:
     def leaving(self, layer: int, target: int, blocks: Tensor) -> Iterator[BlockSlice]:
         """What this rank sends of a layer to an instance."""
         for route in self._routes(layer, self._instance, target):
-            if route.source == self._place:
-                yield self._slice(layer, self._fleet.ranks(target)[route.target], blocks, route.given)
+            if route.source == self._shard:
+                yield self._slice(layer, self._cluster.rank(target, shard=route.target), blocks, route.given)
 
     def coming(self, layer: int, source: int, blocks: Tensor) -> Iterator[BlockSlice]:
         """What this rank gets of a layer from an instance."""
         for route in self._routes(layer, source, self._instance):
-            if route.target == self._place:
-                yield self._slice(layer, self._fleet.ranks(source)[route.source], blocks, route.taken)
+            if route.target == self._shard:
+                yield self._slice(layer, self._cluster.rank(source, shard=route.source), blocks, route.taken)
 
     def filled(self, leaving: BlockSlice) -> Message:
         """A message of what the pool holds."""
@@ -148,8 +148,8 @@ class BlockMessages:
         return {inst: torch.tensor(own, dtype=torch.int64, device=self.device) for inst, own in blocks.items()}
 
     def _routes(self, layer: int, source: int, target: int) -> tuple[Route, ...]:
-        spec, tps = self._specs[layer], self._fleet.tps
-        return head_routes(spec.num_heads, spec.num_kv_heads, tps[source], tps[target])
+        spec, tp = self._specs[layer], self._cluster.tp
+        return head_routes(spec.num_heads, spec.num_kv_heads, tp(source), tp(target))
 
     def _slice(self, layer: int, peer: int, blocks: Tensor, heads: range) -> BlockSlice:
         keys = self._pool.layer(layer).keys

@@ -58,11 +58,11 @@ def main(config: WorkerConfig, run_dir: str, lifeline: int) -> None:
 def _load(config: WorkerConfig, run_dir: str) -> Worker:
     """Meets the other ranks and loads the model."""
     torch.set_num_threads(config.num_threads)
-    keep_to_cores(config.device, config.rank, config.fleet.num_ranks)
+    keep_to_cores(config.device, config.rank, config.cluster.num_ranks)
     if config.attention_kernel is not None:
         native.load(Path(config.attention_kernel))
     device = open_device(config.device, config.rank)
-    transports = None if config.fleet.num_ranks == 1 else _transports(config, f"{run_dir}/rendezvous", device)
+    transports = None if config.cluster.num_ranks == 1 else _transports(config, f"{run_dir}/rendezvous", device)
     worker = Worker.load(config, device, transports)
     _log.info("ready: %s on %s, %d threads", config.model_name, config.device, config.num_threads)
     return worker
@@ -70,7 +70,7 @@ def _load(config: WorkerConfig, run_dir: str) -> Worker:
 
 def _transports(config: WorkerConfig, store: str, device: torch.device) -> Transports:
     """One process group for all of gloo's messages, whose tags tell them apart; NCCL gets one per kind of work."""
-    exchange = connect(config.device, store, config.rank, config.fleet.num_ranks)
+    exchange = connect(config.device, store, config.rank, config.cluster.num_ranks)
     groups = [open_lane(own=not exchange.tagged, device=device) for _ in range(2)]
     return Transports(
         exchange=exchange,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longspan.attn.collectives import all_reduce
 from longspan.attn.comm import ALONE, Group, Transport
-from longspan.core.cluster import Fleet
+from longspan.core.cluster import Cluster
 from longspan.core.steps import Link
 from longspan.layerwise.gather_hidden import hidden_hops
 from longspan.runtime.worker.batch import Channel
@@ -25,7 +25,7 @@ _NOBODY = -1
 
 
 class StepComm:
-    """One step's groups; `hosts` has the host of every rank.
+    """The groups of one step.
 
     Exchanges connect ranks of different instances that have the same place in theirs, and so the same heads, where
     both are split alike. Tags are unique per (step, layer, channel, hop) among the steps that can be in flight.
@@ -36,15 +36,14 @@ class StepComm:
         transport: Transport | None,
         number: int,
         *,
-        fleet: Fleet,
+        cluster: Cluster,
         rank: int,
-        hosts: Sequence[int],
         num_layers: int,
     ) -> None:
         self.sent: Counter[tuple[str, Link]] = Counter()
-        self._transport, self._fleet, self._hosts = transport, fleet, hosts
-        self._instance, self._place = fleet.place(rank)
-        self._num_layers, self._hops = num_layers, hidden_hops(len(hosts))  # no exchange has more
+        self._transport, self._cluster, self._hosts = transport, cluster, cluster.hosts
+        self._instance, _, self._shard = cluster.at(rank)
+        self._num_layers, self._hops = num_layers, hidden_hops(cluster.num_ranks)  # no exchange has more
         self._num_inside = 0
         per_step = 2 * (num_layers + 1) * _CHANNELS * self._hops  # inside instances a layer has more than channels
         self._first_tag = number % ((_NUM_TAGS - _NUM_MOVE_TAGS) // per_step) * per_step
@@ -63,23 +62,23 @@ class StepComm:
         """
         if self._transport is None:
             return None
-        ranks = [self._beside(instance) for instance in range(self._fleet.num_instances)]
+        ranks = [self._beside(instance) for instance in self._cluster.instances]
         return self._group(ranks, self._instance, "tokens", self._tag(self._num_layers, 0))
 
     def inside(self, name: str) -> Group:
         """The ranks of this instance, who ask for it in the same order; no exchange of a channel is between them."""
         tag = self._first_tag + self._num_inside * self._hops
         self._num_inside += 1
-        return self._group(self._fleet.ranks(self._instance), self._place, name, tag)
+        return self._group(self._cluster.ranks(self._instance), self._shard, name, tag)
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         """The sum over the ranks of this instance."""
         return all_reduce(self.inside("all_reduce"), partial)
 
     def _beside(self, instance: int) -> int:
-        """The rank of this place in another instance, if that is split alike."""
-        alike = self._fleet.tps[instance] == self._fleet.tps[self._instance]
-        return self._fleet.ranks(instance)[self._place] if alike else _NOBODY
+        """Returns the rank of this shard in another instance, if that is split alike."""
+        alike = self._cluster.tp(instance) == self._cluster.tp(self._instance)
+        return self._cluster.rank(instance, shard=self._shard) if alike else _NOBODY
 
     def _group(self, ranks: Sequence[int], index: int, name: str, first_tag: int) -> Group:
         assert self._transport is not None, "a group of several ranks has a transport"

@@ -17,7 +17,7 @@ import zmq
 from torch import Tensor
 
 from longspan.attn.comm import CommError, Transport
-from longspan.core.cluster import Fleet
+from longspan.core.cluster import Cluster
 from longspan.core.steps import Forward, Link, MoveKV, Sampled, Scored, TokenLogprobs
 from longspan.layerwise.step import Layerwise
 from longspan.model.adapter import Model
@@ -73,24 +73,22 @@ class Worker:
     Args:
         model: the rank's share of it.
         transports: None when there is no other rank.
-        hosts: the host of every rank.
         vocabulary: for structured outputs; without one, no request may have a grammar.
     """
 
     def __init__(
         self,
         rank: int,
-        fleet: Fleet,
+        cluster: Cluster,
         model: Model,
         pool: KvPool,
         transports: Transports | None,
         *,
-        hosts: Sequence[int],
         vocabulary: Vocabulary | None = None,
         record_times: bool = False,
     ) -> None:
-        self.rank, self._fleet, self._hosts = rank, fleet, hosts
-        self._instance, self._tp_index = fleet.place(rank)
+        self.rank, self._cluster = rank, cluster
+        self._instance, _, self._tp_index = cluster.at(rank)
         self._model, self._pool = model, pool
         self._layerwise = Layerwise(model)
         self._device, self._dtype = model.module.device, model.module.dtype
@@ -99,8 +97,8 @@ class Worker:
         self.watch.watch_linear(model.module)
         self.network = None
         if transports is not None:
-            messages = BlockMessages(pool, model.info.specs, fleet, rank)
-            self.network = Network(transports, messages, self.watch, rank=rank, hosts=hosts)
+            messages = BlockMessages(pool, model.info.specs, cluster, rank)
+            self.network = Network(transports, messages, self.watch, rank=rank, hosts=cluster.hosts)
 
     @classmethod
     def load(cls, config: WorkerConfig, device: torch.device, transports: Transports | None) -> Worker:
@@ -113,8 +111,8 @@ class Worker:
             dtype=config.dtype,
             trust_remote_code=config.trust_remote_code,
         )
-        instance, tp_index = config.fleet.place(config.rank)
-        model = Model.load(files, device, tp_index=tp_index, tp=config.fleet.tps[instance])
+        instance, _, tp_index = config.cluster.at(config.rank)
+        model = Model.load(files, device, tp_index=tp_index, tp=config.cluster.tp(instance))
         pool = KvPool(
             model.specs,
             num_blocks=config.num_blocks,
@@ -124,11 +122,10 @@ class Worker:
         )
         return cls(
             config.rank,
-            config.fleet,
+            config.cluster,
             model,
             pool,
             transports,
-            hosts=config.hosts,
             vocabulary=Vocabulary(files, vocab_size=model.info.vocab_size, eos_token_ids=model.info.eos_token_ids),
             record_times=config.record_times,
         )
@@ -185,9 +182,8 @@ class Worker:
         comm = StepComm(
             None if self.network is None else self.network.exchange,
             forward.number,
-            fleet=self._fleet,
+            cluster=self._cluster,
             rank=self.rank,
-            hosts=self._hosts,
             num_layers=info.num_layers,
         )
         moves = None if self.network is None else self.network.step_moves(forward, comm.sent)

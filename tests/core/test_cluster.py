@@ -1,0 +1,102 @@
+"""The cluster as a value: the grid of ranks, with pipeline stages too, though nothing computes them yet."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import chain, pairwise
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longspan.core.cluster import Cluster, Location, ParallelSpec, device_pools
+
+SPECS = st.builds(ParallelSpec, instances=st.integers(1, 4), tp=st.integers(1, 4), pp=st.integers(1, 4))
+CLUSTERS = st.builds(Cluster, spec=SPECS, decode_spec=st.none() | SPECS)
+
+
+@given(CLUSTERS)
+def test_ranks_are_numbered_by_instance_stage_and_shard(cluster: Cluster) -> None:
+    grid = [
+        (instance, stage, shard)
+        for instance in cluster.instances
+        for stage in range(cluster.pp(instance))
+        for shard in range(cluster.tp(instance))
+    ]
+    assert [cluster.at(rank) for rank in range(cluster.num_ranks)] == grid
+    assert [cluster.rank(*place) for place in grid] == list(range(cluster.num_ranks))
+
+
+@given(CLUSTERS)
+def test_instances_and_stages_divide_the_ranks(cluster: Cluster) -> None:
+    assert [*chain(*map(cluster.ranks, cluster.instances))] == list(range(cluster.num_ranks))
+    for instance in cluster.instances:
+        stages = [cluster.stage_ranks(instance, stage) for stage in range(cluster.pp(instance))]
+        assert [*chain(*stages)] == list(cluster.ranks(instance))
+
+
+@given(CLUSTERS)
+def test_every_instance_has_its_role(cluster: Cluster) -> None:
+    assert [*cluster.prefill, *cluster.decode] == list(cluster.instances)
+    assert cluster.has_roles == bool(cluster.decode) == bool(cluster.backends)
+    for instance in cluster.instances:
+        spec = cluster.decode_spec if instance in cluster.decode else cluster.spec
+        assert spec is not None
+        assert (cluster.tp(instance), cluster.pp(instance)) == (spec.tp, spec.pp)
+
+
+@given(CLUSTERS, st.integers(0, 100))
+def test_stages_divide_the_layers_evenly_and_in_order(cluster: Cluster, num_layers: int) -> None:
+    for instance in cluster.instances:
+        stages = [cluster.layers(instance, stage, num_layers) for stage in range(cluster.pp(instance))]
+        assert [*chain(*stages)] == list(range(num_layers))
+        assert max(map(len, stages)) - min(map(len, stages)) <= 1
+
+
+@given(CLUSTERS, st.integers(1, 8), st.integers(1, 8))
+def test_the_shards_of_a_stage_divide_the_heads(cluster: Cluster, num_kv_heads: int, readers: int) -> None:
+    num_heads = num_kv_heads * readers
+    for instance in cluster.instances:
+        for stage in range(cluster.pp(instance)):
+            shares = [cluster.heads(rank, num_heads, num_kv_heads) for rank in cluster.stage_ranks(instance, stage)]
+            assert [*chain(*(share.heads for share in shares))] == list(range(num_heads))
+            assert {*chain(*(share.kv_heads for share in shares))} == set(range(num_kv_heads))
+
+
+@given(CLUSTERS, st.integers(1, 3))
+def test_hosts_are_those_of_the_locations(cluster: Cluster, per_host: int) -> None:
+    assert cluster.hosts == (0,) * cluster.num_ranks
+    locations = tuple(Location(host=rank // per_host, device=rank) for rank in range(cluster.num_ranks))
+    placed = replace(cluster, locations=locations)
+    assert placed.hosts == tuple(rank // per_host for rank in range(cluster.num_ranks))
+    assert all(placed.location(i) == locations[placed.ranks(i)[0]] for i in placed.instances)
+    for one in (cluster, placed):
+        nearest_first = sorted(one.instances, key=one.location)
+        assert all(one.location(a) < one.location(b) for a, b in pairwise(nearest_first))
+
+
+@given(CLUSTERS)
+def test_a_cluster_travels_in_messages(cluster: Cluster) -> None:
+    cluster = cluster.with_blocks([7 + instance for instance in cluster.instances])
+    assert [pool.num_blocks for pool in cluster.pools] == [7 + instance for instance in cluster.instances]
+    assert cluster.hosts and cluster.at(0)  # what is computed on first use does not travel
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(cluster), type=Cluster) == cluster
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    spec = ParallelSpec(instances=2, tp=2)
+    with pytest.raises(ValueError, match="2xtp2 has 4 ranks, but 2 locations given"):
+        Cluster(spec=spec, locations=(Location(), Location(device=1)))
+    with pytest.raises(ValueError, match="2xtp2 needs a pool per instance, in their order, but 1 pools given"):
+        Cluster(spec=spec, pools=device_pools([5]))
+    with pytest.raises(ValueError, match="transfer_backends must be at least 1, but 0 given"):
+        Cluster(spec=spec, decode_spec=spec, transfer_backends=0)
+    with pytest.raises(ValueError, match="transfer_backends 2 is for instances that decode only"):
+        Cluster(spec=spec, transfer_backends=2)
+
+
+@pytest.mark.parametrize("text", ["pp2", "2xtp2pp3"])
+def test_stages_are_refused_where_users_ask_for_them(text: str) -> None:
+    with pytest.raises(ValueError, match="pipeline stages per instance, but only 1 works so far"):
+        Cluster.of(text)
