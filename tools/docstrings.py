@@ -16,8 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1] / "src" / "longspan"
 
 UNCHECKED = {
-    *("args.py", "attn", "cli", "core", "cost", "errors.py", "layerwise", "llm.py", "model", "outputs.py"),
-    *("policy", "runtime", "serve", "service.py", "sim", "text"),
+    *("args.py", "attn", "cli", "core", "errors.py", "layerwise", "llm.py", "model", "outputs.py"),
+    *("policy", "runtime", "serve", "service.py", "sim"),
 }
 """Files and folders that are not clean yet. This list only shrinks."""
 
@@ -40,15 +40,15 @@ SUBORDINATORS = _words(
 VERBS = _words(
     """
     is are was were be has have had does do did can cannot could may might must shall should will would agrees
-    allows appears applies asks assumes becomes begins belongs brings calls carries comes consists contains covers
-    decides depends describes differs ends equals exists expects falls fits follows fails gets gives goes grows
-    happens holds ignores includes keeps knows leaves lets lies lives makes matters means meets mirrors needs
-    occurs owns passes pays prices raises reads receives refers refuses remains replaces requires returns saves
-    says sees seems sends serves shares shows sits skips speaks stands starts stays stops stores supports takes
-    tells travels treats tries uses waits wants works writes wins agree apply ask begin belong come contain depend
-    differ exist fit follow get give go grow hold keep know leave lie lose mean meet need own pass read receive
-    remain require see send stand start stay stop take travel use wait want went came took gave left became made
-    found sent kept ran lost let
+    allows appears applies asks assumes arrives ascend becomes begins belongs brings calls carries comes consists
+    contains covers decides depends describes differs ends equals exists expects falls fits follows fails gets
+    gives goes grows happens holds ignores includes keeps knows leaves lets lies lives makes matters means meets
+    mirrors needs occurs owns passes pays prices raises reads receives refers refuses remains replaces requires
+    returns saves says sees seems sends serves shares shows sits skips speaks stands starts stays stops stores
+    supports takes tells travels treats tries uses waits wants works writes wins agree apply ask begin belong come
+    contain depend differ exist fit follow get give go grow hold keep know leave lie lose mean meet need own pass
+    read receive remain require see send stand start stay stop take travel use wait want went came took gave left
+    became made found sent kept ran lost let arrived compute hides lacks
     """
 )
 OPENERS = VERBS | _words(
@@ -70,7 +70,8 @@ OPENERS = VERBS | _words(
     save say scale scatter schedule score search seed seek select separate serialize serve set settle shake shard
     share show shrink simulate skip solve sort speak split spread state step store stream submit sum supply swap
     switch synchronize tell test tie time track train transfer transform translate truncate try turn unload unpack
-    unwind update validate verify view wake warm warn watch withdraw work wrap write yield
+    unwind update validate verify view wake warm warn watch withdraw work wrap write yield interpolate iterate
+    quote tokenize arrive
     """
 )
 

@@ -1,1 +1,1 @@
-"""What every other room shares: requests, runs, blocks, steps, the protocols and the engine loop. No torch."""
+"""The core that every other room shares: requests, runs, blocks, steps, the protocols and the engine loop. No torch."""

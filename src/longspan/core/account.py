@@ -41,12 +41,13 @@ class KvAccount:
         return self._pools[instance].num_leaving
 
     def changes(self, instances: Iterable[int]) -> int:
-        """How often anything has changed in their pools."""
+        """Counts how often anything has changed in their pools."""
         pools = self._pools
         return sum([pools[instance].changes for instance in instances])
 
     def match(self, request: RequestView, group: Sequence[int]) -> PrefixHit:
-        """The longest beginning of the request whose KV lies on members of `group`, one token short of it at most.
+        """Finds the longest beginning of the request whose KV lies on members of `group`, one token short of it at
+        most.
 
         Full blocks are shared. The tail after them is taken over when nobody uses it, so that a following turn of a
         conversation recomputes no token of the turns before.
@@ -68,16 +69,16 @@ class KvAccount:
         return PrefixHit(refs=(*refs, last), num_tokens=start + length, adopts_last=True)
 
     def hit_cost(self, hit: PrefixHit, claimed: AbstractSet[BlockRef]) -> Counter[int]:
-        """Free blocks that taking a hit uses up, per instance; `claimed` ones will have been taken before."""
+        """Counts the free blocks that taking a hit uses up, per instance; `claimed` ones are taken before."""
         cached = (r for r in hit.refs if self.pool(r.instance).references(r.block) == 0)
         return Counter(r.instance for r in cached if r not in claimed)
 
     def reclaimable(self, request: RequestView) -> Counter[int]:
-        """Blocks per instance that become free when the request is preempted."""
+        """Counts the blocks per instance that become free when the request is preempted."""
         return Counter(r.instance for r in request.table if self.pool(r.instance).references(r.block) == 1)
 
     def take(self, request: Request, hit: PrefixHit) -> None:
-        """The request's table begins with the blocks of a hit found since the last change of this account."""
+        """Begins the request's table with the blocks of a hit, found since the last change of this account."""
         assert not request.table, "a hit begins a table"
         shared = hit.refs[:-1] if hit.adopts_last else hit.refs
         for ref in shared:
@@ -87,14 +88,14 @@ class KvAccount:
         request.table.extend(hit.refs)
 
     def extend(self, request: Request, block_owners: Sequence[int]) -> None:
-        """One new block at the end of the request's table per entry of `block_owners`, on that instance."""
+        """Appends a block to the request's table per entry of `block_owners`, on that instance."""
         for instance, same in groupby(block_owners):
             request.table += self._allocate(instance, len(list(same)))
 
     def relocate(self, request: Request, moves: Iterable[tuple[int, int]]) -> tuple[tuple[BlockRef, BlockRef], ...]:
-        """New blocks for some places in the request's table, each on the instance named with it.
+        """Allocates new blocks for some entries of the request's table, each on the instance named with it.
 
-        Returns the old blocks and the new ones, to be `settle`d when they are copied.
+        Returns the old blocks and the new ones; call `complete_copies` when they are copied.
         """
         copies = []
         for index, instance in moves:
@@ -108,8 +109,8 @@ class KvAccount:
         self.give_back(replaced)
         return tuple(copies)
 
-    def settle(self, request: Request, copies: Sequence[tuple[BlockRef, BlockRef]]) -> None:
-        """Blocks of a request are copied: the old ones are given back, the new ones can be offered."""
+    def complete_copies(self, request: Request, copies: Sequence[tuple[BlockRef, BlockRef]]) -> None:
+        """Gives the old blocks back after a copy, and offers the new ones."""
         self.let_go([old for old, _ in copies])
         for _, new in copies:
             del request.copying[new]
@@ -118,7 +119,8 @@ class KvAccount:
     def reserve(
         self, request: Request, instance: int, num_blocks: int, *, num_left: int
     ) -> tuple[tuple[BlockRef, ...], int] | None:
-        """Blocks for a request on one more instance: those that hold its beginning there already, and new ones.
+        """Reserves blocks for a request on one more instance: those that hold its beginning there already, and new
+        ones.
 
         Returns them, and how many hold something; None when there is no room for them beside `num_left` others.
         """
@@ -132,22 +134,22 @@ class KvAccount:
         return (*shared, *self._allocate(instance, num_blocks - len(shared))), len(shared)
 
     def hold(self, refs: Iterable[BlockRef]) -> None:
-        """One more reference to each of these blocks, for a copy under way."""
+        """Adds a reference to each of these blocks, for a copy under way."""
         for instance, blocks in _by_instance(refs):
             self._pools[instance].hold(*blocks)
 
     def let_go(self, refs: Iterable[BlockRef]) -> None:
-        """The copy is done."""
+        """Drops the references that `hold` added, when the copy is done."""
         for instance, blocks in _by_instance(refs):
             self._pools[instance].let_go(*blocks)
 
     def give_back(self, refs: Iterable[BlockRef]) -> None:
-        """One reference to each of these blocks less, in this order."""
+        """Drops a reference to each of these blocks, in this order."""
         for instance, blocks in _by_instance(refs):
             self._pools[instance].release(*blocks)
 
     def hand_over(self, request: Request, blocks: Iterable[BlockRef]) -> None:
-        """From now on the request has these blocks, which hold the same; its old ones stay known where they are."""
+        """Gives the request these blocks, which hold the same; its old ones stay cached where they are."""
         self.release(request)
         request.table.extend(blocks)
         self.publish(request, 0)
@@ -159,14 +161,13 @@ class KvAccount:
                 self._publish(request, index)
 
     def release(self, request: Request) -> None:
-        """Gives all the request's blocks back, last first; what they hold stays known until they are needed."""
+        """Gives all the request's blocks back, last first; what they hold stays cached until they are needed."""
         if self.prefix_caching and _num_namable(request) % self.block_size:
             self._publish(request, _num_namable(request) // self.block_size)
         self.give_back(reversed(request.table))
         request.table.clear()
 
     def _allocate(self, instance: int, number: int) -> list[BlockRef]:
-        """New blocks of an instance."""
         return [tuple.__new__(BlockRef, (instance, block)) for block in self._pools[instance].allocate(number)]
 
     def _publish(self, request: Request, index: int) -> None:
@@ -193,14 +194,15 @@ class KvAccount:
 
 
 def _by_instance(refs: Iterable[BlockRef]) -> Iterator[tuple[int, list[int]]]:
-    """The blocks of neighbours on one instance, and that instance."""
+    """Groups neighbouring blocks by their instance."""
     for instance, same in groupby(refs, attrgetter("instance")):
         yield instance, [block for _, block in same]
 
 
 def _num_namable(request: Request) -> int:
-    """Tokens that others can be offered: computed ones whose ids are known (of an aborted request the last sampled ones
-    are not), up to where homes rotate by token: no block then holds neighbours.
+    """Counts the tokens that others can be offered: computed ones whose ids are known.
+
+    Of an aborted request the last sampled ids are not known. Where owners rotate by token, no block holds neighbours.
     """
     num_tokens = min(request.num_computed, request.num_known)
     return num_tokens if request.rotation is None else min(num_tokens, request.rotation.start)

@@ -21,7 +21,7 @@ def chain_key(parent: bytes, tokens: Sequence[int]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a cached block holds: the first `len(tokens)` slots, after the prefix that `parent` names."""
+    """The content of a cached block: its first `len(tokens)` slots, after the prefix that `parent` names."""
 
     parent: bytes
     tokens: Sequence[int]
@@ -52,15 +52,15 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated now, cached ones included."""
+        """So many blocks can be allocated now, cached ones included."""
         return len(self._blank) + len(self._cached)
 
     def references(self, block: int) -> int:
-        """How many requests and copies under way hold the block."""
+        """Counts the requests and copies under way that hold the block."""
         return self._references[block]
 
     def allocate(self, number: int) -> list[int]:
-        """Blank blocks with one reference each. The caller has checked `num_free`."""
+        """Returns blank blocks with one reference each. The caller has checked `num_free`."""
         num_left = max(0, len(self._blank) - number)
         found = self._blank[num_left:]
         found.reverse()
@@ -76,14 +76,14 @@ class BlockPool:
         return found
 
     def share(self, block: int) -> None:
-        """One more reference to a block whose content is known."""
+        """Adds a reference to a block whose content is known."""
         assert block in self._content, "only blocks with known content are shared"
         self._cached.pop(block, None)
         self._references[block] += 1
         self.changes += 1
 
     def hold(self, *blocks: int) -> None:
-        """One more reference to blocks that have one, for a copy of each under way."""
+        """Adds a reference to blocks that have one, for a copy of each under way."""
         references, held = self._references, self._held
         for block in blocks:
             assert references[block] > 0, "only blocks in use are held"
@@ -92,7 +92,7 @@ class BlockPool:
         self.changes += 1
 
     def let_go(self, *blocks: int) -> None:
-        """A copy of each of these is done."""
+        """Drops the references that `hold` added, when a copy of each block is done."""
         for block in blocks:
             num_held = self._held.pop(block) - 1
             if num_held:
@@ -101,7 +101,7 @@ class BlockPool:
 
     @property
     def num_leaving(self) -> int:
-        """Blocks that are in use for copies under way alone: free when these are done."""
+        """So many blocks are held by copies under way alone; they are free when these are done."""
         return sum(self._references[block] == number for block, number in self._held.items())
 
     def adopt(self, block: int) -> None:
@@ -113,7 +113,7 @@ class BlockPool:
         self.changes += 1
 
     def release(self, *blocks: int) -> None:
-        """One reference less to each, in this order."""
+        """Drops a reference to each, in this order."""
         references, content, blank = self._references, self._content, list[int]()
         for block in blocks:
             assert references[block] > 0, "a block is released once per reference"
@@ -129,7 +129,7 @@ class BlockPool:
         self.changes += 1
 
     def _put_back(self, blocks: list[int]) -> None:
-        """Descending blocks are blank. Mostly no other blank one lies between them: they were allocated together."""
+        """Puts descending blocks back. Mostly no other blank one lies between them: they were allocated together."""
         blank = self._blank
         place = bisect_left(blank, -blocks[0], key=neg)
         if place == len(blank) or blank[place] < blocks[-1]:
@@ -153,14 +153,14 @@ class BlockPool:
             self._tails.setdefault(content.parent, set()).add(block)
 
     def find(self, key: bytes) -> int | None:
-        """The block that holds the full block named `key`, if any."""
+        """Finds the block whose content is the full block named `key`."""
         return self._by_key.get(key)
 
     def find_adoptable(self, parent: bytes, tokens: Sequence[int]) -> tuple[int, int]:
-        """The unreferenced tail after `parent` that shares the longest beginning with `tokens`, and that length.
+        """Finds the unreferenced tail after `parent` that shares the longest beginning with `tokens`, and that length.
 
-        A tail is a block that is not full. One that would lose more tokens than it gives is left to the conversation
-        that it belongs to: nearly all prompts begin alike. Returns (-1, 0) when there is none.
+        A tail is a block that is not full. One that would lose more tokens than it gives is left to its
+        conversation, since nearly all prompts begin alike. Returns (-1, 0) when there is none.
         """
         best = (-1, 0)
         for block in sorted(self._tails.get(parent, ())):

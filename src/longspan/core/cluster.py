@@ -165,12 +165,10 @@ class Cluster:
 
     @property
     def prefill(self) -> range:
-        """The instances that prefill are all of them, unless some only decode."""
         return range(self.spec.instances)
 
     @property
     def decode(self) -> range:
-        """The instances that only decode are none without roles."""
         return range(self.spec.instances, self.num_instances)
 
     @property

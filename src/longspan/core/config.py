@@ -1,4 +1,4 @@
-"""What the engine must know of the model and the cluster."""
+"""The configuration of the engine: what it must know of the model and the cluster."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from longspan.core.view import Limits
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What the engine must know of the model and the cluster.
+    """Configures the engine for a model and a cluster.
 
     Attributes:
         cluster: with the sizes of its pools.
@@ -52,7 +52,9 @@ class EngineConfig:
             raise ValueError(f"max_model_len {self.max_model_len} exceeds the {capacity} tokens that the KV pools hold")
 
     def rope_length(self, num_tokens: int) -> int:
-        """The length that rotary embeddings are pinned to, for a request of so many tokens; 0 for most models."""
+        """Returns the length that rotary embeddings are pinned to, for a request of so many tokens; 0 for most
+        models.
+        """
         switch = self.rope_switch_length
         if switch is None:
             return 0

@@ -92,7 +92,7 @@ class Engine:
         return request
 
     def _empty(self) -> tuple[KvAccount, Transfers]:
-        """Pools in which nothing is, and nothing on its way."""
+        """Makes empty pools, with no KV on its way."""
         account, backends = self.config.empty_account(), self.config.cluster.backends
         max_num_seqs = self.config.limits.max_num_seqs
         handshakes = Handshakes(account, self._running, backends=backends, max_num_seqs=max_num_seqs)
@@ -100,11 +100,11 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request still runs or waits, or any step is in flight."""
+        """A request still runs or waits, or KV is still on its way."""
         return bool(self._requests) or self._transfers.in_flight
 
     def load(self) -> Load:
-        """How much there is to do, and how busy the instances have been."""
+        """Measures how much there is to do, and how busy the instances have been."""
         waiting = self._waiting.able()
         pools = [self.account.pool(i) for i in self.config.cluster.instances]
         return Load(
@@ -130,7 +130,7 @@ class Engine:
             self._drop(request)
 
     def set_policy(self, policy: EnginePolicy) -> None:
-        """From now on, `policy` decides; only between requests, whose groups and layouts are the old one's.
+        """Lets another policy decide from now on; only between requests, whose groups and layouts are the old one's.
 
         Raises:
             RuntimeError: when some are unfinished.
@@ -234,14 +234,16 @@ class Engine:
         return Forward(number=number, parts=parts, rebalances=rebalances, streams=self._transfers.streams(parts))
 
     def _rebalance(self, scheduled: ScheduledPart) -> MoveKV:
-        """Blocks of a request lie on other members from this step on."""
+        """Moves blocks of a request to other members, from this step on."""
         request = self._requests[scheduled.request.id]
         request.sent_blocks = request.sent_output = 0
         copies = self.account.relocate(request, scheduled.moves)
         return MoveKV(number=self._number(), request_id=request.id, copies=copies)
 
     def _plan(self) -> tuple[tuple[ScheduledPart, ...], ...]:
-        """The policy's batches, after its preemptions; a plan that only preempts is followed by another at once."""
+        """Returns the policy's batches, after its preemptions; a plan that only preempts is followed by another at
+        once.
+        """
         while True:
             self._transfers.make_room(self._occupancy.full)
             plan = self._policy.plan(self._view())
@@ -255,14 +257,14 @@ class Engine:
 
     @property
     def _can_emit(self) -> bool:
-        """Whether there is anybody for whom, and an instance on which, a step could be planned."""
+        """A step could be planned: there are a request for it and an instance with room."""
         if self._occupancy.all_full:
             return False
         return bool(self._waiting) or not self._occupancy.full.issuperset(self._running.occupied)
 
     @property
     def has_ready(self) -> bool:
-        """Whether the next `step` takes a completion that is there already."""
+        """The next `step` takes a completion that is there already."""
         return self._steps.has_ready
 
     @property
@@ -271,7 +273,7 @@ class Engine:
         return len(self._waiting.able())
 
     def _leave(self, request: Request) -> None:
-        """The request neither waits nor runs."""
+        """Takes the request out of the queues: it neither waits nor runs."""
         if request.group:
             self._running.leave(request)
         else:
@@ -349,7 +351,7 @@ class Engine:
         self._count_bytes(done)
         self._transfers.computed(forward)
         for move in forward.rebalances:
-            self.account.settle(self._requests[move.request_id], move.copies)
+            self.account.complete_copies(self._requests[move.request_id], move.copies)
         for part in forward.parts:
             request = self._requests[part.request_id]
             take_part(request, part)
@@ -362,7 +364,7 @@ class Engine:
         return [self._append(sampled) for sampled in done.sampled if self._is_live(sampled.request_id)]
 
     def _is_live(self, request_id: int) -> bool:
-        """Whether anybody wants its tokens; what a request samples after its end is thrown away."""
+        """Tells whether anybody wants its tokens; what a request samples after its end is thrown away."""
         request = self._requests.get(request_id)
         return request is not None and request.finish_reason is None
 

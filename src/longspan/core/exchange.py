@@ -1,4 +1,4 @@
-"""How queries, keys, values and partial outputs travel in attention: a value, and the traits of every kind.
+"""The exchange of queries, keys, values and partial outputs in attention: a value, and the traits of every kind.
 
 To add an exchange, register its kind and traits here. Its tensors are in `attn/exchanges/<kind>.py`, its seconds and
 bytes in `cost/channels.py`.
@@ -20,7 +20,7 @@ Parameter = Literal["dense", "weights"]
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """What the rest of the code must know of a kind of exchange.
+    """Traits of a kind of exchange, as the rest of the code must know them.
 
     Attributes:
         layouts: the layouts that it can compute with, the preferred one first.
@@ -43,12 +43,13 @@ class Traits:
 
     @property
     def in_order(self) -> bool:
-        """Whether each member's tokens must follow those of the member before it."""
+        """Each member's tokens must follow those of the member before it."""
         return self.layouts == ("contiguous",)
 
 
 class Exchange(NamedTuple):
-    """One way to exchange. It is a tuple because simulations hash millions of them, and messages stay short.
+    """One way to exchange tensors in attention. It is a tuple because simulations hash millions of them, and messages
+    stay short.
 
     Attributes:
         kind: a name of the registry.
@@ -65,22 +66,21 @@ class Exchange(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """The name in metrics and reports, which do not tell where weights are from."""
+        """Metrics and reports use this name, and do not tell where weights are from."""
         return f"{self.kind}_dense" if self.dense else self.kind
 
     @property
     def traits(self) -> Traits:
-        """The traits of its kind."""
         return _TRAITS[self.kind]
 
     @property
     def is_layerwise(self) -> bool:
-        """Whether it computes whole attention layers instead of exchanging inside the model's own."""
+        """It computes whole attention layers instead of exchanging inside the model's own."""
         return self.weights is not None or self.traits.level == "layer"
 
     @property
     def stores_after(self) -> bool:
-        """Whether new keys and values are stored after it, by what it hands over."""
+        """New keys and values are stored after it, by what it hands over."""
         return self.is_layerwise or self.traits.stores == "after"
 
 

@@ -8,7 +8,7 @@ from importlib import import_module
 
 
 def lazy_exports(package: str, owners: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """The package's `__getattr__` and `__dir__`, which give a name from its module, or a submodule itself.
+    """Makes the package's `__getattr__` and `__dir__`, which give a name from its module, or a submodule itself.
 
     Args:
         package: its `__name__`.

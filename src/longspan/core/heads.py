@@ -1,4 +1,4 @@
-"""How attention heads are dealt to members, with the keys and values that they read (grouped-query attention)."""
+"""Attention heads are dealt to members, with the KV heads that they read (grouped-query attention)."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def spread_heads(num_heads: int, num_kv_heads: int, num_members: int) -> tuple[H
     )
 
 
-def uniform_pieces(scheduled: HeadShare, readers: int) -> list[HeadShare]:
-    """A share cut so that in each piece all KV heads have equally many readers; a KV head has `readers` in all."""
-    first, last = scheduled.heads.start, scheduled.heads.stop
+def uniform_pieces(share: HeadShare, readers: int) -> list[HeadShare]:
+    """Cuts a share so that in each piece all KV heads have equally many readers; a KV head has `readers` in all."""
+    first, last = share.heads.start, share.heads.stop
     borders = (-(-first // readers) * readers, last // readers * readers)
     cuts = sorted({first, last, *(border for border in borders if first < border < last)})
     return [
@@ -64,12 +64,12 @@ def uniform_pieces(scheduled: HeadShare, readers: int) -> list[HeadShare]:
 
 
 def _readers(num_heads: int, num_kv_heads: int, num_members: int) -> int:
-    """Query heads per KV head."""
+    """Counts the query heads that read each KV head."""
     if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads or num_members < 1:
         raise ValueError(f"{num_heads} query heads on {num_kv_heads} KV heads cannot be dealt to {num_members} members")
     return num_heads // num_kv_heads
 
 
 def cut_evenly(total: int, num_pieces: int) -> list[tuple[int, int]]:
-    """`[0, total)` in pieces whose lengths differ by at most one."""
+    """Cuts `[0, total)` into pieces whose lengths differ by at most one."""
     return list(itertools.pairwise(-(-total * index // num_pieces) for index in range(num_pieces + 1)))

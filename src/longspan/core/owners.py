@@ -1,4 +1,4 @@
-"""Which member of a group holds each token of a request, in which block and slot."""
+"""Owners of KV: the member of a group, the block and the slot that hold each token of a request."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PrefixHit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rotation:
-    """From position `start` on each token goes to the member that holds the fewest; of equals to the first.
+    """Gives each token from `start` on to the member that holds the fewest; of equals to the first.
 
     So the members with the fewest take turns until they hold as many as the next one, which then joins them. Who holds
     a token is arithmetic, and what a member holds is one run for each such phase.
@@ -47,13 +47,13 @@ class Rotation:
     held: tuple[int, ...]
 
     def place(self, position: int) -> tuple[int, int]:
-        """The member that holds a token at `start` or later, and how many tokens that one holds before it."""
+        """Returns the member that holds a token at `start` or later, and how many tokens that one holds before it."""
         phase = next(phase for phase in reversed(_phases(self)) if phase.start <= position)
         rounds, turn = divmod(position - phase.start, len(phase.members))
         return phase.members[turn], phase.level + rounds
 
     def runs(self, member: int, stop: int) -> tuple[Run, ...]:
-        """What a member holds of `[start, stop)`, ascending: one run at most for each member of the group."""
+        """Returns what a member holds of `[start, stop)`, ascending: one run at most for each member of the group."""
         runs = []
         for phase in _phases(self):
             if member in phase.members:
@@ -64,11 +64,13 @@ class Rotation:
         return tuple(runs)
 
     def num_held(self, member: int, stop: int) -> int:
-        """How many of the tokens `[0, stop)` a member holds; `stop` is not before `start`."""
+        """Counts the tokens of `[0, stop)` that a member holds; `stop` is not before `start`."""
         return self.held[member] + sum(len(run) for run in self.runs(member, stop))
 
     def num_blocks(self, stop: int, block_size: int) -> int:
-        """Blocks that members begin for the tokens `[0, stop)`, each for its own; `stop` is not before `start`."""
+        """Counts the blocks that members begin for the tokens `[0, stop)`, each for its own; `stop` is not before
+        `start`.
+        """
         return sum(-(-self.num_held(member, stop) // block_size) for member in range(len(self.held)))
 
 
@@ -96,7 +98,7 @@ def _phases(rotation: Rotation) -> tuple[_Phase, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Owners:
-    """A request's block table, read.
+    """Reads a request's block table.
 
     Entry b of the `table` is the block of tokens `[b * block_size, (b + 1) * block_size)`. With a `rotation` that holds
     up to its start only: later entries are the blocks that members begin after it, in that order. Either way a
@@ -109,14 +111,14 @@ class Owners:
     rotation: Rotation | None = None
 
     def held(self, num_tokens: int) -> SpanShards:
-        """Which of the first `num_tokens` tokens each member of the group holds, ascending."""
+        """Returns the runs, ascending, of the first `num_tokens` tokens that each member of the group holds."""
         if self.rotation is None or num_tokens <= self.rotation.start:
             return self._by_blocks(num_tokens)
         before = self._by_blocks(self.rotation.start)
         return tuple((*runs, *self.rotation.runs(member, num_tokens)) for member, runs in enumerate(before))
 
     def counts(self, num_tokens: int) -> tuple[int, ...]:
-        """How many of the first `num_tokens` tokens each member of the group holds."""
+        """Counts those of the first `num_tokens` tokens that each member of the group holds."""
         if self.rotation is not None and num_tokens > self.rotation.start:
             return tuple(sum(len(run) for run in runs) for runs in self.held(num_tokens))
         held, size = dict.fromkeys(self.group, 0), self.block_size
@@ -128,11 +130,11 @@ class Owners:
         return tuple([held[instance] for instance in self.group])
 
     def blocks(self, instance: int) -> tuple[int, ...]:
-        """The blocks of one instance, in order of the tokens in them."""
+        """Returns the blocks of one instance, in order of the tokens in them."""
         return tuple(ref.block for ref in self.table if ref.instance == instance)
 
     def slot(self, position: int) -> tuple[BlockRef, int]:
-        """The block of a token, and its offset there."""
+        """Returns the block of a token, and its offset there."""
         if self.rotation is None or position < self.rotation.start:
             return self.table[position // self.block_size], position % self.block_size
         member, index = self.rotation.place(position)
@@ -140,7 +142,7 @@ class Owners:
         return BlockRef(instance, self.blocks(instance)[index // self.block_size]), index % self.block_size
 
     def _by_blocks(self, num_tokens: int) -> SpanShards:
-        """As `held`, neighbouring blocks joined, where each block holds the tokens of its place in the table."""
+        """Joins neighbouring blocks, where each block holds the tokens of its index in the table."""
         held: dict[int, list[Run]] = {instance: [] for instance in self.group}
         for index, ref in enumerate(self.table[: -(-num_tokens // self.block_size)]):
             runs = held[ref.instance]

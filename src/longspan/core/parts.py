@@ -1,4 +1,4 @@
-"""A request's part of a step: made when the step is emitted, taken into the request when it is done."""
+"""Parts of steps: made when a step is emitted, taken into their requests when it is done."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _new_output(request: Request) -> tuple[int, tuple[int, ...]]:
 
 
 def promise_token(request: Request, config: EngineConfig) -> None:
-    """The token being sampled can be scheduled, unless it is the last or the first with other rotary factors."""
+    """Lets the token being sampled be scheduled, unless it is the last or the first with other rotary factors."""
     num_tokens = request.num_scheduled + 1
     goes_on = num_tokens - request.num_prompt < request.max_tokens
     if goes_on and config.rope_length(num_tokens) == request.rope_length:
@@ -72,7 +72,7 @@ def promise_token(request: Request, config: EngineConfig) -> None:
 
 
 def take_part(request: Request, part: Part) -> None:
-    """The part is computed."""
+    """Counts the tokens of a part that is computed."""
     assert request.num_computed == part.start, "steps complete in order"
     request.num_computed = part.stop
     request.metrics.num_computed_tokens += part.stop - part.start

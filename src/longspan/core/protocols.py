@@ -1,4 +1,4 @@
-"""What an engine is given: a policy that decides (`core.view`), an executor that runs steps, and a clock."""
+"""The parts that an engine is given: a policy that decides (`core.view`), an executor that runs steps, and a clock."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OptionValue = str | int | float | bool
 
 
 def option_text(value: OptionValue) -> str:
-    """An option's value as the command line would have it."""
+    """Writes an option's value as the command line has it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -24,7 +24,7 @@ class SettledError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class PolicySettings:
-    """What decides, and how it is set.
+    """A policy by its name, and how it is set.
 
     Attributes:
         name: of the policy.
@@ -37,7 +37,7 @@ class PolicySettings:
     changeable: tuple[str, ...] = ()
 
     def check_changes(self, names: Iterable[str]) -> None:
-        """Whether options of these names may change while the policy serves.
+        """Checks that options of these names may change while the policy serves.
 
         Raises:
             SettledError: when it has one of them, but it may not.
@@ -59,7 +59,7 @@ class EnginePolicy(Policy, Protocol):
 
     @property
     def settings(self) -> PolicySettings:
-        """Its name and its options."""
+        """The policy has a name and options."""
 
     def update(self, options: Mapping[str, str]) -> None:
         """Changes options between two plans; requests that run stay as they are.
@@ -80,7 +80,7 @@ class Clock(Protocol):
     """Time in seconds from any origin."""
 
     def now(self) -> float:
-        """Seconds, never going back."""
+        """Returns seconds, which never go back."""
 
 
 class Executor(Protocol):
@@ -109,7 +109,7 @@ class Executor(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """How much the engine has to do.
+    """The load: how much the engine has to do.
 
     Attributes:
         num_waiting, num_waiting_tokens: requests that could run if there were room, and their tokens.

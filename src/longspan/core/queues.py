@@ -26,19 +26,19 @@ class Waiting:
         return bool(self._all)
 
     def add(self, request: Request) -> None:
-        """The request waits from now on."""
         self._all.insert(self._place(request), request)
         self.changes += 1
         self._num_followers += request.leader is not None
 
     def remove(self, request: Request) -> None:
-        """The request waits no more."""
         del self._all[self._place(request)]
         self.changes += 1
         self._num_followers -= request.leader is not None
 
     def able(self) -> Sequence[Request]:
-        """Those that could run if there were room: not those whose leader has yet to compute their prompt."""
+        """Returns the requests that could run if there were room, not those whose leader has yet to compute their
+        prompt.
+        """
         return [r for r in self._all if not r.must_wait] if self._num_followers else self._all
 
     def _place(self, request: Request) -> int:
@@ -69,7 +69,6 @@ class Running:
 
     @classmethod
     def of(cls, requests: Iterable[Request], num_instances: int) -> Self:
-        """With these requests."""
         running = cls(num_instances)
         for request in requests:
             running.join(request)
@@ -82,32 +81,31 @@ class Running:
         return iter(self._all.values())
 
     def get(self, request_id: int) -> Request | None:
-        """The one of that id, if it runs."""
         return self._all.get(request_id)
 
     def on(self, instance: int) -> Collection[Request]:
-        """Those that an instance has a part in."""
+        """Returns the requests that an instance takes part in."""
         return self._on[instance].values()
 
     @property
     def coupled_sets(self) -> Sequence[frozenset[int]]:
-        """Of instances that share requests, see `coupled_instances`; found out once after each change of groups."""
+        """Coupled instances share requests; the sets are found once after each change of groups."""
         if self._coupled_sets is None:
             self._coupled_sets = coupled_instances(self._shared)
         return self._coupled_sets
 
     @property
     def shared(self) -> Iterator[Request]:
-        """Those that several instances have a part in."""
+        """Requests of several instances are shared."""
         return (request for found in self._shared.values() for request in found.values())
 
     @property
     def occupied(self) -> Collection[int]:
-        """The instances that have a part in any."""
+        """Occupied instances take part in some request."""
         return self._occupied
 
     def within(self, instances: set[int] | frozenset[int]) -> Iterator[Request]:
-        """Those that no other instances have a part in, in no order."""
+        """Iterates, in no order, over the requests that no other instances take part in."""
         for instance in self._alone.keys() & instances:
             yield from self._alone[instance].values()
         for group, found in self._shared.items() if len(instances) > 1 else ():
@@ -116,40 +114,40 @@ class Running:
 
     @property
     def due_tokens(self) -> Sequence[int]:
-        """What is still to be computed on each instance, if the members of a group share evenly."""
-        self._settle()
+        """So many tokens are still to be computed on each instance, if the members of a group share evenly."""
+        self._update_asks()
         return self._tokens
 
     @property
     def due_blocks(self) -> Sequence[int]:
-        """What is still asked of each instance for the tokens that the requests have."""
-        self._settle()
+        """So many blocks are still asked of each instance for the tokens that the requests have."""
+        self._update_asks()
         return self._blocks
 
     def join(self, request: Request) -> None:
-        """A request was admitted, after all others."""
+        """Adds a request that was admitted after all others."""
         self._all[request.id] = request
         self._seat(request)
 
     def regroup(self, request: Request) -> None:
-        """The group of a request is another than when it joined."""
+        """Follows a request whose group is another than when it joined."""
         if self._groups[request.id] != request.group:
             self._unseat(request)
             self._seat(request)
 
     def set_aside(self, request: Request) -> None:
-        """A request holds KV on its group, but asks nothing of it any more, until it gets another."""
+        """Keeps a request that holds KV on its group, but asks nothing of it until it gets another."""
         self._unseat(request)
         self._groups[request.id] = ()
 
     def leave(self, request: Request) -> None:
-        """A request has ended, or waits again."""
+        """Removes a request that has ended, or waits again."""
         if self._all.pop(request.id, None) is not None:
             self._unseat(request)
             self.changed(request.group, ())
 
     def changed(self, instances: Iterable[int], request_ids: Iterable[int]) -> None:
-        """Counters of these requests are others, or what these instances have in flight."""
+        """Notes that counters of these requests have changed, or what these instances have in flight."""
         for instance in instances:
             self.changes[instance] += 1
         self._stale.update(request_ids)
@@ -185,15 +183,15 @@ class Running:
         self._ask(request.id, None)
         self.changed(group, ())
 
-    def _settle(self) -> None:
-        """Finds out what those ask that have changed."""
+    def _update_asks(self) -> None:
+        """Updates what the changed requests ask."""
         for request_id in self._stale:
             if self._groups.get(request_id):
                 self._ask(request_id, _Ask.of(self._all[request_id]))
         self._stale.clear()
 
     def _ask(self, request_id: int, ask: _Ask | None) -> None:
-        """What a request asks of its instances from now on."""
+        """Replaces what a request asks of its instances."""
         before = self._asks.pop(request_id, None)
         if ask is not None:
             self._asks[request_id] = ask
@@ -208,7 +206,7 @@ class Running:
 
 
 class _Ask(NamedTuple):
-    """What a running request will still ask of each instance of its group, and of those of them that keep its KV."""
+    """A running request will still ask so much of each instance of its group, and of those that keep its KV."""
 
     group: tuple[int, ...]
     tokens: int

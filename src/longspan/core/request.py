@@ -43,7 +43,7 @@ class RequestMetrics:
     kv_tokens_per_instance: list[int] = field(default_factory=list)
 
     def count(self, kind: str, exchange: str) -> None:
-        """A step of this kind was computed."""
+        """Counts a computed step of this kind."""
         steps = self.exchanges.setdefault(kind, {})
         steps[exchange] = steps.get(exchange, 0) + 1
 
@@ -118,18 +118,18 @@ class Request:
 
     @property
     def num_known(self) -> int:
-        """Prompt and output tokens known so far."""
+        """Prompt and output have so many tokens so far."""
         return self.num_prompt + len(self.output)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that can be scheduled: the known ones and those that steps in flight will sample."""
+        """So many tokens can be scheduled: the known ones and those that steps in flight will sample."""
         num_known = self.num_prompt + len(self.output)
         return max(self.num_promised, num_known)
 
     @property
     def arrival_s(self) -> float:
-        """The request arrived at this second of the engine's clock."""
+        """The request came at this second of the engine's clock."""
         return self.metrics.arrival_s
 
     @property
@@ -139,22 +139,22 @@ class Request:
 
     @property
     def in_flight(self) -> bool:
-        """Whether an emitted step names it."""
+        """Some emitted step names it and is not complete."""
         return self.num_scheduled > self.num_computed
 
     @property
     def must_wait(self) -> bool:
-        """Whether another request computes its prompt right now."""
+        """Its leader has yet to compute their prompt."""
         leader = self.leader
         return leader is not None and not leader.output and leader.finish_reason is None
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether the logprobs of its prompt are still to be reported."""
+        """The logprobs of its prompt are still to be reported."""
         return self.params.prompt_logprobs is not None and self.leader is None and not self.output
 
     def tokens(self, start: int, stop: int) -> Sequence[int]:
-        """Token ids at positions `[start, stop)`, `UNKNOWN` where steps in flight will sample them."""
+        """Returns the token ids at positions `[start, stop)`, `UNKNOWN` where steps in flight will sample them."""
         num_prompt = self.num_prompt
         if stop <= num_prompt:
             return self.prompt[start:stop]
@@ -166,7 +166,7 @@ class Request:
         return known + (UNKNOWN,) * missing if missing else known
 
     def sampling(self, eos_token_ids: tuple[int, ...]) -> Sampling:
-        """What ranks must know to sample its tokens."""
+        """Returns what ranks must know to sample its tokens."""
         params = self.params
         return Sampling(
             seed=self.seed,
@@ -218,12 +218,12 @@ class Request:
 
     @property
     def kv_owners(self) -> tuple[int, ...]:
-        """Who will hold what is still to come of it."""
+        """Either `kv_owner` alone will hold what is still to come, or all members."""
         return self.group if self.kv_owner is None else (self.kv_owner,)
 
     @property
     def owners(self) -> Owners:
-        """Where its tokens lie while it has a group."""
+        """Its table is read by these owners while it has a group."""
         return Owners(table=self.table, group=self.group, block_size=self.block_size, rotation=self.rotation)
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -234,7 +234,7 @@ class Request:
 
 
 def check_length(num_prompt_tokens: int, max_model_len: int) -> None:
-    """Whether a prompt of this length can be served.
+    """Checks that a prompt of this length can be served.
 
     Raises:
         ValueError: when it is empty or leaves no room for one output token.
@@ -246,7 +246,7 @@ def check_length(num_prompt_tokens: int, max_model_len: int) -> None:
 
 
 def check_room(name: str, max_tokens: int, num_prompt_tokens: int, max_model_len: int) -> None:
-    """Whether as many output tokens as are asked for have room behind a prompt that has some; `name` is their field's.
+    """Checks that as many output tokens as are asked for have room behind a prompt; `name` is their field's.
 
     Raises:
         ValueError: when they do not.

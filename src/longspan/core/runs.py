@@ -38,7 +38,6 @@ class Run:
 
     @property
     def positions(self) -> range:
-        """The positions as a range."""
         return range(self.start, self.stop, self.step)
 
 
@@ -48,7 +47,7 @@ SpanShards = tuple[tuple[Run, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """Which keys of one run the queries of another see: key `j` is visible to query `i` iff `i+lower <= j <= i+upper`.
+    """The queries of one run see some keys of another: key `j` is visible to query `i` iff `i+lower <= j <= i+upper`.
 
     `i` and `j` count inside their runs. `kind` names the cases that kernels treat apart: `skip` (none), `full` (all),
     `diagonal` (causal only: `lower` is out of reach) and `band` (a sliding window cuts too).
@@ -60,7 +59,7 @@ class Relation:
 
 
 def relate(queries: Run, keys: Run, window: int | None = None) -> Relation:
-    """How the causal mask, with a sliding window of `window` tokens (query - key < window) if given, meets two runs.
+    """Relates two runs under the causal mask, with a sliding window of `window` tokens (query - key < window) if given.
 
     Raises:
         ValueError: when the runs have different steps; such pairs must be split into runs of one step first.
@@ -144,7 +143,7 @@ def shard_span(
 
 
 def _cuts(layout: Layout, num_blocks: float, num_members: int, fractions: Sequence[float]) -> list[int]:
-    """Where blocks, the last of which need not be whole, are cut into chunks, the two ends included."""
+    """Cuts blocks, the last of which need not be whole, into chunks; returns the cuts, both ends included."""
     whole, begun = math.floor(num_blocks), math.ceil(num_blocks)
     if layout == "striped":
         return list(range(begun + 1))
@@ -161,7 +160,8 @@ def _cuts(layout: Layout, num_blocks: float, num_members: int, fractions: Sequen
 
 @lru_cache(maxsize=4096)
 def _zigzag_phase(num_blocks: int, num_members: int, *, ragged: bool) -> int:
-    """How to round where a zigzag is cut: as gives the busiest member the fewest tokens, then the least attention.
+    """Chooses how to round the cuts of a zigzag, so that the busiest member has the fewest tokens, then the least
+    attention.
 
     A `ragged` last block counts as half of one. Cuts that no rounding gives would leave some with half a block less,
     of three or more members.
@@ -181,7 +181,7 @@ def _zigzag_phase(num_blocks: int, num_members: int, *, ragged: bool) -> int:
 
 
 def _append(pieces: list[tuple[int, int]], first: int, last: int) -> None:
-    """A piece behind others, joined to the one that it touches."""
+    """Appends a piece behind others, joined to the one that it touches."""
     if pieces and pieces[-1][1] == first:
         pieces[-1] = pieces[-1][0], last
     else:
@@ -189,12 +189,12 @@ def _append(pieces: list[tuple[int, int]], first: int, last: int) -> None:
 
 
 def positions(runs: Iterable[Run]) -> list[int]:
-    """All positions of some runs, in their order."""
+    """Lists the positions of some runs, in their order."""
     return [position for run in runs for position in run.positions]
 
 
 def clip(runs: Iterable[Run], start: int, stop: int | None = None) -> tuple[Run, ...]:
-    """The part of ascending runs that lies at `start` or later, and below `stop`."""
+    """Cuts ascending runs to what lies at `start` or later, and below `stop`."""
     clipped = []
     for run in runs:
         first = run.start + max(0, -(-(start - run.start) // run.step)) * run.step
@@ -205,7 +205,7 @@ def clip(runs: Iterable[Run], start: int, stop: int | None = None) -> tuple[Run,
 
 
 def stretch(runs: Iterable[Run]) -> Run:
-    """The positions of some disjoint runs, which together have no gap."""
+    """Joins disjoint runs, which together have no gap."""
     filled = [run.positions for run in runs if len(run)]
     start, stop = min(run[0] for run in filled), max(run[-1] for run in filled) + 1
     assert sum(len(run) for run in filled) == stop - start, "the runs together are one"
@@ -213,6 +213,6 @@ def stretch(runs: Iterable[Run]) -> Run:
 
 
 def row_slices(shards: Sequence[Sequence[Run]]) -> list[list[slice]]:
-    """Where the tokens of each run stand when those of all, which have no gap, are in order of position."""
+    """Returns the slices of each run among the tokens of all, which have no gap and are in order of position."""
     first = stretch(run for runs in shards for run in runs).start
     return [[slice(run.start - first, run.stop - first, run.step) for run in runs] for runs in shards]

@@ -1,4 +1,4 @@
-"""What a request asks of the sampler."""
+"""Sampling parameters: what a request asks of the sampler."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _REAL = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalt
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
-    """What form an output must have: exactly one of these is given. Names are vLLM's. Instances are hashable.
+    """The form that an output must have: exactly one of these is given. Names are vLLM's. Instances are hashable.
 
     Attributes:
         json: a JSON schema, as text (kept as it is) or as a dictionary (kept as text).
@@ -65,7 +65,7 @@ class StructuredOutputsParams:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the next tokens of a request are chosen and when it ends. Names, defaults and ranges are vLLM's.
+    """Says how the next tokens of a request are chosen and when it ends. Names, defaults and ranges are vLLM's.
 
     They apply in this order: logit_bias, min_tokens, penalties, structured_outputs, temperature, min_p, top_k, top_p.
     Instances are hashable whatever collections they were given.
@@ -140,19 +140,19 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple, whatever form it was given in."""
+        """Stop strings are a tuple here, whatever form they were given in."""
         assert isinstance(self.stop, tuple), "normalised in the constructor"
         return self.stop
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """`stop_token_ids` as a tuple, whatever form they were given in."""
+        """Stop token ids are a tuple here, whatever form they were given in."""
         assert isinstance(self.stop_token_ids, tuple), "normalised in the constructor"
         return self.stop_token_ids
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
-        """`logit_bias` as pairs of token id and bias, by ascending id; empty for None."""
+        """Biases are pairs of token id and bias here, by ascending id; empty for None."""
         assert self.logit_bias is None or isinstance(self.logit_bias, tuple), "normalised in the constructor"
         return self.logit_bias or ()
 

@@ -26,7 +26,7 @@ UNKNOWN = -1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """What stays the same whenever a token of one request is sampled. Ranks are told once and remember it.
+    """Everything that stays the same whenever a token of one request is sampled. Ranks are told once and remember it.
 
     Random numbers are keyed by (seed, choice, position), so that neither batch nor layout can change them.
 
@@ -60,18 +60,17 @@ class Sampling:
 
     @property
     def penalised(self) -> bool:
-        """Whether the choice of a token depends on the tokens before it beyond their logits."""
+        """The choice of a token depends on the tokens before it beyond their logits."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
     @property
     def constrained(self) -> bool:
-        """Whether the output must follow a grammar."""
         return bool(self.grammar)
 
 
 @dataclass(kw_only=True, slots=True)
 class Sample:
-    """Where and for which position one token is sampled.
+    """One token to sample: its position, and the instance that samples it.
 
     Attributes:
         instance: the member that computes the span's last token and samples.
@@ -86,7 +85,7 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenLogprobs:
-    """How likely one token was, by the model's own logits (before penalties, bias and temperature).
+    """The likelihood of one token by the model's own logits (before penalties, bias and temperature).
 
     Attributes:
         logprob: natural logarithm of the token's probability.
@@ -142,7 +141,7 @@ class Part:
 
 
 class _BetweenInstances:
-    """What follows from the fields of a MoveKV, and so is in no message.
+    """Derived fields of a MoveKV: recomputed by the receiver, not serialized.
 
     Attributes:
         sources, targets: the instances that send and receive, ascending.
@@ -176,7 +175,7 @@ class MoveKV(_BetweenInstances):
 
 
 class _OnInstances:
-    """What follows from the parts of a Forward, and so is in no message.
+    """Derived fields of a Forward: recomputed by the receiver, not serialized.
 
     Attributes:
         instances: those that take part, ascending: they compute, or pass on a token.
@@ -239,7 +238,7 @@ class Sampled:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scored:
-    """How likely the prompt tokens at `positions` were; a rank reports those that follow tokens it computed."""
+    """The likelihood of the prompt tokens at `positions`; a rank reports those that follow tokens it computed."""
 
     request_id: int
     positions: tuple[int, ...]

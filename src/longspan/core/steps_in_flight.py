@@ -27,7 +27,7 @@ class StepOrder:
         return bool(self._sent)
 
     def send(self, forward: Forward) -> None:
-        """A step with the highest number so far."""
+        """Takes note of a step with the highest number so far."""
         number, instances = forward.number, forward.instances
         before = self._before.keys() & map(self._latest.get, instances)
         for earlier in before:
@@ -37,7 +37,7 @@ class StepOrder:
         self._sent[number] = forward
 
     def complete(self, done: Completion) -> None:
-        """What `take` gives from now on: all completions that wait for no earlier step on one of their instances."""
+        """Takes a completion; `take` gives it once it waits for no earlier step on one of its instances."""
         self._early[done.number] = done
         candidates = [done.number]
         while candidates:
@@ -52,16 +52,16 @@ class StepOrder:
 
     @property
     def has_ready(self) -> bool:
-        """Whether `take` can be called."""
+        """A completion waits for no other, so that `take` can be called."""
         return bool(self._ready)
 
     def take(self) -> tuple[Forward, Completion]:
-        """The next completion, and its step, which is over."""
+        """Returns the next completion, and its step, which is over."""
         done = self._ready.popleft()
         return self._sent.pop(done.number), done
 
     def clear(self) -> list[Forward]:
-        """Forgets everything; the steps that were not over."""
+        """Forgets everything; returns the steps that were not over."""
         steps = list(self._sent.values())
         self._sent.clear()
         self._latest.clear()
@@ -83,11 +83,11 @@ class Occupancy:
 
     @property
     def all_full(self) -> bool:
-        """Whether no instance can be sent a step."""
+        """No instance can be sent a step."""
         return len(self.full) == self._num_instances
 
     def begin(self, instances: Iterable[int], now_s: float) -> None:
-        """A step was sent to these."""
+        """Counts a step that was sent to these."""
         joining = set(instances)
         for i in joining - self.busy:
             self._busy_since_s[i] = now_s
@@ -98,7 +98,7 @@ class Occupancy:
         assert not joining, f"instances {sorted(joining)} are full"
 
     def end(self, instances: Iterable[int], now_s: float) -> None:
-        """A step of these is over."""
+        """Counts a step of these as over."""
         leaving = set(instances)
         for having in reversed(self._having):
             last = leaving & having
@@ -109,6 +109,6 @@ class Occupancy:
             self._busy_s[i] += now_s - self._busy_since_s[i]
 
     def busy_s(self, now_s: float) -> list[float]:
-        """Seconds in which each instance had a step to run."""
+        """Counts the seconds in which each instance had a step to run."""
         since = enumerate(zip(self._busy_s, self._busy_since_s, strict=True))
         return [done + (now_s - begun if i in self.busy else 0.0) for i, (done, begun) in since]

@@ -26,8 +26,8 @@ class Transfer:
         backends: reserved for it.
         blocks: on the target, by place in the request's table; none before the first backend.
         num_shared: so many of these, the first, held its beginning already: they are not moved.
-        waiting: places of blocks that are computed and not sent, first computed first.
-        sent: places of blocks that are sent.
+        waiting: indices of blocks that are computed and not sent, first computed first.
+        sent: indices of blocks that are sent.
         moves: the sources of those in flight, by number.
         num_arrived: blocks that are there.
         busy: instances that it moves from now.
@@ -52,12 +52,12 @@ class Transfer:
 
     @property
     def is_there(self) -> bool:
-        """Whether the target has all of it."""
+        """The target has all of it."""
         return bool(self.blocks) and self.num_shared + self.num_arrived == self.num_blocks
 
     def can_send(self, source: int) -> bool:
-        """Whether there is a backend for this source: a free one, or if each source has its own, the one that takes a
-        move from there already: they follow each other.
+        """Tells whether there is a backend for this source: a free one, or if each source has its own, the one that
+        takes a move from there already: they follow each other.
         """
         if source in self.busy:
             return self.backends >= len(self.sources)
@@ -76,7 +76,7 @@ class Transfer:
         self._count()
 
     def begin(self, number: int, source: int, indices: Collection[int]) -> None:
-        """A move of these places in the table is sent."""
+        """A move of these entries of the table is sent."""
         self.moves[number] = source
         self.sent.update(indices)
         self.unsent[source] -= len(indices)
@@ -96,7 +96,7 @@ class Transfer:
             self.sources.update(self.request.kv_owners)  # of what is not computed yet
 
     def withdrawn(self) -> Transfer:
-        """The same with nothing on the target: all that is computed waits to be sent again."""
+        """Begins the transfer again with nothing on the target: all that is computed waits to be sent."""
         request = self.request
         is_done = request.num_computed >= self.num_tokens
         num_full = self.num_blocks if is_done else request.num_computed // request.block_size
@@ -144,11 +144,12 @@ class Handshakes:
             self.promised[transfer.target] -= transfer.num_blocks
 
     def left_behind_done(self, target: int) -> None:
-        """The last move from an instance, of a transfer that was given up, has ended."""
+        """Frees the backend of a transfer that was given up, when its last move from an instance has ended."""
         self._taken[target] -= 1
 
     def outgrown(self, full: Collection[int]) -> Iterator[Transfer]:
-        """Who has to give its blocks back, last come first, since its target can take a step and lacks blocks for it.
+        """Finds who has to give its blocks back, last come first, since its target can take a step and lacks blocks for
+        it.
 
         Who came last of those with blocks there gives way: one that decodes is preempted by the policy, not here.
         """
@@ -177,7 +178,7 @@ class Handshakes:
         self.promised[transfer.target] += transfer.num_blocks
 
     def in_order(self) -> list[Transfer]:
-        """Those that have a backend, by target, after reserving what can be."""
+        """Returns the transfers that have a backend, by target, after reserving what can be."""
         found = []
         for target, transfers in self._order.items():
             for transfer in transfers.values():
@@ -227,7 +228,7 @@ class Handshakes:
 
 
 def _asks(request: Request) -> bool:
-    """Whether the next token of one that decodes begins a block."""
+    """Tells whether the next token of one that decodes begins a block."""
     num_scheduled = request.num_scheduled
     return num_scheduled < request.num_tokens and request.blocks_for(num_scheduled + 1) > len(request.table)
 
@@ -250,16 +251,14 @@ class Transfers:
 
     @property
     def promised(self) -> Mapping[int, int]:
-        """See `ClusterView`."""
+        """These blocks are promised to transfers, see `ClusterView`."""
         return self._handshakes.promised
 
     @property
     def in_flight(self) -> bool:
-        """Whether any move is."""
         return bool(self._moves)
 
     def is_move(self, number: int) -> bool:
-        """Whether the step of that number is a move."""
         return number in self._moves
 
     def shake(self, request: Request, target: int) -> None:
@@ -278,7 +277,7 @@ class Transfers:
         self._handshakes.shake(transfer)
 
     def streams(self, parts: Sequence[Part]) -> tuple[MoveKV, ...]:
-        """Of what these parts of a Forward complete, as far as backends are free."""
+        """Makes moves of what these parts of a Forward complete, as far as backends are free."""
         if not (transfers := self._transfers):
             return ()
         known = [(part, transfers[part.request_id]) for part in parts if part.request_id in transfers]
@@ -293,7 +292,7 @@ class Transfers:
         return tuple(found)
 
     def by_themselves(self) -> list[MoveKV]:
-        """Of what is computed and was not sent, as far as backends are free; first handshakes first."""
+        """Makes moves of what is computed and was not sent, as far as backends are free; first handshakes first."""
         found: list[MoveKV] = []
         for transfer in self._handshakes.in_order():
             if transfer.waiting and any(map(transfer.can_send, transfer.sources)):
@@ -303,7 +302,7 @@ class Transfers:
         return found
 
     def computed(self, forward: Forward) -> None:
-        """A Forward is done: what it completed and did not stream waits."""
+        """Queues what a completed Forward filled and did not stream."""
         if not (transfers := self._transfers):
             return
         for part in forward.parts:
@@ -312,7 +311,7 @@ class Transfers:
                 self.dirty = True
 
     def moved(self, number: int) -> None:
-        """A move is done."""
+        """Takes in that a move is done."""
         move, transfer = self._moves.pop(number)
         self.dirty = True
         self._account.let_go(chain(*zip(*move.copies, strict=True)))
@@ -372,13 +371,13 @@ class Transfers:
 
 
 def _completed(part: Part, transfer: Transfer) -> range:
-    """The places of the blocks that a part fills, or ends the prompt in."""
+    """Returns the indices of the blocks that a part fills, or ends the prompt in."""
     size = transfer.request.block_size
     return range(part.start // size, part.stop // size if part.sample is None else transfer.num_blocks)
 
 
 def _to_send(transfer: Transfer, indices: Iterable[int]) -> dict[int, list[int]]:
-    """Those that the target lacks and that their instance has, by instance; first come first."""
+    """Groups by source the blocks that the target lacks and their instance has; first come first."""
     table, found = transfer.request.table, defaultdict[int, list[int]](list)
     for index in indices:
         if index >= transfer.num_shared and table[index] not in transfer.request.copying:

@@ -1,1 +1,1 @@
-"""What things cost: bytes and seconds of exchanges, from plain numbers, and the choices that follow from them."""
+"""Costs: bytes and seconds of exchanges, from plain numbers, and the choices that follow from them."""

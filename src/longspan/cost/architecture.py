@@ -27,7 +27,7 @@ class ModelShape:
 
     @property
     def kv_bytes(self) -> float:
-        """Keys and values of one token in one layer."""
+        """One token has so many bytes of keys and values in one layer."""
         return 2 * self.num_kv_heads * self.head_dim * self.bytes_per_element
 
     def __post_init__(self) -> None:
@@ -38,7 +38,7 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """How fast instances compute, and how fast they send to each other.
+    """Speeds of instances: how fast they compute, and send to each other.
 
     Achieved speeds serve better than peaks. Give both per device or both per instance: the rules need their ratio.
 
@@ -122,7 +122,7 @@ _LATENT = "kv_lora_rank"
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A model's sizes.
+    """The sizes of a model that costs depend on.
 
     Attributes:
         attention: of the part that exchanges depend on; its precision is that of all but the feed-forward layers.
@@ -155,29 +155,29 @@ class Architecture:
 
     @property
     def attention_weights(self) -> int:
-        """Elements of the four projections of one layer."""
+        """The four projections of one layer have so many elements."""
         shape = self.attention
         return 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim * shape.hidden_size
 
     @property
     def ffn_weights(self) -> int:
-        """Elements of the feed-forward matrices of one layer."""
+        """The feed-forward matrices of one layer have so many elements."""
         return (3 if self.gated else 2) * self.attention.hidden_size * self.intermediate_size
 
     @property
     def head_weights(self) -> int:
-        """Elements of the output head."""
+        """The output head has so many elements."""
         return self.vocab_size * self.attention.hidden_size
 
     @property
     def num_parameters(self) -> int:
-        """Of all matrices; norms and biases are left out."""
+        """All matrices have so many elements; norms and biases are left out."""
         layers = self.attention.num_layers * (self.attention_weights + self.ffn_weights)
         return layers + self.head_weights * (1 if self.tied else 2)
 
     @property
     def weight_bytes(self) -> float:
-        """Of all matrices in their precisions."""
+        """All matrices take so many bytes in their precisions."""
         shape = self.attention
         layer = self.attention_weights * shape.bytes_per_element + self.ffn_weights * self.ffn_bytes
         ends = self.head_weights * (1 if self.tied else 2) * shape.bytes_per_element
@@ -231,7 +231,9 @@ def from_config(
 
 
 def _kv_heads(config: Mapping[str, Any], num_heads: int, name: str) -> int:
-    """Falcon and GPT-BigCode say by flags that there is one; both may also state a number that then does not count."""
+    """Reads the KV heads. Falcon and GPT-BigCode say by flags that there is one; a number beside the flag does not
+    count.
+    """
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
         return 1
     if config.get("model_type") == "falcon" and not config.get("new_decoder_architecture"):

@@ -37,7 +37,7 @@ class LinearCurve:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamCurve:
-    """How fast element-wise operators read and write.
+    """Constants of element-wise operators: how fast they read and write.
 
     Attributes:
         norm, rotary, activation: bytes per clock and unit, which limit these beside the memory.
@@ -85,7 +85,7 @@ class Attention:
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """All constants.
+    """All efficiency constants of the roofline.
 
     Attributes:
         host_smooth: how sharply the time of the host, which starts operators, and that of the device meet.
@@ -128,7 +128,9 @@ class Device:
     network: str
 
     def peak(self, bytes_per_weight: float) -> float:
-        """Operations per second with weights of so many bytes: those of 16 bits where narrower ones cannot be used."""
+        """Returns operations per second with weights of so many bytes: those of 16 bits where narrower ones cannot be
+        used.
+        """
         if bytes_per_weight >= 4:
             return self.fp32_flops_per_s
         return self.fp8_flops_per_s if bytes_per_weight <= 1 and self.fp8_flops_per_s else self.flops_per_s
@@ -158,7 +160,7 @@ class LinkKind:
 
 
 def device(name: str) -> Device:
-    """A device by its name, such as `a100-sxm-80g`.
+    """Finds a device by its name, such as `a100-sxm-80g`.
 
     Raises:
         ValueError: for an unknown name, with all known ones.
@@ -181,7 +183,7 @@ def device(name: str) -> Device:
 
 
 def link(name: str) -> LinkKind:
-    """A link by its name, such as `nvlink3`.
+    """Finds a link by its name, such as `nvlink3`.
 
     Raises:
         ValueError: for an unknown name, with all known ones.
@@ -201,7 +203,7 @@ def link(name: str) -> LinkKind:
 
 
 def model_config(name: str) -> dict[str, Any]:
-    """The fields of a known model's config.json.
+    """Returns the fields of a known model's config.json.
 
     Raises:
         ValueError: for an unknown name, with all known ones.
@@ -210,13 +212,13 @@ def model_config(name: str) -> dict[str, Any]:
 
 
 def names(file: Literal["hardware", "links", "models"]) -> tuple[str, ...]:
-    """What a data file has."""
+    """Reads a data file of this package."""
     return tuple(_table(file))
 
 
 @cache
 def efficiency() -> Efficiency:
-    """The constants."""
+    """Returns the constants of efficiency.toml."""
     table = _table("efficiency")
     return Efficiency(
         linear=LinearCurve(**table["linear"]),
@@ -245,12 +247,12 @@ class Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     called: ClassVar[str]
 
     def to_json(self) -> str:
-        """As text for a file, a value per line."""
+        """Writes text for a file, a value per line."""
         return msgspec.json.format(msgspec.json.encode(self), indent=1).decode() + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """What `to_json` wrote.
+        """Reads what `to_json` wrote.
 
         Raises:
             ValueError: for text that is no such thing, with what is wrong with it and where.

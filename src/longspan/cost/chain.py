@@ -11,7 +11,7 @@ from longspan.cost.time_fit import LinkFit, TimeFit
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCost:
-    """What one layer costs on one member, and what sending costs between two.
+    """Costs of a chain: of one layer on one member, and of sending between two.
 
     Attributes:
         qkv_s: seconds per token for the projections to queries, keys and values.
@@ -42,7 +42,7 @@ class LayerCost:
 
 
 def layer_cost(alone: TimeFit, link: LinkFit, *, num_layers: int, kv_bytes: float) -> LayerCost:
-    """What the times of one instance say of a layer.
+    """Derives the costs of a layer from the times of one instance.
 
     They do not tell projections from what is behind attention, so all counts as that.
     """
@@ -67,7 +67,7 @@ class Timeline:
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """What a layer costs one member of a chain, in seconds.
+    """Costs of a layer for one member of a chain, in seconds.
 
     Attributes:
         before_s: until its own keys and values are there.
@@ -109,7 +109,7 @@ def skewed(members: Sequence[Member], num_layers: int, *, rendezvous: bool = Fal
 
 
 def chain(cost: LayerCost, num_layers: int, partition: Sequence[int]) -> Timeline:
-    """A prefill whose members hold consecutive pieces of a prompt and hand KV down the line, see `skewed`.
+    """Times a prefill whose members hold consecutive pieces of a prompt and hand KV down the line, see `skewed`.
 
     Raises:
         ValueError: when no member has tokens, or one has fewer than none.
@@ -154,7 +154,9 @@ def _last_with_tokens(partition: Sequence[int]) -> int:
 
 
 def _compute_s(cost: LayerCost, partition: Sequence[int], dense_keys: Sequence[int]) -> list[float]:
-    """What members compute from attention to the end of a layer; `dense_keys` is how wide their rectangles are."""
+    """Times what members compute from attention to the end of a layer; `dense_keys` is the width of their
+    rectangles.
+    """
     compute_s = []
     for tokens, end, keys in zip(partition, accumulate(partition), dense_keys, strict=True):
         visible = tokens * (end - tokens) + tokens * (tokens + 1) / 2

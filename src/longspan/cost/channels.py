@@ -19,7 +19,7 @@ from longspan.cost.topology import Topology
 
 @dataclass(kw_only=True, slots=True)
 class Share:
-    """What one member has of a channel.
+    """The part of a channel that one member has.
 
     Attributes:
         queries: tokens it computes.
@@ -34,7 +34,7 @@ class Share:
     held: float
 
     def times(self, number: int) -> Share:
-        """Of so many requests alike."""
+        """Multiplies the share by so many requests alike."""
         return Share(
             queries=number * self.queries,
             pairs=number * self.pairs,
@@ -54,7 +54,7 @@ class Shares:
 
     @classmethod
     def of(cls, shares: Sequence[Share]) -> Shares:
-        """Those of members one after the other."""
+        """Collects the shares of members, in their order."""
         return cls(
             queries=[share.queries for share in shares],
             pairs=[share.pairs for share in shares],
@@ -63,14 +63,14 @@ class Shares:
         )
 
     def of_member(self, member: int) -> Share:
-        """That of the member at a place of the ring."""
+        """Returns the share of the member at an index of the ring."""
         return Share(
             queries=self.queries[member], pairs=self.pairs[member], scores=self.scores[member], held=self.held[member]
         )
 
     @property
     def busiest(self) -> Share:
-        """That with the most pairs, the first of equals."""
+        """The busiest share has the most pairs; it is the first of equals."""
         return self.of_member(self.pairs.index(max(self.pairs)))
 
 
@@ -106,12 +106,12 @@ class ChannelTime:
 
     @property
     def total_s(self) -> float:
-        """All."""
+        """The exchange takes all of these seconds together."""
         return self.attention_s + self.exposed_s + self.overhead_s
 
 
 def share_of(runs: Iterable[Run], *, cached: float, width: int) -> Share:
-    """The share of a member that computes some runs, and holds them with `cached` keys of earlier steps.
+    """Makes the share of a member that computes some runs, and holds them with `cached` keys of earlier steps.
 
     Its rectangles span `width` keys.
     """
@@ -131,12 +131,12 @@ def chain_share_of(runs: Sequence[Run]) -> Share:
 
 
 def cached_in_chain(channel: Channel) -> float:
-    """Keys of earlier steps. They go to all readers at once, and do not run through the chain."""
+    """The keys of earlier steps go to all readers at once, and do not run through the chain."""
     return max(0.0, channel.shares.held[0] - channel.shares.queries[0])
 
 
 def attention_s(layer: Layer, share: Share, *, keys: float, pieces: int = 1, head_parts: int = 1) -> float:
-    """Seconds of a member's attention over `keys`, as so many equal pieces, with its part of the heads."""
+    """Returns seconds of a member's attention over `keys`, as so many equal pieces, with its part of the heads."""
     chip, head_dim = layer.chip, layer.model.attention.head_dim
     heads, kv_heads = layer.heads, layer.kv_heads
     if head_parts > 1:
@@ -154,7 +154,7 @@ def attention_s(layer: Layer, share: Share, *, keys: float, pieces: int = 1, hea
 
 
 def copies_s(layer: Layer, keys: float) -> float:
-    """Of making received keys and values contiguous."""
+    """Returns the seconds of making received keys and values contiguous."""
     passes = layer.chip.attention.memory_passes
     if not passes:
         return 0.0
@@ -163,7 +163,7 @@ def copies_s(layer: Layer, keys: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeCost:
-    """What the members of a group spend on one kind of exchange, in one layer.
+    """Prices one kind of exchange for the members of a group, in one layer.
 
     Attributes:
         num_bytes: what all ranks together send.
@@ -244,7 +244,7 @@ def _ring_q(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
 def _queries_s(
     layer: Layer, topology: Topology, group: tuple[int, ...], decode: bool, queries: int, most: int
 ) -> tuple[float, float, float]:
-    """What of `ring_q` does not depend on keys, which change with every token that is decoded.
+    """Prices what of `ring_q` does not depend on keys, which change with every token that is decoded.
 
     Returns:
         The time of sending a member's queries on, that of returning partial outputs, and the overhead.
@@ -287,7 +287,7 @@ def _gather_hidden(layer: Layer, topology: Topology, channel: Channel) -> Channe
 
 
 def _by_heads_s(layer: Layer, channel: Channel) -> float:
-    """Each member attends with some heads for all tokens."""
+    """Prices that each member attends with some heads for all tokens."""
     shares = channel.shares
     every = Share(queries=sum(shares.queries), pairs=sum(shares.pairs), scores=sum(shares.scores), held=channel.keys)
     return attention_s(layer, every, keys=channel.keys, head_parts=len(channel.group))
@@ -298,7 +298,7 @@ def _ring_kv_bytes(layer: Layer, channel: Channel) -> float:
 
 
 def _ring_q_bytes(layer: Layer, channel: Channel) -> float:
-    """Queries and partial outputs, and a log-sum-exp of four bytes per head."""
+    """Counts the bytes of queries and partial outputs, with a log-sum-exp of four bytes per head."""
     shape, queries = layer.model.attention, sum(channel.shares.queries)
     per_query = shape.num_heads * (2 * shape.head_dim * layer.chip.bytes_per_element + 4)
     return (len(channel.group) - 1) * queries * per_query
@@ -323,7 +323,7 @@ def _chain_bytes(layer: Layer, channel: Channel) -> float:
 
 
 def _kv_bytes(layer: Layer) -> float:
-    """Bytes of one token's keys and values, over all ranks of an instance."""
+    """Counts the bytes of one token's keys and values, over all ranks of an instance."""
     shape = layer.model.attention
     return 2 * shape.num_kv_heads * shape.head_dim * layer.chip.bytes_per_element
 

@@ -53,7 +53,6 @@ class Devices:
 
     @property
     def num_gpus(self) -> int:
-        """Of all hosts."""
         return self.gpus_per_host * self.hosts
 
 
@@ -64,7 +63,7 @@ def roofline(
     kernels: Kernels = "flash",
     constants: Efficiency | None = None,
 ) -> Roofline:
-    """The cost model of so many instances of a model on a cluster; `constants` replace those of efficiency.toml.
+    """Makes the cost model of so many instances of a model on a cluster; `constants` replace those of efficiency.toml.
 
     Raises:
         ValueError: for unknown names, more ranks than devices, or heads that so many ranks cannot share.
@@ -121,7 +120,7 @@ def rooflines(
 
 
 def _wires(devices: Devices) -> tuple[Wire, Wire]:
-    """Of one host, and between hosts; the slowest that there is can be given."""
+    """Finds the wires inside a host and between hosts; the slowest that there is can be given."""
     device, speed = catalog.device(devices.hardware), devices.link_bytes_per_s
     inside, between = catalog.link(device.link), catalog.link(device.network)
     slowest = wire(catalog.link(slowest_link(devices)), speed)
@@ -134,7 +133,7 @@ def _wires(devices: Devices) -> tuple[Wire, Wire]:
 
 
 def slowest_link(devices: Devices) -> str:
-    """The name of the slowest link that there is."""
+    """Names the slowest link that there is."""
     device, speed = catalog.device(devices.hardware), devices.link_bytes_per_s
     if devices.link is not None:
         return devices.link
@@ -168,17 +167,16 @@ class Memory:
 
     @property
     def used(self) -> float:
-        """Of all."""
+        """All of this is used, with what is reserved."""
         return self.weights + self.kv + self.scores + self.activations + _RESERVED_BYTES
 
     @property
     def fits(self) -> bool:
-        """Whether it is no more than there is."""
         return self.used <= self.capacity
 
     @property
     def arithmetic(self) -> str:
-        """The sum, in GiB."""
+        """The sum is written out, in GiB."""
         parts = (
             (self.weights, "weights"),
             (self.kv, "KV"),
@@ -192,7 +190,7 @@ class Memory:
 
 
 def memory(layer: Layer, channel: Channel, tokens: float) -> Memory:
-    """Of the fullest rank, when its group has computed a channel's queries and holds all its keys.
+    """Counts the memory of the fullest rank, when its group has computed a channel's queries and holds all its keys.
 
     Args:
         tokens: that the busiest instance computes at once.

@@ -1,4 +1,4 @@
-"""What one prompt, or one step of decoding, costs on a cluster: the answer of `longspan estimate`."""
+"""The cost of one prompt, or one step of decoding, on a cluster: the answer of `longspan estimate`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SEARCHED = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What is predicted.
+    """The prediction for a prompt or a step.
 
     Attributes:
         seconds: to the first token, or between tokens.
@@ -46,7 +46,7 @@ class Estimate:
     partition: tuple[int, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """What `--json` prints."""
+        """Returns what `--json` prints."""
         communication_s = self.breakdown.exposed_communication_s
         return {
             "ttft_s" if self.phase == "prefill" else "tbt_s": self.seconds,
@@ -88,7 +88,7 @@ class Prompt:
             raise ValueError(f"{len(self.group)} instances share a prompt by an exchange: choose one, such as ring_kv")
 
     def channel(self, partition: Sequence[int] | None) -> Channel:
-        """With pieces of `partition` tokens one after the other, or zigzag ones."""
+        """Shards a prompt into pieces of `partition` tokens one after the other, or into a zigzag."""
         members, total = len(self.group), self.new + self.cached
         if partition is None:
             runs = shard_span("zigzag" if members > 1 else "single", 0, self.new, members)
@@ -119,7 +119,8 @@ def estimate_prefill(
     fractions: Fractions = None,
     batch: int = 1,
 ) -> Estimate:
-    """`batch` prompts of `length` tokens of which the first `cached` have been computed, all dealt to all instances.
+    """Predicts `batch` prompts of `length` tokens, the first `cached` of them computed before, sharded over all
+    instances.
 
     Chains, and whatever gets fractions, are dealt contiguously, the rest zigzag.
 
@@ -153,7 +154,7 @@ def estimate_prefill(
 
 
 def estimate_decode(model: Roofline, instances: int, exchange: Exchange, length: int, batch: int = 1) -> Estimate:
-    """One token of each of `batch` requests, behind `length` tokens each, which lie evenly on all instances.
+    """Predicts one token of each of `batch` requests, behind `length` tokens each, which lie evenly on all instances.
 
     A chain leaves all of them with its last member, which decodes alone.
 
@@ -177,7 +178,7 @@ def estimate_decode(model: Roofline, instances: int, exchange: Exchange, length:
 
 
 def decode_channel(exchange: Exchange, group: tuple[int, ...], length: int, batch: int) -> Channel:
-    """The channel of one token of each request, whose keys lie evenly on all members, and whose homes do, too."""
+    """Makes the channel of one token of each request; keys and owners lie evenly on all members."""
     members, keys = len(group), batch * length
     shares = []
     for member in range(members):
@@ -199,7 +200,7 @@ def _partition(model: Roofline, prompt: Prompt, fractions: Fractions) -> tuple[i
 
 
 def _searched(model: Roofline, prompt: Prompt) -> tuple[int, ...]:
-    """The best of two searches, from even pieces and from pieces that take equally long alone."""
+    """Returns the best of two searches, from even pieces and from pieces that take equally long alone."""
 
     def ttft_s(partition: tuple[int, ...]) -> float:
         found = _times(model, prompt.channel(partition), prompt.batch)
@@ -220,7 +221,7 @@ def _searched(model: Roofline, prompt: Prompt) -> tuple[int, ...]:
 
 
 def _levelled(model: Roofline, prompt: Prompt, block: int) -> tuple[int, ...]:
-    """Pieces whose tokens and scores together cost the same: earlier ones see fewer keys, so they are longer."""
+    """Finds pieces whose tokens and scores together cost the same: earlier ones see fewer keys, so they are longer."""
     layer, members = model.layer, len(prompt.group)
     token_s = (layer.before(prompt.new).total_s + layer.behind(prompt.new).total_s) / prompt.new
     whole = Share(queries=prompt.new, pairs=prompt.new**2, scores=prompt.new**2, held=prompt.new)

@@ -1,4 +1,5 @@
-"""Which exchange to use: the rules of two papers as pure functions of model shape, hardware, lengths and group size.
+"""The choice of an exchange: the rules of two papers as pure functions of model shape, hardware, lengths and group
+size.
 
 Context Parallelism (arXiv 2411.01783) chooses between `ring_kv` (its pass-KV) and `ring_q` (pass-Q) by equations 1, 2
 and 5 and Algorithms 1 and 5; the fitted rule of Appendix D is in benchmarks/papers. Its T is `new_tokens` here, P
@@ -21,12 +22,12 @@ from longspan.cost.time_fit import LinkFit
 
 
 def pass_kv_bytes(shape: ModelShape, new_tokens: int, cached_tokens: int) -> float:
-    """All keys and values of a layer: what N hops of `ring_kv` carry (Table 3, §3.4)."""
+    """Counts all keys and values of a layer: what N hops of `ring_kv` carry (Table 3, §3.4)."""
     return (new_tokens + cached_tokens) * shape.kv_bytes
 
 
 def pass_q_bytes(shape: ModelShape, new_tokens: int) -> float:
-    """All queries of a layer: what N hops of `ring_q` carry, without partial outputs (Table 3, §3.4)."""
+    """Counts all queries of a layer: what N hops of `ring_q` carry, without partial outputs (Table 3, §3.4)."""
     return new_tokens * shape.num_heads * shape.head_dim * shape.bytes_per_element
 
 
@@ -39,7 +40,7 @@ def ring_kv_or_ring_q(
     *,
     algorithm: Literal[1, 5] = 5,
 ) -> Exchange:
-    """The ring whose communication is expected to delay attention less.
+    """Chooses the ring whose communication is expected to delay attention less.
 
     Algorithm 1 takes `ring_kv` when attention hides its hops (Eq. 2) or queries are no smaller (Eq. 1). Algorithm 5
     (Appendix C) also counts the all-to-all of `ring_q`, which nothing hides: `ring_kv` when the part of keys and values
@@ -66,7 +67,7 @@ def ring_kv_or_ring_q(
 
 
 def alltoall_bytes(shape: ModelShape, length: int, num_members: int, *, gathers_weights: bool) -> float:
-    """What all members send for a layer of `alltoall`: Q, K and V to the members of their heads, outputs back.
+    """Counts what all members send for a layer of `alltoall`: Q, K and V to the members of their heads, outputs back.
 
     With even pieces, (N - 1)/N of everything moves: (H_q + 2 H_kv + H_q) head_dim L (N - 1)/N elements for `length` L.
     When there are fewer KV heads than members, H_kv counts a KV head once per member that needs it. With
@@ -83,7 +84,7 @@ def alltoall_bytes(shape: ModelShape, length: int, num_members: int, *, gathers_
 
 
 def gather_hidden_bytes(shape: ModelShape, length: int, num_members: int) -> float:
-    """What all members send for a layer of `gather_hidden`: an all-gather and a reduce-scatter of hidden states.
+    """Counts what all members send for a layer of `gather_hidden`: an all-gather and a reduce-scatter of hidden states.
 
     2 L d (N - 1) elements (supplement A), however many heads of either kind there are.
     """
@@ -92,13 +93,15 @@ def gather_hidden_bytes(shape: ModelShape, length: int, num_members: int) -> flo
 
 
 def alltoall_or_gather_hidden(shape: ModelShape, length: int, num_members: int) -> Exchange:
-    """The one that sends less on instances split by tensor parallelism, where `alltoall` has to gather weights."""
+    """Chooses the exchange that sends less on instances split by tensor parallelism, where `alltoall` has to gather
+    weights.
+    """
     alltoall = alltoall_bytes(shape, length, num_members, gathers_weights=True)
     return ALLTOALL if alltoall < gather_hidden_bytes(shape, length, num_members) else GATHER_HIDDEN
 
 
 def alltoall_threshold(shape: ModelShape, num_members: int) -> float:
-    """The length above which `alltoall_or_gather_hidden` is `alltoall`; infinity when it never is.
+    """Finds the length above which `alltoall_or_gather_hidden` is `alltoall`; infinity when it never is.
 
     2 d N/(N - 2) in multi-head form, hence infinity for two members (where the supplement says that it always is). In
     general a d/(d - a/N) with a = (H_q + H_kv) head_dim, so that with grouped queries two members have one, too. (Where
@@ -111,7 +114,7 @@ def alltoall_threshold(shape: ModelShape, num_members: int) -> float:
 
 
 def summed_bytes(shape: ModelShape, length: int, tp: int) -> float:
-    """What the ranks of all instances send for a layer whose heads they share, beside what instances exchange.
+    """Counts what the ranks of all instances send for a layer whose heads they share, beside what instances exchange.
 
     Each instance sums outputs of its tokens over `tp` ranks: 2 L d (t - 1) elements in all, as `gather_hidden_bytes`.
     """
@@ -119,7 +122,7 @@ def summed_bytes(shape: ModelShape, length: int, tp: int) -> float:
 
 
 def whole_bytes(shape: ModelShape, length: int, num_members: int, tp: int, weights: WeightSource) -> float:
-    """The same for whole weights, with which each rank makes all heads of its part of its instance's tokens.
+    """Counts the same for unsharded weights, with which each rank makes all heads of its part of its instance's tokens.
 
     Inside instances, queries, keys and values go to the ranks of their heads and outputs back, as in `alltoall_bytes`
     for L tokens and t ranks; then all ranks get all outputs, L d (t - 1) elements. Weights of `peers` are 2 (H_q +
@@ -133,7 +136,8 @@ def whole_bytes(shape: ModelShape, length: int, num_members: int, tp: int, weigh
 
 
 def unsharded_weights_pay(shape: ModelShape, length: int, num_members: int, tp: int, weights: WeightSource) -> bool:
-    """Whether `alltoall` with whole weights moves fewer bytes for `length` tokens of a step than with shares of heads.
+    """Tells whether `alltoall` with unsharded weights moves fewer bytes for `length` tokens of a step than with shares
+    of heads.
 
     Between instances both move the same. With H_q head_dim = d, two ranks never gain; with few KV heads three do.
 
@@ -157,7 +161,7 @@ def cheaper_weights(shape: ModelShape, tp: int, *, host: LinkFit | None, peers: 
 
 
 def _attention_weights(shape: ModelShape) -> int:
-    """Elements of the projections of one layer that make queries, keys, values and the output."""
+    """Counts the elements of the projections of one layer that make queries, keys, values and the output."""
     return 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim * shape.hidden_size
 
 

@@ -50,19 +50,17 @@ class FittedCost:
 
     @property
     def num_layers(self) -> int:
-        """See `StepCost`."""
         return self._num_layers
 
     def move_s(self, move: MoveKV) -> float:
-        """See `StepCost`. The ranks of an instance send and receive equal parts."""
+        """The ranks of an instance send and receive equal parts."""
         return self._moved_s(move, ("out", "in"))
 
     def received_s(self, move: MoveKV) -> float:
-        """See `StepCost`."""
         return self._moved_s(move, ("in",))
 
     def _moved_s(self, move: MoveKV, ways: Collection[str]) -> float:
-        """By the busiest instance, of those that send or receive."""
+        """Times a move by the busiest instance of those that send or receive."""
         if self._link is None:
             raise ValueError(
                 "the profile lacks times of messages between two ranks, which KV moves by: run longspan profile "
@@ -77,7 +75,7 @@ class FittedCost:
         return self._link.seconds(most * self._block_bytes / self._tp)
 
     def seconds(self, forward: Forward) -> dict[int, float]:
-        """See `StepCost`. An instance that only passes a token on takes no time."""
+        """Passing a token on takes no time."""
         starts, rest = dict.fromkeys(forward.instances, 0.0), dict.fromkeys(forward.instances, 0.0)
         prefilling: set[int] = set()
         for part in forward.parts:
@@ -124,7 +122,7 @@ class FittedCost:
                 rest[instance] += fit.request_s + context_s
 
     def _decodes_in(self, part: Part) -> bool:
-        """Whether a part counts as a decode: a single token, by an exchange that decodes were measured with."""
+        """Tells whether a part counts as a decode: a single token, by an exchange that decodes were measured with."""
         return part.stop - part.start == 1 and (len(part.group), part.exchange) in self._decodes
 
     def _prefill_s(self, part: Part) -> float:
@@ -139,12 +137,12 @@ class FittedCost:
         return self._known[key]
 
     def _measured_as(self, prefill: Prefill) -> int:
-        """How many new tokens it counts as."""
+        """Counts the new tokens that a part stands for."""
         start, stop = prefill.cached_tokens, prefill.cached_tokens + prefill.new_tokens
         return _as_even(self._sharded(named(prefill.exchange), start, stop, prefill.members))
 
     def _sharded(self, exchange: Exchange, start: int, stop: int, members: int) -> SpanShards:
-        """To members with room alike, and evenly as far as blocks allow."""
+        """Shards to members with room alike, as evenly as blocks allow."""
         return shard_span(exchange.traits.layouts[0], start, stop, members, align=self._block_size, head=0)
 
     def _of_prefill(self, part: Part) -> Times:
@@ -155,7 +153,7 @@ class FittedCost:
 
 
 def _as_even(sharded: SpanShards) -> int:
-    """How many tokens there would be if each member had as many as the busiest."""
+    """Counts the tokens there would be if each member had as many as the busiest."""
     return len(sharded) * max(sum(map(len, runs)) for runs in sharded)
 
 

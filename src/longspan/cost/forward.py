@@ -52,7 +52,7 @@ class Breakdown:
         )
 
     def __add__(self, other: Breakdown) -> Breakdown:
-        """Both, one after the other."""
+        """Adds both, one after the other."""
         return Breakdown(
             linear_s=self.linear_s + other.linear_s,
             elementwise_s=self.elementwise_s + other.elementwise_s,
@@ -66,11 +66,11 @@ class Breakdown:
 
     @property
     def exposed_communication_s(self) -> float:
-        """Messages that nothing hides."""
+        """Nothing hides these seconds of messages."""
         return self.all_reduce_s + self.exchange_s
 
     def as_dict(self) -> dict[str, float]:
-        """Seconds by name, without the total."""
+        """Returns seconds by name, without the total."""
         return {one.name: getattr(self, one.name) for one in fields(self) if one.init}
 
 
@@ -78,7 +78,7 @@ _IDLE = Breakdown()
 
 
 def _add(found: dict[int, Breakdown], group: Sequence[int], more: Breakdown) -> None:
-    """The same to all members; those that were alike before still share one."""
+    """Adds the same to all members; those that were alike before still share one object."""
     befores = [found[instance] for instance in group]
     alike: dict[int, Breakdown] = {}
     for before in befores:
@@ -98,7 +98,7 @@ class Roofline:
     def times(
         self, channels: Sequence[Channel], tokens: Mapping[int, float], sampled: Mapping[int, float]
     ) -> dict[int, Breakdown]:
-        """What each instance spends its time on.
+        """Returns what each instance spends its time on.
 
         Args:
             channels: all that is attended to.
@@ -122,7 +122,7 @@ class Roofline:
         return found
 
     def _exchanged(self, channel: Channel) -> Breakdown:
-        """What each member of a channel spends on it."""
+        """Returns what each member of a channel spends on it."""
         time, num_layers = channel_time(self.layer, self.topology, channel), self.layer.model.attention.num_layers
         return Breakdown(
             attention_s=num_layers * time.attention_s,
@@ -209,7 +209,7 @@ class Roofline:
             found[instance] += Breakdown(exchange_s=max(0.0, end_s - own_s))
 
     def _extra_launches(self, channel: Channel) -> int:
-        """Unfused code gathers into a list of tensors and joins them, keys and values apart."""
+        """Copies as unfused code does, which gathers into a list of tensors and joins them, keys and values apart."""
         if len(channel.group) == 1 or not self.layer.chip.attention.unfused:
             return 0
         return 2 * len(channel.group) if cost_of(channel.exchange).joins_all else 2
@@ -220,7 +220,7 @@ _End = tuple[Wire, Literal["out", "in"], int]
 
 
 def moved_s(tokens: Mapping[tuple[int, int], int], line_of: Callable[[int], Roofline]) -> float:
-    """Of sending every layer's KV of so many tokens from one instance to another, for all these pairs at once.
+    """Times sending every layer's KV of so many tokens from one instance to another, for all these pairs at once.
 
     Each rank of a target gets its own heads, and the ranks of a source send equal parts of all that the target gets.
     The busiest device, or host where the devices of one share a link, says how long it takes; both directions of a
@@ -235,7 +235,7 @@ def moved_s(tokens: Mapping[tuple[int, int], int], line_of: Callable[[int], Roof
 
 
 def received_s(tokens: Mapping[tuple[int, int], int], line_of: Callable[[int], Roofline]) -> float:
-    """How long that keeps the busiest link of a target busy."""
+    """Times how long that keeps the busiest link of a target busy."""
     loads, _ = _loads(tokens, line_of)
     return max((load / link.bytes_per_s for (link, way, _), load in loads.items() if way == "in"), default=0.0)
 
@@ -243,7 +243,7 @@ def received_s(tokens: Mapping[tuple[int, int], int], line_of: Callable[[int], R
 def _loads(
     tokens: Mapping[tuple[int, int], int], line_of: Callable[[int], Roofline]
 ) -> tuple[Mapping[_End, float], float]:
-    """Bytes by where they enter or leave a link, and the longest latency."""
+    """Counts bytes by where they enter or leave a link, and finds the longest latency."""
     loads = defaultdict[_End, float](float)
     latency_s = 0.0
     for (source, target), number in tokens.items():
@@ -263,7 +263,8 @@ def _loads(
 
 
 def exposed_s(move_s: float, layer_s: float, num_layers: int) -> float:
-    """What remains of a transfer that goes layer by layer beside the layers before, each of which takes `layer_s`.
+    """Returns what remains of a transfer that goes layer by layer beside the layers before, each of which takes
+    `layer_s`.
 
     Nothing hides that of the first layer.
     """

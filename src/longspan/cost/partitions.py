@@ -1,4 +1,5 @@
-"""How long each member's piece of a prompt is when members work in a chain (KV-Runahead, arXiv 2405.05329, §4.2).
+"""Partitions of a prompt: the length of each member's piece when they work in a chain (KV-Runahead, arXiv 2405.05329,
+§4.2).
 
 Earlier members see fewer keys, so they take more tokens, but later ones wait for them: the best cut depends on the
 hardware. It is searched once for some lengths (the paper's KVR-S) and interpolated between (KVR-P); `even` is KVR-E.
@@ -26,7 +27,7 @@ _MANY = 8
 
 
 def even(length: int, members: int, align: int) -> Partition:
-    """Pieces whose numbers of blocks differ by at most one, as the `contiguous` layout deals them."""
+    """Cuts pieces whose numbers of blocks differ by at most one, as the `contiguous` layout deals them."""
     return tuple(sum(map(len, runs)) for runs in shard_span("contiguous", 0, length, members, align=align))
 
 
@@ -42,7 +43,7 @@ def cut(fractions: Sequence[float], length: int, align: int) -> Partition:
 
 
 def parse_fractions(text: str) -> tuple[float, ...]:
-    """What `--fractions` says, such as `0.35,0.255,0.21,0.185`.
+    """Reads what `--fractions` says, such as `0.35,0.255,0.21,0.185`.
 
     Raises:
         ValueError: for what is no number, not positive, or does not add up to 1.
@@ -75,7 +76,7 @@ def search(
     *,
     noisy: bool = False,
 ) -> Partition:
-    """The partition with the shortest time to first token, by a hierarchical grid search (Fig. 6).
+    """Finds the partition with the shortest time to first token, by a hierarchical grid search (Fig. 6).
 
     It begins with the seed, or with even pieces, and a stride of a piece, rounded down to a power of two blocks (with a
     seed, a quarter of that). Around the best partition so far it tries all those to which one or two strides of tokens
@@ -126,13 +127,13 @@ def search(
 
 
 def _confirmed(known: dict[Partition, float], ttft: Callable[[Partition], float]) -> Partition:
-    """Of the best few, the one that is best when they are measured again."""
+    """Measures the best few again, and returns the best of them."""
     again = {partition: ttft(partition) for partition in sorted(known, key=known.__getitem__)[:_CONFIRMED]}
     return min(again, key=again.__getitem__)
 
 
 def _shifts(members: int) -> list[tuple[int, ...]]:
-    """What members gain, in strides, when one or two change hands, but not two between the same two members.
+    """Lists what members gain, in strides, when one or two change hands, but not two between the same two members.
 
     One, for more than `_MANY` members.
     """
@@ -191,16 +192,19 @@ class PartitionTable(Stored, frozen=True):
                 raise ValueError(f"two partitions for model {key[0]!r}, {key[1]} members and {key[2]} tokens: keep one")
 
     def with_entry(self, entry: Entry) -> PartitionTable:
-        """A table that also has this entry, in place of one for the same model, number of members and length."""
+        """Returns a table that also has this entry, in place of one for the same model, number of members and
+        length.
+        """
         kept = (other for other in self.partitions if _key(other) != _key(entry))
         return PartitionTable((*kept, entry))
 
     def lengths(self, model: str, members: int) -> tuple[int, ...]:
-        """For which prompts there is an entry, ascending."""
+        """The table has entries for prompts of these lengths, ascending."""
         return tuple(sorted(e.length for e in self.partitions if (e.model, e.members) == (model, members)))
 
     def predict(self, model: str, members: int, length: int) -> tuple[float, ...] | None:
-        """Fractions for a prompt of this length, between those of the two nearest lengths known for model and members.
+        """Interpolates fractions for a prompt of this length, between those of the two nearest lengths known for model
+        and members.
 
         Below the shortest and above the longest known length they are that one's. None when none is known.
         """

@@ -1,4 +1,4 @@
-"""What was measured on one machine with one model: prefills and decodes alone and in groups, links. Also as text."""
+"""Measurements on one machine with one model: prefills and decodes alone and in groups, links. Also as text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from longspan.cost.time_fit import DecodeFit, LinkFit, Sample, TimeFit, Times, f
 
 
 class ProfileKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a profile is of. Times of one subject say nothing of another.
+    """Names what a profile is of. Times under one key say nothing of another.
 
     Attributes:
         tp: ranks of an instance.
@@ -61,7 +61,7 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def median_s(self) -> float:
-        """Of all times."""
+        """The median is of all times."""
         return statistics.median(self.seconds)
 
 
@@ -93,7 +93,7 @@ class Decode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def median_s(self) -> float:
-        """Of all times."""
+        """The median is of all times."""
         return statistics.median(self.seconds)
 
 
@@ -135,13 +135,15 @@ class Profile(Stored, frozen=True, kw_only=True):
     decodes: tuple[Decode, ...] = ()
 
     def with_prefill(self, prefill: Prefill) -> Self:
-        """A profile that also has these times of such a prefill; in place of those beside more or fewer instances."""
+        """Returns a profile that also has these times of such a prefill; in place of those beside more or fewer
+        instances.
+        """
         before = self.find(prefill.members, prefill.exchange, prefill.new_tokens, prefill.cached_tokens)
         kept = tuple(one for one in self.prefills if one is not before)
         return msgspec.structs.replace(self, prefills=(*kept, _joined(before, prefill)))
 
     def of_one_beside(self, busy: int) -> Self:
-        """A profile without what one instance was timed at beside more or fewer busy ones."""
+        """Returns a profile without what one instance was timed at beside more or fewer busy ones."""
 
         def stays(one: Prefill | Decode) -> bool:
             return one.members > 1 or one.beside == busy
@@ -151,19 +153,21 @@ class Profile(Stored, frozen=True, kw_only=True):
         )
 
     def with_transfer(self, transfer: Transfer) -> Self:
-        """A profile with these times of such a transfer, in place of those that it has."""
+        """Returns a profile with these times of such a transfer, in place of those that it has."""
         key = transfer.kind, transfer.members, transfer.num_bytes
         kept = tuple(one for one in self.transfers if (one.kind, one.members, one.num_bytes) != key)
         return msgspec.structs.replace(self, transfers=(*kept, transfer))
 
     def find(self, members: int, exchange: Exchange | str, new_tokens: int, cached_tokens: int) -> Prefill | None:
-        """What was measured of such a prefill, if it was."""
+        """Finds the measurement of such a prefill."""
         wanted = (members, str(exchange), new_tokens, cached_tokens)
         found = (p for p in self.prefills if (p.members, p.exchange, p.new_tokens, p.cached_tokens) == wanted)
         return next(found, None)
 
     def with_decode(self, decode: Decode) -> Self:
-        """A profile that also has these times of such a decode; in place of those beside more or fewer instances."""
+        """Returns a profile that also has these times of such a decode; in place of those beside more or fewer
+        instances.
+        """
         before = self.find_decode(
             decode.members, named(decode.exchange), decode.batch, decode.context_tokens, decode.singles
         )
@@ -173,14 +177,14 @@ class Profile(Stored, frozen=True, kw_only=True):
     def find_decode(
         self, members: int, exchange: Exchange | str, batch: int, context_tokens: int, singles: int = 0
     ) -> Decode | None:
-        """What was measured of such a decode, if it was."""
+        """Finds the measurement of such a decode."""
         wanted = (members, str(exchange), batch, context_tokens, singles)
         found = (d for d in self.decodes if (d.members, d.exchange, d.batch, d.context_tokens, d.singles) == wanted)
         return next(found, None)
 
     def joined(self, other: Profile) -> Self:
-        """A profile with the times of both; with those of the other alone of transfers, and where other numbers of
-        instances were busy.
+        """Returns a profile with the times of both; with those of the other alone of transfers, and where other numbers
+        of instances were busy.
         """
         found = self
         for prefill in other.prefills:
@@ -192,7 +196,7 @@ class Profile(Stored, frozen=True, kw_only=True):
         return found
 
     def decode_fits(self) -> dict[tuple[int, Exchange], DecodeFit]:
-        """By members and exchange, as far as there are measurements enough."""
+        """Fits times by members and exchange, as far as there are measurements enough."""
         samples: dict[tuple[int, Exchange], list[Sample]] = defaultdict(list)
         for decode in self.decodes:
             if not decode.singles:
@@ -203,7 +207,8 @@ class Profile(Stored, frozen=True, kw_only=True):
         return {kind: fit for kind, fit in fits if fit is not None}
 
     def waits_s(self) -> dict[tuple[int, Exchange], float]:
-        """By members and exchange, how much longer decodes of a group take when each member computes one of its own.
+        """Finds, by members and exchange, how much longer decodes of a group take when each member computes one of its
+        own.
 
         They wait for each other in each layer then, and compete for what they share. What the members' own tokens cost
         by themselves does not count. Groups of which that was not measured are left out.
@@ -219,11 +224,11 @@ class Profile(Stored, frozen=True, kw_only=True):
 
     @property
     def links(self) -> list[tuple[TransferKind, int]]:
-        """Of which kinds of transfers, among how many ranks, there are times."""
+        """Transfers of these kinds, among so many ranks, have times."""
         return sorted({(transfer.kind, transfer.members) for transfer in self.transfers})
 
     def fits(self) -> dict[tuple[int, Exchange], TimeFit]:
-        """By members and exchange, as far as there are measurements enough."""
+        """Fits times by members and exchange, as far as there are measurements enough."""
         return {kind: times.fit for kind, times in self.times().items()}
 
     def times(self, new_tokens: Callable[[Prefill], int] | None = None) -> dict[tuple[int, Exchange], Times]:
@@ -237,7 +242,9 @@ class Profile(Stored, frozen=True, kw_only=True):
         return {kind: Times(fit=fit, samples=tuple(samples[kind])) for kind, fit in fits if fit is not None}
 
     def hardware(self, shape: ModelShape) -> Hardware | None:
-        """Speeds that one instance showed, and the links of all its ranks together; None where one was not measured."""
+        """Returns the speeds that one instance showed, and the links of all its ranks together; None where one was not
+        measured.
+        """
         alone, link = self.fits().get((1, LOCAL)), self.link("point_to_point", 2)
         if alone is None or link is None or alone.pair_s == 0:
             return None
@@ -245,7 +252,7 @@ class Profile(Stored, frozen=True, kw_only=True):
         return Hardware(flops_per_s=flops / alone.pair_s, bytes_per_s=link.bytes_per_s * self.profile_key.tp)
 
     def link(self, kind: TransferKind, members: int) -> LinkFit | None:
-        """How fast such transfers are among so many ranks; None when that was not measured."""
+        """Returns how fast such transfers are among so many ranks; None when that was not measured."""
         found = (t for t in self.transfers if (t.kind, t.members) == (kind, members))
         return fit_link([(t.num_bytes, statistics.median(t.seconds)) for t in found])
 

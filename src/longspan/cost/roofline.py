@@ -34,24 +34,26 @@ class Chip:
     bytes_per_element: float
 
     def linear_s(self, rows: float, inputs: float, outputs: float, weight_bytes: float) -> float:
-        """A product of [rows, inputs] and weights [inputs, outputs], of `weight_bytes` per element."""
+        """Times a product of [rows, inputs] and weights [inputs, outputs], of `weight_bytes` per element."""
         return _linear_s(self, rows, inputs, outputs, weight_bytes)
 
     def stream_s(self, num_bytes: float, per_clock: float | None = None) -> float:
-        """An element-wise operator that reads and writes so many bytes, of which a unit does `per_clock` at most."""
+        """Times an element-wise operator that reads and writes so many bytes, of which a unit does `per_clock` at
+        most.
+        """
         limit = None if per_clock is None else per_clock * self.device.units * self.device.clock_hz
         part = self.efficiency.stream.add
         return self.start_s + num_bytes * stream_byte_s(part * self.device.bytes_per_s, limit)
 
     @cached_property
     def start_s(self) -> float:
-        """Of the smallest operator."""
+        """The smallest operator takes so long."""
         return self.efficiency.stream.start_us * 1e-6
 
     def attention_s(
         self, *, queries: float, pairs: float, keys: float, heads: float, kv_heads: float, head_dim: int
     ) -> float:
-        """Fused attention.
+        """Times fused attention.
 
         Args:
             queries: rows, which fill the device together with the heads.
@@ -70,7 +72,9 @@ class Chip:
         return 2 * self.start_s + max(compute_s, memory_s)
 
     def scores_s(self, *, scores: float, keys: float, heads: float, kv_heads: float, head_dim: int) -> float:
-        """Attention without fusion over so many scores of each head, hidden ones included, and keys of each KV head."""
+        """Times attention without fusion over so many scores of each head, hidden ones included, and keys of each KV
+        head.
+        """
         if not scores:
             return 0.0
         traffic_s = scores * heads * self.attention.score_bytes / (self.device.bytes_per_s * self.attention.score_part)
@@ -82,7 +86,7 @@ class Chip:
         )
 
     def _read_s(self, keys: float, kv_heads: float, head_dim: int) -> float:
-        """Of reading keys and values once."""
+        """Times reading keys and values once."""
         num_bytes = 2 * keys * kv_heads * head_dim * self.bytes_per_element
         return num_bytes / (self.device.bytes_per_s * self.efficiency.linear.memory)
 
@@ -92,7 +96,7 @@ class Chip:
 
 
 def stream_byte_s(memory: float, limit: float | None) -> float:
-    """Seconds per byte where the memory, and maybe the units, have such speeds: both slow each other down."""
+    """Returns seconds per byte where the memory, and maybe the units, have such speeds: both slow each other down."""
     return 1 / memory if limit is None else math.hypot(1 / memory, 1 / limit)
 
 
@@ -126,7 +130,7 @@ def product_s(
     bytes_per_s: Number,
     units: Number,
 ) -> Number:
-    """Seconds of a product of [rows, inputs] and weights [inputs, outputs], of numbers or arrays of them."""
+    """Returns seconds of a product of [rows, inputs] and weights [inputs, outputs], of numbers or arrays of them."""
     waves = rows * outputs / (_TILE * units)
     filled = waves / (waves + curve.half_wave) * inputs / (inputs + curve.half_depth)
     compute_s = 2 * rows * inputs * outputs / (peak * curve.compute * filled)
@@ -144,14 +148,14 @@ _ROTARY_BYTES = 18
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSeconds:
-    """Of all that is computed for some tokens before attention, and behind it."""
+    """Seconds of all that is computed for some tokens before attention, and behind it."""
 
     linear_s: float
     elementwise_s: float
 
     @property
     def total_s(self) -> float:
-        """Both."""
+        """The layer takes both together."""
         return self.linear_s + self.elementwise_s
 
 
@@ -167,40 +171,40 @@ class Layer:
 
     @cached_property
     def heads(self) -> float:
-        """Query heads of a rank."""
+        """A rank has so many query heads."""
         return self.model.attention.num_heads / self.tp
 
     @cached_property
     def kv_heads(self) -> float:
-        """KV heads of a rank: where there are fewer than ranks, several ranks have the same one."""
+        """A rank has so many KV heads: where there are fewer than ranks, several ranks have the same one."""
         return max(1.0, self.model.attention.num_kv_heads / self.tp)
 
     @cached_property
     def kv_bytes(self) -> float:
-        """Keys and values of one token on one rank."""
+        """One token has so many bytes of keys and values on one rank."""
         return 2 * self.kv_heads * self.model.attention.head_dim * self.chip.bytes_per_element
 
     def before(self, tokens: float) -> LayerSeconds:
-        """Norm, projections to queries, keys and values, rotary embedding."""
+        """Times the norm, projections to queries, keys and values, rotary embedding."""
         if tokens not in self._before:
             self._before[tokens] = self._compute_before(tokens)
         return self._before[tokens]
 
     def behind(self, tokens: float) -> LayerSeconds:
-        """Output projection, norm, feed-forward layers."""
+        """Times the output projection, norm and feed-forward layers."""
         if tokens not in self._behind:
             self._behind[tokens] = self._compute_behind(tokens)
         return self._behind[tokens]
 
     def head_s(self, tokens: float) -> float:
-        """The output head and the last norm."""
+        """Times the output head and the last norm."""
         shape = self.model.attention
         outputs = self.model.vocab_size / self.tp
         return self.chip.linear_s(tokens, shape.hidden_size, outputs, shape.bytes_per_element) + self._norm_s(tokens)
 
     @cached_property
     def num_launches(self) -> int:
-        """Operators of the layer, attention included: what the host has to start."""
+        """Counts the operators of the layer, attention included: what the host has to start."""
         model = self.model
         norms = 1 if model.parallel else 2
         if not self.chip.attention.unfused:

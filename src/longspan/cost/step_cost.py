@@ -1,4 +1,4 @@
-"""What a step takes on every instance, by the roofline: the cost that a simulated cluster runs on."""
+"""The time of a step on every instance, by the roofline: the cost that a simulated cluster runs on."""
 
 from __future__ import annotations
 
@@ -25,21 +25,25 @@ class StepCost(Protocol):
 
     @property
     def num_layers(self) -> int:
-        """Of the model: what goes layer by layer goes in so many pieces."""
+        """The model has so many layers: what goes layer by layer goes in so many pieces."""
         ...
 
     def seconds(self, forward: Forward) -> dict[int, float]:
-        """Of every one of its `instances`, from the moment all of them have begun; what of its `rebalances` the layers
+        """Times each of its `instances`, from the moment all of them have begun; what of its `rebalances` the layers
         do not hide is in it, its `streams` are not.
         """
         ...
 
     def move_s(self, move: MoveKV) -> float:
-        """Of a transfer on links that carry nothing else, from one pair of instances to the next at the same time."""
+        """Times a transfer on links that carry nothing else, from one pair of instances to the next at the same
+        time.
+        """
         ...
 
     def received_s(self, move: MoveKV) -> float:
-        """How long its bytes keep the links of its targets busy, which together may be quicker than a source's."""
+        """Times how long its bytes keep the links of its targets busy, which together may be quicker than a
+        source's.
+        """
         ...
 
 
@@ -75,24 +79,22 @@ class RooflineCost:
 
     @property
     def lines(self) -> tuple[Roofline, ...]:
-        """Of every role, prefill first."""
+        """Each role has a cost model, prefill first."""
         return self._lines
 
     @property
     def num_layers(self) -> int:
-        """See `StepCost`."""
         return self._lines[0].layer.model.attention.num_layers
 
     def move_s(self, move: MoveKV) -> float:
-        """See `StepCost`. What two instances on one host send each other stays inside."""
+        """Messages between two instances on one host stay inside."""
         return self._sent_s(_blocks(move))[0]
 
     def received_s(self, move: MoveKV) -> float:
-        """See `StepCost`."""
         return self._sent_s(_blocks(move))[1]
 
     def _find_sent_s(self, blocks: tuple[tuple[tuple[int, int], int], ...]) -> tuple[float, float]:
-        """What a transfer takes, and how long it keeps the links of its targets busy."""
+        """Times what a transfer takes, and how long it keeps the links of its targets busy."""
         tokens = {pair: number * self._block_size for pair, number in blocks}
         return moved_s(tokens, self._line), received_s(tokens, self._line)
 
@@ -101,7 +103,7 @@ class RooflineCost:
         return last if instance >= last.topology.first_instance else self._lines[0]
 
     def seconds(self, forward: Forward) -> dict[int, float]:
-        """See `StepCost`. An instance that only passes a token on takes no time."""
+        """Passing a token on takes no time."""
         if (decodes_alone := _decodes_alone(forward)) is not None:
             [instance] = forward.instances
             return {instance: self._alone_s(self._line(instance), *decodes_alone)}
@@ -171,7 +173,8 @@ class _Decodes:
 
 
 def _decodes_alone(forward: Forward) -> tuple[int, int, int] | None:
-    """How many single tokens an instance computes by itself, how many keys these see, and how many tokens are sampled.
+    """Counts how many single tokens an instance computes by itself, how many keys these see, and how many tokens are
+    sampled.
 
     None for any other step.
     """
@@ -187,7 +190,7 @@ def _decodes_alone(forward: Forward) -> tuple[int, int, int] | None:
 
 
 def _find_alone_s(line: Roofline, num_decodes: int, num_keys: int, num_sampled: int) -> float:
-    """Of what `_decodes_alone` says."""
+    """Times what `_decodes_alone` found."""
     shares = Shares(queries=(num_decodes,), pairs=(num_keys,), scores=(num_keys,), held=(num_keys,))
     channel = Channel(exchange=LOCAL, group=(0,), shares=shares, keys=num_keys, decode=True)
     return line.times([channel], {0: num_decodes}, {0: num_sampled})[0].total_s
@@ -204,12 +207,12 @@ def _wait_for_members(layers_s: dict[int, float], channels: Sequence[Channel]) -
 
 
 def _blocks(move: MoveKV) -> tuple[tuple[tuple[int, int], int], ...]:
-    """How many go from one instance to another."""
+    """Counts the blocks that go from one instance to another."""
     return tuple(Counter([(source.instance, target.instance) for source, target in move.copies]).items())
 
 
 def _channel(parts: Sequence[Part]) -> Channel:
-    """Of prompts."""
+    """Makes the channel of prompts."""
     first = parts[0]
     group, exchange = first.group, first.exchange
     members = len(group)

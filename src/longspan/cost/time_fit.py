@@ -23,7 +23,7 @@ _SAME_PLACE = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """How well samples were fitted.
+    """Errors of a fit over its samples.
 
     Attributes:
         mean_error, max_error: of the samples, relative to what was measured.
@@ -52,11 +52,13 @@ class TimeFit(Fit):
 
     @property
     def pair_s(self) -> float:
-        """Of a query and a key. Both quadratic terms have a say, and this is their mean: a prompt has L²/2 pairs."""
+        """Averages the cost of a query and a key. Both quadratic terms have a say, and this is their mean: a prompt has
+        L²/2 pairs.
+        """
         return (self.cached_s + 2 * self.square_s) / 2
 
     def seconds(self, new_tokens: int, cached_tokens: int = 0) -> float:
-        """Of a prefill of so many tokens."""
+        """Returns seconds of a prefill of so many tokens."""
         per_token = self.token_s + self.cached_s * cached_tokens + self.square_s * new_tokens
         return self.start_s + per_token * new_tokens
 
@@ -73,7 +75,7 @@ class Times:
     samples: tuple[Sample, ...]
 
     def seconds(self, new_tokens: int, cached_tokens: int = 0) -> float:
-        """Of a prefill of so many tokens."""
+        """Returns seconds of a prefill of so many tokens."""
         fitted = self.fit.seconds(new_tokens, cached_tokens)
         places, measured, expected = self._known
         if not places.found:
@@ -84,7 +86,7 @@ class Times:
 
     @cached_property
     def _known(self) -> tuple[_Places, tuple[float, ...], tuple[float, ...]]:
-        """Of each sample that takes time: where it lies, seconds, and what was fitted."""
+        """Lists for each sample that takes time: where it lies, seconds, and what was fitted."""
         fitted = [(new, cached, seconds, self.fit.seconds(new, cached)) for new, cached, seconds in self.samples]
         known = [sample for sample in fitted if sample[-1]]
         return (
@@ -108,7 +110,7 @@ _places = lru_cache(maxsize=256)(_Places)
 
 @lru_cache(maxsize=1024)
 def _nearness(places: _Places, new_tokens: int, cached_tokens: int) -> tuple[list[float], float]:
-    """How much each sample weighs for a prefill of so many tokens, and all together."""
+    """Returns how much each sample weighs for a prefill of so many tokens, and all together."""
     behind, log2 = cached_tokens + 1, math.log2
     found = [
         1 / max(_SAME_PLACE, log2(new / new_tokens) ** 2 + log2((cached + 1) / behind) ** 2)
@@ -118,7 +120,7 @@ def _nearness(places: _Places, new_tokens: int, cached_tokens: int) -> tuple[lis
 
 
 def fit_times(samples: Sequence[Sample]) -> TimeFit | None:
-    """Non-negative least squares over relative errors, so that short prompts count as much as long ones.
+    """Solves non-negative least squares over relative errors, so that short prompts count as much as long ones.
 
     Returns:
         None for samples of fewer than two lengths, which say nothing of other lengths.
@@ -141,12 +143,12 @@ class DecodeFit(Fit):
     context_s: float
 
     def seconds(self, batch: int, context_tokens: float) -> float:
-        """Of one step of so many requests with so many tokens before each."""
+        """Returns seconds of one step of so many requests with so many tokens before each."""
         return self.start_s + batch * (self.request_s + self.context_s * context_tokens)
 
 
 def fit_decodes(samples: Sequence[Sample]) -> DecodeFit | None:
-    """As `fit_times`, of decodes."""
+    """Fits decodes as `fit_times` fits prefills."""
     return _fit(DecodeFit, samples, _DECODE_TERMS)
 
 
@@ -190,12 +192,12 @@ class LinkFit:
     max_error: float
 
     def seconds(self, num_bytes: float) -> float:
-        """Of a transfer of so many."""
+        """Returns seconds of a transfer of so many bytes."""
         return self.start_s + num_bytes / self.bytes_per_s
 
 
 def fit_link(samples: Sequence[tuple[int, float]]) -> LinkFit | None:
-    """The same for transfers, from (bytes, seconds); None where more bytes take no longer."""
+    """Fits transfers, from (bytes, seconds); None where more bytes take no longer."""
     num_bytes, seconds = np.array(samples, dtype=np.float64).reshape(-1, 2).T
     if len(set(num_bytes)) < _FEWEST_LENGTHS:
         return None
@@ -206,7 +208,7 @@ def fit_link(samples: Sequence[tuple[int, float]]) -> LinkFit | None:
 
 
 def _least_squares(terms: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[list[float], NDArray[np.float64]]:
-    """What each column of `terms` [samples, terms] weighs, none below 0, and the relative error of each sample.
+    """Finds what each column of `terms` [samples, terms] weighs, none below 0, and the relative error of each sample.
 
     Few terms are solved outright: of the ordinary fits of all subsets of them, the best one in which none is negative
     is the solution. Where samples do not tell terms apart, the fewest are used.

@@ -1,4 +1,4 @@
-"""Which links the messages of ranks take, and how long collectives among them last."""
+"""The topology: links that the messages of ranks take, and how long collectives among them last."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Wire:
     collective_s: float
 
     def flow(self, flows: int) -> float:
-        """Bytes per second of each of so many messages that leave a host at once."""
+        """Returns bytes per second of each of so many messages that leave a host at once."""
         return self.bytes_per_s / flows if self.shared else self.bytes_per_s
 
     def at_least(self, other: Wire) -> Wire:
@@ -40,7 +40,7 @@ class Wire:
 
 
 def wire(kind: LinkKind, bytes_per_s: float | None = None) -> Wire:
-    """A link as messages find it, of another nominal speed if one is given."""
+    """Makes a link as messages find it, of another nominal speed if one is given."""
     nominal = kind.bytes_per_s if bytes_per_s is None else bytes_per_s
     return Wire(
         bytes_per_s=nominal * kind.achieved,
@@ -69,11 +69,11 @@ class Topology:
     _known: dict[tuple[int, ...], int] = field(default_factory=dict, repr=False)
 
     def host(self, instance: int) -> int:
-        """Of an instance's first rank."""
+        """Returns the device of an instance's first rank."""
         return (self.first_device + (instance - self.first_instance) * self.tp) // self.gpus_per_host
 
     def send_s(self, num_bytes: float, sender: int, receiver: int) -> float:
-        """From each rank of an instance to its counterpart in another, all at once."""
+        """Finds the wire from each rank of an instance to its counterpart in another, all at once."""
         if self.host(sender) == self.host(receiver):
             return self.inside.latency_s + num_bytes / self.inside.bytes_per_s
         flows = min(self.tp, self.gpus_per_host)
@@ -104,14 +104,14 @@ class Topology:
         return self._ring_s((len(group) - 1) * num_bytes, len(group), hosts, min(self.tp, self.gpus_per_host))
 
     def all_reduce_s(self, num_bytes: float) -> float:
-        """The ranks of an instance add up `num_bytes` each."""
+        """Times that the ranks of an instance add up `num_bytes` each."""
         if self.tp == 1:
             return 0.0
         hosts = -(-self.tp // self.gpus_per_host)
         return self._ring_s(2 * (self.tp - 1) / self.tp * num_bytes, self.tp, hosts, 1)
 
     def spans_hosts(self, group: tuple[int, ...]) -> bool:
-        """Whether instances of a group are on different hosts."""
+        """Tells whether instances of a group are on different hosts."""
         return self._num_hosts(group) > 1
 
     def _inside(self, num_bytes: float) -> float:

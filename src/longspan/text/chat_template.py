@@ -15,7 +15,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class TemplateOptions(TypedDict, total=False):
-    """How messages are rendered; names and defaults are vLLM's.
+    """Options of rendering messages; names and defaults are vLLM's.
 
     Keys:
         chat_template: a Jinja template instead of the model's own.
@@ -31,7 +31,7 @@ class TemplateOptions(TypedDict, total=False):
 
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], options: TemplateOptions) -> str:
-    """The text of a conversation, special tokens included: tokenize it without adding any.
+    """Renders a conversation as text, special tokens included: tokenize it without adding any.
 
     Raises:
         ValueError: when a message is not of a known form, or there is no template, or it refuses the messages.
@@ -56,14 +56,14 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], opti
 
 
 def conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
-    """One conversation, or a list of them, as a list."""
+    """Returns one conversation, or a list of them, as a list."""
     if messages and isinstance(messages[0], Mapping):
         return [cast("Sequence[Message]", messages)]
     return list(cast("Sequence[Sequence[Message]]", messages))
 
 
 def _checked(index: int, message: object) -> dict[str, object]:
-    """The message with its content as one text."""
+    """Returns the message with its content as one text."""
     where = f"messages[{index}]"
     if not isinstance(message, Mapping):
         raise ValueError(f"{where} must have a role and a content, but {message!r:.60} given")
@@ -77,7 +77,7 @@ def _checked(index: int, message: object) -> dict[str, object]:
 
 
 def _joined(where: str, content: object) -> str:
-    """The text of a content in parts, as OpenAI's API has them."""
+    """Joins a content in parts, as OpenAI's API has them, to one text."""
     if not isinstance(content, Sequence):
         raise ValueError(f"{where} must have a text as content, but {content!r:.60} given")
     texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content]

@@ -1,4 +1,4 @@
-"""Whether a grammar can be taken on. It is tried out in a process of its own, which a hostile one may bring down.
+"""A trial of grammars in a process of its own, which a hostile one may bring down.
 
 llguidance bounds most of what it does by itself (see `LIMITS`), but not all: references that form a long chain overflow
 the stack, and many patterns that must hold together take exponential time.
@@ -57,7 +57,7 @@ def _fault(grammar: str) -> str:
 
 
 def one_line(reason: str) -> str:
-    """The beginning of what llguidance says, without the line breaks of its pictures."""
+    """Returns the beginning of what llguidance says, without the line breaks of its pictures."""
     return " ".join(reason.replace("<non-verbose/>", "").split())[:300]
 
 

@@ -1,4 +1,4 @@
-"""From what a user gives to a job that can be served: texts and messages to token ids, and every check on the way."""
+"""The input processor: from texts and messages to engine requests of token ids, with every check on the way."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class InputProcessor:
     max_model_len: int
 
     def process(self, prompt: Prompt, params: SamplingParams) -> EngineRequest:
-        """A prompt's.
+        """Makes the engine request of a prompt.
 
         Raises:
             ValueError: when it is empty, too long, or not of a known form, or the parameters do not fit the model.
@@ -63,7 +63,7 @@ class InputProcessor:
     def process_chat(
         self, messages: Sequence[Message], params: SamplingParams, template: TemplateOptions
     ) -> EngineRequest:
-        """A conversation's.
+        """Makes the engine request of a conversation.
 
         Raises:
             ValueError: see `process` and `render_chat`.
@@ -74,7 +74,8 @@ class InputProcessor:
     def checked(
         self, text: str | None, token_ids: Sequence[int], params: SamplingParams, grammar: str | None = None
     ) -> EngineRequest:
-        """The job of token ids that stand for `text`; `grammar` is that of `params`, if it has been made already.
+        """Makes the engine request of token ids that stand for `text`; `grammar` is that of `params`, if it has been
+        made already.
 
         Raises:
             ValueError: see `process`.
@@ -101,7 +102,7 @@ class InputProcessor:
         return self.max_model_len * max(map(len, self._need_tokenizer().get_vocab()))
 
     def check_chars(self, num_chars: int) -> None:
-        """Whether a text of this length may fit, which is known without the cost of tokenizing it.
+        """Checks that a text of this length may fit, which is known without the cost of tokenizing it.
 
         Raises:
             ValueError: if it cannot, or there is no tokenizer.
@@ -110,7 +111,7 @@ class InputProcessor:
             raise too_long(f"{num_chars} characters, so more than {self.max_model_len} tokens", self.max_model_len)
 
     def render_chat(self, messages: Sequence[Message], **template: Unpack[TemplateOptions]) -> str:
-        """The text that stands for a conversation; tokenize it without adding special tokens.
+        """Returns the text that stands for a conversation; tokenize it without adding special tokens.
 
         Raises:
             ValueError: when there is no template, or it or a message is wrong.
@@ -118,12 +119,12 @@ class InputProcessor:
         return chat_template.render(self._need_tokenizer(), messages, template)
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, with the special tokens that the tokenizer adds at its ends."""
+        """Tokenizes a text, with the special tokens that the tokenizer adds at its ends."""
         ids: list[int] = self._need_tokenizer()(text, add_special_tokens=add_special_tokens)["input_ids"]
         return ids
 
     def grammar(self, form: StructuredOutputsParams) -> str:
-        """What outputs of that form follow, see `Sampling`.
+        """Returns the grammar that outputs of that form follow, see `Sampling`.
 
         Raises:
             ValueError: when it cannot be followed, or there is no tokenizer.
@@ -143,7 +144,7 @@ class InputProcessor:
 
 
 def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
-    """Token ids of any integer type."""
+    """Copies token ids of any integer type."""
     try:
         return tuple(operator.index(token) for token in prompt)
     except TypeError:

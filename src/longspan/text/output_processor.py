@@ -39,12 +39,12 @@ class RequestState:
 
     @property
     def finished(self) -> bool:
-        """Whether all its choices are."""
+        """All its choices have ended."""
         return all(choice.finished for choice in self.choices)
 
     @property
     def num_taken(self) -> int:
-        """Output tokens so far."""
+        """All choices together have so many tokens so far."""
         return sum(choice.num_taken for choice in self.choices)
 
     @property
@@ -59,7 +59,7 @@ class RequestState:
         return None
 
     def output(self) -> RequestOutput:
-        """What there is so far."""
+        """Returns what there is so far."""
         leader = self.choices[0].request
         return RequestOutput(
             request_id=leader.id,
@@ -72,7 +72,7 @@ class RequestState:
         )
 
     def prompt_logprobs(self) -> list[LogprobsOfToken | None] | None:
-        """Known, and the same from then on, when the first token is out; None before, or if not asked for."""
+        """These are known, and stay the same, when the first token is out; None before, or if not asked for."""
         leader = self.choices[0].request
         if self.engine_request.params.prompt_logprobs is not None and self._prompt_logprobs is None and leader.output:
             decoded = _token_text(self._tokenizer)
@@ -96,12 +96,12 @@ class Choice:
 
     @property
     def finished(self) -> bool:
-        """Whether no more tokens will come."""
+        """No more tokens will come."""
         return self.request.finish_reason is not None
 
     @property
     def text(self) -> str:
-        """So far, without what may still turn out to belong to a stop string."""
+        """The text so far lacks what may still turn out to belong to a stop string."""
         return "" if self._detokenizer is None else self._detokenizer.text
 
     @property
@@ -132,7 +132,7 @@ class Choice:
             self.take_new_tokens(engine)
 
     def output(self, index: int) -> CompletionOutput:
-        """What there is so far."""
+        """Returns what there is so far."""
         request, params = self.request, self.request.params
         logits = [np.frombuffer(data, dtype=np.float32) for data in request.logits]
         return CompletionOutput(
@@ -148,7 +148,7 @@ class Choice:
 
 
 def by_token(token: int, report: TokenLogprobs, decoded: TokenText) -> LogprobsOfToken:
-    """A token's logprobs by token id: `token` itself, then the most likely ones, best first."""
+    """Maps token ids to logprobs: `token` itself, then the most likely ones, best first."""
     found = {token: Logprob(logprob=report.logprob, rank=report.rank, decoded_token=decoded(token))}
     for rank, (other, logprob) in enumerate(zip(report.top_ids, report.top_logprobs, strict=True), start=1):
         if other != token:

@@ -1,4 +1,4 @@
-"""What form an output must have, made into a grammar that ranks understand, and every check on the way."""
+"""Structured outputs: the form of an output as a grammar that ranks understand, with every check on the way."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 
 
 def compile_grammar(params: StructuredOutputsParams, vocabulary: LLTokenizer) -> str:
-    """The grammar in llguidance's serialised form.
+    """Returns the grammar in llguidance's serialised form.
 
     Raises:
         ValueError: when it is too large, not valid, asks for something that is not supported, or allows no output.
@@ -70,12 +70,12 @@ def _checked_schema(text: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """As Lark writes it; the rules are those of JSON."""
+    """Quotes a string as Lark does; the rules are those of JSON."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def _check_start(grammar: str, vocabulary: LLTokenizer) -> None:
-    """Some mistakes show only when the first token is asked for."""
+    """Finds mistakes that show only when the first token is asked for."""
     matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=grammar_check.LIMITS)
     allowed = allocate_token_bitmask(1, vocabulary.vocab_size)
     fill_next_token_bitmask(matcher, allowed)

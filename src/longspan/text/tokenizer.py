@@ -39,7 +39,9 @@ def tokenizer_in(folder: Path, name: str, *, trust_remote_code: bool) -> PreTrai
 
 
 def token_text(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:
-    """The text of one token seen by itself: special tokens by their name, parts of a character by its replacement."""
+    """Returns the text of one token seen by itself: special tokens by their name, parts of a character by its
+    replacement.
+    """
     text: str = tokenizer.decode([token_id], skip_special_tokens=False)
     # A decoder of SentencePiece drops the space that begins a text.
     begins_word = str(tokenizer.convert_ids_to_tokens(token_id)).startswith(_WORD_MARK)
@@ -95,7 +97,7 @@ class Detokenizer:
         return min(found, key=lambda hit: hit[0], default=None)
 
     def _num_held(self) -> int:
-        """The length of the longest end of the pending text that begins a stop string."""
+        """Returns the length of the longest end of the pending text that begins a stop string."""
         longest = min(max(map(len, self._stop), default=0) - 1, len(self._pending) - self._start)
         ends = (self._pending[-length:] for length in range(longest, 0, -1))
         return next((len(end) for end in ends if any(stop.startswith(end) for stop in self._stop)), 0)

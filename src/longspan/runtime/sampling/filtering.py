@@ -1,4 +1,4 @@
-"""Which tokens may be drawn and with what weight: temperature, min_p, top_k, top_p.
+"""Top-k, top-p and min-p filtering, and the weights of the tokens that may be drawn.
 
 A token's weight is its probability over that of the row's best token, times a power of two, rounded: a whole number in
 float64. The power is such that the weights of a row sum to at most 2**53, so that sums are exact in whatever order they
@@ -25,7 +25,7 @@ Weigh = Callable[[Tensor], Tensor]
 
 
 def weights(logits: Tensor, wishes: Sequence[Sampling]) -> Tensor:
-    """Float64 weights `[rows, vocab]` of `logits [rows, vocab]` (float32), 0 for tokens that must not be drawn.
+    """Returns float64 weights `[rows, vocab]` of `logits [rows, vocab]` (float32), 0 for tokens that must not be drawn.
 
     `wishes` are the rows' own; none may have temperature 0. A row whose largest logit is not finite gets NaN.
     """
@@ -43,7 +43,7 @@ def weights(logits: Tensor, wishes: Sequence[Sampling]) -> Tensor:
 
 
 def largest(logits: Tensor, count: int) -> Tensor:
-    """The `count` largest of each row of `logits [rows, vocab]`, descending `[rows, count]`."""
+    """Finds the `count` largest of each row of `logits [rows, vocab]`, descending `[rows, count]`."""
     if logits.device.type != "cpu":
         return logits.topk(count, dim=-1).values
     # numpy partitions and sorts values by vector instructions, ten times as fast as torch sorts values with indices.
@@ -53,7 +53,7 @@ def largest(logits: Tensor, count: int) -> Tensor:
 
 
 def _weigher(logits: Tensor, wishes: Sequence[Sampling]) -> Weigh:
-    """A function from some of the rows' logits `[rows, some]` to their weights, after temperature and min_p."""
+    """Makes a function from some of the rows' logits `[rows, some]` to their weights, after temperature and min_p."""
     best = logits.amax(dim=-1, keepdim=True).double()
     temperature = best.new_tensor([wish.temperature for wish in wishes])[:, None]
     min_p = best.new_tensor([wish.min_p for wish in wishes])[:, None]
@@ -71,14 +71,16 @@ def _weigher(logits: Tensor, wishes: Sequence[Sampling]) -> Weigh:
 
 
 def _last_of_top_k(logits: Tensor, top_k: Sequence[int]) -> Tensor:
-    """The k-th largest logit `[rows, 1]`; -inf where k is 0."""
+    """Returns the k-th largest logit `[rows, 1]`; -inf where k is 0."""
     k = torch.tensor(top_k, device=logits.device)[:, None]
     last = largest(logits, max(top_k)).gather(-1, (k - 1).clamp_(min=0))
     return last.masked_fill_(k == 0, -torch.inf)
 
 
 def _last_of_top_p(logits: Tensor, needed: Tensor, weigh: Weigh) -> Tensor:
-    """The logit of the token with which the best ones reach the weight `needed`, `[rows, 1]`; -inf where that is 0."""
+    """Returns the logit of the token with which the best ones reach the weight `needed`, `[rows, 1]`; -inf where that
+    is 0.
+    """
     vocab = logits.shape[-1]
     for count in (min(_PREFIX, vocab), vocab):
         ranked = largest(logits, count)

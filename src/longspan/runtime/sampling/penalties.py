@@ -1,4 +1,4 @@
-"""What a request changes in its logits before a token is chosen: bias, banned tokens, penalties, grammar."""
+"""Changes of logits before a token is chosen: bias, banned tokens, penalties, grammar."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ class Vocabulary:
 
     @cached_property
     def tokens(self) -> LLTokenizer:
-        """The bytes of every token."""
+        """Maps every token to its bytes."""
         _log.info("structured outputs: reading the vocabulary")
         tokenizer = load_tokenizer(self._files)
         return grammar_vocabulary(tokenizer, vocab_size=self._vocab_size, eos_token_ids=self._eos_token_ids)
 
     @cached_property
     def has_logits(self) -> npt.NDArray[np.uint32]:
-        """Bits of the token ids that the model gives logits for, `[1, words]`."""
+        """Bits `[1, words]` are set for the token ids that the model gives logits for."""
         num_words = -(-self.tokens.vocab_size // 32)
         return _bits(np.arange(num_words * 32) < self._vocab_size)
 
     @cached_property
     def ends(self) -> npt.NDArray[np.uint32]:
-        """Bits of the end-of-sequence tokens, `[1, words]`."""
+        """Bits `[1, words]` are set for the end-of-sequence tokens."""
         return _bits(np.isin(np.arange(self.has_logits.size * 32), self.tokens.eos_tokens))
 
 
@@ -65,11 +65,11 @@ class GrammarMatcher:
         self._ended = False
 
     def add(self, tokens: Sequence[int]) -> None:
-        """More tokens of the output."""
+        """Advances by more tokens of the output."""
         self._new.extend(tokens)
 
     def allowed(self, banned: Sequence[int] = ()) -> Tensor | None:
-        """Bits of the tokens that may come next, uint8 `[bytes]`: token t is bit `t % 8` of byte `t // 8`.
+        """Returns bits of the tokens that may come next, uint8 `[bytes]`: token t is bit `t % 8` of byte `t // 8`.
 
         Without those in `banned`, unless nothing else is left. None when there is an `error`.
         """
@@ -149,7 +149,7 @@ class TokenCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """What one row of logits is sampled for.
+    """The request and position that one row of logits is sampled for.
 
     Attributes:
         sampling: of the row's request.
@@ -170,12 +170,14 @@ class Draw:
 
     @property
     def banned(self) -> tuple[int, ...]:
-        """The tokens that must not be chosen here; a grammar has taken them into account."""
+        """These tokens must not be chosen here; a grammar has taken them into account."""
         return self.sampling.banned if self.below_minimum and self.allowed is None else ()
 
 
 def adjusted(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """`logits [rows, vocab]` after bias, ban, penalties and grammar; a copy, unless no row asks for any of them."""
+    """Returns `logits [rows, vocab]` after bias, ban, penalties and grammar; a copy, unless no row asks for any of
+    them.
+    """
     biased = [(row, draw.sampling.logit_bias) for row, draw in enumerate(draws) if draw.sampling.logit_bias]
     banned = [(row, draw.banned) for row, draw in enumerate(draws) if draw.banned]
     penalised = [(row, draw) for row, draw in enumerate(draws) if draw.sampling.penalised]
@@ -200,7 +202,9 @@ def adjusted(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 
 def _penalise(flat: Tensor, vocab: int, penalised: Sequence[tuple[int, Draw]]) -> None:
-    """As vLLM: the repetition penalty on all tokens seen; then frequency and presence on those of the output."""
+    """Applies as vLLM does the repetition penalty on all tokens seen; then frequency and presence on those of the
+    output.
+    """
     histories = [draw.history for _, draw in penalised if draw.history is not None]
     sizes = torch.tensor([len(history.tokens) for history in histories], device=flat.device)
     total = sum(len(history.tokens) for history in histories)

@@ -25,7 +25,8 @@ T = TypeVar("T")
 
 
 def in_tiles(items: Sequence[T], logits: Tensor) -> Iterator[Sequence[T]]:
-    """`items`, of which each stands for a row of `logits [rows, vocab]`, in slices of as many rows as suit its device.
+    """Cuts `items`, of which each stands for a row of `logits [rows, vocab]`, in slices of as many rows as suit its
+    device.
 
     No result may depend on where the cuts are.
     """
@@ -35,12 +36,12 @@ def in_tiles(items: Sequence[T], logits: Tensor) -> Iterator[Sequence[T]]:
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
-    """The random number in [0, 1) of one position of one of a request's outputs."""
+    """Returns the random number in [0, 1) of one position of one of a request's outputs."""
     return uniforms([(seed, choice, position)])[0]
 
 
 def uniforms(keys: Iterable[tuple[int, int, int]]) -> list[float]:
-    """`uniform` of each (seed, choice, position).
+    """Returns `uniform` of each (seed, choice, position).
 
     These are `Generator(Philox(key=(seed, choice), counter=position)).random()`. A new generator for each would gather
     entropy that nobody needs, so that one is wound to each key in turn.
@@ -58,7 +59,8 @@ def uniforms(keys: Iterable[tuple[int, int, int]]) -> list[float]:
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
-    """For each row of `logits [rows, vocab]` (float32) its token's log-probability and rank, and the `num_top` best.
+    """Returns for each row of `logits [rows, vocab]` (float32) its token's log-probability and rank, and the `num_top`
+    best.
 
     Log-probabilities are float32. A rank is 1 plus the number of strictly larger logits. Of equal logits the lower
     token id counts as better. Rows do not depend on each other. At no time more than one tile of rows is copied.
@@ -117,7 +119,7 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
 
 
 def _drawn(logits: Tensor, draws: Sequence[Draw]) -> dict[int, int]:
-    """Row to token, of the rows that are not greedy and have a distribution."""
+    """Maps row to token, for the rows that are not greedy and have a distribution."""
     random = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
     random.sort(key=lambda row: _treatment(draws[row].sampling))
     tokens: dict[int, int] = {}
@@ -133,7 +135,7 @@ def _treatment(sampling: Sampling) -> tuple[bool, bool, bool]:
 
 
 def _draw(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
-    """Each row's token at its random quantile; the size of the vocabulary where there is no distribution."""
+    """Returns each row's token at its random number; the size of the vocabulary where there is no distribution."""
     reached = weights(logits, [draw.sampling for draw in draws]).cumsum(dim=-1)
     quantiles = uniforms((draw.sampling.seed, draw.sampling.choice, draw.position) for draw in draws)
     wanted = reached.new_tensor(quantiles)[:, None] * reached[:, -1:]
