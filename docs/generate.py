@@ -23,7 +23,7 @@ from longspan.serve.wire.fields import UNSERVED
 
 PAGE = Path(__file__).with_name("serving.md")
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end of what is generated -->)", re.DOTALL)
-_LIMITS = "What one request may ask for."
+_LIMITS = "Limits of what one request may ask for."
 Row = tuple[str, ...]
 
 

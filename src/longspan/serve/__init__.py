@@ -1,1 +1,1 @@
-"""The OpenAI-compatible server: an HTTP face, and the engine in a process of its own."""
+"""The OpenAI-compatible server: an API server, and the engine core in a process of its own."""

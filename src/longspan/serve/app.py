@@ -1,4 +1,4 @@
-"""The HTTP face as an ASGI app."""
+"""The ASGI app of the API server: its routes, its errors and its OpenAPI document."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _ADMIN = "/admin/"
 
 
 def make_app(server: Server) -> FastAPI:
-    """The app over a running engine."""
+    """Make the app over a running engine."""
     settings = server.settings
     app = FastAPI(
         title="longspan",
@@ -81,7 +81,7 @@ def make_app(server: Server) -> FastAPI:
 
 
 def _describe(app: FastAPI, server: Server) -> None:
-    """Bodies are read by the routes themselves: their schemas are added to what FastAPI finds."""
+    """Add to the document the schemas of bodies, which the routes read themselves."""
     find, settings = app.openapi, server.settings
 
     def openapi() -> dict[str, Any]:
@@ -184,7 +184,7 @@ _BODIES: tuple[type[BaseModel], ...] = (
 
 
 def routes(server: Server) -> APIRouter:
-    """All of them."""
+    """Make all routes over a server."""
     router = APIRouter()
     _add_state(router, server)
     _add_text(router, server)
@@ -206,7 +206,7 @@ def _add_state(router: APIRouter, server: Server) -> None:
 
     @router.get("/version", tags=["state"])
     async def version() -> VersionInfo:
-        """Of longspan."""
+        """Return the version of longspan."""
         return VersionInfo(version=longspan.__version__)
 
     @router.get(
@@ -217,26 +217,26 @@ def _add_state(router: APIRouter, server: Server) -> None:
         response_model=None,
     )
     async def metrics() -> Response:
-        """For Prometheus."""
+        """Return the metrics for Prometheus."""
         return Response(server.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     @router.get("/v1/models", tags=["state"], responses={401: _ERRORS[401]})
     async def models() -> ModelList:
-        """The names by which the model goes."""
+        """List the names by which the model goes."""
         return server.models
 
 
 def _add_text(router: APIRouter, server: Server) -> None:
     @router.post("/v1/completions", **_described(CompletionRequest, CompletionResponse, streams=True))
     async def completions(request: Request) -> Response:
-        """Continues prompts."""
+        """Continue one or several prompts."""
         body = await server.parse(request, CompletionRequest)
         engine_requests = partial(completion_requests, body, server)
         return await server.answer(request, body, engine_requests, CompletionAssembler, "cmpl")
 
     @router.post("/v1/chat/completions", **_described(ChatCompletionRequest, ChatCompletionResponse, streams=True))
     async def chat_completions(request: Request) -> Response:
-        """Answers a conversation."""
+        """Answer a conversation."""
         body = await server.parse(request, ChatCompletionRequest)
 
         def engine_requests(grammar: str) -> list[EngineRequest]:
@@ -248,14 +248,14 @@ def _add_text(router: APIRouter, server: Server) -> None:
 def _add_tokens(router: APIRouter, server: Server) -> None:
     @router.post("/tokenize", **_described(TokenizeRequest, TokenizeResponse))
     async def tokenize(request: Request) -> Response:
-        """A text's or a conversation's token ids."""
+        """Return the token ids of a text or a conversation."""
         body = await server.parse(request, TokenizeRequest)
         server.check_model(body.model)
         return json_response(await server.in_thread(request, tokenized, body, server))
 
     @router.post("/detokenize", **_described(DetokenizeRequest, DetokenizeResponse))
     async def detokenize(request: Request) -> Response:
-        """The text of token ids."""
+        """Return the text of token ids."""
         body = await server.parse(request, DetokenizeRequest)
         server.check_model(body.model)
         return json_response(await server.in_thread(request, detokenized, body, server))
@@ -269,21 +269,21 @@ def _add_policy(router: APIRouter, server: Server) -> None:
         response_model=None,
     )
     async def policy() -> Response:
-        """The policy that decides, and its options as they are in force."""
+        """Return the policy that decides, and its options as they are in force."""
         settings = server.engine.policy.settings
         if settings is None:
             return error_response(503, f"the engine is {server.engine.state}", retry_after_s=5)
         return json_response(PolicyInfo.of(settings).model_dump())
 
     if not server.settings.api_keys:
-        return  # nobody may change a server without keys; `app.py` says so to those who try
+        return  # nobody may change a server without keys; `_handle_errors` says so to those who try
 
     described = _described(PolicyUpdate, PolicyInfo, tag="admin")
     described["responses"][409] = {"model": ErrorBody, "description": "Only a new start can change this option."}
 
     @router.post("/admin/policy", **described)
     async def update_policy(request: Request) -> Response:
-        """Changes options of the policy between two steps: requests that run go on."""
+        """Change options of the policy between two steps: requests that run go on."""
         body = await server.parse(request, PolicyUpdate)
         if (refusal := _not_serving(server)) is not None:
             return refusal
@@ -292,7 +292,7 @@ def _add_policy(router: APIRouter, server: Server) -> None:
 
 
 def _not_serving(server: Server) -> Response | None:
-    """The answer while the engine computes nothing, or nothing new is taken; None if neither."""
+    """Return the refusal while the engine computes nothing, or nothing new is taken; None otherwise."""
     if server.draining:
         return error_response(503, "the server is shutting down", retry_after_s=5)
     if server.engine.state != "serving":
@@ -303,7 +303,7 @@ def _not_serving(server: Server) -> Response | None:
 def _described(
     body: type[BaseModel], response: type[BaseModel], *, streams: bool = False, tag: str = "text"
 ) -> dict[str, Any]:
-    """What the schema says of a route that reads its body itself, beside the event loop."""
+    """Return what the document says of a route that reads its body itself, beside the event loop."""
     schema = {"$ref": f"#/components/schemas/{body.__name__}"}
     content = {"text/event-stream": {"schema": EVENTS}} if streams else {}
     return {
@@ -315,7 +315,7 @@ def _described(
 
 
 def body_schemas() -> dict[str, Any]:
-    """The schemas of all bodies, for the components of the OpenAPI document."""
+    """Return the schemas of all bodies, for the components of the OpenAPI document."""
     wanted = [(body, "validation") for body in _BODIES]
     _, schema = models_json_schema(wanted, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
     found: dict[str, Any] = schema["$defs"]
@@ -328,11 +328,11 @@ EVENTS: Schema = {
     "type": "object",
     "properties": {"data": {"type": "string", "description": "A chunk, or an error, as JSON; at last [DONE]."}},
 }
-"""An event of a stream."""
+"""The schema of an event of a stream."""
 
 
 def name_what_is_there(document: Schema, model_names: Sequence[str], vocab_size: int, max_model_len: int) -> None:
-    """Writes the names of the model and the bounds of token ids and outputs into a document's schemas."""
+    """Write the names of the model and the bounds of token ids and outputs into a document's schemas."""
     schemas: Schema = document["components"]["schemas"]
     for name in ("TokenIds", "StopTokens"):
         schemas[name]["items"]["maximum"] = vocab_size - 1
@@ -348,7 +348,7 @@ def name_what_is_there(document: Schema, model_names: Sequence[str], vocab_size:
 
 
 def name_options(document: Schema, settings: PolicySettings) -> None:
-    """Writes the options of a policy that may change into a document's schemas."""
+    """Write the options of a policy that may change into a document's schemas."""
     schema = document["components"]["schemas"]["PolicyUpdate"]
     schema["properties"] = dict.fromkeys(settings.changeable, schema["additionalProperties"])
     schema["additionalProperties"] = False

@@ -10,6 +10,8 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
+from longspan.errors import ParameterError
+
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -22,7 +24,7 @@ _TYPES = {
 
 
 def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """The body of an answer with this HTTP status."""
+    """Return the body of an answer with this HTTP status."""
     kind = _TYPES.get(status, "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code or str(status)}}
 
@@ -35,7 +37,7 @@ def error_response(
     code: str | None = None,
     retry_after_s: int | None = None,
 ) -> JSONResponse:
-    """An answer with this HTTP status; `retry_after_s` says when to come again."""
+    """Return an answer with this HTTP status; `retry_after_s` says when to come again."""
     headers = {} if retry_after_s is None else {"retry-after": str(retry_after_s)}
     return JSONResponse(error_body(status, message, param=param, code=code), status_code=status, headers=headers)
 
@@ -60,24 +62,28 @@ class WireError(ValueError):
 
     @property
     def message(self) -> str:
-        """What is wrong, and what to do about it."""
+        """Return what is wrong, and what to do about it."""
         return str(self.args[0])
 
 
 @contextmanager
-def blaming(param: str | None, fields: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
-    """A ValueError in here becomes a WireError that blames `param`, or what `fields` has for its first word."""
+def blaming(param: str | None, names: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
+    """Make a WireError of a ValueError in here. It blames `param`, or the parameter that the error carries.
+
+    `names` are the fields that stand for parameters of other names.
+    """
     try:
         yield
     except WireError:
         raise
+    except ParameterError as error:
+        raise WireError(str(error), names.get(error.parameter, error.parameter)) from error
     except ValueError as error:
-        word = str(error).partition(" ")[0].rstrip(":")
-        raise WireError(str(error), fields.get(word, param)) from error
+        raise WireError(str(error), param) from error
 
 
 def wire_error(errors: Sequence[Mapping[str, Any]], body: object) -> WireError:
-    """One error for what pydantic has found wrong with a body, of which at most a few characters are repeated.
+    """Make one error of what pydantic has found wrong with a body; it repeats at most a few characters of it.
 
     Of the alternatives that a field has, the one that a value came closest to is reported. `errors` are what pydantic's
     `ValidationError.errors()` gives, or FastAPI's `RequestValidationError.errors()`; `body` is the value that was read.
@@ -93,12 +99,12 @@ def wire_error(errors: Sequence[Mapping[str, Any]], body: object) -> WireError:
 
 
 def cut(text: str, most: int = _MAX_ECHO) -> str:
-    """The beginning of a text."""
+    """Return the beginning of a text, marked where it is cut."""
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def _at(path: Sequence[str | int], error: WireError) -> WireError:
-    """An error in the value that is found by `path`."""
+    """Place an error in the value that is found by `path`."""
     param = _joined(path if error.param is None else [*path, error.param])
     return WireError(error.message if param is None else f"{param}: {error.message}", param, error.status)
 
@@ -109,7 +115,7 @@ def _message(error: Mapping[str, Any]) -> str:
 
 
 def _given(error: Mapping[str, Any]) -> str:
-    """The value, where it is short enough to be repeated."""
+    """Return the words that repeat a value, if it is short enough."""
     value = error.get("input")
     small = isinstance(value, str | float) or (isinstance(value, int) and abs(value) <= _MAX_INT)
     if error["type"] in {"missing", "union_tag_invalid"} or not (small or value is None):
@@ -118,7 +124,7 @@ def _given(error: Mapping[str, Any]) -> str:
 
 
 def _param(error: Mapping[str, Any], body: object) -> list[str | int]:
-    """Where in the body the error is; pydantic's names for alternatives of a field are left out."""
+    """Return the path to the error in the body, without pydantic's names for alternatives of a field."""
     path: list[str | int] = []
     at, location = body, error["loc"]
     for index, step in enumerate(location):
@@ -131,6 +137,6 @@ def _param(error: Mapping[str, Any], body: object) -> list[str | int]:
 
 
 def _joined(path: Sequence[str | int]) -> str | None:
-    """`messages[0].content`."""
+    """Write a path as in `messages[0].content`."""
     text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
     return cut(text.removeprefix("."), _MAX_PARAM) or None

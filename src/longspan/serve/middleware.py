@@ -1,6 +1,6 @@
-"""What every request passes before a route sees it: the proxy's prefix, request id, key, sizes.
+"""Layers that every request passes before a route sees it: HTTP/1.1, the proxy's prefix, request id, key, sizes.
 
-Plain ASGI, so that streams stay streams.
+The middlewares are plain ASGI, so that streams stay streams.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 def path_of(scope: Scope) -> str:
-    """A request's path, without the prefix that a proxy in front may have left on it."""
+    """Return a request's path, without the prefix that a proxy in front may have left on it."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
 
 
 class Tally:
-    """How many requests are open: from their first byte to the last one of their answers."""
+    """Counts open requests, from their first byte to the last one of their answers."""
 
     def __init__(self) -> None:
         self.num_open = 0
@@ -54,7 +54,6 @@ class RootPath:
         self._app, self._root_path = app, root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
         scope["root_path"] = self._root_path
         await self._app(scope, receive, send)
 
@@ -66,7 +65,6 @@ class RequestIds:
         self._app, self._tally = app, tally
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -99,7 +97,6 @@ class HeaderLimit:
         self._app, self._max_bytes = app, max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
         if scope["type"] == "http":
             size = len(scope["path"]) + len(scope["query_string"])
             size += sum(len(name) + len(value) for name, value in scope["headers"])
@@ -118,7 +115,6 @@ class ApiKeys:
         self._digests = [_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
         if scope["type"] == "http" and self._digests and not self._may_pass(scope):
             response = error_response(401, "a valid key is needed: Authorization: Bearer KEY", code="invalid_api_key")
             response.headers["www-authenticate"] = "Bearer"
@@ -148,7 +144,6 @@ class BodyLimit:
         self._total_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -170,7 +165,7 @@ class BodyLimit:
             self._total_bytes -= sum(map(len, chunks))
 
     async def _read(self, receive: Receive, chunks: list[bytes]) -> Response | None:
-        """Reads the whole body into `chunks`; why it cannot be served, if so."""
+        """Read the whole body into `chunks`; return why it cannot be served, if so."""
         size, more = 0, True
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -234,24 +229,21 @@ class HttpProtocol(H11Protocol):
     _head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        """See `asyncio.Protocol`."""
         super().connection_made(transport)
         self._watch_head()
 
     def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
         super().data_received(data)
         if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) <= _MAX_AHEAD_BYTES:
             self.flow.resume_reading()
         self._watch_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See `asyncio.Protocol`."""
         self._stop_timer()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Answers what uvicorn cannot read; it calls this while it handles the error that says why."""
+        """Answer what uvicorn cannot read; it calls this while it handles the error that says why."""
         error = sys.exception()
         status, reason = HTTPStatus.BAD_REQUEST.value, msg
         if isinstance(error, h11.RemoteProtocolError):
@@ -261,7 +253,7 @@ class HttpProtocol(H11Protocol):
         self._refuse(status, reason)
 
     def _watch_head(self) -> None:
-        """Bounds how long a request's head may take, from its first byte, or the connection's beginning."""
+        """Bound how long a request's head may take, from its first byte, or the connection's beginning."""
         if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
             self._stop_timer()
         elif self._head_timer is None:
@@ -276,7 +268,7 @@ class HttpProtocol(H11Protocol):
         self._refuse(HTTPStatus.REQUEST_TIMEOUT.value, f"no request came within {self.head_timeout_s:g} s")
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answers with an error, unless an answer has begun, and closes the connection."""
+        """Answer with an error, unless an answer has begun, and close the connection."""
         if self.conn.our_state in {h11.IDLE, h11.SEND_RESPONSE}:
             body = json.dumps(error_body(status, message)).encode()
             headers = [

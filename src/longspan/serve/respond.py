@@ -26,7 +26,7 @@ ResultT = TypeVar("ResultT")
 
 
 class ClientGoneError(Exception):
-    """The client has disconnected."""
+    """Nobody waits for the answer: the client has disconnected."""
 
 
 class DeadlineError(Exception):
@@ -42,7 +42,7 @@ class InThread(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A request for text.
+    """A request for text, and how it is answered.
 
     Attributes:
         prepare: makes its engine requests, and what makes an answer of their outputs.

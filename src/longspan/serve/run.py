@@ -1,4 +1,4 @@
-"""Runs a server until a signal: the HTTP face comes up, then the engine process; then it drains, and all goes down."""
+"""Runs a server until a signal: the API server comes up, then the engine core; then it drains, and all goes down."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _log = logging.getLogger("longspan")
 _POLL_S = 0.05
 _BACKLOG = 2048
 _CLOSE_TIMEOUT_S = 2
-"""What was answered may take so long to reach slow clients."""
+"""Answers may take so long to reach slow clients."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -64,22 +64,22 @@ class _Signals:
 
 
 async def serve(setup: EngineSetup, settings: ServerSettings, host: str, port: int) -> int:
-    """Serves until SIGINT or SIGTERM; the exit code: 0 if all that was under way has been answered.
+    """Serve until SIGINT or SIGTERM; return the exit code, 0 if all that was under way has been answered.
 
     Raises:
         ValueError: when the setup is wrong, or the address is not free.
         EngineLostError: when the engine does not start, or cannot be kept alive.
     """
-    signals, face = _Signals(), Face(settings.root_path)
+    signals, app = _Signals(), StartingApp(settings.root_path)
     listening = _bind(host, port, settings.reader_timeout_s)
     engine = EngineClient(setup)
     with signals.caught():
         try:
-            async with _answering(face, listening, settings, signals):
+            async with _answering(app, listening, settings, signals):
                 server = await _first_of(_start(engine, settings), signals.first.wait())
                 if not isinstance(server, Server):
                     return 128 + signals.numbers[0]
-                face.app = make_app(server)
+                app.app = make_app(server)
                 _log.info("serving %s on http://%s:%d", settings.model_names[0], *listening.getsockname()[:2])
                 return await _serve_until_stopped(server, signals)
         finally:
@@ -94,11 +94,11 @@ async def _start(engine: EngineClient, settings: ServerSettings) -> Server:
 
 @contextlib.asynccontextmanager
 async def _answering(
-    face: Face, listening: socket.socket, settings: ServerSettings, signals: _Signals
+    app: StartingApp, listening: socket.socket, settings: ServerSettings, signals: _Signals
 ) -> AsyncIterator[None]:
-    """Takes connections; at the end they are closed when what was said last has reached them."""
+    """Take connections; close them at the end, when the last answers have reached them."""
     config = uvicorn.Config(
-        face,
+        app,
         http=HttpProtocol,  # it bounds headers
         ws="none",
         h11_max_incomplete_event_size=settings.max_header_bytes,
@@ -134,7 +134,7 @@ async def _serve_until_stopped(server: Server, signals: _Signals) -> int:
 
 
 async def _drain(server: Server, signals: _Signals, timeout_s: float) -> bool:
-    """Waits for requests under way; whether all were answered before the time was up or a second signal came."""
+    """Wait for requests under way; return whether all were answered before the time was up or a second signal came."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             while server.tally.num_open and not signals.second.is_set():  # noqa: ASYNC110 - one of the two is a number
@@ -143,7 +143,7 @@ async def _drain(server: Server, signals: _Signals, timeout_s: float) -> bool:
 
 
 async def _first_of(*waits: object) -> object:
-    """The result of whichever is done first; the others are cancelled."""
+    """Return the result of whichever is done first, and cancel the others."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]  # type: ignore[call-overload]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -162,7 +162,7 @@ def _input_processor(started: Started) -> InputProcessor:
 
 
 def _bind(host: str, port: int, reader_timeout_s: float) -> socket.socket:
-    """A listening socket, so that a port that is taken is noticed before the model is loaded.
+    """Open the listening socket, so that a port that is taken is noticed before the model is loaded.
 
     Where the system can (Linux), it hangs up on whoever takes nothing of what was sent for `reader_timeout_s`: closing
     such a connection would otherwise wait for them to read the rest.
@@ -180,14 +180,13 @@ def _bind(host: str, port: int, reader_timeout_s: float) -> socket.socket:
 _RETRY_AFTER_S = 5
 
 
-class Face:
+class StartingApp:
     """An ASGI app in place of `app`: while that is not made yet, `/live` is answered 200, everything else 503."""
 
     def __init__(self, root_path: str) -> None:
         self.app: ASGIApp = RootPath(RequestIds(_starting, Tally()), root_path)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
         await self.app(scope, receive, send)
 
 

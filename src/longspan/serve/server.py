@@ -174,7 +174,7 @@ class Server:
         if settings is None:
             raise EngineLostError("the engine has not said what its policy is")
         options = body.options(settings)
-        with blaming(next(iter(options)) if len(options) == 1 else None, {name: name for name in options}):
+        with blaming(next(iter(options)) if len(options) == 1 else None):
             changed = await self._watched(request, partial(self.engine.update_policy, options))
         _log.info("policy %s has %s, by request %s", changed.name, options, request.state.request_id)
         return changed

@@ -1,4 +1,4 @@
-"""How the server is set up, apart from the engine."""
+"""Settings of the API server, and the limits of a single request."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _BOUNDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class RequestLimits:
-    """What one request may ask for.
+    """Limits of what one request may ask for.
 
     Attributes:
         max_body_bytes: most bytes of a request's body.
@@ -77,7 +77,7 @@ class RequestLimits:
                 raise ValueError(f"{_flag(limit.name)} must be a whole number of at least 1, but {value!r} given")
 
     def check(self, field: str, value: object) -> None:
-        """Whether the value of a request's field is within the limits.
+        """Check that the value of a request's field is within the limits.
 
         Raises:
             ValueError: if it is not; it names the limit.
@@ -88,7 +88,7 @@ class RequestLimits:
                 raise ValueError(f"{field} {what} {size}, but {self._allowed(limit)}: ask for less")
 
     def check_choices(self, num_prompts: int, n: int) -> None:
-        """Whether a request's choices, `n` for each prompt, are not too many together.
+        """Check that a request's choices, `n` for each prompt, are not too many together.
 
         Raises:
             ValueError: if they are.
@@ -98,7 +98,7 @@ class RequestLimits:
             raise ValueError(f"{asked}, but {self._allowed('max_choices')}: send several requests")
 
     def check_tokenize(self, length: int) -> None:
-        """Whether so many characters may be tokenized, or so many token ids made a text.
+        """Check that so many characters may be tokenized, or so many token ids made a text.
 
         Raises:
             ValueError: if they are too many.
@@ -107,7 +107,7 @@ class RequestLimits:
             raise ValueError(f"it has length {length}, but {self._allowed('max_tokenize_length')}: send it in parts")
 
     def check_elements(self, number: int) -> None:
-        """Whether a body may have so many strings, lists and objects.
+        """Check that a body may have so many strings, lists and objects.
 
         Raises:
             ValueError: if they are too many.
@@ -116,7 +116,7 @@ class RequestLimits:
             raise ValueError(f"the body has too many strings, lists and objects: {self._allowed('max_elements')}")
 
     def check_nesting(self, value: object) -> None:
-        """Whether a value of JSON is not nested too deeply.
+        """Check that a value of JSON is not nested too deeply.
 
         Raises:
             ValueError: if it is.
@@ -129,7 +129,7 @@ class RequestLimits:
             level = [child for node in level for child in _children(node)]
 
     def narrowed(self, schemas: dict[str, Any]) -> dict[str, Any]:
-        """A copy of an OpenAPI document, or of a model's JSON schema, that promises no more than these limits allow."""
+        """Return a copy of an OpenAPI document, or a JSON schema, that promises no more than these limits allow."""
         narrow = copy.deepcopy(schemas)
         defined = narrow.get("components", {}).get("schemas", {}) or narrow.get("$defs", {})
         for schema in (narrow, *defined.values()):
@@ -151,7 +151,7 @@ def _flag(limit: str) -> str:
 
 
 def _size(value: object, keyword: str) -> int:
-    """What `keyword` bounds of a value; 0 where it bounds nothing of it."""
+    """Return the size that `keyword` bounds; 0 where it bounds nothing of a value."""
     size = 0
     match keyword, value:
         case "maximum", int() if not isinstance(value, bool):
@@ -170,7 +170,7 @@ def _size(value: object, keyword: str) -> int:
 
 
 def _children(node: object) -> list[object]:
-    """The lists and objects in a list or an object."""
+    """Return the lists and objects in a list or an object."""
     children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
     return [child for child in children if isinstance(child, dict | list)]
 
@@ -179,7 +179,7 @@ _TYPES = {"maximum": "integer", "maxItems": "array", "maxProperties": "object", 
 
 
 def _narrow(schema: dict[str, Any], keyword: str, most: int, defined: dict[str, Any]) -> None:
-    """Writes a bound into all alternatives of a schema that it is a bound of."""
+    """Write a bound into all alternatives of a schema that it is a bound of."""
     if "$ref" in schema:
         _narrow(defined[schema["$ref"].rpartition("/")[2]], keyword, most, defined)
     for option in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
@@ -194,7 +194,7 @@ def _narrow(schema: dict[str, Any], keyword: str, most: int, defined: dict[str, 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """Of the HTTP face.
+    """Settings of the API server, apart from the engine.
 
     Attributes:
         model_names: by which clients may ask; the first is told to them.
@@ -245,7 +245,7 @@ class ServerSettings:
             )
 
     def check_queue(self, num_prompts: int, num_tokens: int) -> None:
-        """Whether the prompts of one request, which have so many tokens together, find place in a queue that is empty.
+        """Check that the prompts of one request, which have so many tokens together, find room in an empty queue.
 
         Raises:
             ValueError: if they do not: to come again later would not help.

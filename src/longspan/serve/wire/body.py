@@ -1,4 +1,4 @@
-"""Bytes to a request."""
+"""Bodies of requests: bytes to pydantic models, within limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RequestT = TypeVar("RequestT", bound=BaseModel)
 
 
 def check_content_type(header: str | None) -> None:
-    """Whether a body says that it is JSON.
+    """Check that a body says that it is JSON.
 
     This also keeps web pages from using a server on their reader's machine: to send JSON, browsers ask for leave first.
 
@@ -28,7 +28,7 @@ def check_content_type(header: str | None) -> None:
 
 
 def read_request(model: type[RequestT], body: bytes, limits: RequestLimits) -> RequestT:
-    """The request that a body holds.
+    """Read the request that a body holds.
 
     Raises:
         WireError: when it is too large, has too many elements, is no JSON, nested too deeply, or not what `model`
@@ -53,7 +53,7 @@ def read_request(model: type[RequestT], body: bytes, limits: RequestLimits) -> R
 
 
 def num_elements(body: bytes, enough: int) -> int:
-    """Strings, lists and objects in a body of JSON, names of fields included; not all of them if more than `enough`.
+    """Count strings, lists and objects in a body of JSON, names of fields included, at least to more than `enough`.
 
     They are counted without being made. Of what is no JSON, those before its first mistake are counted at least.
     """

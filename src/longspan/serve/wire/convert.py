@@ -1,4 +1,4 @@
-"""Requests to jobs. This tokenizes, which takes a while for long prompts: call it in a thread."""
+"""Requests to engine requests. This tokenizes, which takes a while for long prompts: call it in a thread."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ _NOT_VARIABLES = frozenset(
 
 
 class Served(Protocol):
-    """What a server knows of its model."""
+    """The model and the limits that requests are made for."""
 
     @property
     def input_processor(self) -> InputProcessor:
-        """Makes its jobs."""
+        """Makes the engine requests."""
 
     @property
     def limits(self) -> RequestLimits:
-        """What a request may ask for."""
+        """Bounds of what a request asks for."""
 
 
 def completion_requests(request: CompletionRequest, served: Served, grammar: str | None = None) -> list[EngineRequest]:
-    """One job per prompt, in their order; `grammar` is what `grammar_of` makes of the request, if it has been made.
+    """Make one engine request per prompt, in order; `grammar` is what `grammar_of` returned, if it was called.
 
     Raises:
         WireError: when the request asks for what this model or server cannot do.
@@ -77,16 +77,17 @@ def completion_requests(request: CompletionRequest, served: Served, grammar: str
                 served.input_processor.check_chars(len(prompt))
     engine_requests = []
     for prompt, name in zip(prompts, names, strict=True):
-        with blaming(name, _fields(request)):
+        with blaming(name, _names(request)):
             text, ids = _text_and_ids(prompt, served.input_processor, special)
             engine_requests.append(served.input_processor.checked(text, ids, params, grammar))
-            if request.max_tokens is not None:
+        if request.max_tokens is not None:
+            with blaming("max_tokens"):
                 check_room("max_tokens", request.max_tokens, len(ids), served.input_processor.max_model_len)
     return engine_requests
 
 
 def chat_request(request: ChatCompletionRequest, served: Served, grammar: str | None = None) -> EngineRequest:
-    """A conversation's; for `grammar` see `completion_requests`.
+    """Make a conversation's engine request; for `grammar` see `completion_requests`.
 
     Raises:
         WireError: when the request asks for what this model or server cannot do.
@@ -101,15 +102,16 @@ def chat_request(request: ChatCompletionRequest, served: Served, grammar: str | 
         prompt_logprobs=request.prompt_logprobs,
     )
     text, ids = _rendered(request, served.input_processor, served.input_processor.check_chars)
-    with blaming("messages", _fields(request)):
+    with blaming("messages", _names(request)):
         engine_request = served.input_processor.checked(text, ids, params, grammar)
-        if most is not None:
+    if most is not None:
+        with blaming(name):
             check_room(name, most, len(ids), served.input_processor.max_model_len)
-        return engine_request
+    return engine_request
 
 
 def tokenized(request: TokenizeRequest, served: Served) -> dict[str, Any]:
-    """The answer to a request for tokens.
+    """Answer a request for tokens.
 
     Raises:
         WireError: when there is no tokenizer, the text is too long, or the conversation is wrong.
@@ -129,7 +131,7 @@ def tokenized(request: TokenizeRequest, served: Served) -> dict[str, Any]:
 
 
 def detokenized(request: DetokenizeRequest, served: Served) -> dict[str, Any]:
-    """The answer to a request for text; special tokens have the text that stands for them.
+    """Answer a request for text; special tokens have the text that stands for them.
 
     Raises:
         WireError: when there is no tokenizer, or there are too many tokens, or one is not in the vocabulary.
@@ -148,13 +150,13 @@ def detokenized(request: DetokenizeRequest, served: Served) -> dict[str, Any]:
 
 
 def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
-    """One or several, in a list."""
+    """Return the prompts of a request, one or several, in a list."""
     prompt: Any = request.prompt
     return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
 
 def grammar_kind(request: GenerationRequest) -> Literal["free", "json_object", "other"]:
-    """Of what form outputs are; to check grammars of `other` ones may take seconds."""
+    """Return the kind of structured output; to check a grammar of the `other` kind may take seconds."""
     chosen, given = request.response_format, request.structured_outputs
     if given is not None:
         return "json_object" if given.json_object else "other"
@@ -163,19 +165,19 @@ def grammar_kind(request: GenerationRequest) -> Literal["free", "json_object", "
 
 
 def grammar_of(request: GenerationRequest, served: Served) -> str:
-    """What the request's outputs must follow, as a grammar; it has a form.
+    """Return the grammar that the request's outputs must follow; they must follow one.
 
     Raises:
         WireError: when it cannot be followed.
     """
-    with blaming(None, _fields(request)):
+    with blaming(None, _names(request)):
         form = structured_outputs(request)
         assert form is not None, "the caller has looked"
         return served.input_processor.grammar(form)
 
 
 def structured_outputs(request: GenerationRequest) -> StructuredOutputsParams | None:
-    """What outputs must follow; None if they are free.
+    """Return what outputs must follow; None if they are free.
 
     Raises:
         ValueError: when that is not of the right form.
@@ -194,10 +196,10 @@ def structured_outputs(request: GenerationRequest) -> StructuredOutputsParams | 
 def _params(
     request: GenerationRequest, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
 ) -> SamplingParams:
-    """Raises WireError for values that do not go together."""
+    """Make sampling params; raise a WireError for values that do not go together."""
     given: dict[str, Any] = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
     least = request.min_tokens or 0
-    with blaming(None, _fields(request)):
+    with blaming(None, _names(request)):
         return SamplingParams(
             **given,
             seed=None if request.seed == -1 else request.seed,
@@ -220,12 +222,9 @@ def _text_and_ids(
     return prompt, ids
 
 
-def _fields(request: GenerationRequest) -> dict[str, str]:
-    """What to blame for errors whose message begins with the name of a parameter."""
-    fields = {name: name for name in type(request).model_fields}
-    if request.structured_outputs is None:
-        fields["structured_outputs"] = "response_format"
-    return fields
+def _names(request: GenerationRequest) -> dict[str, str]:
+    """Return the fields that stand for parameters of other names."""
+    return {} if request.structured_outputs is not None else {"structured_outputs": "response_format"}
 
 
 def _rendered(
@@ -233,7 +232,7 @@ def _rendered(
     input_processor: InputProcessor,
     check_chars: Callable[[int], None],
 ) -> tuple[str, list[int]]:
-    """A conversation as text and token ids; `check_chars` bounds its contents before it bounds the text."""
+    """Render a conversation as text and token ids; `check_chars` bounds its contents before it bounds the text."""
     assert request.messages is not None, "the caller has looked"
     variables = request.chat_template_kwargs or {}
     if taken := sorted(_NOT_VARIABLES & variables.keys()):

@@ -1,4 +1,4 @@
-"""What the fields of several requests are made of. The models double as the server's OpenAPI document.
+"""Types of the fields of requests, and the messages of conversations. They are the OpenAPI document, too.
 
 A number is a number here and a string a string: nothing is converted. Null always means that a field was not given.
 """
@@ -31,7 +31,7 @@ StopStrings = TypeAliasType("StopStrings", Annotated[list[SomeText], FailFast()]
 
 
 def _kind_of_prompt(value: object) -> str:
-    """Which alternative a prompt is, told from its first item, so that only that one is tried."""
+    """Choose the alternative of a prompt by its first item, so that only that one is tried."""
     first = value[0] if isinstance(value, list) and value else value
     if isinstance(first, list):
         return "token_lists"
@@ -126,7 +126,7 @@ class WireModel(BaseModel):
 
 
 class StreamOptions(WireModel):
-    """What a stream tells beside the text."""
+    """Options of what a stream sends beside the text."""
 
     include_usage: bool | None = None
     """End with a chunk that has no choices, but the usage of the whole request."""
@@ -135,13 +135,13 @@ class StreamOptions(WireModel):
 
 
 class TextFormat(WireModel):
-    """Any text."""
+    """The output may be any text."""
 
     type: Literal["text"]
 
 
 class JsonObjectFormat(WireModel):
-    """Any JSON object."""
+    """The output is any JSON object."""
 
     type: Literal["json_object"]
 
@@ -166,13 +166,13 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 
 
 def exactly_one(*names: str) -> Schema:
-    """Says in a model's JSON schema that one of these fields is given; null and false are as if it were not."""
+    """Return the JSON schema which says that one of these fields is given; null and false do not count."""
     given = {"not": {"enum": [None, False]}}
     return {"oneOf": [{"required": [name], "properties": {name: given}} for name in names]}
 
 
 def check_exactly_one(values: Mapping[str, object]) -> None:
-    """Whether one of these fields is given.
+    """Check that one of these fields is given.
 
     Raises:
         WireError: if none is, or more than one.
@@ -182,13 +182,13 @@ def check_exactly_one(values: Mapping[str, object]) -> None:
         raise WireError(f"exactly one of {', '.join(values)} must be given, but {' and '.join(given) or 'none'} is")
 
 
-_GUIDES = ("json", "regex", "choice", "grammar", "json_object")
+_CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 class StructuredOutputs(WireModel):
-    """What outputs must follow; exactly one of these."""
+    """Constraint that outputs must follow: exactly one of these."""
 
-    model_config = ConfigDict(json_schema_extra=exactly_one(*_GUIDES))
+    model_config = ConfigDict(json_schema_extra=exactly_one(*_CONSTRAINTS))
 
     json_: SomeText | Schema | None = Field(default=None, alias="json")
     """A JSON schema, or its text."""
@@ -199,7 +199,7 @@ class StructuredOutputs(WireModel):
     grammar: SomeText | None = None
     """A grammar in Lark's notation."""
     json_object: bool | None = None
-    """Any JSON object."""
+    """The output is any JSON object."""
 
     @model_validator(mode="after")
     def _one(self) -> StructuredOutputs:
@@ -208,8 +208,8 @@ class StructuredOutputs(WireModel):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """By their names on the wire."""
-        return {name: self.json_ if name == "json" else getattr(self, name) for name in _GUIDES}
+        """Return the constraints by their names in JSON."""
+        return {name: self.json_ if name == "json" else getattr(self, name) for name in _CONSTRAINTS}
 
 
 class TextPart(WireModel):
@@ -247,7 +247,7 @@ class _Message(WireModel):
 
 
 class GivenMessage(_Message):
-    """What the assistant reads."""
+    """A message that the assistant reads."""
 
     role: Literal["system", "developer", "user", "tool"]
     content: Content
@@ -255,7 +255,7 @@ class GivenMessage(_Message):
 
 
 class AssistantMessage(_Message):
-    """What the assistant has said: a text, calls of tools, or both."""
+    """A message of the assistant: a text, calls of tools, or both."""
 
     role: Literal["assistant"]
     content: Content | None = None
@@ -267,13 +267,13 @@ Messages = TypeAliasType("Messages", Annotated[list[Message], Field(min_length=1
 
 
 def num_chars(message: GivenMessage | AssistantMessage) -> int:
-    """Of its content."""
+    """Count the characters of a message's content."""
     content = message.content or ""
     return len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
 
 
 def for_template(message: GivenMessage | AssistantMessage) -> dict[str, Any]:
-    """A message as chat templates know it: without null, and calls with arguments that are objects, not their text."""
+    """Return a message as chat templates know it: without null, and with arguments of calls as objects."""
     plain = message.model_dump(exclude_none=True)
     if isinstance(message, AssistantMessage):
         plain.setdefault("content", "")
@@ -283,7 +283,7 @@ def for_template(message: GivenMessage | AssistantMessage) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> dict[str, Any] | str:
-    """The object that a text is; a model may have written something else, which is kept as it is."""
+    """Parse the arguments of a call; what a model wrote that is no object is kept as it is."""
     try:
         value = json.loads(text or "{}")
     except (json.JSONDecodeError, RecursionError):

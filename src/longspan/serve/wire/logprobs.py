@@ -1,4 +1,4 @@
-"""Logprobs as OpenAI's two interfaces and vLLM have them."""
+"""Logprobs as OpenAI's two interfaces and vLLM write them, and where tokens begin in a text."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Names:
         self._tokenizer = tokenizer
 
     def text(self, token: int, entry: Logprob | None = None) -> str:
-        """A token's; `entry` may know it already."""
+        """Return a token's text; `entry` may know it already."""
         if entry is not None and entry.decoded_token is not None:
             return entry.decoded_token
         return f"token_id:{token}" if self._tokenizer is None else token_text(self._tokenizer, token)
 
     def bytes(self, token: int, text: str) -> list[int] | None:
-        """What a token stands for, even if it is only a part of a character; None if that cannot be told."""
+        """Return the bytes of a token, even if it is only a part of a character; None if they are not known."""
         if self._tokenizer is None:
             return None
         piece = str(self._tokenizer.convert_ids_to_tokens(token))
@@ -51,7 +51,7 @@ class Names:
 def completion_logprobs(
     tokens: Sequence[tuple[int, LogprobsOfToken | None]], offsets: Sequence[int], num_top: int, names: Names
 ) -> dict[str, list[Any]]:
-    """Four lists of one length; `offsets` is where tokens begin in the text."""
+    """Return four lists of one length; `offsets` is where tokens begin in the text."""
     texts, logprobs, tops = [], [], []
     for token, entries in tokens:
         chosen = None if entries is None else entries[token]
@@ -62,7 +62,7 @@ def completion_logprobs(
 
 
 def chat_logprobs(token: int, entries: LogprobsOfToken, num_top: int, names: Names) -> dict[str, Any]:
-    """Of one token."""
+    """Return the logprobs of one token of a chat."""
     tops = [_chat_entry(other, entry, names) for other, entry in _best(entries, num_top)]
     return {**_chat_entry(token, entries[token], names), "top_logprobs": tops}
 
@@ -70,7 +70,7 @@ def chat_logprobs(token: int, entries: LogprobsOfToken, num_top: int, names: Nam
 def prompt_logprobs(
     scores: Sequence[LogprobsOfToken | None], num_top: int
 ) -> list[dict[str, dict[str, float | int | str | None]] | None]:
-    """Per prompt token, as vLLM has them."""
+    """Return the logprobs of prompt tokens, as vLLM writes them."""
     return [None if entries is None else _prompt_entry(entries, num_top) for entries in scores]
 
 
@@ -82,7 +82,7 @@ def _prompt_entry(entries: LogprobsOfToken, num_top: int) -> dict[str, dict[str,
 
 
 def _best_by_text(token: int, entries: LogprobsOfToken, num_top: int, names: Names) -> dict[str, float]:
-    """The token and the best ones; of tokens with one text, the best counts."""
+    """Return the token and the best ones by text; of tokens with one text, the best counts."""
     best: dict[str, float] = {}
     for other, entry in _token_and_best(token, entries, num_top):
         text, logprob = names.text(other, entry), _finite(entry)
@@ -100,7 +100,7 @@ def _token_and_best(token: int, entries: LogprobsOfToken, num_top: int) -> Itera
 
 
 def _best(entries: LogprobsOfToken, num_top: int) -> list[tuple[int, Logprob]]:
-    """The most likely ones, which may be fewer than there are: another part of the answer may have asked for more."""
+    """Return the most likely entries; another part of the answer may have asked for more."""
     return sorted(entries.items(), key=lambda item: -item[1].logprob)[:num_top]
 
 
@@ -110,7 +110,7 @@ def _finite(entry: Logprob) -> float:
 
 @lru_cache(maxsize=1)
 def _stand_ins() -> dict[str, int]:
-    """The letters that byte-level vocabularies write for bytes: printable ones for themselves, others from 256 on."""
+    """Return the letters that byte-level vocabularies write for bytes: themselves if printable, others from 256 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     rest = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(rest)}
@@ -136,7 +136,7 @@ def echo_of(
     *,
     with_offsets: bool,
 ) -> Echo:
-    """What a request that echoes its prompt gets of it. Prompts of token ids show special tokens by their names.
+    """Return the echo of a prompt; a prompt of token ids shows special tokens by their names.
 
     Tokens that are parts of one character all begin where it begins.
     """
@@ -153,7 +153,7 @@ def echo_of(
 
 
 def pieces_of(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """What each token adds to the text; a character of several tokens comes with the last of them."""
+    """Return what each token adds to the text; a character of several tokens comes with the last of them."""
     texts = {token: token_text(tokenizer, token) for token in set(token_ids)}
     pieces: list[str] = []
     for undecoded, run in groupby(token_ids, key=lambda token: _UNDECODED in texts[token]):
@@ -172,7 +172,7 @@ def _begins(pieces: Sequence[str]) -> list[int]:
 
 
 def _offsets_in(text: str, tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool) -> list[int]:
-    """Tokenizers tell where tokens stand in the text, some without the space before a word: that belongs to it, too."""
+    """Return where tokens begin. Some tokenizers leave out the space before a word: it belongs to it, too."""
     spans = tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)["offset_mapping"]
     offsets, end = [], 0
     for start, stop in spans:

@@ -1,4 +1,4 @@
-"""The bodies of requests."""
+"""Bodies of requests, as pydantic models; the policy's update is one of them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _given(field: str, schema: Schema) -> Schema:
 
 _NOT_NULL: Schema = {"not": {"type": "null"}}
 _GREEDY: Schema = {"if": _given("temperature", {"const": 0}), "then": {"properties": {"n": {"enum": [None, 1]}}}}
-_ONE_GUIDE: Schema = {
+_ONE_CONSTRAINT: Schema = {
     "if": _given("structured_outputs", _NOT_NULL),
     "then": {"properties": {"response_format": {"anyOf": [{"type": "null"}, _given("type", {"const": "text"})]}}},
 }
@@ -49,7 +49,7 @@ _OPEN_END: Schema = {
 
 
 class GenerationRequest(WireModel):
-    """What completions and chats have in common. What is not given has OpenAI's default."""
+    """Fields that completions and chats have in common; those that are not given have OpenAI's defaults."""
 
     model: str | None = None
     """One of `/v1/models`; may be left out."""
@@ -108,19 +108,19 @@ class GenerationRequest(WireModel):
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
+        """Return whether a stream ends with the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether every chunk of a stream has the usage so far."""
+        """Return whether every chunk of a stream has the usage so far."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
 class CompletionRequest(GenerationRequest):
     """`POST /v1/completions`."""
 
-    model_config = ConfigDict(json_schema_extra={"allOf": [_GREEDY, _ONE_GUIDE]})
+    model_config = ConfigDict(json_schema_extra={"allOf": [_GREEDY, _ONE_CONSTRAINT]})
 
     prompt: Prompts
     max_tokens: Whole | None = None
@@ -132,7 +132,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class TemplateFields(WireModel):
-    """How a conversation becomes a prompt."""
+    """Fields that decide how a conversation becomes a prompt."""
 
     add_generation_prompt: bool | None = None
     """End the prompt with the beginning of an answer; by default, unless `continue_final_message`."""
@@ -153,7 +153,7 @@ class TemplateFields(WireModel):
 class ChatCompletionRequest(GenerationRequest, TemplateFields):
     """`POST /v1/chat/completions`."""
 
-    model_config = ConfigDict(json_schema_extra={"allOf": [_GREEDY, _ONE_GUIDE, _TOP_NEEDS_LOGPROBS, _OPEN_END]})
+    model_config = ConfigDict(json_schema_extra={"allOf": [_GREEDY, _ONE_CONSTRAINT, _TOP_NEEDS_LOGPROBS, _OPEN_END]})
 
     messages: Messages
     max_tokens: Annotated[int, Field(ge=1, le=MOST)] | None = None
@@ -210,7 +210,7 @@ class PolicyUpdate(WireModel):
     __pydantic_extra__: dict[str, Given] = Field(init=False)
 
     def options(self, settings: PolicySettings) -> dict[str, str]:
-        """As texts, when the policy has all of them and they may change.
+        """Return the options as texts, if the policy has all of them and they may change.
 
         Raises:
             WireError: 400 for no option, or one that the policy lacks, 409 for one that may not change while it serves.
@@ -238,5 +238,5 @@ class PolicyInfo(BaseModel):
 
     @classmethod
     def of(cls, settings: PolicySettings) -> PolicyInfo:
-        """The same as JSON."""
+        """Make the body of an answer of a policy's settings."""
         return cls(policy=settings.name, options=dict(settings.options), changeable=list(settings.changeable))

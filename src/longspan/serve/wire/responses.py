@@ -1,4 +1,4 @@
-"""The bodies of answers, for the OpenAPI document; the answers themselves are made without these models."""
+"""Bodies of answers, for the OpenAPI document; the answers themselves are made without these models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from longspan.core.request import FinishReason
 
 
 class ErrorInfo(BaseModel):
-    """What went wrong."""
+    """The message of an error, its kind and its cause."""
 
     message: str
     type: str
@@ -70,7 +70,7 @@ class PromptTokensDetails(BaseModel):
 
 
 class Usage(BaseModel):
-    """Of a request; in a stream with `continuous_usage_stats`, of a choice so far."""
+    """Tokens of a request; in a stream with `continuous_usage_stats`, of a choice so far."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -79,7 +79,7 @@ class Usage(BaseModel):
 
 
 class PromptLogprob(BaseModel):
-    """Of a token in the prompt."""
+    """The logprob of a token in the prompt."""
 
     logprob: float
     rank: int | None = None
@@ -100,7 +100,7 @@ class CompletionLogprobs(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    """One text; in a stream, what is new of it."""
+    """One text; in a stream, its new part."""
 
     index: int
     text: str
@@ -132,19 +132,19 @@ class TopLogprob(BaseModel):
 
 
 class TokenLogprob(TopLogprob):
-    """With the most likely tokens in its place."""
+    """An output token, with the most likely tokens in its place."""
 
     top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(BaseModel):
-    """Per output token."""
+    """The logprobs of all output tokens."""
 
     content: list[TokenLogprob]
 
 
 class ChatMessage(BaseModel):
-    """An answer."""
+    """The message that answers a conversation."""
 
     role: Literal["assistant"]
     content: str
@@ -152,7 +152,7 @@ class ChatMessage(BaseModel):
 
 
 class ChatChoice(BaseModel):
-    """One answer."""
+    """One of the answers to a conversation."""
 
     index: int
     message: ChatMessage
@@ -176,14 +176,14 @@ class ChatCompletionResponse(BaseModel):
 
 
 class ChatDelta(BaseModel):
-    """What is new of an answer."""
+    """New text of an answer, or its role."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
 
 
 class ChatChunkChoice(BaseModel):
-    """What is new of a choice."""
+    """New text of one of the answers."""
 
     index: int
     delta: ChatDelta
