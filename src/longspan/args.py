@@ -19,8 +19,7 @@ from longspan.core.cluster import Cluster, Location, ParallelSpec, locations_of_
 from longspan.core.exchange import GATHER_HIDDEN
 from longspan.core.view import Limits
 from longspan.errors import ParameterError
-from longspan.model.cache import cache_root
-from longspan.model.files import ModelFiles
+from longspan.model.files import ModelFiles, cache_root
 from longspan.model.info import ModelInfo
 from longspan.model.sharding import Shard, check_can_be_split, check_degree
 from longspan.model.store import DTYPES

@@ -21,7 +21,7 @@ from longspan.attn.check import random_qkv
 from longspan.attn.paged import PagedKv, Reads
 from longspan.attn.spec import AttnSpec
 from longspan.core.runs import Run, relate
-from longspan.model.cache import cache_root
+from longspan.model.files import cache_root
 from longspan.model.source import smollm2_folder
 
 

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from longspan.model.adapter import Model, check_supported
-from longspan.model.cache import build_once, cache_root
+from longspan.model.files import build_once, cache_root
 from longspan.model.source import ModelError, prepare, smollm2_folder
 
 CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""What callers of the library give, checked and brought into the form that exchanges take."""
+"""Checks what callers of the library give, and brings it into the form that exchanges take."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def spec_of(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, window: int | None, softcap: float | None
 ) -> AttnSpec:
-    """What is to be computed of `q [heads, tokens, head_dim]` and `k, v [kv_heads, tokens, head_dim]`.
+    """Reads off what is to be computed of `q [heads, tokens, head_dim]` and `k, v [kv_heads, tokens, head_dim]`.
 
     Raises:
         ValueError: when shapes, types, devices or options do not make sense together, or gradients are wanted.
@@ -60,7 +60,7 @@ def spec_of(
 def checked_runs(
     runs: Sequence[SpanShards], kv_runs: Sequence[SpanShards], size: int
 ) -> list[tuple[SpanShards, SpanShards]]:
-    """Queries and keys of each sequence, in as few runs as can be.
+    """Returns the queries and keys of each sequence, in as few runs as can be.
 
     Raises:
         ValueError: when the runs are not those of `size` members, or do not cover a sequence exactly once.
@@ -88,7 +88,7 @@ def parts_of(
     num_keys: int,
     backend: AttentionBackend,
 ) -> MemberParts:
-    """One part per sequence, for a member that gave so many queries and keys. The parts' blocks are those of `paged`.
+    """Makes one part per sequence, for a member that gave so many queries and keys. `paged` lays out their blocks.
 
     Raises:
         ValueError: by `checked_runs`, and when the runs are of other numbers of tokens.
@@ -106,7 +106,7 @@ def parts_of(
 
 
 def paged(k: Tensor, v: Tensor, parts: MemberParts, rank: int) -> PagedKv:
-    """Keys and values `[kv_heads, tokens, head_dim]` of packed sequences, in blocks.
+    """Packs keys and values `[kv_heads, tokens, head_dim]` of packed sequences in blocks.
 
     A single sequence is one block and not copied, unless it is strided.
     """
@@ -115,7 +115,7 @@ def paged(k: Tensor, v: Tensor, parts: MemberParts, rank: int) -> PagedKv:
 
 
 def check_chain(parts: MemberParts) -> None:
-    """What a chain needs besides.
+    """Checks the runs of a chain.
 
     Raises:
         ValueError: when members do not have neighbouring runs in their order, or do not hold the keys of their queries.
@@ -136,14 +136,14 @@ def check_chain(parts: MemberParts) -> None:
 
 
 def new_of(tensor: Tensor, parts: MemberParts, rank: int) -> Tensor:
-    """The keys or values `[kv_heads, tokens, head_dim]` of the spans alone, out of all that a member of a chain has."""
+    """Returns keys or values `[kv_heads, tokens, head_dim]` of the spans alone, out of all that a member has."""
     pieces = tensor.split(_num_held(parts, rank), dim=1)
     new = [num_tokens(part.q_runs[rank]) for part in parts]
     return torch.cat([piece[:, piece.shape[1] - num :] for piece, num in zip(pieces, new, strict=True)], dim=1)
 
 
 def _num_held(parts: MemberParts, rank: int) -> list[int]:
-    """A member's keys of each sequence."""
+    """Counts a member's keys of each sequence."""
     return [num_tokens(part.kv_runs[rank]) for part in parts]
 
 
@@ -162,7 +162,7 @@ def _blocks(tensor: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def _checked(name: str, sharded: SpanShards, size: int) -> SpanShards:
-    """The same runs, joined where they touch."""
+    """Returns the same runs, joined where they touch."""
     if len(sharded) != size:
         raise ValueError(
             f"{name} deals to {len(sharded)} members, but the group has {size}: shard_span(layout, 0, n, group.size)"
@@ -188,7 +188,7 @@ def _check_cover(index: int, queries: SpanShards, keys: SpanShards) -> None:
 
 
 def _union(sharded: SpanShards) -> tuple[Run, ...]:
-    """As few runs as hold the positions of all members."""
+    """Joins the positions of all members into as few runs as can be."""
     found: list[Run] = []
     for run in sorted((run for runs in sharded for run in runs), key=lambda run: run.start):
         if found and run.start <= found[-1].stop:
@@ -208,7 +208,7 @@ def _check_count(tensor: str, name: str, given: int, mine: Sequence[Sequence[Run
 
 
 def _text(sharded: Sequence[Sequence[Run]]) -> str:
-    """The runs of members, for people; not all of very many."""
+    """Writes the runs of members for people, and leaves out some of very many."""
     members = ["+".join(f"[{run.start}, {run.stop})" for run in runs) or "none" for runs in sharded]
     text = "; ".join(members)
     return text if len(text) <= 200 else f"{text[:200]} ..."

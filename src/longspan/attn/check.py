@@ -39,7 +39,7 @@ from longspan.layerwise.gather_hidden import GatherHidden, hidden_hops
 
 
 def random_qkv(spec: AttnSpec, num_queries: int, num_keys: int, dtype: torch.dtype, seed: int) -> list[Tensor]:
-    """Normal `q, k, v`, laid out `[tokens, heads, dim]` in memory as a model's projections are."""
+    """Draws normal `q, k, v`, laid out `[tokens, heads, dim]` in memory as a model's projections are."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(num_queries, spec.num_heads), (num_keys, spec.num_kv_heads), (num_keys, spec.num_kv_heads)]
     return [torch.randn(*shape, spec.head_dim, generator=generator).to(dtype).transpose(0, 1) for shape in shapes]
@@ -62,15 +62,15 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """All of them, cached ones and the span's."""
+        """Counts cached tokens and those of the span."""
         return max((run.stop for runs in self.kv_runs for run in runs), default=0)
 
     def tensors(self, spec: AttnSpec) -> list[Tensor]:
-        """`q, k, v` of all its tokens."""
+        """Draws `q, k, v` of all its tokens."""
         return random_qkv(spec, self.num_tokens, self.num_tokens, torch.float32, self.seed)
 
     def wanted(self, member: int, spec: AttnSpec) -> Tensor:
-        """What one device computes for the queries of a member, in float64."""
+        """Computes the queries of a member on one device, in float64."""
         q, k, v = self.tensors(spec)
         rows = positions(self.q_runs[member])
         return reference(q[:, rows], rows, k, v, range(self.num_tokens), spec)[0]
@@ -78,7 +78,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class MemberCase:
-    """What one member has of a batch: the arguments of an exchange. `k` and `v` are its new ones, packed like `q`."""
+    """The arguments of an exchange for one member of a batch; `k` and `v` are its new ones, packed like `q`."""
 
     parts: MemberParts
     q: Tensor
@@ -88,7 +88,7 @@ class MemberCase:
 
 
 def _gather_hidden(group: Group, case: MemberCase, spec: AttnSpec) -> Tensor:
-    """In place of hidden states and projections, queries, keys and values as they are."""
+    """Exchanges queries, keys and values as they are, in place of hidden states and projections."""
     shared = GatherHidden(group, case.parts, case.kv, spec)
     hidden = torch.cat([case.q, case.k, case.v]).transpose(0, 1)
     gathered = shared.gather(hidden.flatten(1)).view(-1, *hidden.shape[1:]).transpose(0, 1)
@@ -103,7 +103,7 @@ def _gather_hidden(group: Group, case: MemberCase, spec: AttnSpec) -> Tensor:
 
 
 def run_exchange(checked: Exchange, group: Group, case: MemberCase, spec: AttnSpec) -> Tensor:
-    """Returns what one member gets of its case."""
+    """Runs an exchange on one member; returns its output."""
     if checked == GATHER_HIDDEN:
         return _gather_hidden(group, case, spec)
     out = torch.full_like(case.q, torch.nan)
@@ -146,7 +146,7 @@ def member_case(
     seed: int = 0,
     new_in_pool: bool = True,
 ) -> MemberCase:
-    """What a member has of some requests: keys in blocks of a pool, scattered for odd seeds, among large numbers.
+    """Makes what a member has of some requests: keys in blocks of a pool, scattered for odd seeds, among noise.
 
     Without `new_in_pool` the keys and values of the spans are such numbers, too.
     """
@@ -179,7 +179,7 @@ def member_case(
 
 
 def random_spec(draw: random.Random) -> AttnSpec:
-    """MHA, GQA or MQA, with and without softcap and window."""
+    """Draws MHA, GQA or MQA, with and without softcap and window."""
     num_heads, num_kv_heads = draw.choice(_HEADS)
     head_dim = draw.choice(_HEAD_DIMS)
     return AttnSpec(
@@ -193,7 +193,7 @@ def random_spec(draw: random.Random) -> AttnSpec:
 
 
 def random_batch(draw: random.Random, num_members: int, *, in_order: bool) -> list[Request]:
-    """1 to 4 requests of 0 to 300 new tokens, after none or up to 300 that members hold unevenly.
+    """Draws 1 to 4 requests of 0 to 300 new tokens, after none or up to 300 that members hold unevenly.
 
     With `in_order` each member's new tokens follow those of the member before; else they are dealt anyhow.
     """
@@ -212,7 +212,7 @@ def random_batch(draw: random.Random, num_members: int, *, in_order: bool) -> li
 
 
 def _random_cuts(draw: random.Random, start: int, stop: int, num_members: int) -> SpanShards:
-    """Neighbouring runs in the order of the members, even ones or not."""
+    """Draws neighbouring runs in the order of the members, even ones or not."""
     if draw.random() < 0.5:
         return shard_span("contiguous", start, stop, num_members)
     bounds = [start, *sorted(draw.randint(start, stop) for _ in range(num_members - 1)), stop]
@@ -220,7 +220,7 @@ def _random_cuts(draw: random.Random, start: int, stop: int, num_members: int) -
 
 
 def _random_shards(draw: random.Random, start: int, stop: int, num_members: int) -> SpanShards:
-    """Pieces, each with anybody."""
+    """Draws pieces, and gives each to any member."""
     pieces: list[list[Run]] = [[] for _ in range(num_members)]
     for runs in _random_cuts(draw, start, stop, draw.randint(1, 6)):
         pieces[draw.randrange(num_members)] += runs
@@ -234,7 +234,7 @@ _TIMEOUT_S = 60.0
 
 @dataclass
 class Found:
-    """What some ranks found of an exchange."""
+    """The largest error of an exchange, and the bytes that some ranks sent by it."""
 
     error: float = 0.0
     sent: Counter[tuple[str, Link]] = field(default_factory=Counter)
@@ -245,7 +245,7 @@ class Found:
         self.sent.update(other.sent)
 
     def line(self, name: str) -> str:
-        """For people."""
+        """Writes one line for people."""
         same, other = (sum(n for (_, link), n in self.sent.items() if link == wanted) for wanted in _LINKS)
         return f"{name:18}largest error {self.error:.1e}   {same:,} bytes sent on the same host, {other:,} to another"
 
@@ -255,7 +255,7 @@ _LINKS: tuple[Link, Link] = ("same_host", "other_host")
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """What is to be checked: some exchanges in groups of `len(hosts)` ranks."""
+    """The exchanges to be checked, in groups of `len(hosts)` ranks."""
 
     names: tuple[str, ...]
     hosts: tuple[int, ...]
@@ -340,7 +340,7 @@ def _take(report: Connection, rank: int, found: dict[str, Found]) -> None:
 
 
 def _work(check: Check, rank: int, store: str, report: Connection) -> None:
-    """One rank's process."""
+    """Runs in the process of one rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
@@ -356,7 +356,7 @@ def _work(check: Check, rank: int, store: str, report: Connection) -> None:
 
 
 def _compare(check: Check, rank: int, transport: TorchTransport) -> Iterator[tuple[str, Found]]:
-    """What this rank finds of each exchange in each case."""
+    """Yields the error of each exchange in each case on this rank."""
     size, tag = len(check.hosts), 0
     for number, in_order in itertools.product(range(check.num_cases), (False, True)):
         names = [name for name in check.names if EXCHANGES[name].traits.in_order == in_order]

@@ -12,7 +12,7 @@ from longspan.core.heads import cut_evenly
 
 
 def gather_hops(size: int) -> int:
-    """Hops that one `all_gather` numbers in a group of `size` members; a `reduce_scatter` has two."""
+    """Counts the hops that one `all_gather` numbers in a group of `size` members; a `reduce_scatter` has two."""
     return 1 + size
 
 
@@ -60,7 +60,7 @@ class Gathering:
 
 
 def gather_rows(group: Group, mine: Tensor, counts: Sequence[int], *, hop: int = 0) -> Tensor:
-    """The rows `[all rows, width]` of all members, in their order, from this member's; `counts` has how many each has.
+    """Gathers the rows `[all rows, width]` of all members, in their order; `counts` says how many each has.
 
     `hop` is the first of `gather_hops` hops.
     """
@@ -71,7 +71,7 @@ def gather_rows(group: Group, mine: Tensor, counts: Sequence[int], *, hop: int =
 
 
 def reduce_scatter(group: Group, blocks: Sequence[Tensor], *, hop: int = 0) -> Tensor:
-    """The sum of all members' blocks for this member, in the blocks' type.
+    """Returns the sum of all members' blocks for this member, in the blocks' type.
 
     Sums are float32. What goes from one host to another is the sum over the members of the one, rounded to the blocks'
     type.
@@ -101,14 +101,14 @@ def reduce_scatter(group: Group, blocks: Sequence[Tensor], *, hop: int = 0) -> T
 
 
 def _receivers(group: Group, owner: int) -> set[int]:
-    """To whom `owner` sends its block itself: its neighbours, and one member of every other host."""
+    """Returns who gets a block from `owner` itself: its neighbours, and one member of every other host."""
     host = group.hosts[owner]
     neighbours = {member for member in range(group.size) if group.hosts[member] == host and member != owner}
     return neighbours | {_partner(group, owner, other) for other in set(group.hosts) - {host}}
 
 
 def _collects(group: Group, member: int) -> list[int]:
-    """Whose sums over the members of its host `member` makes: its own, and those of its partners on other hosts."""
+    """Lists the members that `member` sums for over its host: itself, and its partners on other hosts."""
     host = group.hosts[member]
     return [
         owner
@@ -118,7 +118,7 @@ def _collects(group: Group, member: int) -> list[int]:
 
 
 def _partner(group: Group, member: int, host: int) -> int:
-    """Who on `host` exchanges with `member`, who lies elsewhere."""
+    """Returns the member on `host` that exchanges with `member`, which lies elsewhere."""
     neighbours = [other for other in range(group.size) if group.hosts[other] == group.hosts[member]]
     there = [other for other in range(group.size) if group.hosts[other] == host]
     return there[neighbours.index(member) % len(there)]

@@ -1,4 +1,4 @@
-"""How exchanges talk: messages of several tensors, a transport between ranks, and a group's view of it.
+"""The messages of exchanges: several tensors in one buffer, a transport between ranks, and a group's view of it.
 
 Both ends of a message know its shapes by arithmetic, so no sizes travel. A trailer repeats tag and size, because gloo
 accepts a receive that is longer than the send, and stale data on a reused tag, without a word.
@@ -60,7 +60,7 @@ class Message:
 
 
 class Pending(Protocol):
-    """A transfer under way."""
+    """A transfer that has started and may not be done yet."""
 
     def wait(self) -> None:
         """Returns when the receives are done; raises CommError when a peer is gone."""
@@ -133,16 +133,16 @@ class _Nobody:
     tagged = False
 
     def start(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int) -> Pending:
-        """Implements `Transport`."""
+        """Does nothing, and is done at once."""
         del tag
         assert not sends and not receives, "nobody else is there"
         return self
 
     def wait(self) -> None:
-        """Implements `Pending`."""
+        """Returns at once."""
 
     def flush(self) -> None:
-        """Implements `Transport`."""
+        """Returns at once."""
 
 
 ALONE = Group(_Nobody(), (0,), 0)
@@ -176,7 +176,7 @@ def meet(store: str, rank: int, world_size: int, *, backend: str = "gloo", timeo
 
 @contextmanager
 def polite_threads() -> Iterator[None]:
-    """Where a rank computes on one thread, threads that start in the block do not interrupt it when they wake up.
+    """Keeps threads that start in the block from interrupting a rank that computes on one thread when they wake up.
 
     gloo's thread polls a socket for as long as another thread holds the socket's lock. If it interrupts that one in the
     middle of a send, it polls until the scheduler's next tick, up to 4 ms later. On Linux, and where the system allows
@@ -209,7 +209,7 @@ class TorchTransport:
         self._outbox_bytes = 0
 
     def start(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int) -> Pending:
-        """See `Transport`."""
+        """Sends and receives one by one with gloo, in one grouped launch with NCCL."""
         if not self.tagged:
             return self._start_grouped(sends, receives)
         with peer_errors():
@@ -222,7 +222,7 @@ class TorchTransport:
         return arrival
 
     def flush(self) -> None:
-        """See `Transport`."""
+        """Waits until every send has left, the oldest first."""
         with peer_errors():
             while self._outbox:
                 self._await_oldest()

@@ -42,7 +42,7 @@ def register() -> str:
 
 @dataclass(frozen=True)
 class Split:
-    """How the tokens of a model's call are split between the members of a group.
+    """The split of a model call's tokens between the members of a group.
 
     Attributes:
         group: what `join` returned.
@@ -67,7 +67,7 @@ class Split:
 
     @property
     def positions(self) -> list[int]:
-        """Of this member's tokens, for `position_ids`."""
+        """Returns the positions of this member's tokens, for `position_ids`."""
         return [position for shard_span in self.runs for position in positions(shard_span[self.group.rank])]
 
 
@@ -114,7 +114,7 @@ def _check_rope(module: nn.Module, runs: Sequence[SpanShards]) -> None:
 
 
 def _check_positions(position_ids: Tensor | None, wanted: Sequence[int]) -> None:
-    """Where models hand them down; nearly all do."""
+    """Checks positions if the model hands them down, as nearly all do."""
     if position_ids is None:
         return
     if position_ids.shape[-1] != len(wanted) or (position_ids != torch.tensor(wanted).to(position_ids)).any():

@@ -1,4 +1,4 @@
-"""What transformers hands to an attention function: read as an AttnSpec, or refused. Imports no transformers."""
+"""Reads what transformers hands to an attention function as an AttnSpec, or refuses it. Imports no transformers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def read_spec(
     dropout: float | None = None,
     **others: object,
 ) -> AttnSpec:
-    """What a layer is to compute of `query [batch, heads, tokens, head_dim]` and the like, by its own arguments.
+    """Reads off what a layer computes of `query [batch, heads, tokens, head_dim]` and the like, by its own arguments.
 
     Raises:
         UnsupportedAttentionError: with the first reason found.
@@ -61,7 +61,7 @@ def read_spec(
 
 
 def as_output(out: Tensor) -> tuple[Tensor, None]:
-    """`out [heads, tokens, head_dim]` as transformers wants it: `[1, tokens, heads, head_dim]`, and no weights.
+    """Brings `out [heads, tokens, head_dim]` into the form of transformers: `[1, tokens, heads, head_dim]`, no weights.
 
     Some models view what they get here, so it must be contiguous; the others would copy it themselves.
     """
@@ -69,7 +69,7 @@ def as_output(out: Tensor) -> tuple[Tensor, None]:
 
 
 def rope_dicts(config: object) -> Iterator[Mapping[str, Any]]:
-    """The RoPE parameters of a configuration: one set, or one per layer type."""
+    """Yields the RoPE parameters of a configuration: one set, or one per layer type."""
     rope = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in rope.values() if isinstance(value, Mapping)]
     yield from nested or [rope]
@@ -82,5 +82,5 @@ def _unknown(arguments: dict[str, object]) -> Iterator[str]:
 
 
 def _layer_types(module: nn.Module) -> Sequence[str]:
-    """Of all layers of the module's model."""
+    """Returns the types of all layers of the module's model."""
     return getattr(getattr(module, "config", None), "layer_types", None) or ()

@@ -55,7 +55,7 @@ class Members:
             )
 
     def begin(self, name: str) -> Group:
-        """The group of the next call of an exchange. Its tags are new, so that no call takes another's messages."""
+        """Makes the group of the next call of an exchange, with new tags, so that no call takes another's messages."""
         hops = gather_hops(self.size)  # no exchange has more
         first_tag = next(self._calls) % (_NUM_TAGS // hops) * hops
         return Group(
@@ -81,7 +81,7 @@ class Members:
 
 
 def join(process_group: dist.ProcessGroup | None = None, *, hosts: Sequence[int] | None = None) -> Members:
-    """The ranks of a process group, by default of all, as members of exchanges in the order of their ranks.
+    """Makes the ranks of a process group, by default all, members of exchanges in the order of their ranks.
 
     All of them call it. Join a process group once and keep it for exchanges: other point-to-point messages could be
     mistaken for theirs. Its timeout is how long a member waits for another. Neighbours talk most, so ranks of one host
@@ -116,7 +116,7 @@ def join(process_group: dist.ProcessGroup | None = None, *, hosts: Sequence[int]
 
 
 def _hosts(process_group: dist.ProcessGroup | None, size: int, backend: str) -> tuple[int, ...]:
-    """A number for each member's host: of its name, so that it has the same length everywhere."""
+    """Returns a number for each member's host, made from its name so that it has the same length everywhere."""
     digest = hashlib.blake2b(platform.node().encode(), digest_size=7).digest()
     mine = torch.tensor([int.from_bytes(digest)], device="cuda" if backend == "nccl" else "cpu")
     found = [torch.empty_like(mine) for _ in range(size)]
@@ -177,7 +177,7 @@ def ring_q(
 def alltoall(
     group: Members, q: Tensor, k: Tensor, v: Tensor, runs: Sequence[SpanShards], **options: Unpack[Options]
 ) -> Tensor:
-    """Every member computes some heads for all tokens (SP-NTP of CSPS, §3.2.1; DeepSpeed's Ulysses).
+    """Computes some heads on each member, for all tokens (SP-NTP of CSPS, §3.2.1; DeepSpeed's Ulysses).
 
     Heads need not be a multiple of members; see `ring_kv` for arguments, result and errors.
     """
@@ -194,7 +194,7 @@ def gather_kv(
     dense: bool = False,
     **options: Unpack[Options],
 ) -> Tensor:
-    """Every member gathers all keys and values (KV-Runahead's baseline, §4.1, Fig. 4).
+    """Gathers all keys and values on every member (KV-Runahead's baseline, §4.1, Fig. 4).
 
     With `dense` scores that causality hides are computed and masked, as in the paper, else they are skipped. See
     `ring_kv` for the other arguments, result and errors.
@@ -205,7 +205,7 @@ def gather_kv(
 def chain(
     group: Members, q: Tensor, k: Tensor, v: Tensor, runs: Sequence[SpanShards], **options: Unpack[Options]
 ) -> Tensor:
-    """Keys and values run from each member to the next, which adds its own (KV-Runahead, §4.1).
+    """Hands keys and values from each member to the next, which adds its own (KV-Runahead, §4.1).
 
     Runs must be `contiguous`, maybe with `fractions`, and everybody holds the new keys of its own queries: half of the
     bytes of `gather_kv`. See `ring_kv` for arguments, result and errors.

@@ -1,4 +1,4 @@
-"""What one member brings to an exchange: its share of each request, and how its queries meet a set of keys."""
+"""One member's side of an exchange: its part of each request, and how its queries meet a set of keys."""
 
 from __future__ import annotations
 
@@ -35,29 +35,29 @@ class MemberPart:
 
     @property
     def span_start(self) -> int | None:
-        """The position of the group's first query; None without queries."""
+        """Returns the position of the group's first query; None without queries."""
         return min((runs[0].start for runs in self.q_runs if runs), default=None)
 
     def needed(self, member: int, window: int | None) -> tuple[Run, ...]:
-        """The runs that `member` holds and that some query of the group may still see."""
+        """Returns the runs that `member` holds and that some query of the group may still see."""
         start = self.span_start
         return () if start is None else clip(self.kv_runs[member], _in_sight(start, window))
 
     def cached(self, holder: int, window: int | None, asker: int | None = None) -> tuple[Run, ...]:
-        """What `holder` has from before the span and some query of `asker`, or of anybody, may still see."""
+        """Returns the runs of `holder` before the span that some query of `asker`, or of anybody, may still see."""
         runs = self.q_runs if asker is None else self.q_runs[asker : asker + 1]
         first = min((own[0].start for own in runs if own), default=None)
         return () if first is None else clip(self.kv_runs[holder], _in_sight(first, window), self.span_start)
 
     @property
     def is_in_order(self) -> bool:
-        """Whether the members' queries follow each other, as in a chain."""
+        """Tells whether the members' queries follow each other, as in a chain."""
         runs = [run for member_runs in self.q_runs for run in member_runs]
         return all(one.stop == following.start for one, following in itertools.pairwise(runs))
 
 
 def _in_sight(query: int, window: int | None) -> int:
-    """The first position that a query may see."""
+    """Returns the first position that a query may see."""
     return 0 if window is None else max(0, query - window + 1)
 
 
@@ -81,7 +81,7 @@ class MemberParts(Sequence[MemberPart]):
         return len(self._parts)
 
     def visits(self, asker: int, holder: int, window: int | None) -> tuple[int, ...]:
-        """Indices of the parts of which `asker` has queries and `holder` has keys that are still in sight."""
+        """Lists the parts of which `asker` has queries and `holder` has keys that are still in sight."""
         key = (asker, holder, window)
         if key not in self._visits:
             self._visits[key] = tuple(
@@ -90,7 +90,7 @@ class MemberParts(Sequence[MemberPart]):
         return self._visits[key]
 
     def rows(self, indices: tuple[int, ...], device: torch.device) -> slice | Tensor:
-        """Which of this member's tokens are queries of these parts: a slice where they are neighbours."""
+        """Finds this member's tokens that are queries of these parts: a slice if they are neighbours."""
         if indices not in self._rows:
             row_slices = [self[index].rows for index in indices if self[index].rows.start < self[index].rows.stop]
             if all(one.stop == following.start for one, following in itertools.pairwise(row_slices)):
@@ -101,7 +101,7 @@ class MemberParts(Sequence[MemberPart]):
         return self._rows[indices]
 
     def plan(self, indices: tuple[int, ...], asker: int, holder: int, kv: PagedKv, window: int | None) -> PagedPlan:
-        """How the single queries of `asker` in these parts read the blocks of `holder`, who is this member."""
+        """Plans how single queries of `asker` in these parts read the blocks of `holder`, which is this member."""
         key = (indices, asker, holder, window)
         if key not in self._plans:
             reads = [_reads(self[index], asker, holder, window) for index in indices]
@@ -119,18 +119,18 @@ def _reads(part: MemberPart, asker: int, holder: int, window: int | None) -> Rea
 
 
 def num_tokens(runs: Sequence[Run]) -> int:
-    """Tokens in a set of runs."""
+    """Counts the tokens of some runs."""
     return sum(len(run) for run in runs)
 
 
 def kv_room(all_runs: Sequence[Sequence[Run]], num_kv_heads: int, like: Tensor) -> Message:
-    """Room for the keys, then the values, of some runs of each part, of the type of `like [..., head_dim]`."""
+    """Makes room for the keys, then the values, of some runs of each part, typed as `like [..., head_dim]`."""
     shapes = [((num_kv_heads, num_tokens(runs), like.shape[-1]), like.dtype) for runs in all_runs for _ in ("k", "v")]
     return Message(shapes, like.device)
 
 
 def kv_message(parts: Sequence[MemberPart], all_runs: Sequence[Sequence[Run]], member: int, kv: PagedKv) -> Message:
-    """`kv_room`, filled by `member`, who holds the runs and maybe others before and after them."""
+    """Fills `kv_room` from the pool of `member`, which holds the runs and maybe others before and after them."""
     message = kv_room(all_runs, kv.keys.shape[1], kv.keys)
     for part, runs, k, v in zip(parts, all_runs, message.tensors[::2], message.tensors[1::2], strict=True):
         gather_runs(part, runs, member, kv, k, v)
@@ -146,7 +146,7 @@ def gather_runs(part: MemberPart, runs: Sequence[Run], member: int, kv: PagedKv,
 
 
 def by_position(all_runs: Sequence[Sequence[Run]], tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors `[heads, tokens, head_dim]` of disjoint runs as one, in order of position; the runs leave no gap."""
+    """Joins tensors `[heads, tokens, head_dim]` of disjoint runs in order of position; the runs leave no gap."""
     filled = [(runs, tensor) for runs, tensor in zip(all_runs, tensors, strict=True) if runs]
     if len(filled) == 1:
         return filled[0][1]
@@ -163,7 +163,7 @@ def by_position(all_runs: Sequence[Sequence[Run]], tensors: Sequence[Tensor]) ->
 def attend_held(  # noqa: PLR0917 - those of a part, and who reads it
     backend: AttentionBackend, part: MemberPart, q: Tensor, asker: int, holder: int, kv: PagedKv, spec: AttnSpec
 ) -> Partial:
-    """The queries `q` of `asker` over the keys that `holder`, who is this member, copies out of its pool."""
+    """Computes queries `q` of `asker` over the keys that `holder`, which is this member, copies out of its pool."""
     needed = part.needed(holder, spec.window)
     k = q.new_empty(spec.num_kv_heads, num_tokens(needed), spec.head_dim)
     v = k.new_empty(k.shape)
@@ -172,7 +172,7 @@ def attend_held(  # noqa: PLR0917 - those of a part, and who reads it
 
 
 def split_queries(q: Tensor, runs: Sequence[Run]) -> Iterator[tuple[Run, Tensor]]:
-    """The queries of each run, `[heads, len(run), head_dim]`."""
+    """Yields the queries of each run, `[heads, len(run), head_dim]`."""
     offset = 0
     for run in runs:
         yield run, q[:, offset : offset + len(run)]
@@ -188,7 +188,7 @@ def attend_runs(  # noqa: PLR0917 - what, of which positions, over what
     kv_runs: Sequence[Run],
     spec: AttnSpec,
 ) -> Partial:
-    """Attention of queries over keys `[kv_heads, tokens, head_dim]` at hand, both given with their positions."""
+    """Computes attention of queries over keys `[kv_heads, tokens, head_dim]`, both given with their positions."""
     results = [_attend_run(backend, rows, run, k, v, kv_runs, spec) for run, rows in split_queries(q, q_runs)]
     if len(results) == 1:
         return results[0]
@@ -211,7 +211,7 @@ def _attend_run(  # noqa: PLR0917 - those of `attend_runs`
 
 
 def _visible(q_run: Run, kv_runs: Sequence[Run], window: int | None) -> list[tuple[int, int, Relation]]:
-    """Stretches of held keys that the run sees, `(start, stop, relation)`; neighbours seen in full are joined."""
+    """Lists stretches of keys that the run sees, `(start, stop, relation)`; neighbours seen in full are joined."""
     stretches: list[tuple[int, int, Relation]] = []
     offset = 0
     for run in kv_runs:

@@ -87,7 +87,7 @@ class Wires:
                 changed.notify_all()
 
     def left(self) -> int:
-        """The number of messages that nobody received."""
+        """Counts the messages that nobody received."""
         return sum(len(box) for box in self._boxes.values())
 
 

@@ -31,7 +31,7 @@ def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def merge_each(partials: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """The same for large results that lie apart, one after the other. A single one is returned as it is, in float32."""
+    """Merges large results that lie apart, one after the other. A single one is returned as it is, in float32."""
     out, lse = partials[0]
     out = out.float()
     for other, other_lse in partials[1:]:

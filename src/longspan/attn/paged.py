@@ -25,7 +25,7 @@ class PagedKv:
 
     @property
     def block_size(self) -> int:
-        """Tokens per block."""
+        """Returns the tokens per block."""
         return self.keys.shape[2]
 
     def gather(self, blocks: Sequence[int], start: int, stop: int, k_out: Tensor, v_out: Tensor) -> None:
@@ -68,12 +68,12 @@ class PagedPlan:
 
     @property
     def num_queries(self) -> int:
-        """How many queries the plan is for."""
+        """Returns how many queries the plan is for."""
         return len(self.reads)
 
     @cached_property
     def batch(self) -> PagedBatch:
-        """The items as PyTorch's kernels take them, made when a kernel first asks."""
+        """Returns the items as PyTorch's kernels take them, made when a kernel first asks."""
         return PagedBatch(self.items, self._block_size, self._device, self._dtype)
 
 
@@ -117,7 +117,7 @@ def _items(reads: Sequence[Reads], size: int) -> PagedItems:
 
 
 def _nth_use(blocks: Numbers) -> Numbers:
-    """How many items before this one read the same block: requests that share a prefix do."""
+    """Counts the items before each one that read the same block, as requests with a common prefix do."""
     order = np.argsort(blocks, kind="stable")
     ordered = blocks[order]
     first = np.searchsorted(ordered, ordered, side="left")
@@ -143,7 +143,7 @@ def _items_of(owner: Numbers, num_queries: int) -> Numbers:
 
 
 def _adjacent(blocks: Sequence[int], index: int, end: int) -> int:
-    """How many of `blocks[index:end]` follow each other in the pool."""
+    """Counts how many of `blocks[index:end]` follow each other in the pool."""
     count = 0
     while index + count < end and blocks[index + count] == blocks[index] + count:
         count += 1

@@ -1,4 +1,4 @@
-"""What one attention layer computes, apart from its tensors."""
+"""The computation of one attention layer, apart from its tensors."""
 
 from dataclasses import dataclass
 

@@ -26,12 +26,12 @@ from longspan.layerwise.layers import Channel, StepContext
 
 
 def hidden_hops(size: int) -> int:
-    """Hops that one layer numbers in a group of `size` members."""
+    """Counts the hops that one layer numbers in a group of `size` members."""
     return gather_hops(size) + 3
 
 
 class GatherHidden:
-    """One layer of one member; `group`, `parts`, `kv` and `spec` as for `ring_kv`, the span's own KV not yet stored.
+    """The exchange of one layer on one member. The arguments are those of `ring_kv`; the span's KV is not yet stored.
 
     Gathered tokens are ordered by member, and a member's by part.
 
@@ -46,15 +46,15 @@ class GatherHidden:
 
     @cached_property
     def counts(self) -> list[int]:
-        """Tokens of each member."""
+        """Counts the tokens of each member."""
         return [sum(num_tokens(part.q_runs[member]) for part in self._parts) for member in range(self._group.size)]
 
     def gather(self, hidden: Tensor) -> Tensor:
-        """All tokens' hidden states `[all tokens, hidden]` from this member's `[tokens, hidden]`."""
+        """Gathers all tokens' hidden states `[all tokens, hidden]` from this member's `[tokens, hidden]`."""
         return gather_rows(self._group, hidden, self.counts)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Attention of this member's heads, for all tokens.
+        """Computes attention of this member's heads, for all tokens.
 
         Args:
             q: `[heads of the share, all tokens, head_dim]`.
@@ -79,7 +79,7 @@ class GatherHidden:
         return out, keys, values
 
     def scatter(self, partial: Tensor) -> Tensor:
-        """The sum over members `[tokens, hidden]` for this one's tokens of their `[all tokens, hidden]`."""
+        """Returns the sum over members `[tokens, hidden]` of their `[all tokens, hidden]`, for this member's tokens."""
         blocks = partial.split(self.counts)
         return reduce_scatter(self._group, blocks, hop=gather_hops(self._group.size) + 1)
 
@@ -106,7 +106,7 @@ class GatherHidden:
                 out[:, own] = torch.cat([found[:, place] for place in own_places], dim=1)
 
     def _rows(self, index: int) -> list[slice]:
-        """Where the tokens of a part are among all gathered ones, by member."""
+        """Finds the tokens of a part among all gathered ones, by member."""
         found, start = [], 0
         for member, count in enumerate(self.counts):
             first = start + sum(num_tokens(part.q_runs[member]) for part in [self._parts[i] for i in range(index)])
@@ -115,7 +115,7 @@ class GatherHidden:
         return found
 
     def _message(self, member: int, k: Tensor, v: Tensor) -> Message:
-        """For `member`: the new keys and values of its tokens, then for each part what is cached here of its heads."""
+        """Fills a message for `member`: new keys and values of its tokens, then what is cached here of its heads."""
         message = self._room(self._group.rank, member, k)
         start = sum(self.counts[:member])
         first = self._owned(self._group.rank).start - self.share.kv_heads.start
@@ -137,13 +137,13 @@ class GatherHidden:
         return Message([(shape, like.dtype) for shape in shapes], like.device)
 
     def _owned(self, member: int) -> range:
-        """The KV heads that `member` makes for all: where several have a head, the first of them."""
+        """Returns the KV heads that `member` makes for all: the first of several that have a head makes it."""
         heads = self._shares[member].kv_heads
         taken = max((share.kv_heads.stop for share in self._shares[:member] if share.heads), default=0)
         return range(max(heads.start, taken), max(heads.start, taken, heads.stop))
 
     def _cached(self, holder: int) -> list[tuple[Run, ...]]:
-        """For each part what `holder` has from before the span that some query may still see."""
+        """Returns the runs of `holder` before the span that some query may still see, for each part."""
         return [part.cached(holder, self._spec.window) for part in self._parts]
 
 
@@ -158,7 +158,7 @@ class HiddenLayers:
         """Implements `LayerwiseExchange`: a layer needs no preparation."""
 
     def output(self, layer: int, channel: Channel, hidden: Tensor) -> Tensor:
-        """Implements `LayerwiseExchange`."""
+        """Implements `LayerwiseExchange`: gathers, computes this member's heads, and scatters the sums."""
         context = self._context
         group, kv = context.comm.channel(layer, channel), context.pool.layer(layer)
         gathered = GatherHidden(group, channel.parts, kv, context.model.specs[layer])

@@ -19,7 +19,8 @@ from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
 from longspan.core.exchange import Exchange
 from longspan.layerwise.unsharded_weights import UnshardedWeights, Weights
-from longspan.model.adapter import Attend, Model
+from longspan.model.adapter import Model
+from longspan.model.bridge import Attend
 from longspan.model.sharding import Shard, head_counts
 
 Rotary = tuple[Tensor, Tensor]
@@ -47,14 +48,14 @@ class Channel(Protocol):
 
     @property
     def rank(self) -> int:
-        """The index of this member in the group."""
+        """Returns the index of this member in the group."""
 
     @property
     def parts(self) -> MemberParts: ...
 
     @property
     def rope_lengths(self) -> tuple[int, ...]:
-        """The length that rotary embeddings are pinned to, for each part."""
+        """Returns the length that rotary embeddings are pinned to, for each part."""
 
     @property
     def num_tokens(self) -> int:

@@ -67,7 +67,7 @@ class Layerwise:
 
 
 class LayerwiseStep:
-    """One step of `Layerwise`."""
+    """The layerwise channels of one step, whatever their kind."""
 
     def __init__(self, context: StepContext, channels: Sequence[Channel]) -> None:
         self._channels, self._model = channels, context.model

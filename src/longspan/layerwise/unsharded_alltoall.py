@@ -44,17 +44,18 @@ class Inside:
 
     @cached_property
     def counts(self) -> list[int]:
-        """Tokens of each rank."""
+        """Counts the tokens of each rank."""
         return [tokens.stop - tokens.start for tokens in self._slices]
 
     @property
     def mine(self) -> slice:
-        """This rank's tokens."""
+        """Finds this rank's tokens."""
         return self._slices[self._group.rank]
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values `[heads of this rank's share, all tokens, head_dim]`, from those of all heads for
-        its tokens.
+        """Swaps queries, keys and values of all heads for this rank's tokens against those of its heads for all tokens.
+
+        All are `[heads, tokens, head_dim]`.
         """
         me, ranks = self._group.rank, range(self._group.size)
         others = [rank for rank in ranks if rank != me]
@@ -67,7 +68,7 @@ class Inside:
         return queries, keys, values
 
     def to_tokens(self, out: Tensor) -> Tensor:
-        """Outputs `[all heads, this rank's tokens, head_dim]`, from those of its share for all tokens."""
+        """Swaps outputs of this rank's heads for all tokens against `[all heads, this rank's tokens, head_dim]`."""
         me, ranks = self._group.rank, range(self._group.size)
         others = [rank for rank in ranks if rank != me]
         leaving = {rank: self._results(me, rank, out) for rank in others}
@@ -78,7 +79,7 @@ class Inside:
         return torch.cat([out[:, self.mine] if rank == me else coming[rank].tensors[0] for rank in ranks])
 
     def gather(self, rows: Tensor) -> Tensor:
-        """What every rank made of its tokens, `[tokens, width]`, for all of them."""
+        """Gathers what every rank made of its tokens, `[tokens, width]`."""
         return gather_rows(self._group, rows, self.counts, hop=2)
 
     def _message(self, receiver: int, q: Tensor, k: Tensor, v: Tensor) -> Message:
@@ -98,7 +99,7 @@ class Inside:
 
 
 def _kinds(share: HeadShare) -> tuple[range, range, range]:
-    """The heads of its queries, keys and values."""
+    """Returns the heads of its queries, keys and values."""
     return share.heads, share.kv_heads, share.kv_heads
 
 
@@ -120,7 +121,7 @@ class UnshardedLayers:
         self._start(layer + 1)
 
     def output(self, layer: int, channel: Channel, hidden: Tensor) -> Tensor:
-        """Implements `LayerwiseExchange`."""
+        """Implements `LayerwiseExchange` on the slice of the tokens that this rank computes."""
         context = self._context
         model, pool, comm = context.model, context.pool, context.comm
         spec = model.info.specs[layer]
@@ -170,12 +171,12 @@ def _without_sums(model: Model) -> Iterator[None]:
 
 
 def _from_zero(parts: MemberParts) -> MemberParts:
-    """With rows that count from the first of them, which follow each other."""
+    """Returns the parts with rows that count from the first of them, which follow each other."""
     first = parts[0].rows.start
     moved = [replace(part, rows=slice(part.rows.start - first, part.rows.stop - first)) for part in parts]
     return MemberParts(moved, parts.backend)
 
 
 def _nothing(spec: AttnSpec, like: Tensor) -> Sequence[Tensor]:
-    """Queries, keys and values of no token."""
+    """Makes queries, keys and values of no token."""
     return [like.new_empty(heads, 0, spec.head_dim) for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]

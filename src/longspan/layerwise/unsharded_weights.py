@@ -44,13 +44,13 @@ class HostWeights:
         self._copies = None if device.type == "cpu" else _Copies(device)
 
     def start(self, layer: int) -> None:
-        """Implements `UnshardedWeights`."""
+        """Pins and copies a layer on CUDA devices; on CPUs there is nothing to fetch."""
         if self._copies is not None:
             self._layers[layer] = {name: weight.pin_memory() for name, weight in self._layers[layer].items()}
             self._copies.start(layer, self._layers[layer])
 
     def take(self, layer: int) -> Weights:
-        """Implements `UnshardedWeights`."""
+        """Returns the views, or the copies once they are complete."""
         return self._layers[layer] if self._copies is None else self._copies.take(layer)
 
 
@@ -88,14 +88,14 @@ class PeerWeights:
         self._pending: dict[int, tuple[Gathering, list[Message]]] = {}
 
     def start(self, layer: int) -> None:
-        """Implements `UnshardedWeights`."""
+        """Sends this rank's share of a layer to the others, and begins to receive theirs."""
         share, shard = self._shares[layer], self._shard
         blocks = [share_room(replace(shard, index=rank), layer, share) for rank in range(shard.size)]
         blocks[shard.index] = share_message(shard, layer, share)
         self._pending[layer] = Gathering(self._connect(), blocks), blocks
 
     def take(self, layer: int) -> Weights:
-        """Implements `UnshardedWeights`."""
+        """Joins the shares once they are here."""
         gathering, blocks = self._pending.pop(layer)
         gathering.wait()
         return join(self._shard, layer, self._shares[layer], blocks)
@@ -137,7 +137,7 @@ def join(shard: Shard, layer: int, share: Weights, messages: Sequence[Message]) 
 
 
 def _stretches(shard: Shard, spec: AttnSpec, name: str, weight: Tensor) -> tuple[int, list[tuple[int, int]]]:
-    """Along which dimension, and from where to where, a rank's share of a parameter has what no rank before it has.
+    """Finds the dimension and the stretches of a rank's share of a parameter that no rank before it has.
 
     All ranks have equally many stretches: one of queries, keys and values each for fused projections, none for what
     every rank has completely. `weight` is the share of any rank.

@@ -8,13 +8,10 @@ from transformers import PreTrainedModel
 
 from longspan.model.bridge import SERVE, Attend
 from longspan.model.files import ModelFiles
-from longspan.model.info import ModelInfo, build_skeleton, check_supported, load_config
+from longspan.model.info import ModelInfo, build_skeleton, load_config
 from longspan.model.rope import PinnedLongRope, pin_longrope
 from longspan.model.sharding import Shard, attention_modules, sum_partial_results
 from longspan.model.store import DTYPES, map_tensors, read_info
-
-__all__ = ["Attend", "Model", "ModelInfo", "check_supported"]
-
 
 Reduce = Callable[[Tensor], Tensor]
 """Sums `[1, tokens, hidden]` over the ranks of an instance."""
@@ -162,7 +159,7 @@ def _fill(model: nn.Module, tensors: Mapping[str, Tensor], device: torch.device,
 def _stored_weights(
     module: nn.Module, attentions: Sequence[nn.Module], stored: Mapping[str, Tensor]
 ) -> list[dict[str, Tensor]]:
-    """The stored parameters of each attention module, by their names in it."""
+    """Returns the stored parameters of each attention module, by their names in it."""
     paths = {attention: path for path, attention in module.named_modules()}
     return [
         {name: stored[f"{paths[attention]}.{name}"] for name, _ in attention.named_parameters()}

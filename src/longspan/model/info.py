@@ -1,4 +1,4 @@
-"""Which models longspan can serve, and what the rest of longspan needs to know about one, without its weights."""
+"""The models that longspan can serve, and what the rest of longspan must know about one, without its weights."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from longspan.attn.interface import LAYER_TYPES
 from longspan.attn.spec import AttnSpec
 from longspan.cost.architecture import ModelShape
-from longspan.model.cache import quiet_transformers
-from longspan.model.files import ModelError, one_line
+from longspan.model.files import ModelError, one_line, quiet_transformers
 from longspan.model.rope import rope_switch_length, rope_types
 
 
@@ -96,7 +95,7 @@ def _is_sink(module: nn.Module) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInfo:
-    """Facts of a model.
+    """The facts that are stored with a model's weights.
 
     `context_length` is in tokens (prompt and output together); `specs` has one entry per layer; `hidden_size` is the
     width of what passes from layer to layer.
@@ -114,7 +113,7 @@ class ModelInfo:
     rope_switch_length: int | None
 
     def shape(self, bytes_per_element: int) -> ModelShape:
-        """Its sizes, of the first layer if they differ."""
+        """Returns its sizes, of the first layer if they differ."""
         spec = self.specs[0]
         return ModelShape(
             num_layers=self.num_layers,
@@ -126,12 +125,12 @@ class ModelInfo:
         )
 
     def to_json(self) -> str:
-        """The inverse of `from_json`."""
+        """Writes all facts as JSON, for `from_json`."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> ModelInfo:
-        """The inverse of `to_json`."""
+        """Reads what `to_json` wrote."""
         fields: dict[str, Any] = json.loads(text)
         fields["specs"] = tuple(AttnSpec(**spec) for spec in fields["specs"])
         fields["eos_token_ids"] = tuple(fields["eos_token_ids"])
@@ -170,7 +169,7 @@ def _context_length(config: PreTrainedConfig) -> int:
 
 
 def _check_windows(config: PreTrainedConfig, specs: tuple[AttnSpec, ...]) -> None:
-    """Some models state their window to transformers' mask alone, which longspan does not see."""
+    """Refuses models that state their window to transformers' mask alone, which longspan does not see."""
     limit = _context_length(config)
     stated = min(getattr(config, "sliding_window", None) or limit, limit)
     types = getattr(config, "layer_types", None) or ["sliding_attention"] * len(specs)

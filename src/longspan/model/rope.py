@@ -17,12 +17,12 @@ from longspan.attn.interface import rope_dicts
 
 
 def rope_types(config: PreTrainedConfig) -> set[str]:
-    """All RoPE types that the configuration names, also per layer type."""
+    """Returns all RoPE types that the configuration names, also per layer type."""
     return {kind for rope in rope_dicts(config) if (kind := rope.get("rope_type"))}
 
 
 def rope_switch_length(config: PreTrainedConfig) -> int | None:
-    """The request length in tokens above which longrope changes to its long factors; None if it never changes."""
+    """Returns the request length in tokens above which longrope takes its long factors; None if it never does."""
     for rope in rope_dicts(config):
         if rope.get("rope_type") == "longrope" and _has_two_sets(rope):
             return int(rope["original_max_position_embeddings"])

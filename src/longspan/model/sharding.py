@@ -38,7 +38,7 @@ class Shard:
 
     @property
     def local_specs(self) -> tuple[AttnSpec, ...]:
-        """What each layer's attention computes on this rank."""
+        """Returns what each layer's attention computes on this rank."""
         shares = [self.share(spec) for spec in self.specs]
         return tuple(
             replace(spec, num_heads=len(share.heads), num_kv_heads=len(share.kv_heads))
@@ -46,7 +46,7 @@ class Shard:
         )
 
     def cut(self, name: str, weight: Tensor) -> Tensor:
-        """This rank's slice of a parameter.
+        """Returns this rank's slice of a parameter.
 
         Raises:
             ModelError: when it is not known how to cut it.
@@ -67,7 +67,7 @@ class Shard:
         )
 
     def share(self, spec: AttnSpec) -> HeadShare:
-        """This rank's heads of a layer."""
+        """Returns this rank's heads of a layer."""
         return split_heads(spec.num_heads, spec.num_kv_heads, self.size)[self.index]
 
 
@@ -95,20 +95,20 @@ def _o(shard: Shard, weight: Tensor, spec: AttnSpec) -> Tensor:
 
 
 def _up(shard: Shard, weight: Tensor, _: AttnSpec) -> Tensor:
-    """`[inner, hidden]`, or its bias."""
+    """Cuts `[inner, hidden]`, or its bias."""
     start, stop = cut_evenly(weight.shape[0], shard.size)[shard.index]
     return weight[start:stop]
 
 
 def _gate_up(shard: Shard, weight: Tensor, _: AttnSpec) -> Tensor:
-    """Two such below each other; of experts `[experts, 2 * inner, hidden]`."""
+    """Cuts two such weights below each other; of experts `[experts, 2 * inner, hidden]`."""
     dim = max(0, weight.ndim - 2)
     start, stop = cut_evenly(weight.shape[dim] // 2, shard.size)[shard.index]
     return torch.cat([half.narrow(dim, start, stop - start) for half in weight.chunk(2, dim)], dim)
 
 
 def _down(shard: Shard, weight: Tensor, _: AttnSpec) -> Tensor:
-    """`[hidden, inner]`, `[experts, hidden, inner]`, or a bias."""
+    """Cuts `[hidden, inner]`, `[experts, hidden, inner]`, or a bias."""
     if weight.ndim == 1:
         return _once(shard, weight)
     start, stop = cut_evenly(weight.shape[-1], shard.size)[shard.index]
@@ -116,7 +116,7 @@ def _down(shard: Shard, weight: Tensor, _: AttnSpec) -> Tensor:
 
 
 def _once(shard: Shard, bias: Tensor) -> Tensor:
-    """What is added to a sum, one rank adds."""
+    """Gives what is added to a sum to one rank, and zeros to the others."""
     return bias if shard.index == 0 else torch.zeros_like(bias)
 
 
@@ -135,7 +135,7 @@ _RULES: dict[str, Callable[[Shard, Tensor, AttnSpec], Tensor]] = {
 
 
 def check_degree(specs: Sequence[AttnSpec], tp: int, num_sharing: int = 1) -> None:
-    """Whether heads can be split between `tp` ranks, and each rank's again between `num_sharing` instances.
+    """Checks that heads can be split between `tp` ranks, and each rank's again between `num_sharing` instances.
 
     Raises:
         ModelError: when somebody would have no query head.
@@ -175,14 +175,14 @@ def sum_partial_results(module: PreTrainedModel, shard: Shard, reduce: Callable[
 
 
 def attention_modules(module: PreTrainedModel) -> list[Any]:
-    """One per layer, in order."""
+    """Returns the attention modules, one per layer, in order."""
     found: list[Any] = [layer for layer in module.modules() if hasattr(layer, "o_proj") and hasattr(layer, "layer_idx")]
     return sorted(found, key=lambda attention: attention.layer_idx)
 
 
 @contextmanager
 def head_counts(attention: Any, spec: AttnSpec) -> Iterator[None]:  # noqa: ANN401 - a module, whatever its class
-    """For a while, an attention module has so many heads."""
+    """Gives an attention module so many heads for a while."""
     before = {name: vars(attention)[name] for name in ("config", "num_key_value_heads") if name in vars(attention)}
     _tell_head_counts(attention, spec)
     try:
@@ -192,7 +192,7 @@ def head_counts(attention: Any, spec: AttnSpec) -> Iterator[None]:  # noqa: ANN4
 
 
 def _tell_head_counts(attention: Any, spec: AttnSpec) -> None:  # noqa: ANN401 - a module, whatever its class
-    """Some models cut their fused projections by these numbers, the others by shapes."""
+    """Sets the numbers by which some models cut their fused projections; the others go by shapes."""
     config = copy.copy(attention.config)
     config.num_attention_heads, config.num_key_value_heads = spec.num_heads, spec.num_kv_heads
     vars(attention).update(config=config, num_key_value_heads=spec.num_kv_heads)

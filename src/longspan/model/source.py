@@ -1,4 +1,4 @@
-"""From what a user calls a model to files that workers can map; the embedded default model, SmolLM2-135M-Instruct."""
+"""Finds or fetches a model by what a user calls it, and makes files that workers can map; SmolLM2 is embedded."""
 
 from __future__ import annotations
 
@@ -13,13 +13,9 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
-from longspan.model.cache import build_once, cache_root, quiet_transformers
-from longspan.model.files import ModelError, ModelFiles, one_line
+from longspan.model.files import ModelError, ModelFiles, build_once, cache_root, one_line, quiet_transformers
 from longspan.model.info import check_supported
 from longspan.model.store import DTYPES, ensure_weights
-
-__all__ = ["ModelError", "ModelFiles", "prepare", "smollm2_folder"]
-
 
 ALIAS = "smollm2-135m"
 CONTEXT_LENGTH = 8192

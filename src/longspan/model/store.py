@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
 
 from longspan.model.bridge import PROBE, probe_specs
-from longspan.model.cache import build_once, cache_root, quiet_transformers
-from longspan.model.files import ModelError, one_line
+from longspan.model.files import ModelError, build_once, cache_root, one_line, quiet_transformers
 from longspan.model.info import ModelInfo, gather_info, load_config
 
 FORMAT = 2

@@ -11,8 +11,7 @@ import msgspec
 
 from longspan.cost.partitions import PartitionTable
 from longspan.cost.profile import Profile, ProfileKey
-from longspan.model.cache import cache_root, write_file
-from longspan.model.files import ModelError, ModelFiles
+from longspan.model.files import ModelError, ModelFiles, cache_root, write_file
 
 _REVISION = 1
 """Raised with every change by which instances take other times for the same work, or are measured otherwise."""

@@ -18,7 +18,7 @@ class NativeCpu(TorchCpu):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, relation: Relation, spec: AttnSpec, *, dense: bool = False
     ) -> Partial:
-        """Implements `AttentionBackend`."""
+        """Implements `AttentionBackend` by our own kernel where it applies."""
         if not native.applies(q, spec):
             return super().attend(q, k, v, relation, spec, dense=dense)
         if dense:
@@ -34,7 +34,7 @@ class NativeCpu(TorchCpu):
                 return native.attend(q, k, v, spec, lower=relation.lower, upper=relation.upper)
 
     def attend_paged(self, q: Tensor, kv: PagedKv, plan: PagedPlan, spec: AttnSpec) -> Partial:
-        """Implements `AttentionBackend`."""
+        """Implements `AttentionBackend` by our own kernel where it applies."""
         if not native.applies_paged(q, spec):
             return super().attend_paged(q, kv, plan, spec)
         assert q.shape[1] == plan.num_queries, "the plan is for these queries"

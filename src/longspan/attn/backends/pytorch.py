@@ -40,7 +40,7 @@ class TorchBackend(ABC):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, relation: Relation, spec: AttnSpec, *, dense: bool = False
     ) -> Partial:
-        """Implements `AttentionBackend`."""
+        """Implements `AttentionBackend` by rectangles and squares, see the module."""
         if dense:
             return self._band(q, k, v, relation.lower, relation.upper, spec, dense=True)
         num_queries, num_keys = q.shape[1], k.shape[1]
@@ -62,11 +62,11 @@ class TorchBackend(ABC):
         return out, lse
 
     def plan(self, reads: Sequence[Reads], kv: PagedKv) -> PagedPlan:
-        """Implements `AttentionBackend`."""
+        """Implements `AttentionBackend`: the plan also lists the items of a batch."""
         return PagedPlan(reads, kv)
 
     def attend_paged(self, q: Tensor, kv: PagedKv, plan: PagedPlan, spec: AttnSpec) -> Partial:
-        """Implements `AttentionBackend`."""
+        """Implements `AttentionBackend` by one kernel call for all items, and merges the items of a query."""
         num_heads, num_queries, dim = q.shape
         assert num_queries == plan.num_queries, "the plan is for these queries"
         if not len(plan.items.blocks):
@@ -98,7 +98,7 @@ class TorchBackend(ABC):
         return out.to(q.dtype), lse
 
     def _attend_items(self, rows: Tensor, kv: PagedKv, batch: PagedBatch, spec: AttnSpec) -> Partial:
-        """`out [items, kv_heads, queries per head, head_dim]` and `lse [items, kv_heads, queries per head]`."""
+        """Returns `out [items, kv_heads, queries per head, head_dim]` and `lse [items, kv_heads, queries per head]`."""
         found, start = [], 0
         for view in batch.views:
             k, v = kv.keys[view], kv.values[view]
@@ -117,7 +117,7 @@ class TorchBackend(ABC):
         return out.reshape(q.shape), lse.reshape(q.shape[:2])
 
     def _diagonal(self, q: Tensor, k: Tensor, v: Tensor, upper: int, spec: AttnSpec) -> Partial:
-        """Causal: keys before `upper` are seen by all, then comes a square with a diagonal, then rows that see all."""
+        """Computes causal runs: all rows see the keys before `upper`, then comes a square, then rows that see all."""
         num_queries, num_keys = q.shape[1], k.shape[1]
         square = min(num_queries, num_keys - upper)
         corner = slice(upper, upper + square)
@@ -135,7 +135,7 @@ class TorchBackend(ABC):
     def _band(
         self, q: Tensor, k: Tensor, v: Tensor, lower: int, upper: int, spec: AttnSpec, *, dense: bool = False
     ) -> Partial:
-        """Sliding window: tiles of queries over the keys that any of them sees, or over all, masked at the edges."""
+        """Computes a sliding window: tiles of queries over the keys that any of them sees, or over all, with masks."""
         num_queries, num_keys = q.shape[1], k.shape[1]
         outs, lses = [], []
         for start in range(0, num_queries, _TILE):
@@ -155,7 +155,7 @@ class TorchBackend(ABC):
     def _fused(
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, causal: bool = False, mask: Tensor | None = None
     ) -> Partial:
-        """One kernel call on `q [n, heads, T, D]`, `k, v [n, K, S, D]`; T and S above 0, every query sees some key.
+        """Makes one kernel call on `q [n, heads, T, D]`, `k, v [n, K, S, D]`; T, S > 0, and every query sees some key.
 
         The mask has q's type and four dimensions, of which the first three may be 1: 0 or -inf, added to the scores.
         Causal calls are square, so that kernels that align the diagonal differently agree.
@@ -168,7 +168,7 @@ class TorchBackend(ABC):
 
 
 class TorchCpu(TorchBackend):
-    """FlashAttention for CPUs."""
+    """Calls the FlashAttention kernel that PyTorch has for CPUs."""
 
     def _kernel(self, q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, causal: bool, mask: Tensor | None) -> Partial:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(  # noqa: SLF001 - public ones hide the lse
@@ -178,7 +178,7 @@ class TorchCpu(TorchBackend):
 
 
 class TorchCuda(TorchBackend):
-    """FlashAttention in half precision, the memory-efficient kernel in float32."""
+    """Calls FlashAttention in half precision, and the memory-efficient kernel in float32."""
 
     def _kernel(self, q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, causal: bool, mask: Tensor | None) -> Partial:
         if mask is not None:
@@ -207,7 +207,7 @@ def _split(k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _fold(q: Tensor, spec: AttnSpec) -> Tensor:
-    """`[H, T, D]` as `[1, K, H/K * T, D]`: heads that share keys become rows, so that keys are read once."""
+    """Views `[H, T, D]` as `[1, K, H/K * T, D]`: heads that share keys become rows, so that keys are read once."""
     return q.reshape(1, spec.num_kv_heads, -1, q.shape[-1])
 
 

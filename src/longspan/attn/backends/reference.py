@@ -19,7 +19,7 @@ class Reference:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, relation: Relation, spec: AttnSpec, *, dense: bool = False
     ) -> Partial:
-        """Implements `AttentionBackend`."""
+        """Implements `AttentionBackend`, and always computes all scores."""
         del dense
         age = torch.arange(q.shape[1])[:, None] - torch.arange(k.shape[1])[None]
         match relation.kind:
@@ -34,11 +34,11 @@ class Reference:
         return _attend(q, k, v, visible, spec)
 
     def plan(self, reads: Sequence[Reads], kv: PagedKv) -> PagedPlan:
-        """Implements `AttentionBackend`."""
+        """Implements `AttentionBackend`: nothing but the reads is used."""
         return PagedPlan(reads, kv)
 
     def attend_paged(self, q: Tensor, kv: PagedKv, plan: PagedPlan, spec: AttnSpec) -> Partial:
-        """Implements `AttentionBackend`."""
+        """Implements `AttentionBackend`, query by query."""
         found = []
         for row, read in enumerate(plan.reads):
             k = kv.keys.new_empty(spec.num_kv_heads, read.stop - read.start, spec.head_dim)

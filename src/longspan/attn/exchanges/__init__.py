@@ -70,7 +70,7 @@ def register(exchange: Exchange, attend: Attend, *, start: Start | None = None) 
 
 
 def from_pool(function: Callable[[Group, MemberParts, Tensor, PagedKv, AttnSpec, Tensor], None]) -> Attend:
-    """Adapts an exchange that finds all keys and values in the pool: `(group, parts, q, kv, spec, out)`."""
+    """Makes an `Attend` of an exchange that finds all keys and values in the pool."""
 
     def attend(call: Call) -> tuple[()]:
         function(call.group, call.parts, call.q, call.kv, call.spec, call.out)

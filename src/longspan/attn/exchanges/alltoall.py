@@ -24,7 +24,7 @@ from longspan.core.runs import coalesce, row_slices, stretch
 
 
 def alltoall(group: Group, parts: MemberParts, q: Tensor, kv: PagedKv, spec: AttnSpec, out: Tensor) -> None:
-    """Attention of several requests at once; see `ring_kv` for the arguments."""
+    """Computes attention of several requests at once; `ring_kv` says what the arguments are."""
     me, members = group.rank, range(group.size)
     others = [member for member in members if member != me]
     shares = spread_heads(spec.num_heads, spec.num_kv_heads, group.size)
@@ -53,7 +53,7 @@ def alltoall(group: Group, parts: MemberParts, q: Tensor, kv: PagedKv, spec: Att
 
 
 def _inside(some: range, of: range) -> slice:
-    """Where heads are among those of a share."""
+    """Finds heads among those of a share."""
     return slice(some.start - of.start, some.stop - of.start)
 
 
@@ -64,7 +64,7 @@ def _attend(
     spec: AttnSpec,
     results: Sequence[Tensor],
 ) -> None:
-    """Some heads of a request, from the queries, the keys and the values of all members, to the outputs of each."""
+    """Computes some heads of a request, from the queries, keys and values of all members to the outputs of each."""
     q, k, v = tensors
     q_runs = coalesce(run for runs in part.q_runs for run in runs)
     if not q_runs:
@@ -80,7 +80,7 @@ def _attend(
 
 
 def _tokens(parts: MemberParts, me: int, share: HeadShare, q: Tensor, kv: PagedKv, spec: AttnSpec) -> Message:
-    """This member's queries, and its keys and values that are still in sight, for the heads of a share."""
+    """Fills a message with this member's queries, and its keys and values still in sight, for the heads of a share."""
     message = _room(parts, me, share, q, spec)
     kv_heads = slice(share.kv_heads.start, share.kv_heads.stop)
     view = PagedKv(keys=kv.keys[:, kv_heads], values=kv.values[:, kv_heads])
@@ -101,7 +101,7 @@ def _room(parts: MemberParts, member: int, share: HeadShare, q: Tensor, spec: At
 
 
 def _results(parts: MemberParts, asker: int, share: HeadShare, q: Tensor) -> Message:
-    """Room for the outputs of some heads, for the queries of `asker`."""
+    """Makes room for the outputs of some heads, for the queries of `asker`."""
     shapes = [(len(share.heads), num_tokens(part.q_runs[asker]), q.shape[2]) for part in parts]
     return Message([(shape, q.dtype) for shape in shapes], q.device)
 

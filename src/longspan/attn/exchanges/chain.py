@@ -23,7 +23,7 @@ from longspan.core.runs import Run, coalesce, stretch
 
 @dataclass(frozen=True, kw_only=True)
 class ChainStart:
-    """What is under way in a layer: from `predecessor` the new keys and values, and from all holders the `cached`."""
+    """Transfers of a layer under way: new keys and values from the `predecessor`, and `cached` ones from all owners."""
 
     predecessor: Message
     cached: list[Message]
@@ -64,7 +64,7 @@ def chain(  # noqa: PLR0917 - those of the other exchanges, and the new keys and
     *,
     started: ChainStart | None = None,
 ) -> list[KeysAndValues]:
-    """Attention of several requests at once; see `ring_kv` for `group`, `parts`, `q`, `kv` and `out`.
+    """Computes attention of several requests at once; `ring_kv` says what the other arguments are.
 
     Of what lies in the pool only tokens before the span of a part are read, and who holds the span's own according to
     `kv_runs` does not matter.
@@ -106,12 +106,12 @@ def chain(  # noqa: PLR0917 - those of the other exchanges, and the new keys and
 
 
 def _new(part: MemberPart, num_members: int) -> tuple[Run, ...]:
-    """The new tokens of the first members."""
+    """Returns the new tokens of the first members."""
     return coalesce(run for runs in part.q_runs[:num_members] for run in runs)
 
 
 def _cached(parts: MemberParts, holder: int, asker: int, spec: AttnSpec) -> list[tuple[Run, ...]]:
-    """For each part what `holder` has from before the span that some query of `asker` may still see."""
+    """Returns the tokens of `holder` from before the span that some query of `asker` may still see, for each part."""
     return [part.cached(holder, spec.window, asker) for part in parts]
 
 

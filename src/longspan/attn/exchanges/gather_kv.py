@@ -20,7 +20,7 @@ from longspan.core.runs import relate, stretch
 def gather_kv(
     group: Group, parts: MemberParts, q: Tensor, kv: PagedKv, spec: AttnSpec, out: Tensor, *, dense: bool = False
 ) -> None:
-    """Attention of several requests at once; see `ring_kv` for the arguments.
+    """Computes attention of several requests at once; `ring_kv` says what the arguments are.
 
     With `dense` all scores of a member's queries with all gathered keys are computed and those that causality hides
     are masked, as in the paper; else what is hidden is skipped.

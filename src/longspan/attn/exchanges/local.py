@@ -13,7 +13,7 @@ from longspan.core.exchange import LOCAL
 
 
 def local(_: Group, parts: MemberParts, q: Tensor, kv: PagedKv, spec: AttnSpec, out: Tensor) -> None:
-    """Attention of parts whose group is this member alone; see `ring_kv` for the arguments.
+    """Computes attention of parts whose group is this member alone; `ring_kv` says what the arguments are.
 
     Single queries read their keys where they lie, all in one call; more queries of a request read a contiguous copy,
     which costs little beside them.

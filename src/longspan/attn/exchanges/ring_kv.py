@@ -20,7 +20,7 @@ from longspan.core.exchange import RING_KV
 
 
 def ring_kv(group: Group, parts: MemberParts, q: Tensor, kv: PagedKv, spec: AttnSpec, out: Tensor) -> None:
-    """Attention of several requests at once over the keys of all members.
+    """Computes attention of several requests at once over the keys of all members.
 
     Every member of the group calls it with the same parts in the same order, those without queries too.
 

@@ -23,7 +23,7 @@ from longspan.core.exchange import RING_Q
 
 
 def ring_q(group: Group, parts: MemberParts, q: Tensor, kv: PagedKv, spec: AttnSpec, out: Tensor) -> None:
-    """Attention of several requests at once; see `ring_kv` for the arguments."""
+    """Computes attention of several requests at once; `ring_kv` says what the arguments are."""
     me, window = group.rank, spec.window
     others = [member for member in range(group.size) if member != me]
     mine = {holder: parts.visits(me, holder, window) for holder in range(group.size)}
@@ -59,7 +59,7 @@ class _Found:
         self._sum: Partial | None = None
 
     def rows(self, indices: Sequence[int]) -> slice | Tensor:
-        """Where the queries of these parts are."""
+        """Finds the queries of these parts."""
         return self._parts.rows(tuple(indices), self._q.device)
 
     def add(self, indices: tuple[int, ...], partial: Partial) -> None:
@@ -80,7 +80,7 @@ class _Found:
 def _meet(
     parts: MemberParts, indices: tuple[int, ...], q: Tensor, kv: PagedKv, spec: AttnSpec, *, asker: int, me: int
 ) -> Partial:
-    """The queries of `asker` in these parts over this member's keys."""
+    """Computes the queries of `asker` in these parts over this member's keys."""
     counts = [num_tokens(parts[index].q_runs[asker]) for index in indices]
     if max(counts) == 1:
         return parts.backend.attend_paged(q, kv, parts.plan(indices, asker, me, kv, spec.window), spec)
@@ -95,7 +95,7 @@ def _meet(
 def _questions(
     parts: MemberParts, indices: Sequence[int], asker: int, q: Tensor, spec: AttnSpec, *, fill: bool
 ) -> Message:
-    """The queries of `asker` in these parts, one after the other."""
+    """Packs the queries of `asker` in these parts, one after the other."""
     tokens = sum(num_tokens(parts[index].q_runs[asker]) for index in indices)
     message = Message([((spec.num_heads, tokens, spec.head_dim), q.dtype)], q.device)
     if fill and tokens:
@@ -104,7 +104,7 @@ def _questions(
 
 
 def _room(parts: MemberParts, indices: Sequence[int], asker: int, q: Tensor, spec: AttnSpec) -> Message:
-    """Room for the log-sum-exps and the outputs of the queries of `asker` in these parts."""
+    """Makes room for the log-sum-exps and the outputs of the queries of `asker` in these parts."""
     tokens = sum(num_tokens(parts[index].q_runs[asker]) for index in indices)
     shape = (spec.num_heads, tokens)
     return Message([(shape, torch.float32), ((*shape, spec.head_dim), q.dtype)], q.device)

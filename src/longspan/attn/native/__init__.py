@@ -45,7 +45,7 @@ class UnavailableError(Exception):
 
 
 class _Flash(ctypes.Structure):
-    """`Problem` of flash.cpp."""
+    """The struct `Problem` of flash.cpp, field by field."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "lse")),
@@ -57,7 +57,7 @@ class _Flash(ctypes.Structure):
 
 
 class _Paged(ctypes.Structure):
-    """`Problem` of paged.cpp."""
+    """The struct `Problem` of paged.cpp, field by field."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "keys", "values", "out", "lse")),
@@ -68,7 +68,7 @@ class _Paged(ctypes.Structure):
 
 
 class PagedItems(NamedTuple):
-    """What single queries read: query t the slots `[low, high)` of `blocks`, of items `[first[t], first[t + 1])`."""
+    """The reads of single queries: query t the slots `[low, high)` of `blocks` of items `[first[t], first[t + 1])`."""
 
     first: Numbers
     blocks: Numbers
@@ -80,7 +80,7 @@ _library: ctypes.CDLL | None = None
 
 
 def build(folder: Path) -> Path:
-    """The compiled kernels in `folder`, where they stay for the next time.
+    """Compiles the kernels into `folder`, if they are not there yet.
 
     Raises:
         UnavailableError: when the processor or the compiler is missing what is needed.
@@ -115,7 +115,7 @@ def is_loaded() -> bool:
 
 
 def applies(q: Tensor, spec: AttnSpec) -> bool:
-    """Whether `attend` can and should be used for queries `[H, T, D]`."""
+    """Tells whether `attend` can and should be used for queries `[H, T, D]`."""
     return (
         _library is not None
         and q.device.type == "cpu"
@@ -128,7 +128,7 @@ def applies(q: Tensor, spec: AttnSpec) -> bool:
 
 
 def applies_paged(q: Tensor, spec: AttnSpec) -> bool:
-    """Whether `attend_paged` can be used for queries `[H, T, D]`."""
+    """Tells whether `attend_paged` can be used for queries `[H, T, D]`."""
     return (
         _library is not None
         and q.device.type == "cpu"
@@ -142,7 +142,7 @@ def applies_paged(q: Tensor, spec: AttnSpec) -> bool:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, lower: int = -_FAR, upper: int = _FAR, dense: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Attention of `q [H, T, D]` over `k, v [K, S, D]`; query i sees key j iff `i + lower <= j <= i + upper`.
+    """Computes `q [H, T, D]` over `k, v [K, S, D]`; query i sees key j iff `i + lower <= j <= i + upper`.
 
     With `dense` the scores of keys that are not seen are computed, too.
     Returns `out [H, T, D]` and `lse [H, T]` float32; queries that see no key get output 0 and lse -inf.
@@ -166,7 +166,7 @@ def attend(
 
 
 def attend_paged(q: Tensor, keys: Tensor, values: Tensor, items: PagedItems, spec: AttnSpec) -> tuple[Tensor, Tensor]:
-    """Attention of single queries `q [H, T, D]` over `keys, values [blocks, K, block_size, D]`, which must be dense.
+    """Computes single queries `q [H, T, D]` over `keys, values [blocks, K, block_size, D]`, which must be dense.
 
     Returns `out [H, T, D]` and `lse [H, T]` float32; queries without items get output 0 and lse -inf.
     """

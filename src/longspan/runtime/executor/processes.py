@@ -11,7 +11,7 @@ from pathlib import Path
 
 import zmq
 
-from longspan.model.cache import cache_root
+from longspan.model.files import cache_root
 from longspan.runtime.executor.forkserver import WorkerProcess, start_worker
 from longspan.runtime.messages import WorkerConfig
 

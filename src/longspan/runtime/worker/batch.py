@@ -40,7 +40,7 @@ class Channel:
 
     @property
     def num_tokens(self) -> int:
-        """Those of this member, which follow each other."""
+        """Counts this member's tokens, which follow each other."""
         return sum(num_tokens(part.q_runs[self.rank]) for part in self.parts)
 
     def store(self, pool: KvPool, layer: int, k: Tensor, v: Tensor) -> None:
@@ -54,7 +54,7 @@ class Channel:
 
 @dataclass(frozen=True, kw_only=True)
 class Slots:
-    """Where the keys and values of some tokens go: the token in row `rows[i]` to slot `offsets[i]` of `blocks[i]`.
+    """The places of the keys and values of some tokens: the token in row `rows[i]` to slot `offsets[i]` of `blocks[i]`.
 
     All `[tokens]` int64.
     """
@@ -175,7 +175,7 @@ def _layerwise_last(parts: Sequence[Part]) -> list[Part]:
 
 
 def _has_afterwards(part: Part, me: int) -> list[int]:
-    """The positions of the new tokens that a member has after the exchange: its own, or those up to its own."""
+    """Lists the new tokens that a member has after the exchange: its own, or all up to its own."""
     if part.exchange.traits.keeps == "computed":
         return [position for run in part.runs[me] for position in run.positions]
     ends = (run.stop for runs in part.runs[: me + 1] for run in runs)
@@ -183,7 +183,7 @@ def _has_afterwards(part: Part, me: int) -> list[int]:
 
 
 def _slots(tokens: Iterable[tuple[int, BlockRef, int]], instance: int, device: torch.device) -> Slots:
-    """Of tokens given as row, block, and offset: those whose block is this instance's."""
+    """Keeps the tokens, given as row, block and offset, whose block is this instance's."""
     own = [(row, ref.block, offset) for row, ref, offset in tokens if ref.instance == instance]
     rows, blocks, offsets = torch.tensor(own, dtype=torch.int64, device=device).view(-1, 3).unbind(1)
     return Slots(rows=rows, blocks=blocks, offsets=offsets)
@@ -199,7 +199,7 @@ def _unknown(part: Part, instance: int, last_row: int) -> Iterator[UnknownToken]
 
 
 def _prompt_rows(part: Part, runs: Sequence[Run], first_row: int) -> PromptRows:
-    """The rows of this member whose next token lies in the prompt, on whichever member that is."""
+    """Finds the rows of this member whose next token lies in the prompt, on whichever member that is."""
     before = [position for run in runs for position in run.positions if position - part.start < len(part.targets)]
     return PromptRows(
         request_id=part.request_id,

@@ -57,8 +57,9 @@ class StepComm:
         return self._group(ranks, channel.rank, channel.exchange.shown, self._tag(layer, channel.number))
 
     def everyone(self) -> Group | None:
-        """All instances, for what travels before the first layer between those that are split alike; None when there
-        is only one rank.
+        """Connects all instances, for what travels before the first layer between those that are split alike.
+
+        None when there is only one rank.
         """
         if self._transport is None:
             return None
@@ -66,13 +67,13 @@ class StepComm:
         return self._group(ranks, self._instance, "tokens", self._tag(self._num_layers, 0))
 
     def inside(self, name: str) -> Group:
-        """The ranks of this instance, who ask for it in the same order; no exchange of a channel is between them."""
+        """Connects the ranks of this instance, which ask for it in the same order; no channel is between them."""
         tag = self._first_tag + self._num_inside * self._hops
         self._num_inside += 1
         return self._group(self._cluster.ranks(self._instance), self._shard, name, tag)
 
     def all_reduce(self, partial: Tensor) -> Tensor:
-        """The sum over the ranks of this instance."""
+        """Returns the sum over the ranks of this instance."""
         return all_reduce(self.inside("all_reduce"), partial)
 
     def _beside(self, instance: int) -> int:
@@ -98,7 +99,7 @@ class MoveComm:
         self._num_layers = num_layers
 
     def group(self, number: int, layer: int, sent: Counter[tuple[str, Link]], piece: int = 0) -> Group:
-        """For one message of a layer of the MoveKV of a number, whose only hop is 0; a member is a rank. Counts in
+        """Connects all ranks for one message of a layer of a MoveKV, whose only hop is 0; a member is a rank. Counts in
         `sent`.
         """
         per_move = self._num_layers * _PIECES
