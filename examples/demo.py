@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import argparse
 import secrets
+import statistics
 import sys
 from pydoc_data.topics import topics
 
-from rich.console import Console
-
-from longspan import LLM, SamplingParams
-from longspan.cli import stats_table, stream_to_stdout
+from longspan import LLM, RequestOutput, SamplingParams
 
 QUESTION = "What is the secret pass key? The secret pass key is"
 NUM_TOKENS = 4_200
@@ -23,20 +21,41 @@ NUM_TOKENS = 4_200
 def main() -> int:
     """Runs the demo; returns 0 if the model found the key."""
     options = _options()
-    console = Console(highlight=False)
-    console.print(f"Starting {options.instances} instances of smollm2-135m ...")
+    print(f"Starting {options.instances} instances of smollm2-135m ...")
     with LLM("smollm2-135m", instances=options.instances) as llm:
         manual = first_paragraphs("\n\n".join(topics.values()), NUM_TOKENS, llm)
         prompt = hide(options.key, manual, options.depth) + QUESTION
-        console.print(f"Pass key {options.key} is hidden in {len(llm.tokenize(prompt)):,} tokens of Python's manual.")
-        console.print(f"\n[dim]{QUESTION}[/]", end="")
-        output = stream_to_stdout(llm, prompt, SamplingParams(temperature=0, max_tokens=16, stop=["."]))
-        moved = (llm.bytes_exchanged, llm.bytes_between_hosts)
-    console.print()
-    console.print(stats_table(output.metrics, *moved))
-    found = output.outputs[0].text.strip() == str(options.key)
-    console.print("[green]The key was found.[/]" if found else "[red]The key was not found.[/]")
+        print(f"Pass key {options.key} is hidden in {len(llm.tokenize(prompt)):,} tokens of Python's manual.")
+        print(f"\n{QUESTION}", end="", flush=True)
+        answer = ask(llm, prompt)
+        print_statistics(answer, llm)
+    found = answer.outputs[0].text.strip() == str(options.key)
+    print("The key was found." if found else "The key was not found.")
     return 0 if found else 1
+
+
+def ask(llm: LLM, prompt: str) -> RequestOutput:
+    """Prints the answer while it comes, and returns it."""
+    shown = 0
+    for answer in llm.stream(prompt, SamplingParams(temperature=0, max_tokens=16, stop=["."])):
+        text = answer.outputs[0].text
+        print(text[shown:], end="", flush=True)
+        shown = len(text)
+    print("\n")
+    return answer
+
+
+def print_statistics(answer: RequestOutput, llm: LLM) -> None:
+    """Prints who holds how much of the prompt, how long it took, and what was sent."""
+    metrics = answer.metrics
+    for instance, num_tokens in enumerate(metrics.kv_tokens_per_instance):
+        print(f"prompt tokens on instance {instance} {num_tokens:>12,}")
+    print(f"time to first token {metrics.ttft_s:>17.2f} s")
+    if metrics.tbt_s:
+        print(f"median time between tokens {statistics.median(metrics.tbt_s) * 1e3:>9.1f} ms")
+    for exchange, num_bytes in llm.bytes_exchanged.items():
+        if num_bytes:
+            print(f"{'bytes in all' if exchange == 'total' else f'bytes by {exchange}':23} {num_bytes:>14,}")
 
 
 def first_paragraphs(text: str, num_tokens: int, llm: LLM) -> str:
