@@ -33,10 +33,10 @@ from rich.progress import track
 from rich.table import Table
 
 from longspan import LLM, SamplingParams
-from longspan.core.protocols import EnginePolicy, PolicySettings
+from longspan.core.protocols import EnginePolicy
 from longspan.policy.choosing import Chooser, Facts
-from longspan.policy.group_parts import GroupParts
-from longspan.policy.options import SharingOptions
+from longspan.policy.group_parts import GroupParts, SharingOptions
+from longspan.policy.spec import PolicySpec
 from longspan.policy.tetris.execution import Cdsp
 from longspan.policy.tetris.planner import Chunk, ChunkPlan, Prompt
 from longspan.policy.tetris.rates import RateTable, RateWatch
@@ -66,11 +66,15 @@ class InTwoChunks:
 
 
 def growing(*, balance: bool, decode: Sequence[int] = (), history: float = 1.0) -> EnginePolicy:
-    """A policy that runs these plans, and decodes on the same instances or on others."""
-    options = SharingOptions(exchange="ring_kv")
-    shares = GroupParts(options, Chooser(2, Facts(), options.wanted), balance=balance)
-    watch, settings = RateWatch(RateTable(entries=((0.0, 0.0),))), PolicySettings(name="growing", options={})
-    return Cdsp((0, 1), InTwoChunks(history), shares, watch, settings=settings, decode=decode)
+    """Makes a policy that runs these plans, and decodes on the same instances or on others."""
+
+    def make(instances: tuple[int, ...], options: SharingOptions, _facts: object) -> Cdsp:
+        parts = GroupParts(options, Chooser(len(instances), Facts(), options.wanted), balance=balance)
+        watch = RateWatch(RateTable(entries=((0.0, 0.0),)))
+        return Cdsp(instances, InTwoChunks(history), parts, watch, decode=decode)
+
+    spec = PolicySpec(name="growing", options=SharingOptions, make=make, capacity=lambda policy: policy.capacity)
+    return spec.chosen((0, 1), SharingOptions(exchange="ring_kv"), None)
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,13 @@ import argparse
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from longspan import LLM
 from longspan.core.config import EngineConfig
-from longspan.core.protocols import EnginePolicy, PolicySettings
+from longspan.core.protocols import EnginePolicy
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
 from longspan.core.view import ClusterView, Plan
@@ -30,6 +30,7 @@ from longspan.cost.fitted_cost import FittedCost
 from longspan.cost.profile import Profile
 from longspan.policy import make_policy
 from longspan.policy.choosing import Facts
+from longspan.policy.spec import ChosenPolicy
 from longspan.profiling.run import measure, measure_links
 from longspan.profiling.store import profile_file
 from longspan.sim.result import Result
@@ -49,36 +50,22 @@ WITHIN = 0.15
 _ROUNDS = 4
 
 
-@dataclass(kw_only=True)
-class Recorded:
-    """A policy, and where it placed requests: the group of each, in the order of admission."""
+Placements = list[tuple[int, tuple[int, ...]]]
+"""The id and group of each request, in the order of admission."""
 
-    policy: EnginePolicy
-    placements: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
 
-    def plan(self, view: ClusterView) -> Plan:
-        """The policy's."""
-        plan = self.policy.plan(view)
-        admitted = [share for batch in plan.batches for share in batch if share.hit is not None]
-        self.placements += [(share.request.id, share.group) for share in admitted]
-        return plan
+def record(policy: ChosenPolicy) -> Placements:
+    """Returns a list that grows with what the policy admits."""
+    placements: Placements = []
+    decide = policy.plan
 
-    @property
-    def settings(self) -> PolicySettings:
-        """The policy's."""
-        return self.policy.settings
+    def plan(view: ClusterView) -> Plan:
+        found = decide(view)
+        placements.extend((part.request.id, part.group) for batch in found.batches for part in batch if part.hit)
+        return found
 
-    def update(self, options: Mapping[str, str]) -> None:
-        """The policy's."""
-        self.policy.update(options)
-
-    def check(self, num_prompt_tokens: int) -> None:
-        """The policy's."""
-        self.policy.check(num_prompt_tokens)
-
-    def capacity_tokens(self, *, num_blocks: int, block_size: int) -> int:
-        """The policy's."""
-        return self.policy.capacity_tokens(num_blocks=num_blocks, block_size=block_size)
+    policy.plan = plan
+    return placements
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,11 +138,9 @@ class Twin:
     config: EngineConfig
     vocab_size: int
 
-    def policy(self) -> Recorded:
-        """The policy, anew, as both have it."""
-        return Recorded(
-            policy=make_policy(self.name, num_instances=self.config.cluster.num_instances, options={}, facts=self.facts)
-        )
+    def policy(self) -> ChosenPolicy:
+        """Makes the policy anew, as both have it."""
+        return make_policy(self.name, num_instances=self.config.cluster.num_instances, options={}, facts=self.facts)
 
     def arrival(self, place: int, input_len: int, output_len: int) -> Arrival:
         """A request that has no prefix in common with others, long after those before it."""
@@ -175,11 +160,12 @@ class Twin:
     def simulate(self, arrivals: Sequence[Arrival], profile: Profile, slower: float = 1.0) -> Times:
         """With steps that cost so many times what a profile says."""
         policy = self.policy()
+        placements = record(policy)
         result = self._run(arrivals, profile, policy, slower)
         return Times(
             ttft_s=[one.ttft_s for one in result.served],
             tbt_s=[gap for one in result.served for gap in one.tbt_s],
-            placements=policy.placements,
+            placements=placements,
             busy_s=sum(result.busy_s),
         )
 
@@ -203,12 +189,13 @@ def _drift(before: Profile, after: Profile) -> float:
     return statistics.geometric_mean(other.median_s / seconds for seconds, other in pairs if other is not None)
 
 
-def _serve(llm: LLM, policy: Recorded, arrivals: Sequence[Arrival]) -> Times:
+def _serve(llm: LLM, policy: ChosenPolicy, arrivals: Sequence[Arrival]) -> Times:
     """By the engine itself, as `simulate` drives it."""
     engine = llm.engine
     warm = engine.add(tuple(range(5, 600)), _params(4))
     while warm.finish_reason is None:
         engine.step()
+    placements = record(policy)
     engine.set_policy(policy)
     requests: list[Request] = []
     busy_s, begin = sum(engine.load().busy_s), time.monotonic()
@@ -226,7 +213,7 @@ def _serve(llm: LLM, policy: Recorded, arrivals: Sequence[Arrival]) -> Times:
     return Times(
         ttft_s=[one.metrics.ttft_s or 0.0 for one in requests],
         tbt_s=[gap for one in requests for gap in one.metrics.tbt_s],
-        placements=[(request_id - first, group) for request_id, group in policy.placements],
+        placements=[(request_id - first, group) for request_id, group in placements],
         busy_s=sum(engine.load().busy_s) - busy_s,
     )
 

@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from longspan.attn import native
 from longspan.core.cluster import Cluster, Location, ParallelSpec, locations_of_ranks
+from longspan.core.config import Limits
 from longspan.core.exchange import GATHER_HIDDEN
-from longspan.core.view import Limits
 from longspan.errors import ParameterError
 from longspan.model.files import ModelFiles, cache_root
 from longspan.model.info import ModelInfo

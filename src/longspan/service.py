@@ -12,7 +12,7 @@ from longspan.args import Arguments, unpacked
 from longspan.core.cluster import Cluster
 from longspan.core.config import EngineConfig, capacity_tokens
 from longspan.core.engine import Engine
-from longspan.core.protocols import EnginePolicy, PolicySettings
+from longspan.core.protocols import EnginePolicy
 from longspan.core.steps import Link
 from longspan.cost.architecture import ModelShape, typical_hardware
 from longspan.cost.profile import ProfileKey
@@ -21,6 +21,7 @@ from longspan.model.source import prepare
 from longspan.model.store import DTYPES, read_info
 from longspan.policy import make_policy
 from longspan.policy.choosing import Facts
+from longspan.policy.spec import PolicySettings
 from longspan.policy.tetris.policy import hint_of_a_constant_rate
 from longspan.profiling.store import load_partitions, load_profile, profile_key_of
 from longspan.runtime.executor.control_plane import Launcher, MonotonicClock, WorkerExecutor, start_workers

@@ -20,7 +20,7 @@ from longspan.cli.scheduling import SchedulingOptions
 from longspan.cli.serve import serve
 from longspan.cli.simulate import simulate
 from longspan.core.sampling import SamplingParams
-from longspan.policy.options import SharingOptions
+from longspan.policy.group_parts import SharingOptions
 
 
 @dataclass(frozen=True, kw_only=True)

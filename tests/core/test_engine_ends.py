@@ -8,9 +8,9 @@ import pytest
 from cluster import VOCAB, Cluster, Setup
 from workloads import in_flight
 
+from longspan.core.config import Limits
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Forward, Free
-from longspan.core.view import Limits
 
 # ---------------------------------------------------------------- endings
 

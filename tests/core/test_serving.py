@@ -17,10 +17,10 @@ from tiny_models import make_tiny
 
 from longspan import LLM, SamplingParams
 from longspan.args import Arguments
+from longspan.core.config import Limits
 from longspan.core.engine import Engine, EngineConfig
 from longspan.core.protocols import Executor
 from longspan.core.steps import Completion, Forward, Step
-from longspan.core.view import Limits
 from longspan.model.source import smollm2_folder
 from longspan.policy import make_policy
 from longspan.sim.executor import SimExecutor, VirtualClock

@@ -20,7 +20,7 @@ from longspan.core.owners import BlockRef
 from longspan.core.queues import Running
 from longspan.core.request import Request, RequestMetrics
 from longspan.core.sampling import SamplingParams
-from longspan.core.view import ClusterView, Limits
+from longspan.core.view import ClusterView
 from longspan.policy.group_parts import even_moves
 from longspan.policy.tetris.execution import Router
 
@@ -133,7 +133,8 @@ def view(*, used: dict[int, int], active: dict[int, int], promised: dict[int, in
     nobody = frozenset[int]()
     return ClusterView(
         cluster=Instances.of("3"),
-        limits=Limits(),
+        max_num_batched_tokens=2048,
+        max_num_seqs=128,
         waiting=(),
         running=running,
         busy=nobody,

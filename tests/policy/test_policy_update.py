@@ -6,19 +6,19 @@ import pytest
 from test_tetris import chunks_of, machine, tetris
 from workloads import assert_lawful
 
-from longspan.core.protocols import EnginePolicy, OptionValue, SettledError, option_text
 from longspan.policy import make_policy
+from longspan.policy.spec import ChosenPolicy, OptionValue, SettledError, option_text
 from longspan.policy.tetris.rates import RateTable, RateWatch
 
 CHANGEABLE = ("improvement_rate", "improvement_rates", "chunking", "min_chunk")
 
 
-def policy_of(name: str, **options: str) -> EnginePolicy:
+def policy_of(name: str, **options: str) -> ChosenPolicy:
     instances = 1 if name == "chunked" else 4
     return make_policy(name, num_instances=instances, options=options, facts=machine(1, 2, 4))
 
 
-def in_force(policy: EnginePolicy) -> dict[str, OptionValue]:
+def in_force(policy: ChosenPolicy) -> dict[str, OptionValue]:
     """Those options that may change."""
     return {name: policy.settings.options[name] for name in policy.settings.changeable}
 
@@ -107,7 +107,7 @@ def test_another_rate_counts_for_prompts_to_come_and_running_ones_stay() -> None
     cluster = tetris()
     before = cluster.add(range(1000), max_tokens=40)
     cluster.engine.emit()
-    cluster.engine._policy.update({"improvement_rate": "0.75"})
+    cluster.policy.update({"improvement_rate": "0.75"})
     after = cluster.add([9] * 1000, max_tokens=40)
     cluster.run()
     assert_lawful(cluster)
@@ -121,7 +121,7 @@ def test_another_rate_counts_for_prompts_to_come_and_running_ones_stay() -> None
 def test_chunks_can_be_switched_off(change: dict[str, str]) -> None:
     """As in `test_tetris.py`, where the long prompt begins with a chunk of 992 tokens on what is free."""
     cluster = tetris()
-    cluster.engine._policy.update(change)
+    cluster.policy.update(change)
     cluster.add(range(1000), max_tokens=1)
     long = cluster.add([7] * 8000, max_tokens=1)
     cluster.run()

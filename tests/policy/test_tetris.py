@@ -15,11 +15,11 @@ from workloads import assert_lawful, finishes_lawfully, repeats, setups_of
 
 from longspan.core.cluster import Cluster as Instances
 from longspan.core.cluster import Location
+from longspan.core.config import Limits
 from longspan.core.engine import Engine, EngineConfig
 from longspan.core.exchange import RING_KV, RING_Q
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
-from longspan.core.view import Limits
 from longspan.cost.architecture import Hardware, ModelShape
 from longspan.cost.profile import Prefill, Profile, ProfileKey
 from longspan.policy import make_policy

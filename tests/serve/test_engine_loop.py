@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from longspan import SamplingParams
 from longspan.core.cluster import Cluster as Instances
+from longspan.core.config import Limits
 from longspan.core.engine import Engine, EngineConfig
 from longspan.core.steps import Completion, Step
-from longspan.core.view import Limits
 from longspan.errors import WorkerLostError
 from longspan.policy import make_policy
 from longspan.serve import engine_core

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 import longspan.sim.run as sim_run
 from longspan.core.cluster import Cluster
+from longspan.core.config import Limits
 from longspan.core.engine import Engine, EngineConfig
 from longspan.core.exchange import CHAIN, RING_KV, Exchange
 from longspan.core.runs import shard_span
 from longspan.core.steps import Forward, Part
-from longspan.core.view import Limits
 from longspan.policy import make_policy
 from longspan.sim.executor import LinearCost, Ran
 from longspan.sim.result import Result, summary

@@ -9,13 +9,12 @@ from checked_executor import CheckedExecutor, Slots
 from cluster_setup import VOCAB, Setup, UnevenCost, invented_token, rank_requests
 
 from longspan.core.blocks import BlockPool
-from longspan.core.config import capacity_tokens
+from longspan.core.config import Limits, capacity_tokens
 from longspan.core.engine import Engine, EngineConfig
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Forward, MoveKV, Part
 from longspan.core.transfers import Transfer
-from longspan.core.view import Limits
 from longspan.policy import make_policy
 from longspan.sim.executor import SimExecutor, VirtualClock
 
@@ -29,11 +28,11 @@ class Cluster:
         self.setup = setup
         self.clock = VirtualClock()
         facts = replace(setup.facts, cluster=setup.cluster)
-        policy = make_policy(setup.policy, num_instances=setup.num_instances, options=setup.options, facts=facts)
-        capacity = capacity_tokens(policy, setup.cluster, setup.block_size)
+        self.policy = make_policy(setup.policy, num_instances=setup.num_instances, options=setup.options, facts=facts)
+        capacity = capacity_tokens(self.policy, setup.cluster, setup.block_size)
         self.executor = CheckedExecutor(SimExecutor(clock=self.clock, vocab_size=VOCAB, cost=UnevenCost(setup)), setup)
         self.engine = Engine(
-            policy=policy,
+            policy=self.policy,
             executor=self.executor,
             clock=self.clock,
             config=EngineConfig(

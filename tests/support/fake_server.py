@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from starlette.routing import BaseRoute
 from starlette.testclient import TestClient
 
-from longspan.core.protocols import PolicySettings
+from longspan.policy.spec import PolicySettings
 from longspan.serve.app import make_app
 from longspan.serve.client import EngineClient, PolicyRefusedError, PolicyState
 from longspan.serve.messages import Delta, FinishedChoice, PolicySet, Started, Stats, StepOutputs, Times

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from longspan.core.owners import PrefixHit
-from longspan.core.protocols import PolicySettings
+from longspan.core.protocols import EnginePolicy
 from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
 from longspan.policy.batching import Batch, Budget, single_part
 from longspan.policy.choosing import Chooser, Facts
-from longspan.policy.group_parts import GroupParts
-from longspan.policy.options import SharingOptions
+from longspan.policy.group_parts import GroupParts, SharingOptions
+from longspan.policy.spec import PolicySpec
 from longspan.policy.tetris.execution import Cdsp, ChunkPlanner
 from longspan.policy.tetris.planner import Chunk, ChunkPlan, Prompt
 from longspan.policy.tetris.rates import RateTable, RateWatch
@@ -79,7 +79,7 @@ def forced(
     *,
     decode: Sequence[int] = (),
     balance: bool = False,
-) -> Cdsp:
+) -> EnginePolicy:
     return planned(ForcedPlanner(plans, num_instances), options, decode=decode, balance=balance)
 
 
@@ -89,13 +89,16 @@ def planned(
     *,
     decode: Sequence[int] = (),
     balance: bool = True,
-) -> Cdsp:
+) -> EnginePolicy:
     """Prompts as a planner wishes, on instances that also decode, or with others that do."""
-    options, num_instances = options or SharingOptions(), planner.largest
-    scheduled_parts = GroupParts(options, Chooser(num_instances, Facts(), options.wanted), balance=balance)
-    watch = RateWatch(RateTable(entries=((0.0, 0.0),)))
-    settings = PolicySettings(name="planned", options={})
-    return Cdsp(tuple(range(num_instances)), planner, scheduled_parts, watch, settings=settings, decode=decode)
+
+    def make(instances: tuple[int, ...], options: SharingOptions, _facts: object) -> Cdsp:
+        parts = GroupParts(options, Chooser(len(instances), Facts(), options.wanted), balance=balance)
+        watch = RateWatch(RateTable(entries=((0.0, 0.0),)))
+        return Cdsp(instances, planner, parts, watch, decode=decode)
+
+    spec = PolicySpec(name="planned", options=SharingOptions, make=make, capacity=lambda policy: policy.capacity)
+    return spec.chosen(tuple(range(planner.largest)), options or SharingOptions(), None)
 
 
 class Wandering:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from longspan.cli.pairs import key_values
+from longspan.core.config import Limits
 from longspan.core.exchange import exchanges
-from longspan.core.view import Limits
 
 _scheduling = partial(typer.Option, rich_help_panel="Scheduling and memory")
 SHARING = ("exchange", "layout", "fractions")

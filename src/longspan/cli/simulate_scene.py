@@ -12,8 +12,8 @@ from longspan.cli.scheduling import SchedulingOptions
 from longspan.cli.simulate import ClusterOptions
 from longspan.cli.simulate_cluster import SimulatedCluster, cluster_of
 from longspan.core.config import EngineConfig, capacity_tokens
-from longspan.core.protocols import EnginePolicy
 from longspan.policy import make_policy
+from longspan.policy.spec import ChosenPolicy
 from longspan.sim.result import MOST_TIMES_LIGHT, Result, find_max_rate, percentile
 from longspan.sim.run import Faults, Watch, simulate
 from longspan.sim.timeline import Timeline
@@ -53,7 +53,7 @@ class Experiment:
         """The same with some options of the policy set or replaced."""
         return replace(self, policy_options={**self.policy_options, **options})
 
-    def policy(self) -> EnginePolicy:
+    def policy(self) -> ChosenPolicy:
         """As it is before the first request.
 
         Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -282,15 +282,3 @@ def hosts_of(locations: Sequence[Location]) -> tuple[int, ...]:
     """Numbers the hosts of these locations in order of appearance; the same host has the same number."""
     numbers = {host: number for number, host in enumerate(dict.fromkeys(one.host_id for one in locations))}
     return tuple(numbers[one.host_id] for one in locations)
-
-
-def coupled_instances(groups: Iterable[Collection[int]]) -> list[frozenset[int]]:
-    """Joins groups that have instances in common, until no group reaches across two of the sets returned."""
-    coupled_with: dict[int, set[int]] = {}
-    for group in groups:
-        met = {id(coupled_with[i]): coupled_with[i] for i in group if i in coupled_with}
-        joined = set(group).union(*met.values())
-        if any(len(coupled) == len(joined) for coupled in met.values()):
-            continue  # one of them has all of it
-        coupled_with.update(dict.fromkeys(joined, joined))
-    return sorted(map(frozenset, {id(coupled): coupled for coupled in coupled_with.values()}.values()), key=min)

@@ -7,7 +7,25 @@ from dataclasses import dataclass, field
 from longspan.core.account import KvAccount
 from longspan.core.cluster import Cluster
 from longspan.core.protocols import EnginePolicy
-from longspan.core.view import Limits
+from longspan.errors import ParameterError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Bounds of one step.
+
+    Attributes:
+        max_num_batched_tokens: tokens that one instance computes in one step, at most.
+        max_num_seqs: requests that one instance takes part in at once, at most.
+    """
+
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 128
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_batched_tokens", "max_num_seqs"):
+            if getattr(self, name) < 1:
+                raise ParameterError(name, f"must be at least 1, but {getattr(self, name)} given", getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True)

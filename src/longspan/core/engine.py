@@ -282,7 +282,8 @@ class Engine:
     def _view(self) -> ClusterView:
         return ClusterView(
             cluster=self.config.cluster,
-            limits=self.config.limits,
+            max_num_batched_tokens=self.config.limits.max_num_batched_tokens,
+            max_num_seqs=self.config.limits.max_num_seqs,
             waiting=self._waiting.able(),
             running=self._running,
             kv=self.account,

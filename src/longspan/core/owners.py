@@ -1,8 +1,8 @@
-"""Owners of KV: the member of a group, the block and the slot that hold each token of a request."""
+"""Owners of KV: the member of a group, the block and the slot that hold each token; and which groups step together."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -152,3 +152,15 @@ class Owners:
             else:
                 runs.append(Run(start, stop))
         return tuple(tuple(held[instance]) for instance in self.group)
+
+
+def coupled_instances(groups: Iterable[Collection[int]]) -> list[frozenset[int]]:
+    """Joins groups that share an instance: returns the smallest sets such that no group reaches across two."""
+    coupled_with: dict[int, set[int]] = {}
+    for group in groups:
+        met = {id(coupled_with[i]): coupled_with[i] for i in group if i in coupled_with}
+        joined = set(group).union(*met.values())
+        if any(len(coupled) == len(joined) for coupled in met.values()):
+            continue  # one of them has all of it
+        coupled_with.update(dict.fromkeys(joined, joined))
+    return sorted(map(frozenset, {id(coupled): coupled for coupled in coupled_with.values()}.values()), key=min)

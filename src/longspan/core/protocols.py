@@ -2,72 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from longspan.core.steps import Completion, Step
 from longspan.core.view import Policy
 
-OptionValue = str | int | float | bool
-"""Of a policy's option, as its policy reads it."""
-
-
-def option_text(value: OptionValue) -> str:
-    """Writes an option's value as the command line has it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-class SettledError(ValueError):
-    """An option that only a new start can change."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicySettings:
-    """A policy by its name, and how it is set.
-
-    Attributes:
-        name: of the policy.
-        options: all that it has, as they are in force.
-        changeable: those that may change while it serves.
-    """
-
-    name: str
-    options: Mapping[str, OptionValue]
-    changeable: tuple[str, ...] = ()
-
-    def check_changes(self, names: Iterable[str]) -> None:
-        """Checks that options of these names may change while the policy serves.
-
-        Raises:
-            SettledError: when it has one of them, but it may not.
-            ValueError: when it has no such option.
-        """
-        others = f"that may change while it serves: {', '.join(self.changeable) or 'none'}"
-        for name in names:
-            if name not in self.options:
-                raise ValueError(f"policy {self.name} has no option {name[:60]!r}; its options {others}")
-            if name not in self.changeable:
-                raise SettledError(
-                    f"option {name} of policy {self.name} cannot change while it serves: start anew with "
-                    f"-o {name}=VALUE; options {others}"
-                )
-
 
 class EnginePolicy(Policy, Protocol):
     """A policy, and what an engine must know of it beside its plans."""
-
-    @property
-    def settings(self) -> PolicySettings:
-        """The policy has a name and options."""
-
-    def update(self, options: Mapping[str, str]) -> None:
-        """Changes options between two plans; requests that run stay as they are.
-
-        Raises:
-            ValueError: for an option that it lacks or that may not change, see `PolicySettings.check_changes`, or a bad
-                value. Nothing has changed then.
-        """
 
     def check(self, num_prompt_tokens: int) -> None:
         """Raises ValueError for a prompt that it cannot place as its options say."""

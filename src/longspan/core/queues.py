@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple, Self
 
-from longspan.core.cluster import coupled_instances
+from longspan.core.owners import coupled_instances
 from longspan.core.request import Request
 
 

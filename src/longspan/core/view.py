@@ -12,119 +12,82 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from longspan.core.cluster import Cluster
 from longspan.core.exchange import Exchange
 from longspan.core.owners import BlockRef, Owners, PrefixHit, Rotation
 from longspan.core.runs import SpanShards
-from longspan.errors import ParameterError
 
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Bounds of one step.
-
-    Attributes:
-        max_num_batched_tokens: tokens that one instance computes in one step, at most.
-        max_num_seqs: requests that one instance takes part in at once, at most.
-    """
-
-    max_num_batched_tokens: int = 2048
-    max_num_seqs: int = 128
-
-    def __post_init__(self) -> None:
-        for name in ("max_num_batched_tokens", "max_num_seqs"):
-            if getattr(self, name) < 1:
-                raise ParameterError(name, f"must be at least 1, but {getattr(self, name)} given", getattr(self, name))
+if TYPE_CHECKING:  # most policies know their instances from the start
+    from longspan.core.cluster import Cluster
 
 
 class RequestView(Protocol):
-    """A request as policies see it. `core.request.Request` says more about every counter."""
+    """A request as policies see it; `core.request.Request` is one.
+
+    Attributes:
+        id: ids ascend in the order of arrival.
+        num_known: prompt and output tokens known so far.
+        num_tokens: tokens that can be scheduled: the known ones, and one that a step in flight will sample.
+        num_scheduled: emitted steps compute the tokens up to here.
+        num_computed: completed steps have computed the tokens up to here.
+        max_tokens: the output ends with this many tokens at the latest.
+        was_admitted: it has held KV before, though it may have lost that since.
+        admission: counts admissions; the last admitted gives way first.
+        in_flight: an emitted step names it, so that it cannot be preempted.
+        group: the instances that hold its KV, in ring order; empty while it waits.
+        table: its blocks, in order of their tokens.
+        rotation: the rule that gives single tokens to members; None while members own whole blocks.
+        kv_owner: the member that keeps all that is computed from now on; None when all members do.
+        kv_owners: the members that will hold what is still to come.
+        owners: where its tokens lie while it has a group.
+        sampler: the instance that samples, or has sampled, its latest token.
+        target: the instance that its KV is on its way to; None when it stays where it is.
+        scores_prompt: all of its prompt must be computed, because logprobs of it are still to be reported.
+    """
 
     @property
-    def id(self) -> int:
-        """Ids ascend in the order of arrival."""
-
+    def id(self) -> int: ...
     @property
-    def num_prompt(self) -> int:
-        """The prompt has this many tokens."""
-
+    def num_prompt(self) -> int: ...
     @property
-    def num_known(self) -> int:
-        """Prompt and output have this many tokens so far."""
-
+    def num_known(self) -> int: ...
     @property
-    def num_tokens(self) -> int:
-        """So many tokens can be scheduled: the known ones, and one that a step in flight will sample."""
-
+    def num_tokens(self) -> int: ...
     @property
-    def num_scheduled(self) -> int:
-        """Emitted steps compute the tokens up to here."""
-
+    def num_scheduled(self) -> int: ...
     @property
-    def num_computed(self) -> int:
-        """Completed steps have computed the tokens up to here."""
-
+    def num_computed(self) -> int: ...
     @property
-    def max_tokens(self) -> int:
-        """The output ends with this many tokens at the latest."""
-
+    def max_tokens(self) -> int: ...
     @property
-    def arrival_s(self) -> float:
-        """The request arrived at this second of the engine's clock."""
-
+    def arrival_s(self) -> float: ...
     @property
-    def was_admitted(self) -> bool:
-        """It has held KV before, though it may have lost that since."""
-
+    def was_admitted(self) -> bool: ...
     @property
-    def admission(self) -> int:
-        """Admissions are counted; the last admitted gives way first."""
-
+    def admission(self) -> int: ...
     @property
-    def in_flight(self) -> bool:
-        """An emitted step names it, so that it cannot be preempted."""
-
+    def in_flight(self) -> bool: ...
     @property
-    def block_size(self) -> int:
-        """A KV block holds this many tokens."""
-
+    def block_size(self) -> int: ...
     @property
-    def group(self) -> tuple[int, ...]:
-        """The instances that hold its KV, in ring order; empty while it waits."""
-
+    def group(self) -> tuple[int, ...]: ...
     @property
-    def table(self) -> Sequence[BlockRef]:
-        """Its blocks, in order of their tokens."""
-
+    def table(self) -> Sequence[BlockRef]: ...
     @property
-    def rotation(self) -> Rotation | None:
-        """The rule that gives single tokens to members; None while members own whole blocks."""
-
+    def rotation(self) -> Rotation | None: ...
     @property
-    def kv_owner(self) -> int | None:
-        """The member that keeps all that is computed from now on; None when all members do."""
-
+    def kv_owner(self) -> int | None: ...
     @property
-    def kv_owners(self) -> tuple[int, ...]:
-        """The members that will hold what is still to come."""
-
+    def kv_owners(self) -> tuple[int, ...]: ...
     @property
-    def owners(self) -> Owners:
-        """Where its tokens lie while it has a group."""
-
+    def owners(self) -> Owners: ...
     @property
-    def sampler(self) -> int:
-        """The instance that samples, or has sampled, its latest token."""
-
+    def sampler(self) -> int: ...
     @property
-    def target(self) -> int | None:
-        """The instance that its KV is on its way to; None when it stays where it is."""
-
+    def target(self) -> int | None: ...
     @property
-    def scores_prompt(self) -> bool:
-        """The logprobs of its prompt are still to be reported, so that all of it must be computed."""
+    def scores_prompt(self) -> bool: ...
 
     def blocks_for(self, num_tokens: int) -> int:
         """Counts the blocks that so many tokens fill or begin."""
@@ -139,36 +102,30 @@ class RequestView(Protocol):
 class RunningView(Protocol):
     """The requests that hold KV, first admitted first, also by instance.
 
-    Attributes below that are numbers of every instance are indexed by it.
+    Attributes:
+        changes: how often anything has changed of what runs on each instance.
+        coupled_sets: the instances that share requests, see `coupled_instances`.
+        shared: the requests that several instances take part in.
+        occupied: the instances that take part in any request.
+        due_tokens: tokens still to be computed on each instance, if the members of a group share evenly.
+        due_blocks: blocks still asked of each instance for the tokens that its requests have.
     """
 
+    @property
+    def changes(self) -> Sequence[int]: ...
+    @property
+    def coupled_sets(self) -> Sequence[frozenset[int]]: ...
+    @property
+    def shared(self) -> Iterator[RequestView]: ...
+    @property
+    def occupied(self) -> Collection[int]: ...
+    @property
+    def due_tokens(self) -> Sequence[int]: ...
+    @property
+    def due_blocks(self) -> Sequence[int]: ...
+
     def __len__(self) -> int: ...
-
     def __iter__(self) -> Iterator[RequestView]: ...
-
-    @property
-    def changes(self) -> Sequence[int]:
-        """How often anything has changed of what runs on each instance."""
-
-    @property
-    def coupled_sets(self) -> Sequence[frozenset[int]]:
-        """The sets of instances that share requests, see `coupled_instances`."""
-
-    @property
-    def shared(self) -> Iterator[RequestView]:
-        """The requests that several instances take part in."""
-
-    @property
-    def occupied(self) -> Collection[int]:
-        """The instances that take part in any request."""
-
-    @property
-    def due_tokens(self) -> Sequence[int]:
-        """The tokens still to be computed on each instance, if the members of a group share evenly."""
-
-    @property
-    def due_blocks(self) -> Sequence[int]:
-        """The blocks still asked of each instance for the tokens that its requests have."""
 
     def get(self, request_id: int) -> RequestView | None:
         """Returns the request of that id, if it runs."""
@@ -183,8 +140,7 @@ class RunningView(Protocol):
 class KvView(Protocol):
     """The KV pools of all instances, and what a request would find in them."""
 
-    def num_blocks(self, instance: int) -> int:
-        """Counts all blocks of an instance's pool."""
+    def num_blocks(self, instance: int) -> int: ...
 
     def num_free(self, instance: int) -> int:
         """Counts the blocks that can be allocated now, cached ones included."""
@@ -199,7 +155,7 @@ class KvView(Protocol):
         """Finds the longest beginning of a request whose KV lies on members of `group`."""
 
     def hit_cost(self, hit: PrefixHit, claimed: AbstractSet[BlockRef]) -> Counter[int]:
-        """Counts the free blocks that taking a hit uses up, per instance; `claimed` ones are taken before."""
+        """Counts the free blocks per instance that taking a hit uses up; `claimed` ones are taken before."""
 
     def reclaimable(self, request: RequestView) -> Counter[int]:
         """Counts the blocks per instance that become free when the request is preempted."""
@@ -210,6 +166,7 @@ class ClusterView:
     """What a policy may look at.
 
     Attributes:
+        max_num_batched_tokens, max_num_seqs: the bounds of a step, see `Limits`.
         waiting: requests that hold no KV, first come first.
         busy: instances that have a step in flight.
         full: instances that can be given no further step now.
@@ -219,7 +176,8 @@ class ClusterView:
     """
 
     cluster: Cluster
-    limits: Limits
+    max_num_batched_tokens: int
+    max_num_seqs: int
     waiting: Sequence[RequestView]
     running: RunningView
     kv: KvView

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
-from longspan.core.cluster import coupled_instances
 from longspan.core.exchange import LOCAL, Exchange, named
+from longspan.core.owners import coupled_instances
 from longspan.core.runs import SpanShards, shard_span
 from longspan.core.steps import Forward, MoveKV, Part
 from longspan.cost.architecture import ModelShape

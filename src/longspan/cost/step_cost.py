@@ -8,8 +8,9 @@ from functools import lru_cache
 from itertools import compress
 from typing import Protocol
 
-from longspan.core.cluster import Cluster, coupled_instances
+from longspan.core.cluster import Cluster
 from longspan.core.exchange import LOCAL, RING_Q, Exchange
+from longspan.core.owners import coupled_instances
 from longspan.core.steps import Forward, MoveKV, Part
 from longspan.cost.architecture import Architecture
 from longspan.cost.catalog import Kernels

@@ -20,11 +20,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress
 
-from longspan.core.cluster import coupled_instances
 from longspan.core.exchange import LOCAL
-from longspan.core.owners import BlockRef, PrefixHit
+from longspan.core.owners import BlockRef, PrefixHit, coupled_instances
 from longspan.core.runs import Run
-from longspan.core.view import ClusterView, Plan, RequestView, RunningView, ScheduledPart
+from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
 
 
 class Batch:
@@ -194,23 +193,6 @@ class Growing:
     groups: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     more: Counter[int] = field(default_factory=Counter)
 
-    @classmethod
-    def of(cls, running: RunningView, groups: Mapping[int, tuple[int, ...]]) -> Growing:
-        """Counts the blocks of those that run; those that wait ask for nothing yet."""
-        if not groups:
-            return _NONE_GROWS
-        more: Counter[int] = Counter()
-        for request_id, group in groups.items():
-            request = running.get(request_id)
-            if request is None:
-                continue
-            missing = request.blocks_for(request.num_tokens) - len(request.table)
-            for instances, sign in ((group, 1), (request.kv_owners, -1)):
-                each = sign * -(-missing // len(instances))
-                for instance in instances:
-                    more[instance] += each
-        return cls(groups=groups, more=more)
-
 
 _NONE_GROWS = Growing()
 
@@ -237,7 +219,7 @@ class Budget:
     @cached_property
     def tokens(self) -> dict[int, int]:
         """Tokens that each instance can still compute; only those that compute are in it."""
-        return dict.fromkeys(self._instances, self.view.limits.max_num_batched_tokens)
+        return dict.fromkeys(self._instances, self.view.max_num_batched_tokens)
 
     @cached_property
     def blocks(self) -> PerInstance:
@@ -247,7 +229,7 @@ class Budget:
     @cached_property
     def seqs(self) -> PerInstance:
         """Requests that may still join."""
-        running, most = self.view.running, self.view.limits.max_num_seqs
+        running, most = self.view.running, self.view.max_num_seqs
         return PerInstance(lambda i: most - len(running.on(i)))
 
     @cached_property

@@ -5,14 +5,12 @@ On several instances a request goes to the one where its prefill is expected to 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from longspan.core.protocols import PolicySettings
 from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
 from longspan.policy.batching import Batch, Budget, single_part
-from longspan.policy.choosing import Facts
-from longspan.policy.options import FixedSettings, parse_options, settings_of
+from longspan.policy.spec import PolicySpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,47 +18,41 @@ class ChunkedOptions:
     """`chunked` has no options: the bounds of a step are the engine's."""
 
 
-class Chunked(FixedSettings):
+class Chunked:
     """Running requests in the order of admission, then waiting ones, as long as the tokens of the step last."""
 
-    def __init__(self, everyone: tuple[int, ...], settings: PolicySettings) -> None:
-        super().__init__(settings)
-        self._everyone = everyone
-
-    @classmethod
-    def create(cls, num_instances: int, options: Mapping[str, str], facts: Facts) -> Chunked:
-        """Raises ValueError for an option."""
-        settings = settings_of("chunked", parse_options("chunked", ChunkedOptions, options))
-        return cls(tuple(sorted(range(num_instances), key=facts.location)), settings)
-
-    def capacity_tokens(self, *, num_blocks: int, block_size: int) -> int:
-        """All of one pool."""
-        return num_blocks * block_size
-
-    def check(self, num_prompt_tokens: int) -> None:
-        """Any prompt will do."""
+    def __init__(self, instances: tuple[int, ...]) -> None:
+        self._instances = instances
 
     def plan(self, view: ClusterView) -> Plan:
         """Gives every running request what the token budget leaves for it, and then admits those that wait."""
-        batch = Batch(view, frozenset(self._everyone))
+        batch = Batch(view, frozenset(self._instances))
         for request in batch.running():
             batch.add(single_part(request, request.group[0], request.num_scheduled, batch.budget))
         for request in batch.waiting():
-            batch.add(admit_alone(request, batch.budget, self._everyone))
+            batch.add(admit_alone(request, batch.budget, self._instances))
         return batch.plan()
 
 
-def admit_alone(request: RequestView, budget: Budget, everyone: Sequence[int]) -> ScheduledPart | None:
+def admit_alone(request: RequestView, budget: Budget, instances: Sequence[int]) -> ScheduledPart | None:
     """Schedules the first part of a request on the instance where its prefill is expected to end first.
 
     That is the one with the fewest tokens to compute, its own uncached ones included. Returns None while no instance
     has a seat and room for it, or the best one takes no part in this step.
     """
-    hits = {i: budget.view.kv.match(request, (i,)) for i in everyone}
-    for instance in sorted(everyone, key=lambda i: (budget.load[i] - hits[i].num_tokens, i)):
+    hits = {i: budget.view.kv.match(request, (i,)) for i in instances}
+    for instance in sorted(instances, key=lambda i: (budget.load[i] - hits[i].num_tokens, i)):
         missing = request.blocks_for(request.num_tokens) - len(hits[instance].refs)
         if budget.seqs[instance] > 0 and missing <= budget.blocks[instance] - budget.reserved[instance]:
             if instance not in budget.tokens:
                 return None
             return single_part(request, instance, hits[instance].num_tokens, budget, hits[instance])
     return None
+
+
+CHUNKED = PolicySpec(
+    name="chunked",
+    options=ChunkedOptions,
+    make=lambda instances, _options, _facts: Chunked(instances),
+    capacity=lambda _policy: 1,
+)

@@ -10,20 +10,19 @@ Dealt prompts are prefilled one after the other; short ones may start meanwhile.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
 from longspan.core.owners import PrefixHit
-from longspan.core.protocols import PolicySettings
 from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
 from longspan.policy.batching import Batch, Budget
 from longspan.policy.choosing import Chooser, Facts
 from longspan.policy.chunked import admit_alone
-from longspan.policy.group_parts import GroupParts, is_too_large
-from longspan.policy.options import FixedSettings, SharingOptions, parse_options, settings_of
+from longspan.policy.group_parts import GroupParts, SharingOptions, is_too_large
 from longspan.policy.sharding import Partitions
+from longspan.policy.spec import PolicySpec
 
 _UNMEASURED_THRESHOLD = 1024
 
@@ -64,41 +63,28 @@ class ContextOptions(LengthOptions, SharingOptions):
         SharingOptions.__post_init__(self)
 
 
-class Context(FixedSettings):
+class Context:
     """Shards long prompts over as many instances as pay off, and leaves short ones to one."""
 
     def __init__(
         self,
-        num_instances: int,
+        instances: tuple[int, ...],
         options: ContextOptions,
         facts: Facts,
         partitions: Partitions | None = None,
-        settings: PolicySettings | None = None,
     ) -> None:
-        super().__init__(settings or settings_of("context", options))
-        self._everyone = tuple(sorted(range(num_instances), key=facts.location))
-        self._all = frozenset(self._everyone)
+        self._everyone, self._all = instances, frozenset(instances)
         self._host = {i: facts.location(i).host_id for i in self._everyone}
         self._options, self._partitions = options, partitions
-        self._chooser = Chooser(num_instances, facts, options.wanted, chains=options.chains, weights=options.weights)
+        self._chooser = Chooser(len(instances), facts, options.wanted, chains=options.chains, weights=options.weights)
         self._group_parts = GroupParts(options, self._chooser, partitions)
 
-    @classmethod
-    def create(cls, num_instances: int, options: Mapping[str, str], facts: Facts) -> Context:
-        """Raises ValueError for an unknown option or a bad value."""
-        parsed = parse_options("context", ContextOptions, options)
-        parsed.check_group(num_instances)
-        parsed.check_tp(facts.tp)
-        partitions = None
-        if parsed.wanted is None and not parsed.fractions:  # a chain is cut as well as is known
-            partitions = Partitions.best(facts.partitions, facts.model, num_instances)
-        return cls(num_instances, parsed, facts, partitions)
+    @property
+    def capacity(self) -> int:
+        """A request that outgrows one instance is sharded over all."""
+        return len(self._everyone)
 
-    def capacity_tokens(self, *, num_blocks: int, block_size: int) -> int:
-        """All pools together: a request that outgrows one instance is dealt over all."""
-        return len(self._everyone) * num_blocks * block_size
-
-    def check(self, num_prompt_tokens: int) -> None:
+    def check_prompt(self, num_prompt_tokens: int) -> None:
         """Raises ValueError for a prompt that is to be cut as a search found, when nobody searched."""
         if self._partitions is not None:
             self._partitions.check(num_prompt_tokens, self._num_members(num_prompt_tokens))
@@ -185,7 +171,7 @@ class Context(FixedSettings):
         return tuple(i for i in able if i in best)
 
     def _long_share(self, view: ClusterView) -> int:
-        tokens, num_running = view.limits.max_num_batched_tokens, len(view.running)
+        tokens, num_running = view.max_num_batched_tokens, len(view.running)
         alone = num_running <= 1 and len(list(islice(self._in_turn(view), 2))) + num_running <= 1
         return tokens if alone else max(1, int(tokens * self._options.long_share))
 
@@ -196,3 +182,21 @@ def _ending_at_home(group: tuple[int, ...], hit: PrefixHit, budget: Budget) -> t
     home = max(reversed(group), key=lambda i: (held[i], budget.blocks[i] - budget.reserved[i]))
     after = group.index(home) + 1
     return group[after:] + group[:after]
+
+
+def _make(instances: tuple[int, ...], options: ContextOptions, facts: Facts) -> Context:
+    options.check_group(len(instances))
+    options.check_tp(facts.tp)
+    partitions = None
+    if options.wanted is None and not options.fractions:  # a chain is cut as well as is known
+        partitions = Partitions.best(facts.partitions, facts.model, len(instances))
+    return Context(instances, options, facts, partitions)
+
+
+CONTEXT = PolicySpec(
+    name="context",
+    options=ContextOptions,
+    make=_make,
+    capacity=lambda policy: policy.capacity,
+    check_prompt=Context.check_prompt,
+)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from longspan.core.exchange import RING_Q, of_any_layout
-from longspan.core.protocols import PolicySettings
 from longspan.core.runs import shard_span
 from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
 from longspan.policy.batching import Budget, single_part
 from longspan.policy.choosing import Chooser, Facts
-from longspan.policy.group_parts import GroupParts
-from longspan.policy.options import check_exchange, parse_options, settings_of
+from longspan.policy.group_parts import GroupParts, check_exchange
+from longspan.policy.spec import PolicySpec
 from longspan.policy.tetris.execution import Cdsp, Planned
 from longspan.policy.tetris.planner import Planner
 from longspan.policy.tetris.policy import GroupOptions, planner_of
@@ -121,48 +120,6 @@ class LoongServeOptions:
         return GroupOptions(exchange=self.exchange, layout=self.layout)
 
 
-def create_disaggregated(num_instances: int, options: Mapping[str, str], facts: Facts) -> Cdsp:
-    """`loongserve-disagg`: some instances prefill, the others decode as with `tetris`.
-
-    Raises:
-        ValueError: for an unknown option or a bad value, or when all instances do both.
-    """
-    parsed = parse_options("loongserve-disagg", LoongServeOptions, options)
-    if not facts.has_roles:
-        raise ValueError(
-            f"policy loongserve-disagg needs instances that decode only, but all {num_instances} do both: give "
-            "--prefill-parallel and --decode-parallel, or --policy loongserve"
-        )
-    everyone = facts.prefill(num_instances)
-    planner, sharing = planner_of(facts, everyone, parsed.group.exchanges, parsed.sp_sizes), parsed.group.sharing()
-    scheduled_parts = GroupParts(sharing, Chooser(len(everyone), facts, sharing.wanted))
-    ordered = tuple(sorted(everyone, key=facts.location))
-    return Cdsp(
-        ordered,
-        planner,
-        scheduled_parts,
-        RateWatch(_ANY_GAIN),
-        settings=settings_of("loongserve-disagg", parsed),
-        chunking=False,
-        decode=facts.decode,
-    )
-
-
-def create_unified(num_instances: int, options: Mapping[str, str], facts: Facts) -> LoongServe:
-    """`loongserve`: all instances prefill, and those decode that are taken for it.
-
-    Raises:
-        ValueError: for an unknown option or a bad value.
-    """
-    parsed = parse_options("loongserve", LoongServeOptions, options)
-    everyone = range(num_instances)
-    planner, sharing = planner_of(facts, everyone, parsed.group.exchanges, parsed.sp_sizes), parsed.group.sharing()
-    scheduled_parts = AloneParts(sharing, Chooser(num_instances, facts, sharing.wanted))
-    return LoongServe(
-        tuple(sorted(everyone, key=facts.location)), planner, scheduled_parts, settings_of("loongserve", parsed)
-    )
-
-
 class _Reserved(QueueTimes):
     """Instances that decode are not free at any time that is known."""
 
@@ -181,10 +138,8 @@ class _Reserved(QueueTimes):
 class LoongServe(Cdsp):
     """One prompt at a time per group, one answer at a time per instance."""
 
-    def __init__(
-        self, everyone: tuple[int, ...], planner: Planner, scheduled_parts: AloneParts, settings: PolicySettings
-    ) -> None:
-        super().__init__(everyone, planner, scheduled_parts, RateWatch(_ANY_GAIN), settings=settings, chunking=False)
+    def __init__(self, everyone: tuple[int, ...], planner: Planner, scheduled_parts: AloneParts) -> None:
+        super().__init__(everyone, planner, scheduled_parts, RateWatch(_ANY_GAIN), chunking=False)
         self._alone = scheduled_parts
         self._queue: _Reserved = _Reserved(len(everyone))
         self._closed: frozenset[int] = frozenset()
@@ -214,3 +169,38 @@ class LoongServe(Cdsp):
         if not planned.begun and not self._closed.isdisjoint(group):
             return False
         return super()._is_first(request_id, group)
+
+
+def _make(instances: tuple[int, ...], options: LoongServeOptions, facts: Facts) -> LoongServe:
+    sharing = options.group.sharing()
+    planner = planner_of(facts, sorted(instances), options.group.exchanges, options.sp_sizes)
+    return LoongServe(instances, planner, AloneParts(sharing, Chooser(len(instances), facts, sharing.wanted)))
+
+
+def _make_disaggregated(instances: tuple[int, ...], options: LoongServeOptions, facts: Facts) -> Cdsp:
+    if not facts.has_roles:
+        raise ValueError(
+            f"policy loongserve-disagg needs instances that decode only, but all {len(instances)} do both: give "
+            "--prefill-parallel and --decode-parallel, or --policy loongserve"
+        )
+    sharing = options.group.sharing()
+    return Cdsp(
+        instances,
+        planner_of(facts, sorted(instances), options.group.exchanges, options.sp_sizes),
+        GroupParts(sharing, Chooser(len(instances), facts, sharing.wanted)),
+        RateWatch(_ANY_GAIN),
+        chunking=False,
+        decode=facts.decode,
+    )
+
+
+LOONGSERVE = PolicySpec(
+    name="loongserve", options=LoongServeOptions, make=_make, capacity=lambda policy: policy.capacity
+)
+LOONGSERVE_DISAGG = PolicySpec(
+    name="loongserve-disagg",
+    options=LoongServeOptions,
+    make=_make_disaggregated,
+    capacity=lambda policy: policy.capacity,
+    knows_roles=True,
+)

@@ -6,15 +6,15 @@ alone, if it has room. All else is as in `context`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from longspan.core.exchange import CHAIN
 from longspan.policy.choosing import Facts
 from longspan.policy.context import Context, ContextOptions, LengthOptions
-from longspan.policy.options import check_exchange, parse_options, settings_of
+from longspan.policy.group_parts import check_exchange
 from longspan.policy.sharding import Partitions
+from longspan.policy.spec import PolicySpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,30 +35,31 @@ class RunaheadOptions(LengthOptions):
     rotate: Literal["block", "token"] = "block"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_exchange("exchange", self.exchange, [CHAIN])
 
 
-def create(num_instances: int, options: Mapping[str, str], facts: Facts) -> Context:
-    """The policy.
-
-    Raises:
-        ValueError: for an unknown option, a bad value, or a partition that was not searched.
-    """
-    parsed = parse_options("runahead", RunaheadOptions, options)
-    if parsed.partition == "auto" or facts.partitions is None:
-        partitions = Partitions.best(facts.partitions, facts.model, num_instances)
+def _make(instances: tuple[int, ...], options: RunaheadOptions, facts: Facts) -> Context:
+    if options.partition == "auto" or facts.partitions is None:
+        partitions = Partitions.best(facts.partitions, facts.model, len(instances))
     else:
-        partitions = Partitions(kind=parsed.partition, table=facts.partitions, model=facts.model, members=num_instances)
-    return Context(
-        num_instances,
-        ContextOptions(
-            exchange=CHAIN.kind,
-            home=parsed.home,
-            rotate=parsed.rotate,
-            threshold=parsed.threshold,
-            long_share=parsed.long_share,
-        ),
-        facts,
-        partitions,
-        settings_of("runahead", parsed),
+        partitions = Partitions(
+            kind=options.partition, table=facts.partitions, model=facts.model, members=len(instances)
+        )
+    context = ContextOptions(
+        exchange=CHAIN.kind,
+        home=options.home,
+        rotate=options.rotate,
+        threshold=options.threshold,
+        long_share=options.long_share,
     )
+    return Context(instances, context, facts, partitions)
+
+
+RUNAHEAD = PolicySpec(
+    name="runahead",
+    options=RunaheadOptions,
+    make=_make,
+    capacity=lambda policy: policy.capacity,
+    check_prompt=Context.check_prompt,
+)

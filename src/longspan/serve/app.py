@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse, Response
 
 import longspan
-from longspan.core.protocols import PolicySettings
+from longspan.policy.spec import PolicySettings
 from longspan.serve.errors import WireError, error_response
 from longspan.serve.middleware import OPEN_PATHS, ApiKeys, BodyLimit, HeaderLimit, RequestIds, RootPath, path_of
 from longspan.serve.output_queue import EngineLostError, QueueFullError, RequestFailedError

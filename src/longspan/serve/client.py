@@ -15,7 +15,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from longspan.core.protocols import PolicySettings, option_text
+from longspan.policy.spec import PolicySettings, option_text
 from longspan.runtime.executor.processes import make_run_dir
 from longspan.serve.messages import (
     Accepted,

@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
-from longspan.core.protocols import PolicySettings
 from longspan.core.request import FinishReason
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import BytesSent
 from longspan.outputs import LogprobsOfToken
+from longspan.policy.spec import PolicySettings
 from longspan.text.input_processor import EngineRequest
 
 

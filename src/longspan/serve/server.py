@@ -19,7 +19,7 @@ from fastapi import Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from longspan.core.protocols import PolicySettings
+from longspan.policy.spec import PolicySettings
 from longspan.serve.client import EngineClient
 from longspan.serve.errors import WireError, blaming
 from longspan.serve.messages import StepOutputs

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 
-from longspan.core.cluster import coupled_instances
 from longspan.core.engine import Engine, EngineConfig
+from longspan.core.owners import coupled_instances
 from longspan.core.protocols import EnginePolicy
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams

@@ -8,18 +8,15 @@ decodes beside it, or leaves that to instances of their own. Who waits for room 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Protocol
 
-from longspan.core.cluster import coupled_instances
-from longspan.core.owners import PrefixHit
-from longspan.core.protocols import PolicySettings
-from longspan.core.view import ClusterView, KvView, Plan, RequestView, ScheduledPart
+from longspan.core.owners import PrefixHit, coupled_instances
+from longspan.core.view import ClusterView, KvView, Plan, RequestView, RunningView, ScheduledPart
 from longspan.policy.batching import Batch, Budget, Growing, single_part
 from longspan.policy.group_parts import GroupParts
-from longspan.policy.options import FixedSettings
 from longspan.policy.tetris.planner import ChunkPlan, Prompt
 from longspan.policy.tetris.rates import RateWatch
 from longspan.policy.tetris.times import QueueTimes
@@ -90,13 +87,16 @@ class Planned:
         return found
 
 
-class Cdsp(FixedSettings):
+class Cdsp:
     """Prefills prompts chunk by chunk as a planner decides, and decodes beside that or on instances of their own.
 
     Args:
         everyone: the instances in order of proximity.
         watch: says the improvement rate.
         decode: the instances that only decode, if there are any; all others are `everyone`.
+
+    Attributes:
+        chunking: prompts that are planned from now on may be cut into chunks.
     """
 
     def __init__(
@@ -106,14 +106,12 @@ class Cdsp(FixedSettings):
         scheduled_parts: GroupParts,
         watch: RateWatch,
         *,
-        settings: PolicySettings,
         chunking: bool = True,
         decode: Sequence[int] = (),
     ) -> None:
-        super().__init__(settings)
         self._everyone, self._all = everyone, frozenset(everyone)
         self._place = {i: place for place, i in enumerate(everyone)}
-        self._planner, self._group_parts, self._watch, self._chunking = planner, scheduled_parts, watch, chunking
+        self._planner, self._group_parts, self._watch, self.chunking = planner, scheduled_parts, watch, chunking
         self._decode = decode
         self._queue = QueueTimes(len(everyone))
         self._plans: dict[int, Planned] = {}
@@ -123,12 +121,10 @@ class Cdsp(FixedSettings):
         self._idle: tuple[KvView, int] | None = None
         """What the last plan saw, if it was empty: the same has the same plan. Time alone changes the watch only."""
 
-    def capacity_tokens(self, *, num_blocks: int, block_size: int) -> int:
-        """What the largest group holds."""
-        return self._planner.largest * num_blocks * block_size
-
-    def check(self, num_prompt_tokens: int) -> None:
-        """Any prompt will do."""
+    @property
+    def capacity(self) -> int:
+        """The largest group can have one request."""
+        return self._planner.largest
 
     def plan(self, view: ClusterView) -> Plan:
         """Plans the decode instances one by one, and the others in the order of their prompts."""
@@ -184,7 +180,7 @@ class Cdsp(FixedSettings):
         fresh = Prompt(
             new_tokens=request.num_tokens,
             improvement_rate=self._watch.improvement_rate,
-            chunking=self._chunking,
+            chunking=self.chunking,
             instance_tokens=view.kv.num_blocks(0) * request.block_size,
         )
         best, start = self._planner.plan(fresh, queue_s), 0
@@ -235,7 +231,7 @@ class Cdsp(FixedSettings):
         groups = {planned.request.id: planned.group for planned in unscheduled if planned.begun}
         waiting = [planned for planned in in_turn if not planned.begun]
         groups.update((planned.request.id, planned.group) for planned in waiting)
-        growing = Growing.of(view.running, groups)
+        growing = _growing(view.running, groups)
         able = _with_room(waiting, view, growing)
         joining = [p.span(p.request.num_scheduled).group for p in in_turn if p.begun]
         beginning = [planned.spans[0].group for planned in able]
@@ -298,7 +294,7 @@ class Cdsp(FixedSettings):
         """Schedules the next tokens of the chunk at hand, or the next token of a decode."""
         planned = self._plans.get(request.id)
         if planned is None or planned.is_scheduled:
-            return self._group_parts.next(request, budget, budget.view.limits.max_num_batched_tokens)
+            return self._group_parts.next(request, budget, budget.view.max_num_batched_tokens)
         return self._part(request, budget, planned.span(request.num_scheduled), None)
 
     def _part(self, request: RequestView, budget: Budget, span: Span, hit: PrefixHit | None) -> ScheduledPart | None:
@@ -316,7 +312,7 @@ class Cdsp(FixedSettings):
 
     def _most(self, group: Iterable[int], view: ClusterView) -> int:
         """Tokens of a prompt on each member: those that decode there have theirs first."""
-        return max(1, view.limits.max_num_batched_tokens - max(self._num_decodes(i, view) for i in group))
+        return max(1, view.max_num_batched_tokens - max(self._num_decodes(i, view) for i in group))
 
     def _num_decodes(self, instance: int, view: ClusterView) -> int:
         return sum(request.id not in self._plans and request.target is None for request in view.running.on(instance))
@@ -341,6 +337,21 @@ def _has_room(planned: Planned, view: ClusterView, budget: Budget) -> bool:
         return True
     hit = view.kv.match(request, group)  # what others use, too, takes no room
     return whole - len(hit.refs) + view.kv.hit_cost(hit, budget.claimed).total() <= room
+
+
+def _growing(running: RunningView, groups: Mapping[int, tuple[int, ...]]) -> Growing:
+    """Counts the blocks that running requests will ask of these groups; those that wait ask for nothing yet."""
+    more: Counter[int] = Counter()
+    for request_id, group in groups.items():
+        request = running.get(request_id)
+        if request is None:
+            continue
+        missing = request.blocks_for(request.num_tokens) - len(request.table)
+        for instances, sign in ((group, 1), (request.kv_owners, -1)):
+            each = sign * -(-missing // len(instances))
+            for instance in instances:
+                more[instance] += each
+    return Growing(groups=groups, more=more)
 
 
 def _coupled(view: ClusterView, groups: Sequence[tuple[int, ...]]) -> Sequence[frozenset[int]]:

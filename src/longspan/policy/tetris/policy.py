@@ -9,10 +9,10 @@ from typing import Literal
 
 from longspan.core.cluster import hosts_of
 from longspan.core.exchange import RING_Q, Exchange, decoding, exchange_of, of_any_layout
-from longspan.core.protocols import PolicySettings, option_text
+from longspan.core.view import ClusterView, Plan
 from longspan.policy.choosing import Chooser, Facts
-from longspan.policy.group_parts import GroupParts
-from longspan.policy.options import SharingOptions, check_exchange, parse_options, settings_of
+from longspan.policy.group_parts import GroupParts, SharingOptions, check_exchange
+from longspan.policy.spec import PolicySettings, PolicySpec, option_text, parse_options
 from longspan.policy.tetris.execution import Cdsp
 from longspan.policy.tetris.planner import Chunk, ChunkPlan, Planner, Prompt
 from longspan.policy.tetris.rates import RateTable, RateWatch, check_improvement_rate
@@ -50,7 +50,6 @@ class FixedGroups:
 
 _ENOUGH_OF_A_HOST = 4
 """With fewer instances to a host, groups that end there lose more for prompts than they win for decodes at low load."""
-_CHANGEABLE = ("improvement_rate", "improvement_rates", "chunking", "min_chunk")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,31 +152,45 @@ class FixedOptions(GroupOptions):
     sp: int = 1
 
 
-class Tetris(Cdsp):
-    """`Cdsp`, some of whose options may change while it serves."""
+class Tetris:
+    """Plans chunks with `Cdsp`; some options may change while it serves."""
 
-    def __init__(self, instances: range, options: TetrisOptions, facts: Facts, planner: Planner) -> None:
-        self._options, self._chunk_planner = options, planner
-        self._default_rate = _default_improvement_rate(has_roles=facts.has_roles)
-        everyone, decode = _where(instances, facts)
-        super().__init__(
+    def __init__(self, instances: tuple[int, ...], options: TetrisOptions, facts: Facts) -> None:
+        everyone = sorted(instances)
+        self._planner = planner_of(
+            facts,
             everyone,
-            planner,
+            options.exchanges,
+            options.sp_sizes,
+            min_chunk_tokens=options.min_chunk,
+            usual_size=_usual_size(facts, everyone) if options.sp_sizes == "auto" else None,
+        )
+        self._default_rate = _default_improvement_rate(has_roles=facts.has_roles)
+        self._watch = RateWatch(options.rate_table(self._default_rate))
+        self._cdsp = Cdsp(
+            instances,
+            self._planner,
             _group_parts(instances, options, facts),
-            RateWatch(options.rate_table(self._default_rate)),
-            settings=settings_of("tetris", options, _CHANGEABLE),
+            self._watch,
             chunking=options.chunking,
-            decode=decode,
+            decode=facts.decode,
         )
 
-    def update(self, options: Mapping[str, str]) -> None:
-        """For prompts that are planned from now on; see `Policy`."""
-        self._settings.check_changes(options)
-        changed = self._options.changed(options)
-        table = changed.rate_table(self._default_rate)
-        self._options, self._settings = changed, settings_of("tetris", changed, _CHANGEABLE)
-        self._watch.use(table)
-        self._chunking, self._chunk_planner.min_chunk_tokens = changed.chunking, changed.min_chunk
+    @property
+    def capacity(self) -> int:
+        """The largest group can have one request."""
+        return self._planner.largest
+
+    def plan(self, view: ClusterView) -> Plan:
+        """Plans by the options in force."""
+        return self._cdsp.plan(view)
+
+    def change(self, options: TetrisOptions, given: Mapping[str, str]) -> TetrisOptions:
+        """Applies other options to prompts that are planned from now on, and returns all that are in force."""
+        changed = options.changed(given)
+        self._watch.use(changed.rate_table(self._default_rate))
+        self._cdsp.chunking, self._planner.min_chunk_tokens = changed.chunking, changed.min_chunk
+        return changed
 
 
 def hint_of_a_constant_rate(settings: PolicySettings, *, has_roles: bool) -> str | None:
@@ -201,26 +214,7 @@ def _default_improvement_rate(*, has_roles: bool) -> float:
     return 0.3 if has_roles else 0.05
 
 
-def create_tetris(num_instances: int, options: Mapping[str, str], facts: Facts) -> Tetris:
-    """The policy.
-
-    Raises:
-        ValueError: for an unknown option, a bad value, or sizes without measurements where others have them.
-    """
-    parsed = parse_options("tetris", TetrisOptions, options)
-    everyone = facts.prefill(num_instances)
-    planner = planner_of(
-        facts,
-        everyone,
-        parsed.exchanges,
-        parsed.sp_sizes,
-        min_chunk_tokens=parsed.min_chunk,
-        usual_size=_usual_size(facts, everyone) if parsed.sp_sizes == "auto" else None,
-    )
-    return Tetris(everyone, parsed, facts, planner)
-
-
-def _usual_size(facts: Facts, instances: range) -> int | None:
+def _usual_size(facts: Facts, instances: Sequence[int]) -> int | None:
     """The most instances of a host, if that is enough of them and they also decode; None for no bound.
 
     A decode steps together with all prompts on its group, and with their groups. Groups of one host end there; larger
@@ -232,7 +226,7 @@ def _usual_size(facts: Facts, instances: range) -> int | None:
 
 def planner_of(
     facts: Facts,
-    everyone: range,
+    everyone: Sequence[int],
     exchanges: Collection[Exchange],
     sizes: str,
     *,
@@ -255,32 +249,37 @@ def planner_of(
     )
 
 
-def create_fixed(num_instances: int, options: Mapping[str, str], facts: Facts) -> Cdsp:
-    """The policy.
+def _group_parts(instances: Sequence[int], options: GroupOptions, facts: Facts) -> GroupParts:
+    sharing = options.sharing()
+    return GroupParts(sharing, Chooser(len(instances), facts, sharing.wanted), balance=options.balance)
 
-    Raises:
-        ValueError: for an unknown option, a bad value, or a size that does not divide the instances.
-    """
-    parsed = parse_options("fixed-sp", FixedOptions, options)
-    measured, everyone = measured_times(facts, parsed.exchanges), facts.prefill(num_instances)
-    check_sizes([parsed.sp], len(everyone), measured, all_taken=True)
-    times = measured or expected_times(facts, [parsed.sp])
-    in_order, decode = _where(everyone, facts)
+
+def _make_fixed(instances: tuple[int, ...], options: FixedOptions, facts: Facts) -> Cdsp:
+    measured = measured_times(facts, options.exchanges)
+    check_sizes([options.sp], len(instances), measured, all_taken=True)
+    times = measured or expected_times(facts, [options.sp])
     return Cdsp(
-        in_order,
-        FixedGroups(times[parsed.sp], in_order, parsed.sp),
-        _group_parts(everyone, parsed, facts),
+        instances,
+        FixedGroups(times[options.sp], instances, options.sp),
+        _group_parts(instances, options, facts),
         RateWatch(RateTable(entries=((0.0, 0.0),))),
-        settings=settings_of("fixed-sp", parsed),
-        decode=decode,
+        decode=facts.decode,
     )
 
 
-def _where(instances: range, facts: Facts) -> tuple[tuple[int, ...], range]:
-    """The instances that prompts go to, in order of proximity, and those that only decode."""
-    return tuple(sorted(instances, key=facts.location)), facts.decode
-
-
-def _group_parts(instances: range, options: GroupOptions, facts: Facts) -> GroupParts:
-    sharing = options.sharing()
-    return GroupParts(sharing, Chooser(len(instances), facts, sharing.wanted), balance=options.balance)
+TETRIS = PolicySpec(
+    name="tetris",
+    options=TetrisOptions,
+    make=Tetris,
+    capacity=lambda policy: policy.capacity,
+    changeable=("improvement_rate", "improvement_rates", "chunking", "min_chunk"),
+    change=Tetris.change,
+    knows_roles=True,
+)
+FIXED_SP = PolicySpec(
+    name="fixed-sp",
+    options=FixedOptions,
+    make=_make_fixed,
+    capacity=lambda policy: policy.capacity,
+    knows_roles=True,
+)

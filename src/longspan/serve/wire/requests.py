@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from longspan.core.protocols import OptionValue, PolicySettings, SettledError, option_text
+from longspan.policy.spec import OptionValue, PolicySettings, SettledError, option_text
 from longspan.serve.errors import WireError
 from longspan.serve.wire.fields import (
     MOST,

@@ -1,0 +1,87 @@
+"""A policy is one file: its options, its `plan`, its spec, all of which could stand in a file of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from cluster import Cluster, Setup
+from workloads import assert_lawful
+
+from longspan import policy as policies
+from longspan.core.view import ClusterView, Plan
+from longspan.policy.batching import Batch, single_part
+from longspan.policy.spec import PolicySpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class LastOptions:
+    """Options of `last`."""
+
+    most: int = 100
+
+
+class Last:
+    """Every request goes to the last instance, so many tokens of it at a time."""
+
+    def __init__(self, instances: tuple[int, ...], options: LastOptions, _facts: object) -> None:
+        self._instances, self._most = instances, options.most
+
+    def plan(self, view: ClusterView) -> Plan:
+        batch, last = Batch(view, frozenset(self._instances)), self._instances[-1]
+        for request in batch.running():
+            batch.add(single_part(request, last, request.num_scheduled, batch.budget, most=self._most))
+        for request in batch.waiting():
+            if last in batch.instances:
+                hit = view.kv.match(request, (last,))
+                batch.add(single_part(request, last, hit.num_tokens, batch.budget, hit, most=self._most))
+        return batch.plan()
+
+
+LAST = PolicySpec(name="last", options=LastOptions, make=Last, capacity=lambda _: 1)
+
+
+@pytest.fixture(autouse=True)
+def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policies, "_REGISTRY", dict(policies._REGISTRY))
+    policies.register(LAST)
+
+
+def test_a_registered_policy_serves() -> None:
+    cluster = Cluster(Setup(policy="last", num_instances=3, options={"most": "30"}, num_blocks=20))
+    requests = [cluster.add([number] * 100, max_tokens=20) for number in range(4)]
+    cluster.run()
+    assert_lawful(cluster)
+    for request in requests:
+        assert request.output == cluster.expected_output(request)
+        assert {part.group for part in cluster.parts_of(request)} == {(2,)}
+        assert max(part.stop - part.start for part in cluster.parts_of(request)) == 30
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"least": "1"}, "policy last has no option 'least': its options are most"),
+        ({"most": "all"}, "option most is a whole number, but 'all' given"),
+    ],
+)
+def test_its_options_are_checked(options: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        policies.make_policy("last", num_instances=2, options=options)
+
+
+@pytest.mark.parametrize("name", ["chunked", "context", "tetris", "loongserve"])
+def test_what_a_policy_did_is_recorded_in_five_lines(name: str) -> None:
+    cluster = Cluster(Setup(policy=name, num_instances=1 if name == "chunked" else 4))
+    policy, plans = cluster.policy, []
+    decide = policy.plan
+
+    def record(view: ClusterView) -> Plan:
+        plans.append(decide(view))
+        return plans[-1]
+
+    policy.plan = record
+    request = cluster.add(range(2000), max_tokens=3)
+    cluster.run()
+    recorded = [part.stop for plan in plans for batch in plan.batches for part in batch]
+    assert recorded == [part.stop for part in cluster.parts_of(request)]

@@ -1,0 +1,81 @@
+"""A policy reads what `core.view` declares and nothing else, changes nothing, and a simple one needs little code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+from cluster import Setup
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_roles import setups
+from workloads import RANDOM_RUNS, Job, jobs, play
+
+from longspan.core.account import KvAccount
+from longspan.core.engine import Engine
+from longspan.core.queues import Running
+from longspan.core.request import Request
+from longspan.core.view import ClusterView, KvView, RequestView, RunningView
+
+MOST_LINES = 1500
+VIEWS: dict[type, type] = {Request: RequestView, Running: RunningView, KvAccount: KvView}
+
+
+class Guard:
+    """One of the engine's objects, as the protocol of its view lets it be read. Lists are shown as tuples."""
+
+    def __init__(self, target: object, guards: dict[int, Guard]) -> None:
+        self.__dict__.update(target=target, guards=guards, declared=vars(VIEWS[type(target)]))
+
+    def __getattr__(self, name: str) -> Any:
+        assert name in self.declared, f"{type(self.target).__name__}.{name} is not declared for policies"
+        value = getattr(self.target, name)
+        return (lambda *given: self.guard(value(*map(bare, given)))) if callable(value) else self.guard(value)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AssertionError(f"a policy sets {name} of {type(self.target).__name__}")
+
+    def __len__(self) -> int:
+        return len(self.target)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.guard, self.target)
+
+    def guard(self, value: Any) -> Any:
+        if type(value) in VIEWS:
+            return self.guards.setdefault(id(value), Guard(value, self.guards))
+        if isinstance(value, (list, Iterator, type({}.values()))):
+            return tuple(map(self.guard, value))
+        return value
+
+
+def bare(value: Any) -> Any:
+    return value.target if isinstance(value, Guard) else value
+
+
+@settings(RANDOM_RUNS, max_examples=100)
+@given(setups(), st.lists(jobs(), min_size=1, max_size=10))
+def test_policies_only_read_and_only_what_is_declared(setup: Setup, work: list[Job]) -> None:
+    expected, guards, unguarded = play(setup, work).executor.steps, dict[int, Guard](), Engine._view
+
+    def guarded(engine: Engine) -> ClusterView:
+        view, root = unguarded(engine), Guard(engine.account, guards)
+        waiting = tuple(map(root.guard, view.waiting))
+        return replace(view, waiting=waiting, running=root.guard(view.running), kv=root.guard(view.kv))
+
+    with patch.object(Engine, "_view", guarded):
+        assert play(setup, work).executor.steps == expected
+
+
+def test_chunked_needs_little_code() -> None:
+    """All modules of ours that importing it loads, the packages' `__init__` included."""
+    code = (
+        "import sys, longspan.policy.chunked; from pathlib import Path;"
+        "print(sum(len(Path(m.__file__).read_text().splitlines()) for n, m in sys.modules.items() if 'longspan' in n))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(result.stdout) <= MOST_LINES
