@@ -5,23 +5,28 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from server_client import Client, Reply, Wire, num_ended, post
-from server_process import running
+import server_client
+from server_client import Client, Reply, Wire, num_ended
+from server_process import ServerProcess
 
 MAX_BODY_BYTES = 200_000
 MAX_HEADER_BYTES = 64 * 1024
 GOOD = {"prompt": [1, 2, 3], "temperature": 0, "max_tokens": 2, "return_token_ids": True}
 
 
+KEY = b"authorization: Bearer sesame\r\n"
+
+
 @pytest.fixture(scope="module")
-def client(speaking_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    flags = ("--max-model-len", "4096", "--max-body-bytes", str(MAX_BODY_BYTES))
-    with running(str(speaking_model), *flags, log=tmp_path_factory.mktemp("http") / "log") as server:
-        yield server.client
+def client(tetris_server: ServerProcess) -> Client:
+    return tetris_server.client
+
+
+def post(body: bytes, path: str = "/v1/completions", headers: bytes = b"content-type: application/json\r\n") -> bytes:
+    return server_client.post(body, path, KEY + headers)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +57,7 @@ def check_error(answer: Reply, *statuses: int) -> dict[str, Any]:
     return dict(error)
 
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n" + KEY
 CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
 NO_HTTP = {
     "no version": b"GET /live\r\n\r\n",
@@ -211,7 +216,7 @@ def test_methods_that_a_route_does_not_have(client: Client) -> None:
         for method in ("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "BREW", "get", "HEAD"):
             if method.lower() in operations and method != "get":
                 continue
-            asked = f"{method} {path} HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\n{{}}".encode()
+            asked = f"{method} {path} HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n".encode() + KEY + b"\r\n{}"
             answer = ask(client, asked, has_body=method != "HEAD")
             assert answer.status == 405, (method, path, answer)
             assert answer.headers["allow"].lower() in operations
@@ -237,7 +242,7 @@ def test_methods_that_a_route_does_not_have(client: Client) -> None:
     ],
 )
 def test_paths_that_are_no_route(client: Client, target: bytes) -> None:
-    check_error(ask(client, b"GET " + target + b" HTTP/1.1\r\nhost: a\r\n\r\n"), 404)
+    check_error(ask(client, b"GET " + target + b" HTTP/1.1\r\nhost: a\r\n" + KEY + b"\r\n"), 404)
 
 
 @pytest.mark.parametrize("host", [b"", b"[", b"a:b:c", b"\xff", b"http://x", b"a/../b?c#d"])
@@ -264,7 +269,7 @@ def test_a_body_in_chunks_is_a_body(client: Client) -> None:
 
 
 def test_requests_sent_ahead_are_answered_in_order(client: Client) -> None:
-    live, nothing = b"GET /live HTTP/1.1\r\nhost: a\r\n\r\n", b"GET /nothing HTTP/1.1\r\nhost: a\r\n\r\n"
+    live, nothing = b"GET /live HTTP/1.1\r\nhost: a\r\n\r\n", b"GET /nothing HTTP/1.1\r\nhost: a\r\n" + KEY + b"\r\n"
     good = post(json.dumps(GOOD).encode())
     with Wire(client) as wire:
         wire.send(live + good + nothing + post(b"{") + good + live + b"nonsense\r\n\r\n")

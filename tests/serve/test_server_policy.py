@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from fake_engine import SAY
 from fake_engine_install import told, until
 from fake_server import client_of, fake_of, make_server
 from server_client import Client
-from server_process import ServerProcess, running
+from server_process import ServerProcess
 from starlette.testclient import TestClient
 from test_server_access import error_of
 from test_server_client import engine_request, kill_engine, num_tokens, started, streamed
@@ -186,21 +185,12 @@ def test_nobody_waits_for_an_engine_that_is_lost(events: Path) -> None:
 # ---------------------------------------------------------------- a real server
 
 
-@pytest.fixture(scope="module")
-def real(speaking_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    log = tmp_path_factory.mktemp("policy") / "log"
-    options = ("--policy", "tetris", "-o", "improvement_rate=0.1", "--parallel", "2", "--block-size", "16")
-    environment = {"LONGSPAN_API_KEY": "sesame"}
-    with running(str(speaking_model), *options, log=log, environment=environment) as server:
-        yield server
-
-
 def rate_of(client: Client) -> object:
     return client.ask("GET", "/admin/policy").body["options"]["improvement_rate"]
 
 
-def test_a_policy_changes_while_requests_run_and_they_stay_as_they_are(real: ServerProcess) -> None:
-    client = real.client
+def test_a_policy_changes_while_requests_run_and_they_stay_as_they_are(tetris_server: ServerProcess) -> None:
+    client = tetris_server.client
     prompt = [n % 50 for n in range(300)]
     usual = client.complete(prompt=prompt, max_tokens=200).token_ids
     asked = []
@@ -224,11 +214,11 @@ def test_a_policy_changes_while_requests_run_and_they_stay_as_they_are(real: Ser
     assert rate_of(client) == 0.6
 
 
-@pytest.mark.parametrize("what", ["worker", "engine"])
-def test_what_was_changed_outlives_lost_processes(real: ServerProcess, what: str) -> None:
-    client = real.client
+@pytest.mark.parametrize("what", ["worker", pytest.param("engine", marks=pytest.mark.attack)])
+def test_what_was_changed_outlives_lost_processes(tetris_server: ServerProcess, what: str) -> None:
+    client = tetris_server.client
     client.ask("POST", "/admin/policy", {"improvement_rate": 0.45})
-    real.kill(what)
+    tetris_server.kill(what)
     client.wait_for_health(503, 10)
     client.wait_for_health(200, 60)
     assert rate_of(client) == 0.45

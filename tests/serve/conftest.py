@@ -1,0 +1,22 @@
+"""The real server that several files of tests ask; none of them may end it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from server_process import ServerProcess, running
+
+KEY = "sesame"
+"""Without one, a server's policy would not be changed."""
+
+
+@pytest.fixture(scope="session")
+def tetris_server(speaking_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server of a tiny model on two instances under policy `tetris`; it comes back when its processes are lost."""
+    policy = ("--policy", "tetris", "-o", "improvement_rate=0.1", "--parallel", "2", "--block-size", "16")
+    limits = ("--max-model-len", "4096", "--max-body-bytes", "200000")
+    log = tmp_path_factory.mktemp("tetris") / "log"
+    with running(str(speaking_model), *policy, *limits, log=log, environment={"LONGSPAN_API_KEY": KEY}) as server:
+        yield server
