@@ -85,10 +85,9 @@ def test_groups_that_grow_at_random(seed: int) -> None:
         prefix_caching=draw.random() < 0.8,
         uneven=seed,
     )
-    longest, roles = cluster.engine.config.max_model_len, cluster.setup.roles
-    assert roles is not None
+    longest, decode = cluster.engine.config.max_model_len, cluster.setup.cluster.decode
     balance = draw.random() < 0.8
-    cluster.engine.set_policy(planned(GrowingPlanner(num_prefill, seed), decode=roles.decode, balance=balance))
+    cluster.engine.set_policy(planned(GrowingPlanner(num_prefill, seed), decode=decode, balance=balance))
     requests: list[Request] = []
     for _ in range(10):
         before = draw.choice(requests) if requests and draw.random() < 0.5 else None

@@ -70,21 +70,21 @@ class KvAccount:
 
     def hit_cost(self, hit: PrefixHit, claimed: AbstractSet[BlockRef]) -> Counter[int]:
         """Counts the free blocks that taking a hit uses up, per instance; `claimed` ones are taken before."""
-        cached = (r for r in hit.refs if self.pool(r.instance).references(r.block) == 0)
-        return Counter(r.instance for r in cached if r not in claimed)
+        cached = (r for r in hit.refs if self.pool(r.pool).references(r.block) == 0)
+        return Counter(r.pool for r in cached if r not in claimed)
 
     def reclaimable(self, request: RequestView) -> Counter[int]:
         """Counts the blocks per instance that become free when the request is preempted."""
-        return Counter(r.instance for r in request.table if self.pool(r.instance).references(r.block) == 1)
+        return Counter(r.pool for r in request.table if self.pool(r.pool).references(r.block) == 1)
 
     def take(self, request: Request, hit: PrefixHit) -> None:
         """Begins the request's table with the blocks of a hit, found since the last change of this account."""
         assert not request.table, "a hit begins a table"
         shared = hit.refs[:-1] if hit.adopts_last else hit.refs
         for ref in shared:
-            self.pool(ref.instance).share(ref.block)
+            self.pool(ref.pool).share(ref.block)
         if hit.adopts_last:
-            self.pool(hit.refs[-1].instance).adopt(hit.refs[-1].block)
+            self.pool(hit.refs[-1].pool).adopt(hit.refs[-1].block)
         request.table.extend(hit.refs)
 
     def extend(self, request: Request, block_owners: Sequence[int]) -> None:
@@ -135,18 +135,18 @@ class KvAccount:
 
     def hold(self, refs: Iterable[BlockRef]) -> None:
         """Adds a reference to each of these blocks, for a copy under way."""
-        for instance, blocks in _by_instance(refs):
-            self._pools[instance].hold(*blocks)
+        for pool, blocks in _by_pool(refs):
+            self._pools[pool].hold(*blocks)
 
     def let_go(self, refs: Iterable[BlockRef]) -> None:
         """Drops the references that `hold` added, when the copy is done."""
-        for instance, blocks in _by_instance(refs):
-            self._pools[instance].let_go(*blocks)
+        for pool, blocks in _by_pool(refs):
+            self._pools[pool].let_go(*blocks)
 
     def give_back(self, refs: Iterable[BlockRef]) -> None:
         """Drops a reference to each of these blocks, in this order."""
-        for instance, blocks in _by_instance(refs):
-            self._pools[instance].release(*blocks)
+        for pool, blocks in _by_pool(refs):
+            self._pools[pool].release(*blocks)
 
     def hand_over(self, request: Request, blocks: Iterable[BlockRef]) -> None:
         """Gives the request these blocks, which hold the same; its old ones stay cached where they are."""
@@ -176,7 +176,7 @@ class KvAccount:
         ref = request.table[index]
         while ref in request.copying:
             ref = request.copying[ref]
-        self.pool(ref.instance).publish(ref.block, Content(request.parent_key(index), tokens))
+        self.pool(ref.pool).publish(ref.block, Content(request.parent_key(index), tokens))
 
     def _find(self, key: bytes, group: Sequence[int]) -> BlockRef | None:
         for instance in group:
@@ -193,10 +193,10 @@ class KvAccount:
         return (BlockRef(instance, block), length) if length else (None, 0)
 
 
-def _by_instance(refs: Iterable[BlockRef]) -> Iterator[tuple[int, list[int]]]:
-    """Groups neighbouring blocks by their instance."""
-    for instance, same in groupby(refs, attrgetter("instance")):
-        yield instance, [block for _, block in same]
+def _by_pool(refs: Iterable[BlockRef]) -> Iterator[tuple[int, list[int]]]:
+    """Groups neighbouring blocks by their pool."""
+    for pool, same in groupby(refs, attrgetter("pool")):
+        yield pool, [block for _, block in same]
 
 
 def _num_namable(request: Request) -> int:

@@ -36,8 +36,8 @@ class EngineConfig:
         cluster: with the sizes of its pools.
         max_model_len: the longest request, prompt and output together, in tokens.
         rope_switch_length: requests longer than this use other rotary factors; None for most models.
-        max_steps_in_flight: steps that an instance may have been sent and not completed. With 2 it never waits for the
-            controller: the next step is there before the present one ends.
+        max_steps_in_flight: a request may be in so many steps that are not complete. With 2, instances never wait for
+            the controller: the next step is there before the present one ends.
 
     Raises:
         ValueError: for a value out of range.
@@ -59,6 +59,11 @@ class EngineConfig:
         if self.max_steps_in_flight not in (1, 2):
             # With 3, a token could be needed (by penalties, as a prefix key) that two steps ago was not known yet.
             raise ValueError(f"max_steps_in_flight must be 1 or 2, but {self.max_steps_in_flight} given")
+
+    @property
+    def most_steps_of_instances(self) -> list[int]:
+        """Each stage of an instance can have as many steps in flight as a request may be in."""
+        return [self.max_steps_in_flight * self.cluster.pp(instance) for instance in self.cluster.instances]
 
     def empty_account(self) -> KvAccount:
         return KvAccount(self.cluster.pools, block_size=self.block_size, prefix_caching=self.prefix_caching)

@@ -46,7 +46,7 @@ class Engine:
         self._requests: dict[int, Request] = {}
         self._waiting = Waiting()
         self._steps = StepOrder()
-        self._occupancy = Occupancy(config.cluster.num_instances, most=config.max_steps_in_flight)
+        self._occupancy = Occupancy(config.most_steps_of_instances)
         self._next_step = 0
         self._next_request = 0
         self._num_admissions = 0
@@ -328,11 +328,17 @@ class Engine:
     def _begin(self, forward: Forward) -> None:
         instances = forward.instances
         self._occupancy.begin(instances, self._clock.now())
+        for part in forward.parts:
+            request = self._requests[part.request_id]
+            request.num_steps += 1
+            assert request.num_steps <= self.config.max_steps_in_flight, "a step more than a request may be in"
         self._running.changed(instances, [part.request_id for part in forward.parts])
 
     def _end(self, forward: Forward) -> None:
         instances = forward.instances
         self._occupancy.end(instances, self._clock.now())
+        for part in forward.parts:
+            self._requests[part.request_id].num_steps -= 1
         self._running.changed(instances, [part.request_id for part in forward.parts])
 
     def _take(self, done: Completion) -> None:

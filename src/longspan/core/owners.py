@@ -11,10 +11,15 @@ from longspan.core.runs import Run, SpanShards
 
 
 class BlockRef(NamedTuple):
-    """One KV block: number `block` in the pool of `instance`."""
+    """One KV block: a pool of the cluster by its id, and the number of a block in it."""
 
-    instance: int
+    pool: int
     block: int
+
+    @property
+    def instance(self) -> int:
+        """The owner has the same number as its pool: so far each instance has one, on its devices."""
+        return self.pool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,12 +131,12 @@ class Owners:
         for instance, _ in self.table[:num_full]:
             held[instance] += size
         if rest:
-            held[self.table[num_full].instance] += rest
+            held[self.table[num_full].pool] += rest
         return tuple([held[instance] for instance in self.group])
 
     def blocks(self, instance: int) -> tuple[int, ...]:
         """Returns the blocks of one instance, in order of the tokens in them."""
-        return tuple(ref.block for ref in self.table if ref.instance == instance)
+        return tuple(ref.block for ref in self.table if ref.pool == instance)
 
     def slot(self, position: int) -> tuple[BlockRef, int]:
         """Returns the block of a token, and its offset there."""
@@ -145,7 +150,7 @@ class Owners:
         """Joins neighbouring blocks, where each block holds the tokens of its index in the table."""
         held: dict[int, list[Run]] = {instance: [] for instance in self.group}
         for index, ref in enumerate(self.table[: -(-num_tokens // self.block_size)]):
-            runs = held[ref.instance]
+            runs = held[ref.pool]
             start, stop = index * self.block_size, min(num_tokens, (index + 1) * self.block_size)
             if runs and runs[-1].stop == start:
                 runs[-1] = Run(runs[-1].start, stop)

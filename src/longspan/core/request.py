@@ -59,6 +59,7 @@ class Request:
         num_prompt: tokens of the prompt.
         keeps_history: whether ranks must know its output tokens, for penalties or a grammar.
         num_promised: tokens there will be when all steps in flight are done; they can be scheduled already.
+        num_steps: how many steps in flight name it.
         admission: counts admissions; a request that was preempted stands behind those that were not.
         group: the instances that hold its KV, in ring order; empty while it waits. It can shrink, and grow while no
             `rotation` counts on it: then all members are told everything again.
@@ -93,6 +94,7 @@ class Request:
     num_computed: int = 0
     num_scheduled: int = 0
     num_promised: int = 0
+    num_steps: int = 0
     admission: int = 0
     group: tuple[int, ...] = ()
     table: list[BlockRef] = field(default_factory=list)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from longspan.core.steps import Completion, Forward
 
@@ -73,40 +73,38 @@ class StepOrder:
 
 
 class Occupancy:
-    """Counts steps in flight per instance; with `most` of them an instance is full."""
+    """Counts steps in flight per instance; `most` has for each instance the number with which it is full."""
 
-    def __init__(self, num_instances: int, *, most: int) -> None:
-        self._num_instances = num_instances
-        self._having: list[set[int]] = [set() for _ in range(most)]  # at place n: who has more than n steps in flight
-        self.busy, self.full = self._having[0], self._having[-1]
-        self._busy_s, self._busy_since_s = [0.0] * num_instances, [0.0] * num_instances
+    def __init__(self, most: Sequence[int]) -> None:
+        self._most, self._counts = most, [0] * len(most)
+        self.busy, self.full = set[int](), set[int]()
+        self._busy_s, self._busy_since_s = [0.0] * len(most), [0.0] * len(most)
 
     @property
     def all_full(self) -> bool:
         """No instance can be sent a step."""
-        return len(self.full) == self._num_instances
+        return len(self.full) == len(self._most)
 
     def begin(self, instances: Iterable[int], now_s: float) -> None:
         """Counts a step that was sent to these."""
-        joining = set(instances)
-        for i in joining - self.busy:
-            self._busy_since_s[i] = now_s
-        for having in self._having:
-            already = joining & having
-            having.update(joining)
-            joining = already
-        assert not joining, f"instances {sorted(joining)} are full"
+        for i in instances:
+            assert i not in self.full, f"instance {i} is full"
+            self._counts[i] += 1
+            if self._counts[i] == 1:
+                self.busy.add(i)
+                self._busy_since_s[i] = now_s
+            if self._counts[i] == self._most[i]:
+                self.full.add(i)
 
     def end(self, instances: Iterable[int], now_s: float) -> None:
         """Counts a step of these as over."""
-        leaving = set(instances)
-        for having in reversed(self._having):
-            last = leaving & having
-            having.difference_update(last)
-            leaving -= last
-        assert not leaving, f"instances {sorted(leaving)} have no step"
-        for i in last:
-            self._busy_s[i] += now_s - self._busy_since_s[i]
+        for i in instances:
+            assert i in self.busy, f"instance {i} has no step"
+            self._counts[i] -= 1
+            self.full.discard(i)
+            if not self._counts[i]:
+                self.busy.remove(i)
+                self._busy_s[i] += now_s - self._busy_since_s[i]
 
     def busy_s(self, now_s: float) -> list[float]:
         """Counts the seconds in which each instance had a step to run."""
