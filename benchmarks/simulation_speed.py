@@ -12,24 +12,21 @@ import argparse
 import sys
 import time
 
-from longspan.cli.scheduling import SchedulingOptions
-from longspan.cli.simulate import ClusterOptions
-from longspan.cli.simulate_scene import Experiment
-from longspan.sim.run import Faults
-from longspan.workload.spec import WorkloadSpec, make_workload
+from longspan.sim.cluster import ClusterSpec, Scheduling
+from longspan.simulation import simulate
+from longspan.workload.spec import WorkloadSpec
 
 _POLICIES = ("chunked", "context", "tetris", "loongserve")
-_CLUSTER = ClusterOptions(hardware="a100-sxm-80g", hosts=8, gpus_per_host=8)
-_ROLES = ClusterOptions(
-    hardware="a100-sxm-80g", hosts=8, gpus_per_host=8, prefill_parallel="32", decode_parallel="4xtp8"
-)
+_CLUSTER = ClusterSpec(hardware="a100-sxm-80g", hosts=8, gpus_per_host=8)
+_ROLES = ClusterSpec(hardware="a100-sxm-80g", hosts=8, gpus_per_host=8, prefill_parallel="32", decode_parallel="4xtp8")
 
 
-def speed(policy: str, cluster: ClusterOptions, num_requests: int, rate: float) -> str:
+def speed(policy: str, cluster: ClusterSpec, num_requests: int, rate: float) -> str:
     """What it takes to serve all requests, in words; making them counts."""
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
-    experiment = Experiment.of("llama-3-8b", cluster, SchedulingOptions(policy=policy), Faults())
-    result = experiment.run(make_workload(WorkloadSpec(workload="short", rate=rate, num_requests=num_requests)))
+    scheduling = Scheduling(policy=policy, max_num_batched_tokens=2048)
+    workload = WorkloadSpec(workload="short", rate=rate, num_requests=num_requests)
+    result = simulate("llama-3-8b", cluster, workload, scheduling=scheduling)
     assert len(result.served) == num_requests, "all fit"
     clock_s, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
     return f"{clock_s:.1f} s ({cpu_s:.1f} s of CPU) for {result.makespan_s:,.0f} simulated ones"

@@ -30,14 +30,13 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from longspan.cli.scheduling import SchedulingOptions
-from longspan.cli.simulate import ClusterOptions
-from longspan.cli.simulate_cluster import cluster_of
-from longspan.cli.simulate_rates import profile_improvement_rates
-from longspan.cli.simulate_scene import Experiment
-from longspan.sim.result import Result, summary
+from longspan.sim.cluster import ClusterSpec, Scheduling
+from longspan.sim.experiment import Experiment
+from longspan.sim.result import Result
 from longspan.sim.timeline import Timeline
-from longspan.workload.spec import Workload, WorkloadSpec, make_workload
+from longspan.simulation import make_experiment
+from longspan.workload.arrivals import Workload
+from longspan.workload.spec import WorkloadSpec, make_workload
 
 _WORKLOADS = ("short", "medium", "long")
 _OUTPUT_LEN = 512
@@ -121,17 +120,17 @@ class Systems:
         self._workload, self._num_requests = workload, num_requests
         shared = {"exchange": "ring_kv"}
         sizes = {**shared, "sp_sizes": setup.sizes}
-        self.scenes = {
-            "tetris": self._scene("tetris", sizes),
-            "loongserve": self._scene("loongserve", sizes, unified=True),
-            "loongserve-disagg": self._scene("loongserve-disagg", sizes),
+        self.experiments = {
+            "tetris": self._experiment("tetris", sizes),
+            "loongserve": self._experiment("loongserve", sizes, unified=True),
+            "loongserve-disagg": self._experiment("loongserve-disagg", sizes),
         }
         for sp in setup.fixed:
-            self.scenes[f"fixed-sp {sp}"] = self._scene("fixed-sp", {**shared, "sp": str(sp)})
+            self.experiments[f"fixed-sp {sp}"] = self._experiment("fixed-sp", {**shared, "sp": str(sp)})
 
-    def _scene(self, policy: str, options: Mapping[str, str], *, unified: bool = False) -> Experiment:
+    def _experiment(self, policy: str, options: Mapping[str, str], *, unified: bool = False) -> Experiment:
         setup = self.setup
-        cluster = ClusterOptions(
+        cluster = ClusterSpec(
             hardware="a100-sxm-80g",
             hosts=setup.hosts,
             gpus_per_host=8,
@@ -139,10 +138,8 @@ class Systems:
             prefill_parallel=None if unified else setup.prefill,
             decode_parallel=None if unified else setup.decode,
         )
-        scheduling = SchedulingOptions(policy=policy, max_num_batched_tokens=32_768)
-        return Experiment(
-            cluster=cluster_of(setup.model, cluster, scheduling), scheduling=scheduling, policy_options=options
-        )
+        scheduling = Scheduling(policy=policy, policy_options=options, max_num_batched_tokens=32_768)
+        return make_experiment(setup.model, cluster, scheduling)
 
     def requests(self, *, seed: int = _SEED, output_len: int = _OUTPUT_LEN, num: int | None = None) -> Workload:
         """At one per second."""
@@ -164,21 +161,21 @@ class Systems:
 def study(setup: Setup, workload: str, num_requests: int, loads: tuple[float, ...]) -> Study:
     """All of one setup and workload."""
     systems = Systems(setup, workload, num_requests)
-    tetris = systems.scenes["tetris"]
+    tetris = systems.experiments["tetris"]
     light_s = tetris.with_options({"improvement_rate": "0.05"}).light_ttft_p99_s(systems.requests(output_len=1))
     assert light_s is not None
     roughly = _max_rate(tetris.with_options({"improvement_rate": "0.5"}), systems.answers("tetris"), light_s)
     profiled = systems.requests(seed=_PROFILED_SEED, output_len=1, num=num_requests // 4)
-    table, _ = profile_improvement_rates(tetris, profiled, roughly)
-    systems.scenes["tetris"] = tetris = tetris.with_options({"improvement_rates": str(table)})
+    table, _ = tetris.improvement_rates(profiled, roughly)
+    systems.experiments["tetris"] = tetris = tetris.with_options({"improvement_rates": str(table)})
     found = Study(model=setup.model, workload=workload, light_s=light_s, table=str(table))
-    for name, experiment in systems.scenes.items():
+    for name, experiment in systems.experiments.items():
         found.max_rates[name] = _max_rate(experiment, systems.answers(name), light_s)
     limit = found.max_rates[found.best_baseline]
-    for name, experiment in systems.scenes.items():
+    for name, experiment in systems.experiments.items():
         found.at_limit[name] = _point(experiment, systems.requests().at_rate(limit))
     for load in loads:
-        _ablations(found, systems.scenes["tetris"], systems.answers("tetris"), load)
+        _ablations(found, systems.experiments["tetris"], systems.answers("tetris"), load)
     return found
 
 
@@ -186,8 +183,9 @@ def _ablations(found: Study, experiment: Experiment, requests: Workload, load: f
     at_rate = requests.at_rate(load * found.max_rates["tetris"])
     dynamic, single = _point(experiment, at_rate), _point(experiment.with_options({"chunking": "false"}), at_rate)
     found.single_chunk[load] = (*_times(single, dynamic), single.computing, dynamic.computing)
-    options = {name: value for name, value in experiment.policy_options.items() if name != "improvement_rates"}
-    fixed = replace(experiment, policy_options=options)
+    named = experiment.scheduling.policy_options.items()
+    options = {name: value for name, value in named if name != "improvement_rates"}
+    fixed = replace(experiment, scheduling=replace(experiment.scheduling, policy_options=options))
     found.fixed_rates[load] = {
         rate: _times(_point(fixed.with_options({"improvement_rate": str(rate)}), at_rate), dynamic)
         for rate in _FIXED_RATES
@@ -201,7 +199,7 @@ def _times(one: Point, other: Point) -> tuple[float, float]:
 def _point(experiment: Experiment, requests: Workload) -> Point:
     timeline = Timeline()
     result = experiment.run(requests, timeline)
-    numbers = summary(result)
+    numbers = result.summary()
     decodes = any(one.output_len > 1 for one in requests.arrivals)
     return Point(
         ttft_p50_s=float(numbers["ttft_p50_s"] or 0),
@@ -216,7 +214,7 @@ def _point(experiment: Experiment, requests: Workload) -> Point:
 
 def _computing(experiment: Experiment, result: Result, timeline: Timeline) -> float:
     """Which part of the time until the last first token instances compute prompts, of those that prefill."""
-    busy_s = sum(block.end_s - block.start_s for block in timeline.blocks if block.place is not None)
+    busy_s = sum(block.end_s - block.start_s for block in timeline.blocks if block.index is not None)
     last_s = max(one.arrival_s + one.ttft_s for one in result.served)
     return busy_s / (last_s * len(experiment.cluster.cluster.prefill))
 

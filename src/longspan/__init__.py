@@ -13,17 +13,33 @@ if TYPE_CHECKING:
     from longspan.core.sampling import SamplingParams, StructuredOutputsParams
     from longspan.llm import LLM
     from longspan.outputs import RequestOutput
+    from longspan.sim.cluster import ClusterSpec
+    from longspan.simulation import simulate
+    from longspan.workload.spec import WorkloadSpec
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "__version__", "attn"]
+__all__ = [
+    "LLM",
+    "ClusterSpec",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "WorkloadSpec",
+    "__version__",
+    "attn",
+    "simulate",
+]
 
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
+        "ClusterSpec": "longspan.sim.cluster",
         "LLM": "longspan.llm",
         "RequestOutput": "longspan.outputs",
         "SamplingParams": "longspan.core.sampling",
         "StructuredOutputsParams": "longspan.core.sampling",
+        "WorkloadSpec": "longspan.workload.spec",
         "attn": "longspan.attn",
+        "simulate": "longspan.simulation",
     },
 )

@@ -10,7 +10,7 @@ import huggingface_hub
 import pytest
 from fake_llm import run
 
-from longspan.cli.lengths import length
+from longspan.cli.estimate import length
 from longspan.cost import catalog
 
 FIELDS = {

@@ -302,7 +302,7 @@ def test_a_real_engine_is_measured(
     assert len(shown["prefills"]) == NUM_PROMPTS * (len(SHARED) + 1)
     assert [(fit["members"], fit["exchange"]) for fit in shown["fits"]] == [
         (1, "local"),
-        *((2, name) for name in sorted(SHARED)),
+        *((2, name) for name in sorted(map(str, SHARED))),
     ]
     assert [(entry["members"], entry["length"]) for entry in shown["partitions"]] == [(2, 64), (2, 128)]
     sharing = {"partition": "searched", "threshold": "10"}

@@ -18,8 +18,8 @@ from longspan.cost.architecture import ModelShape
 from longspan.cost.fitted_cost import FittedCost
 from longspan.cost.profile import Decode, Prefill, Profile, Transfer
 from longspan.cost.time_fit import fit_decodes
+from longspan.sim.cluster import predicted_profile
 from longspan.sim.executor import LinearCost
-from longspan.sim.predicted import predicted_profile
 
 BLOCK_SIZE = 100
 PREFILL = {1: (0.02, 1e-4, 2e-8, 1e-8), 2: (0.03, 6e-5, 1e-8, 5e-9)}

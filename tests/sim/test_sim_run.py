@@ -19,7 +19,7 @@ from longspan.core.runs import shard_span
 from longspan.core.steps import Forward, Part
 from longspan.policy import make_policy
 from longspan.sim.executor import LinearCost, Ran
-from longspan.sim.result import Result, summary
+from longspan.sim.result import Result
 from longspan.sim.run import Faults, SlowedCost, Watch, simulate
 from longspan.workload.arrivals import Arrival, conversations, prompt_of
 
@@ -68,7 +68,7 @@ def test_all_requests_finish_and_the_same_input_gives_the_same_result(
     watch = Watch(ran=lambda one: ran.append((one.forward.number, one.start_s)), moment=lambda at, _: clock.append(at))
     first = run(asked, 2, {"threshold": threshold}, faults=broken, watch=watch)
     assert clock == sorted(clock), "the clock does not go back"
-    assert [one.place for one in first.served] == list(range(len(asked)))
+    assert [one.index for one in first.served] == list(range(len(asked)))
     for one, arrival in zip(first.served, asked, strict=True):
         assert one.num_output_tokens == arrival.output_len == len(one.tbt_s) + 1
         assert one.arrival_s <= one.scheduled_s <= one.arrival_s + one.ttft_s <= one.finished_s
@@ -243,7 +243,7 @@ def test_who_asks_for_too_much_is_refused_with_all_that_follows() -> None:
     )
     result = run(asked, num_blocks=64, max_model_len=1024)
     assert sorted(result.refused) == [2, 3] and "2000 tokens" in result.refused[2]
-    assert [one.place for one in result.served] == [0, 1, 4, 5]
+    assert [one.index for one in result.served] == [0, 1, 4, 5]
 
 
 def test_what_prompts_share_is_computed_once() -> None:
@@ -271,7 +271,7 @@ def test_the_numbers_are_those_of_the_requests() -> None:
     cost = LinearCost(base_s=1.0, per_token_s=0.0)
     asked = [Arrival(due_s=2.0 * place, prompt=prompt_of(place, 10), output_len=place + 1) for place in range(2)]
     result = run(asked, cost=cost)
-    assert summary(result) == {
+    assert result.summary() == {
         "ttft_p50_s": 1.0,
         "ttft_p99_s": 1.0,
         "tbt_p50_s": 1.0,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longspan.sim.result import find_max_rate
+from longspan.sim.experiment import find_max_rate
 from longspan.workload.arrivals import Texts, prompt_of, text
 from longspan.workload.lengths import NAMED, Bounded, Quantiles, draw_lengths, quantiles
 

@@ -15,12 +15,11 @@ from fake_llm import run
 from msgspec import structs
 from test_profile import SUBJECT
 
-from longspan.cli.scheduling import SchedulingOptions
-from longspan.cli.simulate import ClusterOptions
-from longspan.cli.simulate_cluster import cluster_of
 from longspan.cost.catalog import model_config
 from longspan.cost.profile import Decode, Prefill, Profile
 from longspan.cost.step_cost import RooflineCost
+from longspan.sim.cluster import ClusterSpec
+from longspan.simulation import make_experiment
 from longspan.workload.spec import WorkloadSpec, make_workload
 
 FIELDS = {
@@ -289,7 +288,7 @@ def test_the_page_says_what_the_run_was(tmp_path: Path, capsys: pytest.CaptureFi
         (("--profile", "P"), "give --rate"),
         (("--profile", "P", "--rate", "0"), "--rate must be above 0"),
         (("--profile", "P", "--rate", "1", "--num-requests", "0"), "--num-requests must be at least 1"),
-        (("--profile", "P", "--rate", "1", "--turns", "0"), "at least 1 turn"),
+        (("--profile", "P", "--rate", "1", "--turns", "0"), "--turns must be at least 1"),
         (
             ("--profile", "P", "--rate", "1", "--turns", "2", "--think-time", "inf"),
             "from 0 to 100000 seconds, but inf given",
@@ -324,14 +323,14 @@ def test_mistakes_are_one_line(
     ],
 )
 def test_policies_and_costs_have_instances_on_the_same_hosts(flags: dict[str, Any], hosts: list[int]) -> None:
-    options = ClusterOptions(hardware="a100-sxm-80g", **flags)
-    found = cluster_of("llama-3-8b", options, SchedulingOptions())
+    found = make_experiment("llama-3-8b", ClusterSpec(hardware="a100-sxm-80g", **flags)).cluster
     assert isinstance(found.cost, RooflineCost)
-    assert [found.facts.place(instance).host for instance in range(found.num_instances)] == hosts
+    assert [found.cluster.location(instance).host for instance in found.cluster.instances] == hosts
+    assert found.facts.cluster == found.cluster
     for line in found.cost.lines:
         first = line.topology.first_instance
         number = sum(other.topology.first_instance <= first for other in found.cost.lines)
-        beyond = [other.topology.first_instance for other in found.cost.lines[number:]] or [found.num_instances]
+        beyond = [other.topology.first_instance for other in found.cost.lines[number:]] or [found.cluster.num_instances]
         assert [line.topology.host(instance) for instance in range(first, beyond[0])] == hosts[first : beyond[0]]
 
 

@@ -8,7 +8,7 @@ import pytest
 from fake_llm import run
 
 from longspan.policy.tetris.rates import IMPROVEMENT_RATES, RateTable
-from longspan.sim.result import best_improvement_rate, request_rates
+from longspan.sim.experiment import least, request_rates
 
 HOST = ("llama-3-8b", "--hardware", "a100-sxm-80g", "--gpus-per-host", "8")
 ROLES = ("--prefill-parallel", "4", "--decode-parallel", "tp4", "--policy", "tetris")
@@ -45,7 +45,7 @@ def test_one_backend_serves_all(capsys: pytest.CaptureFixture[str]) -> None:
         (("--transfer-backends", "2"), "--transfer-backends 2 is for KV that is sent"),
         ((*ROLES, "--transfer-backends", "0"), "--transfer-backends must be at least 1, but 0 given"),
         ((*ROLES[:4], "--policy", "context"), "policy context prefills and decodes on the same instances"),
-        (("--policy", "context", "--profile-improvement-rates"), "is for --policy tetris, but --policy context"),
+        (("--policy", "context", "--profile-improvement-rates"), "are of --policy tetris, but --policy context"),
         ((*ROLES, "-o", "improvement_rate=0.2", "--profile-improvement-rates"), "leave that out"),
     ],
 )
@@ -69,7 +69,7 @@ def test_profiled_improvement_rates_are_those_of_the_least_mean_ttft(capsys: pyt
 
 
 def test_of_equal_improvement_rates_the_lowest_is_best() -> None:
-    assert best_improvement_rate(lambda rate: abs(rate - 0.325) // 0.05)[0] == 0.3
+    assert least({rate: abs(rate - 0.325) // 0.05 for rate in IMPROVEMENT_RATES}) == 0.3
     assert request_rates(1.2) == (0.5, 1.0, 1.5)
     with pytest.raises(ValueError, match="above 0 and at most 1000"):
         request_rates(0)

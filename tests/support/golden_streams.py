@@ -18,14 +18,13 @@ from cluster_setup import Roles
 from forced_plans import PLANS, Wandering, forced
 from workloads import MACHINES, TABLE, Job, play
 
-from longspan.cli.scheduling import SchedulingOptions
-from longspan.cli.simulate import ClusterOptions
-from longspan.cli.simulate_scene import Experiment
 from longspan.core.steps import Forward, Free, MoveKV, Part, Step
 from longspan.policy.choosing import Facts
+from longspan.sim.cluster import ClusterSpec, Scheduling
 from longspan.sim.executor import SimExecutor
 from longspan.sim.run import Faults
-from longspan.workload.spec import WorkloadSpec, make_workload
+from longspan.simulation import simulate
+from longspan.workload.spec import WorkloadSpec
 
 RECORDED = Path(__file__).parents[1] / "golden" / "streams.json"
 _STEPS_PER_HASH = 25
@@ -186,12 +185,12 @@ def _wandering() -> list[Step]:
 
 # ---------------------------------------------------------------- clusters of devices by their data sheets
 
-_A100 = ClusterOptions(hardware="a100-sxm-80g", hosts=2, gpus_per_host=4)
-_SPLIT = ClusterOptions(hardware="a100-sxm-80g", hosts=2, gpus_per_host=8, prefill_parallel="8", decode_parallel="tp8")
-_TP2 = ClusterOptions(hardware="h100-sxm-80g", hosts=1, gpus_per_host=8, parallel="4xtp2")
+_A100 = ClusterSpec(hardware="a100-sxm-80g", hosts=2, gpus_per_host=4)
+_SPLIT = ClusterSpec(hardware="a100-sxm-80g", hosts=2, gpus_per_host=8, prefill_parallel="8", decode_parallel="tp8")
+_TP2 = ClusterSpec(hardware="h100-sxm-80g", hosts=1, gpus_per_host=8, parallel="4xtp2")
 _MEDIUM = WorkloadSpec(workload="medium", rate=2.0, num_requests=40, output_len=20, seed=3)
 _TURNS = WorkloadSpec(workload="short", rate=8.0, num_requests=60, output_len=10, turns=3, prefix_len=600, seed=4)
-SIMULATED: dict[str, tuple[ClusterOptions, str, WorkloadSpec, Faults]] = {
+SIMULATED: dict[str, tuple[ClusterSpec, str, WorkloadSpec, Faults]] = {
     "A100 chunked": (_A100, "chunked", _TURNS, Faults()),
     "A100 context": (_A100, "context", _MEDIUM, Faults()),
     "A100 context, turns, a lost worker": (_A100, "context", _TURNS, Faults(lost_at_s=(3.0,), restart_s=1.0)),
@@ -216,7 +215,8 @@ def _simulated(name: str) -> list[Step]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SimExecutor, "submit", recorded)
-        Experiment.of("llama-3-8b", cluster, SchedulingOptions(policy=policy), faults).run(make_workload(workload))
+        scheduling = Scheduling(policy=policy, max_num_batched_tokens=2048)
+        simulate("llama-3-8b", cluster, workload, scheduling=scheduling, faults=faults)
     return steps
 
 

@@ -1,17 +1,18 @@
-"""The verb `estimate`: what a prompt or a step of decoding costs on devices that need not be here."""
+"""The verb `estimate`: prices a prompt or a step of decoding on devices that need not be here."""
 
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
 from longspan.cli.bundles import bundled
-from longspan.cli.lengths import length
 from longspan.cli.scheduling import PromptExchange
-from longspan.cli.sheets import HardwareOptions
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -21,7 +22,45 @@ if TYPE_CHECKING:
 
 _cluster = partial(typer.Option, rich_help_panel="Cluster")
 _work = partial(typer.Option, rich_help_panel="What is computed")
-_SHEETS = HardwareOptions()
+_LENGTH = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kmgtKMGT])?")
+_MOST = 2**40
+_POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HardwareOptions:
+    """The options of every verb that computes times from data sheets."""
+
+    link: Annotated[
+        str | None,
+        _cluster(
+            metavar="NAME",
+            help="What connects hosts, or the devices of a single host.",
+            show_default="what such devices come with",
+        ),
+    ] = None
+    link_gbytes_per_s: Annotated[
+        float | None,
+        _cluster(
+            metavar="X",
+            help="Instead: its nominal speed, one way, in 10^9 bytes per second.",
+            show_default="the link's",
+        ),
+    ] = None
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32"], _cluster(help="Of weights, keys and values; auto: 16 bits.")
+    ] = "auto"
+    ffn_dtype: Annotated[
+        Literal["bfloat16", "float16", "float32", "fp8"] | None,
+        _cluster(help="Of the feed-forward weights.", show_default="as --dtype"),
+    ] = None
+    attention: Annotated[
+        Literal["flash", "eager"] | None,
+        _cluster(help="Fused, or as Hugging Face's single operators compute it.", show_default="flash"),
+    ] = None
+
+
+_HARDWARE = HardwareOptions()
 
 
 @bundled()
@@ -53,22 +92,25 @@ def estimate(
     cached: Annotated[str, _work(metavar="P", help="How many of them have been computed before.")] = "0",
     phase: Annotated[Literal["prefill", "decode"], _work(help="The whole prompt, or one token behind it.")] = "prefill",
     batch: Annotated[int, _work(help="Requests at a time.")] = 1,
-    sheets: HardwareOptions = _SHEETS,
+    sheets: HardwareOptions = _HARDWARE,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and no table.")] = False,
 ) -> None:
     """Predicts time to first token, or between tokens, from data sheets, with memory and communication.
 
     Nothing is run. docs/cost.md says how it is computed, and how far it is from what papers measured.
     """
-    from longspan.cli.model_config import architecture, cluster_of  # noqa: PLC0415 - other verbs need none of it
-    from longspan.core.cluster import ParallelSpec  # noqa: PLC0415
+    from longspan.core.cluster import ParallelSpec  # noqa: PLC0415 - other verbs need none of it
     from longspan.core.exchange import RING_KV, RING_Q, exchange_of  # noqa: PLC0415
-    from longspan.cost.cluster import roofline  # noqa: PLC0415
+    from longspan.cost.cluster import Devices, link_speed, roofline  # noqa: PLC0415
     from longspan.cost.estimate import estimate_decode, estimate_prefill  # noqa: PLC0415
+    from longspan.simulation import read_architecture  # noqa: PLC0415
 
     spec = ParallelSpec.parse(parallel)
-    cluster = cluster_of(hardware, gpus_per_host, hosts, sheets)
-    sizes = architecture(model, dtype=sheets.dtype, ffn_dtype=sheets.ffn_dtype)
+    speed = link_speed(sheets.link, sheets.link_gbytes_per_s)
+    cluster = Devices(
+        hardware=hardware, gpus_per_host=gpus_per_host, hosts=hosts, link=sheets.link, link_bytes_per_s=speed
+    )
+    sizes = read_architecture(model, dtype=sheets.dtype, ffn_dtype=sheets.ffn_dtype)
     cost = roofline(sizes, cluster, spec, sheets.attention or "flash")
     tokens, known = length("--context", context), length("--cached", cached)
     if phase == "prefill":
@@ -118,3 +160,22 @@ def _table(found: Estimate, cluster: Devices) -> Table:
     if len(set(found.partition)) > 1:
         table.add_row("tokens", ", ".join(map(str, found.partition)))
     return table
+
+
+def length(flag: str, text: str) -> int:
+    """Reads `8192`, `8K` (8 * 1,024), `8k` (8 * 1,000), `1M` and `25.6k`, as vLLM does.
+
+    Raises:
+        ValueError: for anything else, such as a fraction of a token or of a binary unit, and for more than 2^40.
+    """
+    match = _LENGTH.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{flag} must be a number of tokens such as 8192, 8K (8192) or 8k (8000), but {text!r} given")
+    number, unit = match[1], match[2] or ""
+    factor = (1024 if unit.isupper() else 1000) ** _POWERS[unit.lower()] if unit else 1
+    tokens = Fraction(number) * factor
+    if ("." in number and not unit.islower()) or tokens.denominator != 1:
+        raise ValueError(f"{flag} must be a whole number of tokens, but {text!r} given: 25.6k works, 25.6K does not")
+    if tokens > _MOST:
+        raise ValueError(f"{flag} can be at most {_MOST} tokens (1T), but {text!r} given")
+    return int(tokens)

@@ -56,6 +56,13 @@ class Devices:
         return self.gpus_per_host * self.hosts
 
 
+def link_speed(link: str | None, gbytes_per_s: float | None) -> float | None:
+    """Returns bytes per second of a link whose speed is given in place of its name. Raises ValueError for both."""
+    if link is not None and gbytes_per_s is not None:
+        raise ValueError(f"--link {link} and --link-gbytes-per-s {gbytes_per_s:g} both give its speed: give one")
+    return None if gbytes_per_s is None else gbytes_per_s * 1e9
+
+
 def roofline(
     model: Architecture,
     devices: Devices,

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longspan.core.cluster import Cluster
-from longspan.sim.result import Result, summary
+from longspan.sim.result import Result
 from longspan.sim.timeline import Block, Timeline
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def html_report(result: Result, timeline: Timeline, settings: Mapping[str, objec
         f"<style>{_STYLE}</style><script>{get_plotlyjs()}</script></head><body>",
         f"<h1>{html.escape(title)}</h1>",
         _table(settings),
-        _table(summary(result)),
+        _table(result.summary()),
     ]
     for name, note, figure in _figures(result, timeline, cluster):
         drawn = figure.to_html(full_html=False, include_plotlyjs=False, div_id=name.lower().replace(" ", "-"))
@@ -92,7 +92,7 @@ def _joined(blocks: Sequence[Block]) -> list[Block]:
     """The latest block of each instance, as its index."""
     for one in blocks:
         before = found[last[one.instance]] if one.instance in last else None
-        if before is not None and one.place is None is before.place and _follows(one, before):
+        if before is not None and one.index is None is before.index and _follows(one, before):
             found[last[one.instance]] = replace(before, end_s=one.end_s)
         else:
             last[one.instance] = len(found)
@@ -122,7 +122,7 @@ def _gantt(blocks: Sequence[Block], names: Sequence[str]) -> Figure:
             x=[one.end_s - one.start_s for one in blocks],
             marker={
                 "color": [_colour(one) for one in blocks],
-                "line": {"width": [0.0 if one.place is None else 0.5 for one in blocks], "color": "white"},
+                "line": {"width": [0.0 if one.index is None else 0.5 for one in blocks], "color": "white"},
             },
             text=[_label(one, end_s) for one in blocks],
             textposition="inside",
@@ -140,23 +140,23 @@ def _gantt(blocks: Sequence[Block], names: Sequence[str]) -> Figure:
 
 def _colour(block: Block) -> str:
     """Neighbours in the order of arrival are far apart in the circle of hues, others at least in lightness."""
-    if block.place is None:
+    if block.index is None:
         return "#ddd"
-    return f"hsl({block.place * _GOLDEN_ANGLE % 360:.0f}, 62%, {48 + 8 * (block.place % 3)}%)"
+    return f"hsl({block.index * _GOLDEN_ANGLE % 360:.0f}, 62%, {48 + 8 * (block.index % 3)}%)"
 
 
 def _label(block: Block, end_s: float) -> str:
     """The number of the request, where there is room for one."""
     is_wide = block.end_s - block.start_s > _LABELLED_PART * end_s
-    return "" if block.place is None or not is_wide else str(block.place)
+    return "" if block.index is None or not is_wide else str(block.index)
 
 
 def _words(block: Block) -> str:
     when = f"{block.start_s:.3f} to {block.end_s:.3f} s"
-    if block.place is None:
+    if block.index is None:
         return f"{block.stop} decodes<br>{when}"
     tokens = f"tokens {block.start:,} to {block.stop:,}"
-    return f"request {block.place}<br>{tokens}<br>{len(block.group)} instances, {block.exchange}<br>{when}"
+    return f"request {block.index}<br>{tokens}<br>{len(block.group)} instances, {block.exchange}<br>{when}"
 
 
 def _share(times_s: NDArray[np.float64]) -> Figure:

@@ -101,7 +101,7 @@ _LOSS, _ARRIVAL = 0, 1
 _MANY = 1000
 """From so many arrivals on, searching them for garbage takes a notable part of a simulation."""
 _Event = tuple[float, int, int]
-"""When, what, and for an arrival its place."""
+"""When, what, and for an arrival its index."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ class Watch:
     Attributes:
         ran: of each step, when its times are settled.
         moment: of the engine, whenever it has planned and something has completed.
-        admitted: of a request's id in the engine, and its place among the arrivals.
+        admitted: of a request's id in the engine, and its index among the arrivals.
         lost: of the time, when a worker is.
         finished: how many requests are, after each.
     """
@@ -180,16 +180,16 @@ class _Simulation:
         self._clock = VirtualClock()
         self._engine = Engine(policy=policy, executor=self._executor(0.0), clock=self._clock, config=config)
         self._counts = _Counts()
-        self._places: dict[int, int] = {}
+        self._indices: dict[int, int] = {}
         self._num_to_come = len(arrivals)
         self._said: dict[int, tuple[Sequence[int], ...]] = {}  # before a further turn
         self._further: dict[int, list[int]] = defaultdict(list)
         self._events: list[_Event] = [(at, _LOSS, 0) for at in faults.lost_at_s]
-        for place, arrival in enumerate(arrivals):
+        for index, arrival in enumerate(arrivals):
             if arrival.follows is None:
-                self._events.append((arrival.due_s, _ARRIVAL, place))
+                self._events.append((arrival.due_s, _ARRIVAL, index))
             else:
-                self._further[arrival.follows].append(place)
+                self._further[arrival.follows].append(index)
         heapq.heapify(self._events)
 
     def _executor(self, ready_s: float) -> SimExecutor:
@@ -213,7 +213,7 @@ class _Simulation:
             if self._watch.moment is not None:
                 self._watch.moment(self._clock.now(), engine)
         return Result(
-            served=tuple(sorted(counts.served, key=lambda one: one.place)),
+            served=tuple(sorted(counts.served, key=lambda one: one.index)),
             refused=counts.refused,
             num_arrivals=len(self._arrivals),
             makespan_s=max((one.finished_s for one in counts.served), default=0.0),
@@ -225,11 +225,11 @@ class _Simulation:
     def _deliver(self) -> None:
         """What is due by now."""
         while self._events and self._events[0][0] <= self._clock.now():
-            _, kind, place = heapq.heappop(self._events)
+            _, kind, index = heapq.heappop(self._events)
             if kind == _LOSS:
                 self._lose()
             else:
-                self._add(place)
+                self._add(index)
 
     def _lose(self) -> None:
         now = self._clock.now()
@@ -237,31 +237,31 @@ class _Simulation:
             self._watch.lost(now)
         self._engine.restart(self._executor(now + self._faults.restart_s))
 
-    def _add(self, place: int) -> None:
-        arrival, said = self._arrivals[place], self._said.pop(place, None)
+    def _add(self, index: int) -> None:
+        arrival, said = self._arrivals[index], self._said.pop(index, None)
         prompt = arrival.prompt if said is None else Texts([*said, arrival.prompt])
         try:
             request = self._engine.add(prompt, _params(arrival.output_len))
         except ValueError as error:
-            self._refuse(place, str(error))
+            self._refuse(index, str(error))
             return
         self._num_to_come -= 1
-        self._places[request.id] = place
+        self._indices[request.id] = index
         if self._watch.admitted is not None:
-            self._watch.admitted(request.id, place)
+            self._watch.admitted(request.id, index)
 
-    def _refuse(self, place: int, reason: str) -> None:
+    def _refuse(self, index: int, reason: str) -> None:
         """Nor do further turns of its conversation come."""
-        self._counts.refused[place] = reason
+        self._counts.refused[index] = reason
         self._num_to_come -= 1
-        for further in self._further.pop(place, ()):
+        for further in self._further.pop(index, ()):
             self._refuse(further, reason)
 
     def _finish(self, request: Request) -> None:
-        place = self._places.pop(request.id)
-        served = Served.of(request, place)
+        index = self._indices.pop(request.id)
+        served = Served.of(request, index)
         self._counts.served.append(served)
-        for further in self._further.pop(place, ()):
+        for further in self._further.pop(index, ()):
             self._said[further] = (request.prompt, tuple(request.output))
             heapq.heappush(self._events, (served.finished_s + self._arrivals[further].due_s, _ARRIVAL, further))
         if self._watch.finished is not None:

@@ -19,14 +19,14 @@ class Block:
     """What an instance did for some time: a chunk of one request's prompt, or the decodes of a step.
 
     Attributes:
-        place: of the request among the arrivals; None for decodes.
+        index: of the request among the arrivals; None for decodes.
         start, stop: of the chunk, in tokens of the request; of decodes, 0 and how many there were.
     """
 
     instance: int
     start_s: float
     end_s: float
-    place: int | None
+    index: int | None
     start: int
     stop: int
     group: tuple[int, ...] = ()
@@ -57,12 +57,12 @@ class Timeline:
         self.complete = True
         self._most_blocks, self._most_moments = most_blocks, most_moments
         self._every_s, self._next_s = 0.0, 0.0
-        self._places: dict[int, int] = {}
+        self._indices: dict[int, int] = {}
 
     @property
     def watch(self) -> Watch:
         """To give to `simulate`."""
-        return Watch(ran=self._ran, moment=self._moment, admitted=self._places.__setitem__, lost=self._lost)
+        return Watch(ran=self._ran, moment=self._moment, admitted=self._indices.__setitem__, lost=self._lost)
 
     def _ran(self, ran: Ran) -> None:
         if len(self.blocks) >= self._most_blocks:
@@ -90,7 +90,7 @@ class Timeline:
                     instance=instance,
                     start_s=at_s,
                     end_s=at_s + own * per_token_s,
-                    place=self._places.get(part.request_id, part.request_id),
+                    index=self._indices.get(part.request_id, part.request_id),
                     start=part.start,
                     stop=part.stop,
                     group=part.group,
@@ -100,7 +100,7 @@ class Timeline:
             at_s += own * per_token_s
         if num_decodes:
             self.blocks.append(
-                Block(instance=instance, start_s=at_s, end_s=end_s, place=None, start=0, stop=num_decodes)
+                Block(instance=instance, start_s=at_s, end_s=end_s, index=None, start=0, stop=num_decodes)
             )
 
     def _lost(self, at_s: float) -> None:
@@ -138,7 +138,7 @@ def _events(result: Result, timeline: Timeline) -> Iterator[dict[str, Any]]:
     for one in result.served:
         times = {"queue_s": one.scheduled_s - one.arrival_s, "ttft_s": one.ttft_s, "e2e_s": one.e2e_s}
         tokens = {"prompt_tokens": one.num_prompt_tokens, "output_tokens": one.num_output_tokens}
-        common = {"cat": "request", "id": one.place, "pid": _REQUESTS, "tid": 0, "name": f"request {one.place}"}
+        common = {"cat": "request", "id": one.index, "pid": _REQUESTS, "tid": 0, "name": f"request {one.index}"}
         yield common | {"ph": "b", "ts": one.arrival_s * 1e6, "args": tokens | times}
         yield common | {"ph": "n", "ts": (one.arrival_s + one.ttft_s) * 1e6, "args": {"what": "first token"}}
         yield common | {"ph": "e", "ts": one.finished_s * 1e6}
@@ -156,10 +156,10 @@ def _of_block(block: Block) -> dict[str, Any]:
         "ts": block.start_s * 1e6,
         "dur": (block.end_s - block.start_s) * 1e6,
     }
-    if block.place is None:
+    if block.index is None:
         return event | {"name": f"{block.stop} decodes", "cat": "decode"}
     about = {"start": block.start, "stop": block.stop, "group": list(block.group), "exchange": block.exchange}
-    return event | {"name": f"request {block.place}", "cat": "prefill", "args": about}
+    return event | {"name": f"request {block.index}", "cat": "prefill", "args": about}
 
 
 def _named(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:

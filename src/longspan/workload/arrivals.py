@@ -32,6 +32,35 @@ class Arrival:
     follows: int | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Requests, in the order in which they come.
+
+    Attributes:
+        shares: whether prompts can begin alike, so that it pays to remember what was computed.
+    """
+
+    arrivals: Sequence[Arrival]
+    shares: bool
+
+    def at_rate(self, rate: float) -> Workload:
+        """Scales the times of first turns, so that all turns together come at this rate."""
+        last_s = max(one.due_s for one in self.arrivals if one.follows is None)
+        factor = len(self.arrivals) / rate / last_s if last_s else 0.0
+        stretched = [
+            one if one.follows is not None else replace(one, due_s=one.due_s * factor) for one in self.arrivals
+        ]
+        return replace(self, arrivals=stretched)
+
+    def one_by_one(self, gap_s: float) -> Workload:
+        """Puts so much time between the conversations that none meets another."""
+        spaced = [
+            one if one.follows is not None else replace(one, due_s=index * gap_s)
+            for index, one in enumerate(self.arrivals)
+        ]
+        return replace(self, arrivals=spaced)
+
+
 def conversations(arrivals: Sequence[Arrival], *, turns: int, think_s: float) -> list[Arrival]:
     """Makes every `turns` neighbours one conversation: the first comes when it is due, each other one `think_s` seconds
     after the answer before.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from longspan.workload.arrivals import Arrival, arrival_times, conversations, prompt_of
+from longspan.errors import ParameterError
+from longspan.workload.arrivals import Arrival, Workload, arrival_times, conversations, prompt_of
 from longspan.workload.lengths import NAMED, Lengths, draw_lengths, quantiles
 from longspan.workload.traces import BLOCK_LEN, RequestSpec, read_trace
 
@@ -52,50 +52,18 @@ class WorkloadSpec:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for flag, value, least in (
-            ("--num-requests", self.num_requests, 1),
-            ("--output-len", self.output_len, 1),
-            ("--prefix-len", self.prefix_len, 0),
-            ("--num-prefixes", self.num_prefixes, 1),
-            ("--seed", self.seed, 0),
-        ):
-            if value is not None and value < least:
-                raise ValueError(f"{flag} must be at least {least}, but {value} given")
+        least_of = {"num_requests": 1, "output_len": 1, "prefix_len": 0, "num_prefixes": 1, "turns": 1, "seed": 0}
+        for name, least in least_of.items():
+            if (value := getattr(self, name)) is not None and value < least:
+                raise ParameterError(name, f"must be at least {least}, but {value} given", value)
         if self.num_prefixes is not None and not self.prefix_len:
-            raise ValueError(f"--num-prefixes {self.num_prefixes} is of starts that prompts share: give --prefix-len")
+            problem = f"{self.num_prefixes} is of starts that prompts share: give --prefix-len"
+            raise ParameterError("num_prefixes", problem, self.num_prefixes)
         if self.think_time is not None and self.turns == 1:
-            raise ValueError(f"--think-time {self.think_time:g} is between turns of a conversation: give --turns")
+            problem = f"{self.think_time:g} is between turns of a conversation: give --turns"
+            raise ParameterError("think_time", problem, self.think_time)
         if self.rate is not None and not self.rate > 0:
-            raise ValueError(f"--rate must be above 0 (inf is allowed), but {self.rate} given")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """Requests, in the order in which they come.
-
-    Attributes:
-        shares: whether prompts can begin alike, so that it pays to remember what was computed.
-    """
-
-    arrivals: Sequence[Arrival]
-    shares: bool
-
-    def at_rate(self, rate: float) -> Workload:
-        """Scales the times of first turns, so that all turns together come at this rate."""
-        last_s = max(one.due_s for one in self.arrivals if one.follows is None)
-        factor = len(self.arrivals) / rate / last_s if last_s else 0.0
-        stretched = [
-            one if one.follows is not None else replace(one, due_s=one.due_s * factor) for one in self.arrivals
-        ]
-        return replace(self, arrivals=stretched)
-
-    def one_by_one(self, gap_s: float) -> Workload:
-        """Puts so much time between the conversations that none meets another."""
-        spaced = [
-            one if one.follows is not None else replace(one, due_s=index * gap_s)
-            for index, one in enumerate(self.arrivals)
-        ]
-        return replace(self, arrivals=spaced)
+            raise ParameterError("rate", f"must be above 0 (inf is allowed), but {self.rate} given", self.rate)
 
 
 def make_workload(spec: WorkloadSpec) -> Workload:
@@ -133,7 +101,7 @@ def _requests(spec: WorkloadSpec) -> list[RequestSpec]:
         return _drawn(*NAMED[spec.workload], spec)
     path = Path(spec.workload)
     if not path.is_file():
-        raise ValueError(f"--workload {spec.workload!r} is none of {', '.join(NAMED)}, nor a file")
+        raise ParameterError("workload", f"{spec.workload!r} is none of {', '.join(NAMED)}, nor a file", spec.workload)
     if path.suffix == ".json":
         return _drawn(*_quantiles(path), spec)
     requests = read_trace(path, num=spec.num_requests)
@@ -144,12 +112,13 @@ def _quantiles(path: Path) -> tuple[Lengths, Lengths]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"--workload {str(path)!r} cannot be read: {error}") from None
+        raise ParameterError("workload", f"{str(path)!r} cannot be read: {error}") from None
     if not isinstance(found, dict) or set(found) != {"input_len", "output_len"}:
-        raise ValueError(
-            f"--workload {str(path)!r} must be an object with input_len and output_len, each an object of quantiles "
-            'such as {"0": 100, "0.5": 800, "1": 9000}'
+        problem = (
+            f"{str(path)!r} must be an object with input_len and output_len, each an object of quantiles such as "
+            '{"0": 100, "0.5": 800, "1": 9000}'
         )
+        raise ParameterError("workload", problem)
     return quantiles("input_len", found["input_len"]), quantiles("output_len", found["output_len"])
 
 
@@ -168,13 +137,13 @@ def _timed(requests: list[RequestSpec], spec: WorkloadSpec) -> list[RequestSpec]
     due = [request.due_s for request in requests if request.due_s is not None]
     if not due:
         if spec.rate is None:
-            raise ValueError(f"--workload {spec.workload} has no times of its own: give --rate")
+            raise ParameterError("workload", f"{spec.workload} has no times of its own: give --rate")
         burstiness = 1.0 if spec.burstiness is None else spec.burstiness
         rng = np.random.default_rng([spec.seed, _TIMES])
         times = arrival_times(len(requests), rate=spec.rate, burstiness=burstiness, rng=rng)
         return [replace(request, due_s=time) for request, time in zip(requests, times, strict=True)]
     if spec.burstiness is not None:
-        raise ValueError(f"--burstiness {spec.burstiness} contradicts a trace that brings its own times")
+        raise ParameterError("burstiness", f"{spec.burstiness} contradicts a trace that brings its own times")
     if spec.rate is None or not due[-1]:
         return requests
     factor = 0.0 if math.isinf(spec.rate) else len(requests) / spec.rate / due[-1]

@@ -1,0 +1,132 @@
+"""Simulated serving from Python: reads the files that an experiment names, and runs it.
+
+    from longspan import ClusterSpec, WorkloadSpec, simulate
+
+    cluster = ClusterSpec(hardware="a100-sxm-80g", hosts=2, gpus_per_host=8)
+    result = simulate("llama-3-8b", cluster, WorkloadSpec(workload="medium", rate=2.0, num_requests=100))
+    print(result.summary()["ttft_p99_s"])
+
+The simulator itself, `longspan.sim`, is pure: it reads no files and asks no hub.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from longspan.cost import catalog
+from longspan.cost.architecture import Architecture, from_config
+from longspan.cost.profile import Profile
+from longspan.errors import ParameterError
+from longspan.sim.cluster import ClusterSpec, Scheduling, computed_cluster, measured_cluster
+from longspan.sim.experiment import Experiment
+from longspan.sim.result import Result
+from longspan.sim.run import Faults
+from longspan.sim.timeline import Timeline
+from longspan.workload.spec import WorkloadSpec, make_workload
+
+_BYTES = {"auto": 2.0, "bfloat16": 2.0, "float16": 2.0, "float32": 4.0, "fp8": 1.0}
+
+
+def simulate(
+    model: str,
+    cluster: ClusterSpec,
+    workload: WorkloadSpec,
+    *,
+    scheduling: Scheduling | None = None,
+    faults: Faults | None = None,
+    timeline: Timeline | None = None,
+) -> Result:
+    """Serves a workload on a cluster that is not there, by the policies that serve.
+
+    Args:
+        model: a name such as llama-3-8b, a folder with a config.json, or a hub id.
+        timeline: writes down what every instance did; see `longspan.sim.timeline`.
+
+    Returns:
+        What became of each request; `Result.summary` has percentiles and rates. Times are seconds of a virtual clock,
+        and the same arguments give the same numbers.
+
+    Raises:
+        ValueError: for values that are not possible, or files that cannot be read.
+    """
+    return make_experiment(model, cluster, scheduling, faults).run(make_workload(workload), timeline)
+
+
+def make_experiment(
+    model: str, cluster: ClusterSpec, scheduling: Scheduling | None = None, faults: Faults | None = None
+) -> Experiment:
+    """Makes an experiment, which can be run with several workloads and options of its policy.
+
+    Raises:
+        ValueError: for unknown names, a model that does not fit the devices, or a profile that cannot be read or is of
+            another model.
+    """
+    scheduling, faults = scheduling or Scheduling(), faults or Faults()
+    if cluster.profile is None:
+        sizes = read_architecture(model, dtype=cluster.dtype, ffn_dtype=cluster.ffn_dtype)
+        return Experiment(cluster=computed_cluster(sizes, cluster, scheduling), scheduling=scheduling, faults=faults)
+    profile = _read_profile(cluster.profile)
+    key = profile.profile_key
+    if _last_name(model) != _last_name(key.model):  # folders may lie elsewhere than on that machine
+        problem = f"is of model {key.model}, but {model} given: give that, or a profile of {model}"
+        raise ParameterError("profile", problem, cluster.profile)
+    sizes = read_architecture(model, dtype=key.dtype)
+    found = measured_cluster(sizes, profile, cluster, scheduling)
+    return Experiment(cluster=found, scheduling=scheduling, faults=faults)
+
+
+def read_architecture(model: str, *, dtype: str = "auto", ffn_dtype: str | None = None) -> Architecture:
+    """Reads a model's sizes by its name in the catalog, from its folder or config.json, or from the hub.
+
+    Raises:
+        ValueError: when there is none, or its config.json cannot be used.
+    """
+    config = catalog.model_config(model) if model in catalog.names("models") else _read_config(model)
+    ffn_bytes = None if ffn_dtype is None else _BYTES[ffn_dtype]
+    return from_config(config, name=model, bytes_per_element=_BYTES[dtype], ffn_bytes=ffn_bytes)
+
+
+def _read_config(model: str) -> dict[str, Any]:
+    path = Path(model).expanduser()
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        file = _fetched(model)
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{file} cannot be read as a config.json: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} must be a JSON object, as a model's config.json is")
+    return config
+
+
+def _fetched(model: str) -> Path:
+    known = f"known are {', '.join(catalog.names('models'))}, folders with a config.json, and Hugging Face hub ids"
+    if model.count("/") != 1 or model.startswith(("/", ".", "~")):
+        raise ValueError(f"unknown model {model!r}: {known}")
+    from huggingface_hub import hf_hub_download  # noqa: PLC0415 - only for models that are not here
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
+
+    try:
+        return Path(hf_hub_download(model, "config.json"))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"model {model!r} could not be fetched from the Hugging Face hub ({reason}): {known}"
+        ) from error
+
+
+def _read_profile(path: Path) -> Profile:
+    try:
+        return Profile.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ParameterError("profile", f"{str(path)!r} cannot be read: {error}", path) from None
+
+
+def _last_name(model: str) -> str:
+    """Returns the last name of a folder, a file in it, a hub id or an alias."""
+    path = Path(model).expanduser()
+    folder = path.resolve() if path.is_dir() else path.parent if path.is_file() else path
+    return folder.name.lower()
