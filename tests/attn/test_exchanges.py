@@ -18,7 +18,7 @@ from torch import Tensor
 from transports import FaultyTransport, Wires, run_members
 
 from longspan.attn.check import EXCHANGES, Request, member_case, run_exchange
-from longspan.attn.comm import Group, Transport
+from longspan.attn.comm import ALONE, Group, Transport
 from longspan.attn.exchanges.chain import chain, chain_start
 from longspan.attn.exchanges.local import local
 from longspan.attn.spec import AttnSpec
@@ -287,7 +287,7 @@ def test_local(batch: list[Request], window: int | None, softcap: float | None, 
     spec = spec_of(window, softcap)
     mine = member_case(batch, 0, spec, block_size=BLOCK, seed=seed)
     out = torch.full_like(mine.q, torch.nan)
-    local(mine.parts, mine.q, mine.kv, spec, out)
+    local(ALONE, mine.parts, mine.q, mine.kv, spec, out)
     outputs = [[out[:, part.rows] for part in mine.parts]]
     assert_attention(outputs, Case(hosts=(0,), batch=tuple(batch), spec=spec))
 
