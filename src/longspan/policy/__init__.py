@@ -1,4 +1,4 @@
-"""Policies, one file each. A policy decides the next steps from a read-only view of the cluster.
+"""The policies, one file each, chosen by name. A policy decides the next steps from a read-only view of the cluster.
 
 To add one, write its file and `register` its spec, or name it in the registry here.
 """

@@ -198,7 +198,7 @@ _NONE_GROWS = Growing()
 
 
 class Budget:
-    """What is left to give away in the step being planned, per instance; all there is at first.
+    """The tokens, blocks and seats left to give away in the step being planned, per instance.
 
     Args:
         instances: the instances that compute.
@@ -218,23 +218,23 @@ class Budget:
 
     @cached_property
     def tokens(self) -> dict[int, int]:
-        """Tokens that each instance can still compute; only those that compute are in it."""
+        """Counts the tokens that each instance can still compute; only those that compute are in it."""
         return dict.fromkeys(self._instances, self.view.max_num_batched_tokens)
 
     @cached_property
     def blocks(self) -> PerInstance:
-        """Free blocks."""
+        """Counts free blocks."""
         return PerInstance(self.view.kv.num_free)
 
     @cached_property
     def seqs(self) -> PerInstance:
-        """Requests that may still join."""
+        """Counts the requests that may still join."""
         running, most = self.view.running, self.view.max_num_seqs
         return PerInstance(lambda i: most - len(running.on(i)))
 
     @cached_property
     def load(self) -> list[int]:
-        """Tokens that running and admitted requests still have to compute there."""
+        """Counts the tokens that running and admitted requests still have to compute there."""
         return list(self.view.running.due_tokens)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""How many instances share a prompt, and by which exchange: by measured times, or by rules where nobody measured."""
+"""The choice of group size and exchange for a prompt: by measured times, or by rules where nobody measured."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_KNOWN = 100_000
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is known of a model and its hardware when a policy is made.
+    """The knowledge of a model and its hardware that a policy is made with.
 
     Attributes:
         shape, hardware: what rules go by.
@@ -41,7 +41,7 @@ class Facts:
 
     @property
     def has_roles(self) -> bool:
-        """Some instances only prefill, and the others only decode."""
+        """Tells whether some instances only prefill, and the others only decode."""
         return self.cluster is not None and self.cluster.has_roles
 
     def prefill(self, num_instances: int) -> range:
@@ -50,7 +50,7 @@ class Facts:
 
     @property
     def decode(self) -> range:
-        """The instances that only decode are none without roles."""
+        """Returns the instances that only decode, none without roles."""
         return range(0) if self.cluster is None else self.cluster.decode
 
     def location(self, instance: int) -> Location:
@@ -91,7 +91,7 @@ class Chooser:
         self._known: dict[tuple[int, int], int] = {}
 
     def members(self, new_tokens: int, cached_tokens: int = 0) -> int | None:
-        """How many instances are expected to be done with a prompt first; the fewest of equals.
+        """Returns the number of instances expected to be done with a prompt first; the fewest of equals.
 
         None when that was not measured. Every length is predicted once: it is asked of all that wait, at every step.
         """
@@ -120,7 +120,7 @@ class Chooser:
         return ring_kv_or_ring_q(shape, hardware, new_tokens, cached_tokens, members)
 
     def of_step(self, exchange: Exchange, new_tokens: int, members: int) -> Exchange:
-        """How a step computes so many tokens of a request: `alltoall` of several with whole weights where these are
+        """Chooses where a step gets weights from: `alltoall` of several with whole weights where these are
         wanted, or send less; every other exchange as it is.
         """
         shape, tp, weights = self._facts.shape, self._facts.tp or 1, self._weights
@@ -133,7 +133,7 @@ class Chooser:
         return exchange._replace(weights=weights)
 
     def _source(self, shape: ModelShape, tp: int) -> WeightSource:
-        """The host on CPUs, which map its copy; else what measured links say."""
+        """Takes weights from the host on CPUs, which map its copy; else goes by measured links."""
         profile = self._facts.profile
         if profile is None or profile.profile_key.device == "cpu":
             return "host"

@@ -29,7 +29,7 @@ _UNMEASURED_THRESHOLD = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class LengthOptions:
-    """Which prompts are long, and how they get on with others.
+    """Options that tell which prompts are long, and how they get on with others.
 
     Attributes:
         threshold: prompts of more tokens than this are dealt over all instances; `auto` deals them over as many as pay
@@ -81,7 +81,7 @@ class Context:
 
     @property
     def capacity(self) -> int:
-        """A request that outgrows one instance is sharded over all."""
+        """Counts all instances: a request that outgrows one is sharded over all."""
         return len(self._everyone)
 
     def check_prompt(self, num_prompt_tokens: int) -> None:
@@ -112,7 +112,7 @@ class Context:
         return 0 if first is None else self._group_size(first, view)
 
     def _in_turn(self, view: ClusterView) -> Iterator[RequestView]:
-        """Who may be admitted: dealt prompts one after the other, each as fast as it goes; short ones pass those.
+        """Yields requests that may be admitted: sharded prompts one after the other; short ones pass those.
 
         What is cached is looked up for the first in line alone: the line can be long.
         """
@@ -126,7 +126,7 @@ class Context:
             prefilling = prefilling or dealt
 
     def _group_size(self, request: RequestView, view: ClusterView) -> int:
-        """How many instances a request is for: all, when it is too large for as many as it would be quickest on.
+        """Counts the instances for a request: all, when it is too large for as many as it would be quickest on.
 
         Of what one instance has cached only the rest is to be computed, which may be quickest there.
         """
@@ -161,7 +161,7 @@ class Context:
         return admit_alone(request, budget, self._everyone)
 
     def _group(self, request: RequestView, budget: Budget, members: int) -> tuple[int, ...]:
-        """So many that can take it now, if there are, in order of proximity: who holds most of its prefix, then who has
+        """Chooses so many that can take it now, if there are, in order of proximity: who holds most of its prefix, has
         the least to do, then hosts with most of them.
         """
         able = [i for i in self._everyone if i in budget.tokens and budget.seqs[i] > 0]

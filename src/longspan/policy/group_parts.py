@@ -1,4 +1,4 @@
-"""How the KV of earlier chunks is spread anew over a group that has grown (Tetris §4.1)."""
+"""Parts of requests on groups of several instances; KV is spread anew over a group that has grown (Tetris §4.1)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_exchange(key: str, given: str, choices: Sequence[Exchange], *, automat
 
 @dataclass(frozen=True, kw_only=True)
 class SharingOptions:
-    """How requests are shared.
+    """Options that tell how a request is sharded over a group.
 
     Attributes:
         exchange: of prefill; `auto` chooses for each step what is expected to be quickest.
@@ -91,7 +91,7 @@ class SharingOptions:
             )
 
     def shape(self, exchange: Exchange) -> Shape:
-        """How prompts are dealt for an exchange."""
+        """Returns the layout of prompts for an exchange."""
         return self._shapes[exchange.traits.in_order]
 
     def check_tp(self, tp: int | None) -> None:
@@ -104,7 +104,7 @@ class SharingOptions:
 
     @cached_property
     def _shapes(self) -> tuple[Shape, Shape]:
-        """For all exchanges but chains, and for chains."""
+        """Holds the shape for all exchanges but chains, and the one for chains."""
         layout = self.layout
         if layout == "auto":
             layout = "contiguous" if self.fractions else "zigzag"
@@ -113,17 +113,17 @@ class SharingOptions:
 
     @property
     def chains(self) -> bool:
-        """Whether the layout can be that of a chain."""
+        """Tells whether the layout can be that of a chain."""
         return self.layout in {"auto", "contiguous"}
 
     @cached_property
     def decoding(self) -> Exchange:
-        """The exchange of single tokens."""
+        """Returns the exchange of single tokens."""
         return exchange_of(self.decode)
 
     @cached_property
     def wanted(self) -> Exchange | None:
-        """The exchange of prefill; None when it is to be chosen."""
+        """Returns the exchange of prefill; None when it is to be chosen."""
         if self.exchange == "auto":
             return None
         return exchange_of(self.exchange)._replace(dense=self.dense)
@@ -132,7 +132,7 @@ class SharingOptions:
 def even_moves(
     blocks: Sequence[BlockRef], group: Sequence[int], room: Mapping[int, int]
 ) -> tuple[tuple[int, int], ...]:
-    """Pairs of a place among the `blocks` and the member that it goes to, so that members differ by one block at most.
+    """Chooses pairs of an index into `blocks` and the member it goes to; members then differ by one block at most.
 
     There are as few moves as can be: whoever has most keeps the odd blocks, and only the last blocks of a member leave
     it. No member is given more blocks than it has `room` for.
@@ -167,11 +167,11 @@ class GroupParts:
         self._options, self._chooser, self._partitions, self._balance = options, chooser, partitions, balance
 
     def exchange(self, new_tokens: int, cached_tokens: int, members: int) -> Exchange:
-        """Of a step of prefill."""
+        """Returns the exchange of a step of prefill."""
         return self._options.wanted or self._chooser.exchange(new_tokens, cached_tokens, members)
 
     def next(self, request: RequestView, budget: Budget, most: int) -> ScheduledPart | None:
-        """The next chunk of a prompt, or the next token of a decode, which the end of a chain goes on with alone.
+        """Schedules the next chunk of a prompt or token of a decode, which the end of a chain goes on with alone.
 
         `most` bounds the tokens of a dealt prompt on each member; None when there are none left to give.
         """
@@ -195,7 +195,7 @@ class GroupParts:
         most: int,
         end: int,
     ) -> ScheduledPart | None:
-        """Tokens of a request up to `end` at most, dealt to a group of several; of an admission behind its `hit`.
+        """Shards tokens of a request up to `end` over a group of several; those of an admission behind its `hit`.
 
         When the group has grown, what the request holds is spread over it first, if there is room for that.
         """
@@ -261,14 +261,14 @@ class GroupParts:
         )
 
     def _moves(self, request: RequestView, budget: Budget, group: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-        """Which full blocks of a request go to other members before the first step of a larger group."""
+        """Chooses full blocks that go to other members before the first step of a larger group."""
         if not self._balance or set(group) <= set(request.group):
             return ()
         full = request.table[: request.num_scheduled // request.block_size]
         return even_moves(full, group, {i: budget.blocks[i] - budget.reserved[i] for i in group})
 
     def _shape(self, exchange: Exchange, num_tokens: int, members: int) -> Shape:
-        """How a prompt of this length is dealt to so many."""
+        """Returns the shape of a prompt of this length on so many members."""
         shape = self._options.shape(exchange)
         if not exchange.traits.in_order or self._partitions is None:
             return shape
@@ -321,7 +321,7 @@ def _one_token(
 
 
 def _alone(request: RequestView, *, is_single: bool) -> int | None:
-    """The instance that goes on with a request by itself: the only one, or for single tokens the keeper of all KV."""
+    """Returns the instance that goes on by itself: the only one, or for single tokens the owner of all KV."""
     if len(request.group) == 1:
         return request.group[0]
     kv_owner = request.kv_owner
@@ -330,5 +330,5 @@ def _alone(request: RequestView, *, is_single: bool) -> int | None:
 
 
 def is_too_large(request: RequestView, view: ClusterView, members: int) -> bool:
-    """Whether so many empty pools do not hold a request."""
+    """Tells whether a request outgrows so many empty pools."""
     return request.blocks_for(request.num_tokens) > members * view.kv.num_blocks(0)

@@ -1,4 +1,4 @@
-"""How `loongserve` decodes: a request's KV is moved to as few members of its group as have room, and decodes there."""
+"""LoongServe's decode: a request's KV is moved to as few members of its group as have room, and decodes there."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from longspan.policy.tetris.times import QueueTimes
 
 
 def goes_on(request: RequestView) -> bool:
-    """Whether it will have another token than the next one."""
+    """Tells whether it will have another token than the next one."""
     return request.num_known - request.num_prompt + 1 < request.max_tokens
 
 
 def owners(request: RequestView) -> set[int]:
-    """The instances that a request decodes on, or will once its prompt is done."""
+    """Returns the instances that a request decodes on, or will once its prompt is done."""
     if request.num_scheduled <= request.num_prompt:
         return {request.table[-1].instance}
     return {ref.instance for ref in request.table}
@@ -44,7 +44,7 @@ class AloneParts(GroupParts):
     spare: Sequence[int] = ()
 
     def next(self, request: RequestView, budget: Budget, most: int) -> ScheduledPart | None:
-        """The next token of a decode. The first one takes the KV along to where all following ones are."""
+        """Schedules the next token of a decode. The first one takes the KV along to where all following ones are."""
         start = request.num_scheduled
         if request.num_tokens - start != 1:
             return super().next(request, budget, most)
@@ -77,7 +77,7 @@ class AloneParts(GroupParts):
 
 
 def _scaled_down(request: RequestView, budget: Budget) -> tuple[tuple[int, int], ...]:
-    """Which block of a request goes to which member, so that as few as possible hold any: first the one with the last
+    """Gives blocks to members so that as few as possible hold any: first the one with the last
     block, which may not be full and stays, then those with most room.
     """
     table = request.table
@@ -100,7 +100,7 @@ _ANY_GAIN = RateTable(entries=((0.0, 0.0),))
 
 @dataclass(frozen=True, kw_only=True)
 class LoongServeOptions:
-    """Options of both.
+    """Options of `loongserve` and `loongserve-disagg`.
 
     Attributes:
         exchange, layout: as of `tetris`.
@@ -116,7 +116,7 @@ class LoongServeOptions:
 
     @property
     def group(self) -> GroupOptions:
-        """How groups compute."""
+        """Returns the options of a group that these stand for."""
         return GroupOptions(exchange=self.exchange, layout=self.layout)
 
 
@@ -126,7 +126,7 @@ class _Reserved(QueueTimes):
     reserved: frozenset[int] = frozenset()
 
     def waits_s(self, now_s: float) -> list[float]:
-        """See `QueueTimes`."""
+        """Returns no known time for instances that decode."""
         return [math.inf if i in self.reserved else wait for i, wait in enumerate(super().waits_s(now_s))]
 
     def is_old(self, now_s: float) -> bool:
@@ -146,7 +146,7 @@ class LoongServe(Cdsp):
         """Instances on which no other prompt begins: decode there has them, or still has to leave them."""
 
     def plan(self, view: ClusterView) -> Plan:
-        """See `Policy`. Only so many prompts are planned as could begin; the others may find all changed."""
+        """Plans only so many prompts as could begin; the others may find all changed."""
         return super().plan(replace(view, waiting=view.waiting[: len(self._everyone)]))
 
     def _look(self, view: ClusterView) -> None:

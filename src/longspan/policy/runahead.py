@@ -19,7 +19,7 @@ from longspan.policy.spec import PolicySpec
 
 @dataclass(frozen=True, kw_only=True)
 class RunaheadOptions(LengthOptions):
-    """Options of `runahead`.
+    """Options of `runahead`: how a chain cuts its prompts.
 
     Attributes:
         partition: `even` pieces (KVR-E), those `searched` for prompts of exactly this length (KVR-S), or `predicted`

@@ -1,4 +1,4 @@
-"""How the next chunk of a prompt is sharded over a group."""
+"""The sharding of the next chunk of a prompt over a group."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Partitions:
 
     @classmethod
     def best(cls, table: PartitionTable | None, model: str, members: int) -> Partitions:
-        """Predicted pieces if anything was searched for such chains, else even ones."""
+        """Takes predicted pieces if anything was searched for such chains, else even ones."""
         table = table or PartitionTable()
         kind: Literal["even", "predicted"] = "predicted" if table.lengths(model, members) else "even"
         return cls(kind=kind, table=table, model=model, members=members)
@@ -56,7 +56,7 @@ class Partitions:
             )
 
     def fractions(self, length: int, members: int) -> tuple[float, ...]:
-        """Of a prompt of this length for so many members; empty for even pieces.
+        """Returns the fractions of a prompt of this length for so many members; empty for even pieces.
 
         A request that gave its KV up and comes back longer than its prompt was has no entry of its own: a searched
         partition is then a predicted one.
@@ -68,7 +68,7 @@ class Partitions:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """How chunks are dealt: a layout, and for a contiguous one the fractions of the members, if they are not even.
+    """A layout of chunks, and for a contiguous one the fractions of the members, if they are not even.
 
     For a chain, `chained`, the first member begins even inside a block that another one holds.
     """
@@ -79,20 +79,20 @@ class Shape:
 
     @property
     def in_order(self) -> bool:
-        """Whether members keep their places; else the pattern's places are given so that what they hold evens out."""
+        """Tells whether members keep their places; else places are given so that what members hold evens out."""
         return self.layout == "contiguous"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """What each member of a group can still take in this step: tokens to compute, and free KV blocks."""
+    """The tokens to compute and free KV blocks that each member of a group can still take in this step."""
 
     tokens: tuple[int, ...]
     blocks: tuple[int, ...]
     block_size: int
 
     def fits(self, sharded: SpanShards) -> bool:
-        """Whether every member can take its runs."""
+        """Tells whether every member can take its runs."""
         for runs, tokens, blocks in zip(sharded, self.tokens, self.blocks, strict=True):
             if sum([len(run) for run in runs]) > tokens:
                 return False
@@ -130,7 +130,7 @@ def shard_chunk(start: int, stop: int, owners: Sequence[int], room: Room, shape:
 def shard_to_last(
     start: int, stop: int, owners: Sequence[int], room: Room, shape: Shape
 ) -> tuple[SpanShards | None, tuple[int, ...]]:
-    """The same for a chain whose last member holds all that is computed; None when it has no room for that.
+    """Shards a chunk for a chain whose last member holds all KV; returns None when it has no room for that.
 
     Returns the deal, and the member that holds each new block.
     """
@@ -143,7 +143,7 @@ def shard_to_last(
 
 
 def _ends(start: int, room: Room, shape: Shape) -> Iterator[int]:
-    """Where a chunk that fills the room may end: even deals have whole rounds of blocks, others are rounded."""
+    """Yields ends of a chunk that fills the room: even shards have whole rounds of blocks, others are rounded."""
     num_members, size = len(room.tokens), room.block_size
     if shape.fractions:
         most = start + int(
@@ -156,7 +156,7 @@ def _ends(start: int, room: Room, shape: Shape) -> Iterator[int]:
 
 
 def block_owners(sharded: SpanShards, first: int, last: int, block_size: int) -> tuple[int, ...]:
-    """The member that begins, and so holds, each block `first <= b < last`."""
+    """Returns the member that begins, and so holds, each block `first <= b < last`."""
     begins = {block: member for member, runs in enumerate(sharded) for run in runs for block in _begun(run, block_size)}
     return tuple(begins[block] for block in range(first, last))
 
@@ -164,7 +164,7 @@ def block_owners(sharded: SpanShards, first: int, last: int, block_size: int) ->
 def _shard_in_order(
     start: int, end: int, order: Sequence[int], block_size: int, head: int | None, shape: Shape
 ) -> SpanShards:
-    """With the places of the pattern given to members in `order`."""
+    """Shards with the places of the pattern given to members in `order`."""
     place = {member: index for index, member in enumerate(order)}
     sharded = shard_span(
         shape.layout,
@@ -189,5 +189,5 @@ def _shard_one_block(start: int, stop: int, head: int | None, order: Sequence[in
 
 
 def _begun(run: Run, block_size: int) -> range:
-    """The blocks whose first token lies in the run."""
+    """Returns the blocks whose first token lies in the run."""
     return range(-(-run.start // block_size), -(-run.stop // block_size))

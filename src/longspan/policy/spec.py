@@ -16,7 +16,7 @@ PolicyT = TypeVar("PolicyT", bound=Policy)
 
 @dataclass(frozen=True, kw_only=True)
 class PolicySpec(Generic[OptionsT, PolicyT]):
-    """What is known of a policy before there is one.
+    """A policy as people choose it: its name, options and rules.
 
     Attributes:
         name: users choose the policy by this name.
@@ -61,7 +61,7 @@ class ChosenPolicy:
 
     @property
     def settings(self) -> PolicySettings:
-        """The name and the options in force."""
+        """Returns the name and the options in force."""
         return PolicySettings(name=self.spec.name, options=asdict(self.options), changeable=self.spec.changeable)
 
     def update(self, options: Mapping[str, str]) -> None:

@@ -27,13 +27,13 @@ class ChunkPlanner(Protocol):
 
     @property
     def largest(self) -> int:
-        """How many instances can have one prompt."""
+        """Counts the instances that can have one prompt."""
 
     def plan(self, prompt: Prompt, queue_s: Sequence[float]) -> ChunkPlan | None:
-        """The chunks, on instances that are free `queue_s` seconds from now; None when no group has all holders."""
+        """Plans chunks on instances that are free `queue_s` seconds from now; None when no group has all owners."""
 
     def seconds(self, size: int, new_tokens: int, cached_tokens: int) -> float:
-        """Of a chunk on so many instances."""
+        """Predicts a chunk on so many instances."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,25 +59,25 @@ class Planned:
 
     @property
     def group(self) -> tuple[int, ...]:
-        """All instances of its chunks."""
+        """Returns all instances of its chunks."""
         return self.spans[-1].group
 
     @property
     def still_waits(self) -> bool:
-        """Of a request that waits: whether it has since it was planned, and did not run and lose its KV."""
+        """Tells whether a waiting request has waited since it was planned, and did not run and lose its KV."""
         return not self.begun and self.request.num_tokens == self.spans[-1].stop
 
     @property
     def is_scheduled(self) -> bool:
-        """Whether steps have been sent for all of it."""
+        """Tells whether steps have been sent for all of it."""
         return self.request.num_scheduled >= self.spans[-1].stop
 
     def span(self, position: int) -> Span:
-        """The chunk of a position."""
+        """Returns the chunk of a position."""
         return next(span for span in self.spans if span.stop > position)
 
     def left(self) -> list[tuple[int, int, tuple[int, ...]]]:
-        """What is still to be computed: new tokens, earlier tokens, and group of each chunk."""
+        """Lists what is still to be computed: new tokens, earlier tokens, and group of each chunk."""
         done = self.request.num_computed if self.begun else self.start
         found = []
         for span in self.spans:
@@ -142,7 +142,7 @@ class Cdsp:
         return Plan(preempted=plan.preempted + decodes.preempted, batches=plan.batches + decodes.batches)
 
     def _seen(self, view: ClusterView) -> tuple[KvView, int]:
-        """What makes a difference to a plan."""
+        """Returns what makes a difference to a plan."""
         return view.kv, view.changes(self._everyone)
 
     # ---------------------------------------------------------------- plans
@@ -175,7 +175,7 @@ class Cdsp:
         ]
 
     def _planned(self, request: RequestView, view: ClusterView) -> Planned:
-        """With what is cached, unless the instances that hold it are too many or too busy."""
+        """Plans a request with what is cached, unless the instances that hold it are too many or too busy."""
         now_s, queue_s = view.now_s, self._queue.waits_s(view.now_s)
         fresh = Prompt(
             new_tokens=request.num_tokens,
@@ -247,7 +247,7 @@ class Cdsp:
         return batch.plan(), refused or len(able) < len(waiting)
 
     def _in_turn(self, unscheduled: Iterable[Planned]) -> list[Planned]:
-        """Who of these is first in the queue of every instance of the chunk that comes next."""
+        """Returns those that are first in the queue of every instance of the chunk that comes next."""
         first = self._first = {}
         found = []
         for planned in unscheduled:
@@ -265,13 +265,13 @@ class Cdsp:
         return all(self._first[instance] == request_id for instance in group)
 
     def _let_earlier_pass(self, request: RequestView) -> None:
-        """One that has lost its KV comes before those that came later and have not begun."""
+        """Puts a request that has lost its KV before those that came later and have not begun."""
         later = [one for one, planned in self._plans.items() if one > request.id and not planned.begun]
         for one in later:
             self._plans[one] = self._plans.pop(one)
 
     def _let_running_pass(self) -> bool:
-        """Those that run come before those that wait, or else each could wait for the other. Whether that was new."""
+        """Puts running requests before waiting ones, or else each could wait for the other; tells if that was new."""
         before = list(self._plans)
         self._plans = dict(sorted(self._plans.items(), key=lambda item: not item[1].begun))
         return before != list(self._plans)
@@ -311,7 +311,7 @@ class Cdsp:
         return single_part(request, group[0], start, budget, hit, most=most, end=span.stop)
 
     def _most(self, group: Iterable[int], view: ClusterView) -> int:
-        """Tokens of a prompt on each member: those that decode there have theirs first."""
+        """Counts the tokens of a prompt on each member: those that decode there have theirs first."""
         return max(1, view.max_num_batched_tokens - max(self._num_decodes(i, view) for i in group))
 
     def _num_decodes(self, instance: int, view: ClusterView) -> int:
@@ -319,7 +319,7 @@ class Cdsp:
 
 
 def _with_room(waiting: Sequence[Planned], view: ClusterView, growing: Growing) -> list[Planned]:
-    """Those that are likely to be admitted."""
+    """Returns the requests that are likely to be admitted."""
     if not waiting:
         return []
     budget = Budget(view, (), growing)
@@ -327,7 +327,7 @@ def _with_room(waiting: Sequence[Planned], view: ClusterView, growing: Growing) 
 
 
 def _has_room(planned: Planned, view: ClusterView, budget: Budget) -> bool:
-    """Whether a request is likely to be admitted; `Budget.admits` has the last word."""
+    """Tells whether a request is likely to be admitted; `Budget.admit` has the last word."""
     request, group = planned.request, planned.group
     if any(budget.seqs[i] <= 0 for i in planned.spans[0].group):
         return False

@@ -11,7 +11,7 @@ from longspan.policy.tetris.times import SpTimes
 
 
 class Cluster:
-    """What does not change from plan to plan: which instance is on which host, and the sizes of groups.
+    """The hosts of instances and the sizes of groups, which stay the same from plan to plan.
 
     Attributes:
         sizes: ascending.
@@ -28,7 +28,7 @@ class Cluster:
         self.nested = len(lengths) == 1 and all(size <= per_host or size % per_host == 0 for size in sizes)
 
     def groups(self, queue_s: Sequence[float], initial: Sequence[int]) -> Groups:
-        """All groups that begin with `initial`."""
+        """Returns all groups that begin with `initial`."""
         return _Found(self, queue_s).groups(frozenset(range(len(queue_s))), tuple(initial))
 
 
@@ -43,14 +43,14 @@ class _Found:
         self._groups: dict[tuple[frozenset[int], frozenset[int]], Groups] = {}
 
     def groups(self, pool: frozenset[int], initial: tuple[int, ...]) -> Groups:
-        """Those that extend `initial` by instances of `pool`."""
+        """Returns the groups that extend `initial` by instances of `pool`."""
         key = pool, frozenset(initial)
         if key not in self._groups:
             self._groups[key] = Groups(self, pool, initial)
         return self._groups[key]
 
     def hosts(self, pool: frozenset[int]) -> list[list[int]]:
-        """The instances of each, the soonest free first; in the order in which hosts are taken whole."""
+        """Lists the instances of each host, the soonest free first; in the order in which hosts are taken whole."""
         if pool not in self._hosts:
             hosts: dict[int, list[int]] = {}
             for instance in sorted(pool, key=self.turn.__getitem__):
@@ -97,7 +97,7 @@ class Groups:
             self.queue_s.append(max(latest_s, queue_s[last[-1]]) if last else latest_s)
 
     def _part_of_one(self, hosts: Sequence[Sequence[int]], missing: int) -> Sequence[int]:
-        """The last members of a group."""
+        """Returns the last members of a group."""
         if not missing:
             return ()
         queue_s, host_of = self._found.queue_s, self._found.cluster.host_of
@@ -105,12 +105,12 @@ class Groups:
         return min(fitting, key=lambda members: (queue_s[members[missing - 1]], host_of[members[0]]))[:missing]
 
     def group(self, k: int) -> tuple[int, ...]:
-        """The instances of one, the latest added last."""
+        """Returns the instances of one, the latest added last."""
         last = self._lasts[k]
         return (*self._order[: self._found.cluster.sizes[k] - len(last)], *last)
 
     def inside(self, k: int) -> Groups:
-        """The same, when only the instances of group `k` are there to choose from."""
+        """Returns the groups that remain when only the instances of group `k` are there to choose from."""
         if self._found.cluster.nested and self._initial:
             return self
         if k not in self._inside:
@@ -118,7 +118,7 @@ class Groups:
         return self._inside[k]
 
     def after(self, k: int) -> Groups:
-        """Those that extend group `k`."""
+        """Returns the groups that extend group `k`."""
         if self._found.cluster.nested and self._initial:
             return self
         if k not in self._after:
@@ -150,7 +150,7 @@ class ChunkPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """What is to be planned.
+    """A prompt that is to be cut into chunks.
 
     Attributes:
         new_tokens: to compute.
@@ -202,15 +202,15 @@ class Planner:
 
     @property
     def largest(self) -> int:
-        """How many instances can have one prompt."""
+        """Counts the instances that can have one prompt."""
         return self.cluster.sizes[-1]
 
     def seconds(self, size: int, new_tokens: int, cached_tokens: int) -> float:
-        """Of a chunk on so many instances."""
+        """Predicts a chunk on so many instances."""
         return self.times[size].seconds(new_tokens, cached_tokens)
 
     def plan(self, prompt: Prompt, queue_s: Sequence[float]) -> ChunkPlan | None:
-        """The chunks with the least time to first token, when each instance is free `queue_s` seconds from now.
+        """Finds the chunks with the least time to first token, when each instance is free in `queue_s` seconds.
 
         None when more instances hold a part than a group can have.
         """
@@ -236,7 +236,7 @@ _Chain = tuple[int, Groups, int, "_Chain | None"]
 
 
 class _Search:
-    """One prompt's plan. Sizes are counted by `k`; times are seconds from now, but for those of Eq. 1.
+    """The search for one prompt's plan. Sizes are counted by `k`; times are seconds from now, but for those of Eq. 1.
 
     Attributes:
         fewest: the smallest size that has room for the prompt.
@@ -256,7 +256,7 @@ class _Search:
     def explore(
         self, groups: Groups, low: int, high: int, new: int, cached: int, elapsed_s: float
     ) -> tuple[float, _Chain]:
-        """Algorithm 1: the best plan for `new` tokens with sizes `low` to `high`, from `elapsed_s` on (Eq. 2).
+        """Runs Algorithm 1: the best plan for `new` tokens with sizes `low` to `high`, from `elapsed_s` on (Eq. 2).
 
         A chunk has as many tokens as its group computes before the following one is free (Algorithm 3).
         """
@@ -293,7 +293,7 @@ class _Search:
     def _single_chunk(
         self, queue_s: Sequence[float], low: int, high: int, new: int, cached: int, elapsed_s: float
     ) -> tuple[float, int]:
-        """Algorithm 2: seconds from `elapsed_s` on, and the size."""
+        """Runs Algorithm 2: returns seconds from `elapsed_s` on, and the size."""
         best_s, best = math.inf, low
         for k in range(max(low, min(self.fewest, high)), min(high + 1, len(queue_s))):
             times = self._times[k]
@@ -305,7 +305,7 @@ class _Search:
         return best_s, best
 
     def _pays(self, k: int, low: int, tokens: int, cached: int) -> bool:
-        """Whether a chunk is legal: it has room, and is not too short for its group."""
+        """Tells whether a chunk is legal: it has room, and is not too short for its group."""
         if tokens < self._min_tokens or cached + tokens > self._most[k]:
             return False
         return k == low or self._times[k].seconds(tokens, cached) < self._times[k - 1].seconds(tokens, cached)

@@ -29,16 +29,16 @@ class FixedGroups:
 
     @property
     def largest(self) -> int:
-        """How many instances can have one prompt."""
+        """Counts the instances that can have one prompt."""
         return len(self.groups[0])
 
     def seconds(self, size: int, new_tokens: int, cached_tokens: int) -> float:
-        """Of a chunk."""
+        """Predicts a chunk."""
         assert size == self.largest, "there is one size"
         return self._times.seconds(new_tokens, cached_tokens)
 
     def plan(self, prompt: Prompt, queue_s: Sequence[float]) -> ChunkPlan | None:
-        """All tokens in one chunk, on the group with the shortest queue of those that have all of `prompt.held`."""
+        """Puts all tokens in one chunk, on the group with the shortest queue that has all of `prompt.held`."""
         able = [group for group in self.groups if set(prompt.held) <= set(group)]
         if not able:
             return None
@@ -54,7 +54,7 @@ _ENOUGH_OF_A_HOST = 4
 
 @dataclass(frozen=True, kw_only=True)
 class GroupOptions:
-    """How groups compute.
+    """Options that tell how groups compute.
 
     Attributes:
         exchange, decode, layout, rotate: as of `context`, but for chains and `gather_hidden`.
@@ -72,19 +72,19 @@ class GroupOptions:
         check_exchange("decode", self.decode, decoding(), automatic=False)
 
     def sharing(self) -> SharingOptions:
-        """The same, as the options that shares are shaped by."""
+        """Returns the options that parts are shaped by."""
         layout = "zigzag" if self.layout == "auto" else self.layout
         return SharingOptions(exchange=self.exchange, decode=self.decode, layout=layout, rotate=self.rotate)
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
-        """Those that prompts may be computed with."""
+        """Lists the exchanges that prompts may be computed with."""
         return of_any_layout() if self.exchange == "auto" else (exchange_of(self.exchange),)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TetrisOptions(GroupOptions):
-    """Options of `tetris`.
+    """Options of `tetris`: how prompts are planned, and how groups compute.
 
     Attributes:
         improvement_rate: by which part of the time a larger group must be quicker to be taken; `auto` goes by how many
@@ -117,7 +117,7 @@ class TetrisOptions(GroupOptions):
             raise ValueError(f"min_chunk must be at least 1, but {self.min_chunk} given")
 
     def rate_table(self, default: float) -> RateTable:
-        """What says the improvement rate: nothing but the `default` for `auto` without a table.
+        """Returns the table of improvement rates; `auto` without a table has the `default` alone.
 
         Raises:
             ValueError: when it cannot be read.
@@ -128,7 +128,7 @@ class TetrisOptions(GroupOptions):
         return RateTable(entries=((0.0, rate),))
 
     def changed(self, options: Mapping[str, str]) -> TetrisOptions:
-        """With other values. An improvement rate takes the place of a table, and the reverse.
+        """Returns the options with other values. An improvement rate takes the place of a table, and the reverse.
 
         Raises:
             ValueError: for an unknown option or a bad value.
@@ -143,7 +143,7 @@ class TetrisOptions(GroupOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class FixedOptions(GroupOptions):
-    """Options of `fixed-sp`.
+    """Options of `fixed-sp`: the size of groups, and how they compute.
 
     Attributes:
         sp: instances of a group.
@@ -194,7 +194,7 @@ class Tetris:
 
 
 def hint_of_a_constant_rate(settings: PolicySettings, *, has_roles: bool) -> str | None:
-    """What to tell people when the improvement rate is to go by the request rate, but nobody said how."""
+    """Tells people that the improvement rate is to go by the request rate, but nobody said how."""
     told = settings.options
     if settings.name != "tetris" or told["improvement_rate"] != "auto" or told["improvement_rates"]:
         return None
@@ -206,7 +206,7 @@ def hint_of_a_constant_rate(settings: PolicySettings, *, has_roles: bool) -> str
 
 
 def _default_improvement_rate(*, has_roles: bool) -> float:
-    """Where no table says otherwise: between what the paper finds best for few and for many requests.
+    """Returns the rate without a table: between what the paper finds best for few and for many requests.
 
     Where instances also decode, the lowest: then most groups are as large as they get, and few wait for one of another
     size that overlaps with them.
@@ -215,7 +215,7 @@ def _default_improvement_rate(*, has_roles: bool) -> float:
 
 
 def _usual_size(facts: Facts, instances: Sequence[int]) -> int | None:
-    """The most instances of a host, if that is enough of them and they also decode; None for no bound.
+    """Counts the most instances of a host, if that is enough of them and they also decode; None for no bound.
 
     A decode steps together with all prompts on its group, and with their groups. Groups of one host end there; larger
     ones overlap, until all instances of the cluster wait for each other in every step.

@@ -1,4 +1,4 @@
-"""How much quicker a larger group must be, by how many requests arrive (Tetris §5.1, §7.1): a table."""
+"""The table of improvement rates: larger groups must be quicker the more requests arrive (Tetris §5.1, §7.1)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RateTable:
             check_improvement_rate(improvement_rate)
 
     def nearest(self, requests_per_s: float) -> float:
-        """The improvement rate of the nearest request rate; of two equally near the lower one's."""
+        """Returns the improvement rate of the nearest request rate; of two equally near the lower one's."""
         return min(self.entries, key=lambda entry: abs(entry[0] - requests_per_s))[1]
 
     @classmethod

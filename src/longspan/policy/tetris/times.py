@@ -33,16 +33,16 @@ class SpTimes:
 
     @classmethod
     def of(cls, fit: TimeFit) -> Self:
-        """What was fitted to measurements."""
+        """Takes coefficients that were fitted to measurements."""
         return cls(start_s=fit.start_s, token_s=fit.token_s, cached_s=fit.cached_s, square_s=fit.square_s)
 
     def seconds(self, new_tokens: float, cached_tokens: float = 0) -> float:
-        """Of a chunk."""
+        """Predicts a chunk."""
         per_token = self.token_s + self.cached_s * cached_tokens + self.square_s * new_tokens
         return self.start_s + per_token * new_tokens
 
     def most_tokens(self, budget_s: float, cached_tokens: float = 0) -> float:
-        """How many tokens take just so long: the root of the quadratic, in the form that does not cancel; 0 if none."""
+        """Returns the tokens that take so long: the root of the quadratic, in a form that does not cancel."""
         rest = budget_s - self.start_s
         if rest <= 0:
             return 0.0
@@ -57,7 +57,7 @@ _HOP_S = 1e-3
 
 
 def measured_times(facts: Facts, exchanges: Collection[Exchange]) -> dict[int, SpTimes]:
-    """Of every number of instances that was measured, each prompt with the quickest of these exchanges; empty without
+    """Fits times for every number of instances measured, by the quickest of these exchanges; empty without
     a profile.
 
     Where none of these was measured with a number of instances, it is the quickest of all others.
@@ -76,7 +76,7 @@ def measured_times(facts: Facts, exchanges: Collection[Exchange]) -> dict[int, S
 
 
 def expected_times(facts: Facts, sizes: Collection[int]) -> dict[int, SpTimes]:
-    """For want of measurements: one instance by shape and hardware, several by even shares and a start for each."""
+    """Predicts unmeasured times: one instance by shape and hardware, several by even shares and a start for each."""
     shape, hardware = facts.shape, facts.hardware
     alone = _ONE_INSTANCE
     if shape is not None and hardware is not None:
@@ -95,7 +95,7 @@ def expected_times(facts: Facts, sizes: Collection[int]) -> dict[int, SpTimes]:
 
 
 def sp_sizes(given: str, num_instances: int, measured: Mapping[int, SpTimes]) -> tuple[int, ...]:
-    """The sizes of groups to choose from: those that are `given` (`1,2,4`), or with `auto` powers of two, so that
+    """Reads the sizes of groups to choose from: those `given` (`1,2,4`), or with `auto` powers of two, so that
     groups of different sizes leave no odd instances; with measurements only sizes that were measured.
 
     Raises:
@@ -115,7 +115,7 @@ def sp_sizes(given: str, num_instances: int, measured: Mapping[int, SpTimes]) ->
 
 
 def named_sizes(options: Mapping[str, str]) -> set[int]:
-    """The sizes of groups that options of policies name, so that these can be predicted; policies refuse wrong ones."""
+    """Reads the sizes of groups that options name, so that these can be predicted; policies refuse wrong ones."""
     parts = [options.get("sp", ""), *options.get("sp_sizes", "").split(",")]
     return {int(part) for part in parts if part.strip().isdecimal()}
 
@@ -123,7 +123,7 @@ def named_sizes(options: Mapping[str, str]) -> set[int]:
 def check_sizes(
     sizes: Collection[int], num_instances: int, measured: Mapping[int, SpTimes], *, all_taken: bool = False
 ) -> None:
-    """Whether there are groups of these sizes, which take all instances if they must, and times of them.
+    """Checks that there are groups of these sizes, which take all instances if they must, and times of them.
 
     Raises:
         ValueError: when there are not.
@@ -158,7 +158,7 @@ class QueueTimes:
         self._seen_at_s = 0.0
 
     def waits_s(self, now_s: float) -> list[float]:
-        """Of every instance, from now on."""
+        """Returns the wait for every instance, from now on."""
         return [max(0.0, free_at_s - now_s) for free_at_s in self._free_at_s]
 
     def book(self, group: Iterable[int], end_s: float) -> None:
@@ -167,7 +167,7 @@ class QueueTimes:
             self._free_at_s[instance] = end_s
 
     def is_old(self, now_s: float) -> bool:
-        """Whether it is time to `correct`."""
+        """Tells whether it is time to `correct`."""
         return now_s - self._seen_at_s >= _TOLERANCE * max(self.waits_s(now_s))
 
     def correct(self, now_s: float, prompts: Iterable[Sequence[tuple[float, tuple[int, ...]]]]) -> None:
