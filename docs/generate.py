@@ -28,7 +28,7 @@ Row = tuple[str, ...]
 
 
 def main() -> int:
-    """The exit code: 1 if the page was to be checked and is not up to date."""
+    """Writes the page, or only checks it; returns 1 if it was to be checked and is not up to date."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing")
     only_check = parser.parse_args().check
@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def rewritten(text: str) -> str:
-    """The page with its generated parts as they should be."""
+    """Returns the page with its generated parts as they should be."""
     return _PART.sub(lambda part: f"{part[1]}\n{PARTS[part[2]]()}\n{part[3]}", text)
 
 
@@ -128,7 +128,7 @@ def _json(value: object) -> str:
 
 
 def _plain(text: str) -> str:
-    """Without the escapes that are for Rich."""
+    """Returns a text without the escapes that are for Rich."""
     return text.replace("\\[", "[")
 
 

@@ -28,13 +28,13 @@ _DRAWING_MS = 60_000
 
 
 def find_chromium() -> str | None:
-    """The program, if it is installed."""
+    """Returns the path of the program, if it is installed."""
     return next(filter(None, map(shutil.which, _NAMES)), None)
 
 
 @contextmanager
 def opened(path: Path, watch: Callable[[Page], None] = lambda _: None) -> Iterator[Page]:
-    """A page in headless Chromium, which must have been found; `watch` sees it before it is loaded."""
+    """Opens a page in headless Chromium, which must have been found; `watch` sees it before it is loaded."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=find_chromium(), args=["--no-sandbox", "--disable-gpu"])
         try:
@@ -48,7 +48,7 @@ def opened(path: Path, watch: Callable[[Page], None] = lambda _: None) -> Iterat
 
 
 def main() -> int:
-    """The exit code: 1 without Chromium."""
+    """Draws the picture; returns 1 without Chromium."""
     if find_chromium() is None:
         print(
             f"none of {', '.join(_NAMES)} is there: install Chromium, say by apt-get install chromium", file=sys.stderr
