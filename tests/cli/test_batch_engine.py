@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engines import ThreadLLM
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 from tiny_models import make_tiny
@@ -24,7 +25,7 @@ PROMPTS = ["Once upon a time", "The capital of France is", "1, 2, 3,"]
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(threads_per_rank=1) as llm:  # other tests may have the other cores
+    with ThreadLLM(threads_per_rank=1) as llm:  # other tests may have the other cores
         yield llm
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
+from engines import ThreadLLM
 
 from longspan import LLM, SamplingParams
 from longspan.cli.conversation import Conversation
@@ -18,7 +19,7 @@ QUESTIONS = ["Name three colours.", "Name three more.", "Which was the first?", 
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM() as llm:
+    with ThreadLLM() as llm:
         yield llm
 
 
@@ -52,7 +53,7 @@ def test_a_conversation_reads_as_the_template_renders_it(llm: LLM) -> None:
         {"role": "assistant", "content": first.outputs[0].text},
         {"role": "user", "content": QUESTIONS[1]},
     ]
-    assert llm.jobs.tokenizer.decode(conversation.prompt(QUESTIONS[1])) == llm.render_chat(messages)
+    assert llm.input_processor.tokenizer.decode(conversation.prompt(QUESTIONS[1])) == llm.render_chat(messages)
 
 
 def test_chat_is_generate_on_the_rendered_text(llm: LLM) -> None:
@@ -88,7 +89,7 @@ def test_logprobs_are_dictionaries_by_token(llm: LLM) -> None:
     for token, found in zip(completion.token_ids, completion.logprobs, strict=True):
         assert next(iter(found)) == token
         assert (len(found), found[token].rank) == (3, 1)
-        assert found[token].decoded_token == llm.jobs.tokenizer.decode([token])
+        assert found[token].decoded_token == llm.input_processor.tokenizer.decode([token])
     chosen = [found[token].logprob for token, found in zip(completion.token_ids, completion.logprobs, strict=True)]
     assert completion.cumulative_logprob == pytest.approx(math.fsum(chosen))
     assert output.prompt_logprobs[0] is None
@@ -107,7 +108,7 @@ def test_a_stop_token_ends_the_output_and_is_its_reason(llm: LLM) -> None:
     assert (completion.finish_reason, completion.stop_reason) == ("stop", third)
     end = free.outputs[0].token_ids.index(third)
     assert completion.token_ids == free.outputs[0].token_ids[: end + 1]
-    assert completion.text == llm.jobs.tokenizer.decode(completion.token_ids[:-1])
+    assert completion.text == llm.input_processor.tokenizer.decode(completion.token_ids[:-1])
 
 
 def test_outputs_come_in_order_as_soon_as_their_turn_has_come(llm: LLM) -> None:

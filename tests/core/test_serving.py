@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from engines import Engines, ThreadLLM
 from oracle import Expected, Oracle, assert_exact
 from texts import topic_tokens
-from tiny_models import make_tiny
 
 from longspan import LLM, SamplingParams
 from longspan.args import Arguments
@@ -21,29 +21,22 @@ from longspan.core.config import Limits
 from longspan.core.engine import Engine, EngineConfig
 from longspan.core.protocols import Executor
 from longspan.core.steps import Completion, Forward, Step
-from longspan.model.source import smollm2_folder
 from longspan.policy import make_policy
 from longspan.sim.executor import SimExecutor, VirtualClock
 
 
-@pytest.fixture(scope="module")
-def oracle() -> Oracle:
-    return Oracle(smollm2_folder())
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("llama", tmp_path_factory.mktemp("tiny") / "llama")
-
-
 @pytest.mark.parametrize("instances", [1, 2])
-def test_a_second_turn_computes_only_its_new_tokens(oracle: Oracle, instances: int) -> None:
+def test_a_second_turn_computes_only_its_new_tokens(
+    engines: Engines, tiny: Path, oracle: Oracle, instances: int
+) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, output_logits=True)
-    first = list(topic_tokens()[:1300])
-    with LLM(instances=instances) as llm:
-        [answer] = llm.generate([first], greedy)
-        second = first + answer.outputs[0].token_ids + list(topic_tokens()[2000:2060])
-        [output] = llm.generate([second], greedy)
+    rng = random.Random(5)
+    first = [rng.randrange(3, 199) for _ in range(1300)]
+    llm = engines(tiny, instances=instances, max_num_batched_tokens=2048)
+    llm.set_policy("auto", {})
+    [answer] = llm.generate([first], greedy)
+    second = first + answer.outputs[0].token_ids + [rng.randrange(3, 199) for _ in range(60)]
+    [output] = llm.generate([second], greedy)
     # The last token of the first answer was never fed to the model, so its KV is new too.
     assert output.metrics.num_cached_tokens == len(first) + 24 - 1
     assert output.metrics.num_computed_tokens == len(second) - output.metrics.num_cached_tokens + 24 - 1
@@ -55,10 +48,10 @@ Job = tuple[list[int], SamplingParams]
 
 @pytest.fixture(scope="module")
 def jobs() -> list[Job]:
-    """64 requests of 10 to 3,000 tokens."""
+    """32 requests of 10 to 1,000 tokens."""
     rng = random.Random(3)
-    prompts = [[rng.randrange(3, 199) for _ in range(rng.randint(10, 3000))] for _ in range(64)]
-    lengths = [rng.choice([8, 12, 16, 150]) for _ in prompts]  # the long ones run out of blocks
+    prompts = [[rng.randrange(3, 199) for _ in range(rng.randint(10, 1000))] for _ in range(32)]
+    lengths = [rng.choice([8, 100, 150]) for _ in prompts]  # the long ones run out of blocks
     return [
         (prompt, SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, output_logits=True))
         for prompt, length in zip(prompts, lengths, strict=True)
@@ -68,7 +61,7 @@ def jobs() -> list[Job]:
 @pytest.fixture(scope="module")
 def alone(tiny: Path, jobs: list[Job]) -> list[Expected]:
     """Each request served on its own, with all the room it likes."""
-    with LLM(str(tiny), skip_tokenizer_init=True) as llm:
+    with ThreadLLM(str(tiny), skip_tokenizer_init=True) as llm:
         outputs = [llm.generate([prompt], params)[0].outputs[0] for prompt, params in jobs]
     return [Expected(token_ids=output.token_ids, logits=output.logits or []) for output in outputs]
 
@@ -79,8 +72,8 @@ def test_many_requests_in_little_memory_equal_their_solo_runs(
     tiny: Path, jobs: list[Job], alone: list[Expected], instances: int
 ) -> None:
     needed = sum(len(prompt) + (params.max_tokens or 0) for prompt, params in jobs)
-    num_blocks = needed // 4 // 16 // instances
-    with LLM(
+    num_blocks = needed // 6 // 16 // instances
+    with ThreadLLM(
         str(tiny), instances=instances, skip_tokenizer_init=True, block_size=16, num_gpu_blocks_override=num_blocks
     ) as llm:
         outputs = llm.generate([prompt for prompt, _ in jobs], [params for _, params in jobs])
@@ -140,7 +133,7 @@ def test_real_and_simulated_execution_take_the_same_steps(tiny: Path) -> None:
         for _ in range(24)
     ]
     limits = Limits(max_num_batched_tokens=256, max_num_seqs=12)
-    with LLM(
+    with ThreadLLM(
         str(tiny),
         skip_tokenizer_init=True,
         policy="chunked",
@@ -176,7 +169,7 @@ def test_a_sampled_request_is_the_same_alone_and_in_company(tiny: Path) -> None:
     rng = random.Random(11)
     prompts = [[rng.randrange(3, 199) for _ in range(rng.randint(5, 200))] for _ in range(6)]
     params = [SamplingParams(temperature=0.8, top_k=40, top_p=0.95, seed=i, max_tokens=20) for i in range(6)]
-    with LLM(
+    with ThreadLLM(
         str(tiny), instances=2, skip_tokenizer_init=True, policy_options={"threshold": "50"}, block_size=16
     ) as llm:
         together = llm.generate(prompts, params)
@@ -186,7 +179,7 @@ def test_a_sampled_request_is_the_same_alone_and_in_company(tiny: Path) -> None:
 
 @pytest.fixture(scope="module")
 def smollm2() -> Iterator[LLM]:
-    with LLM() as llm:
+    with ThreadLLM() as llm:
         yield llm
 
 
@@ -253,7 +246,7 @@ def test_penalties_count_every_token_so_far(tiny: Path, instances: int, async_sc
     )
     rng = random.Random(4)
     prompts = [[rng.randrange(3, 199) for _ in range(length)] for length in (3, 30, 90)]
-    with LLM(
+    with ThreadLLM(
         str(tiny),
         instances=instances,
         skip_tokenizer_init=True,

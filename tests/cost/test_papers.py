@@ -40,6 +40,7 @@ def test_tetris_decode_ratios() -> None:
     check(cells)
 
 
+@pytest.mark.full
 def test_kv_runahead_tables_1_and_2() -> None:
     cells = kv_runahead.tables_1_and_2()
     assert len(cells) == 48

@@ -9,6 +9,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from engines import ThreadLLM
 
 from longspan import LLM, SamplingParams, StructuredOutputsParams
 from longspan.outputs import CompletionOutput
@@ -74,7 +75,7 @@ def params(structured: StructuredOutputsParams | None, temperature: float) -> Sa
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(threads_per_rank=1) as llm:
+    with ThreadLLM(threads_per_rank=1) as llm:
         yield llm
 
 
@@ -115,7 +116,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 def test_outputs_do_not_depend_on_how_they_are_computed(
     arguments: dict[str, Any], expected: list[list[CompletionOutput]]
 ) -> None:
-    with LLM(threads_per_rank=1, **arguments) as llm:
+    with ThreadLLM(threads_per_rank=1, **arguments) as llm:
         found = outputs_of(llm)
     for one, other in zip(found, expected, strict=True):
         assert [output.token_ids for output in one] == [output.token_ids for output in other]
