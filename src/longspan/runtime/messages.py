@@ -111,10 +111,10 @@ Report = Ready | Done | Moved | Sent | Failed | Exited
 
 
 def command_address(endpoint: str, rank: int) -> str:
-    """Where a worker receives commands; `endpoint` is the engine's own, `ipc://FOLDER` or `inproc://NAME`."""
+    """Says where a worker receives commands; `endpoint` is the engine's own, `ipc://FOLDER` or `inproc://NAME`."""
     return f"{endpoint}/commands-{rank}"
 
 
 def report_address(endpoint: str) -> str:
-    """Where the controller receives reports."""
+    """Says where the controller receives reports."""
     return f"{endpoint}/reports"

@@ -48,10 +48,10 @@ _LEAST_WAIT_S = 0.1
 
 
 class MonotonicClock:
-    """The host's monotonic clock."""
+    """Implements `Clock` by the host's monotonic clock."""
 
     def now(self) -> float:
-        """Seconds since an arbitrary moment."""
+        """Returns seconds since an arbitrary moment."""
         return time.monotonic()
 
 
@@ -193,7 +193,7 @@ class WorkerExecutor:
             self._send(RunMoves(step.streams), self._in_flight.ranks(targets))
 
     def poll(self, timeout_s: float | None) -> list[Completion]:
-        """See `Executor`; a lost worker closes this executor."""
+        """Implements `Executor.poll`; a lost worker closes this executor."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -240,7 +240,7 @@ class WorkerExecutor:
                 self._take(report)
 
     def _patience_s(self, timeout_s: float | None) -> float | None:
-        """How long to wait for a report before it is time to look for ranks that hang."""
+        """Returns how long to wait for a report before it is time to look for ranks that hang."""
         since_s = self._in_flight.first_due_s()
         if since_s is None:
             return timeout_s

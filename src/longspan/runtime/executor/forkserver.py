@@ -135,7 +135,7 @@ class _ForkServer:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs and is this process's own, not that of a parent that forked."""
+        """Tells whether it runs and is this process's own, not that of a parent that forked."""
         return self._process.poll() is None and self.owner == os.getpid()
 
     def start(self, config: WorkerConfig, run_dir: str, log: Path) -> WorkerProcess:
@@ -235,7 +235,7 @@ def start_server() -> _ForkServer:
 
 
 def start_worker(config: WorkerConfig, run_dir: str, log: Path) -> WorkerProcess:
-    """Forks a worker, which finds its controller in `run_dir` and writes to the file `log`.
+    """Starts a worker, which finds its controller in `run_dir` and writes to the file `log`.
 
     Raises:
         OSError: when the server cannot be started.

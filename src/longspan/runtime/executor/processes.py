@@ -31,11 +31,11 @@ class ProcessLauncher:
         self._log_dir.mkdir(parents=True, exist_ok=True)
 
     def start(self, rank: int) -> WorkerProcess:
-        """See `Launcher`."""
+        """Implements `Launcher.start`."""
         return start_worker(self._configs[rank], self._run_dir, self._log(rank))
 
     def hint(self, rank: int) -> str:
-        """See `Launcher`."""
+        """Implements `Launcher.hint`."""
         return f"log: {self._log(rank)}"
 
     def clean_up(self) -> None:
@@ -47,13 +47,13 @@ class ProcessLauncher:
 
 
 def make_run_dir() -> str:
-    """A private folder for sockets, whose paths may have some 100 characters: not below a long TMPDIR."""
+    """Makes a private folder for sockets, whose paths may have some 100 characters: not below a long TMPDIR."""
     parent = tempfile.gettempdir()
     return tempfile.mkdtemp(prefix="longspan-", dir=parent if len(parent) < _MAX_PARENT else "/tmp")  # noqa: S108 - private
 
 
 def _log_dir(run_dir: str) -> Path:
-    """A folder for the logs of this engine's workers; of those that nobody writes to only the latest are kept."""
+    """Names a folder for the logs of this engine's workers; of those that nobody writes to only the latest are kept."""
     logs = cache_root() / "logs"
     if logs.is_dir():
         times = {}
@@ -67,7 +67,7 @@ def _log_dir(run_dir: str) -> Path:
 
 
 def _in_use(folder: Path) -> bool:
-    """Whether a worker still writes to a log, which it has locked."""
+    """Tells whether a worker still writes to a log, which it has locked."""
     for path in folder.glob("*.log"):
         try:
             with path.open("rb") as log:

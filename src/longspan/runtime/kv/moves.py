@@ -32,7 +32,7 @@ class MoveTransport:
         self.tagged = dist.get_backend(process_group) != "nccl"
 
     def start(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int) -> Pending:
-        """See `Transport`."""
+        """Starts all and waits for nothing."""
         with peer_errors():
             arrival = start_receives(receives, self._group, tag, staged=self._staged)
             leaving = list(start_sends(sends, self._group, tag, staged=self._staged))
@@ -56,7 +56,7 @@ class _Beside:
 
 
 def mark(device: torch.device) -> torch.cuda.Event | None:
-    """The moment at which a CUDA device is done with what it has been given up to now."""
+    """Marks the moment at which a CUDA device is done with what it has been given up to now."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -66,7 +66,7 @@ def mark(device: torch.device) -> torch.cuda.Event | None:
 
 @contextmanager
 def beside(device: torch.device, after: torch.cuda.Event | None = None) -> Iterator[None]:
-    """A block that waits for transfers does so on a CUDA device, too, whose other work goes on. It begins `after`."""
+    """Lets a block wait for transfers on a CUDA device whose other work goes on. The block begins `after`."""
     if device.type != "cuda":
         yield
         return
@@ -105,7 +105,7 @@ class Piece:
 
 
 class MoveChannel:
-    """What moves to, or from, one other rank, first in, first out. Threads of its own do all that waits.
+    """Carries what moves to, or from, one other rank, first in, first out. Threads of its own do all that waits.
 
     Both ends are given the same in the same order. So what is oldest under way here is oldest there, or is not known
     there yet, and nobody waits in a circle.
@@ -140,7 +140,7 @@ class MoveChannel:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all that was put has left."""
+        """Tells whether all that was put has left."""
         return self._num_given == self._num_left
 
     def left(self, piece: Piece) -> None:
@@ -220,7 +220,7 @@ class Moves:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way."""
+        """Tells whether nothing is under way."""
         return not self._missing and all(channel.is_idle for channel in self._sending.values())
 
     def close(self) -> None:

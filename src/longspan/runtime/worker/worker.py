@@ -170,7 +170,7 @@ class Worker:
             yield from self.network.moves.send(moves)
 
     def forget(self, request_ids: tuple[int, ...]) -> None:
-        """Drops requests."""
+        """Forgets all of these requests."""
         self._requests.forget(request_ids)
 
     def run(self, forward: Forward) -> Done:
@@ -214,7 +214,7 @@ class Worker:
         return Done(rank=self.rank, number=forward.number, sampled=sampled, scored=scored, bytes_sent=dict(comm.sent))
 
     def _sample(self, packed: Packed, logits: Tensor) -> Iterator[Sampled]:
-        """One token per row of `logits [n, vocab]`, reported with what its request wants to know of it."""
+        """Samples one token per row of `logits [n, vocab]`, reported with what its request wants to know of it."""
         if not packed.samples:
             return
         requests = [self._requests[request_id] for request_id in packed.request_ids]
@@ -233,7 +233,7 @@ class Worker:
 
 
 def score_prompt(prompt: PromptRows, model: Model, requests: RankRequests) -> Scored:
-    """The logprobs of prompt tokens after `Model.forward`, with the logits of a tile of tokens at a time."""
+    """Returns the logprobs of prompt tokens after `Model.forward`, with the logits of a tile of tokens at a time."""
     num_top = requests[prompt.request_id].sampling.prompt_logprobs or 0
     found: list[TokenLogprobs] = []
     for start in range(0, len(prompt.rows), _LOGITS_TILE):
@@ -244,7 +244,7 @@ def score_prompt(prompt: PromptRows, model: Model, requests: RankRequests) -> Sc
 
 
 def _logprobs(logits: Tensor, tokens: Sequence[int], requests: Sequence[RankRequest]) -> dict[int, TokenLogprobs]:
-    """By row, of the rows that are to report them."""
+    """Returns logprobs by row, of the rows that are to report them."""
     wanted = {row: request.sampling.logprobs for row, request in enumerate(requests)}
     num_top = {row: number for row, number in wanted.items() if number is not None}
     if not num_top:
@@ -268,7 +268,7 @@ class Network:
         self._messages = messages
 
     def step_moves(self, forward: Forward, sent: Counter[tuple[str, Link]]) -> StepMoves:
-        """This rank's end of what a Forward moves; counts what it sends in `sent`."""
+        """Makes this rank's end of what a Forward moves; counts what it sends in `sent`."""
         return StepMoves(forward, self._messages, balance=self._rebalances, moves=self.moves, sent=sent)
 
     def flush(self) -> None:
@@ -288,7 +288,7 @@ class Inbox:
             self._poller.register(source, zmq.POLLIN)
 
     def receive(self) -> list[Command]:
-        """The commands that have come since; waits for something if there is nothing to do."""
+        """Takes the commands that have come since; waits for something if there is nothing to do."""
         self._poller.poll(0 if self._waiting else None)
         new = []
         with suppress(zmq.Again):
@@ -298,7 +298,7 @@ class Inbox:
         return new
 
     def next(self) -> Command | None:
-        """What to do now, if anything."""
+        """Takes what to do now, if anything."""
         return self._waiting.popleft() if self._waiting else None
 
 
