@@ -14,6 +14,7 @@ from test_profile import SUBJECT, num_prompts
 from tiny_models import make_tiny
 
 import longspan
+from longspan.core.cluster import Cluster
 from longspan.core.sampling import SamplingParams
 from longspan.cost.architecture import ModelShape
 from longspan.cost.profile import Profile, Transfer
@@ -49,12 +50,9 @@ class Machine(FakeLLM):
         super().__init__(model, **arguments)
         Machine.started.append(self)
         self.num_instances = int(self.arguments["parallel"].partition("x")[0])
+        cluster = Cluster.of(self.arguments["parallel"], num_blocks=[1000] * self.num_instances)
         limits = SimpleNamespace(max_num_batched_tokens=STEP)
-        self.engine = SimpleNamespace(
-            config=SimpleNamespace(
-                block_size=BLOCK_SIZE, num_blocks=1000, num_instances=self.num_instances, limits=limits
-            )
-        )
+        self.engine = SimpleNamespace(config=SimpleNamespace(block_size=BLOCK_SIZE, cluster=cluster, limits=limits))
         self.num_sharing = 1
         self.policy: dict[str, str] = {}
         self.prompts: list[list[int]] = []

@@ -163,7 +163,7 @@ class KvView(Protocol):
 
 @dataclass(kw_only=True, slots=True)
 class ClusterView:
-    """What a policy may look at.
+    """The view: all that a policy may look at.
 
     Attributes:
         max_num_batched_tokens, max_num_seqs: the bounds of a step, see `Limits`.
@@ -226,13 +226,13 @@ class ScheduledPart:
 
     @property
     def new_blocks(self) -> Counter[int]:
-        """The number of blocks that the part asks of each instance."""
+        """Counts the blocks that the part asks of each instance."""
         return Counter([*self.block_owners, *(instance for _, instance in self.moves)])
 
 
 @dataclass(kw_only=True, slots=True)
 class Plan:
-    """What happens next: first the preemptions, then one Forward per batch; batches share no instance."""
+    """A plan of what happens next: first the preemptions, then one Forward per batch; batches share no instance."""
 
     preempted: tuple[RequestView, ...] = ()
     batches: tuple[tuple[ScheduledPart, ...], ...] = ()
