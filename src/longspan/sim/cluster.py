@@ -126,7 +126,7 @@ class ClusterSpec:
 
     @property
     def cluster(self) -> Cluster:
-        """All instances, on as many devices as there are. By data sheets, hosts are filled one after the other."""
+        """Returns all instances, on all devices. By data sheets, hosts are filled one after the other."""
         found = self._instances
         if self.profile is not None:
             return replace(found, locations=locations_of_ranks(found.num_ranks, str(self.hosts)))
@@ -180,7 +180,6 @@ class Scheduling:
 
     @property
     def limits(self) -> Limits:
-        """The bounds of a step."""
         return Limits(max_num_batched_tokens=self.max_num_batched_tokens, max_num_seqs=self.max_num_seqs)
 
 

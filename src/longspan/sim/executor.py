@@ -42,7 +42,7 @@ class LinearCost:
     per_block_s: float = 0.001
 
     def seconds(self, forward: Forward) -> dict[int, float]:
-        """See `StepCost`."""
+        """Prices it as `StepCost` says."""
         tokens: Counter[int] = Counter()
         for part in forward.parts:
             for instance, runs in zip(part.group, part.runs, strict=True):
@@ -50,11 +50,11 @@ class LinearCost:
         return dict.fromkeys(forward.instances, self.base_s + self.per_token_s * max(tokens.values()))
 
     def move_s(self, move: MoveKV) -> float:
-        """See `StepCost`."""
+        """Prices it as `StepCost` says."""
         return self.per_block_s * len(move.copies)
 
     def received_s(self, move: MoveKV) -> float:
-        """See `StepCost`."""
+        """Prices it as `StepCost` says."""
         return self.move_s(move)
 
 
@@ -178,7 +178,7 @@ class SimExecutor:
         heapq.heappush(self._due, (end, move.number, move))
 
     def _invent(self, part: Part, sample: Sample) -> Sampled:
-        """A token that depends on the request and the position only, so that recomputation gives it again."""
+        """Makes up a token by request and position only, so that recomputation gives it again."""
         token = zlib.crc32(b"%d %d" % (part.request_id, sample.position)) % self._vocab_size
         while sample.below_minimum and token in self._banned.get(part.request_id, ()):
             token = (token + 1) % self._vocab_size

@@ -41,7 +41,7 @@ def check_report() -> None:
 
 
 def html_report(result: Result, timeline: Timeline, settings: Mapping[str, object], cluster: Cluster) -> str:
-    """The page: what was simulated, the numbers, distributions of times, queue and KV, and what instances did."""
+    """Writes the page: what was simulated, the numbers, distributions of times, queue and KV, and instances."""
     from plotly.offline import get_plotlyjs  # noqa: PLC0415  # optional
 
     title = "longspan simulate: " + ", ".join(str(settings[key]) for key in ("model", "policy") if key in settings)
@@ -73,7 +73,7 @@ def _figures(result: Result, timeline: Timeline, cluster: Cluster) -> list[tuple
 
 
 def _shown(timeline: Timeline) -> tuple[Sequence[Block], str]:
-    """The first blocks, as many as can be drawn, and what to say about them."""
+    """Returns the first blocks, as many as can be drawn, and what to say about them."""
     note = (
         "Each request has a colour of its own, and its number where there is room; each block is what one step "
         "computes of its prompt; grey are decodes."
@@ -86,7 +86,7 @@ def _shown(timeline: Timeline) -> tuple[Sequence[Block], str]:
 
 
 def _joined(blocks: Sequence[Block]) -> list[Block]:
-    """With one block for as many decodes as follow each other on an instance, if as many requests take part."""
+    """Joins decodes that follow each other on an instance, if as many requests take part."""
     found: list[Block] = []
     last: dict[int, int] = {}
     """The latest block of each instance, as its index."""
@@ -146,7 +146,7 @@ def _colour(block: Block) -> str:
 
 
 def _label(block: Block, end_s: float) -> str:
-    """The number of the request, where there is room for one."""
+    """Returns the number of the request, where there is room for one."""
     is_wide = block.end_s - block.start_s > _LABELLED_PART * end_s
     return "" if block.index is None or not is_wide else str(block.index)
 

@@ -52,7 +52,6 @@ class Served:
 
     @property
     def e2e_s(self) -> float:
-        """The time from its arrival to its last token."""
         return self.finished_s - self.arrival_s
 
 
@@ -88,7 +87,7 @@ class Result:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompts and answers together."""
+        """Counts the tokens of prompts and answers together."""
         return sum(one.num_prompt_tokens + one.num_output_tokens for one in self.served)
 
     def summary(self) -> dict[str, float | int | None]:

@@ -25,7 +25,7 @@ from longspan.workload.arrivals import Arrival, Texts
 
 @dataclass(frozen=True, kw_only=True)
 class Faults:
-    """What goes wrong.
+    """Slow instances and lost workers: all that goes wrong.
 
     Attributes:
         slow: by which factor an instance takes longer than its cost, for each that is slow.
@@ -68,19 +68,19 @@ class SlowedCost:
 
     @property
     def num_layers(self) -> int:
-        """See `StepCost`."""
+        """Prices it as `StepCost` says."""
         return self.cost.num_layers
 
     def move_s(self, move: MoveKV) -> float:
-        """See `StepCost`."""
+        """Prices it as `StepCost` says."""
         return self.cost.move_s(move)
 
     def received_s(self, move: MoveKV) -> float:
-        """See `StepCost`."""
+        """Prices it as `StepCost` says."""
         return self.cost.received_s(move)
 
     def seconds(self, forward: Forward) -> dict[int, float]:
-        """See `StepCost`. Whoever works with a slow instance waits for it, but for those before it in a chain."""
+        """Prices it so that whoever works with a slow instance waits for it, but for those before it in a chain."""
         own_s = self.cost.seconds(forward)
         found = {i: seconds * self.factors.get(i, 1.0) for i, seconds in own_s.items()}
         parts = [part for part in forward.parts if len(part.group) > 1]
@@ -106,7 +106,7 @@ _Event = tuple[float, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Watch:
-    """Who is told what happens.
+    """Callables that are told what happens.
 
     Attributes:
         ran: of each step, when its times are settled.
@@ -147,7 +147,7 @@ def simulate(
 
 @contextmanager
 def _garbage_left_alone(arrivals: Sequence[Arrival]) -> Iterator[None]:
-    """What is there already is not searched for garbage again and again meanwhile, if there are many arrivals."""
+    """Keeps what is there already from being searched for garbage again and again, if there are many arrivals."""
     if len(arrivals) < _MANY:
         yield
         return
@@ -223,7 +223,7 @@ class _Simulation:
         )
 
     def _deliver(self) -> None:
-        """What is due by now."""
+        """Hands the engine all that is due by now."""
         while self._events and self._events[0][0] <= self._clock.now():
             _, kind, index = heapq.heappop(self._events)
             if kind == _LOSS:

@@ -1,4 +1,4 @@
-"""What each instance did and when, and how full queue and KV pools were: for pictures, and as a trace for Perfetto."""
+"""A record of each instance's work, of the queue and of the KV pools: for pictures, and as a trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from longspan.sim.run import Watch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """What an instance did for some time: a chunk of one request's prompt, or the decodes of a step.
+    """The work of an instance for some time: a chunk of one request's prompt, or the decodes of a step.
 
     Attributes:
         index: of the request among the arrivals; None for decodes.
@@ -35,7 +35,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """How many requests waited, and which part of all KV blocks was held."""
+    """The number of requests that waited, and the part of all KV blocks that was held."""
 
     at_s: float
     num_waiting: int
@@ -72,7 +72,7 @@ class Timeline:
             self._add(instance, ran, end_s)
 
     def _add(self, instance: int, ran: Ran, end_s: float) -> None:
-        """The time of a step on one instance, shared among its chunks and all its decodes by their tokens."""
+        """Shares the time of a step on one instance among its chunks and all its decodes, by their tokens."""
         chunks: list[tuple[Part, int]] = []
         num_decodes = 0
         for part in ran.forward.parts:
@@ -104,7 +104,7 @@ class Timeline:
             )
 
     def _lost(self, at_s: float) -> None:
-        """What had not ended then never did."""
+        """Cuts off all that had not ended then."""
         cut = (replace(one, end_s=min(one.end_s, at_s)) for one in self.blocks if one.start_s < at_s)
         self.blocks = list(cut)
 
@@ -124,7 +124,7 @@ _CLUSTER, _REQUESTS = 1, 2  # the two processes that viewers show
 
 
 def chrome_trace(result: Result, timeline: Timeline) -> str:
-    """Its JSON: a row per instance with what it did, a row per request from arrival to end, and counters."""
+    """Writes its JSON: a row per instance with what it did, a row per request from arrival to end, and counters."""
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": list(_events(result, timeline))}) + "\n"
 
 
