@@ -1,4 +1,4 @@
-"""Errors that cross rooms."""
+"""Errors that one room raises and another one catches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ParameterError(ValueError):
 
 
 def named(name: str, problem: str) -> str:
-    """The message about a parameter that the reader knows as `name`."""
+    """Writes the message about a parameter for readers who know it as `name`."""
     return f"{name}{problem}" if problem[:1] in (":", "(") else f"{name} {problem}"
 
 

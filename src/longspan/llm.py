@@ -65,7 +65,7 @@ TagT = TypeVar("TagT")
 
 
 class LLM(Deployment):
-    """Generates, for one caller after the other or for streams read in turns; see `Arguments` for its arguments."""
+    """Generates, for one caller after the other or for streams read in turns; see `EngineArgs` for its arguments."""
 
     _abort_asked = False
     _lost: WorkerLostError | None = None

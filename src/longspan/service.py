@@ -5,18 +5,26 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import ClassVar, Self, get_args
 
-from longspan import args
-from longspan.args import Arguments, unpacked
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from longspan.args import EngineArgs, unpacked
+from longspan.attn import native
 from longspan.core.cluster import Cluster
 from longspan.core.config import EngineConfig, capacity_tokens
 from longspan.core.engine import Engine
+from longspan.core.exchange import GATHER_HIDDEN
 from longspan.core.protocols import EnginePolicy
 from longspan.core.steps import Link
 from longspan.cost.architecture import ModelShape, typical_hardware
 from longspan.cost.profile import ProfileKey
+from longspan.errors import ParameterError
+from longspan.model.files import ModelFiles, cache_root
 from longspan.model.info import ModelInfo
+from longspan.model.sharding import Shard, check_can_be_split, check_degree
 from longspan.model.source import prepare
 from longspan.model.store import DTYPES, read_info
 from longspan.policy import make_policy
@@ -24,10 +32,13 @@ from longspan.policy.choosing import Facts
 from longspan.policy.spec import PolicySettings
 from longspan.policy.tetris.policy import hint_of_a_constant_rate
 from longspan.profiling.store import load_partitions, load_profile, profile_key_of
+from longspan.runtime.capacity import default_kv_bytes, move_bytes
 from longspan.runtime.executor.control_plane import Launcher, MonotonicClock, WorkerExecutor, start_workers
 from longspan.runtime.executor.processes import ProcessLauncher
+from longspan.runtime.kv.pool import bytes_per_block
 from longspan.runtime.messages import WorkerConfig
 from longspan.text.input_processor import InputProcessor
+from longspan.text.tokenizer import load_tokenizer
 
 _log = logging.getLogger("longspan")
 
@@ -36,7 +47,7 @@ class Deployment:
     """A model served by worker processes; close it with `shutdown`, or use it as a context manager.
 
     Args:
-        given: what `Arguments` has, `model` first and the others by name.
+        given: what `EngineArgs` has, `model` first and the others by name.
 
     Raises:
         ValueError: for a wrong argument, an unknown or unsupported model, or too little memory.
@@ -46,13 +57,14 @@ class Deployment:
     launcher: ClassVar[Callable[[Sequence[WorkerConfig]], Launcher]] = ProcessLauncher
     """How workers are started; a subclass with `ThreadLauncher` has them in this process."""
 
-    @unpacked(Arguments)
-    def __init__(self, given: Arguments) -> None:
-        given.check()
-        cluster, options = given.cluster, given.policy_options or {}
+    @unpacked(EngineArgs)
+    def __init__(self, given: EngineArgs) -> None:
+        resolved = given.resolve()
+        _check_device(given.device)
+        cluster, options = resolved.cluster, resolved.policy_options
         cheap = Facts(cluster=cluster)
         make_policy(given.policy, num_instances=cluster.num_instances, options=options, facts=cheap)
-        kernel = args.attention_kernel(given.attention_backend, given.device, given.dtype)  # compiles: checks first
+        kernel = _attention_kernel(given.attention_backend, given.device, given.dtype)  # compiles: checks first
         self.files = files = prepare(
             given.model,
             dtype=given.dtype,
@@ -60,17 +72,17 @@ class Deployment:
             seed=given.seed,
             trust_remote_code=given.trust_remote_code,
         )
-        tokenizer = None if given.skip_tokenizer_init else args.require_tokenizer(files)
+        tokenizer = None if given.skip_tokenizer_init else _require_tokenizer(files)
         self.info = read_info(files.weights)
-        args.check_split(self.info, files, cluster, options)
+        _check_split(self.info, files, cluster, options)
         self.profile_key = profile_key_of(
-            files, given.device, tp=cluster.spec.tp, threads=given.threads, native=kernel is not None
+            files, given.device, tp=cluster.spec.tp, threads=resolved.threads, native=kernel is not None
         )
-        self.facts = _facts(self.profile_key, self.info.shape(DTYPES[given.dtype].itemsize), given)
+        self.facts = _facts(self.profile_key, self.info.shape(DTYPES[given.dtype].itemsize), cluster)
         self._policy = make_policy(given.policy, num_instances=cluster.num_instances, options=options, facts=self.facts)
         if (hint := hint_of_a_constant_rate(self._policy.settings, has_roles=cluster.has_roles)) is not None:
             _log.info(hint)
-        self._cluster = cluster.with_blocks(args.num_blocks(self.info, files, given))
+        self._cluster = cluster.with_blocks(_blocks_per_instance(self.info, files, given, cluster))
         config = _config(given, self.info, self._policy, self._cluster)
         self.max_model_len = config.max_model_len
         self.input_processor = InputProcessor(
@@ -78,7 +90,7 @@ class Deployment:
         )
         self._start_workers = partial(
             start_workers,
-            *(files, self._cluster, given.device, given.threads, given.block_size),
+            *(files, self._cluster, given.device, resolved.threads, given.block_size),
             launch=type(self).launcher,
             attention_kernel=kernel,
             record_times=given.record_times,
@@ -122,7 +134,7 @@ class Deployment:
             ValueError: for an unknown policy, or options that it cannot work with.
             RuntimeError: when requests are unfinished.
         """
-        args.check_split(self.info, self.files, self._cluster, options)
+        _check_split(self.info, self.files, self._cluster, options)
         num_instances = self._cluster.num_instances
         chosen = make_policy(policy, num_instances=num_instances, options=options, facts=self.facts)
         self.engine.set_policy(chosen)
@@ -170,7 +182,7 @@ class Deployment:
         self.shutdown()
 
 
-def _facts(profile_key: ProfileKey, shape: ModelShape, given: Arguments) -> Facts:
+def _facts(profile_key: ProfileKey, shape: ModelShape, cluster: Cluster) -> Facts:
     """With what was measured on this machine, if anything was."""
     profile = load_profile(profile_key)
     measured = None if profile is None else profile.hardware(shape)
@@ -180,16 +192,16 @@ def _facts(profile_key: ProfileKey, shape: ModelShape, given: Arguments) -> Fact
         profile=profile,
         model=profile_key.model,
         partitions=load_partitions(profile_key),
-        cluster=given.cluster,
+        cluster=cluster,
     )
 
 
-def _config(given: Arguments, info: ModelInfo, policy: EnginePolicy, cluster: Cluster) -> EngineConfig:
+def _config(given: EngineArgs, info: ModelInfo, policy: EnginePolicy, cluster: Cluster) -> EngineConfig:
     capacity = capacity_tokens(policy, cluster, given.block_size)
     return EngineConfig(
         cluster=cluster,
         block_size=given.block_size,
-        max_model_len=args.max_model_len(info.context_length, capacity, given.max_model_len),
+        max_model_len=_max_model_len(info.context_length, capacity, given.max_model_len),
         eos_token_ids=info.eos_token_ids,
         rope_switch_length=info.rope_switch_length,
         limits=given.limits,
@@ -197,3 +209,92 @@ def _config(given: Arguments, info: ModelInfo, policy: EnginePolicy, cluster: Cl
         max_steps_in_flight=2 if given.async_scheduling else 1,
         seed=given.seed,
     )
+
+
+def _check_split(info: ModelInfo, files: ModelFiles, cluster: Cluster, policy_options: Mapping[str, str]) -> None:
+    """Raises ValueError when the model cannot be split between ranks as wanted."""
+    shares_layers = policy_options.get("exchange") == GATHER_HIDDEN.kind
+    if shares_layers and cluster.has_roles:
+        raise ValueError(
+            "exchange gather_hidden is not for instances that prefill only, whose KV goes to others: choose another"
+        )
+    degrees = sorted({cluster.tp(instance) for instance in cluster.instances})
+    for tp in degrees:
+        check_degree(info.specs, tp, cluster.num_instances if shares_layers else 1)
+    if shares_layers or max(degrees) > 1:
+        check_can_be_split(files, info.specs)
+
+
+def _check_device(device: str) -> None:
+    """Raises ValueError for a kind of device that does not exist, or not here."""
+    if device not in ("cpu", "cuda"):
+        raise ParameterError("device", f"must be cpu or cuda, but {device!r} given", device)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ParameterError("device", "cuda was asked for, but PyTorch finds no CUDA device here: use cpu", device)
+
+
+def _attention_kernel(backend: str, device: str, dtype: str) -> Path | None:
+    """Returns the compiled kernel of our own, if it is to be used."""
+    if backend not in ("auto", "native", "torch"):
+        raise ParameterError("attention_backend", f"must be auto, native or torch, but {backend!r} given", backend)
+    fits = (device, dtype) == ("cpu", "bfloat16")
+    if backend == "native" and not fits:
+        problem = f"native is for bfloat16 on cpu, not for {dtype} on {device}: choose auto"
+        raise ParameterError("attention_backend", problem, backend)
+    if backend == "torch" or not fits:
+        return None
+    try:
+        return native.build(cache_root() / "native")
+    except native.UnavailableError as error:
+        if backend == "native":
+            raise ParameterError("attention_backend", f"native is not possible here: {error}; choose auto") from error
+        _log.info("attention by PyTorch's kernels, since %s", error)
+        return None
+
+
+def _require_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
+    if files.tokenizer_dir is None:
+        raise ValueError(
+            f"model {files.name!r} comes without tokenizer files: add them, or skip_tokenizer_init and use token ids"
+        )
+    return load_tokenizer(files)
+
+
+def _blocks_per_instance(info: ModelInfo, files: ModelFiles, given: EngineArgs, cluster: Cluster) -> tuple[int, ...]:
+    """Returns the KV blocks of each instance."""
+    kv_bytes = given.kv_cache_memory_bytes
+    if given.num_gpu_blocks_override is not None:
+        return (given.num_gpu_blocks_override,) * cluster.num_instances
+    found = {}
+    for tp in {cluster.tp(instance) for instance in cluster.instances}:
+        weight_bytes = files.weights.stat().st_size // tp
+        default = default_kv_bytes(
+            device=given.device,
+            num_ranks=cluster.num_ranks,
+            weight_bytes=weight_bytes,
+            move_bytes=move_bytes(cluster),
+        )
+        found[tp] = _num_blocks(info, files, tp, given.block_size, default if kv_bytes is None else kv_bytes)
+    return tuple(found[cluster.tp(instance)] for instance in cluster.instances)
+
+
+def _num_blocks(info: ModelInfo, files: ModelFiles, tp: int, block_size: int, kv_bytes: int) -> int:
+    """Counts the blocks of an instance of `tp` ranks with `kv_bytes` of memory each."""
+    largest = Shard(index=0, size=tp, specs=info.specs).local_specs
+    per_block = bytes_per_block(largest, block_size, DTYPES[files.dtype])
+    if kv_bytes < per_block:
+        raise ValueError(f"{kv_bytes} bytes of KV memory per rank hold no block of {per_block} bytes: allow more")
+    return kv_bytes // per_block
+
+
+def _max_model_len(context_length: int, capacity: int, wanted: int | None) -> int:
+    """Returns the length of the longest request, in tokens."""
+    if wanted is not None and wanted > context_length:
+        problem = f"{wanted} exceeds the model's context of {context_length} tokens"
+        raise ParameterError("max_model_len", problem, wanted)
+    if wanted is not None and wanted > capacity:
+        problem = f"{wanted} does not fit: the KV pools hold {capacity} tokens; allow more memory"
+        raise ParameterError("max_model_len", problem, wanted)
+    if capacity < context_length and wanted is None:
+        _log.info("the KV pools hold %d tokens, less than the model's context of %d", capacity, context_length)
+    return wanted or min(context_length, capacity)

@@ -191,7 +191,7 @@ def test_a_compiler_with_options_is_understood(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"attention_backend": "fast"}, "unknown attention_backend 'fast': choose auto, native or torch"),
+        ({"attention_backend": "fast"}, "attention_backend must be auto, native or torch, but 'fast' given"),
         ({"attention_backend": "native"}, "is for bfloat16 on cpu, not for float32 on cpu"),
     ],
 )

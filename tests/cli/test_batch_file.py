@@ -11,8 +11,16 @@ import pytest
 from fake_llm import run
 
 from longspan.cli import batch as verb
-from longspan.cli.batch import Answers, run_lines
-from longspan.cli.batch_file import BatchLine, answered_in, appended, keys_in, parse_batch_line, read_batch
+from longspan.cli.batch import (
+    Answers,
+    BatchLine,
+    answered_in,
+    appended,
+    keys_in,
+    parse_batch_line,
+    read_batch,
+    run_lines,
+)
 
 pytestmark = pytest.mark.usefixtures("fake_llm")
 Answer = tuple[BatchLine, int, dict[str, Any]]

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from fake_llm import WORDS, FakeLLM, output, run
 
-from longspan.cli.conversation import Conversation
+from longspan.cli.chat import Conversation
 from longspan.core.sampling import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("fake_llm")

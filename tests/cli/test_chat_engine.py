@@ -10,7 +10,7 @@ import pytest
 from engines import ThreadLLM
 
 from longspan import LLM, SamplingParams
-from longspan.cli.conversation import Conversation
+from longspan.cli.chat import Conversation
 from longspan.outputs import RequestOutput
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10)

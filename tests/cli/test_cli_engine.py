@@ -65,7 +65,7 @@ def test_one_and_two_instances_give_the_same_tokens(folder: Path, monkeypatch: p
     [
         (["--token-ids", ",".join(["5"] * 600)], ["600", "512"]),
         (["--prompt", "text"], ["tokenizer"]),
-        (["--token-ids", "5", "--choice", "yes", "--choice", "no"], ["structured outputs", "tokenizer"]),
+        (["--token-ids", "5", "--choice", "yes", "--choice", "no"], ["structured_outputs", "tokenizer"]),
     ],
 )
 def test_what_only_the_engine_can_refuse_is_one_line_too(folder: Path, arguments: list[str], words: list[str]) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan import LLM, args
-from longspan.args import Arguments
+from longspan.args import EngineArgs
 from longspan.core.cluster import Location, ParallelSpec, hosts_of, locations_of_ranks
 
 
@@ -100,33 +100,33 @@ def test_impossible_hosts_are_refused(given: str, monkeypatch: pytest.MonkeyPatc
     [
         ({"prefill_parallel": "2"}, "prefill_parallel '2' needs decode_parallel, too"),
         ({"decode_parallel": "tp2"}, "decode_parallel 'tp2' needs prefill_parallel, too"),
-        ({"prefill_parallel": "2", "decode_parallel": "1", "parallel": "3"}, "give neither parallel nor instances"),
-        ({"prefill_parallel": "2", "decode_parallel": "1", "tp": 2}, "give neither parallel nor instances"),
+        ({"prefill_parallel": "2", "decode_parallel": "1", "parallel": "3"}, "exclude each other: give one of them"),
+        ({"prefill_parallel": "2", "decode_parallel": "1", "tp": 2}, "exclude each other: give one of them"),
         ({"prefill_parallel": "pp2", "decode_parallel": "1"}, r"pp\(2\) pipeline stages"),
     ],
 )
 def test_roles_that_cannot_be(named: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        _ = Arguments(**named).cluster
+        EngineArgs(**named).resolve()
 
 
 def test_roles() -> None:
-    uniform = Arguments(parallel="2xtp2")
+    uniform = EngineArgs(parallel="2xtp2").resolve()
     assert (uniform.cluster.num_ranks, uniform.cluster.has_roles, uniform.cluster.backends) == (4, False, 0)
     with pytest.raises(ValueError, match="transfer_backends 3 is for instances that decode only"):
-        _ = Arguments(parallel="2xtp2", transfer_backends=3).cluster
-    split = partial(Arguments, prefill_parallel="3", decode_parallel="2xtp2")
-    cluster = split().cluster
+        EngineArgs(parallel="2xtp2", transfer_backends=3).resolve()
+    split = partial(EngineArgs, prefill_parallel="3", decode_parallel="2xtp2")
+    cluster = split().resolve().cluster
     assert (list(cluster.ranks(3)), cluster.at(6)) == ([3, 4], (4, 0, 1))
     assert ([*cluster.prefill], [*cluster.decode], cluster.backends) == ([0, 1, 2], [3, 4], 3)
-    assert split(transfer_backends=1).cluster.backends == 1
+    assert split(transfer_backends=1).resolve().cluster.backends == 1
     with pytest.raises(ValueError, match="transfer_backends must be at least 1, but 0 given"):
-        _ = split(transfer_backends=0).cluster
+        split(transfer_backends=0).resolve()
 
 
 def test_the_signature_shows_every_argument() -> None:
     shown = inspect.signature(LLM).parameters
-    assert shown.keys() == {field.name for field in fields(Arguments)}
+    assert shown.keys() == {field.name for field in fields(EngineArgs)}
     assert shown["block_size"].default == 256
     with pytest.raises(TypeError, match=r"^LLM\(\) got an unexpected keyword argument 'blocksize'"):
         LLM(blocksize=16)  # type: ignore[call-arg]  # of no such name

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from longspan.cli.options import SamplingOptions
+from longspan.cli.options import FormOptions
 from longspan.core.cluster import Cluster
 from longspan.core.engine import Engine, EngineConfig
 from longspan.core.sampling import SamplingParams, StructuredOutputsParams
@@ -387,20 +387,20 @@ def test_the_command_line_takes_files_and_texts(tmp_path: Path) -> None:
     lark = tmp_path / "yes.lark"
     lark.write_text('start: "yes"', encoding="utf-8")
     for options, form in [
-        (SamplingOptions(json_schema=str(file)), {"json": '{"type": "object"}'}),
-        (SamplingOptions(json_schema='{"type": "array"}'), {"json": '{"type": "array"}'}),
-        (SamplingOptions(json_schema='{"title": "' + "x" * 5000 + '"}'), {"json": '{"title": "' + "x" * 5000 + '"}'}),
-        (SamplingOptions(grammar=str(lark)), {"grammar": 'start: "yes"'}),
-        (SamplingOptions(grammar='start: "no"'), {"grammar": 'start: "no"'}),
-        (SamplingOptions(regex="a+"), {"regex": "a+"}),
-        (SamplingOptions(choice=["a", "b"]), {"choice": ("a", "b")}),
+        (FormOptions(json_schema=str(file)), {"json": '{"type": "object"}'}),
+        (FormOptions(json_schema='{"type": "array"}'), {"json": '{"type": "array"}'}),
+        (FormOptions(json_schema='{"title": "' + "x" * 5000 + '"}'), {"json": '{"title": "' + "x" * 5000 + '"}'}),
+        (FormOptions(grammar=str(lark)), {"grammar": 'start: "yes"'}),
+        (FormOptions(grammar='start: "no"'), {"grammar": 'start: "no"'}),
+        (FormOptions(regex="a+"), {"regex": "a+"}),
+        (FormOptions(choice=["a", "b"]), {"choice": ("a", "b")}),
     ]:
-        assert options.params().structured_outputs == StructuredOutputsParams(**form)
-    assert SamplingOptions().params().structured_outputs is None
-    with pytest.raises(ValueError, match=r"--json-schema 'no.json' is neither a schema .* nor a file"):
-        SamplingOptions(json_schema="no.json").params()
+        assert options.params() == StructuredOutputsParams(**form)
+    assert FormOptions().params() is None
+    with pytest.raises(ValueError, match=r"json_schema 'no.json' is neither a schema .* nor a file"):
+        FormOptions(json_schema="no.json").params()
     with pytest.raises(ValueError, match=r"exactly one of .* but json and regex given"):
-        SamplingOptions(json_schema=str(file), regex="a").params()
+        FormOptions(json_schema=str(file), regex="a").params()
     file.write_bytes(b"\xff")
-    with pytest.raises(ValueError, match=r"--json-schema: file .* is not UTF-8"):
-        SamplingOptions(json_schema=str(file)).params()
+    with pytest.raises(ValueError, match=r"json_schema: file .* is not UTF-8"):
+        FormOptions(json_schema=str(file)).params()

@@ -2,67 +2,80 @@
 
 from __future__ import annotations
 
+import fcntl
+import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 from tqdm import tqdm
 
-from longspan.cli.batch_file import (
-    BatchLine,
-    answered_in,
-    appended,
-    keys_in,
-    read_batch,
-    write_answer,
-    write_error,
-)
-from longspan.cli.bundles import bundled
-from longspan.cli.options import EngineOptions, ModelArgument
+from longspan.args import EngineArgs
+from longspan.cli.options import ModelArgument, start, verb
+from longspan.core.options import Option
 
 if TYPE_CHECKING:
     from longspan.llm import LLM
 
 _MOST_AT_ONCE = 512
+URLS = ("/v1/completions", "/v1/chat/completions")
+
+
+class _Given(msgspec.Struct):
+    custom_id: str
+    method: str
+    url: str
+    body: msgspec.Raw
+
+
+class _Named(msgspec.Struct):
+    id: str | None = None
+    custom_id: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchLine:
+    """A request of a batch file. `error` says why it is none; `number` counts lines from 1."""
+
+    number: int
+    custom_id: str | None
+    url: str = ""
+    body: bytes = b""
+    error: str | None = None
+
+    @property
+    def id(self) -> str:
+        """What the answer is called: the same in every run."""
+        return f"batch_req_{self.number}"
+
+    @property
+    def key(self) -> str:
+        """What tells this request from others of the file."""
+        return self.id if self.custom_id is None else self.custom_id
+
+
 Answers = Callable[[Iterator[BatchLine]], Iterator[tuple[BatchLine, int, dict[str, Any]]]]
 """Answers requests, in any order: the request, the HTTP status, the body."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchEngineOptions(EngineOptions):
-    """As for other verbs, but -o is the output file, as in vLLM's `run-batch`."""
-
-    policy_option: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--policy-option",
-            metavar="KEY=VALUE",
-            help="An option of the policy; repeatable.",
-            rich_help_panel="Scheduling and memory",
-        ),
-    ] = None
+_ENGINE = EngineArgs()
 
 
-_ENGINE = BatchEngineOptions()
-
-
-@bundled()
+@verb()
 def batch(
     model: ModelArgument = "smollm2-135m",
     *,
-    input_file: Annotated[
-        Path, typer.Option("--input-file", "-i", help="Requests: custom_id, method, url and body in each line.")
-    ],
-    output_file: Annotated[
-        Path, typer.Option("--output-file", "-o", help="Answers, appended as they get done; those there are kept.")
-    ],
+    input_file: Annotated[Path, Option("Requests: custom_id, method, url and body in each line.", short="i")],
+    output_file: Annotated[Path, Option("Answers, appended as they get done; those there are kept.", short="o")],
     served_model_name: Annotated[
-        list[str] | None, typer.Option(help="What requests may call the model besides its own name; repeatable.")
+        list[str] | None, Option("What requests may call the model besides its own name; repeatable.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of requests without a seed, and of dummy weights.")] = 0,
-    engine: BatchEngineOptions = _ENGINE,
+    seed: Annotated[int, Option("Of requests without a seed, and of dummy weights.")] = 0,
+    engine: EngineArgs = _ENGINE,
 ) -> int:
     """Answers the requests of a batch file, as OpenAI's batch service does.
 
@@ -80,7 +93,7 @@ def batch(
             return 0
         lines = (line for line in read_batch(input_file) if line.key not in answered)
         with (
-            engine.start(model, seed=seed) as llm,
+            start(model, engine, seed=seed) as llm,
             tqdm(total=num_new, desc="requests", unit="request", dynamic_ncols=True, disable=None) as bar,
         ):
             num_bad = run_lines(lines, out, _answers(llm, model, served_model_name or [], engine), bar.update)
@@ -110,7 +123,7 @@ def run_lines(lines: Iterator[BatchLine], out: IO[bytes], answers: Answers, done
     return num_bad
 
 
-def _answers(llm: LLM, model: str, names: list[str], engine: EngineOptions) -> Answers:
+def _answers(llm: LLM, model: str, names: list[str], engine: EngineArgs) -> Answers:
     from longspan.serve.batch import BatchModel, BatchRequest, answer_each  # noqa: PLC0415  # loads transformers
 
     names_of_it = tuple(dict.fromkeys([*names, model, llm.files.name]))
@@ -123,3 +136,135 @@ def _answers(llm: LLM, model: str, names: list[str], engine: EngineOptions) -> A
             yield answer.tag, answer.status, answer.body
 
     return answers
+
+
+# ---------------------------------------------------------------- files
+
+
+def read_batch(path: Path) -> Iterator[BatchLine]:
+    """The requests of a file, read as they are taken; empty lines are passed over.
+
+    Raises:
+        ValueError: when the file cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            for number, text in enumerate(file, start=1):
+                if text.strip():
+                    yield parse_batch_line(text, number)
+    except OSError as error:
+        raise ValueError(f"input file {str(path)!r} cannot be read: {error.strerror}") from None
+
+
+def parse_batch_line(text: bytes, number: int) -> BatchLine:
+    """The request in a line, or why there is none."""
+    try:
+        given = msgspec.json.decode(text, type=_Given)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return BatchLine(number=number, custom_id=_custom_id(text), error=f"line {number} is no request: {error}")
+    wrong = None
+    if given.method != "POST":
+        wrong = f"method must be 'POST', but {given.method!r:.40} given"
+    elif given.url not in URLS:
+        wrong = f"url must be {' or '.join(URLS)}, but {given.url!r:.100} given"
+    return BatchLine(number=number, custom_id=given.custom_id, url=given.url, body=bytes(given.body), error=wrong)
+
+
+def keys_in(path: Path) -> set[str]:
+    """Keys of the requests in a file.
+
+    Raises:
+        ValueError: when two have the same custom_id, or the file cannot be read.
+    """
+    if path.exists() and not path.is_file():
+        raise ValueError(f"input file {str(path)!r} must be an ordinary file: it is read twice")
+    numbers: dict[str, int] = {}
+    for line in read_batch(path):
+        if (first := numbers.setdefault(line.key, line.number)) != line.number:
+            raise ValueError(
+                f"lines {first} and {line.number} of {str(path)!r} have the same custom_id {line.key!r}: change one"
+            )
+    return set(numbers)
+
+
+def answered_in(path: Path) -> set[str]:
+    """Keys of the requests that a file of answers holds; a last line that was cut off is removed from the file.
+
+    Raises:
+        ValueError: when the file cannot be read or written, or holds something else.
+    """
+    answered: set[str] = set()
+    try:
+        with path.open("r+b") as file:
+            end = 0
+            for number, text in enumerate(file, start=1):
+                if not text.endswith(b"\n"):
+                    file.truncate(end)
+                    break
+                answered.add(_answered(path, text, number))
+                end += len(text)
+    except FileNotFoundError:
+        return set()
+    except OSError as error:
+        raise _not_written(path, error) from None
+    return answered
+
+
+@contextmanager
+def appended(path: Path) -> Iterator[IO[bytes]]:
+    """A file to append lines to, which no other process appends to meanwhile.
+
+    Raises:
+        ValueError: when it cannot be written, or another process does so.
+    """
+    try:
+        file = path.open("ab")
+    except OSError as error:
+        raise _not_written(path, error) from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another process writes to output file {str(path)!r}: wait until it ends") from None
+        yield file
+
+
+def write_answer(file: IO[bytes], line: BatchLine, status: int, body: dict[str, Any]) -> None:
+    """Appends the answer to a request, whole."""
+    response = {"status_code": status, "request_id": uuid.uuid4().hex, "body": body}
+    _write(file, line, response=response, error=None)
+
+
+def write_error(file: IO[bytes], line: BatchLine) -> None:
+    """Appends why a line is no request."""
+    _write(file, line, response=None, error={"code": "invalid_request", "message": line.error})
+
+
+def _write(file: IO[bytes], line: BatchLine, **fields: object) -> None:
+    file.write(msgspec.json.encode({"id": line.id, "custom_id": line.custom_id, **fields}) + b"\n")
+    file.flush()
+
+
+def _answered(path: Path, text: bytes, number: int) -> str:
+    try:
+        found = msgspec.json.decode(text, type=_Named)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        found = _Named()
+    key = found.id if found.custom_id is None else found.custom_id
+    if key is None or found.id is None:
+        raise ValueError(
+            f"line {number} of output file {str(path)!r} is no answer of a batch: give another file, or move it away"
+        )
+    return key
+
+
+def _custom_id(text: bytes) -> str | None:
+    """That of a line that is wrong, if it has one."""
+    try:
+        return msgspec.json.decode(text, type=_Named).custom_id
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def _not_written(path: Path, error: OSError) -> ValueError:
+    return ValueError(f"output file {str(path)!r} cannot be written: {error.strerror}")

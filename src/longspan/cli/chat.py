@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
@@ -14,19 +16,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from longspan.cli.bundles import bundled
-from longspan.cli.conversation import Conversation
-from longspan.cli.options import EngineOptions, ModelArgument, SamplingOptions
-from longspan.cli.prompts import read_text
-from longspan.cli.report import stats_table, stream_to_stdout
+from longspan.args import EngineArgs
+from longspan.cli.options import SAMPLING, FormOptions, ModelArgument, read_text, start, verb
+from longspan.cli.output import stats_table, stream_to_stdout
+from longspan.core.options import Option
 from longspan.core.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from longspan.llm import LLM
     from longspan.outputs import RequestOutput
+    from longspan.text.chat_template import Message
 
-_ENGINE = EngineOptions()
-_SAMPLING = SamplingOptions(max_tokens=None)
+_log = logging.getLogger("longspan")
+_SAMPLING = replace(SAMPLING, max_tokens=None)
+_FORM, _ENGINE = FormOptions(), EngineArgs()
 _HELP = """\
 /reset  forget the conversation
 /stats  tokens and times of the last answer
@@ -35,26 +38,27 @@ _HELP = """\
 Ctrl-C stops an answer."""
 
 
-@bundled()
+@verb()
 def chat(
     model: ModelArgument = "smollm2-135m",
     *,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.")] = None,
+    system: Annotated[str | None, Option("The system message.", metavar="TEXT")] = None,
     chat_template: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A Jinja template instead of the model's own.")
+        Path | None, Option("A Jinja template instead of the model's own.", metavar="FILE")
     ] = None,
-    sampling: SamplingOptions = _SAMPLING,
-    engine: EngineOptions = _ENGINE,
+    sampling: SamplingParams = _SAMPLING,
+    form: FormOptions = _FORM,
+    engine: EngineArgs = _ENGINE,
 ) -> None:
     """Talks with a model: a line of input is a turn; /help lists the commands.
 
     Answers go to stdout, everything else to stderr, so that a script can pipe its lines in and read answers.
     """
-    params = sampling.params()
+    params = replace(sampling, structured_outputs=form.params())
     if (params.n, params.logprobs, params.prompt_logprobs) != (1, None, None):
         raise ValueError("a chat shows one answer and no logprobs: leave --n, --logprobs and --prompt-logprobs out")
     template = None if chat_template is None else read_text(chat_template, "chat template")
-    with engine.start(model, seed=sampling.seed) as llm:
+    with start(model, engine, seed=sampling.seed) as llm:
         Chat(llm, params, Conversation(llm, system=system, chat_template=template)).run()
 
 
@@ -119,6 +123,53 @@ class Chat:
         cached, num_prompt = self._last.num_cached_tokens, len(self._last.prompt_token_ids)
         table.add_row("cached tokens of the last turn", f"{cached:,} of {num_prompt:,}")
         Console(stderr=True).print(table)
+
+
+class Conversation:
+    """Messages, and the token ids that stand for them.
+
+    An answer stays as the tokens that were sampled: its text, tokenized again, can give others, whose keys and values
+    are nowhere. What a turn adds is what the template renders behind the answer's text.
+    """
+
+    def __init__(self, llm: LLM, *, system: str | None = None, chat_template: str | None = None) -> None:
+        self._llm, self._system, self._chat_template = llm, system, chat_template
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets everything but the system message."""
+        self._messages: list[Message] = []
+        if self._system is not None:
+            self._messages.append({"role": "system", "content": self._system})
+        self._text = ""  # what `token_ids` stand for; empty when there is no text whose tokens can stay
+        self.token_ids: list[int] = []
+
+    def prompt(self, user: str) -> list[int]:
+        """The token ids that ask for the answer to `user`; changes nothing.
+
+        Raises:
+            ValueError: when the template refuses the messages.
+        """
+        text = self._rendered(user)
+        if self._text and text.startswith(self._text):
+            return self.token_ids + self._llm.tokenize(text[len(self._text) :], add_special_tokens=False)
+        if self._text:
+            _log.info("the chat template changed an answer: the conversation is tokenized anew")
+        return self._llm.tokenize(text, add_special_tokens=False)
+
+    def add(self, user: str, output: RequestOutput) -> None:
+        """Appends a question and the (whole) output for `prompt(user)`."""
+        [answer] = output.outputs
+        rendered = self._rendered(user)
+        self._messages += [{"role": "user", "content": user}, {"role": "assistant", "content": answer.text}]
+        # The template writes the end of an answer itself. A stop string is in the tokens, and not in the text.
+        by_token = answer.finish_reason == "stop"
+        self.token_ids = output.prompt_token_ids + (answer.token_ids[:-1] if by_token else answer.token_ids)
+        self._text = "" if isinstance(answer.stop_reason, str) else rendered + answer.text
+
+    def _rendered(self, user: str) -> str:
+        messages: list[Message] = [*self._messages, {"role": "user", "content": user}]
+        return self._llm.render_chat(messages, chat_template=self._chat_template)
 
 
 def _lines() -> Iterator[str]:

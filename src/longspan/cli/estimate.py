@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 import typer
 
 from longspan.cli.bundles import bundled
-from longspan.cli.scheduling import PromptExchange
+from longspan.core.options import PromptExchange
 
 if TYPE_CHECKING:
     from rich.table import Table

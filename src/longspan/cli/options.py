@@ -1,179 +1,243 @@
-"""The options of verbs that run a model: how it is set up, and how tokens are chosen."""
+"""Flags: each field of a dataclass that an `Option` annotates is a flag of the verbs that take the dataclass.
+
+Their values may also come from environment variables and a file.
+"""
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from functools import partial
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
+import yaml
 
 import longspan
-from longspan.cli.pairs import key_values
-from longspan.cli.scheduling import SHARING, SchedulingOptions
-from longspan.core.cluster import ParallelSpec
+from longspan.core.options import Option
 from longspan.core.sampling import SamplingParams, StructuredOutputsParams
+from longspan.errors import ParameterError, named
 from longspan.runtime.executor.forkserver import start_server
 
 if TYPE_CHECKING:
+    from longspan.args import EngineArgs
     from longspan.llm import LLM
 
-ModelArgument = Annotated[
-    str, typer.Argument(help="An alias (smollm2-135m), a local folder, or a Hugging Face hub id.")
-]
-
-_devices = partial(typer.Option, rich_help_panel="Devices and weights")
-_scheduling = partial(typer.Option, rich_help_panel="Scheduling and memory")
-_sampling = partial(typer.Option, rich_help_panel="Sampling")
-_ending = partial(typer.Option, rich_help_panel="Length and end")
-_form = partial(typer.Option, rich_help_panel="Structured outputs: give one")
+ReturnT = TypeVar("ReturnT")
+STDIN = "-"
+ModelArgument = Annotated[str, Option("An alias (smollm2-135m), a local folder, or a Hugging Face hub id.")]
+_form = partial(Option, group="Structured outputs: give one")
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeviceOptions:
-    """What a model runs on, and in which form."""
+def start(model: str, engine: EngineArgs, *, seed: int | None) -> LLM:
+    """Starts the workers of a model. They import beside us.
 
-    parallel: Annotated[
-        str | None, _devices(metavar="SPEC", help=r"\[N]\[xtpT]\[ppP]: N instances, each of T * P ranks.")
-    ] = None
-    prefill_parallel: Annotated[
-        str | None, _devices(metavar="SPEC", help="Instances that only prefill; others decode, see --decode-parallel.")
-    ] = None
-    decode_parallel: Annotated[
-        str | None, _devices(metavar="SPEC", help="Instances that only decode, with the KV that is sent to them.")
-    ] = None
-    transfer_backends: Annotated[
-        int | None,
-        _devices(
-            help="Transfers of KV that each of these receives at once; as many as instances prefill if not given."
-        ),
-    ] = None
-    instances: Annotated[int | None, _devices(help="Copies of the model; 1 if not given.")] = None
-    tp: Annotated[int | None, _devices("--tp", help="Tensor-parallel ranks per instance.")] = None
-    pp: Annotated[int | None, _devices("--pp", help="Pipeline stages per instance.")] = None
-    threads_per_rank: Annotated[int | None, _devices(help="CPU threads of each rank; an equal share if not given.")] = (
-        None
-    )
-    device: Annotated[Literal["cpu", "cuda"], _devices(help="What ranks compute on.")] = "cpu"
-    dtype: Annotated[Literal["float32", "bfloat16"], _devices(help="Of weights and KV.")] = "float32"
-    attention_backend: Annotated[
-        Literal["auto", "native", "torch"],
-        _devices(help="native: our own kernel, for bfloat16 on CPUs with AVX512_BF16."),
-    ] = "auto"
-    load_format: Annotated[Literal["auto", "dummy"], _devices(help="dummy: random weights from the config.")] = "auto"
-    skip_tokenizer_init: Annotated[bool, _devices("--skip-tokenizer-init", help="Token ids in, token ids out.")] = False
-    trust_remote_code: Annotated[
-        bool, _devices("--trust-remote-code", help="Run Python code that comes with the model.")
-    ] = False
+    Raises:
+        ValueError: for options that are wrong whatever the model is, before anything is imported for it.
+    """
+    engine.resolve()
+    start_server()
+    return longspan.LLM(**{**vars(engine), "model": model, "seed": seed or 0})
+
+
+# ---------------------------------------------------------------- flags from dataclasses
+
+
+def verb(*, environment: bool = False) -> Callable[[Callable[..., ReturnT]], Callable[..., ReturnT]]:
+    """Makes a function for Typer: each parameter that is a dataclass is replaced by those of its fields with an Option.
+
+    The parameter's default, an instance, has the defaults, so that two verbs can share options and differ in what they
+    take for granted. A short flag belongs to the first option that has it.
+
+    With `environment`, `max_model_len` can also be given as the environment variable `LONGSPAN_MAX_MODEL_LEN`.
+    """
+    return partial(_flat, environment=environment)
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineOptions(SchedulingOptions, DeviceOptions):
-    """How a model is set up: the arguments of `LLM` by the same names, except where the command line is shorter."""
+class _Flag:
+    """An option as Typer has it."""
 
-    kv_cache_memory_bytes: Annotated[int | None, _scheduling(help="KV memory of each rank.")] = None
-    step_timeout: Annotated[
-        float, _scheduling(min=0.001, help="Seconds without a step done after which a busy rank is taken for lost.")
-    ] = 300.0
+    field: str
+    option: Option
+    kind: Any
+    default: object
+    positional: bool = False
 
-    def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of `LLM`.
+    @property
+    def name(self) -> str:
+        return (self.option.name or self.field).replace("_", "-")
 
-        Raises:
-            ValueError: for degrees that are not possible or given twice, or a policy option not of the form key=value.
-        """
-        shorter = ("instances", "tp", "pp", "policy_option", "step_timeout", *SHARING)
-        same = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in shorter}
-        return {
-            **same,
-            "parallel": self._parallel_spec(),
-            "policy_options": self.policy_options(),
-            "step_timeout_s": self.step_timeout,
+    @property
+    def shown(self) -> str:
+        return self.name.upper() if self.positional else f"--{self.name}"
+
+    def parameter(self, *, environment: bool) -> inspect.Parameter:
+        option, kind, default = self.option, self.kind, self.default
+        if option.read is not None:
+            kind, default = (list[str] if option.repeatable else str) | None, None
+        words: dict[str, Any] = {
+            "help": option.help.replace("[", "\\["),
+            "metavar": option.metavar,
+            "show_default": True if option.default is None else option.default or False,
+            "min": option.minimum,
+            "envvar": f"LONGSPAN_{self._python_name.upper()}" if environment else None,
         }
+        note: Any
+        if self.positional:
+            note = typer.Argument(**words)
+        else:
+            flag = f"{self.shown}/--no-{self.name}" if kind is bool and default else self.shown
+            short = () if option.short is None else (f"-{option.short}",)
+            note = typer.Option(flag, *short, rich_help_panel=option.group or None, **words)
+        side = inspect.Parameter.POSITIONAL_OR_KEYWORD if self.positional else inspect.Parameter.KEYWORD_ONLY
+        return inspect.Parameter(self._python_name, side, default=default, annotation=Annotated[kind, note])
 
-    def start(self, model: str, *, seed: int) -> LLM:
-        """Starts the model's workers."""
-        arguments = self.arguments()
-        start_server()  # it imports beside us
-        return longspan.LLM(model, seed=seed, **arguments)
+    @property
+    def _python_name(self) -> str:
+        return self.name.replace("-", "_")
 
-    def _parallel_spec(self) -> str | None:
-        """None where instances have roles."""
-        degrees = {"instances": self.instances, "tp": self.tp, "pp": self.pp}
-        given = {name: degree for name, degree in degrees.items() if degree is not None}
-        roles = [name for name in ("prefill_parallel", "decode_parallel") if getattr(self, name) is not None]
-        if roles:
-            other = next((name for name in ("parallel", *given) if getattr(self, name) is not None), None)
-            if other is not None:
-                raise ValueError(f"--{other} and --{roles[0].replace('_', '-')} exclude each other: give one of them")
-            return None
-        if self.parallel is None:
-            return str(ParallelSpec(**given))
-        if given:
-            raise ValueError(
-                f"--parallel {self.parallel} and --{next(iter(given))} say the same thing: give one of them"
-            )
-        return str(ParallelSpec.parse(self.parallel))
+    def taken_from(self, values: Mapping[str, Any]) -> object:
+        """Returns the option's value among those that Typer has read."""
+        value = values[self._python_name]
+        if self.option.read is None:
+            return value
+        if value is None or value == []:
+            return self.default
+        try:
+            return self.option.read(value)
+        except ValueError as error:
+            raise ParameterError(self.field, str(error), value) from error
+
+
+def _flat(function: Callable[..., ReturnT], *, environment: bool) -> Callable[..., ReturnT]:
+    parameters, hints = inspect.signature(function).parameters, get_type_hints(function, include_extras=True)
+    bundles = {name: hints[name] for name in parameters if is_dataclass(hints[name])}
+    flags: dict[str, _Flag] = {}
+    others: list[inspect.Parameter] = []  # annotated for Typer already
+    for name, parameter in parameters.items():
+        if name in bundles:
+            found = [*_flags_of(bundles[name], parameter.default)]
+        elif (option := _option(hints[name])) is not None:
+            positional = parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+            kind, default = get_args(hints[name])[0], parameter.default
+            found = [_Flag(field=name, option=option, kind=kind, default=default, positional=positional)]
+        else:
+            found = []
+            others.append(parameter.replace(annotation=hints[name]))
+        for flag in found:
+            if flag.field in flags:
+                raise ValueError(f"two options are called {flag.field}")
+            taken = flag.option.short in {other.option.short for other in flags.values()}
+            flags[flag.field] = replace(flag, option=replace(flag.option, short=None)) if taken else flag
+
+    @wraps(function)
+    def flat(**values: Any) -> ReturnT:  # noqa: ANN401  # whatever the options hold
+        try:
+            taken = {name: flag.taken_from(values) for name, flag in flags.items()}
+            given = {name: taken[name] if name in taken else values[name] for name in parameters if name not in bundles}
+            for name, kind in bundles.items():
+                given[name] = kind(**{field.name: taken[field.name] for field in fields(kind) if field.name in taken})
+            return function(**given)
+        except ParameterError as error:
+            if error.parameter not in flags:
+                raise
+            raise ValueError(named(flags[error.parameter].shown, error.problem)) from error
+
+    shown = [flag.parameter(environment=environment) for flag in flags.values()]
+    in_order = sorted([*others, *shown], key=lambda one: (one.kind, one.default is not inspect.Parameter.empty))
+    flat.__annotations__ = {parameter.name: parameter.annotation for parameter in in_order}
+    flat.__signature__ = inspect.Signature(in_order)  # type: ignore[attr-defined]  # read by inspect, so by Typer
+    return flat
+
+
+def _flags_of(kind: type[Any], defaults: object) -> Iterator[_Flag]:
+    hints = get_type_hints(kind, include_extras=True)
+    for field in fields(kind):
+        if (option := _option(hints[field.name])) is not None:
+            default = getattr(defaults, field.name)
+            yield _Flag(field=field.name, option=option, kind=get_args(hints[field.name])[0], default=default)
+
+
+def _option(hint: object) -> Option | None:
+    notes = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+    return next((note for note in notes if isinstance(note, Option)), None)
+
+
+# ---------------------------------------------------------------- values from a file
+
+
+def read_config(context: typer.Context, path: Path | None) -> Path | None:
+    """Takes defaults from a YAML file that maps flags (with - or _) to values; for the callback of an eager option.
+
+    Raises:
+        BadParameter: when the file cannot be read, is no mapping, or has a key that is no flag. Values are not
+            repeated in it, since some are secret.
+    """
+    if path is None:
+        return None
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{path} cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        where = f", line {mark.line + 1}" if (mark := getattr(error, "problem_mark", None)) else ""
+        raise typer.BadParameter(f"{path}{where} is not YAML: {getattr(error, 'problem', None)}") from None
+    if not isinstance(values, dict):
+        raise typer.BadParameter(f"{path} must map flags to values, such as max-model-len: 4096")
+    options = {name.lstrip("-"): option for option in context.command.params for name in option.opts}
+    options |= {name.replace("-", "_"): option for name, option in options.items()}
+    defaults: dict[str, object] = {}
+    for key, value in values.items():
+        option = options.get(key)
+        if option is None or option.name == "config":
+            raise typer.BadParameter(f"{path} has {key!r}, which is no flag of longspan {context.command.name}")
+        if value is not None:
+            defaults[option.name] = _texts(f"{path}: {key}", value, repeatable=option.multiple)
+    context.default_map = {**(context.default_map or {}), **defaults}
+    return path
+
+
+def _texts(where: str, value: object, *, repeatable: bool) -> str | list[str]:
+    """Writes a value of a YAML file as the command line would; a mapping stands for texts of the form key=value."""
+    if repeatable and isinstance(value, dict):
+        value = [f"{key}={item}" for key, item in value.items()]
+    items = value if repeatable and isinstance(value, list) else [value]
+    if any(isinstance(item, list | dict) for item in items):
+        raise typer.BadParameter(f"{where} must be {'texts or numbers' if repeatable else 'one text or number'}")
+    texts = [str(item) for item in items]
+    return texts if repeatable else texts[0]
+
+
+# ---------------------------------------------------------------- how tokens are chosen
+
+SAMPLING = SamplingParams(temperature=0.0, max_tokens=128, seed=0)
+"""What the command line takes for granted, unlike Python and the server."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingOptions:
-    """How tokens are chosen, when an output ends and what form it has: the fields of `SamplingParams`."""
+class FormOptions:
+    """The form of an output: the fields of `StructuredOutputsParams`, which may be in files."""
 
-    temperature: Annotated[float, _sampling(help="0 is greedy.")] = 0.0
-    top_k: Annotated[int, _sampling(help="Keep the k most likely tokens; -1 or 0 keeps all.")] = -1
-    top_p: Annotated[float, _sampling(help="Keep the most likely tokens that reach this probability together.")] = 1.0
-    min_p: Annotated[float, _sampling(help="Least probability, as a share of the most likely token's.")] = 0.0
-    repetition_penalty: Annotated[float, _sampling(help="Above 1: tokens of prompt and output become less likely.")] = (
-        1.0
-    )
-    presence_penalty: Annotated[float, _sampling(help="Subtracted from the logits of tokens in the output.")] = 0.0
-    frequency_penalty: Annotated[float, _sampling(help="As before, for each time that they are in it.")] = 0.0
-    logit_bias: Annotated[
-        list[str] | None, _sampling(metavar="ID=VALUE", help="Added to the logit of a token id; repeatable.")
-    ] = None
-    seed: Annotated[int, _sampling(help="Of all random numbers, those of dummy weights too.")] = 0
-    n: Annotated[int, _sampling("--n", help="Outputs per prompt.")] = 1
-    logprobs: Annotated[
-        int | None, _sampling(help="Report the logprobs of output tokens and so many most likely ones.")
-    ] = None
-    prompt_logprobs: Annotated[int | None, _sampling(help="The same for the tokens of the prompt.")] = None
-    max_tokens: Annotated[
-        int | None, _ending(help="Most output tokens; if there is no default, what the context has left.")
-    ] = 128
-    min_tokens: Annotated[int, _ending(help="The output does not end before so many.")] = 0
-    stop: Annotated[list[str] | None, _ending(help="A string that ends the output; repeatable.")] = None
-    stop_token_ids: Annotated[str | None, _ending(metavar="1,2,3", help="Token ids that end the output.")] = None
-    ignore_eos: Annotated[bool, _ending("--ignore-eos", help="Go on past end-of-sequence tokens.")] = False
     json_schema: Annotated[
-        str | None, _form(metavar="FILE_OR_TEXT", help="The output is JSON that this schema describes.")
+        str | None, _form("The output is JSON that this schema describes.", metavar="FILE_OR_TEXT")
     ] = None
-    regex: Annotated[str | None, _form(help="The whole output matches this regular expression.")] = None
-    choice: Annotated[list[str] | None, _form(help="A text that the output may be; repeatable.")] = None
+    regex: Annotated[str | None, _form("The whole output matches this regular expression.")] = None
+    choice: Annotated[list[str] | None, _form("A text that the output may be; repeatable.")] = None
     grammar: Annotated[
-        str | None, _form(metavar="FILE_OR_TEXT", help="The output follows this grammar, in Lark's notation.")
+        str | None, _form("The output follows this grammar, in Lark's notation.", metavar="FILE_OR_TEXT")
     ] = None
 
-    def params(self) -> SamplingParams:
-        """The parameters of a request.
+    def params(self) -> StructuredOutputsParams | None:
+        """Returns the parameter of a request.
 
         Raises:
-            ValueError: for a value that cannot be read or is out of range.
+            ValueError: for a file that cannot be read, or several forms.
         """
-        read = {
-            "logit_bias": _biases(self.logit_bias) if self.logit_bias else None,
-            "stop": tuple(self.stop or ()),
-            "stop_token_ids": () if self.stop_token_ids is None else id_list("--stop-token-ids", self.stop_token_ids),
-            "structured_outputs": self._form(),
-        }
-        forms = ("json_schema", "regex", "choice", "grammar")
-        same = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in forms}
-        return SamplingParams(**same | read)
-
-    def _form(self) -> StructuredOutputsParams | None:
         schema, regex, choice, grammar = self.json_schema, self.regex, self.choice, self.grammar
         if schema is None and regex is None and not choice and grammar is None:
             return None
@@ -181,45 +245,41 @@ class SamplingOptions:
             json=None if schema is None else _schema(schema),
             regex=regex,
             choice=choice or None,
-            grammar=None if grammar is None else _file_or_text("--grammar", grammar),
+            grammar=None if grammar is None else _file_or_text("grammar", grammar),
         )
-
-
-def id_list(flag: str, text: str) -> list[int]:
-    """Token ids with commas between.
-
-    Raises:
-        ValueError: when one is no whole number.
-    """
-    try:
-        return [int(part) for part in text.split(",")] if text.strip() else []
-    except ValueError:
-        raise ValueError(f"{flag} must be whole numbers with commas between, but {text!r} given") from None
 
 
 def _schema(value: str) -> str:
-    text = _file_or_text("--json-schema", value)
+    text = _file_or_text("json_schema", value)
     if not text.lstrip().startswith("{"):
-        raise ValueError(
-            f"--json-schema {value!r:.60} is neither a schema (an object such as {{...}}) nor a file with one"
-        )
+        problem = f"{value!r:.60} is neither a schema (an object such as {{...}}) nor a file with one"
+        raise ParameterError("json_schema", problem, value)
     return text
 
 
-def _file_or_text(flag: str, value: str) -> str:
-    """The text of the file of this name, if there is one, or else the value itself."""
+def _file_or_text(name: str, value: str) -> str:
+    """Returns the text of the file of this name, if there is one, or else the value itself."""
     try:
         return Path(value).read_text(encoding="utf-8") if Path(value).is_file() else value
     except UnicodeDecodeError as error:
-        raise ValueError(f"{flag}: file {value!r} is not UTF-8: {error}") from None
+        raise ParameterError(name, f": file {value!r} is not UTF-8: {error}", value) from None
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:  # so it is a text
             return value
-        raise ValueError(f"{flag}: file {value!r} cannot be read: {error.strerror}") from None
+        raise ParameterError(name, f": file {value!r} cannot be read: {error.strerror}", value) from None
 
 
-def _biases(pairs: Sequence[str]) -> dict[int, float]:
+def read_text(path: Path, what: str) -> str:
+    """Returns the text of a file or, for the path `-`, of stdin without the line end that closes it.
+
+    Raises:
+        ValueError: when it cannot be read or is not UTF-8; the message calls it `what`.
+    """
     try:
-        return {int(token): float(bias) for token, bias in key_values("--logit-bias", pairs).items()}
-    except ValueError as error:
-        raise ValueError(f"--logit-bias must be a token id, = and a number: {error}") from None
+        if str(path) == STDIN:
+            return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{what} {str(path)!r} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{what} {str(path)!r} is not UTF-8: {error}") from None

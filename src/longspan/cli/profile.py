@@ -11,40 +11,37 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from longspan.cli.bundles import bundled
-from longspan.cli.options import EngineOptions, ModelArgument, id_list
-from longspan.core.cluster import ParallelSpec
+from longspan.args import EngineArgs
+from longspan.cli.options import ModelArgument, start, verb
+from longspan.core.options import Option, id_list
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from longspan.core.cluster import ParallelSpec
     from longspan.core.exchange import Exchange
     from longspan.cost.partitions import PartitionTable
     from longspan.cost.profile import Profile
     from longspan.llm import LLM
 
-_ENGINE = EngineOptions()
+_ENGINE = EngineArgs()
 
 
-@bundled()
+@verb()
 def profile(
     model: ModelArgument = "smollm2-135m",
     *,
     lengths: Annotated[
-        str | None,
-        typer.Option(metavar="N,N,...", help="Prompt lengths; if not given, 512, 1024 and so on up to the longest."),
+        tuple[int, ...] | None,
+        Option("Prompt lengths; if not given, 512, 1024 and so on up to the longest.", metavar="N,N,...", read=id_list),
     ] = None,
     repeats: Annotated[
         int,
-        typer.Option(
-            min=1, help="How often everything is measured; the quickest exchange of each prompt twice as often."
-        ),
+        Option("How often everything is measured; the quickest exchange of each prompt twice as often.", minimum=1),
     ] = 3,
-    partitions: Annotated[
-        bool, typer.Option("--partitions", help="Also search how chains cut prompts, for the policy runahead.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and no tables.")] = False,
-    engine: EngineOptions = _ENGINE,
+    partitions: Annotated[bool, Option("Also search how chains cut prompts, for the policy runahead.")] = False,
+    as_json: Annotated[bool, Option("Print one JSON object and no tables.", name="json")] = False,
+    engine: EngineArgs = _ENGINE,
 ) -> int:
     """Measures how fast this machine is with a model, alone and in groups, so that policies choose by it.
 
@@ -56,15 +53,17 @@ def profile(
     from longspan.profiling import run, store  # noqa: PLC0415
 
     _check(engine)
-    spec = ParallelSpec.parse(engine.arguments()["parallel"])
+    resolved = engine.resolve()
+    spec = resolved.cluster.spec
     if partitions and spec.instances == 1:
         raise ValueError("--partitions are of prompts over several instances, but there is 1: give --parallel")
-    wanted = None if lengths is None else id_list("--lengths", lengths)
-    start = partial(_start, model, engine, spec)
-    found = run.measure(start, spec.instances, wanted, repeats)
+    wanted = None if lengths is None else list(lengths)
+    alike = replace(engine, instances=None, tp=None, pp=None, threads_per_rank=resolved.threads)
+    start_some = partial(_start, model, alike, spec)
+    found = run.measure(start_some, spec.instances, wanted, repeats)
     found = run.measure_links(found, spec.instances)
     if partitions:
-        table = search.search_partitions(start, found, spec.instances, wanted, repeats)
+        table = search.search_partitions(start_some, found, spec.instances, wanted, repeats)
     else:
         table = store.load_partitions(found.profile_key)
     if as_json:
@@ -75,31 +74,22 @@ def profile(
     return 0
 
 
-def _check(engine: EngineOptions) -> None:
+def _check(engine: EngineArgs) -> None:
     if (engine.policy, engine.exchange, engine.layout, engine.fractions) != ("auto", "auto", "auto", None):
         raise ValueError("profile tries the exchanges itself: leave out --policy, --exchange, --layout and --fractions")
     if (engine.prefill_parallel, engine.decode_parallel, engine.transfer_backends) != (None, None, None):
         raise ValueError("profile measures instances that are split alike: give --parallel, and no roles to instances")
-    if engine.policy_option:
-        raise ValueError(f"profile sets options of policies itself: leave out -o {engine.policy_option[0]}")
+    if engine.policy_options:
+        [key, value], *_ = engine.policy_options.items()
+        raise ValueError(f"profile sets options of policies itself: leave out -o {key}={value}")
     if not engine.enable_prefix_caching:
         raise ValueError("profile measures prompts behind cached ones: leave out --no-enable-prefix-caching")
 
 
-def _start(model: str, engine: EngineOptions, spec: ParallelSpec, instances: int) -> LLM:
-    """Starts instances with as many threads per rank as if all were there, and without a tokenizer."""
-    from longspan.args import threads_per_rank  # noqa: PLC0415 - loads torch
-
-    options = replace(
-        engine,
-        parallel=str(replace(spec, instances=instances)),
-        instances=None,
-        tp=None,
-        pp=None,
-        threads_per_rank=threads_per_rank(engine.threads_per_rank, spec.num_ranks),
-        skip_tokenizer_init=True,
-    )
-    return options.start(model, seed=0)
+def _start(model: str, engine: EngineArgs, spec: ParallelSpec, instances: int) -> LLM:
+    """Starts so many of the instances, with as many threads per rank as if all were there, and without a tokenizer."""
+    alike = replace(engine, parallel=str(replace(spec, instances=instances)), skip_tokenizer_init=True)
+    return start(model, alike, seed=0)
 
 
 def _as_fields(profile: Profile, table: PartitionTable) -> dict[str, object]:

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from longspan.cli.pairs import key_values
 from longspan.core.config import Limits
-from longspan.core.exchange import exchanges
+from longspan.core.options import PromptExchange, PromptLayout, key_values
 
 _scheduling = partial(typer.Option, rich_help_panel="Scheduling and memory")
 SHARING = ("exchange", "layout", "fractions")
 """Options of policies that have flags of their own."""
-
-if TYPE_CHECKING:
-    PromptExchange = str
-else:
-    PromptExchange = Literal["auto", *(one.kind for one in exchanges())]
-PromptLayout = Literal["auto", "zigzag", "striped", "contiguous"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +72,7 @@ class SchedulingOptions:
         Raises:
             ValueError: for one that is given twice, or not of the form key=value.
         """
-        options = key_values("--policy-option", self.policy_option or ())
+        options = key_values(self.policy_option or ())
         for name in SHARING:
             value = getattr(self, name)
             if value not in (None, "auto"):

@@ -13,75 +13,73 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from longspan.cli.bundles import bundled, read_config
-from longspan.cli.options import EngineOptions, ModelArgument
+from longspan.args import EngineArgs
+from longspan.cli.options import ModelArgument, read_config, verb
+from longspan.core.options import Option
 from longspan.serve.settings import RequestLimits
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
-_server = partial(typer.Option, rich_help_panel="Server")
-_limits = partial(typer.Option, rich_help_panel="Limits of a request")
+_server = partial(Option, group="Server")
 _LIMITS = RequestLimits()
-_ENGINE = EngineOptions()
+_ENGINE = EngineArgs()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
     """How the server is reached, and what it lets wait."""
 
-    host: Annotated[str, _server(help="Address to listen on; 0.0.0.0 is every interface.")] = "127.0.0.1"
-    port: Annotated[int, _server(help="0 takes a free one.")] = 8000
+    host: Annotated[str, _server("Address to listen on; 0.0.0.0 is every interface.")] = "127.0.0.1"
+    port: Annotated[int, _server("0 takes a free one.")] = 8000
     api_key: Annotated[
         list[str] | None,
-        _server(help="Clients need this key; repeatable, any of them will do.", show_default=False),
+        _server("Clients need this key; repeatable, any of them will do.", default=""),
     ] = field(default=None, repr=False)
     served_model_name: Annotated[
-        list[str] | None, _server(help="The name clients ask for; repeatable. The model's own if not given.")
+        list[str] | None, _server("The name clients ask for; repeatable. The model's own if not given.")
     ] = None
-    root_path: Annotated[str, _server(help="The prefix that a proxy in front takes off.")] = ""
+    root_path: Annotated[str, _server("The prefix that a proxy in front takes off.")] = ""
     max_num_queued_reqs: Annotated[
-        int, _server(min=1, help="Requests that may wait for room; more are answered 503.")
+        int, _server("Requests that may wait for room; more are answered 503.", minimum=1)
     ] = 1024
     max_num_queued_tokens: Annotated[
-        int, _server(min=1, help="Tokens of all requests that wait; one request may wait whatever its length.")
+        int, _server("Tokens of all requests that wait; one request may wait whatever its length.", minimum=1)
     ] = 8_000_000
     engine_timeout: Annotated[
-        float, _server(min=10, help="Seconds of silence after which the engine process is taken for lost.")
+        float, _server("Seconds of silence after which the engine process is taken for lost.", minimum=10)
     ] = 60.0
     request_timeout: Annotated[
-        float | None, _server(min=0.001, help="Seconds that a request may take; x-request-timeout can only shorten it.")
+        float | None, _server("Seconds that a request may take; x-request-timeout can only shorten it.", minimum=0.001)
     ] = None
-    body_timeout: Annotated[float, _server(min=0.001, help="Seconds that a request's body may take to come.")] = 60.0
+    body_timeout: Annotated[float, _server("Seconds that a request's body may take to come.", minimum=0.001)] = 60.0
     max_total_body_bytes: Annotated[
-        int, _server(min=1, help="Most bytes of the bodies of all open requests; more are answered 503.")
+        int, _server("Most bytes of the bodies of all open requests; more are answered 503.", minimum=1)
     ] = 2**28
     h11_max_incomplete_event_size: Annotated[
-        int, _server(min=1024, help="Most bytes of a request's line and headers.")
+        int, _server("Most bytes of a request's line and headers.", minimum=1024)
     ] = 64 * 1024
     stream_keep_alive: Annotated[
-        float, _server(min=0.001, help="Seconds that a stream may be silent before a comment is sent.")
+        float, _server("Seconds that a stream may be silent before a comment is sent.", minimum=0.001)
     ] = 10.0
     reader_timeout: Annotated[
-        float, _server(min=0.001, help="Seconds after which a client that takes nothing of its answer is let go.")
+        float, _server("Seconds after which a client that takes nothing of its answer is let go.", minimum=0.001)
     ] = 60.0
     shutdown_timeout: Annotated[
-        float, _server(min=0, help="Seconds that requests under way have after SIGTERM; a second signal ends at once.")
+        float, _server("Seconds that requests under way have after SIGTERM; a second signal ends at once.", minimum=0)
     ] = 30.0
-    metrics_prefix: Annotated[str, _server(help="Of metric names; vllm: for dashboards made for vLLM.")] = "longspan:"
+    metrics_prefix: Annotated[str, _server("Of metric names; vllm: for dashboards made for vLLM.")] = "longspan:"
     otlp_traces_endpoint: Annotated[
         str | None,
-        _server(
-            metavar="URL", help="Of an OpenTelemetry collector, which gets a span per request; needs longspan\\[otel]."
-        ),
+        _server("Of an OpenTelemetry collector, which gets a span per request; needs longspan[otel].", metavar="URL"),
     ] = None
-    seed: Annotated[int, _server(help="Of requests that bring none, and of dummy weights.")] = 0
+    seed: Annotated[int, _server("Of requests that bring none, and of dummy weights.")] = 0
 
 
 _SERVER = ServerOptions()
 
 
-@bundled(environment=True)
+@verb(environment=True)
 def serve(
     model: ModelArgument = "smollm2-135m",
     *,
@@ -90,11 +88,12 @@ def serve(
         typer.Option(
             callback=read_config,
             is_eager=True,
+            envvar="LONGSPAN_CONFIG",
             help="A YAML file with flags as keys (max-model-len: 4096); flags and variables count before it.",
         ),
     ] = None,
     server: ServerOptions = _SERVER,
-    engine: EngineOptions = _ENGINE,
+    engine: EngineArgs = _ENGINE,
     limits: RequestLimits = _LIMITS,
 ) -> int:
     """Serves a model to clients of OpenAI's API until SIGTERM or Ctrl-C.
@@ -108,9 +107,10 @@ def serve(
     os.environ.pop("LONGSPAN_API_KEY", None)  # it was read; processes that are started from here on need not know it
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("longspan").setLevel(logging.INFO)
+    engine.resolve()  # mistakes end it here, not in the engine core
     setup = messages.EngineSetup(
         model=model,
-        arguments={**engine.arguments(), "seed": server.seed},
+        arguments={**{name: value for name, value in vars(engine).items() if name != "model"}, "seed": server.seed},
         max_num_queued_reqs=server.max_num_queued_reqs,
         max_num_queued_tokens=server.max_num_queued_tokens,
         engine_timeout_s=server.engine_timeout,

@@ -18,8 +18,8 @@ from tqdm import tqdm
 
 from longspan.cli.bundles import bundled
 from longspan.cli.estimate import HardwareOptions
-from longspan.cli.pairs import key_values
 from longspan.cli.scheduling import SHARING, SchedulingOptions
+from longspan.core.options import key_values
 from longspan.errors import ParameterError, named
 
 if TYPE_CHECKING:
@@ -280,8 +280,8 @@ def _rates(experiment: Experiment, workload: Workload, *, start: float) -> dict[
 def _faults_of(options: FaultOptions) -> Faults:
     from longspan.sim.run import Faults  # noqa: PLC0415
 
-    given = key_values("--slow", options.slow or ())
     try:
+        given = key_values(options.slow or ())
         slow = {int(instance): float(factor) for instance, factor in given.items()}
     except ValueError:
         raise ValueError(

@@ -128,11 +128,14 @@ class Cluster:
     def __post_init__(self) -> None:
         if self.transfer_backends is not None:
             if self.transfer_backends < 1:
-                raise ValueError(f"transfer_backends must be at least 1, but {self.transfer_backends} given")
+                problem = f"must be at least 1, but {self.transfer_backends} given"
+                raise ParameterError("transfer_backends", problem, self.transfer_backends)
             if self.decode_spec is None:
-                raise ValueError(
-                    f"transfer_backends {self.transfer_backends} is for instances that decode only: give "
-                    "prefill_parallel and decode_parallel, too"
+                raise ParameterError(
+                    "transfer_backends",
+                    f"{self.transfer_backends} is for instances that decode only: give prefill_parallel and "
+                    "decode_parallel, too",
+                    self.transfer_backends,
                 )
         if self.locations and len(self.locations) != self.num_ranks:
             raise ValueError(f"{self} has {self.num_ranks} ranks, but {len(self.locations)} locations given")
@@ -249,6 +252,46 @@ class Cluster:
 def device_pools(num_blocks: Sequence[int]) -> tuple[Pool, ...]:
     """Makes one pool per instance, on its devices, with the number of blocks given for it."""
     return tuple(Pool(instance=instance, num_blocks=number) for instance, number in enumerate(num_blocks))
+
+
+def parse_parallel(
+    parallel: str | None = None,
+    prefill_parallel: str | None = None,
+    decode_parallel: str | None = None,
+    *,
+    transfer_backends: int | None = None,
+    **degrees: int | None,
+) -> Cluster:
+    """Reads the instances of a cluster from whichever of their spellings is given; without any there is one rank.
+
+    Args:
+        parallel: the spec of instances that all do the same.
+        prefill_parallel: instead, with `decode_parallel`, the spec of instances that only prefill.
+        decode_parallel: the spec of instances that only decode, with the KV that is sent to them.
+        transfer_backends: how many transfers of KV a decode instance receives at once; by default one per prefill
+            instance.
+        degrees: instead, `instances`, `tp` and `pp` by name.
+
+    Raises:
+        ParameterError: for two spellings, a role without the other, or a degree that is not possible.
+    """
+    roles = {"prefill_parallel": prefill_parallel, "decode_parallel": decode_parallel}
+    given_roles = [name for name, spec in roles.items() if spec is not None]
+    given = [name for name, value in {"parallel": parallel, **degrees}.items() if value is not None]
+    alike = [*given[:1], *given_roles[:1]] if given_roles else given
+    if len(alike) > 1 and alike[0] in ("parallel", *degrees) and ("parallel" in alike or given_roles):
+        raise ParameterError(alike[0], f"and {alike[1]} exclude each other: give one of them")
+    if len(given_roles) == 1:
+        [name], [other] = given_roles, [name for name in roles if name not in given_roles]
+        problem = f"{roles[name]!r} needs {other}, too: who prefills for others does not decode"
+        raise ParameterError(name, problem, roles[name])
+    if prefill_parallel is not None and decode_parallel is not None:
+        prefill, decode = ParallelSpec.parse(prefill_parallel), ParallelSpec.parse(decode_parallel)
+        return Cluster(spec=prefill, decode_spec=decode, transfer_backends=transfer_backends)
+    if parallel is not None:
+        return Cluster(spec=ParallelSpec.parse(parallel), transfer_backends=transfer_backends)
+    spec = ParallelSpec(**{name: degree for name, degree in degrees.items() if degree is not None})
+    return Cluster(spec=spec.without_stages(), transfer_backends=transfer_backends)
 
 
 _RACK_AND_HOST = re.compile(r"([0-9]+)-([0-9]+)")

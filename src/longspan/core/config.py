@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated
 
 from longspan.core.account import KvAccount
 from longspan.core.cluster import Cluster
+from longspan.core.options import Option, PromptExchange, PromptLayout, key_values
 from longspan.core.protocols import EnginePolicy
 from longspan.errors import ParameterError
 
@@ -88,3 +92,73 @@ def capacity_tokens(policy: EnginePolicy, cluster: Cluster, block_size: int) -> 
     """Returns the length of the longest request that is sure to fit when it is alone."""
     capacity = policy.capacity_tokens(num_blocks=cluster.pools[0].num_blocks, block_size=block_size)
     return min([capacity, *(cluster.pools[instance].num_blocks * block_size for instance in cluster.decode)])
+
+
+_SHARING = ("exchange", "layout", "fractions")
+"""Policy options that are options of their own, too."""
+_scheduling = partial(Option, group="Scheduling and memory")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulingArgs:
+    """The options that say who decides the steps of an engine, and within which bounds; simulations have the same."""
+
+    policy: Annotated[
+        str,
+        _scheduling(
+            "Who decides the steps: auto, chunked, context, runahead, tetris, fixed-sp, loongserve or "
+            "loongserve-disagg."
+        ),
+    ] = "auto"
+    exchange: Annotated[
+        PromptExchange, _scheduling("How queries, keys and values of a shared prompt travel; auto chooses per step.")
+    ] = "auto"
+    layout: Annotated[PromptLayout, _scheduling("How a shared prompt is dealt.")] = "auto"
+    fractions: Annotated[
+        str | None,
+        _scheduling(
+            "Of a contiguous layout, what part each instance gets.", metavar="F,F,...", default="as the policy has it"
+        ),
+    ] = None
+    policy_options: Annotated[
+        Mapping[str, str] | None,
+        _scheduling(
+            "An option of the policy; repeatable.",
+            name="policy-option",
+            short="o",
+            metavar="KEY=VALUE",
+            repeatable=True,
+            read=key_values,
+        ),
+    ] = None
+    max_model_len: Annotated[
+        int | None, _scheduling("Longest prompt plus output, in tokens.", default="what model and KV pools allow")
+    ] = None
+    block_size: Annotated[int, _scheduling("Tokens per KV block.")] = 256
+    max_num_batched_tokens: Annotated[int, _scheduling("Most tokens of one step on one instance.")] = 2048
+    max_num_seqs: Annotated[int, _scheduling("Most requests that run at once on one instance.")] = 128
+    num_gpu_blocks_override: Annotated[
+        int | None, _scheduling("KV blocks of each instance, whatever memory there is.", default="what memory holds")
+    ] = None
+    enable_prefix_caching: Annotated[bool, _scheduling("Reuse the KV of prompts that begin alike.")] = True
+    async_scheduling: Annotated[bool, _scheduling("Plan and send a step while the last one runs.")] = True
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(max_num_batched_tokens=self.max_num_batched_tokens, max_num_seqs=self.max_num_seqs)
+
+    def all_policy_options(self) -> dict[str, str]:
+        """Returns the options of the policy, also those that are options of their own.
+
+        Raises:
+            ParameterError: for one that is given twice.
+        """
+        options = dict(self.policy_options or {})
+        for name in _SHARING:
+            value = getattr(self, name)
+            if value not in (None, "auto"):
+                if name in options:
+                    problem = f"{value} and policy option {name}={options[name]} are given: give one of them"
+                    raise ParameterError(name, problem, value)
+                options[name] = value
+        return options

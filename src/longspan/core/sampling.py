@@ -5,9 +5,11 @@ from __future__ import annotations
 import json as jsonlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from numbers import Integral, Real
-from typing import Any
+from typing import Annotated, Any
 
+from longspan.core.options import Option, id_list, key_values
 from longspan.errors import ParameterError
 
 LogitBias = Mapping[Any, float] | tuple[tuple[int, float], ...]
@@ -63,6 +65,16 @@ class StructuredOutputsParams:
                 raise _form_error(f"{name} must be a text that is not empty, but {value!r:.60} given", value)
 
 
+def _read_biases(pairs: Sequence[str]) -> dict[int, float]:
+    try:
+        return {int(token): float(bias) for token, bias in key_values(pairs).items()}
+    except ValueError as error:
+        raise ValueError(f"must be a token id, = and a number: {error}") from None
+
+
+_choice, _end = partial(Option, group="Sampling"), partial(Option, group="Length and end")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Says how the next tokens of a request are chosen and when it ends. Names, defaults and ranges are vLLM's.
@@ -99,23 +111,36 @@ class SamplingParams:
         ValueError: for a value out of range or of the wrong type.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_k: int = -1
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: LogitBias | None = None
-    seed: int | None = None
-    stop: Sequence[str] | str | None = ()
-    stop_token_ids: Sequence[int] | None = ()
-    min_tokens: int = 0
-    max_tokens: int | None = 16
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    temperature: Annotated[float, _choice("0 is greedy.")] = 1.0
+    top_k: Annotated[int, _choice("Keep the k most likely tokens; -1 or 0 keeps all.")] = -1
+    top_p: Annotated[float, _choice("Keep the most likely tokens that reach this probability together.")] = 1.0
+    min_p: Annotated[float, _choice("Least probability, as a share of the most likely token's.")] = 0.0
+    repetition_penalty: Annotated[float, _choice("Above 1: tokens of prompt and output become less likely.")] = 1.0
+    presence_penalty: Annotated[float, _choice("Subtracted from the logits of tokens in the output.")] = 0.0
+    frequency_penalty: Annotated[float, _choice("As before, for each time that they are in it.")] = 0.0
+    logit_bias: Annotated[
+        LogitBias | None,
+        _choice(
+            "Added to the logit of a token id; repeatable.", metavar="ID=VALUE", repeatable=True, read=_read_biases
+        ),
+    ] = None
+    seed: Annotated[int | None, _choice("Of all random numbers, those of dummy weights too.")] = None
+    n: Annotated[int, _choice("Outputs per prompt.")] = 1
+    logprobs: Annotated[int | None, _choice("Report the logprobs of output tokens and so many most likely ones.")] = (
+        None
+    )
+    prompt_logprobs: Annotated[int | None, _choice("The same for the tokens of the prompt.")] = None
+    max_tokens: Annotated[
+        int | None, _end("Most output tokens; if there is no default, what the context has left.")
+    ] = 16
+    min_tokens: Annotated[int, _end("The output does not end before so many.")] = 0
+    stop: Annotated[
+        Sequence[str] | str | None, _end("A string that ends the output; repeatable.", repeatable=True, read=tuple)
+    ] = ()
+    stop_token_ids: Annotated[
+        Sequence[int] | None, _end("Token ids that end the output.", metavar="1,2,3", read=id_list)
+    ] = ()
+    ignore_eos: Annotated[bool, _end("Go on past end-of-sequence tokens.")] = False
     structured_outputs: StructuredOutputsParams | None = None
     output_logits: bool = False
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import re
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+from longspan.core.options import Option
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -33,42 +36,34 @@ _BOUNDS = (
 """
 
 
+_limit = partial(Option, group="What one request may ask for.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RequestLimits:
     """Limits of what one request may ask for.
-
-    Attributes:
-        max_body_bytes: most bytes of a request's body.
-        max_elements: most strings (names of fields too), lists and objects of a request's body; numbers do not count.
-        max_nesting: how deep lists and objects may lie in one another.
-        max_tokenize_length: most characters of a text to tokenize, and most token ids to make a text of.
-        max_prompts: most prompts of one completion request.
-        max_messages: most messages of one conversation.
-        max_n: most choices per prompt.
-        max_choices: most choices of one request, of all its prompts together.
-        max_logprobs: how many of the most likely tokens may be reported beside a token.
-        max_stop_strings: most strings that end an output.
-        max_stop_length: most characters of each of them.
-        max_stop_token_ids: most tokens that end an output.
-        max_logit_bias: most tokens with a bias.
 
     Raises:
         ValueError: for a limit that is not a positive whole number.
     """
 
-    max_body_bytes: int = 16 * 2**20
-    max_elements: int = 100_000
-    max_nesting: int = 64
-    max_tokenize_length: int = 5_000_000
-    max_prompts: int = 256
-    max_messages: int = 4096
-    max_n: int = 128
-    max_choices: int = 1024
-    max_logprobs: int = 20
-    max_stop_strings: int = 16
-    max_stop_length: int = 256
-    max_stop_token_ids: int = 128
-    max_logit_bias: int = 1024
+    max_body_bytes: Annotated[int, _limit("Most bytes of a request's body.")] = 16 * 2**20
+    max_elements: Annotated[
+        int, _limit("Most strings (names of fields too), lists and objects of a request's body; numbers do not count.")
+    ] = 100_000
+    max_nesting: Annotated[int, _limit("How deep lists and objects may lie in one another.")] = 64
+    max_tokenize_length: Annotated[
+        int, _limit("Most characters of a text to tokenize, and most token ids to make a text of.")
+    ] = 5_000_000
+    max_prompts: Annotated[int, _limit("Most prompts of one completion request.")] = 256
+    max_messages: Annotated[int, _limit("Most messages of one conversation.")] = 4096
+    max_n: Annotated[int, _limit("Most choices per prompt.")] = 128
+    max_choices: Annotated[int, _limit("Most choices of one request, of all its prompts together.")] = 1024
+    max_logprobs: Annotated[int, _limit("How many of the most likely tokens may be reported beside a token.")] = 20
+    max_stop_strings: Annotated[int, _limit("Most strings that end an output.")] = 16
+    max_stop_length: Annotated[int, _limit("Most characters of each of them.")] = 256
+    max_stop_token_ids: Annotated[int, _limit("Most tokens that end an output.")] = 128
+    max_logit_bias: Annotated[int, _limit("Most tokens with a bias.")] = 1024
 
     def __post_init__(self) -> None:
         for limit in fields(self):

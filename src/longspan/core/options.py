@@ -1,0 +1,86 @@
+"""Options: fields of a configuration that a command line, a file or the environment may set.
+
+A field of a dataclass is an option if an `Option` annotates it. Its name, type and default are those of the field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from longspan.core.exchange import exchanges
+from longspan.errors import ParameterError
+
+
+@dataclass(frozen=True)
+class Option:
+    """Describes an option to people, and how they write it.
+
+    A truth value whose default is false is set by its flag. One whose default is true has a flag that negates it, too.
+
+    Attributes:
+        help: a sentence.
+        group: the heading under which options are listed.
+        name: what its flag is called; by default, as the field.
+        short: a second flag, of one letter.
+        metavar: what stands for the value; by default, its type.
+        default: what the default means, in words; empty to show none, since the value is secret.
+        minimum: the least number.
+        repeatable: the option is given once for each of several texts.
+        read: makes the value from the text, or from the texts of a repeatable option. It raises ValueError with the
+            rest of a sentence that begins with the option.
+    """
+
+    help: str
+    group: str = ""
+    name: str | None = None
+    short: str | None = None
+    metavar: str | None = None
+    default: str | None = None
+    minimum: float | None = None
+    repeatable: bool = False
+    read: Callable[[Any], object] | None = None
+
+
+def id_list(text: str) -> tuple[int, ...]:
+    """Reads token ids, or other whole numbers, with commas between.
+
+    Raises:
+        ValueError: when one is no whole number.
+    """
+    try:
+        return tuple(int(part) for part in text.split(",")) if text.strip() else ()
+    except ValueError:
+        raise ValueError(f"must be whole numbers with commas between, but {text!r} given") from None
+
+
+def key_values(pairs: Sequence[str]) -> dict[str, str]:
+    """Reads texts of the form key=value.
+
+    Raises:
+        ValueError: for one without a key or `=`, or a key given twice.
+    """
+    options: dict[str, str] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not key or not equals:
+            raise ValueError(f"{pair} is not of the form key=value")
+        if key in options:
+            raise ValueError(f"{key} is given twice: {options[key]!r} and {value!r}")
+        options[key] = value
+    return options
+
+
+def at_least_one(**values: int | None) -> None:
+    """Raises a ParameterError for the first value below 1; None means not given."""
+    for name, value in values.items():
+        if value is not None and value < 1:
+            raise ParameterError(name, f"must be at least 1, but {value} given", value)
+
+
+if TYPE_CHECKING:
+    PromptExchange = str
+else:
+    PromptExchange = Literal["auto", *(one.kind for one in exchanges())]
+PromptLayout = Literal["auto", "zigzag", "striped", "contiguous"]

@@ -1,0 +1,163 @@
+"""Flags from dataclasses: every option has a flag in every verb, and a verb's defaults are its own."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import dataclass, fields
+from typing import Annotated
+
+import pytest
+import typer
+from fake_llm import run
+from typer.testing import CliRunner
+
+from longspan.args import EngineArgs
+from longspan.cli.batch import batch
+from longspan.cli.chat import chat
+from longspan.cli.generate import generate
+from longspan.cli.options import FormOptions, verb
+from longspan.cli.profile import profile
+from longspan.cli.scheduling import SchedulingOptions
+from longspan.cli.serve import serve
+from longspan.cli.simulate import simulate
+from longspan.core.exchange import exchanges
+from longspan.core.options import Option, id_list
+from longspan.core.sampling import SamplingParams
+from longspan.errors import ParameterError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    width: Annotated[int, Option("Of the [thing].", short="w", minimum=1)] = 3
+    label: str | None = None
+    marks: Annotated[tuple[int, ...], Option("Where it is marked.", read=id_list)] = ()
+    is_open: Annotated[bool, Option("It has no lid.", name="open")] = False
+    is_round: Annotated[bool, Option("It rolls.", name="round")] = True
+
+    def __post_init__(self) -> None:
+        if self.width == 13:
+            raise ParameterError("width", "must not be 13, since that brings bad luck", 13)
+
+
+@verb(environment=True)
+def paint(color: Annotated[str, Option("Which one.")], *, size: Size = Size(width=7)) -> None:
+    typer.echo(f"{color} {size}")
+
+
+APP = typer.Typer()
+APP.command()(paint)
+
+
+@pytest.mark.parametrize(
+    ("given", "made"),
+    [
+        ("", Size(width=7)),
+        ("--width 1 --marks 3,4 --open --no-round", Size(width=1, marks=(3, 4), is_open=True, is_round=False)),
+        ("-w 2", Size(width=2)),
+    ],
+)
+def test_fields_become_flags_and_come_back_as_one_object(given: str, made: Size) -> None:
+    assert CliRunner().invoke(APP, ["red", *given.split()]).output == f"red {made}\n"
+
+
+def test_flags_are_read_from_the_environment() -> None:
+    found = CliRunner().invoke(APP, [], env={"LONGSPAN_COLOR": "red", "LONGSPAN_WIDTH": "5", "LONGSPAN_MARKS": "8"})
+    assert found.output == f"red {Size(width=5, marks=(8,))}\n"
+
+
+def test_help_has_the_words_of_options_only() -> None:
+    shown = CliRunner(env={"COLUMNS": "200"}).invoke(APP, ["--help"]).output
+    assert "Of the [thing]." in shown
+    assert "--round" in shown and "--no-round" in shown and "--no-open" not in shown
+    assert "label" not in shown
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [("--width 13", "--width must not be 13"), ("--marks a", "--marks must be whole numbers .* but 'a' given")],
+)
+def test_mistakes_are_told_with_the_flag(given: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        CliRunner().invoke(APP, ["red", *given.split()], catch_exceptions=False)
+
+
+def test_two_options_of_one_name_are_our_mistake() -> None:
+    with pytest.raises(ValueError, match="two options are called width"):
+
+        @verb()
+        def _(*, width: Annotated[int, Option("")] = 1, size: Size = Size()) -> None: ...
+
+
+def test_every_sampling_parameter_is_an_option() -> None:
+    """Except the logits, which are too many to print; the form of an output has an option per kind."""
+    forms = {field.name for field in fields(FormOptions)}
+    assert forms == {"json_schema", "regex", "choice", "grammar"}
+    parameters = {field.name for field in fields(SamplingParams)} - {"output_logits", "structured_outputs"} | forms
+    for command in (generate, chat):
+        assert parameters <= set(inspect.signature(command).parameters)
+
+
+def test_every_engine_argument_is_an_option() -> None:
+    """Except the model and the seed, which verbs have, and what is for Python only."""
+    flags = {field.name for field in fields(EngineArgs)} - {"model", "seed", "record_times"}
+    names = {"policy_options": "policy_option", "step_timeout_s": "step_timeout"}
+    for command in (generate, chat, serve, batch, profile):
+        assert {names.get(flag, flag) for flag in flags} <= set(inspect.signature(command).parameters)
+
+
+@pytest.mark.parametrize("verb", ["generate", "chat"])
+def test_help_shows_every_option(
+    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run(verb, "--help") == 0
+    shown = set(re.findall(r"--([a-z-]+)", re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)))
+    assert {field.name.replace("_", "-") for field in fields(FormOptions)} <= shown
+    assert {"parallel", "instances", "policy", "max-model-len", "no-enable-prefix-caching"} <= shown
+
+
+def test_an_answer_in_a_chat_may_fill_the_context() -> None:
+    defaults = {verb: inspect.signature(verb).parameters["max_tokens"].default for verb in (generate, chat)}
+    assert defaults == {generate: 128, chat: None}
+
+
+def test_verbs_that_schedule_have_the_same_options() -> None:
+    """With the same defaults, but that a step of a simulated device is larger."""
+    names = [field.name for field in fields(SchedulingOptions)]
+    defaults = {
+        verb: {name: inspect.signature(verb).parameters[name].default for name in names}
+        for verb in (generate, serve, simulate)
+    }
+    assert defaults[generate] == defaults[serve]
+    assert defaults[serve].items() - defaults[simulate].items() == {("max_num_batched_tokens", 2048)}
+
+
+@pytest.mark.parametrize("verb", ["generate", "serve", "simulate", "estimate"])
+def test_help_lists_the_exchanges_that_policies_have(
+    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    assert run(verb, "--help") == 0
+    shown = re.search(r"--exchange\s+<(\S+)>", re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out))
+    assert shown is not None
+    assert tuple(shown[1].split("|")) == ("auto", *(one.kind for one in exchanges()))
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--exchange", "ring"), ("--layout", "zig")])
+def test_an_unknown_exchange_or_layout_is_refused_with_the_choices(
+    flag: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("generate", "--prompt", "x", flag, value) == 2
+    assert f"'{value}' is not one of 'auto'" in capsys.readouterr().err
+
+
+def test_flags_of_a_policy_count_in_a_simulation_as_in_a_server(capsys: pytest.CaptureFixture[str]) -> None:
+    scene = ("--hardware", "a100-sxm-80g", "--gpus-per-host", "2", "--rate", "1", "--num-requests", "2")
+    chain = ("--policy", "context", "--exchange", "chain")
+    refused = []
+    for given in (("--layout", "striped"), ("-o", "layout=striped")):
+        assert run("simulate", "llama-3-8b", *scene, *chain, *given) == 2
+        refused.append(capsys.readouterr().err)
+    assert refused[0] == refused[1]
+    assert "but layout striped given: use contiguous" in refused[0]
