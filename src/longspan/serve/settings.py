@@ -36,7 +36,7 @@ _BOUNDS = (
 """
 
 
-_limit = partial(Option, group="What one request may ask for.")
+_limit = partial(Option, group="Limits of what one request may ask for.")
 
 
 @dataclass(frozen=True, kw_only=True)
