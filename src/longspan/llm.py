@@ -54,7 +54,7 @@ class Progress:
 
 
 def num_tokens(request_state: Sequence[RequestState]) -> tuple[int, int]:
-    """Prompt tokens of those that have put a token out, and output tokens, so far."""
+    """Counts prompt tokens of requests that have put a token out, and output tokens so far."""
     outputs = [one.num_taken for one in request_state]
     prompts = [len(one.engine_request.token_ids) for one, taken in zip(request_state, outputs, strict=True) if taken]
     return sum(prompts), sum(outputs)
@@ -73,7 +73,7 @@ class LLM(Deployment):
 
     @cached_property
     def _choices(self) -> dict[int, Choice]:
-        """Of calls under way, by request id."""
+        """Maps request ids to the choices of calls under way."""
         return {}
 
     def generate(
@@ -100,7 +100,7 @@ class LLM(Deployment):
         *,
         use_tqdm: bool = True,
     ) -> Iterator[RequestOutput]:
-        """As `generate`, but each output comes as soon as it and all before it are there."""
+        """Does as `generate` does, but each output comes as soon as it and all before it are there."""
         every = _every(prompts)
         params = _one_each(SamplingParams() if sampling_params is None else sampling_params, len(every))
         engine_requests = [self.input_processor.process(prompt, p) for prompt, p in zip(every, params, strict=True)]
@@ -193,17 +193,17 @@ class LLM(Deployment):
         self.input_processor.process(prompt, sampling_params or SamplingParams())
 
     def render_chat(self, messages: Sequence[Message], **template: Unpack[TemplateOptions]) -> str:
-        """See `InputProcessor.render_chat`."""
+        """Formats a chat by the model's template, see `InputProcessor.render_chat`."""
         return self.input_processor.render_chat(messages, **template)
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """See `InputProcessor.tokenize`."""
+        """Returns the token ids of a text, see `InputProcessor.tokenize`."""
         return self.input_processor.tokenize(text, add_special_tokens=add_special_tokens)
 
     @property
     def num_free_blocks(self) -> tuple[int, ...]:
         """Free KV blocks per instance, cached ones included; waits for steps that only finished requests are in."""
-        self._settle()
+        self._complete_finished()
         account = self.engine.account
         return tuple(account.pool(i).num_free for i in self.engine.config.cluster.instances)
 
@@ -245,11 +245,11 @@ class LLM(Deployment):
 
     @contextmanager
     def _call(self) -> Iterator[list[Choice]]:
-        """A call under way: what it starts is in the list until it ends."""
+        """Opens a call; the choices that it starts are in the list until it ends."""
         self._check_up()
         choices: list[Choice] = []
         try:
-            self._settle()
+            self._complete_finished()
             yield choices
         except WorkerLostError as error:
             self._lost = error
@@ -276,7 +276,7 @@ class LLM(Deployment):
             choices.remove(choice)
             del self._choices[choice.request.id]
 
-    def _settle(self) -> None:
+    def _complete_finished(self) -> None:
         """Takes in the steps that only finished requests are in, unless others run: their KV can be reused then."""
         if not self._choices:
             self._abort_asked = False
@@ -284,7 +284,7 @@ class LLM(Deployment):
                 self.engine.step()
 
     def _step(self) -> None:
-        """One turn of the engine, on behalf of all calls under way: streams may be read in turns."""
+        """Runs one engine step, on behalf of all calls under way: streams may be read in turns."""
         if self._abort_asked:
             self._abort_asked = False
             for choice in self._choices.values():
@@ -306,7 +306,7 @@ def _finished(request_state: Sequence[RequestState]) -> bool:
 
 
 def _waiting_tokens(groups: Sequence[tuple[object, Sequence[RequestState]]]) -> int:
-    """Prompt tokens of jobs that have no output yet."""
+    """Counts prompt tokens of requests that have no output yet."""
     return sum(
         len(one.engine_request.token_ids) for _, request_state in groups for one in request_state if not one.num_taken
     )
@@ -321,7 +321,7 @@ def _one_each(value: ChoiceT | Sequence[ChoiceT], number: int) -> list[ChoiceT]:
 
 
 def _every(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """The prompts of a list, or the one there is."""
+    """Returns the prompts of a list, or a list of the one there is."""
     if isinstance(prompts, str):
         return [prompts]
     if len(prompts) and isinstance(prompts[0], Integral):

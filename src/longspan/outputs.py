@@ -1,4 +1,4 @@
-"""What `LLM` returns. Names and shapes are vLLM's."""
+"""`LLM` returns the values that stand here. Their names and shapes are vLLM's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from longspan.core.request import FinishReason, RequestMetrics
 
 @dataclass(frozen=True, kw_only=True)
 class Logprob:
-    """How likely a token was, by the model's own logits.
+    """Says how likely a token was by the model's own logits.
 
     Attributes:
         logprob: natural logarithm of its probability.
@@ -74,5 +74,5 @@ class RequestOutput:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens whose KV was there already."""
+        """Counts prompt tokens whose KV was there already."""
         return self.metrics.num_cached_tokens

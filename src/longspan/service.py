@@ -101,12 +101,12 @@ class Deployment:
 
     @property
     def bytes_exchanged(self) -> dict[str, int]:
-        """Payload bytes that the ranks have sent so far, per exchange, and in `total`."""
+        """Counts payload bytes that the ranks have sent so far, per exchange and in `total`."""
         return self._bytes_over(get_args(Link))
 
     @property
     def bytes_between_hosts(self) -> dict[str, int]:
-        """Those of `bytes_exchanged` that went from one host to another."""
+        """Counts the `bytes_exchanged` that went from one host to another."""
         return self._bytes_over(("other_host",))
 
     def _bytes_over(self, links: Collection[str]) -> dict[str, int]:
@@ -121,7 +121,7 @@ class Deployment:
         return self.executor.pids
 
     def worker_times(self) -> list[dict[str, float]]:
-        """By rank, seconds in attention, linear layers, everything else, and waiting for messages and the controller.
+        """Returns seconds by rank: attention, linear layers, waiting for messages and for the controller, and the rest.
 
         They count from the start to the latest step; empty without `record_times`.
         """
@@ -142,7 +142,7 @@ class Deployment:
 
     @property
     def policy_settings(self) -> PolicySettings:
-        """The policy's name and options."""
+        """Returns the policy's name and options."""
         return self._policy.settings
 
     def update_policy(self, options: Mapping[str, str]) -> None:
@@ -183,7 +183,7 @@ class Deployment:
 
 
 def _facts(profile_key: ProfileKey, shape: ModelShape, cluster: Cluster) -> Facts:
-    """With what was measured on this machine, if anything was."""
+    """Takes hardware figures measured on this machine, or typical ones."""
     profile = load_profile(profile_key)
     measured = None if profile is None else profile.hardware(shape)
     return Facts(

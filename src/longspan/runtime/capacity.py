@@ -1,4 +1,4 @@
-"""How much memory the KV pools may take."""
+"""Bounds the memory of the KV pools."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def move_bytes(cluster: Cluster) -> int:
 
 
 def default_kv_bytes(*, device: str, num_ranks: int, weight_bytes: int, move_bytes: int = 0) -> int:
-    """KV memory per rank when the user names none; each has `weight_bytes` of weights, and `move_bytes` under way.
+    """Returns the KV memory per rank when the user names none.
+
+    Each rank has `weight_bytes` of weights, and `move_bytes` of KV under way.
 
     On CPU the ranks share 4 GiB, or 30 % of the memory that is available if that is less. On CUDA each takes its
     part of 85 % of the free device memory, less the weights and what moves.

@@ -75,7 +75,7 @@ class WorkerProcess:
         self._ended = threading.Event()
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Its exit code, once it has ended.
+        """Returns its exit code once it has ended.
 
         Raises:
             TimeoutError: when it still runs after `timeout_s`.
@@ -98,7 +98,7 @@ class WorkerProcess:
             self._server.destroy()
 
     def end(self, code: int) -> None:
-        """It has ended."""
+        """Notes its exit code and wakes those who wait for it."""
         self.returncode = code
         self._ended.set()
 

@@ -1,4 +1,4 @@
-"""Steps that ranks have been sent and not all reported: what is still to come, and from whom it could come by now."""
+"""Tracks steps in flight: what is still to come, and from whom it could come by now."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class InFlight:
         self._leaving: dict[int, set[int]] = {}  # by move: ranks whose share has not left, as far as they said
 
     def ranks(self, instances: Iterable[int]) -> list[int]:
-        """Of some instances."""
+        """Lists the ranks of some instances."""
         return [rank for instance in instances for rank in self._cluster.ranks(instance)]
 
     def begin(self, step: Forward | MoveKV, now_s: float) -> None:
-        """A step was sent to its ranks."""
+        """Notes that a step was sent to its ranks."""
         if isinstance(step, MoveKV):
             self._begin_move(step, step.number)
             self._work(self.ranks(step.sources), step.number, now_s)
@@ -45,7 +45,7 @@ class InFlight:
             self._begin_move(move, step.number)
 
     def take(self, report: Done | Moved, now_s: float) -> Completion | None:
-        """The completion of a step once its last rank has reported."""
+        """Returns the completion of a step once its last rank has reported."""
         rank, number = report.rank, report.number
         self._awaited[number].remove(rank)
         self._reports[number].append(report)
@@ -65,15 +65,15 @@ class InFlight:
         return _completion(number, self._reports.pop(number))
 
     def sent(self, rank: int, number: int) -> None:
-        """A rank's share of a move has left it. The move may be done already."""
+        """Notes that a rank's share of a move has left it. The move may be done already."""
         self._leaving.get(number, set()).discard(rank)
 
     def first_due_s(self) -> float | None:
-        """Since when the rank that has not reported for longest works; None when none does."""
+        """Returns since when the rank works that has not reported for longest; None when none works."""
         return min(self._since_s.values(), default=None)
 
     def stalled(self, late_s: float) -> list[int]:
-        """The ranks that work and have not reported since `late_s`, then those whose KV has not left for one of them.
+        """Lists ranks that work and have not reported since `late_s`, then those whose KV has not left for one of them.
 
         Nothing says which end holds up a move of which a part has not left: it leaves when both ends take part.
         """

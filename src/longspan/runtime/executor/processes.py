@@ -31,11 +31,11 @@ class ProcessLauncher:
         self._log_dir.mkdir(parents=True, exist_ok=True)
 
     def start(self, rank: int) -> WorkerProcess:
-        """Implements `Launcher.start`."""
+        """Starts the process of a rank."""
         return start_worker(self._configs[rank], self._run_dir, self._log(rank))
 
     def hint(self, rank: int) -> str:
-        """Implements `Launcher.hint`."""
+        """Names the log of a rank."""
         return f"log: {self._log(rank)}"
 
     def clean_up(self) -> None:

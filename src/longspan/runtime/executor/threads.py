@@ -48,11 +48,11 @@ class ThreadLauncher:
             native.load(Path(configs[0].attention_kernel))
 
     def start(self, rank: int) -> WorkerThread:
-        """Implements `Launcher.start`."""
+        """Starts the thread of a rank."""
         return WorkerThread(self._configs[rank], self._wires, self.context, self.endpoint)
 
     def hint(self, rank: int) -> str:
-        """Implements `Launcher.hint`."""
+        """Names the process whose log has the rank's messages."""
         return f"see the log of process {os.getpid()} for rank {rank}"
 
     def clean_up(self) -> None:
@@ -79,7 +79,7 @@ class WorkerThread:
         self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Implements `WorkerHandle.wait`."""
+        """Joins the thread and returns the worker's exit code."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise TimeoutError(f"rank {self._config.rank} still runs after {timeout_s} s")
@@ -91,7 +91,7 @@ class WorkerThread:
             wires.close(self._config.rank)
 
     def destroy(self) -> None:
-        """Implements `WorkerHandle.destroy`; a thread that computes for ever is left behind."""
+        """Closes its transports and waits for its end; a thread that computes for ever is left behind."""
         self.kill()
         try:
             self.wait(_END_TIMEOUT_S)

@@ -20,7 +20,7 @@ from longspan.runtime.kv.pool import KvPool
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Route:
-    """Heads that one rank of the source sends to one of the target, both named by their place in their instance.
+    """Heads that one rank of the source sends to one of the target, both named by their shards.
 
     Attributes:
         given, taken: the same heads, as the source and as the target counts its own.
@@ -34,7 +34,7 @@ class Route:
 
 @lru_cache
 def head_routes(num_heads: int, num_kv_heads: int, source_tp: int, target_tp: int) -> tuple[Route, ...]:
-    """All routes of a layer. A target gets each of its heads once; who have the same head share those who need it.
+    """Lists the routes of a layer. A target gets each head once; sources with the same head share its targets evenly.
 
     Raises:
         ValueError: see `split_heads`.
@@ -43,8 +43,8 @@ def head_routes(num_heads: int, num_kv_heads: int, source_tp: int, target_tp: in
     needs = [share.kv_heads for share in split_heads(num_heads, num_kv_heads, target_tp)]
     sent: dict[tuple[int, int], list[int]] = {}
     for head in range(num_kv_heads):
-        givers = [place for place, heads in enumerate(has) if head in heads]
-        takers = [place for place, heads in enumerate(needs) if head in heads]
+        givers = [shard for shard, heads in enumerate(has) if head in heads]
+        takers = [shard for shard, heads in enumerate(needs) if head in heads]
         for index, taker in enumerate(takers):
             sent.setdefault((givers[index * len(givers) // len(takers)], taker), []).append(head)
     return tuple(
@@ -54,7 +54,7 @@ def head_routes(num_heads: int, num_kv_heads: int, source_tp: int, target_tp: in
 
 
 def _within(share: range, heads: list[int]) -> range:
-    """Neighbouring heads, counted from the first of a share."""
+    """Counts neighbouring heads from the first of a share."""
     assert heads == list(range(heads[0], heads[-1] + 1)), "a rank has neighbouring heads, or a single one"
     return range(heads[0] - share.start, heads[-1] + 1 - share.start)
 
@@ -76,11 +76,11 @@ class BlockSlice:
 
     @property
     def num_bytes(self) -> int:
-        """Of all blocks."""
+        """Sums keys and values of all blocks."""
         return len(self.blocks) * self.block_bytes
 
     def cut(self, most_bytes: int) -> list[BlockSlice]:
-        """The same in order, in pieces of so many bytes, or of a block."""
+        """Cuts it in order into chunks of so many bytes, or of one block."""
         num_blocks = max(1, most_bytes // self.block_bytes)
         return [replace(self, blocks=blocks) for blocks in self.blocks.split(num_blocks)]
 
@@ -94,16 +94,16 @@ class BlockMessages:
 
     @property
     def num_layers(self) -> int:
-        """Of the model: a MoveKV is at most so many messages from one rank to another."""
+        """Counts the layers of the whole model."""
         return len(self._specs)
 
     @property
     def device(self) -> torch.device:
-        """Where the pool is."""
+        """Returns the device of the pool."""
         return self._pool.layer(0).keys.device
 
     def part(self, move: MoveKV) -> RankMove:
-        """What of a move concerns this rank."""
+        """Picks the blocks of a move that this rank sends or receives."""
         to: dict[int, list[int]] = {}
         of: dict[int, list[int]] = {}
         for source, target in move.copies:
@@ -115,31 +115,31 @@ class BlockMessages:
         return RankMove(messages=self, number=move.number, to=self._tensors(to), of=self._tensors(of))
 
     def leaving(self, layer: int, target: int, blocks: Tensor) -> Iterator[BlockSlice]:
-        """What this rank sends of a layer to an instance."""
+        """Yields the messages of a layer from this rank to an instance."""
         for route in self._routes(layer, self._instance, target):
             if route.source == self._shard:
                 yield self._slice(layer, self._cluster.rank(target, shard=route.target), blocks, route.given)
 
     def coming(self, layer: int, source: int, blocks: Tensor) -> Iterator[BlockSlice]:
-        """What this rank gets of a layer from an instance."""
+        """Yields the messages of a layer to this rank from an instance."""
         for route in self._routes(layer, source, self._instance):
             if route.target == self._shard:
                 yield self._slice(layer, self._cluster.rank(source, shard=route.source), blocks, route.taken)
 
     def filled(self, leaving: BlockSlice) -> Message:
-        """A message of what the pool holds."""
+        """Makes a message and copies the blocks from the pool to it."""
         made = self.room(leaving)
         self._pool.read_blocks(leaving.layer, leaving.blocks, leaving.heads, *made.tensors)
         return made
 
     def room(self, blocks: BlockSlice) -> Message:
-        """Keys and values `[blocks, heads, block_size, head_dim]`, not filled yet."""
+        """Makes an empty message for keys and values `[blocks, heads, block_size, head_dim]`."""
         keys = self._pool.layer(blocks.layer).keys
         shape = (len(blocks.blocks), len(blocks.heads), *keys.shape[2:])
         return Message([(shape, keys.dtype)] * 2, keys.device)
 
     def store(self, blocks: BlockSlice, arrived: Message) -> None:
-        """Writes what has come to the pool."""
+        """Writes the blocks of a message that has come to the pool."""
         if arrived.buffer.is_cuda:
             arrived.buffer.record_stream(torch.cuda.current_stream())
         self._pool.write_blocks(blocks.layer, blocks.blocks, blocks.heads, *arrived.tensors)
@@ -168,15 +168,15 @@ class RankMove:
 
     @property
     def is_source(self) -> bool:
-        """Whether its instance has any of it."""
+        """Tells whether its instance sends any of it."""
         return bool(self.to)
 
     def leaving(self, layer: int) -> Iterator[BlockSlice]:
-        """What this rank sends of a layer, at most one per rank."""
+        """Yields this rank's messages of a layer, at most one per peer."""
         for target, blocks in self.to.items():
             yield from self.messages.leaving(layer, target, blocks)
 
     def coming(self, layer: int) -> Iterator[BlockSlice]:
-        """What this rank gets of a layer, at most one per rank."""
+        """Yields the messages of a layer to this rank, at most one per peer."""
         for source, blocks in self.of.items():
             yield from self.messages.coming(layer, source, blocks)

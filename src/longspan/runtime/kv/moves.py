@@ -39,7 +39,7 @@ class MoveTransport:
         return _Beside(arrival, leaving, self._device)
 
     def flush(self) -> None:
-        """Does not wait: peers may be in other steps."""
+        """Waits for nothing: peers may be in other steps."""
 
 
 class _Beside:
@@ -47,7 +47,7 @@ class _Beside:
         self._arrival, self._leaving, self._device = arrival, leaving, device
 
     def wait(self) -> None:
-        """Until all is there, and all has left."""
+        """Waits until all is there, and all has left."""
         with beside(self._device):
             self._arrival.wait()
             with peer_errors():
@@ -134,7 +134,7 @@ class MoveChannel:
             thread.start()
 
     def put(self, number: int, blocks: BlockSlice, ready: torch.cuda.Event | None) -> None:
-        """Blocks of one layer of a move."""
+        """Queues blocks of one layer of a move."""
         self._num_given += 1
         self._given.put((number, blocks, ready))
 
@@ -144,7 +144,7 @@ class MoveChannel:
         return self._num_given == self._num_left
 
     def left(self, piece: Piece) -> None:
-        """Nobody needs the message of a piece any more."""
+        """Frees the memory of a message that nobody needs any more."""
         with self._room:
             self._num_bytes -= piece.blocks.num_bytes
             self._num_left += piece.is_last
@@ -369,7 +369,7 @@ class StepMoves:
             self._num_streamed += 1
 
     def _start(self, layer: int) -> None:
-        """Sends and receives of a layer's balances."""
+        """Starts the sends and receives of a layer's rebalancing."""
         self._coming = []
         for move in self._rebalances if layer < self._messages.num_layers else ():
             group = self._comm.group(move.number, layer, self._sent)

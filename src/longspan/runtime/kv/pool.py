@@ -36,17 +36,17 @@ class KvPool:
             torch.index_select(own[:, heads.start : heads.stop], 0, blocks, out=copy)
 
     def write_blocks(self, layer: int, blocks: Tensor, heads: range, k: Tensor, v: Tensor) -> None:
-        """The inverse of `read_blocks`."""
+        """Copies `k, v [blocks, heads, block_size, head_dim]` to some heads of whole blocks."""
         for own, copy in zip((self._layers[layer].keys, self._layers[layer].values), (k, v), strict=True):
             own[:, heads.start : heads.stop].index_copy_(0, blocks, copy)
 
     def layer(self, layer: int) -> PagedKv:
-        """All blocks of one layer."""
+        """Returns all blocks of one layer."""
         return self._layers[layer]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, as a masked slot must hold a finite number. CPU pages take neither time nor memory until written."""
+    """Makes zeros: a masked slot must hold a finite number. CPU pages take neither time nor memory until written."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -54,5 +54,5 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def bytes_per_block(specs: Sequence[AttnSpec], block_size: int, dtype: torch.dtype) -> int:
-    """Memory of one block in all layers."""
+    """Returns the memory of one block in all layers."""
     return sum(2 * spec.num_kv_heads * block_size * spec.head_dim * dtype.itemsize for spec in specs)

@@ -54,7 +54,7 @@ class Channel:
 
 @dataclass(frozen=True, kw_only=True)
 class Slots:
-    """The places of the keys and values of some tokens: the token in row `rows[i]` to slot `offsets[i]` of `blocks[i]`.
+    """The slots of the keys and values of some tokens: the token in row `rows[i]` to slot `offsets[i]` of `blocks[i]`.
 
     All `[tokens]` int64.
     """

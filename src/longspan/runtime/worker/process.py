@@ -69,7 +69,7 @@ def _load(config: WorkerConfig, run_dir: str) -> Worker:
 
 
 def _transports(config: WorkerConfig, store: str, device: torch.device) -> Transports:
-    """One process group for all of gloo's messages, whose tags tell them apart; NCCL gets one per kind of work."""
+    """Opens one process group for all of gloo's messages, told apart by tags; NCCL gets one per kind of work."""
     exchange = connect(config.device, store, config.rank, config.cluster.num_ranks)
     groups = [open_lane(own=not exchange.tagged, device=device) for _ in range(2)]
     return Transports(
@@ -87,7 +87,7 @@ def _exit_with_controller(run_dir: str, lifeline: int) -> None:
 
 
 def open_device(kind: str, rank: int) -> torch.device:
-    """The device of a rank; several ranks share one when there are fewer."""
+    """Returns the device of a rank; several ranks share one when there are fewer."""
     if kind == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", rank % torch.cuda.device_count())
@@ -96,7 +96,7 @@ def open_device(kind: str, rank: int) -> torch.device:
 
 
 def keep_to_cores(kind: str, rank: int, num_ranks: int) -> None:
-    """Where ranks that compute on one CPU thread each fill the machine, a rank's threads from now on stay on its core.
+    """Keeps a rank's later threads on its core when ranks of one CPU thread each fill the machine.
 
     So gloo's thread, which interrupts nobody (`polite_threads`), never waits for another rank to stop computing. Linux
     only, and where the system allows it.
@@ -119,7 +119,7 @@ def connect(kind: str, store: str, rank: int, world_size: int, *, timeout_s: flo
 
 
 def open_lane(*, own: bool, device: torch.device) -> dist.ProcessGroup | None:
-    """A process group of all ranks, or None for the one they have, after a call in which all took part.
+    """Returns a process group of all ranks, or None for the one they have, after a call in which all took part.
 
     NCCL makes a communicator in the first call. PyTorch leaves open what happens when only some ranks take part in that
     (`batch_isend_irecv`). All ranks open the same lanes in the same order.

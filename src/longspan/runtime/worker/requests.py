@@ -1,4 +1,4 @@
-"""What a rank remembers of the requests it takes part in, from the first part it sees until it is told to forget."""
+"""A rank remembers the requests it takes part in, from the first part it sees until it is told to forget."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class RankRequest:
         self._add((token,))
 
     def draw(self, sample: Sample) -> Draw:
-        """What its next token is chosen by."""
+        """Gathers all that its next token depends on, besides the logits."""
         banned = self.sampling.banned if sample.below_minimum else ()
         return Draw(
             sampling=self.sampling,
@@ -59,7 +59,7 @@ class RankRequest:
 
     @property
     def error(self) -> str:
-        """Why it cannot go on, if so."""
+        """Says why it cannot go on; empty while it can."""
         return "" if self.matcher is None else self.matcher.error
 
     def _add(self, tokens: tuple[int, ...]) -> None:
@@ -107,7 +107,7 @@ class UnknownToken:
     """The last token of a part, which instance `source` sampled in an earlier step and `target` computes in this one.
 
     Attributes:
-        row: its place among the packed tokens of `target`; -1 on other ranks.
+        row: its index among the packed tokens of `target`; -1 on other ranks.
     """
 
     request_id: int

@@ -27,8 +27,8 @@ _NOBODY = -1
 class StepComm:
     """The groups of one step.
 
-    Exchanges connect ranks of different instances that have the same place in theirs, and so the same heads, where
-    both are split alike. Tags are unique per (step, layer, channel, hop) among the steps that can be in flight.
+    Exchanges connect ranks of the same shard of different instances, which have the same heads, where both are
+    split alike. Tags are unique per (step, layer, channel, hop) among the steps that can be in flight.
     """
 
     def __init__(

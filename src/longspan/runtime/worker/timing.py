@@ -1,4 +1,4 @@
-"""Where a worker's time goes. Categories exclude each other: what is inside another category counts as itself only."""
+"""Measure where a worker's time goes. Categories exclude each other: an inner one stops the outer one's clock."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Stopwatch:
         self._current, self._since = "controller", time.perf_counter()
 
     def switch(self, category: str) -> str:
-        """What follows belongs to `category`; returns the category before."""
+        """Counts time from now on as `category`; returns the category before."""
         before = self._current
         if self.enabled and category != before:
             if self._synchronize is not None:
@@ -74,12 +74,12 @@ class TimedTransport:
         self._inner, self._watch, self.tagged = inner, watch, inner.tagged
 
     def start(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int) -> Pending:
-        """See `Transport`."""
+        """Starts as the inner transport does."""
         with self._watch.during("messages"):
             return _TimedPending(self._inner.start(sends, receives, tag), self._watch)
 
     def flush(self) -> None:
-        """See `Transport`."""
+        """Waits as the inner transport does."""
         with self._watch.during("messages"):
             self._inner.flush()
 
