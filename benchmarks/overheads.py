@@ -3,7 +3,7 @@
     python benchmarks/overheads.py [--length 4096] [--repeats 5]
 
 Balancing: a prompt of two chunks, the first on one instance, the second, of half of `--length`, on both; time to first
-token with the KV of the first chunk dealt anew to both, against leaving it where it is. Streaming: a prompt on an
+token with the KV of the first chunk sharded anew to both, against leaving it where it is. Streaming: a prompt on an
 instance that only prefills; time to first token when all of its KV goes to another that decodes, against a prompt that
 ends with its first token and goes nowhere. Backends: several prompts at once, in such chunks on two instances that only
 prefill, until the last has ended on a third that decodes; with one transfer backend, so half of what the sources could

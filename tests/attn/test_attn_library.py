@@ -59,7 +59,7 @@ def packed(batch: Sequence[Request], member: int, spec: AttnSpec) -> tuple[Tenso
 
 
 def case(draw: random.Random, size: int, name: str) -> tuple[AttnSpec, list[Request]]:
-    """A batch with cached keys, dealt unevenly."""
+    """A batch with cached keys, sharded unevenly."""
     batch = random_batch(draw, size, in_order=name == "chain")
     return random_spec(draw), [in_order(one) for one in batch] if name == "chain" else batch
 
@@ -149,7 +149,7 @@ SHAPES = ((4, 4, 16), (2, 4, 16), (2, 4, 16))
     [
         (HALVES, SHAPES, {}, r"list.*\[shard_span"),
         ([], SHAPES, {}, r"list.*\[shard_span"),
-        ([shard_span("zigzag", 0, 12, 3)], SHAPES, {}, r"runs\[0\] deals to 3 members, but the group has 2"),
+        ([shard_span("zigzag", 0, 12, 3)], SHAPES, {}, r"runs\[0\] shards over 3 members, but the group has 2"),
         ([HALVES], ((4, 5, 16), *SHAPES[1:]), {}, r"q has 5 tokens, but by runs this member has 4"),
         ([HALVES], (SHAPES[0], (2, 3, 16), (2, 3, 16)), {}, r"k has 3 tokens, but by kv_runs this member has 4"),
         ([HALVES, HALVES], SHAPES, {}, r"q has 4 tokens, but by runs this member has 4 \+ 4"),
@@ -200,7 +200,7 @@ def test_what_is_not_computed_is_refused() -> None:
 def test_public_names() -> None:
     assert longspan.attn is attn
     assert set(attn.__all__) <= set(dir(attn))
-    assert all(getattr(attn, name).__doc__ for name in set(attn.__all__) - {"Deal"})
+    assert all(getattr(attn, name).__doc__ for name in set(attn.__all__) - {"SpanShards"})
     assert callable(attn.chain)
     with pytest.raises(AttributeError, match="no attribute 'nope'"):
         attn.nope  # noqa: B018

@@ -165,7 +165,7 @@ def test_bytes_of_supplement_a(length: int, num_members: int) -> None:
 
 @given(shapes(), st.integers(1, 40), st.integers(2, 16))
 def test_alltoall_bytes_are_what_members_send(shape: ModelShape, piece: int, num_members: int) -> None:
-    """Counted head by head and member by member: whole groups are dealt, or a KV head is shared by several members."""
+    """Counted head by head and member by member: whole groups are split, or a KV head is shared by several members."""
     num_kv_heads = shape.num_kv_heads
     if num_kv_heads >= num_members:
         kv_heads = [num_kv_heads // num_members + (m < num_kv_heads % num_members) for m in range(num_members)]

@@ -61,8 +61,8 @@ def outputs(name: str, group: Group, batch: Sequence[Request], spec: AttnSpec) -
 
 
 @st.composite
-def deals(draw: st.DrawFn, start: int, stop: int, num_members: int) -> SpanShards:
-    """Zigzag, all to one member, or cut anywhere and dealt anyhow."""
+def shards(draw: st.DrawFn, start: int, stop: int, num_members: int) -> SpanShards:
+    """Zigzag, all to one member, or cut anywhere and sharded anyhow."""
     layout = draw(st.sampled_from(("zigzag", "single", "random", "random")))
     if layout == "zigzag":
         return shard_span("zigzag", start, stop, num_members)
@@ -76,7 +76,7 @@ def deals(draw: st.DrawFn, start: int, stop: int, num_members: int) -> SpanShard
 
 
 @st.composite
-def deals_in_order(draw: st.DrawFn, start: int, stop: int, num_members: int) -> SpanShards:
+def shards_in_order(draw: st.DrawFn, start: int, stop: int, num_members: int) -> SpanShards:
     """Neighbouring runs, some of them maybe empty."""
     inner = st.lists(st.integers(start, stop), min_size=num_members - 1, max_size=num_members - 1)
     bounds = [start, *sorted(draw(inner)), stop]
@@ -87,9 +87,9 @@ def deals_in_order(draw: st.DrawFn, start: int, stop: int, num_members: int) -> 
 def requests(draw: st.DrawFn, num_members: int, *, in_order: bool = False) -> Request:
     start = draw(st.one_of(st.just(0), st.integers(0, 120)))
     stop = start + draw(st.one_of(st.just(1), st.just(0), st.integers(1, 90)))
-    q_runs = draw((deals_in_order if in_order else deals)(start, stop, num_members))
-    cached = draw(deals(0, start, num_members))
-    new = draw(st.one_of(st.just(q_runs), deals(start, stop, num_members)))
+    q_runs = draw((shards_in_order if in_order else shards)(start, stop, num_members))
+    cached = draw(shards(0, start, num_members))
+    new = draw(st.one_of(st.just(q_runs), shards(start, stop, num_members)))
     kv_runs = tuple(coalesce([*old, *more]) for old, more in zip(cached, new, strict=True))
     if stop == start + 1 and draw(st.booleans()):
         kv_runs = rotated(kv_runs, draw(st.integers(0, start)), stop)

@@ -67,5 +67,5 @@ def test_spread(num_kv_heads: int, readers: int, num_members: int) -> None:
 
 @pytest.mark.parametrize("case", [(5, 2, 2), (4, 0, 2), (0, 1, 1), (4, 2, 0)])
 def test_impossible_deals_are_refused(case: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match="cannot be dealt"):
+    with pytest.raises(ValueError, match="cannot be split"):
         split_heads(*case)

@@ -67,7 +67,7 @@ def test_length_counts_positions(start: int, length: int, step: int) -> None:
 
 
 @st.composite
-def deals(draw: st.DrawFn) -> tuple[Layout, int, int, int, int, int]:
+def shards(draw: st.DrawFn) -> tuple[Layout, int, int, int, int, int]:
     num_members = draw(st.integers(1, 5))
     start = draw(st.integers(0, 60))
     return (
@@ -80,7 +80,7 @@ def deals(draw: st.DrawFn) -> tuple[Layout, int, int, int, int, int]:
     )
 
 
-@given(deals())
+@given(shards())
 def test_a_deal_gives_every_position_to_one_member(case: tuple[Layout, int, int, int, int, int]) -> None:
     layout, start, stop, num_members, align, head = case
     sharded = shard_span(layout, start, stop, num_members, align=align, head=head)
@@ -101,7 +101,7 @@ def test_a_deal_gives_every_position_to_one_member(case: tuple[Layout, int, int,
 
 def owners(sharded: SpanShards) -> dict[int, int]:
     positions = [(p, member) for member, runs in enumerate(sharded) for run in runs for p in run.positions]
-    assert len(positions) == len(dict(positions)), "no position is dealt twice"
+    assert len(positions) == len(dict(positions)), "no position is sharded twice"
     return dict(positions)
 
 

@@ -1,4 +1,4 @@
-"""`alltoall` with whole weights on split instances: exact beside every other exchange, and to the byte.
+"""`alltoall` with unsharded weights on split instances: exact beside every other exchange, and to the byte.
 
 Ranks are threads with mailboxes, each with its share of a real model. The formulas are in docs/exchanges.md.
 """

@@ -113,7 +113,7 @@ def test_without_measurements_algorithm_5_chooses_behind_cached_tokens(new: int,
     assert chooser.exchange(new, cached, members) == expected
 
 
-# ---------------------------------------------------------------- whole weights on split instances
+# ---------------------------------------------------------------- unsharded weights on split instances
 
 
 SPLIT = replace(SHAPE, num_kv_heads=1)  # eight query heads read one KV head, so that little is swapped inside instances

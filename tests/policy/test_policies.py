@@ -1,4 +1,4 @@
-"""Policies as pure functions: names, options, dealing with unequal room, teams, and the bounds of a plan."""
+"""Policies as pure functions: names, options, sharding with unequal room, coupling, and the bounds of a plan."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_capacity_is_what_is_sure_to_fit(
             assert request.num_tokens == capacity
 
 
-# ---------------------------------------------------------------- dealing a chunk
+# ---------------------------------------------------------------- sharding a chunk
 
 
 @st.composite
@@ -141,20 +141,20 @@ def shapes(draw: st.DrawFn, num_members: int) -> Shape:
 def test_a_chunk_fits_its_room(case: tuple[int, int, list[int], Room], data: st.DataObject) -> None:
     start, stop, owners, room = case
     size = room.block_size
-    dealt = shard_chunk(start, stop, owners, room, data.draw(shapes(len(room.tokens))))
+    sharded = shard_chunk(start, stop, owners, room, data.draw(shapes(len(room.tokens))))
     head = owners[start // size] if start % size else None
-    if dealt is None:
+    if sharded is None:
         with_block = [member for member, number in enumerate(room.blocks) if number] or range(len(room.tokens))
         able = with_block if head is None else [head]
         assert not any(room.tokens[member] for member in able), "only want of tokens makes a request wait"
         return
-    by_position = {p: member for member, runs in enumerate(dealt) for run in runs for p in run.positions}
+    by_position = {p: member for member, runs in enumerate(sharded) for run in runs for p in run.positions}
     end = max(by_position) + 1
     assert sorted(by_position) == list(range(start, end))
     assert start < end <= stop
     assert head is None or by_position[start] == head
-    assert all(sum(map(len, runs)) <= tokens for runs, tokens in zip(dealt, room.tokens, strict=True))
-    new = block_owners(dealt, len(owners), -(-end // size), size)
+    assert all(sum(map(len, runs)) <= tokens for runs, tokens in zip(sharded, room.tokens, strict=True))
+    new = block_owners(sharded, len(owners), -(-end // size), size)
     for block, member in enumerate([*owners, *new]):
         assert {by_position[p] for p in range(block * size, block * size + size) if p in by_position} <= {member}
     wanted = [new.count(member) for member in range(len(room.blocks))]
@@ -173,37 +173,37 @@ def test_with_equal_room_a_chunk_is_even_and_as_large_as_blocks_allow(
     owners = [member for _ in range(2 * num_before) for member in range(num_members)]
     most = 2 * num_blocks * size
     room = Room(tokens=(most + size,) * num_members, blocks=(99,) * num_members, block_size=size)
-    dealt = shard_chunk(start, start + 10_000, owners, room)
-    assert dealt is not None
-    assert sizes(dealt) == [most] * num_members
+    sharded = shard_chunk(start, start + 10_000, owners, room)
+    assert sharded is not None
+    assert sizes(sharded) == [most] * num_members
 
 
 def test_fractions_fill_the_room_of_the_busiest_member() -> None:
     room = Room(tokens=(2048, 2048), blocks=(99, 99), block_size=256)
-    dealt = shard_chunk(0, 9000, [], room, Shape(layout="contiguous", fractions=(0.6, 0.4)))
-    assert dealt is not None and sizes(dealt) == [2048, 1280]
-    assert dealt[0][-1].stop == dealt[1][0].start
+    sharded = shard_chunk(0, 9000, [], room, Shape(layout="contiguous", fractions=(0.6, 0.4)))
+    assert sharded is not None and sizes(sharded) == [2048, 1280]
+    assert sharded[0][-1].stop == sharded[1][0].start
 
 
 def test_a_whole_rest_that_fits_is_dealt_at_once() -> None:
     room = Room(tokens=(50, 50), blocks=(9, 9), block_size=16)
-    dealt = shard_chunk(0, 90, [], room)
-    assert dealt is not None and sum(sizes(dealt)) == 90
+    sharded = shard_chunk(0, 90, [], room)
+    assert sharded is not None and sum(sizes(sharded)) == 90
 
 
 def test_who_holds_least_gets_the_next_block() -> None:
     room = Room(tokens=(8, 8, 8), blocks=(9, 9, 9), block_size=4)
     for owners, expected in (([0, 1, 2], 0), ([0, 0, 1], 2), ([0, 1, 2, 0], 1)):
         start = 4 * len(owners)
-        dealt = shard_chunk(start, start + 1, owners, room)
-        assert dealt is not None and sizes(dealt).index(1) == expected
+        sharded = shard_chunk(start, start + 1, owners, room)
+        assert sharded is not None and sizes(sharded).index(1) == expected
     full = Room(tokens=(8, 8, 8), blocks=(9, 0, 9), block_size=4)
-    dealt = shard_chunk(16, 17, [0, 1, 2, 0], full)
-    assert dealt is not None and sizes(dealt) == [0, 0, 1], "a member without a free block is passed over"
+    sharded = shard_chunk(16, 17, [0, 1, 2, 0], full)
+    assert sharded is not None and sizes(sharded) == [0, 0, 1], "a member without a free block is passed over"
 
 
-def sizes(dealt: SpanShards) -> list[int]:
-    return [sum(map(len, runs)) for runs in dealt]
+def sizes(sharded: SpanShards) -> list[int]:
+    return [sum(map(len, runs)) for runs in sharded]
 
 
 # ---------------------------------------------------------------- teams

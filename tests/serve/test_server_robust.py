@@ -229,7 +229,7 @@ def _check_recovery(client: Client, futures: Sequence[Future[Reply]], within_s: 
 @pytest.mark.parametrize("what", ["worker", "forkserver"])
 def test_requests_go_on_after_workers_were_killed(pair: ServerProcess, what: str) -> None:
     client = pair.client
-    prompts = [*prompts_of(40, 3), *prompts_of(1500, 1)]  # the last one is dealt
+    prompts = [*prompts_of(40, 3), *prompts_of(1500, 1)]  # the last one is sharded
     solo = solo_answers(client, prompts, 80)
     old = [process for process in pair.family if process.pid != pair.one("engine").pid]
     num_restarts = client.metrics()["worker_restarts_total"]

@@ -52,7 +52,7 @@ def executor(vocab_size: int = 10) -> tuple[SimExecutor, VirtualClock]:
 
 
 def test_the_cost_is_that_of_the_busiest_instance() -> None:
-    dealt = Part(
+    sharded = Part(
         request_id=0,
         start=0,
         stop=8,
@@ -65,8 +65,8 @@ def test_the_cost_is_that_of_the_busiest_instance() -> None:
         sample=None,
     )
     (short,) = forward(0, 0, num_tokens=2).parts
-    assert COST.seconds(Forward(number=1, parts=(dealt,))) == dict.fromkeys((0, 1), 1.0 + 0.5 * 5)
-    assert COST.seconds(Forward(number=1, parts=(dealt, short))) == dict.fromkeys((0, 1), 1.0 + 0.5 * 7)
+    assert COST.seconds(Forward(number=1, parts=(sharded,))) == dict.fromkeys((0, 1), 1.0 + 0.5 * 5)
+    assert COST.seconds(Forward(number=1, parts=(sharded, short))) == dict.fromkeys((0, 1), 1.0 + 0.5 * 7)
 
 
 def test_an_instance_does_one_step_at_a_time_and_instances_work_side_by_side() -> None:

@@ -152,7 +152,7 @@ class Driven:
         return [self._move([copy for copy in copies if copy[0].instance == source]) for source in sources]
 
     def even_out(self, group: tuple[int, ...]) -> tuple[MoveKV, list[BlockRef]]:
-        """Deals full blocks to the members of a group in turns; returns the move, and the blocks that were left."""
+        """Gives full blocks to the members of a group in turns; returns the move, and the blocks that were left."""
         copies = []
         for index in range(self.stop // BLOCK):
             home = group[index % len(group)]

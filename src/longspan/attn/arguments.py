@@ -165,7 +165,7 @@ def _checked(name: str, sharded: SpanShards, size: int) -> SpanShards:
     """Returns the same runs, joined where they touch."""
     if len(sharded) != size:
         raise ValueError(
-            f"{name} deals to {len(sharded)} members, but the group has {size}: shard_span(layout, 0, n, group.size)"
+            f"{name} shards over {len(sharded)} members, but the group has {size}: shard_span(layout, 0, n, group.size)"
         )
     for member, runs in enumerate(sharded):
         stepped = [run for run in runs if run.step != 1]

@@ -195,7 +195,7 @@ def random_spec(draw: random.Random) -> AttnSpec:
 def random_batch(draw: random.Random, num_members: int, *, in_order: bool) -> list[Request]:
     """Draws 1 to 4 requests of 0 to 300 new tokens, after none or up to 300 that members hold unevenly.
 
-    With `in_order` each member's new tokens follow those of the member before; else they are dealt anyhow.
+    With `in_order` each member's new tokens follow those of the member before; else they are sharded anyhow.
     """
     batch = []
     for _ in range(draw.randint(1, 4)):

@@ -225,7 +225,7 @@ class Cluster:
         return Rank(instance, stage, shard)
 
     def layers(self, instance: int, stage: int, num_layers: int) -> range:
-        """Returns the layers of a stage: `num_layers` are dealt to stages as evenly as possible, in order."""
+        """Returns the layers of a stage: `num_layers` are split over stages as evenly as possible, in order."""
         first, last = cut_evenly(num_layers, self.pp(instance))[stage]
         return range(first, last)
 

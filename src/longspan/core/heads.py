@@ -1,4 +1,4 @@
-"""Attention heads are dealt to members, with the KV heads that they read (grouped-query attention)."""
+"""Attention heads are split over members, with the KV heads that they read (grouped-query attention)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class HeadShare:
 
 
 def split_heads(num_heads: int, num_kv_heads: int, num_members: int) -> tuple[HeadShare, ...]:
-    """Deals query heads to members, each to one, in order.
+    """Splits query heads over members, each to one, in order.
 
-    KV heads are dealt as evenly as possible, each with all query heads that read it. Where members outnumber them,
-    members are dealt to KV heads instead: those of one KV head share its query heads as evenly as possible, and each
+    KV heads are split as evenly as possible, each with all query heads that read it. Where members outnumber them,
+    KV heads share out the members instead: those of one KV head share its query heads as evenly as possible, and each
     reads a copy of it. With more members than query heads some have none.
 
     Raises:
@@ -38,7 +38,7 @@ def split_heads(num_heads: int, num_kv_heads: int, num_members: int) -> tuple[He
 
 
 def spread_heads(num_heads: int, num_kv_heads: int, num_members: int) -> tuple[HeadShare, ...]:
-    """Deals query heads to members as evenly as possible, in order; KV heads go to all who read them.
+    """Splits query heads over members as evenly as possible, in order; KV heads go to all who read them.
 
     Raises:
         ValueError: when the query heads are no multiple of the KV heads, or there is no member.
@@ -66,7 +66,9 @@ def uniform_pieces(share: HeadShare, readers: int) -> list[HeadShare]:
 def _readers(num_heads: int, num_kv_heads: int, num_members: int) -> int:
     """Counts the query heads that read each KV head."""
     if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads or num_members < 1:
-        raise ValueError(f"{num_heads} query heads on {num_kv_heads} KV heads cannot be dealt to {num_members} members")
+        raise ValueError(
+            f"{num_heads} query heads on {num_kv_heads} KV heads cannot be split over {num_members} members"
+        )
     return num_heads // num_kv_heads
 
 

@@ -1,4 +1,4 @@
-"""The algebra of runs: how a span is dealt to the members of a group, and which keys a query run sees.
+"""The algebra of runs: how a span is sharded over the members of a group, and which keys a query run sees.
 
 A run is a set of token positions of one request; positions count from 0 at the start of the prompt. Everything about
 causality and sliding windows is arithmetic on two runs, so that no mask of length squared is ever built.
@@ -105,7 +105,7 @@ def shard_span(
     head: int | None = None,
     fractions: Sequence[float] = (),
 ) -> SpanShards:
-    """Deals the span `[start, stop)` to `num_members` members.
+    """Shards the span `[start, stop)` over `num_members` members.
 
     Every cut falls on a multiple of `align` (the KV block size), so that each block of tokens lies on one member. A
     span that starts inside a block begins with the rest of that block, which goes to member `head`, the block's holder.
@@ -120,7 +120,7 @@ def shard_span(
             no `head` is named.
     """
     if num_members < 1:
-        raise ValueError(f"a span is dealt to at least 1 member, but {num_members} given")
+        raise ValueError(f"a span is sharded over at least 1 member, but {num_members} given")
     if fractions and (layout != "contiguous" or len(fractions) != num_members):
         raise ValueError(f"fractions {tuple(fractions)} are for a contiguous layout with one for each of {num_members}")
     if layout == "single":

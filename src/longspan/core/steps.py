@@ -106,7 +106,7 @@ class Part:
     Attributes:
         start, stop: the span of token positions computed.
         group: the instances that work on it, in ring order. All that hold its KV are among them.
-        runs: of the span, per member of `group`; ranks never re-deal.
+        runs: of the span, per member of `group`; ranks never shard anew.
         first_block, blocks: the request's block table is cut to `first_block` entries, then extended by `blocks`.
             `Owners` says what lies where. Who computes a token also holds it, but in a `chain` anybody after them can.
         tokens: the span's token ids. The last is `UNKNOWN` when the step that samples it was still in flight.

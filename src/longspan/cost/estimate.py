@@ -66,7 +66,7 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """`batch` prompts alike, of `new` tokens behind `cached` ones, dealt to a group.
+    """`batch` prompts alike, of `new` tokens behind `cached` ones, sharded over a group.
 
     Raises:
         ValueError: without new tokens or prompts, or for a group without an exchange.
@@ -122,7 +122,7 @@ def estimate_prefill(
     """Predicts `batch` prompts of `length` tokens, the first `cached` of them computed before, sharded over all
     instances.
 
-    Chains, and whatever gets fractions, are dealt contiguously, the rest zigzag.
+    Chains, and whatever gets fractions, are sharded contiguously, the rest zigzag.
 
     Raises:
         ValueError: without new tokens or prompts, for no exchange, another number of fractions, or more instances

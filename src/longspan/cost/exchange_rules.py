@@ -148,7 +148,7 @@ def unsharded_weights_pay(shape: ModelShape, length: int, num_members: int, tp: 
 
 
 def cheaper_weights(shape: ModelShape, tp: int, *, host: LinkFit | None, peers: LinkFit | None) -> WeightSource:
-    """Whence the whole weights of a layer come sooner; the host where either link was not measured.
+    """Whence the unsharded weights of a layer come sooner; the host where either link was not measured.
 
     Args:
         host: copies from a rank's host.

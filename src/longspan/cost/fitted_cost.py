@@ -18,7 +18,7 @@ from longspan.cost.time_fit import Times
 class FittedCost:
     """A cost for the simulator: every instance of a part takes as long as the profile says of such a group.
 
-    Blocks are dealt whole, so some members have more tokens than others: a prompt counts as one of which each has as
+    Blocks are sharded whole, so some members have more tokens than others: a prompt counts as one of which each has as
     many as the busiest, and so do those that were measured, but not where a chain was cut unevenly on purpose. A step
     is computed as one row of tokens, so it starts once: the largest prefill's start counts, or that of decodes where
     there is no prefill. The first decode of each group costs its messages: what it takes to start beyond one

@@ -27,7 +27,7 @@ _MANY = 8
 
 
 def even(length: int, members: int, align: int) -> Partition:
-    """Cuts pieces whose numbers of blocks differ by at most one, as the `contiguous` layout deals them."""
+    """Cuts pieces whose numbers of blocks differ by at most one, as the `contiguous` layout cuts them."""
     return tuple(sum(map(len, runs)) for runs in shard_span("contiguous", 0, length, members, align=align))
 
 

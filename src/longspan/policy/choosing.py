@@ -66,7 +66,7 @@ class Chooser:
         facts: what to predict from.
         exchange: the only candidate; None for all that a layout can be computed with.
         chains: whether prompts may be cut into consecutive pieces, as a chain needs.
-        weights: whence `alltoall` gets whole weights on instances that are split.
+        weights: whence `alltoall` gets unsharded weights on instances that are split.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Chooser:
         return ring_kv_or_ring_q(shape, hardware, new_tokens, cached_tokens, members)
 
     def of_step(self, exchange: Exchange, new_tokens: int, members: int) -> Exchange:
-        """Chooses where a step gets weights from: `alltoall` of several with whole weights where these are
+        """Chooses where a step gets weights from: `alltoall` of several with unsharded weights where these are
         wanted, or send less; every other exchange as it is.
         """
         shape, tp, weights = self._facts.shape, self._facts.tp or 1, self._weights

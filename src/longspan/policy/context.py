@@ -1,10 +1,10 @@
 """Context parallelism for long prompts beside continuous batching for short ones (arXiv 2411.01783).
 
-A long prompt is dealt zigzag over several instances, chunk by chunk, and prefilled with ring pass-KV or what else is
+A long prompt is sharded zigzag over several instances, chunk by chunk, and prefilled with ring pass-KV or what else is
 quickest; its decode leaves KV where it is, rotates the home of new blocks or tokens, and moves queries. A shorter one
 stays on the instance where it is expected to finish its prefill first. How many instances take a prompt is decided by
 which number is expected to be done with it first (`choosing.py`). Instances that share a request step together.
-Dealt prompts are prefilled one after the other; short ones may start meanwhile.
+Sharded prompts are prefilled one after the other; short ones may start meanwhile.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class LengthOptions:
     """Options that tell which prompts are long, and how they get on with others.
 
     Attributes:
-        threshold: prompts of more tokens than this are dealt over all instances; `auto` deals them over as many as pay
+        threshold: prompts of more tokens than this are sharded over all instances; `auto` takes as many as pay
             off by the profile of this machine, and is 1024 without one.
-        long_share: the part of a step's token budget that a dealt prompt may take while other requests are there.
+        long_share: the part of a step's token budget that a sharded prompt may take while other requests are there.
 
     Raises:
         ValueError: for a value out of range.
@@ -120,10 +120,10 @@ class Context:
             return
         prefilling = any(r.num_tokens - r.num_scheduled > 1 for r in view.running.shared)
         for index, request in enumerate(view.waiting):
-            dealt = (self._group_size(request, view) if index == 0 else self._num_members(request.num_tokens)) > 1
-            if not (dealt and prefilling):
+            sharded = (self._group_size(request, view) if index == 0 else self._num_members(request.num_tokens)) > 1
+            if not (sharded and prefilling):
                 yield request
-            prefilling = prefilling or dealt
+            prefilling = prefilling or sharded
 
     def _group_size(self, request: RequestView, view: ClusterView) -> int:
         """Counts the instances for a request: all, when it is too large for as many as it would be quickest on.

@@ -35,7 +35,7 @@ class SharingOptions:
         layout: of prefill; `auto` is zigzag, or contiguous for a chain or when fractions are given.
         fractions: of a contiguous layout, one per instance (`0.6,0.4`); empty for even pieces.
         dense: with `gather_kv`, compute the scores that causality hides, too, as KV-Runahead's baseline does.
-        weights: with `alltoall` and tensor parallelism, every rank computes prefills with the whole weights of a layer,
+        weights: with `alltoall` and tensor parallelism, every rank prefills with the unsharded weights of a layer,
             and gets them from the `host`, whose copy CPUs map, or from the `peers` in its instance; `auto` does so
             where it sends fewer bytes than summing outputs, and takes what is quicker.
         home: where a chain leaves the KV: all of it with the `last` instance while that has room, which then decodes
@@ -173,7 +173,7 @@ class GroupParts:
     def next(self, request: RequestView, budget: Budget, most: int) -> ScheduledPart | None:
         """Schedules the next chunk of a prompt or token of a decode, which the end of a chain goes on with alone.
 
-        `most` bounds the tokens of a dealt prompt on each member; None when there are none left to give.
+        `most` bounds the tokens of a sharded prompt on each member; None when there are none left to give.
         """
         start = request.num_scheduled
         is_single = request.num_tokens - start == 1
@@ -234,27 +234,27 @@ class GroupParts:
         owners = [group.index(ref.instance) for ref in table]
         for index, instance in moves:
             owners[index] = group.index(instance)
-        dealt: SpanShards | None = None
+        sharded: SpanShards | None = None
         held: tuple[int, ...] = ()
         kv_owner = None
         later = exchange.traits.keeps == "later" and self._options.home != "computed"
         if later and not is_too_large(request, budget.view, 1):
-            dealt, held = shard_to_last(start, end, owners, room, shape)
-            kv_owner = None if dealt is None else group[-1]
-        if dealt is None:
-            dealt = shard_chunk(start, end, owners, room, shape)
-            if dealt is None:
+            sharded, held = shard_to_last(start, end, owners, room, shape)
+            kv_owner = None if sharded is None else group[-1]
+        if sharded is None:
+            sharded = shard_chunk(start, end, owners, room, shape)
+            if sharded is None:
                 return None
-            stop = max([run.stop for runs in dealt for run in runs])
-            held = block_owners(dealt, len(table), request.blocks_for(stop), request.block_size)
+            stop = max([run.stop for runs in sharded for run in runs])
+            held = block_owners(sharded, len(table), request.blocks_for(stop), request.block_size)
         return ScheduledPart(
             request=request,
             group=group,
             start=start,
-            stop=max([run.stop for runs in dealt for run in runs]),
-            runs=dealt,
+            stop=max([run.stop for runs in sharded for run in runs]),
+            runs=sharded,
             block_owners=tuple([group[member] for member in held]),
-            exchange=self._chooser.of_step(exchange, sum([len(run) for runs in dealt for run in runs]), len(group)),
+            exchange=self._chooser.of_step(exchange, sum([len(run) for runs in sharded for run in runs]), len(group)),
             kv_owner=kv_owner,
             hit=hit,
             moves=moves,

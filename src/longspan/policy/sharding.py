@@ -105,11 +105,11 @@ _ZIGZAG = Shape()
 
 
 def shard_chunk(start: int, stop: int, owners: Sequence[int], room: Room, shape: Shape = _ZIGZAG) -> SpanShards | None:
-    """Deals the next chunk of the tokens `[start, stop)`; `owners` names the member that holds each block so far.
+    """Shards the next chunk of the tokens `[start, stop)`; `owners` names the member that holds each block so far.
 
-    The whole rest in the wanted shape, if it fits; else as many blocks as can be dealt in that shape; else, with little
+    The rest in the wanted shape, if it fits; else as many blocks as can be sharded in that shape; else, with little
     room, part of one block to the member that holds it, or for a new one to the member with the fewest of the request's
-    blocks. None when there is room for no token. A deal may ask for a block that is not free when none is: then
+    blocks. None when there is room for no token. Shards may ask for a block that is not free when none is: then
     somebody must give way.
     """
     num_members, size = len(room.tokens), room.block_size
@@ -132,7 +132,7 @@ def shard_to_last(
 ) -> tuple[SpanShards | None, tuple[int, ...]]:
     """Shards a chunk for a chain whose last member holds all KV; returns None when it has no room for that.
 
-    Returns the deal, and the member that holds each new block.
+    Returns the shards, and the member that holds each new block.
     """
     last, size = len(room.tokens) - 1, room.block_size
     sharded = shard_chunk(start, stop, owners, replace(room, blocks=(stop,) * len(room.tokens)), shape)

@@ -169,7 +169,7 @@ def _beside(llm: Instances, task: Task | DecodeTask) -> int:
 def _timed_decode(llm: Instances, profile: Profile, task: DecodeTask) -> float:
     """Returns median seconds between tokens of random prompts once all decode together.
 
-    Their KV is computed before; a full last block would not be found again, so one token more follows. Dealt prompts
+    Their KV is computed before; a full last block would not be found again, so one token more follows. Sharded prompts
     still start one after the other. Larger batches have the prompts of smaller ones, too, whose KV is still there.
     Singles, shorter than a block, go to whom has the least to do. Of one instance, the others compute prompts of a
     full step meanwhile: all of a host share its memory, and where many requests wait, they do that most of the time.

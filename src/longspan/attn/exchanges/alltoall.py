@@ -1,6 +1,6 @@
 """Heads are scattered and the sequence is gathered, then back: SP-NTP (CSPS §3.2.1; DeepSpeed's Ulysses).
 
-Each member computes attention for its share of the heads, over all tokens at once. Query heads are dealt evenly;
+Each member computes attention for its share of the heads, over all tokens at once. Query heads are split evenly;
 members that read the same KV head get a copy each, and one without heads just sends its queries, keys and values away.
 """
 
