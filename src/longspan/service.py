@@ -32,10 +32,9 @@ from longspan.policy.choosing import Facts
 from longspan.policy.spec import PolicySettings
 from longspan.policy.tetris.policy import hint_of_a_constant_rate
 from longspan.profiling.store import load_partitions, load_profile, profile_key_of
-from longspan.runtime.capacity import default_kv_bytes, move_bytes
 from longspan.runtime.executor.control_plane import Launcher, MonotonicClock, WorkerExecutor, start_workers
 from longspan.runtime.executor.processes import ProcessLauncher
-from longspan.runtime.kv.pool import bytes_per_block
+from longspan.runtime.kv.pool import bytes_per_block, default_kv_bytes, move_bytes
 from longspan.runtime.messages import WorkerConfig
 from longspan.text.input_processor import InputProcessor
 from longspan.text.tokenizer import load_tokenizer

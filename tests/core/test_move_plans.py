@@ -13,7 +13,7 @@ from longspan.core.cluster import Cluster
 from longspan.core.heads import split_heads
 from longspan.core.owners import BlockRef
 from longspan.core.steps import MoveKV
-from longspan.runtime.executor.in_flight import InFlight
+from longspan.runtime.executor.control_plane import InFlight
 from longspan.runtime.kv.block_messages import head_routes
 from longspan.runtime.messages import Done, Moved
 

@@ -19,9 +19,8 @@ from tiny_models import make_tiny
 
 from longspan.attn.comm import polite_threads
 from longspan.core.cluster import Cluster
-from longspan.runtime.capacity import default_kv_bytes, move_bytes
 from longspan.runtime.executor.processes import ProcessLauncher
-from longspan.runtime.kv.moves import WINDOW_BYTES
+from longspan.runtime.kv.pool import WINDOW_BYTES, default_kv_bytes, move_bytes
 from longspan.runtime.worker.process import keep_to_cores
 
 

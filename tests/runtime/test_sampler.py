@@ -26,9 +26,8 @@ from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from longspan.core.steps import Sampling
-from longspan.runtime.sampling import filtering, sampler
-from longspan.runtime.sampling.filtering import largest, weights
-from longspan.runtime.sampling.sampler import sample, uniform, uniforms
+from longspan.runtime.sampling import sampler
+from longspan.runtime.sampling.sampler import largest, sample, uniform, uniforms, weights
 
 
 def sampled(logits: Tensor, asked: list[Case]) -> list[int]:
@@ -61,7 +60,7 @@ def test_a_row_does_not_depend_on_its_neighbours(
     assert torch.equal(logits, before), "the reported logits are left alone"
     order = list(range(len(asked)))
     shuffle.shuffle(order)
-    with patch.object(sampler, "_CPU_NUMBERS", tile_numbers), patch.object(filtering, "_PREFIX", prefix):
+    with patch.object(sampler, "_CPU_NUMBERS", tile_numbers), patch.object(sampler, "_PREFIX", prefix):
         assert sampled(logits[order], [asked[row] for row in order]) == [together[row] for row in order]
     assert [sampled(logits[row : row + 1], [asked[row]])[0] for row in range(len(asked))] == together
 

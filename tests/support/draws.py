@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from longspan.core.steps import Sampling
-from longspan.runtime.sampling.sampler import Draw, TokenCounts, uniform
+from longspan.runtime.sampling.penalties import Draw, TokenCounts
+from longspan.runtime.sampling.sampler import uniform
 
 VOCAB = 16
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from longspan.attn.comm import Message, Pending, Transport, peer_errors, start_receives, start_sends
 from longspan.core.steps import Forward, Link, MoveKV
 from longspan.runtime.kv.block_messages import BlockMessages, BlockSlice, RankMove
+from longspan.runtime.kv.pool import WINDOW_BYTES
 from longspan.runtime.messages import Moved, Sent
 from longspan.runtime.worker.step_comm import MoveComm
 
@@ -78,21 +79,19 @@ def beside(device: torch.device, after: torch.cuda.Event | None = None) -> Itera
     stream.synchronize()
 
 
-PIECE_BYTES = 8 * 2**20
+_CHUNK_BYTES = 8 * 2**20
 """The largest message, unless a single block is larger."""
-WINDOW_BYTES = 64 * 2**20
-"""Messages that are under way from one rank to another at once, and so the memory for them at each end."""
 _CLOSE_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class Chunk:
     """One message of a move.
 
     Attributes:
         number: of the move.
         blocks: that are in the message.
-        index: of the piece among those of its layer.
+        index: of the chunk among those of its layer.
         is_last: whether it is the last of them.
         ready: on a CUDA device, when the pool has the blocks.
     """
@@ -111,20 +110,20 @@ class MoveChannel:
     there yet, and nobody waits in a circle.
 
     Args:
-        begin: makes the message of a piece, and starts to send or receive it.
+        begin: makes the message of a chunk, and starts to send or receive it.
         end: the message has left, or is there. Its memory counts until it is `left`.
         fail: a peer is gone, or there is no memory, or any other error. Nothing more is done here.
     """
 
     def __init__(
         self,
-        begin: Callable[[Piece], tuple[Message, Pending]],
-        end: Callable[[MoveChannel, Piece, Message], None],
+        begin: Callable[[Chunk], tuple[Message, Pending]],
+        end: Callable[[MoveChannel, Chunk, Message], None],
         fail: Callable[[Exception], None],
     ) -> None:
         self._begin, self._end, self._fail = begin, end, fail
         self._given: queue.SimpleQueue[tuple[int, BlockSlice, torch.cuda.Event | None] | None] = queue.SimpleQueue()
-        self._under_way: queue.SimpleQueue[tuple[Piece, Message, Pending] | None] = queue.SimpleQueue()
+        self._under_way: queue.SimpleQueue[tuple[Chunk, Message, Pending] | None] = queue.SimpleQueue()
         self._room = threading.Condition()
         self._num_bytes = self._num_given = self._num_left = 0
         self._threads = [
@@ -143,11 +142,11 @@ class MoveChannel:
         """Tells whether all that was put has left."""
         return self._num_given == self._num_left
 
-    def left(self, piece: Piece) -> None:
+    def left(self, chunk: Chunk) -> None:
         """Frees the memory of a message that nobody needs any more."""
         with self._room:
-            self._num_bytes -= piece.blocks.num_bytes
-            self._num_left += piece.is_last
+            self._num_bytes -= chunk.blocks.num_bytes
+            self._num_left += chunk.is_last
             self._room.notify()
 
     def close(self) -> None:
@@ -169,12 +168,12 @@ class MoveChannel:
     def _begin_all(self) -> None:
         while (given := self._given.get()) is not None:
             number, blocks, ready = given
-            pieces = blocks.cut(PIECE_BYTES)
-            for index, part in enumerate(pieces):
-                piece = Piece(number=number, blocks=part, index=index, is_last=index + 1 == len(pieces), ready=ready)
+            chunks = blocks.cut(_CHUNK_BYTES)
+            for index, part in enumerate(chunks):
+                chunk = Chunk(number=number, blocks=part, index=index, is_last=index + 1 == len(chunks), ready=ready)
                 self._enter(part.num_bytes)
-                message, pending = self._begin(piece)
-                self._under_way.put((piece, message, pending))
+                message, pending = self._begin(chunk)
+                self._under_way.put((chunk, message, pending))
 
     def _enter(self, num_bytes: int) -> None:
         """Waits until there is room for so many bytes, or nothing is under way."""
@@ -184,20 +183,20 @@ class MoveChannel:
 
     def _end_all(self) -> None:
         while (under_way := self._under_way.get()) is not None:
-            piece, message, pending = under_way
+            chunk, message, pending = under_way
             pending.wait()
-            self._end(self, piece, message)
-            del piece, message, pending, under_way  # what waits for the next one must not keep its memory
+            self._end(self, chunk, message)
+            del chunk, message, pending, under_way  # what waits for the next one must not keep its memory
 
 
-_News = tuple[MoveChannel, Piece, Message] | int | Exception
-"""From the threads of the ways: what has come, the number of a move of which a last message has left, or an error."""
+_Event = tuple[MoveChannel, Chunk, Message] | int | Exception
+"""From the threads of the channels: what has come, a move of which a last message has left, or an error."""
 
 
 class Moves:
     """One rank's end of the MoveKVs that are steps of their own, and of those that stream out of a Forward.
 
-    A way per other rank and direction reads the pool, sends and receives, with a bounded number of bytes under way.
+    A channel per other rank and direction reads the pool, sends and receives, with a bounded number of bytes under way.
     The pool is written by `take_arrived` only, that is by the thread that computes, between its steps.
 
     Attributes:
@@ -212,7 +211,7 @@ class Moves:
         self._receiving: dict[int, MoveChannel] = {}
         self._missing: Counter[int] = Counter()  # layers of moves to this rank, a rank of their source each
         self._leaving: Counter[int] = Counter()  # messages of the last layer of moves from this rank, a peer each
-        self._news: queue.SimpleQueue[_News] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self.wakeup, self._wake = os.pipe()
         for end in (self.wakeup, self._wake):
             os.set_blocking(end, False)
@@ -262,71 +261,71 @@ class Moves:
             self._channel(self._sending, blocks, self._send, self._left).put(move.number, blocks, ready)
         if is_last and move.is_source:  # of which this rank may have nothing to send
             self._leaving[move.number] += 1
-            self._tell(move.number)
+            self._notify(move.number)
 
     def take_arrived(self) -> list[Moved | Sent]:
         """Writes what has come to the pool; reports the moves of which it was the last, and those that have left.
 
         Raises:
             CommError: when a peer is gone.
-            Exception: whatever else a way has failed with.
+            Exception: whatever else a channel has failed with.
         """
         with suppress(BlockingIOError):
             os.read(self.wakeup, 4096)
         done: list[Moved | Sent] = []
-        while not self._news.empty():
-            news = self._news.get()
-            if isinstance(news, Exception):
-                raise news
-            if isinstance(news, int):
-                self._leaving[news] -= 1
-                if not self._leaving[news]:
-                    del self._leaving[news]
-                    done.append(Sent(rank=self._rank, number=news))
+        while not self._events.empty():
+            event = self._events.get()
+            if isinstance(event, Exception):
+                raise event
+            if isinstance(event, int):
+                self._leaving[event] -= 1
+                if not self._leaving[event]:
+                    del self._leaving[event]
+                    done.append(Sent(rank=self._rank, number=event))
                 continue
-            channel, piece, message = news
-            self._messages.store(piece.blocks, message)
-            channel.left(piece)
-            self._missing[piece.number] -= piece.is_last
-            if not self._missing[piece.number]:
-                del self._missing[piece.number]
-                done.append(Moved(rank=self._rank, number=piece.number, bytes_sent={}))
+            channel, chunk, message = event
+            self._messages.store(chunk.blocks, message)
+            channel.left(chunk)
+            self._missing[chunk.number] -= chunk.is_last
+            if not self._missing[chunk.number]:
+                del self._missing[chunk.number]
+                done.append(Moved(rank=self._rank, number=chunk.number, bytes_sent={}))
         return done
 
     def _channel(
         self,
         channels: dict[int, MoveChannel],
         blocks: BlockSlice,
-        begin: Callable[[Piece], tuple[Message, Pending]],
-        end: Callable[[MoveChannel, Piece, Message], None],
+        begin: Callable[[Chunk], tuple[Message, Pending]],
+        end: Callable[[MoveChannel, Chunk, Message], None],
     ) -> MoveChannel:
         channel = channels.get(blocks.peer)
         if channel is None:
-            channel = channels[blocks.peer] = MoveChannel(begin, end, self._tell)
+            channel = channels[blocks.peer] = MoveChannel(begin, end, self._notify)
         return channel
 
-    def _send(self, piece: Piece) -> tuple[Message, Pending]:
-        with beside(self._messages.device, after=piece.ready):
-            message = self._messages.filled(piece.blocks)
-            group = self._comm.group(piece.number, piece.blocks.layer, Counter(), piece.index)
-            return message, group.start(sends={piece.blocks.peer: message}, receives={}, hop=0)
+    def _send(self, chunk: Chunk) -> tuple[Message, Pending]:
+        with beside(self._messages.device, after=chunk.ready):
+            message = self._messages.filled(chunk.blocks)
+            group = self._comm.group(chunk.number, chunk.blocks.layer, Counter(), chunk.index)
+            return message, group.start(sends={chunk.blocks.peer: message}, receives={}, hop=0)
 
-    def _receive(self, piece: Piece) -> tuple[Message, Pending]:
+    def _receive(self, chunk: Chunk) -> tuple[Message, Pending]:
         with beside(self._messages.device):
-            message = self._messages.room(piece.blocks)
-            group = self._comm.group(piece.number, piece.blocks.layer, Counter(), piece.index)
-            return message, group.start(sends={}, receives={piece.blocks.peer: message}, hop=0)
+            message = self._messages.room(chunk.blocks)
+            group = self._comm.group(chunk.number, chunk.blocks.layer, Counter(), chunk.index)
+            return message, group.start(sends={}, receives={chunk.blocks.peer: message}, hop=0)
 
-    def _came(self, channel: MoveChannel, piece: Piece, message: Message) -> None:
-        self._tell((channel, piece, message))
+    def _came(self, channel: MoveChannel, chunk: Chunk, message: Message) -> None:
+        self._notify((channel, chunk, message))
 
-    def _left(self, channel: MoveChannel, piece: Piece, _: Message) -> None:
-        channel.left(piece)
-        if piece.is_last and piece.blocks.layer + 1 == self._messages.num_layers:
-            self._tell(piece.number)
+    def _left(self, channel: MoveChannel, chunk: Chunk, _: Message) -> None:
+        channel.left(chunk)
+        if chunk.is_last and chunk.blocks.layer + 1 == self._messages.num_layers:
+            self._notify(chunk.number)
 
-    def _tell(self, news: _News) -> None:
-        self._news.put(news)
+    def _notify(self, event: _Event) -> None:
+        self._events.put(event)
         with self._waking, suppress(BlockingIOError):  # it is full of wake-ups already
             if self._wake >= 0:
                 os.write(self._wake, b"\0")
@@ -340,19 +339,19 @@ class StepMoves:
         forward: Forward,
         messages: BlockMessages,
         *,
-        balance: MoveComm,
+        rebalances: MoveComm,
         moves: Moves,
         sent: Counter[tuple[str, Link]],
     ) -> None:
-        self._messages, self._comm, self._moves, self._sent = messages, balance, moves, sent
+        self._messages, self._comm, self._moves, self._sent = messages, rebalances, moves, sent
         self._rebalances = [messages.part(move) for move in forward.rebalances]
         self._streams = [messages.part(move) for move in forward.streams]
         self._num_complete = self._num_streamed = 0
         self._coming: list[tuple[Pending, list[tuple[BlockSlice, Message]]]] = []
         self._start(0)
 
-    def settle(self, layer: int) -> None:
-        """Waits until a layer's balances are in the pool, and then sets those of the next layer going."""
+    def complete(self, layer: int) -> None:
+        """Waits until a layer's rebalanced KV is in the pool, and then starts that of the next layer."""
         while self._num_complete <= layer:
             for pending, rooms in self._coming:
                 pending.wait()

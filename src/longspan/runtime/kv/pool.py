@@ -1,4 +1,4 @@
-"""The KV pool of one rank: `[block, kv_head, token, head_dim]` (HND) per layer, read in place."""
+"""The KV pool of one rank, `[block, kv_head, token, head_dim]` (HND) per layer, and the memory that it may take."""
 
 from __future__ import annotations
 
@@ -6,11 +6,19 @@ import math
 import mmap
 from collections.abc import Sequence
 
+import psutil
 import torch
 from torch import Tensor
 
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
+from longspan.core.cluster import Cluster
+
+WINDOW_BYTES = 64 * 2**20
+"""Messages that are under way from one rank to another at once, and so the memory for them at each end."""
+_CPU_SHARE = 0.3
+_CPU_DEFAULT_BYTES = 4 * 2**30
+_CUDA_SHARE = 0.85
 
 
 class KvPool:
@@ -56,3 +64,27 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 def bytes_per_block(specs: Sequence[AttnSpec], block_size: int, dtype: torch.dtype) -> int:
     """Returns the memory of one block in all layers."""
     return sum(2 * spec.num_kv_heads * block_size * spec.head_dim * dtype.itemsize for spec in specs)
+
+
+def move_bytes(cluster: Cluster) -> int:
+    """Returns the memory that a rank may take for KV on its way to or from other instances."""
+    if cluster.decode_spec is None:
+        return 0
+    sources = min(cluster.backends, cluster.spec.instances) * cluster.spec.tp
+    return max(sources, cluster.decode_spec.num_ranks) * WINDOW_BYTES
+
+
+def default_kv_bytes(*, device: str, num_ranks: int, weight_bytes: int, move_bytes: int = 0) -> int:
+    """Returns the KV memory per rank when the user names none.
+
+    Each rank has `weight_bytes` of weights, and `move_bytes` of KV under way.
+
+    On CPU the ranks share 4 GiB, or 30 % of the memory that is available if that is less. On CUDA each takes its
+    part of 85 % of the free device memory, less the weights and what moves.
+    """
+    if device == "cpu":
+        total = min(_CPU_DEFAULT_BYTES, int(psutil.virtual_memory().available * _CPU_SHARE))
+        return total // num_ranks
+    free, _ = torch.cuda.mem_get_info(0)
+    per_device = -(-num_ranks // torch.cuda.device_count())
+    return max(0, int(free * _CUDA_SHARE) // per_device - weight_bytes - move_bytes)

@@ -23,7 +23,7 @@ _log = logging.getLogger("longspan.worker")
 
 
 class Vocabulary:
-    """A model's vocabulary, read from its tokenizer's files when the first guide needs it."""
+    """A model's vocabulary, read from its tokenizer's files when the first grammar needs it."""
 
     def __init__(self, files: ModelFiles, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._files, self._vocab_size, self._eos_token_ids = files, vocab_size, eos_token_ids
@@ -55,7 +55,7 @@ class GrammarMatcher:
     else is.
 
     Attributes:
-        error: why the grammar cannot go on; empty while it can. There is no way back.
+        error: why the grammar cannot go on; empty while it can. That is final.
     """
 
     def __init__(self, grammar: str, vocabulary: Vocabulary) -> None:
@@ -90,7 +90,7 @@ class GrammarMatcher:
         return torch.from_numpy((others if others.any() else bits)[0].view(np.uint8))
 
     def _take_new(self) -> None:
-        ends = [place for place, token in enumerate(self._new) if token in self._vocabulary.tokens.eos_tokens]
+        ends = [index for index, token in enumerate(self._new) if token in self._vocabulary.tokens.eos_tokens]
         if not self._ended:
             self._matcher.consume_tokens(self._new[: ends[0]] if ends else self._new)
         self._ended = self._ended or bool(ends)
@@ -110,8 +110,8 @@ def forbid(logits: Tensor, rows: Sequence[int], allowed: Sequence[Tensor]) -> No
     bits = torch.stack(list(allowed)).to(logits.device)
     of_byte = torch.arange(8, dtype=torch.uint8, device=logits.device)
     kept = ((bits[:, :, None] >> of_byte) & 1).flatten(1)[:, : logits.shape[-1]].bool()
-    places = torch.tensor(list(rows), device=logits.device)
-    logits[places] = logits[places].masked_fill(~kept, -torch.inf)
+    indices = torch.tensor(list(rows), device=logits.device)
+    logits[indices] = logits[indices].masked_fill(~kept, -torch.inf)
 
 
 class TokenCounts:
@@ -124,7 +124,7 @@ class TokenCounts:
 
     def __init__(self, vocab_size: int, prompt: Sequence[int], device: torch.device | str) -> None:
         self._vocab_size = vocab_size
-        self._places: dict[int, int] = {}
+        self._index: dict[int, int] = {}
         self.tokens = torch.empty(0, dtype=torch.int64, device=device)
         self.counts = torch.empty(0, dtype=torch.int64, device=device)
         self._see(prompt)
@@ -134,15 +134,15 @@ class TokenCounts:
         if not tokens:
             return
         self._see(tokens)
-        places = torch.tensor([self._places[token] for token in tokens], device=self.counts.device)
-        self.counts.index_add_(0, places, torch.ones_like(places))
+        indices = torch.tensor([self._index[token] for token in tokens], device=self.counts.device)
+        self.counts.index_add_(0, indices, torch.ones_like(indices))
 
     def _see(self, tokens: Sequence[int]) -> None:
-        new = [token for token in dict.fromkeys(tokens) if token not in self._places]
+        new = [token for token in dict.fromkeys(tokens) if token not in self._index]
         if not new:
             return
         assert min(new) >= 0 and max(new) < self._vocab_size, f"tokens {min(new)} to {max(new)}, {self._vocab_size=}"
-        self._places.update(zip(new, range(len(self._places), len(self._places) + len(new)), strict=True))
+        self._index.update(zip(new, range(len(self._index), len(self._index) + len(new)), strict=True))
         self.tokens = torch.cat((self.tokens, torch.tensor(new, device=self.tokens.device)))
         self.counts = torch.cat((self.counts, self.counts.new_zeros(len(new))))
 
@@ -188,12 +188,12 @@ def adjusted(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     logits = logits.clone(memory_format=torch.contiguous_format)
     flat = logits.view(-1)
     if biased:
-        places = [row * vocab + token for row, pairs in biased for token, _ in pairs]
+        indices = [row * vocab + token for row, pairs in biased for token, _ in pairs]
         values = [bias for _, pairs in biased for _, bias in pairs]
-        flat.index_add_(0, torch.tensor(places, device=flat.device), flat.new_tensor(values))
+        flat.index_add_(0, torch.tensor(indices, device=flat.device), flat.new_tensor(values))
     if banned:
-        places = [row * vocab + token for row, tokens in banned for token in tokens]
-        flat.index_fill_(0, torch.tensor(places, device=flat.device), -torch.inf)
+        indices = [row * vocab + token for row, tokens in banned for token in tokens]
+        flat.index_fill_(0, torch.tensor(indices, device=flat.device), -torch.inf)
     if penalised:
         _penalise(flat, vocab, penalised)
     if constrained:
@@ -217,8 +217,8 @@ def _penalise(flat: Tensor, vocab: int, penalised: Sequence[tuple[int, Draw]]) -
     frequency = per_token(flat.new_tensor([wish.frequency_penalty for wish in wishes]))
     presence = per_token(flat.new_tensor([wish.presence_penalty for wish in wishes]))
     first = torch.tensor([row * vocab for row, _ in penalised], device=flat.device)
-    places = per_token(first) + torch.cat([history.tokens for history in histories])
+    indices = per_token(first) + torch.cat([history.tokens for history in histories])
     counts = torch.cat([history.counts for history in histories])
-    values = flat[places]
+    values = flat[indices]
     values = torch.where(values > 0, values / repetition, values * repetition)
-    flat[places] = values - frequency * counts - presence * (counts > 0)
+    flat[indices] = values - frequency * counts - presence * (counts > 0)

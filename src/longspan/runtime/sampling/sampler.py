@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -10,18 +10,135 @@ import torch
 from torch import Tensor
 
 from longspan.core.steps import Sampling, TokenLogprobs
-from longspan.runtime.sampling.filtering import weights
-from longspan.runtime.sampling.penalties import Draw, TokenCounts, adjusted
-
-__all__ = ["Draw", "TokenCounts", "sample", "token_logprobs", "uniform"]
-
+from longspan.runtime.sampling.penalties import Draw, adjusted
 
 _CPU_NUMBERS = 2**18
 """Two copies in float64 fit a core's second-level cache; memory would take four times as long."""
 _GPU_NUMBERS = 2**26
 """Bounds the memory of temporary copies: 512 MiB in float64."""
 
+_PREFIX = 2048
+"""top_p looks at so many of the best tokens first; only if they do not suffice is the whole row sorted."""
+
 T = TypeVar("T")
+Weigh = Callable[[Tensor], Tensor]
+
+
+def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+    """One token per row of `logits [rows, vocab]` (float32, left as they are), as each row's `Draw` asks.
+
+    Bias, ban, penalties and grammar come first. Temperature 0 then takes the best token, of equals the first; otherwise
+    temperature, min_p, top_k and top_p leave a distribution, and the token at a random quantile of it, in vocabulary
+    order, is taken. Where they leave none (nothing allowed, or logits that are not finite) the best is taken, too.
+    """
+    logits = adjusted(logits, draws)
+    drawn = _drawn(logits, draws)
+    greedy = [row for row in range(len(draws)) if row not in drawn]
+    if greedy:
+        chosen = logits[greedy] if drawn else logits
+        drawn.update(zip(greedy, chosen.argmax(dim=-1).tolist(), strict=True))
+    return [drawn[row] for row in range(len(draws))]
+
+
+def _drawn(logits: Tensor, draws: Sequence[Draw]) -> dict[int, int]:
+    """Maps row to token, for the rows that are not greedy and have a distribution."""
+    random = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
+    random.sort(key=lambda row: _treatment(draws[row].sampling))
+    tokens: dict[int, int] = {}
+    for rows in in_tiles(random, logits):
+        tokens.update(zip(rows, _draw(logits[list(rows)], [draws[row] for row in rows]), strict=True))
+    vocab = logits.shape[-1]
+    return {row: token for row, token in tokens.items() if token < vocab}
+
+
+def _treatment(sampling: Sampling) -> tuple[bool, bool, bool]:
+    """Rows alike in this are worked on together, so that few are sorted for their neighbours' sake."""
+    return sampling.top_p < 1, sampling.top_k > 0, sampling.min_p > 0
+
+
+def _draw(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+    """Returns each row's token at its random number; the size of the vocabulary where there is no distribution."""
+    reached = weights(logits, [draw.sampling for draw in draws]).cumsum(dim=-1)
+    numbers = uniforms((draw.sampling.seed, draw.sampling.choice, draw.position) for draw in draws)
+    wanted = reached.new_tensor(numbers)[:, None] * reached[:, -1:]
+    tokens: list[int] = torch.searchsorted(reached, wanted, right=True)[:, 0].tolist()
+    return tokens
+
+
+def weights(logits: Tensor, wishes: Sequence[Sampling]) -> Tensor:
+    """Returns float64 weights `[rows, vocab]` of `logits [rows, vocab]` (float32), 0 for tokens that must not be drawn.
+
+    A token's weight is its probability over that of the row's best token, times a power of two, rounded: a whole
+    number in float64. The power is such that the weights of a row sum to at most 2**53, so that sums are exact in
+    whatever order they are taken: neither a batch nor a device nor a prefix of the sorted row changes them. What is
+    lost is tokens some 2**37 times (vocabulary of 49,152) less likely than the best.
+
+    Tokens go by the logit of the last one that stays, never by rank, so that exact ties stay or go together.
+
+    `wishes` are the rows' own; none may have temperature 0. A row whose largest logit is not finite gets NaN.
+    """
+    vocab = logits.shape[-1]
+    weigh = _weigher(logits, wishes)
+    kept = weigh(logits)
+    top_k = [wish.top_k if 0 < wish.top_k < vocab else 0 for wish in wishes]
+    if any(top_k):
+        kept.mul_(logits >= _last_of_top_k(logits, top_k))
+    top_p = [wish.top_p if wish.top_p < 1 else 0.0 for wish in wishes]
+    if any(top_p):
+        needed = kept.new_tensor(top_p)[:, None] * kept.sum(dim=-1, keepdim=True)
+        kept.mul_(logits >= _last_of_top_p(logits, needed, weigh))
+    return kept
+
+
+def largest(logits: Tensor, count: int) -> Tensor:
+    """Finds the `count` largest of each row of `logits [rows, vocab]`, descending `[rows, count]`."""
+    if logits.device.type != "cpu":
+        return logits.topk(count, dim=-1).values
+    # numpy partitions and sorts values by vector instructions, ten times as fast as torch sorts values with indices.
+    values, rest = logits.numpy(), logits.shape[-1] - count
+    best = np.partition(values, rest, axis=-1)[:, rest:] if rest else values
+    return torch.from_numpy(np.sort(best, axis=-1)[:, ::-1].copy())
+
+
+def _weigher(logits: Tensor, wishes: Sequence[Sampling]) -> Weigh:
+    """Makes a function from some of the rows' logits `[rows, some]` to their weights, after temperature and min_p."""
+    best = logits.amax(dim=-1, keepdim=True).double()
+    temperature = best.new_tensor([wish.temperature for wish in wishes])[:, None]
+    min_p = best.new_tensor([wish.min_p for wish in wishes])[:, None]
+    any_min_p = any(wish.min_p for wish in wishes)
+    scale = 2.0 ** (53 - logits.shape[-1].bit_length())
+
+    def weigh(some: Tensor) -> Tensor:
+        # The best is taken off first, so that no temperature, however small, makes anything infinite.
+        found = some.double().sub_(best).div_(temperature).exp_()
+        if any_min_p:
+            found.mul_(found >= min_p)
+        return found.mul_(scale).round_()
+
+    return weigh
+
+
+def _last_of_top_k(logits: Tensor, top_k: Sequence[int]) -> Tensor:
+    """Returns the k-th largest logit `[rows, 1]`; -inf where k is 0."""
+    k = torch.tensor(top_k, device=logits.device)[:, None]
+    last = largest(logits, max(top_k)).gather(-1, (k - 1).clamp_(min=0))
+    return last.masked_fill_(k == 0, -torch.inf)
+
+
+def _last_of_top_p(logits: Tensor, needed: Tensor, weigh: Weigh) -> Tensor:
+    """Returns the logit of the token with which the best ones reach the weight `needed`, `[rows, 1]`; -inf where that
+    is 0.
+    """
+    vocab = logits.shape[-1]
+    for count in (min(_PREFIX, vocab), vocab):
+        ranked = largest(logits, count)
+        found = weigh(ranked)
+        reached = found.cumsum(dim=-1)
+        if count == vocab or bool((reached[:, -1:] >= needed).all()):
+            break
+    num_kept = (reached - found < needed).sum(dim=-1, keepdim=True)
+    last = ranked.gather(-1, (num_kept - 1).clamp_(min=0))
+    return last.masked_fill_(needed == 0, -torch.inf)
 
 
 def in_tiles(items: Sequence[T], logits: Tensor) -> Iterator[Sequence[T]]:
@@ -100,44 +217,3 @@ def _best(logits: Tensor, count: int) -> Tensor:
     from_end = torch.arange(vocab - 1, -1, -1, device=logits.device)
     keys = (ordered << 32).bitwise_or_(from_end)
     return vocab - 1 - (keys.topk(count, dim=-1).values & 0xFFFFFFFF)
-
-
-def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
-    """One token per row of `logits [rows, vocab]` (float32, left as they are), as each row's `Draw` asks.
-
-    Bias, ban, penalties and grammar come first. Temperature 0 then takes the best token, of equals the first; otherwise
-    temperature, min_p, top_k and top_p leave a distribution, and the token at a random quantile of it, in vocabulary
-    order, is taken. Where they leave none (nothing allowed, or logits that are not finite) the best is taken, too.
-    """
-    logits = adjusted(logits, draws)
-    drawn = _drawn(logits, draws)
-    greedy = [row for row in range(len(draws)) if row not in drawn]
-    if greedy:
-        chosen = logits[greedy] if drawn else logits
-        drawn.update(zip(greedy, chosen.argmax(dim=-1).tolist(), strict=True))
-    return [drawn[row] for row in range(len(draws))]
-
-
-def _drawn(logits: Tensor, draws: Sequence[Draw]) -> dict[int, int]:
-    """Maps row to token, for the rows that are not greedy and have a distribution."""
-    random = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
-    random.sort(key=lambda row: _treatment(draws[row].sampling))
-    tokens: dict[int, int] = {}
-    for rows in in_tiles(random, logits):
-        tokens.update(zip(rows, _draw(logits[list(rows)], [draws[row] for row in rows]), strict=True))
-    vocab = logits.shape[-1]
-    return {row: token for row, token in tokens.items() if token < vocab}
-
-
-def _treatment(sampling: Sampling) -> tuple[bool, bool, bool]:
-    """Rows alike in this are worked on together, so that few are sorted for their neighbours' sake."""
-    return sampling.top_p < 1, sampling.top_k > 0, sampling.min_p > 0
-
-
-def _draw(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
-    """Returns each row's token at its random number; the size of the vocabulary where there is no distribution."""
-    reached = weights(logits, [draw.sampling for draw in draws]).cumsum(dim=-1)
-    quantiles = uniforms((draw.sampling.seed, draw.sampling.choice, draw.position) for draw in draws)
-    wanted = reached.new_tensor(quantiles)[:, None] * reached[:, -1:]
-    tokens: list[int] = torch.searchsorted(reached, wanted, right=True)[:, 0].tolist()
-    return tokens

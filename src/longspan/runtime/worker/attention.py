@@ -50,7 +50,7 @@ class StepAttention:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Returns the attention of this rank's packed tokens, or of the first `num_alone` of them."""
         with self._watch.during("attention"):
-            self._settle(layer)
+            self._complete_moves(layer)
             self._packed.slots.write(self._pool, layer, k, v)
             self._stream(layer - 1 if self._stores_late else layer)
             out = torch.empty_like(q)
@@ -103,14 +103,14 @@ class StepAttention:
             return
         for channel, exchange in self._channels:
             if exchange.start is not None:
-                self._settle(layer)
+                self._complete_moves(layer)
                 group, kv = self._comm.channel(layer, channel), self._pool.layer(layer)
                 self._started[channel.number] = exchange.start(group, channel.parts, kv, self._specs[layer])
 
-    def _settle(self, layer: int) -> None:
+    def _complete_moves(self, layer: int) -> None:
         """Waits until the KV that the Forward brings to its members is in the pool, in this layer."""
         if self._moves is not None:
-            self._moves.settle(layer)
+            self._moves.complete(layer)
 
     def _stream(self, layer: int) -> None:
         """Sends on what is in the pool up to this layer."""

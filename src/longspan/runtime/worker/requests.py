@@ -11,8 +11,7 @@ from torch import Tensor
 from longspan.attn.comm import Group, Message
 from longspan.core.owners import BlockRef
 from longspan.core.steps import Part, Sample, Sampling
-from longspan.runtime.sampling.penalties import GrammarMatcher, Vocabulary
-from longspan.runtime.sampling.sampler import Draw, TokenCounts
+from longspan.runtime.sampling.penalties import Draw, GrammarMatcher, TokenCounts, Vocabulary
 
 
 @dataclass(kw_only=True)

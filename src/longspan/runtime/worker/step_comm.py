@@ -19,7 +19,7 @@ _CHANNELS = 1024
 _NUM_TAGS = 2**31
 _NUM_MOVE_TAGS = 2**27
 """The last of them are those of moves."""
-_PIECES = 64
+_CHUNKS = 64
 """Messages of a layer of a move, from one rank to another, that have tags of their own; fewer are under way."""
 _NOBODY = -1
 
@@ -98,12 +98,12 @@ class MoveComm:
         self._transport, self._name, self._rank, self._hosts = transport, name, rank, hosts
         self._num_layers = num_layers
 
-    def group(self, number: int, layer: int, sent: Counter[tuple[str, Link]], piece: int = 0) -> Group:
+    def group(self, number: int, layer: int, sent: Counter[tuple[str, Link]], chunk: int = 0) -> Group:
         """Connects all ranks for one message of a layer of a MoveKV, whose only hop is 0; a member is a rank. Counts in
         `sent`.
         """
-        per_move = self._num_layers * _PIECES
-        within = layer * _PIECES + piece % _PIECES
+        per_move = self._num_layers * _CHUNKS
+        within = layer * _CHUNKS + chunk % _CHUNKS
         tag = _NUM_TAGS - _NUM_MOVE_TAGS + number % (_NUM_MOVE_TAGS // per_move) * per_move + within
         ranks = range(len(self._hosts))
         return Group(self._transport, ranks, self._rank, hosts=self._hosts, name=self._name, first_tag=tag, sent=sent)

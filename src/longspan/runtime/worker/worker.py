@@ -269,7 +269,7 @@ class Network:
 
     def step_moves(self, forward: Forward, sent: Counter[tuple[str, Link]]) -> StepMoves:
         """Makes this rank's end of what a Forward moves; counts what it sends in `sent`."""
-        return StepMoves(forward, self._messages, balance=self._rebalances, moves=self.moves, sent=sent)
+        return StepMoves(forward, self._messages, rebalances=self._rebalances, moves=self.moves, sent=sent)
 
     def flush(self) -> None:
         """Waits until what a Forward has sent to its members has left, since they receive it in the same step."""
