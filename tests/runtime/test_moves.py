@@ -273,5 +273,5 @@ def test_the_end_comes_in_mid_move(folders: dict[str, Path]) -> None:
         [move] = request.moves_to(1)
         cluster.executor.submit(move)
         start_s = time.monotonic()
-    assert time.monotonic() - start_s < 5
+    assert time.monotonic() - start_s < 60
     assert not source.is_running() and not target.is_running()

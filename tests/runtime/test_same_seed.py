@@ -14,7 +14,7 @@ from engines import ThreadLLM
 
 from longspan import SamplingParams
 from longspan.outputs import CompletionOutput, RequestOutput
-from longspan.runtime.sampling.sampler import uniform
+from longspan.runtime.sampling.sampler import uniforms
 
 NUM_TOKENS = 24
 TEMPERATURE = 0.8
@@ -90,7 +90,7 @@ def margins(output: CompletionOutput, prompt_length: int, seed: int) -> Iterator
         scaled = logits.astype(np.float64) / TEMPERATURE
         reached = np.exp(scaled - scaled.max()).cumsum()
         reached /= reached[-1]
-        quantile = uniform(seed, output.index, prompt_length + index)
+        [quantile] = uniforms([(seed, output.index, prompt_length + index)])
         below = reached[token - 1] if token else 0.0
         assert below - 1e-9 <= quantile <= reached[token] + 1e-9
         yield min(quantile - below, reached[token] - quantile)

@@ -128,7 +128,7 @@ def test_steps_of_mixed_groups(chats: list[Chat], draw: random.Random) -> None:
                 out = attention(layer, *(torch.stack(row, dim=1) for row in rows))
                 found.update({(layer, *owner): out[:, row] for row, owner in enumerate(owners)})
 
-    for result in run_members(3, rank, wires=Wires(timeout_s=5)):
+    for result in run_members(3, rank, wires=Wires(timeout_s=60)):
         if isinstance(result, Exception):
             raise result
     for layer, index in itertools.product(range(len(specs)), range(len(chats))):

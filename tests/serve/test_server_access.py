@@ -202,7 +202,7 @@ def ask(server: Any, messages: list[Message], *, end: str = "wait") -> list[Mess
         sent.append(message)
 
     async def run() -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await make_app(server)(scope, receive, send)
 
     asyncio.run(run())

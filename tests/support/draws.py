@@ -12,7 +12,7 @@ from torch import Tensor
 
 from longspan.core.steps import Sampling
 from longspan.runtime.sampling.penalties import Draw, TokenCounts
-from longspan.runtime.sampling.sampler import uniform
+from longspan.runtime.sampling.sampler import uniforms
 
 VOCAB = 16
 
@@ -89,7 +89,7 @@ def expected_token(logits: Tensor, case: Case) -> int:
     if not wish.temperature:
         return int(changed(logits, case).argmax())
     reached = np.cumsum(probabilities(logits, case))
-    quantile = uniform(wish.seed, wish.choice, case.position)
+    [quantile] = uniforms([(wish.seed, wish.choice, case.position)])
     return int(np.searchsorted(reached, quantile * reached[-1], side="right"))
 
 

@@ -34,7 +34,7 @@ def told(events: Path, *kinds: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["event"] in kinds]
 
 
-async def until(true: Callable[[], bool], timeout_s: float = 10) -> None:
+async def until(true: Callable[[], bool], timeout_s: float = 60) -> None:
     """Lets others run until it is true."""
     deadline_s = time.monotonic() + timeout_s
     while not true():

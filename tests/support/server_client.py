@@ -108,7 +108,7 @@ class Client:
 
     def wait_until_running(self, number: int) -> None:
         """Until at least so many requests run."""
-        self._wait_for(lambda metrics: metrics["num_requests_running"] >= number, 10)
+        self._wait_for(lambda metrics: metrics["num_requests_running"] >= number, 60)
 
     def wait_for_health(self, status: int, timeout_s: float) -> None:
         """Until `/health` has that status."""

@@ -152,13 +152,8 @@ def in_tiles(items: Sequence[T], logits: Tensor) -> Iterator[Sequence[T]]:
         yield items[start : start + size]
 
 
-def uniform(seed: int, choice: int, position: int) -> float:
-    """Returns the random number in [0, 1) of one position of one of a request's outputs."""
-    return uniforms([(seed, choice, position)])[0]
-
-
 def uniforms(keys: Iterable[tuple[int, int, int]]) -> list[float]:
-    """Returns `uniform` of each (seed, choice, position).
+    """Returns a random number in [0, 1) for each (seed, choice, position), a position in one of a request's outputs.
 
     These are `Generator(Philox(key=(seed, choice), counter=position)).random()`. A new generator for each would gather
     entropy that nobody needs, so that one is wound to each key in turn.

@@ -1,4 +1,4 @@
-"""What goes wrong in the threads of a way is raised by the thread that computes."""
+"""What goes wrong in the threads of a channel is raised by the thread that computes."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def moves_of(rank: int, transport: Failing) -> Moves:
 
 
 def await_wakeup(moves: Moves) -> None:
-    assert select.select([moves.wakeup], [], [], 10.0)[0], "nobody wakes who computes"
+    assert select.select([moves.wakeup], [], [], 60.0)[0], "nobody wakes who computes"
 
 
 def take_all(moves: Moves) -> None:
-    """What the thread that computes says to a move itself, and what its way says."""
+    """What the thread that computes says to a move itself, and what its channel says."""
     for _ in range(2):
         await_wakeup(moves)
         moves.take_arrived()
@@ -77,7 +77,7 @@ def take_all(moves: Moves) -> None:
     ],
     ids=["no memory to begin", "no peer to begin with", "no memory to end", "no peer to end with"],
 )
-def test_any_error_of_a_way_is_raised(rank: int, transport: Failing, error: type[Exception]) -> None:
+def test_any_error_of_a_channel_is_raised(rank: int, transport: Failing, error: type[Exception]) -> None:
     moves = moves_of(rank, transport)
     if rank == 0:
         list(moves.send([MOVE]))
