@@ -12,7 +12,8 @@ import argparse
 import sys
 import time
 
-from longspan.sim.cluster import ClusterSpec, Scheduling
+from longspan.core.config import SchedulingArgs
+from longspan.sim.spec import ClusterSpec
 from longspan.simulation import simulate
 from longspan.workload.spec import WorkloadSpec
 
@@ -24,7 +25,7 @@ _ROLES = ClusterSpec(hardware="a100-sxm-80g", hosts=8, gpus_per_host=8, prefill_
 def speed(policy: str, cluster: ClusterSpec, num_requests: int, rate: float) -> str:
     """What it takes to serve all requests, in words; making them counts."""
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
-    scheduling = Scheduling(policy=policy, max_num_batched_tokens=2048)
+    scheduling = SchedulingArgs(policy=policy, max_num_batched_tokens=2048)
     workload = WorkloadSpec(workload="short", rate=rate, num_requests=num_requests)
     result = simulate("llama-3-8b", cluster, workload, scheduling=scheduling)
     assert len(result.served) == num_requests, "all fit"

@@ -34,7 +34,8 @@ from longspan.policy.spec import ChosenPolicy
 from longspan.profiling.run import measure, measure_links
 from longspan.profiling.store import profile_file
 from longspan.sim.result import Result
-from longspan.sim.run import Faults, simulate
+from longspan.sim.run import simulate
+from longspan.sim.spec import Faults
 from longspan.workload.arrivals import Arrival, arrival_times
 from longspan.workload.lengths import Quantiles, draw_lengths
 

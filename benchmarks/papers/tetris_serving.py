@@ -30,13 +30,15 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from longspan.sim.cluster import ClusterSpec, Scheduling
+from longspan.core.config import SchedulingArgs
 from longspan.sim.experiment import Experiment
 from longspan.sim.result import Result
+from longspan.sim.spec import ClusterSpec
 from longspan.sim.timeline import Timeline
 from longspan.simulation import make_experiment
 from longspan.workload.arrivals import Workload
-from longspan.workload.spec import WorkloadSpec, make_workload
+from longspan.workload.requests import make_workload
+from longspan.workload.spec import WorkloadSpec
 
 _WORKLOADS = ("short", "medium", "long")
 _OUTPUT_LEN = 512
@@ -138,7 +140,7 @@ class Systems:
             prefill_parallel=None if unified else setup.prefill,
             decode_parallel=None if unified else setup.decode,
         )
-        scheduling = Scheduling(policy=policy, policy_options=options, max_num_batched_tokens=32_768)
+        scheduling = SchedulingArgs(policy=policy, policy_options=options, max_num_batched_tokens=32_768)
         return make_experiment(setup.model, cluster, scheduling)
 
     def requests(self, *, seed: int = _SEED, output_len: int = _OUTPUT_LEN, num: int | None = None) -> Workload:
@@ -183,7 +185,7 @@ def _ablations(found: Study, experiment: Experiment, requests: Workload, load: f
     at_rate = requests.at_rate(load * found.max_rates["tetris"])
     dynamic, single = _point(experiment, at_rate), _point(experiment.with_options({"chunking": "false"}), at_rate)
     found.single_chunk[load] = (*_times(single, dynamic), single.computing, dynamic.computing)
-    named = experiment.scheduling.policy_options.items()
+    named = experiment.scheduling.all_policy_options().items()
     options = {name: value for name, value in named if name != "improvement_rates"}
     fixed = replace(experiment, scheduling=replace(experiment.scheduling, policy_options=options))
     found.fixed_rates[load] = {

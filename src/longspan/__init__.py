@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from longspan.core.sampling import SamplingParams, StructuredOutputsParams
     from longspan.llm import LLM
     from longspan.outputs import RequestOutput
-    from longspan.sim.cluster import ClusterSpec
+    from longspan.sim.spec import ClusterSpec
     from longspan.simulation import simulate
     from longspan.workload.spec import WorkloadSpec
 
@@ -33,7 +33,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "ClusterSpec": "longspan.sim.cluster",
+        "ClusterSpec": "longspan.sim.spec",
         "LLM": "longspan.llm",
         "RequestOutput": "longspan.outputs",
         "SamplingParams": "longspan.core.sampling",

@@ -82,12 +82,7 @@ class EngineArgs(SchedulingArgs, DeviceArgs):
         Raises:
             ValueError: for an option that is out of range, or options that exclude each other.
         """
-        at_least_one(
-            block_size=self.block_size,
-            max_model_len=self.max_model_len,
-            num_gpu_blocks_override=self.num_gpu_blocks_override,
-            threads_per_rank=self.threads_per_rank,
-        )
+        at_least_one(threads_per_rank=self.threads_per_rank)
         if not self.step_timeout_s > 0:
             problem = f"must be more than 0, but {self.step_timeout_s} given"
             raise ParameterError("step_timeout_s", problem, self.step_timeout_s)

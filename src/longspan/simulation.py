@@ -15,17 +15,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+from longspan.core.config import SchedulingArgs
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture, from_config
 from longspan.cost.profile import Profile
 from longspan.errors import ParameterError
-from longspan.sim.cluster import ClusterSpec, Scheduling, computed_cluster, measured_cluster
+from longspan.sim.cluster import computed_cluster, measured_cluster
 from longspan.sim.experiment import Experiment
 from longspan.sim.result import Result
-from longspan.sim.run import Faults
+from longspan.sim.spec import SIMULATED_SCHEDULING, ClusterSpec, Faults
 from longspan.sim.timeline import Timeline
-from longspan.workload.spec import WorkloadSpec, make_workload
+from longspan.workload.requests import make_workload
+from longspan.workload.spec import WorkloadSpec
 
+_NO_FAULTS = Faults()
 _BYTES = {"auto": 2.0, "bfloat16": 2.0, "float16": 2.0, "float32": 4.0, "fp8": 1.0}
 
 
@@ -34,8 +37,8 @@ def simulate(
     cluster: ClusterSpec,
     workload: WorkloadSpec,
     *,
-    scheduling: Scheduling | None = None,
-    faults: Faults | None = None,
+    scheduling: SchedulingArgs = SIMULATED_SCHEDULING,
+    faults: Faults = _NO_FAULTS,
     timeline: Timeline | None = None,
 ) -> Result:
     """Serves a workload on a cluster that is not there, by the policies that serve.
@@ -55,7 +58,7 @@ def simulate(
 
 
 def make_experiment(
-    model: str, cluster: ClusterSpec, scheduling: Scheduling | None = None, faults: Faults | None = None
+    model: str, cluster: ClusterSpec, scheduling: SchedulingArgs = SIMULATED_SCHEDULING, faults: Faults = _NO_FAULTS
 ) -> Experiment:
     """Makes an experiment, which can be run with several workloads and options of its policy.
 
@@ -63,7 +66,6 @@ def make_experiment(
         ValueError: for unknown names, a model that does not fit the devices, or a profile that cannot be read or is of
             another model.
     """
-    scheduling, faults = scheduling or Scheduling(), faults or Faults()
     if cluster.profile is None:
         sizes = read_architecture(model, dtype=cluster.dtype, ffn_dtype=cluster.ffn_dtype)
         return Experiment(cluster=computed_cluster(sizes, cluster, scheduling), scheduling=scheduling, faults=faults)

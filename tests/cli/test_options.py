@@ -18,11 +18,11 @@ from longspan.cli.chat import chat
 from longspan.cli.generate import generate
 from longspan.cli.options import FormOptions, verb
 from longspan.cli.profile import profile
-from longspan.cli.scheduling import SchedulingOptions
 from longspan.cli.serve import serve
 from longspan.cli.simulate import simulate
+from longspan.core.config import SchedulingArgs
 from longspan.core.exchange import exchanges
-from longspan.core.options import Option, id_list
+from longspan.core.options import Option, id_list, options_of
 from longspan.core.sampling import SamplingParams
 from longspan.errors import ParameterError
 
@@ -124,7 +124,7 @@ def test_an_answer_in_a_chat_may_fill_the_context() -> None:
 
 def test_verbs_that_schedule_have_the_same_options() -> None:
     """With the same defaults, but that a step of a simulated device is larger."""
-    names = [field.name for field in fields(SchedulingOptions)]
+    names = [option.flag(name).replace("-", "_") for name, option, _ in options_of(SchedulingArgs)]
     defaults = {
         verb: {name: inspect.signature(verb).parameters[name].default for name in names}
         for verb in (generate, serve, simulate)

@@ -347,7 +347,7 @@ def test_a_link_that_the_devices_of_a_host_share_is_between_hosts() -> None:
         ValueError, match=r"nvlink3 is inside a host, but 2 hosts given: .*infiniband-8x200g, rdma-400g"
     ):
         Devices(hardware="a100-sxm-40g", gpus_per_host=8, hosts=2, link="nvlink3")
-    with pytest.raises(ValueError, match=r"efa-400g-per-host is between hosts, .*: give --hosts 2 or more"):
+    with pytest.raises(ValueError, match=r"efa-400g-per-host is between hosts, .*: give 2 hosts or more"):
         Devices(hardware="a100-sxm-40g", gpus_per_host=8, link="efa-400g-per-host")
 
 

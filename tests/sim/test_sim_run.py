@@ -20,7 +20,8 @@ from longspan.core.steps import Forward, Part
 from longspan.policy import make_policy
 from longspan.sim.executor import LinearCost, Ran
 from longspan.sim.result import Result
-from longspan.sim.run import Faults, SlowedCost, Watch, simulate
+from longspan.sim.run import SlowedCost, Watch, simulate
+from longspan.sim.spec import Faults
 from longspan.workload.arrivals import Arrival, conversations, prompt_of
 
 COST = LinearCost(base_s=0.01, per_token_s=0.001)
@@ -212,8 +213,8 @@ def test_whoever_works_with_a_straggler_waits_for_it() -> None:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"slow": {0: 0.0}}, "give a factor above 0"),
-        ({"slow": {0: float("nan")}}, "give a factor above 0"),
+        ({"slow": {0: 0.0}}, "must be above 0"),
+        ({"slow": {0: float("nan")}}, "must be above 0"),
         ({"slow": {-1: 2.0}}, "instance -1"),
         ({"lost_at_s": (-1.0,)}, "-1.0 seconds"),
         ({"restart_s": float("inf")}, "inf seconds"),

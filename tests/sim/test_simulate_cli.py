@@ -18,9 +18,10 @@ from test_profile import SUBJECT
 from longspan.cost.catalog import model_config
 from longspan.cost.profile import Decode, Prefill, Profile
 from longspan.cost.step_cost import RooflineCost
-from longspan.sim.cluster import ClusterSpec
+from longspan.sim.spec import ClusterSpec
 from longspan.simulation import make_experiment
-from longspan.workload.spec import WorkloadSpec, make_workload
+from longspan.workload.requests import make_workload
+from longspan.workload.spec import WorkloadSpec
 
 FIELDS = {
     "ttft_p50_s",
@@ -256,12 +257,12 @@ def test_the_page_says_what_the_run_was(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), "give --hardware NAME (see longspan estimate) or --profile FILE"),
+        ((), "--hardware must be a name that longspan estimate knows, if no profile is given"),
         (("--profile", "nowhere.json", "--rate", "1"), "nowhere.json"),
         (("--hardware", "a1", "--rate", "1"), "a100-sxm-80g"),
         (
             ("--profile", "P", "--parallel", "3", "--gpus-per-host", "2"),
-            "= 3 devices, but --hosts 1 * --gpus-per-host 2",
+            "--gpus-per-host(2) * hosts(1) = 2 devices, but instances(3) * tp(1) = 3 given",
         ),
         (
             ("--profile", "P", "--parallel", "2", "--hosts", "3"),
@@ -269,23 +270,23 @@ def test_the_page_says_what_the_run_was(tmp_path: Path, capsys: pytest.CaptureFi
         ),
         (
             ("--hardware", "l4", "--parallel", "6", "--hosts", "5"),
-            "6 devices, 2 to a host, take 3 hosts, but --hosts 5 given: give --hosts 3, or",
+            "--hosts(5) are more than the 3 that 6 devices, 2 each, take",
         ),
-        (("--hardware", "l4", "--parallel", "2", "--hosts", "3"), "take 2 hosts, but --hosts 3 given: give --hosts 2"),
+        (("--hardware", "l4", "--parallel", "2", "--hosts", "3"), "--hosts(3) are more than the 2 that 2 devices"),
         (("--profile", "P", "--parallel", "2xtp2"), "of instances with tp 1"),
         (("--profile", "P", "--hosts", "0"), "--hosts must be at least 1, but 0 given"),
-        (("--profile", "P", "--link", "nvlink"), "--link nvlink is for --hardware"),
-        (("--profile", "P", "--link-gbytes-per-s", "50"), "--link-gbytes-per-s 50.0 is for --hardware"),
-        (("--profile", "P", "--dtype", "float32"), "--dtype float32 is for --hardware"),
-        (("--profile", "P", "--ffn-dtype", "fp8"), "--ffn-dtype fp8 is for --hardware"),
-        (("--profile", "P", "--attention", "flash"), "--attention flash is for --hardware"),
+        (("--profile", "P", "--link", "nvlink"), "--link nvlink refines data sheets"),
+        (("--profile", "P", "--link-gbytes-per-s", "50"), "--link-gbytes-per-s 50.0 refines data sheets"),
+        (("--profile", "P", "--dtype", "float32"), "--dtype float32 refines data sheets"),
+        (("--profile", "P", "--ffn-dtype", "fp8"), "--ffn-dtype fp8 refines data sheets"),
+        (("--profile", "P", "--attention", "flash"), "--attention flash refines data sheets"),
         (("--profile", "P", "--rate", "1", "--restart-time", "5"), "--restart-time 5 is of lost workers"),
         (("--profile", "P", "--rate", "1", "--num-prefixes", "2"), "--num-prefixes 2 is of starts that prompts share"),
         (("--profile", "P", "--rate", "1", "--think-time", "0"), "--think-time 0 is between turns of a conversation"),
         (("--profile", "P", "--profile-improvement-rates", "--find-max-rate"), "--find-max-rate is of a single run"),
         (("--profile", "P", "--profile-improvement-rates", "--trace", "t.json"), "--trace is of a single run"),
         (("--profile", "P", "--workload", "huge", "--rate", "1"), "none of short, medium, long, nor a file"),
-        (("--profile", "P"), "give --rate"),
+        (("--profile", "P"), "give rate"),
         (("--profile", "P", "--rate", "0"), "--rate must be above 0"),
         (("--profile", "P", "--rate", "1", "--num-requests", "0"), "--num-requests must be at least 1"),
         (("--profile", "P", "--rate", "1", "--turns", "0"), "--turns must be at least 1"),

@@ -39,13 +39,16 @@ def test_one_backend_serves_all(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--prefill-parallel", "4"), "give --prefill-parallel and --decode-parallel"),
-        ((*ROLES, "--parallel", "8"), "--parallel 8 has all instances do both"),
+        (("--prefill-parallel", "4"), "--prefill-parallel '4' needs decode_parallel, too"),
+        ((*ROLES, "--parallel", "8"), "--parallel and prefill_parallel exclude each other"),
         (("--prefill-parallel", "4", "--decode-parallel", "tp2"), r"instances\(4\) * tp(1) + instances(1) * tp(2) = 6"),
-        (("--transfer-backends", "2"), "--transfer-backends 2 is for KV that is sent"),
+        (("--transfer-backends", "2"), "--transfer-backends 2 is for instances that decode only"),
         ((*ROLES, "--transfer-backends", "0"), "--transfer-backends must be at least 1, but 0 given"),
         ((*ROLES[:4], "--policy", "context"), "policy context prefills and decodes on the same instances"),
-        (("--policy", "context", "--profile-improvement-rates"), "are of --policy tetris, but --policy context"),
+        (
+            ("--policy", "context", "--profile-improvement-rates"),
+            "--policy must be tetris, which has improvement rates, but context given",
+        ),
         ((*ROLES, "-o", "improvement_rate=0.2", "--profile-improvement-rates"), "leave that out"),
     ],
 )

@@ -18,11 +18,11 @@ from cluster_setup import Roles
 from forced_plans import PLANS, Wandering, forced
 from workloads import MACHINES, TABLE, Job, play
 
+from longspan.core.config import SchedulingArgs
 from longspan.core.steps import Forward, Free, MoveKV, Part, Step
 from longspan.policy.choosing import Facts
-from longspan.sim.cluster import ClusterSpec, Scheduling
 from longspan.sim.executor import SimExecutor
-from longspan.sim.run import Faults
+from longspan.sim.spec import ClusterSpec, Faults
 from longspan.simulation import simulate
 from longspan.workload.spec import WorkloadSpec
 
@@ -215,7 +215,7 @@ def _simulated(name: str) -> list[Step]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SimExecutor, "submit", recorded)
-        scheduling = Scheduling(policy=policy, max_num_batched_tokens=2048)
+        scheduling = SchedulingArgs(policy=policy, max_num_batched_tokens=2048)
         simulate("llama-3-8b", cluster, workload, scheduling=scheduling, faults=faults)
     return steps
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from longspan.workload.arrivals import arrival_times
-from longspan.workload.spec import WorkloadSpec, make_workload
+from longspan.workload.requests import make_workload
+from longspan.workload.spec import WorkloadSpec
 from longspan.workload.traces import read_trace
 
 

@@ -4,133 +4,115 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from longspan.cli.bundles import bundled
-from longspan.core.options import PromptExchange
+from longspan.cli.options import NameArgument, verb
+from longspan.core.cluster import parse_parallel
+from longspan.core.options import Option, PromptExchange
+from longspan.sim.spec import HardwareSpec
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from longspan.cost.cluster import Devices
-    from longspan.cost.estimate import Estimate, Fractions
+    from longspan.cost.estimate import Estimate
 
-_cluster = partial(typer.Option, rich_help_panel="Cluster")
-_work = partial(typer.Option, rich_help_panel="What is computed")
+Fractions = tuple[float, ...] | Literal["search"] | None
+_cluster = partial(Option, group="Cluster")
+_work = partial(Option, group="What is computed")
 _LENGTH = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kmgtKMGT])?")
 _MOST = 2**40
 _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
+_HARDWARE = HardwareSpec()
 
 
-@dataclass(frozen=True, kw_only=True)
-class HardwareOptions:
-    """The options of every verb that computes times from data sheets."""
+def length(text: str) -> int:
+    """Reads `8192`, `8K` (8 * 1,024), `8k` (8 * 1,000), `1M` and `25.6k`, as vLLM does.
 
-    link: Annotated[
-        str | None,
-        _cluster(
-            metavar="NAME",
-            help="What connects hosts, or the devices of a single host.",
-            show_default="what such devices come with",
-        ),
-    ] = None
-    link_gbytes_per_s: Annotated[
-        float | None,
-        _cluster(
-            metavar="X",
-            help="Instead: its nominal speed, one way, in 10^9 bytes per second.",
-            show_default="the link's",
-        ),
-    ] = None
-    dtype: Annotated[
-        Literal["auto", "bfloat16", "float16", "float32"], _cluster(help="Of weights, keys and values; auto: 16 bits.")
-    ] = "auto"
-    ffn_dtype: Annotated[
-        Literal["bfloat16", "float16", "float32", "fp8"] | None,
-        _cluster(help="Of the feed-forward weights.", show_default="as --dtype"),
-    ] = None
-    attention: Annotated[
-        Literal["flash", "eager"] | None,
-        _cluster(help="Fused, or as Hugging Face's single operators compute it.", show_default="flash"),
-    ] = None
+    Raises:
+        ValueError: for anything else, such as a fraction of a token or of a binary unit, and for more than 2^40.
+    """
+    match = _LENGTH.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"must be a number of tokens such as 8192, 8K (8192) or 8k (8000), but {text!r} given")
+    number, unit = match[1], match[2] or ""
+    factor = (1024 if unit.isupper() else 1000) ** _POWERS[unit.lower()] if unit else 1
+    tokens = Fraction(number) * factor
+    if ("." in number and not unit.islower()) or tokens.denominator != 1:
+        raise ValueError(f"must be a whole number of tokens, but {text!r} given: 25.6k works, 25.6K does not")
+    if tokens > _MOST:
+        raise ValueError(f"can be at most {_MOST} tokens (1T), but {text!r} given")
+    return int(tokens)
 
 
-_HARDWARE = HardwareOptions()
+def _fractions(text: str) -> Fractions:
+    from longspan.cost.partitions import parse_fractions  # noqa: PLC0415 - loads numpy
+
+    return "search" if text == "search" else parse_fractions(text)
 
 
-@bundled()
+@verb()
 def estimate(
-    model: Annotated[str, typer.Argument(help="A name such as llama-3-8b, a folder with a config.json, or a hub id.")],
+    model: NameArgument,
     *,
-    hardware: Annotated[str, _cluster(help="A device such as h100-sxm-80g; an unknown name lists all.")],
-    gpus_per_host: Annotated[int, _cluster(help="Devices of each host.")] = 8,
-    hosts: Annotated[int, _cluster(help="How many hosts there are.")] = 1,
-    parallel: Annotated[str, _work(metavar="SPEC", help=r"\[N]\[xtpT]: N instances of T devices each.")] = "1",
+    hardware: Annotated[str, _cluster("A device such as h100-sxm-80g; an unknown name lists all.")],
+    gpus_per_host: Annotated[int, _cluster("Devices of each host.")] = 8,
+    hosts: Annotated[int, _cluster("How many hosts there are.")] = 1,
+    parallel: Annotated[str, _work("[N][xtpT]: N instances of T devices each.", metavar="SPEC")] = "1",
     exchange: Annotated[
         PromptExchange,
         _work(
-            help="How instances share prompts, if there are several; auto: ring_kv, and ring_q to decode. "
+            "How instances share prompts, if there are several; auto: ring_kv, and ring_q to decode. "
             "Behind a chain its last instance decodes alone.",
         ),
     ] = "auto",
     fractions: Annotated[
-        str | None,
+        Fractions,
         _work(
+            "How much of a contiguous prompt each instance gets.",
             metavar="F,F,...|search",
-            help="How much of a contiguous prompt each instance gets.",
-            show_default="even for a chain, else zigzag",
+            default="even for a chain, else zigzag",
+            read=_fractions,
         ),
     ] = None,
     context: Annotated[
-        str, _work(metavar="L", help="Tokens of the context, cached ones included; 8K is 8192, 8k 8000.")
+        int, _work("Tokens of the context, cached ones included; 8K is 8192, 8k 8000.", metavar="L", read=length)
     ],
-    cached: Annotated[str, _work(metavar="P", help="How many of them have been computed before.")] = "0",
-    phase: Annotated[Literal["prefill", "decode"], _work(help="The whole prompt, or one token behind it.")] = "prefill",
-    batch: Annotated[int, _work(help="Requests at a time.")] = 1,
-    sheets: HardwareOptions = _HARDWARE,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and no table.")] = False,
+    cached: Annotated[int, _work("How many of them have been computed before.", metavar="P", read=length)] = 0,
+    phase: Annotated[Literal["prefill", "decode"], _work("The whole prompt, or one token behind it.")] = "prefill",
+    batch: Annotated[int, _work("Requests at a time.")] = 1,
+    sheets: HardwareSpec = _HARDWARE,
+    as_json: Annotated[bool, Option("Print one JSON object and no table.", name="json")] = False,
 ) -> None:
     """Predicts time to first token, or between tokens, from data sheets, with memory and communication.
 
     Nothing is run. docs/cost.md says how it is computed, and how far it is from what papers measured.
     """
-    from longspan.core.cluster import ParallelSpec  # noqa: PLC0415 - other verbs need none of it
-    from longspan.core.exchange import RING_KV, RING_Q, exchange_of  # noqa: PLC0415
+    from longspan.core.exchange import RING_KV, RING_Q, exchange_of  # noqa: PLC0415 - other verbs need none of it
     from longspan.cost.cluster import Devices, link_speed, roofline  # noqa: PLC0415
     from longspan.cost.estimate import estimate_decode, estimate_prefill  # noqa: PLC0415
     from longspan.simulation import read_architecture  # noqa: PLC0415
 
-    spec = ParallelSpec.parse(parallel)
+    spec = parse_parallel(parallel).spec
     speed = link_speed(sheets.link, sheets.link_gbytes_per_s)
     cluster = Devices(
         hardware=hardware, gpus_per_host=gpus_per_host, hosts=hosts, link=sheets.link, link_bytes_per_s=speed
     )
     sizes = read_architecture(model, dtype=sheets.dtype, ffn_dtype=sheets.ffn_dtype)
     cost = roofline(sizes, cluster, spec, sheets.attention or "flash")
-    tokens, known = length("--context", context), length("--cached", cached)
     if phase == "prefill":
         chosen = RING_KV if exchange == "auto" else exchange_of(exchange)
-        shares = _fractions(fractions)
-        found = estimate_prefill(cost, spec.instances, chosen, tokens, known, fractions=shares, batch=batch)
+        found = estimate_prefill(cost, spec.instances, chosen, context, cached, fractions=fractions, batch=batch)
     else:
-        if fractions is not None or known:
+        if fractions is not None or cached:
             raise ValueError("--fractions and --cached are of prompts: leave them out with --phase decode")
         chosen = RING_Q if exchange == "auto" else exchange_of(exchange)
-        found = estimate_decode(cost, spec.instances, chosen, tokens, batch)
+        found = estimate_decode(cost, spec.instances, chosen, context, batch)
     _print(found, cluster, as_json=as_json)
-
-
-def _fractions(text: str | None) -> Fractions:
-    from longspan.cost.partitions import parse_fractions  # noqa: PLC0415
-
-    if text is None or text == "search":
-        return cast("Fractions", text)
-    return parse_fractions(text)
 
 
 def _print(found: Estimate, cluster: Devices, *, as_json: bool) -> None:
@@ -160,22 +142,3 @@ def _table(found: Estimate, cluster: Devices) -> Table:
     if len(set(found.partition)) > 1:
         table.add_row("tokens", ", ".join(map(str, found.partition)))
     return table
-
-
-def length(flag: str, text: str) -> int:
-    """Reads `8192`, `8K` (8 * 1,024), `8k` (8 * 1,000), `1M` and `25.6k`, as vLLM does.
-
-    Raises:
-        ValueError: for anything else, such as a fraction of a token or of a binary unit, and for more than 2^40.
-    """
-    match = _LENGTH.fullmatch(text.strip())
-    if match is None:
-        raise ValueError(f"{flag} must be a number of tokens such as 8192, 8K (8192) or 8k (8000), but {text!r} given")
-    number, unit = match[1], match[2] or ""
-    factor = (1024 if unit.isupper() else 1000) ** _POWERS[unit.lower()] if unit else 1
-    tokens = Fraction(number) * factor
-    if ("." in number and not unit.islower()) or tokens.denominator != 1:
-        raise ValueError(f"{flag} must be a whole number of tokens, but {text!r} given: 25.6k works, 25.6K does not")
-    if tokens > _MOST:
-        raise ValueError(f"{flag} can be at most {_MOST} tokens (1T), but {text!r} given")
-    return int(tokens)

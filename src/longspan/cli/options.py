@@ -8,17 +8,17 @@ from __future__ import annotations
 import errno
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
 import yaml
 
 import longspan
-from longspan.core.options import Option
+from longspan.core.options import Option, option_of, options_of
 from longspan.core.sampling import SamplingParams, StructuredOutputsParams
 from longspan.errors import ParameterError, named
 from longspan.runtime.executor.forkserver import start_server
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 ReturnT = TypeVar("ReturnT")
 STDIN = "-"
 ModelArgument = Annotated[str, Option("An alias (smollm2-135m), a local folder, or a Hugging Face hub id.")]
+NameArgument = Annotated[str, Option("A name such as llama-3-8b, a folder with a config.json, or a hub id.")]
 _form = partial(Option, group="Structured outputs: give one")
 
 
@@ -70,7 +71,7 @@ class _Flag:
 
     @property
     def name(self) -> str:
-        return (self.option.name or self.field).replace("_", "-")
+        return self.option.flag(self.field)
 
     @property
     def shown(self) -> str:
@@ -79,7 +80,9 @@ class _Flag:
     def parameter(self, *, environment: bool) -> inspect.Parameter:
         option, kind, default = self.option, self.kind, self.default
         if option.read is not None:
-            kind, default = (list[str] if option.repeatable else str) | None, None
+            kind = list[str] if option.repeatable else str
+            if default is not inspect.Parameter.empty:
+                kind, default = kind | None, str(default) if isinstance(default, int) else None
         words: dict[str, Any] = {
             "help": option.help.replace("[", "\\["),
             "metavar": option.metavar,
@@ -110,6 +113,8 @@ class _Flag:
             return self.default
         try:
             return self.option.read(value)
+        except ParameterError:
+            raise
         except ValueError as error:
             raise ParameterError(self.field, str(error), value) from error
 
@@ -121,8 +126,11 @@ def _flat(function: Callable[..., ReturnT], *, environment: bool) -> Callable[..
     others: list[inspect.Parameter] = []  # annotated for Typer already
     for name, parameter in parameters.items():
         if name in bundles:
-            found = [*_flags_of(bundles[name], parameter.default)]
-        elif (option := _option(hints[name])) is not None:
+            found = [
+                _Flag(field=field, option=option, kind=kind, default=getattr(parameter.default, field))
+                for field, option, kind in options_of(bundles[name])
+            ]
+        elif (option := option_of(hints[name])) is not None:
             positional = parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
             kind, default = get_args(hints[name])[0], parameter.default
             found = [_Flag(field=name, option=option, kind=kind, default=default, positional=positional)]
@@ -149,23 +157,10 @@ def _flat(function: Callable[..., ReturnT], *, environment: bool) -> Callable[..
             raise ValueError(named(flags[error.parameter].shown, error.problem)) from error
 
     shown = [flag.parameter(environment=environment) for flag in flags.values()]
-    in_order = sorted([*others, *shown], key=lambda one: (one.kind, one.default is not inspect.Parameter.empty))
+    in_order = sorted([*others, *shown], key=lambda one: one.kind)
     flat.__annotations__ = {parameter.name: parameter.annotation for parameter in in_order}
     flat.__signature__ = inspect.Signature(in_order)  # type: ignore[attr-defined]  # read by inspect, so by Typer
     return flat
-
-
-def _flags_of(kind: type[Any], defaults: object) -> Iterator[_Flag]:
-    hints = get_type_hints(kind, include_extras=True)
-    for field in fields(kind):
-        if (option := _option(hints[field.name])) is not None:
-            default = getattr(defaults, field.name)
-            yield _Flag(field=field.name, option=option, kind=get_args(hints[field.name])[0], default=default)
-
-
-def _option(hint: object) -> Option | None:
-    notes = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
-    return next((note for note in notes if isinstance(note, Option)), None)
 
 
 # ---------------------------------------------------------------- values from a file

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from longspan.core.account import KvAccount
 from longspan.core.cluster import Cluster
-from longspan.core.options import Option, PromptExchange, PromptLayout, key_values
+from longspan.core.options import Option, PromptExchange, PromptLayout, at_least_one, key_values
 from longspan.core.protocols import EnginePolicy
 from longspan.errors import ParameterError
 
@@ -27,9 +27,7 @@ class Limits:
     max_num_seqs: int = 128
 
     def __post_init__(self) -> None:
-        for name in ("max_num_batched_tokens", "max_num_seqs"):
-            if getattr(self, name) < 1:
-                raise ParameterError(name, f"must be at least 1, but {getattr(self, name)} given", getattr(self, name))
+        at_least_one(max_num_batched_tokens=self.max_num_batched_tokens, max_num_seqs=self.max_num_seqs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +140,13 @@ class SchedulingArgs:
     ] = None
     enable_prefix_caching: Annotated[bool, _scheduling("Reuse the KV of prompts that begin alike.")] = True
     async_scheduling: Annotated[bool, _scheduling("Plan and send a step while the last one runs.")] = True
+
+    def __post_init__(self) -> None:
+        at_least_one(
+            max_model_len=self.max_model_len,
+            block_size=self.block_size,
+            num_gpu_blocks_override=self.num_gpu_blocks_override,
+        )
 
     @property
     def limits(self) -> Limits:

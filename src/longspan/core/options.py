@@ -5,9 +5,9 @@ A field of a dataclass is an option if an `Option` annotates it. Its name, type 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from longspan.core.exchange import exchanges
 from longspan.errors import ParameterError
@@ -41,6 +41,24 @@ class Option:
     minimum: float | None = None
     repeatable: bool = False
     read: Callable[[Any], object] | None = None
+
+    def flag(self, field: str) -> str:
+        """Returns the name of its flag, without the dashes in front."""
+        return (self.name or field).replace("_", "-")
+
+
+def option_of(hint: object) -> Option | None:
+    """Returns the option that annotates a type."""
+    notes = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+    return next((note for note in notes if isinstance(note, Option)), None)
+
+
+def options_of(kind: type[Any]) -> Iterator[tuple[str, Option, Any]]:
+    """Lists the fields of a dataclass that are options, each with its type."""
+    hints = get_type_hints(kind, include_extras=True)
+    for field in fields(kind):
+        if (option := option_of(hints[field.name])) is not None:
+            yield field.name, option, get_args(hints[field.name])[0]
 
 
 def id_list(text: str) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from longspan.cost.channels import Channel, cost_of
 from longspan.cost.forward import Roofline
 from longspan.cost.roofline import Chip, Layer
 from longspan.cost.topology import Topology, Wire, wire
+from longspan.errors import ParameterError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +45,11 @@ class Devices:
             networks = [name for name in catalog.names("links") if catalog.link(name).where == "between"]
             raise ValueError(
                 f"the link {self.link} is inside a host, but {self.hosts} hosts given: choose one between hosts "
-                f"({', '.join(networks)}), or give --hosts 1 with all devices"
+                f"({', '.join(networks)}), or put all devices into one host"
             )
         if self.hosts == 1 and self.link is not None and catalog.link(self.link).per_host:
             raise ValueError(
-                f"the link {self.link} is between hosts, and shared by the devices of each: give --hosts 2 or more"
+                f"the link {self.link} is between hosts, and shared by the devices of each: give 2 hosts or more"
             )
 
     @property
@@ -59,7 +60,8 @@ class Devices:
 def link_speed(link: str | None, gbytes_per_s: float | None) -> float | None:
     """Returns bytes per second of a link whose speed is given in place of its name. Raises ValueError for both."""
     if link is not None and gbytes_per_s is not None:
-        raise ValueError(f"--link {link} and --link-gbytes-per-s {gbytes_per_s:g} both give its speed: give one")
+        problem = f"{gbytes_per_s:g} and link {link} both give its speed: give one"
+        raise ParameterError("link_gbytes_per_s", problem, gbytes_per_s)
     return None if gbytes_per_s is None else gbytes_per_s * 1e9
 
 

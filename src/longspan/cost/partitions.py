@@ -17,6 +17,7 @@ import msgspec
 
 from longspan.core.runs import shard_span
 from longspan.cost.catalog import Stored
+from longspan.errors import ParameterError
 
 Partition = tuple[int, ...]
 """Tokens of every member, in the order of the prompt; all but the last are multiples of the block size."""
@@ -43,28 +44,29 @@ def cut(fractions: Sequence[float], length: int, align: int) -> Partition:
 
 
 def parse_fractions(text: str) -> tuple[float, ...]:
-    """Reads what `--fractions` says, such as `0.35,0.255,0.21,0.185`.
+    """Reads fractions with commas between, such as `0.35,0.255,0.21,0.185`.
 
     Raises:
-        ValueError: for what is no number, not positive, or does not add up to 1.
+        ParameterError: for what is no number, not positive, or does not add up to 1.
     """
     try:
         fractions = tuple(float(word) for word in text.split(","))
     except ValueError:
-        raise ValueError(
-            f"fractions must be numbers with commas between, such as 0.6,0.4, but {text!r} given"
-        ) from None
+        problem = f"must be numbers with commas between, such as 0.6,0.4, but {text!r} given"
+        raise ParameterError("fractions", problem, text) from None
     check_fractions(fractions)
     return fractions
 
 
 def check_fractions(fractions: Sequence[float]) -> None:
-    """Raises ValueError unless all are positive and add up to 1, within 0.001."""
+    """Raises ParameterError unless all are positive and add up to 1, within 0.001."""
     shown = ",".join(f"{fraction:g}" for fraction in fractions)
     if not all(fraction > 0 for fraction in fractions):
-        raise ValueError(f"fractions must be above 0, but {shown} given: use fewer members rather than empty ones")
+        problem = f"must be above 0, but {shown} given: use fewer members rather than empty ones"
+        raise ParameterError("fractions", problem, shown)
     if not abs(sum(fractions) - 1) <= _SUM_TOLERANCE:
-        raise ValueError(f"fractions must add up to 1, but {shown} add up to {sum(fractions):g}: change one of them")
+        problem = f"must add up to 1, but {shown} add up to {sum(fractions):g}: change one of them"
+        raise ParameterError("fractions", problem, shown)
 
 
 def search(

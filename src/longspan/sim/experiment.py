@@ -9,14 +9,16 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from longspan.core.config import EngineConfig, capacity_tokens
+from longspan.core.config import EngineConfig, SchedulingArgs, capacity_tokens
+from longspan.errors import ParameterError
 from longspan.policy import make_policy
 from longspan.policy.spec import ChosenPolicy
 from longspan.policy.tetris.policy import hint_of_a_constant_rate
 from longspan.policy.tetris.rates import GRID_PER_S, IMPROVEMENT_RATES, RateTable
-from longspan.sim.cluster import Scheduling, SimulatedCluster
+from longspan.sim.cluster import SimulatedCluster
 from longspan.sim.result import Result, percentile
-from longspan.sim.run import Faults, Watch, simulate
+from longspan.sim.run import Watch, simulate
+from longspan.sim.spec import Faults
 from longspan.sim.timeline import Timeline
 from longspan.workload.arrivals import Workload
 
@@ -44,13 +46,13 @@ class Experiment:
     """
 
     cluster: SimulatedCluster
-    scheduling: Scheduling
+    scheduling: SchedulingArgs
     faults: Faults = field(default_factory=Faults)
     progress: Progress = _unseen
 
     def with_options(self, options: Mapping[str, str]) -> Experiment:
         """Sets or replaces some options of the policy."""
-        options = {**self.scheduling.policy_options, **options}
+        options = {**(self.scheduling.policy_options or {}), **options}
         return replace(self, scheduling=replace(self.scheduling, policy_options=options))
 
     def policy(self) -> ChosenPolicy:
@@ -62,7 +64,7 @@ class Experiment:
         return make_policy(
             self.scheduling.policy,
             num_instances=self.cluster.cluster.num_instances,
-            options=self.scheduling.policy_options,
+            options=self.scheduling.all_policy_options(),
             facts=self.cluster.facts,
         )
 
@@ -116,9 +118,10 @@ class Experiment:
             ValueError: for another policy, options that say the rates, or when no request is served.
         """
         if self.scheduling.policy != "tetris":
-            raise ValueError(f"improvement rates are of --policy tetris, but --policy {self.scheduling.policy} given")
+            problem = f"must be tetris, which has improvement rates, but {self.scheduling.policy} given"
+            raise ParameterError("policy", problem, self.scheduling.policy)
         for option in ("improvement_rate", "improvement_rates"):
-            if option in self.scheduling.policy_options:
+            if option in self.scheduling.all_policy_options():
                 raise ValueError(f"what -o {option} says is to be found: leave that out")
         if self.cluster.cluster.has_roles:
             workload = replace(workload, arrivals=[replace(one, output_len=1) for one in workload.arrivals])

@@ -20,39 +20,8 @@ from longspan.core.steps import Forward, MoveKV
 from longspan.cost.step_cost import StepCost
 from longspan.sim.executor import Ran, SimExecutor, VirtualClock
 from longspan.sim.result import Result, Served
+from longspan.sim.spec import Faults
 from longspan.workload.arrivals import Arrival, Texts
-
-
-@dataclass(frozen=True, kw_only=True)
-class Faults:
-    """Slow instances and lost workers: all that goes wrong.
-
-    Attributes:
-        slow: by which factor an instance takes longer than its cost, for each that is slow.
-        lost_at_s: when a worker is lost. As in a real engine all its fellows are then stopped, and new ones started.
-        restart_s: how long those take until they can work.
-
-    Raises:
-        ValueError: for a factor or a time out of range.
-    """
-
-    slow: Mapping[int, float] = field(default_factory=dict)
-    lost_at_s: tuple[float, ...] = ()
-    restart_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        for instance, factor in self.slow.items():
-            if instance < 0 or not (factor > 0 and math.isfinite(factor)):
-                raise ValueError(f"instance {instance} cannot be slower by {factor}: give a factor above 0")
-        for name, value in (*(("a loss", at) for at in self.lost_at_s), ("a restart", self.restart_s)):
-            if not (value >= 0 and math.isfinite(value)):
-                raise ValueError(f"{name} at, or of, {value} seconds cannot be: give 0 or more")
-
-    def check(self, num_instances: int) -> None:
-        """Raises ValueError when an instance is slow that is not there."""
-        for instance in self.slow:
-            if instance >= num_instances:
-                raise ValueError(f"instance {instance} is to be slow, but there are {num_instances}, counted from 0")
 
 
 @dataclass(frozen=True)
@@ -235,7 +204,7 @@ class _Simulation:
         now = self._clock.now()
         if self._watch.lost is not None:
             self._watch.lost(now)
-        self._engine.restart(self._executor(now + self._faults.restart_s))
+        self._engine.restart(self._executor(now + self._faults.seconds_to_restart))
 
     def _add(self, index: int) -> None:
         arrival, said = self._arrivals[index], self._said.pop(index, None)

@@ -1,0 +1,226 @@
+"""Descriptions of a simulated experiment: a cluster, and the faults that happen on it.
+
+Importing these descriptions loads no numpy, so that the command line can make its flags from them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal
+
+from longspan.core.cluster import Cluster, Location, locations_of_ranks, parse_parallel
+from longspan.core.config import SchedulingArgs
+from longspan.core.options import Option, at_least_one, key_values
+from longspan.errors import ParameterError
+
+SIMULATED_SCHEDULING = SchedulingArgs(max_num_batched_tokens=8192)
+"""Devices that have data sheets take so many tokens at once; CPUs, for which `EngineArgs` is set, take fewer."""
+_GPUS_PER_HOST = 8
+_RESTART_S = 10.0
+_cluster = partial(Option, group="Cluster")
+_faults = partial(Option, group="What goes wrong")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HardwareSpec:
+    """Refines what data sheets say of devices, for whoever computes times from them.
+
+    Attributes:
+        link_gbytes_per_s: the nominal speed of the link, one way, in 10^9 bytes per second.
+    """
+
+    link: Annotated[
+        str | None,
+        _cluster(
+            "What connects hosts, or the devices of a single host.",
+            metavar="NAME",
+            default="what such devices come with",
+        ),
+    ] = None
+    link_gbytes_per_s: Annotated[
+        float | None,
+        _cluster("Instead: its nominal speed, one way, in 10^9 bytes per second.", metavar="X", default="the link's"),
+    ] = None
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32"], _cluster("Of weights, keys and values; auto: 16 bits.")
+    ] = "auto"
+    ffn_dtype: Annotated[
+        Literal["bfloat16", "float16", "float32", "fp8"] | None,
+        _cluster("Of the feed-forward weights.", default="as --dtype"),
+    ] = None
+    attention: Annotated[
+        Literal["flash", "eager"] | None,
+        _cluster("Fused, or as Hugging Face's single operators compute it.", default="flash"),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetSpec:
+    """Counts the devices, and the instances on them."""
+
+    hardware: Annotated[
+        str | None,
+        _cluster("A device such as a100-sxm-80g; an unknown name lists all. Or give --profile.", metavar="NAME"),
+    ] = None
+    profile: Annotated[
+        Path | None,
+        _cluster("Instead: what longspan profile measured; instances are of that machine.", metavar="FILE"),
+    ] = None
+    hosts: Annotated[int, _cluster("How many hosts there are.")] = 1
+    gpus_per_host: Annotated[
+        int | None, _cluster("Devices of each host.", default="what the instances need, or else 8")
+    ] = None
+    parallel: Annotated[
+        str | None,
+        _cluster(
+            "[N][xtpT]: N instances of T devices each; they take all devices.",
+            metavar="SPEC",
+            default="one per device",
+        ),
+    ] = None
+    prefill_parallel: Annotated[
+        str | None,
+        _cluster("Instead of --parallel: the instances that prefill only, on the first devices.", metavar="SPEC"),
+    ] = None
+    decode_parallel: Annotated[
+        str | None, _cluster("With it: those that decode only; prompts' KV is sent to them.", metavar="SPEC")
+    ] = None
+    transfer_backends: Annotated[
+        int | None,
+        _cluster(
+            "How many transfers a decode instance receives at once.", metavar="N", default="one per prefill instance"
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSpec(HardwareSpec, FleetSpec):
+    """Describes a cluster by the data sheets of its devices, or by the profile of a machine.
+
+    Raises:
+        ParameterError: for a value that is not possible, or options that exclude each other.
+    """
+
+    def __post_init__(self) -> None:
+        at_least_one(hosts=self.hosts, gpus_per_host=self.gpus_per_host)
+        if self.hardware is not None and self.profile is not None:
+            raise ParameterError("hardware", f"{self.hardware} and profile exclude each other: give one of them")
+        if self.profile is not None:
+            self._check_measured()
+        self._check_devices()
+
+    def _check_measured(self) -> None:
+        """Refuses what data sheets are asked for."""
+        for name in ("link", "link_gbytes_per_s", "dtype", "ffn_dtype", "attention"):
+            if (value := getattr(self, name)) not in (None, "auto"):
+                problem = f"{value} refines data sheets: with a profile all is as it was measured; leave it out"
+                raise ParameterError(name, problem, value)
+
+    def _check_devices(self) -> None:
+        """Refuses instances that do not take all devices, or leave a host empty."""
+        found, per_host = self._instances, self.devices_per_host
+        if self.gpus_per_host is not None and found.num_ranks != (there := self.hosts * per_host):
+            specs = [found.spec] if found.decode_spec is None else [found.spec, found.decode_spec]
+            sums = " + ".join(f"instances({spec.instances}) * tp({spec.tp})" for spec in specs)
+            problem = f"({per_host}) * hosts({self.hosts}) = {there} devices, but {sums} = {found.num_ranks} given"
+            raise ParameterError("gpus_per_host", problem, per_host)
+        if self.profile is None and (taken := math.ceil(found.num_ranks / per_host)) < self.hosts:
+            problem = f"({self.hosts}) are more than the {taken} that {found.num_ranks} devices, {per_host} each, take"
+            raise ParameterError("hosts", problem, self.hosts)
+
+    @property
+    def cluster(self) -> Cluster:
+        """Returns all instances, on all devices. By data sheets, hosts are filled one after the other."""
+        found = self._instances
+        if self.profile is not None:
+            return replace(found, locations=locations_of_ranks(found.num_ranks, str(self.hosts)))
+        per_host = self.devices_per_host
+        locations = (Location(host=rank // per_host, device=rank) for rank in range(found.num_ranks))
+        return replace(found, locations=tuple(locations))
+
+    @property
+    def _instances(self) -> Cluster:
+        specs = (self.parallel, self.prefill_parallel, self.decode_parallel)
+        alike = None if any(specs) else self.hosts * (self.gpus_per_host or _GPUS_PER_HOST)
+        return parse_parallel(*specs, transfer_backends=self.transfer_backends, instances=alike)
+
+    @property
+    def devices_per_host(self) -> int:
+        """Hosts are filled one after the other, so the last one may have fewer devices."""
+        return self.gpus_per_host or math.ceil(self._instances.num_ranks / self.hosts)
+
+
+def _factors(pairs: Sequence[str]) -> dict[int, float]:
+    try:
+        return {int(instance): float(factor) for instance, factor in key_values(pairs).items()}
+    except ValueError:
+        raise ValueError(f"is INSTANCE=FACTOR, such as 3=1.5, but {' '.join(pairs)} given") from None
+
+
+def _moments(texts: Sequence[str]) -> tuple[float, ...]:
+    try:
+        return tuple(map(float, texts))
+    except ValueError:
+        raise ValueError(f"must be a number of seconds, but {' '.join(texts)} given") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faults:
+    """Slow instances and lost workers: all that goes wrong.
+
+    Attributes:
+        slow: by which factor an instance takes longer than its cost, for each that is slow.
+        lost_at_s: when a worker is lost. As in a real engine all its fellows are then stopped, and new ones started.
+        restart_s: how long those take until they can work; 10 if None.
+
+    Raises:
+        ParameterError: for a factor or a time out of range.
+    """
+
+    slow: Annotated[
+        Mapping[int, float],
+        _faults(
+            "This instance, from 0, takes so many times as long; repeatable.",
+            metavar="INSTANCE=FACTOR",
+            repeatable=True,
+            read=_factors,
+        ),
+    ] = field(default_factory=dict)
+    lost_at_s: Annotated[
+        tuple[float, ...],
+        _faults(
+            "After so many seconds a worker is lost; all start anew, as a real engine's do; repeatable.",
+            name="lose-worker-at",
+            metavar="S",
+            repeatable=True,
+            read=_moments,
+        ),
+    ] = ()
+    restart_s: Annotated[
+        float | None,
+        _faults("Seconds that workers take to start anew.", name="restart-time", metavar="S", default="10"),
+    ] = None
+
+    def __post_init__(self) -> None:
+        for instance, factor in self.slow.items():
+            if instance < 0 or not (factor > 0 and math.isfinite(factor)):
+                raise ParameterError("slow", f"of instance {instance} must be above 0, but {factor} given", factor)
+        for name, values in (("lost_at_s", self.lost_at_s), ("restart_s", (self.seconds_to_restart,))):
+            for value in values:
+                if not (value >= 0 and math.isfinite(value)):
+                    raise ParameterError(name, f"must be 0 or more seconds, but {value} seconds given", value)
+
+    @property
+    def seconds_to_restart(self) -> float:
+        return _RESTART_S if self.restart_s is None else self.restart_s
+
+    def check(self, num_instances: int) -> None:
+        """Raises ParameterError when an instance is slow that is not there."""
+        for instance in self.slow:
+            if instance >= num_instances:
+                problem = f": instance {instance} is to be slow, but there are {num_instances}, counted from 0"
+                raise ParameterError("slow", problem, instance)
