@@ -137,7 +137,7 @@ class _Nobody:
     def start(self, *_: object) -> None:
         raise AssertionError("what is wrong is found before anything is sent")
 
-    def flush(self) -> None: ...
+    def complete_sends(self) -> None: ...
 
 
 HALVES = shard_span("contiguous", 0, 8, 2)

@@ -43,7 +43,7 @@ class Failing:
         assert self._wait is not None
         raise self._wait
 
-    def flush(self) -> None:
+    def complete_sends(self) -> None:
         pass
 
 

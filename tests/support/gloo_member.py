@@ -36,8 +36,8 @@ def main() -> None:
     for round_number in range(6):
         for members in {tuple(range(num_ranks)), (1, 0)}:
             check(faulty, members, rank, round_number, next(tags))
-    faulty.flush()
-    gloo.flush()
+    faulty.complete_sends()
+    gloo.complete_sends()
     meet_short_message(gloo, rank, next(tags))
     until_killed(gloo, num_ranks, rank, tags)
 
@@ -64,7 +64,7 @@ def meet_short_message(transport: TorchTransport, rank: int, tag: int) -> None:
     message = Message([((3 if rank else 2,), torch.float32)], torch.device("cpu"))
     if rank == 0:
         Group(transport, (0, 1), 0, first_tag=tag).start(sends={1: message}, receives={}, hop=0)
-        transport.flush()
+        transport.complete_sends()
     elif rank == 1:
         try:
             Group(transport, (0, 1), 1, first_tag=tag).start(sends={}, receives={0: message}, hop=0).wait()

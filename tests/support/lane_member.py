@@ -42,7 +42,7 @@ def main() -> None:
             pending.wait()
             assert message.tensors[0].tolist() == [10 * source + number] * 4
     for lane in lanes:
-        lane.flush()
+        lane.complete_sends()
     dist.barrier()
     dist.destroy_process_group()
 

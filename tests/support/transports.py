@@ -65,7 +65,7 @@ class FaultyTransport:
             self._changed.notify_all()
         return pending
 
-    def flush(self) -> None:
+    def complete_sends(self) -> None:
         """Waits until the lane is empty; raises what it met."""
         with self._changed:
             self._changed.wait_for(lambda: not self._due or self._error)
@@ -118,7 +118,7 @@ def run_members(
         try:
             results[rank] = work(rank, faulty or transport)
             if faulty:
-                faulty.flush()
+                faulty.complete_sends()
         except Exception as error:  # noqa: BLE001 - the caller looks at it
             results[rank] = error
             transport.close()

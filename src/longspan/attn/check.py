@@ -371,7 +371,7 @@ def _compare(check: Check, rank: int, transport: TorchTransport) -> Iterator[tup
             group = Group(transport, range(size), rank, hosts=check.hosts, name=name, first_tag=tag)
             tag += hidden_hops(size)  # no exchange has more
             error = (run_exchange(EXCHANGES[name], group, case, spec) - wanted).abs().nan_to_num(torch.inf)
-            transport.flush()
+            transport.complete_sends()
             yield name, Found(error.max().item() if error.numel() else 0.0, group.sent)
 
 

@@ -78,7 +78,7 @@ class Transport(Protocol):
     def start(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int) -> Pending:
         """Starts all sends and receives as one grouped call; blocks only to bound the memory of old sends."""
 
-    def flush(self) -> None:
+    def complete_sends(self) -> None:
         """Waits until every send has left; its peers receive it in the same step."""
 
 
@@ -141,7 +141,7 @@ class _Nobody:
     def wait(self) -> None:
         """Returns at once."""
 
-    def flush(self) -> None:
+    def complete_sends(self) -> None:
         """Returns at once."""
 
 
@@ -221,7 +221,7 @@ class TorchTransport:
                 self._await_oldest()
         return arrival
 
-    def flush(self) -> None:
+    def complete_sends(self) -> None:
         """Waits until every send has left, the oldest first."""
         with peer_errors():
             while self._outbox:

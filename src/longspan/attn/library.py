@@ -68,7 +68,7 @@ class Members:
         Raises:
             CommError: when a peer is gone.
         """
-        self._transport.flush()
+        self._transport.complete_sends()
 
     def __enter__(self) -> Self:
         return self

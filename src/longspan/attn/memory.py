@@ -95,7 +95,7 @@ class MemoryTransport:
     """One rank's end of the wires.
 
     Args:
-        waits_for_sends: what `start` returns waits for its sends, too, as `MoveTransport` does; else `flush` does.
+        waits_for_sends: what `start` returns waits for its sends, as `MoveTransport`; else `complete_sends` waits.
     """
 
     tagged = True
@@ -112,7 +112,7 @@ class MemoryTransport:
         self._outbox += [one for one in sent if not one.is_taken]
         return _Taking(self._wires, self._rank, receives, tag, ())
 
-    def flush(self) -> None:
+    def complete_sends(self) -> None:
         """Waits until peers have copied what was sent."""
         self._wires.await_taken(self._rank, self._outbox)
         self._outbox.clear()

@@ -144,7 +144,7 @@ class Links:
     def _timed(self, call: Callable[[], object]) -> float:
         dist.barrier()
         seconds = _seconds(call, self._device)
-        self._transport.flush()
+        self._transport.complete_sends()
         return seconds
 
 

@@ -39,7 +39,7 @@ class MoveTransport:
             leaving = list(start_sends(sends, self._group, tag, staged=self._staged))
         return _Beside(arrival, leaving, self._device)
 
-    def flush(self) -> None:
+    def complete_sends(self) -> None:
         """Waits for nothing: peers may be in other steps."""
 
 

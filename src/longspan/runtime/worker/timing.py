@@ -78,10 +78,10 @@ class TimedTransport:
         with self._watch.during("messages"):
             return _TimedPending(self._inner.start(sends, receives, tag), self._watch)
 
-    def flush(self) -> None:
+    def complete_sends(self) -> None:
         """Waits as the inner transport does."""
         with self._watch.during("messages"):
-            self._inner.flush()
+            self._inner.complete_sends()
 
 
 class _TimedPending:

@@ -210,7 +210,7 @@ class Worker:
             attention.without_tokens(self._dtype, self._device)
         attention.finish()
         if self.network is not None:
-            self.network.flush()
+            self.network.complete_sends()
         return Done(rank=self.rank, number=forward.number, sampled=sampled, scored=scored, bytes_sent=dict(comm.sent))
 
     def _sample(self, packed: Packed, logits: Tensor) -> Iterator[Sampled]:
@@ -271,10 +271,10 @@ class Network:
         """Makes this rank's end of what a Forward moves; counts what it sends in `sent`."""
         return StepMoves(forward, self._messages, rebalances=self._rebalances, moves=self.moves, sent=sent)
 
-    def flush(self) -> None:
+    def complete_sends(self) -> None:
         """Waits until what a Forward has sent to its members has left, since they receive it in the same step."""
-        self.exchange.flush()
-        self._rebalance.flush()
+        self.exchange.complete_sends()
+        self._rebalance.complete_sends()
 
 
 class Inbox:
