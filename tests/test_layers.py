@@ -23,7 +23,7 @@ def test_import_contracts_hold() -> None:
     "module",
     [
         "longspan",
-        "longspan.cli",
+        "longspan.cli.app",
         "longspan.core",
         "longspan.attn",
         "longspan.cost.roofline",

@@ -9,9 +9,9 @@ def main() -> NoReturn:
     """Runs the command line and exits."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)
-    from longspan import cli  # noqa: PLC0415 - signals first
+    from longspan.cli import app  # noqa: PLC0415 - signals first
 
-    cli.main()  # which handles them from here on
+    app.main()  # which handles them from here on
 
 
 def _leave(number: int, _: object) -> NoReturn:

@@ -1,4 +1,4 @@
-"""The options of an engine, and what they mean on this machine as far as that can be told without the model."""
+"""The options of an engine, and their meaning on this machine as far as it does not depend on the model."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class EngineArgs(SchedulingArgs, DeviceArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedArgs:
-    """The meaning of `EngineArgs` on this machine.
+    """Says what `EngineArgs` mean on this machine.
 
     Attributes:
         cluster: its KV pools have no sizes yet, since these depend on the model.

@@ -200,7 +200,7 @@ def test_asking_for_the_prompt_changes_nothing() -> None:
 _SLOW = """
 import sys, time
 sys.path.insert(0, "tests")
-import longspan, longspan.cli, fake_llm
+import longspan, longspan.cli.app, fake_llm
 class Slow(fake_llm.FakeLLM):
     def __exit__(self, *_): print("engine closed", file=sys.stderr, flush=True)
     def stream(self, prompt, params):
@@ -211,7 +211,7 @@ class Slow(fake_llm.FakeLLM):
                 return
             time.sleep(0.1)
 longspan.LLM = Slow
-longspan.cli.main(["chat"])
+longspan.cli.app.main(["chat"])
 """
 
 

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 from fake_llm import FakeLLM, run
 
-from longspan import cli
+from longspan.cli import app
 from longspan.core.sampling import SamplingParams
 from longspan.errors import WorkerLostError
 
@@ -286,7 +286,7 @@ def test_a_failure_while_streaming_shuts_down_and_sets_the_code(
 def test_our_own_mistakes_keep_their_stack_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeLLM, "failure", ZeroDivisionError())
     with pytest.raises(ZeroDivisionError):
-        cli.main(["generate", "--prompt", "x"])
+        app.main(["generate", "--prompt", "x"])
 
 
 @pytest.mark.parametrize("arguments", [["--version"], [], ["--help"], ["generate", "-h"], ["chat", "-h"]])
@@ -302,7 +302,7 @@ _SLOW = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits that it is ignored
 from types import SimpleNamespace
-import longspan, longspan.cli
+import longspan, longspan.cli.app
 class Slow:
     bytes_exchanged = bytes_between_hosts = {"total": 0}
     def __init__(self, *_, **__): pass
@@ -315,7 +315,7 @@ class Slow:
                 prompt_token_ids=[1], outputs=[SimpleNamespace(text="word " * count, token_ids=[], finish_reason=None)],
                 metrics=SimpleNamespace(ttft_s=0.1, tbt_s=[0.1], kv_tokens_per_instance=[1, 2]))
 longspan.LLM = Slow
-longspan.cli.main(["generate", "--prompt", "x"])
+longspan.cli.app.main(["generate", "--prompt", "x"])
 """
 
 
@@ -343,7 +343,7 @@ runpy.run_module("longspan", run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("module", ["longspan.cli", "typer", "longspan.cli.serve"])
+@pytest.mark.parametrize("module", ["longspan.cli.app", "typer", "longspan.cli.serve"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_while_it_starts_ends_it_quietly(number: signal.Signals, module: str) -> None:
     command = [sys.executable, "-c", _EARLY, module, str(int(number))]

@@ -9,7 +9,7 @@ from typing import Any, Self
 import pytest
 
 import longspan
-from longspan import cli
+from longspan.cli import app
 from longspan.core.sampling import SamplingParams
 from longspan.outputs import CompletionOutput, Logprob, RequestOutput
 
@@ -111,7 +111,7 @@ def output(prompt: str | list[int], params: SamplingParams, num_words: int, *, a
 def run(*arguments: str) -> int:
     """Runs the command line and returns its exit code."""
     with pytest.raises(SystemExit) as exit_:
-        cli.main(arguments)
+        app.main(arguments)
     assert isinstance(exit_.value.code, int)
     return exit_.value.code
 

@@ -86,7 +86,7 @@ def _fail(message: str, *, code: int) -> NoReturn:
 
 
 def _given(error: typer.TyperException) -> str:
-    """The value that is wrong, where the message does not say it."""
+    """Returns the words about the value that is wrong, where the message does not say it."""
     from pydantic import ValidationError  # noqa: PLC0415 - nothing was wrong so far
 
     cause = error.__cause__

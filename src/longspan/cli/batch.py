@@ -1,4 +1,4 @@
-"""The verb `batch`: a file of requests in OpenAI's batch format."""
+"""The verb `batch`: answers a file of requests in OpenAI's batch format."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class BatchLine:
 
     @property
     def id(self) -> str:
-        """What the answer is called: the same in every run."""
+        """Names the answer, the same in every run."""
         return f"batch_req_{self.number}"
 
     @property
     def key(self) -> str:
-        """What tells this request from others of the file."""
+        """Tells this request from others of the file."""
         return self.id if self.custom_id is None else self.custom_id
 
 
@@ -142,7 +142,7 @@ def _answers(llm: LLM, model: str, names: list[str], engine: EngineArgs) -> Answ
 
 
 def read_batch(path: Path) -> Iterator[BatchLine]:
-    """The requests of a file, read as they are taken; empty lines are passed over.
+    """Reads the requests of a file as they are taken, and skips empty lines.
 
     Raises:
         ValueError: when the file cannot be read.
@@ -157,7 +157,7 @@ def read_batch(path: Path) -> Iterator[BatchLine]:
 
 
 def parse_batch_line(text: bytes, number: int) -> BatchLine:
-    """The request in a line, or why there is none."""
+    """Reads the request in a line, or finds out why there is none."""
     try:
         given = msgspec.json.decode(text, type=_Given)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -171,7 +171,7 @@ def parse_batch_line(text: bytes, number: int) -> BatchLine:
 
 
 def keys_in(path: Path) -> set[str]:
-    """Keys of the requests in a file.
+    """Returns the keys of the requests in a file.
 
     Raises:
         ValueError: when two have the same custom_id, or the file cannot be read.
@@ -188,7 +188,7 @@ def keys_in(path: Path) -> set[str]:
 
 
 def answered_in(path: Path) -> set[str]:
-    """Keys of the requests that a file of answers holds; a last line that was cut off is removed from the file.
+    """Returns the keys of the requests that a file of answers holds, and removes a last line that was cut off.
 
     Raises:
         ValueError: when the file cannot be read or written, or holds something else.
@@ -212,7 +212,7 @@ def answered_in(path: Path) -> set[str]:
 
 @contextmanager
 def appended(path: Path) -> Iterator[IO[bytes]]:
-    """A file to append lines to, which no other process appends to meanwhile.
+    """Opens a file to append lines to, and keeps other processes from appending meanwhile.
 
     Raises:
         ValueError: when it cannot be written, or another process does so.
@@ -236,7 +236,7 @@ def write_answer(file: IO[bytes], line: BatchLine, status: int, body: dict[str, 
 
 
 def write_error(file: IO[bytes], line: BatchLine) -> None:
-    """Appends why a line is no request."""
+    """Appends the reason why a line is no request."""
     _write(file, line, response=None, error={"code": "invalid_request", "message": line.error})
 
 
@@ -259,7 +259,7 @@ def _answered(path: Path, text: bytes, number: int) -> str:
 
 
 def _custom_id(text: bytes) -> str | None:
-    """That of a line that is wrong, if it has one."""
+    """Finds the custom_id of a line that is wrong."""
     try:
         return msgspec.json.decode(text, type=_Named).custom_id
     except (msgspec.DecodeError, UnicodeDecodeError):

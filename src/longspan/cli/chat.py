@@ -1,4 +1,4 @@
-"""The verb `chat`: a conversation in the terminal."""
+"""The verb `chat`: holds a conversation in the terminal."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def chat(
 
 
 class Chat:
-    """The loop: takes lines, answers them, and obeys commands."""
+    """Takes lines, answers them, and obeys commands."""
 
     def __init__(self, llm: LLM, params: SamplingParams, conversation: Conversation) -> None:
         self._llm, self._params, self._conversation = llm, params, conversation
@@ -75,7 +75,7 @@ class Chat:
         }
 
     def run(self) -> None:
-        """Until the input ends or says /exit.
+        """Takes lines until the input ends or says /exit.
 
         Raises:
             ValueError: at once, when the model has no chat template or it refuses the system message.
@@ -126,7 +126,7 @@ class Chat:
 
 
 class Conversation:
-    """Messages, and the token ids that stand for them.
+    """Keeps the messages, and the token ids that stand for them.
 
     An answer stays as the tokens that were sampled: its text, tokenized again, can give others, whose keys and values
     are nowhere. What a turn adds is what the template renders behind the answer's text.
@@ -145,7 +145,7 @@ class Conversation:
         self.token_ids: list[int] = []
 
     def prompt(self, user: str) -> list[int]:
-        """The token ids that ask for the answer to `user`; changes nothing.
+        """Returns the token ids that ask for the answer to `user`, and changes nothing.
 
         Raises:
             ValueError: when the template refuses the messages.
@@ -173,7 +173,7 @@ class Conversation:
 
 
 def _lines() -> Iterator[str]:
-    """What the user types, edited with readline on a terminal; or the lines of stdin."""
+    """Yields the lines of stdin; on a terminal users edit them with readline."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         yield from sys.stdin
         return
@@ -187,7 +187,7 @@ def _lines() -> Iterator[str]:
 
 @contextmanager
 def _on_interrupt(stop: Callable[[], None]) -> Iterator[None]:
-    """The first Ctrl-C inside calls `stop`; a second one is a KeyboardInterrupt again."""
+    """Calls `stop` at the first Ctrl-C inside; a second one is a KeyboardInterrupt again."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         del frame

@@ -1,4 +1,4 @@
-"""The verb `generate`: one prompt."""
+"""The verb `generate`: completes one prompt."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def verb(*, environment: bool = False) -> Callable[[Callable[..., ReturnT]], Cal
 
 @dataclass(frozen=True, kw_only=True)
 class _Flag:
-    """An option as Typer has it."""
+    """Turns an option into a parameter for Typer."""
 
     field: str
     option: Option
@@ -211,12 +211,12 @@ def _texts(where: str, value: object, *, repeatable: bool) -> str | list[str]:
 # ---------------------------------------------------------------- how tokens are chosen
 
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=128, seed=0)
-"""What the command line takes for granted, unlike Python and the server."""
+"""The command line takes these values for granted, unlike Python and the server."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FormOptions:
-    """The form of an output: the fields of `StructuredOutputsParams`, which may be in files."""
+    """Describes the form of an output: the fields of `StructuredOutputsParams`, which may be in files."""
 
     json_schema: Annotated[
         str | None, _form("The output is JSON that this schema describes.", metavar="FILE_OR_TEXT")

@@ -1,4 +1,4 @@
-"""What is printed: running text, tables, and outputs as JSON."""
+"""Printed outputs: running text, tables, and JSON."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def stream_to_stdout(
 
 
 def json_fields(output: RequestOutput) -> dict[str, object]:
-    """What the JSON forms of an output have in common: the first of its outputs, and all if there are several."""
+    """Returns the fields that all JSON forms share: the first of the outputs, and all if there are several."""
     found = {**_completion(output.outputs[0]), "prompt_tokens": len(output.prompt_token_ids)}
     if output.prompt_logprobs is not None:
         found["prompt_logprobs"] = [None if token is None else _logprobs(token) for token in output.prompt_logprobs]
@@ -50,7 +50,7 @@ def json_fields(output: RequestOutput) -> dict[str, object]:
 def json_result(
     output: RequestOutput, bytes_exchanged: Mapping[str, int], bytes_between_hosts: Mapping[str, int]
 ) -> dict[str, object]:
-    """What `--json` prints: `json_fields` and measurements."""
+    """Returns what `--json` prints: `json_fields` and measurements."""
     return {
         **json_fields(output),
         "ttft_s": output.metrics.ttft_s,

@@ -1,4 +1,4 @@
-"""The verb `serve`: an OpenAI-compatible server."""
+"""The verb `serve`: runs an OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ENGINE = EngineArgs()
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """How the server is reached, and what it lets wait."""
+    """The options that say how the server is reached, and how many requests it lets wait."""
 
     host: Annotated[str, _server("Address to listen on; 0.0.0.0 is every interface.")] = "127.0.0.1"
     port: Annotated[int, _server("0 takes a free one.")] = 8000

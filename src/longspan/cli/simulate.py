@@ -178,7 +178,7 @@ def _settings(model: str, experiment: Experiment, given: Sequence[object]) -> di
 
 
 def _words(value: object) -> object:
-    """Shortens an option's value for people: of a file its name."""
+    """Shortens an option's value for people: a file is shown by its name."""
     if isinstance(value, Mapping):
         return " ".join(f"{key}={item:g}" for key, item in value.items())
     if isinstance(value, tuple):

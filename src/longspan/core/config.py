@@ -111,7 +111,7 @@ class SchedulingArgs:
     exchange: Annotated[
         PromptExchange, _scheduling("How queries, keys and values of a shared prompt travel; auto chooses per step.")
     ] = "auto"
-    layout: Annotated[PromptLayout, _scheduling("How a shared prompt is dealt.")] = "auto"
+    layout: Annotated[PromptLayout, _scheduling("How a shared prompt is sharded.")] = "auto"
     fractions: Annotated[
         str | None,
         _scheduling(
