@@ -145,7 +145,7 @@ class ClusterSpec(HardwareSpec, FleetSpec):
     @property
     def _instances(self) -> Cluster:
         specs = (self.parallel, self.prefill_parallel, self.decode_parallel)
-        alike = None if any(specs) else self.hosts * (self.gpus_per_host or _GPUS_PER_HOST)
+        alike = None if any(spec is not None for spec in specs) else self.hosts * (self.gpus_per_host or _GPUS_PER_HOST)
         return parse_parallel(*specs, transfer_backends=self.transfer_backends, instances=alike)
 
     @property
