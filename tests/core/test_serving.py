@@ -16,7 +16,7 @@ from oracle import Expected, Oracle, assert_exact
 from texts import topic_tokens
 
 from longspan import LLM, SamplingParams
-from longspan.args import Arguments
+from longspan.args import EngineArgs
 from longspan.core.config import Limits
 from longspan.core.engine import Engine, EngineConfig
 from longspan.core.protocols import Executor
@@ -155,7 +155,7 @@ def test_real_and_simulated_execution_take_the_same_steps(tiny: Path) -> None:
     while engine.has_unfinished:
         engine.step()
     assert config == EngineConfig(
-        cluster=Arguments().cluster.with_blocks([120]),
+        cluster=EngineArgs().resolve().cluster.with_blocks([120]),
         block_size=16,
         max_model_len=1920,
         eos_token_ids=(2,),

@@ -26,8 +26,9 @@ from transformers import (
     T5Config,
 )
 
-from longspan.model.adapter import Model, check_supported
+from longspan.model.adapter import Model
 from longspan.model.files import build_once, cache_root
+from longspan.model.info import check_supported
 from longspan.model.source import ModelError, prepare, smollm2_folder
 
 CPU = torch.device("cpu")
