@@ -218,7 +218,9 @@ def _watched(pids: Sequence[int]) -> Iterator[Callable[[], None]]:
 def _await_all(ends: Sequence[int]) -> None:
     deadline = time.monotonic() + _END_TIMEOUT_S
     for end in ends:
-        select.select([end], [], [], max(0.0, deadline - time.monotonic()))
+        waiting = select.poll()  # select() fails in a process with more than 1,023 open files
+        waiting.register(end, select.POLLIN)
+        waiting.poll(max(0.0, deadline - time.monotonic()) * 1000)
 
 
 _server: _ForkServer | None = None
