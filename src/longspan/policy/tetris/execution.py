@@ -227,6 +227,11 @@ class Cdsp:
     def _plan_turns(self, view: ClusterView) -> tuple[Plan, bool]:
         """Plans for those whose turn it is, and tells whether one of them waits for room."""
         unscheduled = [planned for planned in self._plans.values() if not planned.is_scheduled]
+        if not unscheduled:  # everybody decodes
+            decodes = Batch(view, self._all)
+            for request in decodes.running():
+                decodes.add(self._next(request, decodes.budget))
+            return decodes.plan(), False
         in_turn = self._in_turn(unscheduled)
         groups = {planned.request.id: planned.group for planned in unscheduled if planned.begun}
         waiting = [planned for planned in in_turn if not planned.begun]
