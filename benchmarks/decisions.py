@@ -1,4 +1,4 @@
-"""How long it takes to plan one prompt with Tetris's algorithms, by number of instances.
+"""Measures how long it takes to plan one prompt with Tetris's algorithms, by number of instances.
 
 Lengths and queueing times are random, as in §7.4 of the paper; instances stand eight to a host, sizes are powers of two
 up to all of them, and times are like those of its Table 1: per token and per pair they shrink with the size, while each
@@ -25,14 +25,14 @@ _OTHER_HOSTS = (1, 3, 6, 7, 12, 16)
 
 
 def times_of(size: int) -> SpTimes:
-    """Of an 8B model on `size` A100: about those of Table 1."""
+    """Returns times of an 8B model on `size` A100: about those of Table 1."""
     return SpTimes(
         start_s=0.02 + 0.02 * (size - 1), token_s=6.5e-5 / size, cached_s=1.1e-9 / size, square_s=5e-10 / size
     )
 
 
 def plan_times_s(num_instances: int, per_host: int, num_prompts: int, seed: int) -> tuple[list[float], list[float]]:
-    """Of each prompt, by the wall clock and of the processor."""
+    """Times the plan of each prompt, by the wall clock and of the processor."""
     sizes = [1 << bit for bit in range(num_instances.bit_length())]
     hosts = [instance // per_host for instance in range(num_instances)]
     planner = Planner({size: times_of(size) for size in sizes}, hosts)

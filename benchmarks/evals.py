@@ -42,7 +42,7 @@ _ADDRESS = re.compile(r"serving \S+ on (http://\S+)")
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """What lm-eval was told: the log-likelihood of `text` behind `context`; no context where a text stands alone."""
+    """Holds what lm-eval was told: the log-likelihood of `text` behind `context`, which may be missing."""
 
     task: str
     context: str | None
@@ -51,7 +51,7 @@ class Score:
 
 
 def main() -> int:
-    """The exit code: 0 if all log-likelihoods agree."""
+    """Returns the exit code: 0 if all log-likelihoods agree."""
     options = _options()
     console = Console()
     lm_eval = options.clients_venv.absolute() / "bin" / "lm_eval"  # it is run in another folder
@@ -75,7 +75,7 @@ def main() -> int:
 
 @contextmanager
 def _server(folder: Path) -> Iterator[str]:
-    """The URL of a server that is up until the block ends."""
+    """Yields the URL of a server that is up until the block ends."""
     command = [sys.executable, "-m", "longspan", "serve", "--port", "0", "--max-model-len", str(MAX_LENGTH)]
     log = folder / "server.log"
     with log.open("wb") as output:
@@ -110,7 +110,7 @@ def _evaluate(lm_eval: Path, url: str, arguments: str, batch_size: int, output: 
 
 
 def _scores(sample: dict[str, Any], file: Path) -> Iterator[Score]:
-    """What lm-eval has written of one document: a request per answer, or one for the whole text."""
+    """Reads what lm-eval has written of one document: a request per answer, or one for the whole text."""
     task = file.name.removeprefix("samples_").rpartition("_")[0]
     for request, [response] in zip(sample["arguments"].values(), sample["resps"], strict=True):
         *context, text = request.values()
@@ -128,7 +128,7 @@ class Reference:
 
     @torch.inference_mode()
     def logprob(self, score: Score) -> float:
-        """Of the text behind its context, tokenized together; without one, behind the token that begins texts."""
+        """Scores the text behind its context, tokenized together; without one, behind the token that begins texts."""
         if score.context is None:
             before, ids = 1, [self._tokenizer.bos_token_id, *self._ids(score.text)]
         else:

@@ -68,7 +68,7 @@ class Runner:
         return max(output.metrics.ttft_s or 0.0 for output in outputs)
 
     def searched(self, length: int) -> Partition:
-        """KVR-S: the partition that is measured to be the fastest, each the median of three."""
+        """Finds KVR-S, the partition that is measured to be the fastest, each the median of three."""
 
         def ttft_s(partition: Partition) -> float:
             options = _chain([tokens / length for tokens in partition])
@@ -139,7 +139,7 @@ def _table_of(partitions: dict[int, Partition], model: str) -> PartitionTable:
 
 
 def _settings(length: int, table: PartitionTable, model: str) -> dict[str, dict[str, str]]:
-    """Policy options of everything that is measured at a length; KVR-P knows the other lengths only."""
+    """Returns policy options of everything that is measured at a length; KVR-P knows the other lengths only."""
     others = PartitionTable(tuple(entry for entry in table.partitions if entry.length != length))
     found: dict[str, dict[str, str]] = {**_EXCHANGES, _SEARCHED: _chain(table.predict(model, 2, length) or ())}
     if (predicted := others.predict(model, 2, length)) is not None:

@@ -74,7 +74,7 @@ class Row:
 
     @property
     def products(self) -> dict[str, tuple[float, float]]:
-        """Inputs and outputs of the matrix products, by column."""
+        """Returns inputs and outputs of the matrix products, by column."""
         queries = self.heads * self.head_dim
         return {
             "attn_pre_proj_ms": (self.hidden, queries + 2 * self.kv_heads * self.head_dim),
@@ -84,7 +84,7 @@ class Row:
         }
 
     def stream_bytes(self, name: str) -> float:
-        """What an element-wise operator reads and writes."""
+        """Counts what an element-wise operator reads and writes."""
         elements = {
             "norm": 2 * self.hidden,
             "rotary": 2 * (self.heads + self.kv_heads) * self.head_dim,
@@ -103,11 +103,11 @@ class Products:
     groups: NDArray[np.str_]
 
     def where(self, chosen: NDArray[np.bool_]) -> Products:
-        """Some of them."""
+        """Selects some of the rows."""
         return Products(sizes=self.sizes[:, chosen], seconds=self.seconds[chosen], groups=self.groups[:, chosen])
 
     def predicted(self, constants: Array) -> Array:
-        """Seconds with these constants, in the order of `_NAMES`."""
+        """Predicts seconds with these constants, in the order of `_NAMES`."""
         rows, inputs, outputs, peak, bytes_per_s, units = self.sizes
         curve = LinearCurve(**dict(zip(_NAMES, constants.tolist(), strict=True)))
         return product_s(
@@ -128,7 +128,7 @@ class Products:
 
 
 def main(folder: Path) -> None:
-    """Prints everything."""
+    """Fits all constants, and prints them with their errors."""
     rows = [_row(fields) for fields in _lines(folder / "linear_layers.csv.gz")]
     products = _products(rows)
     fitted = _fit(products)
@@ -191,7 +191,7 @@ def _products(rows: list[Row]) -> Products:
 
 
 def _fit(products: Products) -> Array:
-    """Constants that minimise a robust sum of logarithmic errors, in which outliers count by their size only."""
+    """Finds the constants of the least robust sum of logarithmic errors: outliers count by their size only."""
 
     def errors(logs: Array) -> Array:
         return np.log(products.predicted(np.exp(logs)) / products.seconds)
@@ -200,7 +200,7 @@ def _fit(products: Products) -> Array:
 
 
 def _minimise(errors: Callable[[Array], Array], at: Array, scale: float = 0.1) -> Array:
-    """Levenberg's method on sqrt(1 + (error / scale)²), with slopes by differences."""
+    """Applies Levenberg's method to sqrt(1 + (error / scale)²), with slopes by differences."""
     damping, step = 1e-3, 1e-5
     found = errors(at)
     for _ in range(60):
@@ -224,7 +224,7 @@ def _minimise(errors: Callable[[Array], Array], at: Array, scale: float = 0.1) -
 
 
 def _streams(rows: list[Row], name: str) -> list[tuple[float, float, catalog.Device]]:
-    """Bytes, seconds and device of one kind of operator."""
+    """Holds bytes, seconds and device of one kind of operator."""
     return [
         (row.stream_bytes(name), 1e-3 * row.milliseconds[column], catalog.device(_DEVICES[row.device]))
         for row in rows
@@ -265,7 +265,7 @@ def _print_links(lines: list[dict[str, str]]) -> None:
 
 
 def _print_link_errors(lines: list[dict[str, str]]) -> None:
-    """How far links.toml is from all rows of these kinds, by size."""
+    """Prints how far links.toml is from all rows of these kinds, by size."""
     print("\n# collective and ranks, link: error on average and at worst of messages below 1 MiB, and of others")
     for (network, collective, ranks, per_host), name in _MEASURED.items():
         wanted = (network, collective, str(ranks), str(per_host))
@@ -284,7 +284,7 @@ def _print_link_errors(lines: list[dict[str, str]]) -> None:
 
 
 def _topology(name: str, ranks: int, per_host: int) -> Topology:
-    """Of one instance of so many ranks, or two of one rank each, on hosts that such a link is in, or between."""
+    """Builds one instance of so many ranks, or two of one rank each, on hosts with such a link inside or between."""
     kind = catalog.link(name)
     inside = wire(catalog.link("nvlink3") if kind.where == "between" else kind)
     return Topology(tp=ranks, gpus_per_host=per_host, inside=inside, between=wire(kind))

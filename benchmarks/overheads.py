@@ -1,4 +1,4 @@
-"""What moving KV costs (Tetris §7.4), on workers of one thread each: ratios of medians from one run.
+"""Measures what moving KV costs (Tetris §7.4), on workers of one thread each: ratios of medians from one run.
 
     python benchmarks/overheads.py [--length 4096] [--repeats 5]
 
@@ -55,13 +55,11 @@ class InTwoChunks:
     largest = 2
 
     def plan(self, prompt: Prompt, queue_s: Sequence[float]) -> ChunkPlan:
-        """See `ChunkPlanner`."""
         first = round(prompt.new_tokens * self.history / (1 + self.history))
         chunks = Chunk(num_tokens=first, group=(0,)), Chunk(num_tokens=prompt.new_tokens - first, group=(0, 1))
         return ChunkPlan(chunks=chunks, ttft_s=max(queue_s) + 1.0)
 
     def seconds(self, size: int, new_tokens: int, cached_tokens: int) -> float:  # noqa: ARG002 - of the protocol
-        """See `ChunkPlanner`; nothing is chosen by it."""
         return 1.0
 
 
@@ -92,13 +90,13 @@ class Runner:
         self.llm, self._length, self._random = llm, length, random.Random(0)
 
     def ttft_s(self, num_tokens: int = 1, *, length: int | None = None) -> float:
-        """Of one prompt that is answered with so many tokens."""
+        """Times one prompt that is answered with so many tokens."""
         [output] = self.llm.generate([self._prompt(length or self._length)], _tokens(num_tokens), use_tqdm=False)
         assert output.metrics.ttft_s is not None, "it has ended"
         return output.metrics.ttft_s
 
     def growing_ttft_s(self, history: float, *, balance: bool) -> float:
-        """Of one prompt in two chunks, the second of which is half as long as other prompts."""
+        """Times one prompt in two chunks, the second of which is half as long as other prompts."""
         self.llm.engine.set_policy(growing(balance=balance, history=history))
         return self.ttft_s(length=_grown(self._length, history))
 
@@ -173,7 +171,7 @@ def _report(samples: Mapping[str, Mapping[str, Sequence[float]]], length: int) -
 
 
 def _grown(length: int, history: float) -> int:
-    """Tokens of a prompt in two chunks, the second of which has half of `length`."""
+    """Counts the tokens of a prompt in two chunks, the second of which has half of `length`."""
     return round(length / 2 * (1 + history))
 
 

@@ -76,7 +76,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _progress(console: Console, total: int) -> Iterator[Callable[[str], None]]:
-    """A bar, and the function that names the next of `total` steps."""
+    """Yields a bar, and the function that names the next of `total` steps."""
     with Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
     ) as bar:
@@ -87,7 +87,7 @@ def _progress(console: Console, total: int) -> Iterator[Callable[[str], None]]:
 def _measure_speed(
     entries: list[Entry], columns: list[Column], rounds: int, tell: Callable[[str], None]
 ) -> tuple[Samples, Contest]:
-    """One sample per round, contestant and column, after a warm-up of each contestant."""
+    """Collects one sample per round, contestant and column, after a warm-up of each contestant."""
     samples: Samples = {entry.name: {column.title: [] for column in columns} for entry in entries}
     with Contest(_start_options(record_times=False), tell) as contest:
         contest.start(entries)
@@ -153,7 +153,7 @@ def _start_options(*, record_times: bool) -> dict[str, Any]:
 
 
 def _hardware() -> str:
-    """Processor, usable cores, and the instruction sets that decide how fast bfloat16 is."""
+    """Describes the processor, usable cores, and the instruction sets that decide how fast bfloat16 is."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     known = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "bf16")
@@ -164,7 +164,7 @@ def _hardware() -> str:
 
 
 def _words(versions: dict[str, dict[str, str]]) -> str:
-    """Each set of versions once, with those who run on it."""
+    """Lists each set of versions once, with those who run on it."""
     users: dict[str, list[str]] = {}
     for name, packages in versions.items():
         users.setdefault(", ".join(f"{package} {version}" for package, version in packages.items()), []).append(name)

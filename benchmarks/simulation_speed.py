@@ -1,4 +1,4 @@
-"""How long it takes to simulate many requests on 64 devices: by the clock, and of the processor.
+"""Measures how long it takes to simulate many requests on 64 devices: by the clock, and of the processor.
 
     python benchmarks/simulation_speed.py [--num-requests 100000] [--policies tetris] [--no-roles]
 
@@ -23,7 +23,7 @@ _ROLES = ClusterSpec(hardware="a100-sxm-80g", hosts=8, gpus_per_host=8, prefill_
 
 
 def speed(policy: str, cluster: ClusterSpec, num_requests: int, rate: float) -> str:
-    """What it takes to serve all requests, in words; making them counts."""
+    """Says what it takes to serve all requests, in words; making them counts."""
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     scheduling = SchedulingArgs(policy=policy, max_num_batched_tokens=2048)
     workload = WorkloadSpec(workload="short", rate=rate, num_requests=num_requests)

@@ -28,33 +28,33 @@ class Column:
 
     @property
     def is_ttft(self) -> bool:
-        """Seconds, of which fewer are better; otherwise tokens per second."""
+        """Tells whether it is in seconds, of which fewer are better; otherwise tokens per second."""
         return self.new_tokens == 1
 
     @property
     def title(self) -> str:
-        """How tables and JSON name it."""
+        """Returns how tables and JSON name it."""
         return f"TTFT {self.length:,}" if self.is_ttft else f"tok/s, batch {self.batch}"
 
     def value(self, seconds: float, arrivals: Sequence[Sequence[float]]) -> float:
-        """TTFT in seconds, or decoded tokens per second, from what `serving` answers."""
+        """Reads TTFT in seconds, or decoded tokens per second, from what `serving` answers."""
         return seconds if self.is_ttft else decode_rate(arrivals)
 
     def text(self, value: float) -> str:
-        """A value with its unit."""
+        """Writes a value with its unit."""
         return f"{value:.2f} s" if self.is_ttft else f"{value:.0f}"
 
     def ratio(self, value: float, reference: float) -> float:
-        """Above 1: better than the reference."""
+        """Computes a ratio to the reference: above 1 is better."""
         return reference / value if self.is_ttft else value / reference
 
     def best(self, values: Sequence[float]) -> float:
-        """The best of some values."""
+        """Picks the best of some values."""
         return min(values) if self.is_ttft else max(values)
 
 
 def decode_rate(arrivals: Sequence[Sequence[float]]) -> float:
-    """Tokens that come after every sequence has its first one, per second from there to the last token.
+    """Counts the tokens that come after every sequence has its first one, per second from there to the last token.
 
     When all sequences go in step, this is `(new_tokens - 1) * batch / (last - first)`.
     """
@@ -69,7 +69,7 @@ def speed_table(
     failures: Mapping[str, str],
     peers: Sequence[str],
 ) -> Table:
-    """A row per contestant; under each median the ratio to the best peer, and to transformers."""
+    """Prints a row per contestant; under each median the ratio to the best peer, and to transformers."""
     medians = {
         name: {title: statistics.median(values) for title, values in titled.items()}
         for name, titled in samples.items()
@@ -93,7 +93,7 @@ def speed_table(
 
 
 def largest_spread(samples: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
-    """Where the repeats of one cell differ most, which says how far to trust the rest."""
+    """Says where the repeats of one cell differ most, which says how far to trust the rest."""
     spreads = [
         (max(values) / min(values), f"{name}, {title}")
         for name, titled in samples.items()
@@ -107,7 +107,7 @@ def largest_spread(samples: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
 
 
 def shares_table(shares: Mapping[tuple[str, str], Mapping[str, float]], failures: Mapping[str, str]) -> Table:
-    """Where the workers' time goes: a row per contestant and phase, in percent of the sum over all its ranks."""
+    """Prints where the workers' time goes: a row per contestant and phase, in percent of the sum over all its ranks."""
     categories = list(next(iter(shares.values()), {}))
     table = Table("", *categories, "total", title="Worker time in %")
     for (name, phase), seconds in shares.items():

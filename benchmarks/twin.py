@@ -71,9 +71,7 @@ def record(policy: ChosenPolicy) -> Placements:
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Of one run: seconds to first tokens by request, between all tokens, and where requests were placed; for how long
-    instances had something to do, all together.
-    """
+    """Holds what one run showed: seconds to first tokens and between tokens, and where requests were placed."""
 
     ttft_s: Sequence[float]
     tbt_s: Sequence[float]
@@ -144,12 +142,12 @@ class Twin:
         return make_policy(self.name, num_instances=self.config.cluster.num_instances, options={}, facts=self.facts)
 
     def arrival(self, place: int, input_len: int, output_len: int) -> Arrival:
-        """A request that has no prefix in common with others, long after those before it."""
+        """Makes a request that has no prefix in common with others, long after those before it."""
         drawn = np.random.default_rng([input_len, place]).integers(self.vocab_size, size=input_len)
         return Arrival(due_s=FAR_APART_S * place, prompt=tuple(drawn.tolist()), output_len=output_len)
 
     def arrivals(self, number: int, load: float, seed: int, profile: Profile) -> list[Arrival]:
-        """Poisson, at a rate near what the simulated cluster can do."""
+        """Draws Poisson arrivals, at a rate near what the simulated cluster can do."""
         rng = np.random.default_rng(seed)
         inputs, outputs = (draw_lengths(lengths, number, rng) for lengths in (INPUT_LEN, OUTPUT_LEN))
         arrivals = [self.arrival(place, *lengths) for place, lengths in enumerate(zip(inputs, outputs, strict=True))]
@@ -159,7 +157,7 @@ class Twin:
         return [replace(one, due_s=due_s) for one, due_s in zip(arrivals, times, strict=True)]
 
     def simulate(self, arrivals: Sequence[Arrival], profile: Profile, slower: float = 1.0) -> Times:
-        """With steps that cost so many times what a profile says."""
+        """Simulates with steps that cost so many times what a profile says."""
         policy = self.policy()
         placements = record(policy)
         result = self._run(arrivals, profile, policy, slower)
@@ -171,7 +169,7 @@ class Twin:
         )
 
     def slower(self, arrivals: Sequence[Arrival], profile: Profile, busy_s: float) -> float:
-        """How many times what a profile says steps must cost, so that instances are busy for so long."""
+        """Returns how many times what a profile says steps must cost, so that instances are busy for so long."""
         factor = 1.0
         for _ in range(_ROUNDS):
             factor *= busy_s / self.simulate(arrivals, profile, factor).busy_s
@@ -185,13 +183,13 @@ class Twin:
 
 
 def _drift(before: Profile, after: Profile) -> float:
-    """Seconds of prefills on one instance, by seconds of the same before."""
+    """Measures seconds of prefills on one instance, by seconds of the same before."""
     pairs = [(one.median_s, after.find(1, "local", one.new_tokens, one.cached_tokens)) for one in before.prefills]
     return statistics.geometric_mean(other.median_s / seconds for seconds, other in pairs if other is not None)
 
 
 def _serve(llm: LLM, policy: ChosenPolicy, arrivals: Sequence[Arrival]) -> Times:
-    """By the engine itself, as `simulate` drives it."""
+    """Runs the engine itself, as `simulate` drives it."""
     engine = llm.engine
     warm = engine.add(tuple(range(5, 600)), _params(4))
     while warm.finish_reason is None:

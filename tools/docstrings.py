@@ -1,4 +1,4 @@
-"""Check that docstrings of src/longspan open with a sentence; `--list` prints the number of fragments per package.
+"""Check that docstrings open with a sentence; `--list` prints the number of fragments per package.
 
 A function's docstring must open with a verb, or have a verb before its first subordinate clause. Modules and classes
 may open with a noun phrase of five words or more. Nothing may open with a preposition or a question word. This is a
@@ -13,7 +13,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1] / "src" / "longspan"
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("src/longspan", "benchmarks", "docs", "examples", "tools")
 
 
 def _words(text: str) -> frozenset[str]:
@@ -93,8 +94,9 @@ def _is_verb(word: str) -> bool:
 
 def main() -> int:
     counts: Counter[str] = Counter()
-    for path in sorted(ROOT.rglob("*.py")):
-        package = path.relative_to(ROOT).parts[0]
+    files = [(folder, path) for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    for folder, path in files:
+        package = path.relative_to(ROOT / folder).parts[0] if folder == FOLDERS[0] else folder
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 continue

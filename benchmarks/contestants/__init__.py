@@ -1,4 +1,4 @@
-"""What is measured: one process per contestant, all driven in the same way.
+"""One process per contestant is measured, all driven in the same way.
 
 `serving` and `vllm_cpu` run in vLLM's own environment, too: neither they nor this file import longspan.
 """

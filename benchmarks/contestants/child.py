@@ -28,7 +28,7 @@ class ContestantError(Exception):
 
 
 class Child:
-    """One contestant. Only the one that is asked runs: all others are stopped (SIGSTOP) and use no CPU time.
+    """A contestant is a process. Only the one that is asked runs: others are stopped (SIGSTOP), using no CPU time.
 
     Args:
         entry: who it is, and by which interpreter and environment it runs.
@@ -60,7 +60,7 @@ class Child:
         return versions
 
     def run(self, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
-        """What `serving` answers to a job."""
+        """Returns what `serving` answers to a job."""
         return self._ask({"prompts": prompts, "new_tokens": new_tokens}, ANSWER_LIMIT_S)
 
     def pause(self) -> None:

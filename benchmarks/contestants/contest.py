@@ -39,7 +39,7 @@ class Contest:
                 self._drop(entry.name, error)
 
     def ask(self, what: str, prompts: list[list[int]], new_tokens: int) -> dict[str, dict[str, Any]]:
-        """The answers of all who are still there to the same job; only one of them runs at a time."""
+        """Returns the answers of all who are still there to the same job; only one of them runs at a time."""
         answers = {}
         for name, child in list(self._children.items()):
             self._tell(f"{name}: {what}")

@@ -14,7 +14,7 @@ from longspan.outputs import RequestOutput
 
 
 def start(options: dict[str, Any]) -> Started:
-    """`instances` copies on all cores together; with `record_times`, the workers say what they spend time on."""
+    """Starts `instances` copies on all cores together; with `record_times`, the workers say what they spend time on."""
     llm = LLM(
         options["model"],
         instances=options["instances"],

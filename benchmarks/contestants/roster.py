@@ -1,4 +1,4 @@
-"""Who takes part: by which interpreter, with which options and environment variables."""
+"""The roster says who takes part: by which interpreter, with which options and environment variables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A contestant.
+    """A contestant is named by its interpreter, options and environment.
 
     Attributes:
         module: the runner in this folder.

@@ -15,7 +15,7 @@ from contestants.serving import Prompts, Started, serve
 
 
 def start(options: dict[str, Any]) -> Started:
-    """`eager`: without torch.compile. Prompts are new each time, and prefix caching is off besides."""
+    """Starts vLLM; `eager` goes without torch.compile. Prompts are new each time, and prefix caching is off besides."""
     llm = vllm.LLM(
         options["model"],
         dtype="bfloat16",

@@ -72,7 +72,7 @@ class RingSample:
 
     @property
     def better(self) -> Exchange:
-        """The faster ring."""
+        """Names the faster ring."""
         return RING_KV if self.gain >= 0 else RING_Q
 
 
@@ -107,7 +107,7 @@ def fit_appendix_d(samples: Sequence[RingSample]) -> RingFit:
 
 
 def _separate(samples: Sequence[RingSample]) -> AppendixD:
-    """A line between the samples that each ring won; some of both, and no ties."""
+    """Fits a line between the samples that each ring won; some of both, and no ties."""
     miss_rates = [s.new_tokens / (s.new_tokens + s.cached_tokens) for s in samples]
     points = np.log([[s.new_tokens, rate] for s, rate in zip(samples, miss_rates, strict=True)])
     gains = np.array([s.gain for s in samples])
@@ -127,7 +127,7 @@ def _separate(samples: Sequence[RingSample]) -> AppendixD:
 def _regress(
     signed: NDArray[np.float64], weights: NDArray[np.float64], ridge: float, theta: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Minimises the sum of weights * log(1 + exp(-signed @ theta)) plus a penalty, by Newton steps that always descend.
+    """Finds the least sum of weights * log(1 + exp(-signed @ theta)) plus a penalty, by Newton steps that descend.
 
     Args:
         signed: features [samples, 3], negated where `ring_q` won.

@@ -1,4 +1,4 @@
-"""What papers measured beside what the cost model predicts, and whether that is near enough."""
+"""Compares what papers measured with what the cost model predicts, and whether that is near enough."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Cell:
 
     @property
     def error(self) -> float:
-        """Relative, positive when ours is larger."""
+        """Returns the relative error, positive when ours is larger."""
         return self.ours / self.paper - 1
 
     @property
     def near(self) -> bool:
-        """Whether it is within the tolerance."""
+        """Tells whether the error is within the tolerance."""
         return abs(self.error) <= self.tolerance
 
 
@@ -60,19 +60,17 @@ class Setting:
     def prefill(
         self, parallel: str, exchange: str, length: int, cached: int = 0, fractions: Fractions = None
     ) -> Estimate:
-        """See `estimate_prefill`."""
         spec = ParallelSpec.parse(parallel)
         cost = roofline(self._model, self._cluster, spec, self.kernels, self.constants)
         return estimate_prefill(cost, spec.instances, exchange_of(exchange), length, cached, fractions=fractions)
 
     def decode(self, parallel: str, length: int, batch: int = 1) -> Estimate:
-        """See `estimate_decode`."""
         spec = ParallelSpec.parse(parallel)
         cost = roofline(self._model, self._cluster, spec, self.kernels, self.constants)
         return estimate_decode(cost, spec.instances, RING_Q, length, batch)
 
     def attention_flops_per_s(self, parallel: str, tokens: int) -> float:
-        """What one device reaches in causal attention alone, over so many tokens with the heads of one rank."""
+        """Returns what one device reaches in causal attention alone, over so many tokens with the heads of one rank."""
         layer = roofline(self._model, self._cluster, ParallelSpec.parse(parallel), self.kernels, self.constants).layer
         pairs, head_dim = tokens * (tokens + 1) / 2, layer.model.attention.head_dim
         seconds = layer.chip.attention_s(

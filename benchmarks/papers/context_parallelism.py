@@ -17,22 +17,22 @@ _TOLERANCE = 0.15
 
 
 def hosts(number: int, link: str | None = None) -> Setting:
-    """So many hosts of eight of the paper's H100s."""
+    """Builds hosts of eight of the paper's H100s."""
     return Setting(model="llama-3-405b", hardware="h100-96g-hbm2e-500w", hosts=number, ffn_bytes=1, link=link)
 
 
 def context_parallel(number: int, length: int, link: str | None = None) -> float:
-    """Seconds of pass-KV on so many hosts."""
+    """Predicts the seconds of pass-KV on so many hosts."""
     return hosts(number, link).prefill(f"{number}xtp8", "ring_kv", length).seconds
 
 
 def tensor_parallel(number: int, length: int) -> float:
-    """Seconds with the model split over all GPUs of so many hosts."""
+    """Predicts the seconds with the model split over all GPUs of so many hosts."""
     return hosts(number).prefill(f"tp{8 * number}", "local", length).seconds
 
 
 def cells() -> list[Cell]:
-    """All that the text gives. Attention alone is of one device over its part of 1M: 540 TFLOP/s, says the paper."""
+    """Lists what the text gives. Attention alone is of one device over its part of 1M: 540 TFLOP/s, says the paper."""
     million = hosts(16).prefill("16xtp8", "ring_kv", _M1)
     rate = million.flops_per_gpu_s
     attention = hosts(1).attention_flops_per_s("tp8", _M1 // 128)

@@ -46,19 +46,19 @@ _TOLERANCE = 0.15
 
 
 def setting(model: str, link_gbytes_per_s: float | None = None) -> Setting:
-    """One host of eight A100s, as section 5 has it; of 80 GB, since the paper runs Llama 30B, too."""
+    """Builds one host of eight A100s, as section 5 has it; of 80 GB, since the paper runs Llama 30B, too."""
     return Setting(model=model, hardware="a100-sxm-80g", kernels="eager", link_gbytes_per_s=link_gbytes_per_s)
 
 
 def seconds(on: Setting, method: str, gpus: int, length: int) -> float:
-    """To the first token, by `TSP` or `KVR-S`."""
+    """Predicts the seconds to the first token, by `TSP` or `KVR-S`."""
     if method == "TSP":
         return on.prefill(str(gpus), "gather_kv", length).seconds
     return on.prefill(str(gpus), "chain", length, fractions="search").seconds
 
 
 def tables_1_and_2(constants: Efficiency | None = None, methods: Sequence[str] = ("TSP", "KVR-S")) -> list[Cell]:
-    """The given rows of these methods."""
+    """Selects the given rows of these methods."""
     columns = (("TSP", 4), ("KVR-S", 4), ("TSP", 8), ("KVR-S", 8))
     return [
         Cell(
@@ -75,7 +75,7 @@ def tables_1_and_2(constants: Efficiency | None = None, methods: Sequence[str] =
 
 
 def table_3(link_gbytes_per_s: int = 10) -> list[Cell]:
-    """The columns with links of that speed; one GPU, which needs none, with the quicker."""
+    """Selects the columns with links of that speed; one GPU, which needs none, with the quicker."""
     return [
         Cell(
             name=f"{link_gbytes_per_s} GB/s, {gpus} GPUs, {thousands}k",

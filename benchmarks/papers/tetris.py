@@ -40,7 +40,7 @@ HOST = Setting(model="llama-3-8b", hardware="a100-sxm-80g")
 
 
 def table_1(constants: Efficiency | None = None) -> list[Cell]:
-    """All cells but the one that does not fit."""
+    """Lists all cells but the one that does not fit."""
     hosts = replace(HOSTS, constants=constants)
     return [
         _prefill(hosts, size, thousands, paper)
@@ -51,7 +51,7 @@ def table_1(constants: Efficiency | None = None) -> list[Cell]:
 
 
 def section_2_4() -> list[Cell]:
-    """What the text says besides."""
+    """Lists what the text says besides."""
     return [_prefill(HOSTS, size, 32, paper) for size, paper in _SECTION_2_4.items()]
 
 
@@ -61,7 +61,7 @@ def _prefill(on: Setting, size: int, thousands: int, paper: float) -> Cell:
 
 
 def fig_2() -> list[Cell]:
-    """How much slower decoding is than on (SP 1, TP 8)."""
+    """Returns how much slower decoding is than on (SP 1, TP 8)."""
     cells = []
     for parallel, paper in _FIG_2A.items():
         batch = max(_fitting(parallel))

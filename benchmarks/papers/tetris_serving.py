@@ -64,7 +64,7 @@ class Setup:
 
     @property
     def sizes(self) -> str:
-        """Of groups."""
+        """Returns the improvement rate of groups."""
         return ",".join(str(2**power) for power in range(self.largest.bit_length()))
 
 
@@ -89,7 +89,7 @@ class Point:
 
 @dataclass(kw_only=True)
 class Study:
-    """What became of one setup and workload.
+    """An outcome is what became of one setup and workload.
 
     Attributes:
         max_rates: by system.
@@ -110,7 +110,7 @@ class Study:
 
     @property
     def best_baseline(self) -> str:
-        """The one with the highest rate."""
+        """Returns the setup with the highest rate."""
         return max((name for name in self.max_rates if name != "tetris"), key=self.max_rates.__getitem__)
 
 
@@ -144,7 +144,7 @@ class Systems:
         return make_experiment(setup.model, cluster, scheduling)
 
     def requests(self, *, seed: int = _SEED, output_len: int = _OUTPUT_LEN, num: int | None = None) -> Workload:
-        """At one per second."""
+        """Sends requests at one per second."""
         return make_workload(
             WorkloadSpec(
                 workload=self._workload,
@@ -161,7 +161,7 @@ class Systems:
 
 
 def study(setup: Setup, workload: str, num_requests: int, loads: tuple[float, ...]) -> Study:
-    """All of one setup and workload."""
+    """Runs all of one setup and workload."""
     systems = Systems(setup, workload, num_requests)
     tetris = systems.experiments["tetris"]
     light_s = tetris.with_options({"improvement_rate": "0.05"}).light_ttft_p99_s(systems.requests(output_len=1))
@@ -215,7 +215,7 @@ def _point(experiment: Experiment, requests: Workload) -> Point:
 
 
 def _computing(experiment: Experiment, result: Result, timeline: Timeline) -> float:
-    """Which part of the time until the last first token instances compute prompts, of those that prefill."""
+    """Returns which part of the time until the last first token instances compute prompts, of those that prefill."""
     busy_s = sum(block.end_s - block.start_s for block in timeline.blocks if block.index is not None)
     last_s = max(one.arrival_s + one.ttft_s for one in result.served)
     return busy_s / (last_s * len(experiment.cluster.cluster.prefill))
@@ -288,7 +288,7 @@ def _print(one: Study) -> None:
 
 
 def _verdicts(studies: Iterable[Study]) -> None:
-    """A line for each claim of the paper that these are about."""
+    """Prints a line for each claim of the paper that these are about."""
     studies = list(studies)
     claims = Table("claim", "paper", "ours", "", title="The paper's claims")
 
@@ -336,7 +336,7 @@ def _best_disaggregated(one: Study) -> float:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Those of `--serving`."""
+    """Prints the tables of `--serving`."""
     models = [setup.model for setup in SETUPS]
     parser.add_argument("--models", nargs="+", default=models, choices=models)
     parser.add_argument("--workloads", nargs="+", default=_WORKLOADS, choices=_WORKLOADS)
