@@ -26,8 +26,8 @@ from longspan.core.protocols import EnginePolicy
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
 from longspan.core.view import ClusterView, Plan
-from longspan.cost.fitted_cost import FittedCost
 from longspan.cost.profile import Profile
+from longspan.cost.step_cost import FittedCost
 from longspan.policy import make_policy
 from longspan.policy.choosing import Facts
 from longspan.policy.spec import ChosenPolicy
@@ -113,7 +113,7 @@ def main() -> None:
             real = _serve(llm, twin.policy(), arrivals)
             alone = [_serve(llm, twin.policy(), [twin.arrival(0, length, 2)]) for length in ALONE]
         after = profiled()
-        both = before.joined(after)
+        both = _joined(before, after)
         slower = twin.slower(arrivals, both, real.busy_s)
         columns = {
             "before": twin.simulate(arrivals, before),
@@ -180,6 +180,17 @@ class Twin:
         cost = FittedCost(profile, self.facts.shape, block_size=self.config.block_size)
         faults = Faults(slow=dict.fromkeys(range(INSTANCES), slower))
         return simulate(arrivals, self.config, policy, cost, faults=faults)
+
+
+def _joined(before: Profile, after: Profile) -> Profile:
+    """Adds the times of another profile, but takes that one's of links."""
+    for prefill in after.prefills:
+        before = before.with_prefill(prefill)
+    for decode in after.decodes:
+        before = before.with_decode(decode)
+    for transfer in after.transfers:
+        before = before.with_transfer(transfer)
+    return before
 
 
 def _drift(before: Profile, after: Profile) -> float:

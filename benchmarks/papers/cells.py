@@ -14,8 +14,9 @@ from longspan.core.exchange import RING_Q, exchange_of
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture, from_config
 from longspan.cost.catalog import Efficiency, Kernels
-from longspan.cost.cluster import Devices, roofline
 from longspan.cost.estimate import Estimate, Fractions, estimate_decode, estimate_prefill
+from longspan.cost.forward import roofline
+from longspan.cost.topology import Devices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +90,7 @@ class Setting:
             gpus_per_host=self.gpus_per_host,
             hosts=self.hosts,
             link=self.link,
-            link_bytes_per_s=None if self.link_gbytes_per_s is None else self.link_gbytes_per_s * 1e9,
+            link_gbytes_per_s=self.link_gbytes_per_s,
         )
 
 

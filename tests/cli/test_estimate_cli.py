@@ -181,7 +181,7 @@ def test_without_json_it_prints_a_table(capsys: pytest.CaptureFixture[str]) -> N
         ((*BASE, "--context", "1K", "--batch", "0"), "batch must be at least 1, but 0 given"),
         ((*BASE, "--context", "1K", "--parallel", "64"), "64 GPUs, but there are 1 hosts * 8 = 8"),
         ((*BASE, "--context", "1K", "--link", "wifi"), "unknown link 'wifi'"),
-        ((*BASE, "--context", "1K", "--link-gbytes-per-s", "0"), "more than 0 bytes per second, but 0 given"),
+        ((*BASE, "--context", "1K", "--link-gbytes-per-s", "0"), "--link-gbytes-per-s must be above 0, but 0 given"),
         ((*BASE, "--context", "1K", "--link", "nvlink3", "--link-gbytes-per-s", "5"), "both give its speed"),
         ((*BASE, "--context", "1K", "--phase", "decode", "--cached", "5"), "leave them out with --phase decode"),
         ((*BASE, "--context", "1K", "--parallel", "2", "--fractions", "0.5"), "fractions must add up to 1"),

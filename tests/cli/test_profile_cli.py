@@ -246,7 +246,7 @@ def test_partitions_are_searched_kept_and_not_searched_again(
         (["--lengths", "x"], "whole numbers"),
         (["--repeats", "0"], "repeats"),
         (["--partitions"], "--partitions are of prompts over several instances, but there is 1"),
-        (["--partitions", "--parallel", "2", "--lengths", "999"], "give more --lengths"),
+        (["--partitions", "--parallel", "2", "--lengths", "999"], "--lengths must be at least two"),
     ],
 )
 def test_mistakes_are_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from chains import LayerCost, chain
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longspan.cost.chain import LayerCost, chain, gather_kv, layer_cost
-from longspan.cost.partitions import even, search
-from longspan.cost.time_fit import LinkFit, TimeFit
+from longspan.cost.partitions import chain_ttft_s, even, search
+from longspan.cost.profile import LinkFit, TimeFit
 
 FREE = LayerCost(
     qkv_s=1.0, rest_s=2.0, attention_s=0.5, kv_bytes=0, bytes_per_s=1.0, latency_s=0.0, dense=True
@@ -41,7 +40,6 @@ def test_one_member_does_everything_in_turn() -> None:
     assert timeline.ttft_s == 3 * (4 * 1.0 + 16 * 0.5 + 4 * 2.0)
     assert timeline.busy_s == (timeline.ttft_s,)
     assert chain(replace(FREE, dense=False), 3, (4,)).ttft_s == 3 * (4 + 10 * 0.5 + 8)
-    assert gather_kv(FREE, 3, (4,)) == timeline
 
 
 def test_two_members_without_communication_by_hand() -> None:
@@ -58,13 +56,18 @@ def test_a_later_member_waits_for_the_keys_of_an_earlier_one() -> None:
     assert chain(FREE, 2, (3, 1)).busy_s == (27.0, 10.0)
 
 
-def test_a_layer_costs_what_one_instance_showed() -> None:
+def test_a_chain_takes_what_one_instance_and_a_link_showed() -> None:
     """Alone, all layers together take the fitted time, but for what every prompt takes."""
     alone = TimeFit(start_s=0.5, token_s=1e-3, cached_s=2e-6, square_s=1e-6, mean_error=0, max_error=0, num_samples=9)
     link = LinkFit(start_s=1e-4, bytes_per_s=1e9, max_error=0)
-    cost = layer_cost(alone, link, num_layers=6, kv_bytes=100)
-    assert (cost.latency_s, cost.bytes_per_s, cost.kv_bytes) == (1e-4, 1e9, 100)
-    assert chain(cost, 6, (4000,)).ttft_s == pytest.approx(alone.seconds(4000) - 0.5, rel=1e-3)
+    found_s = chain_ttft_s((4000,), alone, link, num_layers=6, kv_bytes=100)
+    assert found_s == pytest.approx(alone.seconds(4000) - 0.5, rel=1e-3)
+    cost = LayerCost(
+        qkv_s=0, rest_s=1e-3 / 6, attention_s=2e-6 / 6, kv_bytes=100, bytes_per_s=1e9, latency_s=1e-4, dense=False
+    )
+    for partition in ((2500, 1500), (1000, 2000, 3000)):
+        found_s = chain_ttft_s(partition, alone, link, num_layers=6, kv_bytes=100)
+        assert found_s == pytest.approx(chain(cost, 6, partition).ttft_s)
 
 
 def test_messages_by_hand() -> None:
@@ -88,20 +91,9 @@ def test_messages_grow_along_the_chain() -> None:
     assert chain(replace(FREE, kv_bytes=1), 1, (1, 1, 1)).ttft_s == 4 + 3 * 0.5 + 2
 
 
-def test_gathering_by_hand() -> None:
-    """All project until 2, gather until 2 + 2 * (1 + 2 * 3 / 2), and multiply 2 by 6 pairs (or see at most 11)."""
-    linked = replace(FREE, kv_bytes=3, bytes_per_s=2.0, latency_s=1.0)
-    assert gather_kv(linked, 1, (2, 2, 2)).ttft_s == 2 + 8 + 6 + 4
-    assert gather_kv(linked, 2, (2, 2, 2)).ttft_s == 2 * 20
-    skipping = gather_kv(replace(linked, dense=False), 1, (2, 2, 2))
-    assert skipping.ttft_s == 2 + 8 + 11 / 2 + 4
-    assert skipping.busy_s == (2 + 3 / 2 + 4, 2 + 7 / 2 + 4, 2 + 11 / 2 + 4)
-
-
 def test_products_of_the_papers_figures() -> None:
-    """Figs. 4 and 5: 27 products on everyone with even pieces of 9 tokens, 16, 21 and 18 in a chain of 4, 3 and 2."""
+    """Fig. 5: 16, 21 and 18 products in a chain of 4, 3 and 2 tokens."""
     products = LayerCost(qkv_s=0, rest_s=0, attention_s=1, kv_bytes=0, bytes_per_s=1, latency_s=0, dense=True)
-    assert gather_kv(products, 1, (3, 3, 3)).busy_s == (27, 27, 27)
     assert chain(products, 1, (4, 3, 2)).busy_s == (16, 21, 18)
 
 
@@ -128,22 +120,11 @@ def test_the_paper_s_lower_bound_holds(cost: LayerCost, num_layers: int, partiti
 def test_nobody_is_done_before_its_work_and_links_only_delay(
     cost: LayerCost, num_layers: int, partition: tuple[int, ...]
 ) -> None:
-    for exchange in (chain, gather_kv):
-        timeline = exchange(cost, num_layers, partition)
-        assert timeline.ttft_s >= timeline.busy_s[-1] * (1 - 1e-9)
-        without_links = exchange(replace(cost, kv_bytes=0, latency_s=0), num_layers, partition)
-        assert without_links.ttft_s <= timeline.ttft_s
-        assert without_links.busy_s == timeline.busy_s
-
-
-@given(COSTS, LAYERS, st.integers(1, 5), st.integers(1, 50))
-def test_a_chain_is_no_slower_than_gathering_even_pieces(
-    cost: LayerCost, num_layers: int, members: int, piece: int
-) -> None:
-    """Without communication: nobody waits for later members, and nobody multiplies more."""
-    free = replace(cost, kv_bytes=0, latency_s=0)
-    partition = (piece,) * members
-    assert chain(free, num_layers, partition).ttft_s <= gather_kv(free, num_layers, partition).ttft_s * (1 + 1e-9)
+    timeline = chain(cost, num_layers, partition)
+    assert timeline.ttft_s >= timeline.busy_s[-1] * (1 - 1e-9)
+    without_links = chain(replace(cost, kv_bytes=0, latency_s=0), num_layers, partition)
+    assert without_links.ttft_s <= timeline.ttft_s
+    assert without_links.busy_s == timeline.busy_s
 
 
 @pytest.mark.parametrize("members", [2, 3, 4])
@@ -154,17 +135,3 @@ def test_searched_partitions_are_better_than_even_and_favour_earlier_members(mem
     assert all(earlier > later for earlier, later in pairwise(best))
     evenly = chain(cost, 32, even(16384, members, 128)).ttft_s
     assert chain(cost, 32, best).ttft_s < 0.9 * evenly
-    assert chain(cost, 32, best).ttft_s < 0.9 * gather_kv(cost, 32, even(16384, members, 128)).ttft_s
-
-
-def test_bad_costs_and_partitions_are_named() -> None:
-    with pytest.raises(ValueError, match="rest_s must not be negative, but -1"):
-        replace(FREE, rest_s=-1)
-    with pytest.raises(ValueError, match="latency_s must not be negative, but nan"):
-        replace(FREE, latency_s=math.nan)
-    with pytest.raises(ValueError, match="bytes_per_s must be above 0"):
-        replace(FREE, bytes_per_s=0)
-    for partition in ((), (0, 0), (5, -1)):
-        for exchange in (chain, gather_kv):
-            with pytest.raises(ValueError, match="not a partition"):
-                exchange(FREE, 1, partition)

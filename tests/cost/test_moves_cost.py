@@ -13,8 +13,9 @@ from longspan.core.runs import Run, shard_span
 from longspan.core.steps import Forward, MoveKV, Part
 from longspan.cost import catalog
 from longspan.cost.architecture import from_config
-from longspan.cost.cluster import Devices, rooflines
+from longspan.cost.forward import rooflines
 from longspan.cost.step_cost import RooflineCost
+from longspan.cost.topology import Devices
 from longspan.sim.executor import SimExecutor, VirtualClock
 from longspan.sim.run import SlowedCost
 

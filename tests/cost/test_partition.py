@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
+from chains import LayerCost, chain
 from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan.core.runs import shard_span
-from longspan.cost.chain import LayerCost, chain
 from longspan.cost.partitions import Entry, Partition, PartitionTable, cut, even, parse_fractions, search
 
 LENGTHS, ALIGNS = st.integers(1, 3000), st.sampled_from([1, 16, 128])
@@ -240,12 +240,6 @@ def test_too_few_blocks_are_not_searched() -> None:
     assert search(lambda _: 1 / 0, 40, 1, 16) == (40,)
 
 
-@pytest.mark.parametrize("seed", [(32, 16), (16, 16, 16), (24, 40), (80, -16), ()])
-def test_bad_seeds_are_named(seed: Partition) -> None:
-    with pytest.raises(ValueError, match="does not cut 64 tokens in 2 pieces of whole blocks of 16"):
-        search(lambda _: 0.0, 64, 2, 16, seed)
-
-
 def entry(length: int, shares: tuple[float, ...], model: str = "llama") -> Entry:
     return Entry(model=model, members=len(shares), length=length, fractions=shares)
 
@@ -301,7 +295,7 @@ GOOD = entry(8_000, (0.7, 0.3))
         ('{"partitions": [{"model": "m", "members": 2, "length": 8}]}', r"missing required field `fractions` - at"),
         (PartitionTable((GOOD,)).to_json().replace("0.7", "0.8"), r"0.8,0.3 add up to 1.1.* at `\$.partitions\[0\]`"),
         (PartitionTable((GOOD,)).to_json().replace('"members": 2', '"members": 3'), "2 fractions given for 3 members"),
-        (PartitionTable((GOOD,)).to_json().replace("8000", "0"), "length must be at least 1, but 0"),
+        (PartitionTable((GOOD,)).to_json().replace("8000", "0"), "Expected `int` >= 1"),
         ('{"partitions": [%s, %s]}' % (("{}",) * 2), "missing required field"),
     ],
 )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tetris_paper import Instance, Paper, numbers
 from tetris_paper import get_group as group_of_paper
 
-from longspan.cost.time_fit import TimeFit
+from longspan.cost.profile import TimeFit
 from longspan.policy.tetris.planner import Cluster, Groups, Planner, Prompt
 from longspan.policy.tetris.policy import FixedGroups
 from longspan.policy.tetris.times import QueueTimes, SpTimes

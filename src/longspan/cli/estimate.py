@@ -18,8 +18,8 @@ from longspan.sim.spec import HardwareSpec
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from longspan.cost.cluster import Devices
     from longspan.cost.estimate import Estimate
+    from longspan.cost.topology import Devices
 
 Fractions = tuple[float, ...] | Literal["search"] | None
 _cluster = partial(Option, group="Cluster")
@@ -93,14 +93,18 @@ def estimate(
     Nothing is run. docs/cost.md says how it is computed, and how far it is from what papers measured.
     """
     from longspan.core.exchange import RING_KV, RING_Q, exchange_of  # noqa: PLC0415 - other verbs need none of it
-    from longspan.cost.cluster import Devices, link_speed, roofline  # noqa: PLC0415
     from longspan.cost.estimate import estimate_decode, estimate_prefill  # noqa: PLC0415
+    from longspan.cost.forward import roofline  # noqa: PLC0415
+    from longspan.cost.topology import Devices  # noqa: PLC0415
     from longspan.simulation import read_architecture  # noqa: PLC0415
 
     spec = parse_parallel(parallel).spec
-    speed = link_speed(sheets.link, sheets.link_gbytes_per_s)
     cluster = Devices(
-        hardware=hardware, gpus_per_host=gpus_per_host, hosts=hosts, link=sheets.link, link_bytes_per_s=speed
+        hardware=hardware,
+        gpus_per_host=gpus_per_host,
+        hosts=hosts,
+        link=sheets.link,
+        link_gbytes_per_s=sheets.link_gbytes_per_s,
     )
     sizes = read_architecture(model, dtype=sheets.dtype, ffn_dtype=sheets.ffn_dtype)
     cost = roofline(sizes, cluster, spec, sheets.attention or "flash")

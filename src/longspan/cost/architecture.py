@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -15,7 +15,7 @@ class ModelShape:
         bytes_per_element: of queries, keys, values, hidden states and attention weights: 2 for bfloat16.
 
     Raises:
-        ValueError: for a size that is not positive, or query heads that do not divide into groups by KV head.
+        ValueError: for query heads that do not divide into groups by KV head.
     """
 
     num_layers: int
@@ -30,8 +30,12 @@ class ModelShape:
         """One token has so many bytes of keys and values in one layer."""
         return 2 * self.num_kv_heads * self.head_dim * self.bytes_per_element
 
+    @property
+    def attention_weights(self) -> int:
+        """The four projections of one layer have so many elements."""
+        return 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.hidden_size
+
     def __post_init__(self) -> None:
-        _check_positive(self)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} query heads do not share {self.num_kv_heads} KV heads evenly")
 
@@ -45,16 +49,10 @@ class Hardware:
     Attributes:
         flops_per_s: of one instance, in attention.
         bytes_per_s: from one instance to another, one way.
-
-    Raises:
-        ValueError: for a speed that is not positive.
     """
 
     flops_per_s: float
     bytes_per_s: float
-
-    def __post_init__(self) -> None:
-        _check_positive(self)
 
 
 def typical_hardware(device: str, threads: int) -> Hardware:
@@ -67,13 +65,6 @@ def typical_hardware(device: str, threads: int) -> Hardware:
     return Hardware(flops_per_s=6e10 * threads, bytes_per_s=1.5e9)
 
 
-def _check_positive(numbers: ModelShape | Hardware) -> None:
-    for field in fields(numbers):
-        value = getattr(numbers, field.name)
-        if not value > 0:
-            raise ValueError(f"{field.name} must be above 0, but {value} given")
-
-
 _OTHER_NAMES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
     "num_hidden_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
@@ -83,36 +74,10 @@ _OTHER_NAMES = {
     "num_key_value_heads": ("num_key_value_heads", "num_kv_heads", "multi_query_group_num"),
     "head_dim": ("head_dim", "kv_channels"),
 }
-_TWO_MATRICES = {
-    "falcon",
-    "gpt2",
-    "gpt_neox",
-    "gptj",
-    "opt",
-    "bloom",
-    "mpt",
-    "phi",
-    "starcoder2",
-    "gpt_bigcode",
-    "nemotron",
-}
-_LAYER_NORM = _TWO_MATRICES - {"nemotron"} | {"stablelm", "cohere"}
 _NO_ROTARY = {"gpt2", "opt", "bloom", "mpt", "gpt_bigcode"}
-_TIED = {
-    "falcon",
-    "gpt2",
-    "opt",
-    "bloom",
-    "mpt",
-    "gpt_bigcode",
-    "gemma",
-    "gemma2",
-    "gemma3",
-    "gemma3_text",
-    "cohere",
-    "cohere2",
-    "starcoder2",
-}
+_TWO_MATRICES = {"falcon", "gpt_neox", "gptj", "phi", "starcoder2", "nemotron"} | _NO_ROTARY
+_LAYER_NORM = _TWO_MATRICES - {"nemotron"} | {"stablelm", "cohere"}
+_TIED = _NO_ROTARY | {"falcon", "gemma", "gemma2", "gemma3", "gemma3_text", "cohere", "cohere2", "starcoder2"}
 """Whose output head is the embedding unless the config says otherwise."""
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _NESTED = {"ffn_config": ("ffn_hidden_size", "intermediate_size"), "attn_config": ("kv_n_heads", "num_key_value_heads")}
@@ -132,9 +97,6 @@ class Architecture:
         rms_norm: norms without mean; layer norms otherwise.
         rotary: whether positions turn queries and keys.
         parallel: attention and feed-forward layers read the same norm and are added at once.
-
-    Raises:
-        ValueError: for a size that is not positive.
     """
 
     name: str
@@ -147,17 +109,6 @@ class Architecture:
     rms_norm: bool = True
     rotary: bool = True
     parallel: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("intermediate_size", "vocab_size", "ffn_bytes"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} of {self.name} must be above 0, but {getattr(self, name)} given")
-
-    @property
-    def attention_weights(self) -> int:
-        """The four projections of one layer have so many elements."""
-        shape = self.attention
-        return 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim * shape.hidden_size
 
     @property
     def ffn_weights(self) -> int:
@@ -172,14 +123,14 @@ class Architecture:
     @property
     def num_parameters(self) -> int:
         """All matrices have so many elements; norms and biases are left out."""
-        layers = self.attention.num_layers * (self.attention_weights + self.ffn_weights)
+        layers = self.attention.num_layers * (self.attention.attention_weights + self.ffn_weights)
         return layers + self.head_weights * (1 if self.tied else 2)
 
     @property
     def weight_bytes(self) -> float:
         """All matrices take so many bytes in their precisions."""
         shape = self.attention
-        layer = self.attention_weights * shape.bytes_per_element + self.ffn_weights * self.ffn_bytes
+        layer = shape.attention_weights * shape.bytes_per_element + self.ffn_weights * self.ffn_bytes
         ends = self.head_weights * (1 if self.tied else 2) * shape.bytes_per_element
         return shape.num_layers * layer + ends
 

@@ -6,9 +6,7 @@ import tomllib
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any, ClassVar, Literal, Self
-
-import msgspec
+from typing import Any, Literal
 
 Kernels = Literal["flash", "eager"]
 """How attention is computed: fused, or as separate operators over a matrix of scores."""
@@ -239,25 +237,3 @@ def _entry(file: str, what: str, name: str) -> dict[str, Any]:
 @cache
 def _table(file: str) -> dict[str, Any]:
     return tomllib.loads((files("longspan.cost") / "data" / f"{file}.toml").read_text(encoding="utf-8"))
-
-
-class Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Its fields are those of an object of JSON; `called` is what errors call it."""
-
-    called: ClassVar[str]
-
-    def to_json(self) -> str:
-        """Writes text for a file, a value per line."""
-        return msgspec.json.format(msgspec.json.encode(self), indent=1).decode() + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Reads what `to_json` wrote.
-
-        Raises:
-            ValueError: for text that is no such thing, with what is wrong with it and where.
-        """
-        try:
-            return msgspec.json.decode(text, type=cls)
-        except msgspec.DecodeError as error:
-            raise ValueError(f"not a {cls.called}: {error}") from error

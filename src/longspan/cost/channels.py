@@ -10,15 +10,15 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from longspan.core.exchange import ALLTOALL, CHAIN, GATHER_HIDDEN, GATHER_KV, RING_KV, RING_Q, Exchange
-from longspan.core.runs import Run
+from longspan.core.runs import Run, SpanShards
 from longspan.cost.roofline import Layer
 from longspan.cost.topology import Topology
 
 
-@dataclass(kw_only=True, slots=True)
-class Share:
+class Share(NamedTuple):
     """The part of a channel that one member has.
 
     Attributes:
@@ -35,16 +35,10 @@ class Share:
 
     def times(self, number: int) -> Share:
         """Multiplies the share by so many requests alike."""
-        return Share(
-            queries=number * self.queries,
-            pairs=number * self.pairs,
-            scores=number * self.scores,
-            held=number * self.held,
-        )
+        return Share(number * self.queries, number * self.pairs, number * self.scores, number * self.held)
 
 
-@dataclass(kw_only=True, slots=True)
-class Shares:
+class Shares(NamedTuple):
     """A `Share` of each member, in ring order, as columns `[members]`."""
 
     queries: Sequence[int]
@@ -54,19 +48,11 @@ class Shares:
 
     @classmethod
     def of(cls, shares: Sequence[Share]) -> Shares:
-        """Collects the shares of members, in their order."""
-        return cls(
-            queries=[share.queries for share in shares],
-            pairs=[share.pairs for share in shares],
-            scores=[share.scores for share in shares],
-            held=[share.held for share in shares],
-        )
+        return cls(*zip(*shares, strict=True))
 
     def of_member(self, member: int) -> Share:
         """Returns the share of the member at an index of the ring."""
-        return Share(
-            queries=self.queries[member], pairs=self.pairs[member], scores=self.scores[member], held=self.held[member]
-        )
+        return Share(self.queries[member], self.pairs[member], self.scores[member], self.held[member])
 
     @property
     def busiest(self) -> Share:
@@ -89,6 +75,11 @@ class Channel:
     keys: float
     decode: bool
 
+    @property
+    def is_chain(self) -> bool:
+        """Its members may be in different layers at the same time."""
+        return self.exchange.traits.skewed and len(self.group) > 1
+
 
 @dataclass(kw_only=True, slots=True)
 class ChannelTime:
@@ -104,10 +95,21 @@ class ChannelTime:
     exposed_s: float = 0.0
     overhead_s: float = 0.0
 
-    @property
-    def total_s(self) -> float:
-        """The exchange takes all of these seconds together."""
-        return self.attention_s + self.exposed_s + self.overhead_s
+
+def shares_of(exchange: Exchange, runs: SpanShards, start: int, stop: int) -> list[Share]:
+    """Makes the shares of members that compute runs of the span from `start` to `stop`.
+
+    Earlier keys count as spread evenly over the group. A member of a chain gets all keys before its own, which its
+    rectangles end with.
+    """
+    members, shares = len(runs), []
+    for own in runs:
+        share = share_of(own, cached=start / members, width=stop)
+        if exchange.traits.skewed and members > 1:
+            end = max((run.stop for run in own), default=0)
+            share = share._replace(scores=share.queries * end, held=end)
+        shares.append(share)
+    return shares
 
 
 def share_of(runs: Iterable[Run], *, cached: float, width: int) -> Share:
@@ -117,17 +119,10 @@ def share_of(runs: Iterable[Run], *, cached: float, width: int) -> Share:
     """
     queries, pairs = 0, 0.0
     for run in runs:
-        number = -(-(run.stop - run.start) // run.step)
+        number = len(run)
         queries += number
         pairs += number * (run.start + (number - 1) * run.step / 2 + 1)
-    return Share(queries=queries, pairs=pairs, scores=queries * width, held=cached + queries)
-
-
-def chain_share_of(runs: Sequence[Run]) -> Share:
-    """The share of a member of a chain: it gets all keys before its own, which its rectangles end with."""
-    end = max((run.stop for run in runs), default=0)
-    share = share_of(runs, cached=0, width=end)
-    return Share(queries=share.queries, pairs=share.pairs, scores=share.scores, held=end)
+    return Share(queries, pairs, scores=queries * width, held=cached + queries)
 
 
 def cached_in_chain(channel: Channel) -> float:

@@ -5,21 +5,65 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 from longspan.core.exchange import CHAIN, GATHER_HIDDEN, LOCAL, Exchange
 from longspan.core.runs import Run, shard_span
-from longspan.cost.channels import Channel, Share, Shares, attention_s, chain_share_of, exchanged_bytes, share_of
-from longspan.cost.cluster import Memory, memory
+from longspan.cost.channels import Channel, Share, Shares, attention_s, cost_of, exchanged_bytes, shares_of
 from longspan.cost.forward import Breakdown, Roofline
 from longspan.cost.partitions import cut, even, search
+from longspan.cost.roofline import Layer
+from longspan.errors import ParameterError
 
 Phase = Literal["prefill", "decode"]
 Fractions = tuple[float, ...] | Literal["search"] | None
 _BLOCK = 128
 """Pieces of a chain are whole blocks of so many tokens."""
 _SEARCHED = 16
+_RESERVED_BYTES = 1.5 * 2**30
+"""Of each device, for the driver's context, libraries' workspaces and buffers of links."""
+_HIDDEN_COPIES = 6
+"""Hidden states held at once: residual, normed, queries, attention's output, projected, sum."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes on the fullest device.
+
+    Attributes:
+        scores: of attention without fusion.
+        activations: hidden states, and those in the feed-forward layers as far as they exceed the scores.
+        capacity: of the device.
+    """
+
+    weights: float
+    kv: float
+    scores: float
+    activations: float
+    capacity: float
+
+    @property
+    def used(self) -> float:
+        return self.weights + self.kv + self.scores + self.activations + _RESERVED_BYTES
+
+    @property
+    def fits(self) -> bool:
+        return self.used <= self.capacity
+
+    @property
+    def arithmetic(self) -> str:
+        """The sum is written out, in GiB."""
+        parts = {
+            "weights": self.weights,
+            "KV": self.kv,
+            "scores": self.scores,
+            "activations": self.activations,
+            "reserved": _RESERVED_BYTES,
+        }
+        terms = " + ".join(f"{size / 2**30:.1f} {name}" for name, size in parts.items() if size)
+        relation = "<=" if self.fits else ">"
+        return f"{terms} = {self.used / 2**30:.1f} GiB per GPU {relation} {self.capacity / 2**30:.1f} GiB"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +124,7 @@ class Prompt:
 
     def __post_init__(self) -> None:
         if self.batch < 1:
-            raise ValueError(f"batch must be at least 1, but {self.batch} given")
+            raise ParameterError("batch", f"must be at least 1, but {self.batch} given", self.batch)
         if self.new < 1 or self.cached < 0:
             total = self.new + self.cached
             raise ValueError(f"a prompt has at least 1 new token, but {total} tokens with {self.cached} cached given")
@@ -91,22 +135,13 @@ class Prompt:
         """Shards a prompt into pieces of `partition` tokens one after the other, or into a zigzag."""
         members, total = len(self.group), self.new + self.cached
         if partition is None:
-            runs = shard_span("zigzag" if members > 1 else "single", 0, self.new, members)
+            runs = shard_span("zigzag" if members > 1 else "single", self.cached, total, members)
         else:
-            ends = accumulate(partition)
-            runs = tuple((Run(end - size, end),) if size else () for end, size in zip(ends, partition, strict=True))
-        moved = [tuple(Run(self.cached + run.start, self.cached + run.stop) for run in member) for member in runs]
-        if self.exchange.traits.skewed:
-            shares = [chain_share_of(member) for member in moved]
-        else:
-            shares = [share_of(member, cached=self.cached / members, width=total) for member in moved]
-        return Channel(
-            exchange=self.exchange,
-            group=self.group,
-            shares=Shares.of([share.times(self.batch) for share in shares]),
-            keys=total * self.batch,
-            decode=False,
-        )
+            ends = accumulate(partition, initial=self.cached)
+            runs = tuple((Run(start, end),) if end > start else () for start, end in pairwise(ends))
+        every = shares_of(self.exchange, runs, self.cached, total)
+        shares = Shares.of([share.times(self.batch) for share in every])
+        return Channel(exchange=self.exchange, group=self.group, shares=shares, keys=total * self.batch, decode=False)
 
 
 def estimate_prefill(
@@ -180,12 +215,10 @@ def estimate_decode(model: Roofline, instances: int, exchange: Exchange, length:
 def decode_channel(exchange: Exchange, group: tuple[int, ...], length: int, batch: int) -> Channel:
     """Makes the channel of one token of each request; keys and owners lie evenly on all members."""
     members, keys = len(group), batch * length
-    shares = []
-    for member in range(members):
-        queries = batch // members + (member < batch % members)
-        held = keys / members
-        shares.append(Share(queries=queries, pairs=queries * length, scores=queries * length, held=held))
-    return Channel(exchange=exchange, group=group, shares=Shares.of(shares), keys=keys, decode=True)
+    queries = [batch // members + (member < batch % members) for member in range(members)]
+    seen = [number * length for number in queries]
+    shares = Shares(queries=queries, pairs=seen, scores=seen, held=[keys / members] * members)
+    return Channel(exchange=exchange, group=group, shares=shares, keys=keys, decode=True)
 
 
 def _partition(model: Roofline, prompt: Prompt, fractions: Fractions) -> tuple[int, ...] | None:
@@ -195,7 +228,7 @@ def _partition(model: Roofline, prompt: Prompt, fractions: Fractions) -> tuple[i
     if not isinstance(fractions, tuple):
         return _searched(model, prompt)
     if len(fractions) != members:
-        raise ValueError(f"{len(fractions)} fractions given for {members} instances: give one for each")
+        raise ParameterError("fractions", f"must be one for each of {members} instances, but {len(fractions)} given")
     return cut(fractions, prompt.new, 1)
 
 
@@ -210,10 +243,11 @@ def _searched(model: Roofline, prompt: Prompt) -> tuple[int, ...]:
 
     members = len(prompt.group)
     if members > _SEARCHED:
-        raise ValueError(
-            f"fractions are searched for up to {_SEARCHED} instances, but {members} given, which would take "
-            "minutes: give fractions, or leave them out (even pieces for a chain, else zigzag)"
+        problem = (
+            f"are searched for up to {_SEARCHED} instances, but {members} given, which would take minutes: give "
+            "fractions, or leave them out (even pieces for a chain, else zigzag)"
         )
+        raise ParameterError("fractions", problem)
     block = min(_BLOCK, max(1, prompt.new // (4 * members)))
     seeds = (None, _levelled(model, prompt, block))
     found = (search(ttft_s, prompt.new, members, block, seed) for seed in seeds)
@@ -268,4 +302,27 @@ def _estimate(
         flops_per_gpu_s=rate,
         mfu=rate / layer.chip.device.peak(2),
         partition=tuple(queries),
+    )
+
+
+def memory(layer: Layer, channel: Channel, tokens: float) -> Memory:
+    """Counts the memory of the fullest rank, when its group has computed a channel's queries and holds all its keys.
+
+    Args:
+        tokens: that the busiest instance computes at once.
+    """
+    shape, attention = layer.model.attention, layer.chip.attention
+    held, copies = max(channel.shares.held), 1
+    if attention.unfused and len(channel.group) > 1 and cost_of(channel.exchange).copies_kv:
+        held, copies = max(held, channel.keys), attention.kv_copies
+    scores = max(channel.shares.scores) * layer.heads * attention.score_buffer_bytes
+    hidden = _HIDDEN_COPIES * tokens * shape.hidden_size * layer.chip.bytes_per_element
+    matrices = 4 if layer.model.gated else 2
+    wide = matrices * tokens * layer.model.intermediate_size / layer.tp * layer.chip.bytes_per_element
+    return Memory(
+        weights=layer.model.weight_bytes / layer.tp,
+        kv=copies * held * layer.kv_bytes * shape.num_layers,
+        scores=scores,
+        activations=hidden + max(0.0, wide - scores),
+        capacity=layer.chip.device.memory_bytes,
     )

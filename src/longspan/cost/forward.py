@@ -1,16 +1,19 @@
-"""Seconds of a forward pass over channels, and of transfers of KV, per instance, and what they consist of."""
+"""Seconds of a forward pass over channels, per instance, and what they consist of."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Literal
 
-from longspan.cost.chain import Member, skewed
+from longspan.core.cluster import Cluster, ParallelSpec
+from longspan.cost import catalog
+from longspan.cost.architecture import Architecture
+from longspan.cost.catalog import Efficiency, Kernels
 from longspan.cost.channels import Channel, attention_s, cached_in_chain, channel_time, copies_s, cost_of
-from longspan.cost.roofline import Layer
-from longspan.cost.topology import Topology, Wire
+from longspan.cost.partitions import Member, skewed
+from longspan.cost.roofline import Chip, Layer
+from longspan.cost.topology import Devices, Topology
 
 
 @dataclass(kw_only=True, slots=True)
@@ -26,7 +29,6 @@ class Breakdown:
         exchange_s: messages between instances that nothing hides, and waiting for them.
         launch_s: what the host needs beyond all of that to start all operators.
         head_s: the output head.
-        total_s: all.
     """
 
     linear_s: float = 0.0
@@ -52,7 +54,6 @@ class Breakdown:
         )
 
     def __add__(self, other: Breakdown) -> Breakdown:
-        """Adds both, one after the other."""
         return Breakdown(
             linear_s=self.linear_s + other.linear_s,
             elementwise_s=self.elementwise_s + other.elementwise_s,
@@ -77,14 +78,15 @@ class Breakdown:
 _IDLE = Breakdown()
 
 
-def _add(found: dict[int, Breakdown], group: Sequence[int], more: Breakdown) -> None:
-    """Adds the same to all members; those that were alike before still share one object."""
-    befores = [found[instance] for instance in group]
-    alike: dict[int, Breakdown] = {}
-    for before in befores:
-        if id(before) not in alike:
-            alike[id(before)] = more if before is _IDLE else before + more
-    found.update(zip(group, [alike[id(before)] for before in befores], strict=True))
+def _add(found: dict[int, Breakdown], more: Mapping[int, Breakdown]) -> None:
+    """Adds something to instances; those that were alike and get the same object still share one."""
+    befores = [found[instance] for instance in more]  # all are kept, so that none has another's id
+    alike: dict[tuple[int, int], Breakdown] = {}
+    for before, (instance, extra) in zip(befores, more.items(), strict=True):
+        kind = id(before), id(extra)
+        if kind not in alike:
+            alike[kind] = before + extra
+        found[instance] = alike[kind]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -106,19 +108,16 @@ class Roofline:
             sampled: for how many of them it computes the output head.
         """
         found = dict.fromkeys(tokens, _IDLE)
-        chains: list[Channel] = []
-        starts = self.layer.chip.attention.unfused
         for channel in channels:
-            starts = starts or not channel.decode
-            if channel.exchange.traits.skewed and len(channel.group) > 1:
-                chains.append(channel)
-                continue
-            _add(found, channel.group, self._exchanged(channel))
-        for channel in chains:
-            self._chain(channel, found, tokens, sampled)
-        self._compute(found, tokens, sampled)
-        if starts:
-            self._start(found, channels)
+            if not channel.is_chain:
+                _add(found, dict.fromkeys(channel.group, self._exchanged(channel)))
+        for channel in channels:
+            if channel.is_chain:
+                self._chain(channel, found, tokens, sampled)
+        asked = {instance: (number, sampled.get(instance, 0)) for instance, number in tokens.items()}
+        _add(found, {instance: self._computed(*numbers) for instance, numbers in asked.items() if any(numbers)})
+        if self.layer.chip.attention.unfused or not all(channel.decode for channel in channels):
+            _add(found, self._waiting_for_host(found, channels))
         return found
 
     def _exchanged(self, channel: Channel) -> Breakdown:
@@ -130,27 +129,14 @@ class Roofline:
             exchange_s=num_layers * time.exposed_s,
         )
 
-    def _compute(self, found: dict[int, Breakdown], tokens: Mapping[int, float], sampled: Mapping[int, float]) -> None:
-        """Adds what does not depend on channels."""
-        alike: dict[tuple[float, float, int], Breakdown] = {}
-        for instance, before in list(found.items()):  # which keeps all of them, so that none has another's id
-            number, asked = tokens[instance], sampled.get(instance, 0)
-            if number or asked:
-                kind = number, asked, id(before)
-                if kind not in alike:
-                    alike[kind] = before + self._computed(number, asked)
-                found[instance] = alike[kind]
-
     def _computed(self, tokens: float, sampled: float) -> Breakdown:
         key = tokens, sampled
         if key not in self._known:
             layer, shape = self.layer, self.layer.model.attention
             before, behind = layer.before(tokens), layer.behind(tokens)
-            reduced_s = 0.0
-            if layer.tp > 1 and tokens:
-                sums = 1 if layer.model.parallel else 2
-                reduced = tokens * shape.hidden_size * layer.chip.bytes_per_element
-                reduced_s = sums * self.topology.all_reduce_s(reduced)
+            reduced = tokens * shape.hidden_size * layer.chip.bytes_per_element
+            sums = 1 if layer.model.parallel else 2
+            reduced_s = sums * self.topology.all_reduce_s(reduced) if tokens else 0.0
             self._known[key] = Breakdown(
                 linear_s=shape.num_layers * (before.linear_s + behind.linear_s),
                 elementwise_s=shape.num_layers * (before.elementwise_s + behind.elementwise_s),
@@ -159,24 +145,24 @@ class Roofline:
             )
         return self._known[key]
 
-    def _start(self, found: dict[int, Breakdown], channels: Sequence[Channel]) -> None:
-        """Adds how much longer it takes since the host has to start everything."""
-        chip, extra = self.layer.chip, Counter[int]()
-        for channel in channels:
-            if launches := self._extra_launches(channel):
-                extra.update(dict.fromkeys(channel.group, launches))
+    def _waiting_for_host(self, found: Mapping[int, Breakdown], channels: Sequence[Channel]) -> dict[int, Breakdown]:
+        """Finds how much longer it takes instances that do something, since the host has to start everything."""
+        chip, copies = self.layer.chip, Counter[int]()
+        for channel in channels if chip.attention.unfused else ():
+            if (members := len(channel.group)) > 1:
+                # Unfused code gathers into a list of tensors and joins them, keys and values apart.
+                joined = cost_of(channel.exchange).joins_all
+                copies.update(dict.fromkeys(channel.group, 2 * members if joined else 2))
         launch_s = self.layer.model.attention.num_layers * chip.attention.launch_us * 1e-6
         smooth = chip.efficiency.host_smooth
-        alike: dict[tuple[int, int], Breakdown] = {}
-        for instance, one in list(found.items()):
-            if one is _IDLE:
-                continue
-            kind = extra[instance], id(one)
-            if kind not in alike:
-                device_s, host_s = one.total_s, (self.layer.num_launches + extra[instance]) * launch_s
-                waiting_s = float((device_s**smooth + host_s**smooth) ** (1 / smooth)) - device_s
-                alike[kind] = one + Breakdown(launch_s=waiting_s)
-            found[instance] = alike[kind]
+        alike: dict[tuple[int, float], Breakdown] = {}
+        for instance, one in found.items():
+            kind = copies[instance], one.total_s
+            if one is not _IDLE and kind not in alike:
+                host_s = (self.layer.num_launches + copies[instance]) * launch_s
+                waiting_s = float((one.total_s**smooth + host_s**smooth) ** (1 / smooth)) - one.total_s
+                alike[kind] = Breakdown(launch_s=waiting_s)
+        return {i: alike[copies[i], one.total_s] for i, one in found.items() if one is not _IDLE}
 
     def _chain(
         self,
@@ -208,65 +194,65 @@ class Roofline:
         for instance, end_s, own_s in zip(channel.group, ends, busy_s, strict=True):
             found[instance] += Breakdown(exchange_s=max(0.0, end_s - own_s))
 
-    def _extra_launches(self, channel: Channel) -> int:
-        """Copies as unfused code does, which gathers into a list of tensors and joins them, keys and values apart."""
-        if len(channel.group) == 1 or not self.layer.chip.attention.unfused:
-            return 0
-        return 2 * len(channel.group) if cost_of(channel.exchange).joins_all else 2
 
+def roofline(
+    model: Architecture,
+    devices: Devices,
+    spec: ParallelSpec,
+    kernels: Kernels = "flash",
+    constants: Efficiency | None = None,
+) -> Roofline:
+    """Makes the cost model of so many instances of a model on a cluster; `constants` replace those of efficiency.toml.
 
-_End = tuple[Wire, Literal["out", "in"], int]
-"""Where bytes enter or leave a link: of a device of an instance, or of a host where its devices share the link."""
-
-
-def moved_s(tokens: Mapping[tuple[int, int], int], line_of: Callable[[int], Roofline]) -> float:
-    """Times sending every layer's KV of so many tokens from one instance to another, for all these pairs at once.
-
-    Each rank of a target gets its own heads, and the ranks of a source send equal parts of all that the target gets.
-    The busiest device, or host where the devices of one share a link, says how long it takes; both directions of a
-    link are used at the same time.
-
-    Args:
-        tokens: by source and target.
-        line_of: the cost model of an instance.
+    Raises:
+        ValueError: for unknown names, more ranks than devices, or heads that so many ranks cannot share.
     """
-    loads, latency_s = _loads(tokens, line_of)
-    return latency_s + max((load / link.bytes_per_s for (link, _, _), load in loads.items()), default=0.0)
+    [found] = rooflines(model, devices, Cluster(spec=spec), kernels, constants)
+    return found
 
 
-def received_s(tokens: Mapping[tuple[int, int], int], line_of: Callable[[int], Roofline]) -> float:
-    """Times how long that keeps the busiest link of a target busy."""
-    loads, _ = _loads(tokens, line_of)
-    return max((load / link.bytes_per_s for (link, way, _), load in loads.items() if way == "in"), default=0.0)
+def rooflines(
+    model: Architecture,
+    devices: Devices,
+    cluster: Cluster,
+    kernels: Kernels = "flash",
+    constants: Efficiency | None = None,
+) -> tuple[Roofline, ...]:
+    """Makes the cost model of each role: of all instances, or of those that prefill and those that decode.
 
-
-def _loads(
-    tokens: Mapping[tuple[int, int], int], line_of: Callable[[int], Roofline]
-) -> tuple[Mapping[_End, float], float]:
-    """Counts bytes by where they enter or leave a link, and finds the longest latency."""
-    loads = defaultdict[_End, float](float)
-    latency_s = 0.0
-    for (source, target), number in tokens.items():
-        sender, receiver = line_of(source), line_of(target)
-        layer, topology = receiver.layer, receiver.topology
-        num_bytes = number * layer.kv_bytes * layer.tp * layer.model.attention.num_layers
-        out_of, into = sender.topology.host(source), topology.host(target)
-        link = topology.inside if out_of == into else topology.between
-        latency_s = max(latency_s, link.latency_s)
-        if link.shared:
-            loads[link, "out", out_of] += num_bytes
-            loads[link, "in", into] += num_bytes
-        else:
-            loads[link, "out", source] += num_bytes / sender.layer.tp
-            loads[link, "in", target] += num_bytes / layer.tp
-    return loads, latency_s
-
-
-def exposed_s(move_s: float, layer_s: float, num_layers: int) -> float:
-    """Returns what remains of a transfer that goes layer by layer beside the layers before, each of which takes
-    `layer_s`.
-
-    Nothing hides that of the first layer.
+    Raises:
+        ValueError: see `roofline`.
     """
-    part_s = move_s / num_layers
-    return part_s + (num_layers - 1) * max(0.0, part_s - layer_s)
+    specs = [cluster.spec] if cluster.decode_spec is None else [cluster.spec, cluster.decode_spec]
+    if cluster.num_ranks > devices.num_gpus:
+        ranks = " + ".join(f"{spec.instances} * {spec.tp}" for spec in specs)
+        raise ValueError(
+            f"{cluster} needs {ranks} = {cluster.num_ranks} GPUs, but there are {devices.hosts} hosts * "
+            f"{devices.gpus_per_host} = {devices.num_gpus}: use more hosts or fewer ranks"
+        )
+    for spec in specs:
+        if model.attention.num_heads < spec.tp:
+            raise ValueError(
+                f"tp({spec.tp}) ranks cannot share {model.attention.num_heads} query heads: use a smaller tp"
+            )
+    constants = constants or catalog.efficiency()
+    inside, between = devices.wires()
+    chip = Chip(
+        device=catalog.device(devices.hardware),
+        efficiency=constants,
+        attention=constants.attention[kernels],
+        bytes_per_element=model.attention.bytes_per_element,
+    )
+    found, num_instances, num_devices = [], 0, 0
+    for spec in specs:
+        topology = Topology(
+            tp=spec.tp,
+            gpus_per_host=devices.gpus_per_host,
+            inside=inside,
+            between=between,
+            first_instance=num_instances,
+            first_device=num_devices,
+        )
+        found.append(Roofline(layer=Layer(model=model, chip=chip, tp=spec.tp), topology=topology))
+        num_instances, num_devices = num_instances + spec.instances, num_devices + spec.num_ranks
+    return tuple(found)

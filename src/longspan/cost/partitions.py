@@ -1,5 +1,5 @@
 """Partitions of a prompt: the length of each member's piece when they work in a chain (KV-Runahead, arXiv 2405.05329,
-§4.2).
+§4.2), and the time to first token that follows.
 
 Earlier members see fewer keys, so they take more tokens, but later ones wait for them: the best cut depends on the
 hardware. It is searched once for some lengths (the paper's KVR-S) and interpolated between (KVR-P); `even` is KVR-E.
@@ -10,13 +10,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
 
 import msgspec
 
 from longspan.core.runs import shard_span
-from longspan.cost.catalog import Stored
+from longspan.cost.profile import Count, LinkFit, Stored, TimeFit
 from longspan.errors import ParameterError
 
 Partition = tuple[int, ...]
@@ -29,17 +30,16 @@ _MANY = 8
 
 def even(length: int, members: int, align: int) -> Partition:
     """Cuts pieces whose numbers of blocks differ by at most one, as the `contiguous` layout cuts them."""
-    return tuple(sum(map(len, runs)) for runs in shard_span("contiguous", 0, length, members, align=align))
+    return _cut(length, members, align)
 
 
 def cut(fractions: Sequence[float], length: int, align: int) -> Partition:
-    """The partition nearest to these fractions; in a short prompt, members may get nothing.
+    """The partition nearest to these fractions; in a short prompt, members may get nothing."""
+    return _cut(length, len(fractions), align, fractions)
 
-    Raises:
-        ValueError: for fractions that are not positive or do not add up to 1.
-    """
-    check_fractions(fractions)
-    sharded = shard_span("contiguous", 0, length, len(fractions), align=align, fractions=fractions)
+
+def _cut(length: int, members: int, align: int, fractions: Sequence[float] = ()) -> Partition:
+    sharded = shard_span("contiguous", 0, length, members, align=align, fractions=fractions)
     return tuple(sum(map(len, runs)) for runs in sharded)
 
 
@@ -54,12 +54,11 @@ def parse_fractions(text: str) -> tuple[float, ...]:
     except ValueError:
         problem = f"must be numbers with commas between, such as 0.6,0.4, but {text!r} given"
         raise ParameterError("fractions", problem, text) from None
-    check_fractions(fractions)
+    _check_fractions(fractions)
     return fractions
 
 
-def check_fractions(fractions: Sequence[float]) -> None:
-    """Raises ParameterError unless all are positive and add up to 1, within 0.001."""
+def _check_fractions(fractions: Sequence[float]) -> None:
     shown = ",".join(f"{fraction:g}" for fraction in fractions)
     if not all(fraction > 0 for fraction in fractions):
         problem = f"must be above 0, but {shown} given: use fewer members rather than empty ones"
@@ -103,12 +102,10 @@ def search(
 
     Returns:
         The best partition evaluated; with fewer blocks than members, even pieces, without evaluating any.
-
-    Raises:
-        ValueError: for a seed that is no aligned partition of this prompt.
     """
     pieces = even(length, members, align)
-    best = pieces if seed is None else _checked(seed, length, members, align)
+    best = pieces if seed is None else seed
+    assert len(best) == members and sum(best) == length, f"{best} is no partition of {length} tokens"
     blocks = -(-length // align)
     if members == 1 or blocks < members:
         return pieces
@@ -125,13 +122,10 @@ def search(
             best = min(known, key=known.__getitem__)
             if best == center:
                 break
-    return _confirmed(known, ttft) if noisy else best
-
-
-def _confirmed(known: dict[Partition, float], ttft: Callable[[Partition], float]) -> Partition:
-    """Measures the best few again, and returns the best of them."""
-    again = {partition: ttft(partition) for partition in sorted(known, key=known.__getitem__)[:_CONFIRMED]}
-    return min(again, key=again.__getitem__)
+    if noisy:
+        again = {partition: ttft(partition) for partition in sorted(known, key=known.__getitem__)[:_CONFIRMED]}
+        best = min(again, key=again.__getitem__)
+    return best
 
 
 def _shifts(members: int) -> list[tuple[int, ...]]:
@@ -149,13 +143,6 @@ def _shifts(members: int) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(gains))
 
 
-def _checked(seed: Partition, length: int, members: int, align: int) -> Partition:
-    aligned = all(piece >= 0 and piece % align == 0 for piece in seed[:-1]) and seed[-1:] >= (0,)
-    if len(seed) != members or sum(seed) != length or not aligned:
-        raise ValueError(f"seed {seed} does not cut {length} tokens in {members} pieces of whole blocks of {align}")
-    return seed
-
-
 class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A searched partition: what part of a prompt of `length` tokens each member takes.
 
@@ -165,15 +152,17 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     model: str
     members: int
-    length: int
+    length: Count
     fractions: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        check_fractions(self.fractions)
+        _check_fractions(self.fractions)
         if len(self.fractions) != self.members:
             raise ValueError(f"{len(self.fractions)} fractions given for {self.members} members")
-        if self.length < 1:
-            raise ValueError(f"length must be at least 1, but {self.length} given")
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        return self.model, self.members, self.length
 
 
 class PartitionTable(Stored, frozen=True):
@@ -188,21 +177,17 @@ class PartitionTable(Stored, frozen=True):
     partitions: tuple[Entry, ...] = ()
 
     def __post_init__(self) -> None:
-        keys = [_key(entry) for entry in self.partitions]
-        for key, following in pairwise(sorted(keys)):
+        for key, following in pairwise(sorted(entry.key for entry in self.partitions)):
             if key == following:
                 raise ValueError(f"two partitions for model {key[0]!r}, {key[1]} members and {key[2]} tokens: keep one")
 
     def with_entry(self, entry: Entry) -> PartitionTable:
-        """Returns a table that also has this entry, in place of one for the same model, number of members and
-        length.
-        """
-        kept = (other for other in self.partitions if _key(other) != _key(entry))
-        return PartitionTable((*kept, entry))
+        """Returns a table that also has this entry, in place of one for the same model, members and length."""
+        return PartitionTable((*(other for other in self.partitions if other.key != entry.key), entry))
 
     def lengths(self, model: str, members: int) -> tuple[int, ...]:
         """The table has entries for prompts of these lengths, ascending."""
-        return tuple(sorted(e.length for e in self.partitions if (e.model, e.members) == (model, members)))
+        return tuple(entry.length for entry in self._known(model, members))
 
     def predict(self, model: str, members: int, length: int) -> tuple[float, ...] | None:
         """Interpolates fractions for a prompt of this length, between those of the two nearest lengths known for model
@@ -210,10 +195,7 @@ class PartitionTable(Stored, frozen=True):
 
         Below the shortest and above the longest known length they are that one's. None when none is known.
         """
-        known = sorted(
-            (entry for entry in self.partitions if (entry.model, entry.members) == (model, members)),
-            key=lambda entry: entry.length,
-        )
+        known = self._known(model, members)
         if not known:
             return None
         for shorter, longer in pairwise(known):
@@ -223,6 +205,72 @@ class PartitionTable(Stored, frozen=True):
                 return tuple((1 - weight) * a + weight * b for a, b in pairs)
         return known[0 if length < known[0].length else -1].fractions
 
+    def _known(self, model: str, members: int) -> list[Entry]:
+        found = (entry for entry in self.partitions if (entry.model, entry.members) == (model, members))
+        return sorted(found, key=lambda entry: entry.length)
 
-def _key(entry: Entry) -> tuple[str, int, int]:
-    return entry.model, entry.members, entry.length
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """Costs of a layer for one member of a chain, in seconds.
+
+    Attributes:
+        before_s: until its own keys and values are there.
+        behind_s: attention and everything after it.
+        message_s: keys and values, all up to its own, on their way to the next member.
+        latency_s: of that message, besides.
+    """
+
+    before_s: float
+    behind_s: float
+    message_s: float
+    latency_s: float = 0.0
+
+
+def skewed(members: Sequence[Member], num_layers: int, *, rendezvous: bool = False) -> list[float]:
+    """When each member of a chain is done (§4.1, Fig. 7).
+
+    In every layer a member projects its tokens while its predecessor's message is under way, and attends once all KV up
+    to its own is there; it leaves for the successor at that moment, while attention runs. So layers run skewed, and
+    nobody waits for a later member. A link carries one message after the other.
+
+    With `rendezvous`, a message also waits until its receiver has come to the same layer.
+    """
+    free_s, link_free_s = [0.0] * len(members), [0.0] * len(members)
+    for _ in range(num_layers):
+        arrived_s = ready_s = 0.0
+        for index, member in enumerate(members):
+            if index and rendezvous:
+                previous = members[index - 1]
+                begun_s = max(ready_s, free_s[index], link_free_s[index - 1])
+                link_free_s[index - 1] = begun_s + previous.message_s
+                arrived_s = link_free_s[index - 1] + previous.latency_s
+            ready_s = max(free_s[index] + member.before_s, arrived_s)
+            if not rendezvous:
+                link_free_s[index] = max(ready_s, link_free_s[index]) + member.message_s
+                arrived_s = link_free_s[index] + member.latency_s
+            free_s[index] = ready_s + member.behind_s
+    return free_s
+
+
+def chain_ttft_s(partition: Partition, alone: TimeFit, link: LinkFit, *, num_layers: int, kv_bytes: float) -> float:
+    """Predicts when the last member of a chain is done, from the times of one instance and of a link.
+
+    Those times do not tell projections from what is behind attention, so all counts as that.
+
+    Args:
+        kv_bytes: of a token and layer, which one rank sends.
+    """
+    members, end = [], 0
+    for tokens in partition:
+        pairs = tokens * end + tokens * (tokens + 1) / 2
+        end += tokens
+        members.append(
+            Member(
+                before_s=0.0,
+                behind_s=alone.pair_s / num_layers * pairs + alone.token_s / num_layers * tokens,
+                message_s=end * kv_bytes / link.bytes_per_s,
+                latency_s=link.start_s,
+            )
+        )
+    return skewed(members, num_layers)[-1]

@@ -1,18 +1,54 @@
-"""Measurements on one machine with one model: prefills and decodes alone and in groups, links. Also as text."""
+"""Measurements on one machine with one model: prefills and decodes alone and in groups, links; and fits to them."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from typing import ClassVar, Literal, Self, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from operator import mul, truediv
+from typing import Annotated, ClassVar, Literal, Self, TypeVar
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from longspan.core.exchange import LOCAL, Exchange, named
 from longspan.cost.architecture import Hardware, ModelShape
-from longspan.cost.catalog import Stored
-from longspan.cost.time_fit import DecodeFit, LinkFit, Sample, TimeFit, Times, fit_decodes, fit_link, fit_times
+
+Kind = tuple[int, Exchange]
+"""How many instances share a request, and by what."""
+Sample = tuple[int, int, float]
+"""New tokens, cached tokens before them, seconds; of decodes: requests, tokens before each, seconds."""
+Array = NDArray[np.float64]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Seconds = Annotated[tuple[Annotated[float, msgspec.Meta(gt=0)], ...], msgspec.Meta(min_length=1)]
+"""The same thing was measured time after time."""
+
+
+class Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Its fields are those of an object of JSON; `called` is what errors call it."""
+
+    called: ClassVar[str]
+
+    def to_json(self) -> str:
+        """Writes text for a file, a value per line."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1).decode() + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            ValueError: for text that is no such thing, with what is wrong with it and where.
+        """
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"not a {cls.called}: {error}") from error
 
 
 class ProfileKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,75 +72,61 @@ class ProfileKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     revision: int = 0
 
 
-class Prefill(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds to the first token of a prompt, time after time.
+class _Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds of something that instances did.
 
     Attributes:
-        members: how many instances shared it; with one, the exchange is `local`.
-        cached_tokens: whose KV was there before.
+        members: how many instances shared each request; with one, the exchange is `local`.
         beside: how many other instances of the machine were busy meanwhile.
     """
 
-    members: int
+    members: Count
     exchange: str
-    new_tokens: int
-    cached_tokens: int
-    seconds: tuple[float, ...]
+    seconds: Seconds
     beside: int = 0
 
     def __post_init__(self) -> None:
-        timed = self.seconds and min(self.seconds) > 0
-        if self.members < 1 or self.new_tokens < 1 or self.cached_tokens < 0 or not timed:
-            raise ValueError(f"not a measured prefill: {self}")
         if (self.members == 1) != (named(self.exchange) == LOCAL):
-            raise ValueError(f"{self.members} members do not prefill with exchange {self.exchange}")
+            raise ValueError(f"{self.members} members do not compute with exchange {self.exchange}")
+
+    @property
+    def kind(self) -> Kind:
+        return self.members, named(self.exchange)
 
     @property
     def median_s(self) -> float:
-        """The median is of all times."""
         return statistics.median(self.seconds)
 
 
-class Decode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds between tokens of several requests that decode together, time after time.
+class Prefill(_Measured, frozen=True, kw_only=True):
+    """Seconds to the first token of a prompt, whose `cached_tokens` had KV before."""
+
+    new_tokens: Count
+    cached_tokens: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Decode(_Measured, frozen=True, kw_only=True):
+    """Seconds between tokens of several requests that decode together.
 
     Attributes:
-        members: how many instances shared each of them; with one, the exchange is `local`.
         batch: how many requests.
         context_tokens: tokens of each before the new ones.
         singles: requests of one instance that decode in the same steps, one on each member.
-        beside: how many other instances of the machine were busy meanwhile.
     """
 
-    members: int
-    exchange: str
-    batch: int
-    context_tokens: int
-    seconds: tuple[float, ...]
+    batch: Count
+    context_tokens: Count
     singles: int = 0
-    beside: int = 0
-
-    def __post_init__(self) -> None:
-        timed = self.seconds and min(self.seconds) > 0
-        if self.members < 1 or self.batch < 1 or self.context_tokens < 1 or not timed:
-            raise ValueError(f"not a measured decode: {self}")
-        if (self.members == 1) != (named(self.exchange) == LOCAL):
-            raise ValueError(f"{self.members} members do not decode with exchange {self.exchange}")
-
-    @property
-    def median_s(self) -> float:
-        """The median is of all times."""
-        return statistics.median(self.seconds)
 
 
-_TimesT = TypeVar("_TimesT", Prefill, Decode)
+_MeasuredT = TypeVar("_MeasuredT", bound=_Measured)
 
 
-def _joined(before: _TimesT | None, after: _TimesT) -> _TimesT:
-    if before is None or before.beside != after.beside:
-        return after
-    earlier: tuple[float, ...] = before.seconds
-    return msgspec.structs.replace(after, seconds=earlier + after.seconds)
+def _with(known: Iterable[_MeasuredT], before: _MeasuredT | None, after: _MeasuredT) -> tuple[_MeasuredT, ...]:
+    """Adds times to those `before` of the same, or replaces them where other numbers of instances were busy."""
+    if before is not None and before.beside == after.beside:
+        after = msgspec.structs.replace(after, seconds=before.seconds + after.seconds)
+    return (*(one for one in known if one is not before), after)
 
 
 TransferKind = Literal["point_to_point", "alltoall", "all_gather", "host_copy"]
@@ -116,16 +138,12 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     kind: TransferKind
     members: int
-    num_bytes: int
-    seconds: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        if self.num_bytes < 1 or not self.seconds or min(self.seconds) <= 0:
-            raise ValueError(f"not a measured transfer: {self}")
+    num_bytes: Count
+    seconds: Seconds
 
 
 class Profile(Stored, frozen=True, kw_only=True):
-    """Everything measured of a subject so far."""
+    """Everything measured under a key so far."""
 
     called: ClassVar[str] = "profile"
 
@@ -139,18 +157,12 @@ class Profile(Stored, frozen=True, kw_only=True):
         instances.
         """
         before = self.find(prefill.members, prefill.exchange, prefill.new_tokens, prefill.cached_tokens)
-        kept = tuple(one for one in self.prefills if one is not before)
-        return msgspec.structs.replace(self, prefills=(*kept, _joined(before, prefill)))
+        return msgspec.structs.replace(self, prefills=_with(self.prefills, before, prefill))
 
-    def of_one_beside(self, busy: int) -> Self:
-        """Returns a profile without what one instance was timed at beside more or fewer busy ones."""
-
-        def stays(one: Prefill | Decode) -> bool:
-            return one.members > 1 or one.beside == busy
-
-        return msgspec.structs.replace(
-            self, prefills=tuple(filter(stays, self.prefills)), decodes=tuple(filter(stays, self.decodes))
-        )
+    def with_decode(self, decode: Decode) -> Self:
+        """Does the same with a decode."""
+        key = decode.members, decode.exchange, decode.batch, decode.context_tokens, decode.singles
+        return msgspec.structs.replace(self, decodes=_with(self.decodes, self.find_decode(*key), decode))
 
     def with_transfer(self, transfer: Transfer) -> Self:
         """Returns a profile with these times of such a transfer, in place of those that it has."""
@@ -158,68 +170,60 @@ class Profile(Stored, frozen=True, kw_only=True):
         kept = tuple(one for one in self.transfers if (one.kind, one.members, one.num_bytes) != key)
         return msgspec.structs.replace(self, transfers=(*kept, transfer))
 
+    def of_one_beside(self, busy: int) -> Self:
+        """Returns a profile without what one instance was timed at beside more or fewer busy ones."""
+
+        def stays(one: _Measured) -> bool:
+            return one.members > 1 or one.beside == busy
+
+        prefills, decodes = tuple(filter(stays, self.prefills)), tuple(filter(stays, self.decodes))
+        return msgspec.structs.replace(self, prefills=prefills, decodes=decodes)
+
     def find(self, members: int, exchange: Exchange | str, new_tokens: int, cached_tokens: int) -> Prefill | None:
-        """Finds the measurement of such a prefill."""
         wanted = (members, str(exchange), new_tokens, cached_tokens)
         found = (p for p in self.prefills if (p.members, p.exchange, p.new_tokens, p.cached_tokens) == wanted)
         return next(found, None)
 
-    def with_decode(self, decode: Decode) -> Self:
-        """Returns a profile that also has these times of such a decode; in place of those beside more or fewer
-        instances.
-        """
-        before = self.find_decode(
-            decode.members, named(decode.exchange), decode.batch, decode.context_tokens, decode.singles
-        )
-        kept = tuple(one for one in self.decodes if one is not before)
-        return msgspec.structs.replace(self, decodes=(*kept, _joined(before, decode)))
-
     def find_decode(
         self, members: int, exchange: Exchange | str, batch: int, context_tokens: int, singles: int = 0
     ) -> Decode | None:
-        """Finds the measurement of such a decode."""
         wanted = (members, str(exchange), batch, context_tokens, singles)
         found = (d for d in self.decodes if (d.members, d.exchange, d.batch, d.context_tokens, d.singles) == wanted)
         return next(found, None)
 
-    def joined(self, other: Profile) -> Self:
-        """Returns a profile with the times of both; with those of the other alone of transfers, and where other numbers
-        of instances were busy.
+    def times(self, new_tokens: Callable[[Prefill], int] | None = None) -> dict[Kind, Times]:
+        """Fits prefills, as far as there are measurements enough; by new tokens, or whatever else is told to count as
+        that.
         """
-        found = self
-        for prefill in other.prefills:
-            found = found.with_prefill(prefill)
-        for decode in other.decodes:
-            found = found.with_decode(decode)
-        for transfer in other.transfers:
-            found = found.with_transfer(transfer)
-        return found
+        samples = _by_kind(
+            (one.kind, (new_tokens(one) if new_tokens else one.new_tokens, one.cached_tokens, one.median_s))
+            for one in self.prefills
+        )
+        fits = ((kind, fit_times(of_kind)) for kind, of_kind in samples.items())
+        return {kind: Times(fit=fit, samples=tuple(samples[kind])) for kind, fit in fits if fit is not None}
 
-    def decode_fits(self) -> dict[tuple[int, Exchange], DecodeFit]:
-        """Fits times by members and exchange, as far as there are measurements enough."""
-        samples: dict[tuple[int, Exchange], list[Sample]] = defaultdict(list)
-        for decode in self.decodes:
-            if not decode.singles:
-                samples[decode.members, named(decode.exchange)].append(
-                    (decode.batch, decode.context_tokens, decode.median_s)
-                )
-        fits = ((kind, fit_decodes(of_kind)) for kind, of_kind in sorted(samples.items()))
+    def fits(self) -> dict[Kind, TimeFit]:
+        return {kind: times.fit for kind, times in self.times().items()}
+
+    def decode_fits(self) -> dict[Kind, DecodeFit]:
+        """Fits decodes, as far as there are measurements enough."""
+        alone = (one for one in self.decodes if not one.singles)
+        samples = _by_kind((one.kind, (one.batch, one.context_tokens, one.median_s)) for one in alone)
+        fits = ((kind, fit_decodes(of_kind)) for kind, of_kind in samples.items())
         return {kind: fit for kind, fit in fits if fit is not None}
 
-    def waits_s(self) -> dict[tuple[int, Exchange], float]:
-        """Finds, by members and exchange, how much longer decodes of a group take when each member computes one of its
-        own.
+    def waits_s(self) -> dict[Kind, float]:
+        """Finds how much longer decodes of a group take when each member computes one of its own.
 
         They wait for each other in each layer then, and compete for what they share. What the members' own tokens cost
         by themselves does not count. Groups of which that was not measured are left out.
         """
-        fits, found = self.decode_fits(), defaultdict[tuple[int, Exchange], list[float]](list)
+        fits, found = self.decode_fits(), defaultdict[Kind, list[float]](list)
         own_s = fits[1, LOCAL].request_s if (1, LOCAL) in fits else 0.0
         for decode in self.decodes:
-            kind = decode.members, named(decode.exchange)
-            if decode.singles and kind in fits:
-                expected_s = fits[kind].seconds(decode.batch, decode.context_tokens) + own_s
-                found[kind].append(decode.median_s - expected_s)
+            if decode.singles and decode.kind in fits:
+                expected_s = fits[decode.kind].seconds(decode.batch, decode.context_tokens) + own_s
+                found[decode.kind].append(decode.median_s - expected_s)
         return {kind: max(0.0, statistics.median(more)) for kind, more in found.items()}
 
     @property
@@ -227,19 +231,10 @@ class Profile(Stored, frozen=True, kw_only=True):
         """Transfers of these kinds, among so many ranks, have times."""
         return sorted({(transfer.kind, transfer.members) for transfer in self.transfers})
 
-    def fits(self) -> dict[tuple[int, Exchange], TimeFit]:
-        """Fits times by members and exchange, as far as there are measurements enough."""
-        return {kind: times.fit for kind, times in self.times().items()}
-
-    def times(self, new_tokens: Callable[[Prefill], int] | None = None) -> dict[tuple[int, Exchange], Times]:
-        """The same, to predict from; by new tokens, or whatever else is told to count as that."""
-        samples: dict[tuple[int, Exchange], list[Sample]] = defaultdict(list)
-        for prefill in self.prefills:
-            kind = prefill.members, named(prefill.exchange)
-            new = new_tokens(prefill) if new_tokens else prefill.new_tokens
-            samples[kind].append((new, prefill.cached_tokens, prefill.median_s))
-        fits = ((kind, fit_times(of_kind)) for kind, of_kind in sorted(samples.items()))
-        return {kind: Times(fit=fit, samples=tuple(samples[kind])) for kind, fit in fits if fit is not None}
+    def link(self, kind: TransferKind, members: int) -> LinkFit | None:
+        """Returns how fast such transfers are among so many ranks; None when that was not measured."""
+        found = (t for t in self.transfers if (t.kind, t.members) == (kind, members))
+        return fit_link([(t.num_bytes, statistics.median(t.seconds)) for t in found])
 
     def hardware(self, shape: ModelShape) -> Hardware | None:
         """Returns the speeds that one instance showed, and the links of all its ranks together; None where one was not
@@ -251,10 +246,13 @@ class Profile(Stored, frozen=True, kw_only=True):
         flops = 4 * shape.num_heads * shape.head_dim * shape.num_layers
         return Hardware(flops_per_s=flops / alone.pair_s, bytes_per_s=link.bytes_per_s * self.profile_key.tp)
 
-    def link(self, kind: TransferKind, members: int) -> LinkFit | None:
-        """Returns how fast such transfers are among so many ranks; None when that was not measured."""
-        found = (t for t in self.transfers if (t.kind, t.members) == (kind, members))
-        return fit_link([(t.num_bytes, statistics.median(t.seconds)) for t in found])
+
+def _by_kind(samples: Iterable[tuple[Kind, Sample]]) -> dict[Kind, list[Sample]]:
+    """Groups samples, in ascending order of kinds."""
+    found = defaultdict[Kind, list[Sample]](list)
+    for kind, sample in samples:
+        found[kind].append(sample)
+    return dict(sorted(found.items()))
 
 
 _PARTIAL_PARTS = (32, 4)
@@ -262,10 +260,201 @@ _PARTIAL_PARTS = (32, 4)
 
 
 def profiled_prompts(lengths: Iterable[int], max_model_len: int) -> list[tuple[int, int]]:
-    """Returns new and cached tokens of the prefills that a profile has.
-
-    These are every length, and as many cached tokens with a part of them behind.
+    """Returns new and cached tokens of the prefills that a profile has: every length, and as many cached tokens with a
+    part of them behind.
     """
     every = sorted(set(lengths))
     partial = [(max(1, cached // part), cached) for cached in every for part in _PARTIAL_PARTS]
     return [(n, p) for n, p in dict.fromkeys([*((n, 0) for n in every), *partial]) if n + p < max_model_len]
+
+
+# ---------------------------------------------------------------- fits
+
+_FEWEST_LENGTHS = 2
+_SAME_PLACE = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """Errors of a fit over its samples, relative to what was measured."""
+
+    mean_error: float
+    max_error: float
+    num_samples: int
+
+
+FitT = TypeVar("FitT", bound=Fit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeFit(Fit):
+    """T(L, P) = start_s + token_s L + cached_s P L + square_s L², for L new tokens behind P cached ones.
+
+    No term is negative, so that predictions are monotone in both lengths, also beyond what was measured.
+    """
+
+    start_s: float
+    token_s: float
+    cached_s: float
+    square_s: float
+
+    @property
+    def pair_s(self) -> float:
+        """Averages the cost of a query and a key. Both quadratic terms have a say, and this is their mean: a prompt has
+        L²/2 pairs.
+        """
+        return (self.cached_s + 2 * self.square_s) / 2
+
+    def seconds(self, new_tokens: int, cached_tokens: int = 0) -> float:
+        per_token = self.token_s + self.cached_s * cached_tokens + self.square_s * new_tokens
+        return self.start_s + per_token * new_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """A fit, corrected by what it missed its samples by: near a sample it says what was measured there.
+
+    The correction is the mean of measured over fitted seconds. A sample weighs less with the square of its distance, in
+    doublings of new and of cached tokens.
+    """
+
+    fit: TimeFit
+    samples: tuple[Sample, ...]
+
+    def seconds(self, new_tokens: int, cached_tokens: int = 0) -> float:
+        fitted = self.fit.seconds(new_tokens, cached_tokens)
+        places, measured, expected = self._known
+        if not places:
+            return fitted
+        nearness, weight = _nearness(places, new_tokens, cached_tokens)
+        corrections: float = sum(map(truediv, map(mul, nearness, measured), expected))
+        return fitted * corrections / weight
+
+    @cached_property
+    def _known(self) -> tuple[tuple[tuple[int, int], ...], tuple[float, ...], tuple[float, ...]]:
+        """Lists for each sample that takes time: its new and cached tokens, seconds, and what was fitted."""
+        fitted = [(new, cached, seconds, self.fit.seconds(new, cached)) for new, cached, seconds in self.samples]
+        known = [sample for sample in fitted if sample[-1]]
+        return (
+            tuple((new, cached) for new, cached, _, _ in known),
+            tuple(seconds for _, _, seconds, _ in known),
+            tuple(expected for _, _, _, expected in known),
+        )
+
+
+@lru_cache(maxsize=1024)
+def _nearness(places: tuple[tuple[int, int], ...], new_tokens: int, cached_tokens: int) -> tuple[list[float], float]:
+    """Returns how much each sample weighs for a prefill of so many tokens, and all together.
+
+    It is cached, since fits of all groups and exchanges have samples at the same places.
+    """
+    behind, log2 = cached_tokens + 1, math.log2
+    found = [
+        1 / max(_SAME_PLACE, log2(new / new_tokens) ** 2 + log2((cached + 1) / behind) ** 2) for new, cached in places
+    ]
+    return found, sum(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeFit(Fit):
+    """T(B, C) = start_s + request_s B + context_s B C, for B requests that decode behind C tokens each.
+
+    No term is negative here either.
+    """
+
+    start_s: float
+    request_s: float
+    context_s: float
+
+    def seconds(self, batch: int, context_tokens: float) -> float:
+        return self.start_s + batch * (self.request_s + self.context_s * context_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkFit:
+    """T(bytes) = start_s + bytes / bytes_per_s; `max_error` is relative, of the samples it was fitted to."""
+
+    start_s: float
+    bytes_per_s: float
+    max_error: float
+
+    def seconds(self, num_bytes: float) -> float:
+        return self.start_s + num_bytes / self.bytes_per_s
+
+
+_PREFILL_TERMS = {
+    "start_s": lambda new, _: np.ones_like(new),
+    "token_s": lambda new, _: new,
+    "cached_s": lambda new, cached: new * cached,
+    "square_s": lambda new, _: new * new,
+}
+_DECODE_TERMS = {
+    "start_s": lambda batch, _: np.ones_like(batch),
+    "request_s": lambda batch, _: batch,
+    "context_s": lambda batch, context: batch * context,
+}
+
+
+def fit_times(samples: Sequence[Sample]) -> TimeFit | None:
+    """Solves non-negative least squares over relative errors, so that short prompts count as much as long ones.
+
+    Returns:
+        None for samples of fewer than two lengths, which say nothing of other lengths.
+    """
+    return _fit(TimeFit, samples, _PREFILL_TERMS)
+
+
+def fit_decodes(samples: Sequence[Sample]) -> DecodeFit | None:
+    """Fits decodes as `fit_times` fits prefills."""
+    return _fit(DecodeFit, samples, _DECODE_TERMS)
+
+
+def fit_link(samples: Sequence[tuple[int, float]]) -> LinkFit | None:
+    """Fits transfers, from (bytes, seconds); None where more bytes take no longer."""
+    num_bytes, seconds = np.array(samples, dtype=np.float64).reshape(-1, 2).T
+    if len(set(num_bytes)) < _FEWEST_LENGTHS:
+        return None
+    (start_s, byte_s), errors = _least_squares(np.column_stack([np.ones(len(samples)), num_bytes]), seconds)
+    if not byte_s:
+        return None
+    return LinkFit(start_s=start_s, bytes_per_s=1 / byte_s, max_error=float(errors.max()))
+
+
+def _fit(
+    kind: type[FitT], samples: Sequence[Sample], terms: Mapping[str, Callable[[Array, Array], Array]]
+) -> FitT | None:
+    """Fits a coefficient for each term, which is a function of a sample's first two numbers."""
+    if len({sample[:2] for sample in samples}) < _FEWEST_LENGTHS:
+        return None
+    first, second, seconds = np.array(samples, dtype=np.float64).T
+    found, errors = _least_squares(np.column_stack([term(first, second) for term in terms.values()]), seconds)
+    return kind(
+        **dict(zip(terms, found, strict=True)),
+        mean_error=float(errors.mean()),
+        max_error=float(errors.max()),
+        num_samples=len(samples),
+    )
+
+
+def _least_squares(terms: Array, seconds: Array) -> tuple[list[float], Array]:
+    """Finds what each column of `terms` [samples, terms] weighs, none below 0, and the relative error of each sample.
+
+    Few terms are solved outright: of the ordinary fits of all subsets of them, the best one in which none is negative
+    is the solution. Where samples do not tell terms apart, the fewest are used.
+    """
+    num_terms = terms.shape[1]
+    relative = terms / seconds[:, None]
+    scale = relative.max(axis=0)
+    scale[scale == 0] = 1.0
+    relative = relative / scale
+    best, least = np.zeros(num_terms), np.inf
+    sizes = range(1, num_terms + 1)
+    for chosen in (list(c) for size in sizes for c in itertools.combinations(range(num_terms), size)):
+        found, _, rank, _ = np.linalg.lstsq(relative[:, chosen], np.ones(len(seconds)), rcond=None)
+        if rank < len(chosen) or found.min() < 0:
+            continue
+        missed = float(np.square(relative[:, chosen] @ found - 1).sum())
+        if missed < least - 1e-12:
+            best, least = np.zeros(num_terms), missed
+            best[chosen] = found
+    return [float(value) for value in best / scale], np.abs(relative @ best - 1)

@@ -1,24 +1,26 @@
-"""The time of a step on every instance, by the roofline: the cost that a simulated cluster runs on."""
+"""The time of a step on every instance, by the roofline or by measurements: the costs a simulated cluster runs on."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import compress
-from typing import Protocol
+from operator import add
+from typing import Literal, Protocol
 
 from longspan.core.cluster import Cluster
 from longspan.core.exchange import LOCAL, RING_Q, Exchange
 from longspan.core.owners import coupled_instances
+from longspan.core.runs import SpanShards, shard_span
 from longspan.core.steps import Forward, MoveKV, Part
-from longspan.cost.architecture import Architecture
+from longspan.cost.architecture import Architecture, ModelShape
 from longspan.cost.catalog import Kernels
-from longspan.cost.channels import Channel, Share, Shares, chain_share_of, share_of
-from longspan.cost.cluster import Devices, rooflines
-from longspan.cost.forward import Roofline, exposed_s, moved_s, received_s
-
-_NOTHING = Share(queries=0, pairs=0.0, scores=0.0, held=0.0)
+from longspan.cost.channels import Channel, Share, Shares, shares_of
+from longspan.cost.forward import Roofline, rooflines
+from longspan.cost.profile import Prefill, Profile, Times
+from longspan.cost.topology import Devices, Wire
+from longspan.errors import ParameterError
 
 
 class StepCost(Protocol):
@@ -31,7 +33,7 @@ class StepCost(Protocol):
 
     def seconds(self, forward: Forward) -> dict[int, float]:
         """Times each of its `instances`, from the moment all of them have begun; what of its `rebalances` the layers
-        do not hide is in it, its `streams` are not.
+        do not hide is in it, its `streams` are not. Passing a token on takes no time.
         """
         ...
 
@@ -48,6 +50,20 @@ class StepCost(Protocol):
         ...
 
 
+def _wait_for_balances(forward: Forward, layers_s: dict[int, float], cost: StepCost) -> None:
+    """Adds to the time of all layers of each member what the layers do not hide of `rebalances`.
+
+    Those go layer by layer beside the layers before. Nothing hides that of the first layer.
+    """
+    hiding_s = dict(layers_s)
+    for move in forward.rebalances:
+        group = next(part.group for part in forward.parts if part.request_id == move.request_id)
+        layer_s = min(hiding_s[instance] for instance in group) / cost.num_layers
+        moved_s = cost.move_s(move) / cost.num_layers
+        for instance in group:
+            layers_s[instance] += moved_s + (cost.num_layers - 1) * max(0.0, moved_s - layer_s)
+
+
 class RooflineCost:
     """Seconds of Forwards whose parts may differ in group and exchange, from the operators that `estimate` uses.
 
@@ -60,32 +76,24 @@ class RooflineCost:
     Args:
         block_size: tokens of a KV block, which transfers consist of.
 
+    Attributes:
+        lines: the cost model of each role, prefill first.
+
     Raises:
         ValueError: see `roofline`.
     """
 
     def __init__(
-        self,
-        model: Architecture,
-        devices: Devices,
-        cluster: Cluster,
-        *,
-        block_size: int,
-        kernels: Kernels = "flash",
+        self, model: Architecture, devices: Devices, cluster: Cluster, *, block_size: int, kernels: Kernels = "flash"
     ) -> None:
-        self._lines: tuple[Roofline, ...] = rooflines(model, devices, cluster, kernels)
+        self.lines = rooflines(model, devices, cluster, kernels)
         self._block_size = block_size
         self._sent_s = lru_cache(maxsize=2**16)(self._find_sent_s)
         self._alone_s = lru_cache(maxsize=2**17)(_find_alone_s)
 
     @property
-    def lines(self) -> tuple[Roofline, ...]:
-        """Each role has a cost model, prefill first."""
-        return self._lines
-
-    @property
     def num_layers(self) -> int:
-        return self._lines[0].layer.model.attention.num_layers
+        return self.lines[0].layer.model.attention.num_layers
 
     def move_s(self, move: MoveKV) -> float:
         """Messages between two instances on one host stay inside."""
@@ -95,16 +103,13 @@ class RooflineCost:
         return self._sent_s(_blocks(move))[1]
 
     def _find_sent_s(self, blocks: tuple[tuple[tuple[int, int], int], ...]) -> tuple[float, float]:
-        """Times what a transfer takes, and how long it keeps the links of its targets busy."""
-        tokens = {pair: number * self._block_size for pair, number in blocks}
-        return moved_s(tokens, self._line), received_s(tokens, self._line)
+        return _sent_s({pair: number * self._block_size for pair, number in blocks}, self._line)
 
     def _line(self, instance: int) -> Roofline:
-        last = self._lines[-1]
-        return last if instance >= last.topology.first_instance else self._lines[0]
+        last = self.lines[-1]
+        return last if instance >= last.topology.first_instance else self.lines[0]
 
     def seconds(self, forward: Forward) -> dict[int, float]:
-        """Passing a token on takes no time."""
         if (decodes_alone := _decodes_alone(forward)) is not None:
             [instance] = forward.instances
             return {instance: self._alone_s(self._line(instance), *decodes_alone)}
@@ -135,18 +140,8 @@ class RooflineCost:
         layers_s = {instance: one.total_s - one.head_s for instance, one in times.items()}
         _wait_for_members(layers_s, channels)
         if forward.rebalances:
-            self._wait_for_balances(forward, layers_s)
+            _wait_for_balances(forward, layers_s, self)
         return {instance: layers_s[instance] + one.head_s for instance, one in times.items()}
-
-    def _wait_for_balances(self, forward: Forward, layers_s: dict[int, float]) -> None:
-        """Adds what of them is not hidden to the time of all layers of each member."""
-        hiding_s = dict(layers_s)
-        for move in forward.rebalances:
-            group = next(part.group for part in forward.parts if part.request_id == move.request_id)
-            layer_s = min(hiding_s[instance] for instance in group) / self.num_layers
-            waiting_s = exposed_s(self.move_s(move), layer_s, self.num_layers)
-            for instance in group:
-                layers_s[instance] += waiting_s
 
 
 class _Decodes:
@@ -214,26 +209,184 @@ def _blocks(move: MoveKV) -> tuple[tuple[tuple[int, int], int], ...]:
 
 def _channel(parts: Sequence[Part]) -> Channel:
     """Makes the channel of prompts."""
-    first = parts[0]
-    group, exchange = first.group, first.exchange
-    members = len(group)
-    shares = [_NOTHING] * members
-    for part in parts:
-        for index, runs in enumerate(part.runs):
-            if exchange.traits.skewed and members > 1:
-                share = chain_share_of(runs)
+    first, keys = parts[0], sum(part.stop for part in parts)
+    shares = shares_of(first.exchange, first.runs, first.start, first.stop)
+    for part in parts[1:]:
+        more = shares_of(first.exchange, part.runs, part.start, part.stop)
+        shares = [Share(*map(add, *both)) for both in zip(shares, more, strict=True)]
+    return Channel(exchange=first.exchange, group=first.group, shares=Shares.of(shares), keys=keys, decode=False)
+
+
+_End = tuple[Wire, Literal["out", "in"], int]
+"""Where bytes enter or leave a link: of a device of an instance, or of a host where its devices share the link."""
+
+
+def _sent_s(tokens: Mapping[tuple[int, int], int], line_of: Callable[[int], Roofline]) -> tuple[float, float]:
+    """Times sending every layer's KV of so many tokens from one instance to another, for all these pairs at once.
+
+    Each rank of a target gets its own heads, and the ranks of a source send equal parts of all that the target gets.
+    The busiest device, or host where the devices of one share a link, says how long it takes; both directions of a
+    link are used at the same time.
+
+    Args:
+        tokens: by source and target.
+        line_of: the cost model of an instance.
+
+    Returns:
+        How long it takes, and how long it keeps the busiest link of a target busy.
+    """
+    loads = defaultdict[_End, float](float)
+    latency_s = 0.0
+    for (source, target), number in tokens.items():
+        sender, receiver = line_of(source), line_of(target)
+        layer, topology = receiver.layer, receiver.topology
+        num_bytes = number * layer.kv_bytes * layer.tp * layer.model.attention.num_layers
+        out_of, into = sender.topology.host(source), topology.host(target)
+        link = topology.inside if out_of == into else topology.between
+        latency_s = max(latency_s, link.latency_s)
+        if link.shared:
+            loads[link, "out", out_of] += num_bytes
+            loads[link, "in", into] += num_bytes
+        else:
+            loads[link, "out", source] += num_bytes / sender.layer.tp
+            loads[link, "in", target] += num_bytes / layer.tp
+    busy_s = {end: load / end[0].bytes_per_s for end, load in loads.items()}
+    received_s = max((seconds for (_, way, _), seconds in busy_s.items() if way == "in"), default=0.0)
+    return latency_s + max(busy_s.values(), default=0.0), received_s
+
+
+class FittedCost:
+    """A cost for the simulator: every instance of a part takes as long as the profile says of such a group.
+
+    Blocks are sharded whole, so some members have more tokens than others: a prompt counts as one of which each has as
+    many as the busiest, and so do those that were measured, but not where a chain was cut unevenly on purpose. A step
+    is computed as one row of tokens, so it starts once: the largest prefill's start counts, or that of decodes where
+    there is no prefill. The first decode of each group costs its messages: what it takes to start beyond one
+    instance's; and in a step of decodes where several members compute tokens, what they wait for each other. Beside a
+    prefill, a decode costs a token of it and its own context. Members of a group end together. KV moves as quickly as
+    two ranks sent to each other.
+
+    Args:
+        shape: of the model that was measured.
+        block_size: tokens of a KV block, which transfers consist of.
+
+    Raises:
+        ValueError: for a profile that lacks one instance alone, with the remedy.
+    """
+
+    def __init__(self, profile: Profile, shape: ModelShape, *, block_size: int) -> None:
+        self._link, self._tp = profile.link("point_to_point", 2), profile.profile_key.tp
+        self._num_layers, self._block_bytes = shape.num_layers, block_size * shape.kv_bytes * shape.num_layers
+        self._block_size = block_size
+        self._times = profile.times(self._measured_as)
+        self._decodes = profile.decode_fits()
+        self._waits_s = profile.waits_s()
+        self._known: dict[tuple[int, Exchange, int, int], float] = {}
+        if (1, LOCAL) not in self._times or (1, LOCAL) not in self._decodes:
+            problem = (
+                "lacks prefills or decodes of one instance alone: run longspan profile with the same model and options "
+                "again, which measures what is missing"
+            )
+            raise ParameterError("profile", problem)
+
+    @property
+    def num_layers(self) -> int:
+        return self._num_layers
+
+    def move_s(self, move: MoveKV) -> float:
+        """The ranks of an instance send and receive equal parts."""
+        return self._moved_s(move, "out", "in")
+
+    def received_s(self, move: MoveKV) -> float:
+        return self._moved_s(move, "in")
+
+    def _moved_s(self, move: MoveKV, *ways: str) -> float:
+        """Times a move by the busiest instance of those that send or receive."""
+        if self._link is None:
+            problem = "lacks times of messages between two ranks, which KV moves by: measure 2 instances or more"
+            raise ParameterError("profile", problem)
+        blocks: Counter[tuple[str, int]] = Counter()
+        for source, target in move.copies:
+            blocks["out", source.instance] += 1
+            blocks["in", target.instance] += 1
+        most = max(number for (way, _), number in blocks.items() if way in ways)
+        return self._link.seconds(most * self._block_bytes / self._tp)
+
+    def seconds(self, forward: Forward) -> dict[int, float]:
+        starts, rest = dict.fromkeys(forward.instances, 0.0), dict.fromkeys(forward.instances, 0.0)
+        prefilling: set[int] = set()
+        for part in forward.parts:
+            if not self._decodes_in(part):
+                whole_s, fixed_s = self._prefill_s(part), self._of_prefill(part).fit.start_s
+                prefilling.update(part.group)
+                for instance in part.group:
+                    starts[instance] = max(starts[instance], fixed_s)
+                    rest[instance] += max(0.0, whole_s - fixed_s)
+        decoding: dict[tuple[tuple[int, ...], Exchange], None] = {}  # in order, so that sums have the same last bits
+        for part in forward.parts:
+            if self._decodes_in(part):
+                is_first = (part.group, part.exchange) not in decoding
+                decoding[part.group, part.exchange] = None
+                self._add_decode(part, starts, rest, prefilling, is_first=is_first)
+        computing = {i for part in forward.parts for i, runs in zip(part.group, part.runs, strict=True) if runs}
+        for group, exchange in decoding:
+            if len(computing.intersection(group)) > 1 and prefilling.isdisjoint(group):
+                for instance in group:
+                    rest[instance] += self._waits_s.get((len(group), exchange), 0.0)
+        found = {instance: starts[instance] + seconds for instance, seconds in rest.items()}
+        for coupled in coupled_instances({part.group for part in forward.parts if len(part.group) > 1}):
+            found.update(dict.fromkeys(coupled, max(found[instance] for instance in coupled)))
+        _wait_for_balances(forward, found, self)
+        return found
+
+    def _add_decode(
+        self, part: Part, starts: dict[int, float], rest: dict[int, float], prefilling: set[int], *, is_first: bool
+    ) -> None:
+        fit = self._decodes[len(part.group), part.exchange]
+        start_s = min(fit.start_s, self._decodes[1, LOCAL].start_s)
+        messages_s = fit.start_s - start_s if is_first else 0.0
+        context_s = messages_s + fit.context_s * part.start
+        for instance in part.group:
+            if instance in prefilling:
+                rest[instance] += self._times[1, LOCAL].fit.token_s + context_s
             else:
-                share = share_of(runs, cached=part.start / members, width=part.stop)
-            shares[index] = share if len(parts) == 1 else _sum(shares[index], share)
-    return Channel(
-        exchange=exchange, group=group, shares=Shares.of(shares), keys=sum(part.stop for part in parts), decode=False
-    )
+                starts[instance] = max(starts[instance], start_s)
+                rest[instance] += fit.request_s + context_s
+
+    def _decodes_in(self, part: Part) -> bool:
+        """Tells whether a part counts as a decode: a single token, by an exchange that decodes were measured with."""
+        return part.stop - part.start == 1 and (len(part.group), part.exchange) in self._decodes
+
+    def _prefill_s(self, part: Part) -> float:
+        new_tokens, group = part.stop - part.start, len(part.group)
+        if not part.exchange.traits.in_order or part.runs == self._sharded(part.exchange, part.start, part.stop, group):
+            new_tokens = _as_even(part.runs)
+        key = group, part.exchange, new_tokens, part.start
+        if key not in self._known:
+            self._known[key] = self._of_prefill(part).seconds(new_tokens, part.start)
+        return self._known[key]
+
+    def _measured_as(self, prefill: Prefill) -> int:
+        """Counts the new tokens that a measured prefill stands for."""
+        members, exchange = prefill.kind
+        start = prefill.cached_tokens
+        return _as_even(self._sharded(exchange, start, start + prefill.new_tokens, members))
+
+    def _sharded(self, exchange: Exchange, start: int, stop: int, members: int) -> SpanShards:
+        """Shards to members with room alike, as evenly as blocks allow."""
+        return shard_span(exchange.traits.layouts[0], start, stop, members, align=self._block_size, head=0)
+
+    def _of_prefill(self, part: Part) -> Times:
+        members, exchange = len(part.group), part.exchange
+        if (members, exchange) not in self._times:
+            problem = (
+                f"lacks times of {members} instances with exchange {exchange}: measure {members} instances or more, or "
+                "choose other options of the policy"
+            )
+            raise ParameterError("profile", problem)
+        return self._times[members, exchange]
 
 
-def _sum(one: Share, other: Share) -> Share:
-    return Share(
-        queries=one.queries + other.queries,
-        pairs=one.pairs + other.pairs,
-        scores=one.scores + other.scores,
-        held=one.held + other.held,
-    )
+def _as_even(sharded: SpanShards) -> int:
+    """Counts the tokens there would be if each member had as many as the busiest."""
+    return len(sharded) * max(sum(map(len, runs)) for runs in sharded)

@@ -1,11 +1,87 @@
-"""The topology: links that the messages of ranks take, and how long collectives among them last."""
+"""The topology: devices, the links that their messages take, and how long messages and collectives last."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
 
+from longspan.cost import catalog
 from longspan.cost.catalog import LinkKind
+from longspan.errors import ParameterError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """Devices, and what connects them.
+
+    Attributes:
+        link: the name of the slowest link between devices that work together: between hosts if there are several.
+        link_gbytes_per_s: the nominal speed of that link, in place of its name. Inside a host, one that is not quicker
+            than the bus is taken to go there, and reaches the part of it that messages on the bus do.
+
+    Raises:
+        ValueError: for numbers below 1, unknown names, one host with a link that its devices share, or several with
+            one inside a host.
+    """
+
+    hardware: str
+    gpus_per_host: int
+    hosts: int = 1
+    link: str | None = None
+    link_gbytes_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("gpus_per_host", "hosts"):
+            if (value := getattr(self, name)) < 1:
+                raise ParameterError(name, f"must be at least 1, but {value} given", value)
+        speed = self.link_gbytes_per_s
+        if speed is not None and not speed > 0:
+            raise ParameterError("link_gbytes_per_s", f"must be above 0, but {speed:g} given", speed)
+        if self.link is None:
+            return
+        if speed is not None:
+            problem = f"{speed:g} and link {self.link} both give its speed: give one"
+            raise ParameterError("link_gbytes_per_s", problem, speed)
+        if self.hosts > 1 and catalog.link(self.link).where == "inside":
+            networks = [name for name in catalog.names("links") if catalog.link(name).where == "between"]
+            problem = (
+                f"{self.link} is inside a host, but {self.hosts} hosts given: choose one between hosts "
+                f"({', '.join(networks)}), or put all devices into one host"
+            )
+            raise ParameterError("link", problem, self.link)
+        if self.hosts == 1 and catalog.link(self.link).per_host:
+            problem = f"{self.link} is between hosts, and shared by the devices of each: give 2 hosts or more"
+            raise ParameterError("link", problem, self.link)
+
+    @property
+    def num_gpus(self) -> int:
+        return self.gpus_per_host * self.hosts
+
+    @property
+    def slowest_link(self) -> str:
+        """It is named as in links.toml."""
+        device = catalog.device(self.hardware)
+        if self.link is not None:
+            return self.link
+        if self.hosts > 1:
+            return device.network
+        speed = self._bytes_per_s
+        return device.bus if speed is not None and speed <= catalog.link(device.bus).bytes_per_s else device.link
+
+    def wires(self) -> tuple[Wire, Wire]:
+        """Finds the wires inside a host and between hosts."""
+        device, speed = catalog.device(self.hardware), self._bytes_per_s
+        slowest = wire(catalog.link(self.slowest_link), speed)
+        if self.hosts > 1:
+            return wire(catalog.link(device.link)), slowest
+        bus = catalog.link(device.bus)
+        if speed is not None and speed > bus.bytes_per_s:
+            slowest = slowest.at_least(wire(bus))
+        return slowest, wire(catalog.link(device.network))
+
+    @property
+    def _bytes_per_s(self) -> float | None:
+        return None if self.link_gbytes_per_s is None else self.link_gbytes_per_s * 1e9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +101,10 @@ class Wire:
     shared: bool
     latency_s: float
     collective_s: float
+
+    def send_s(self, num_bytes: float, flows: int = 1) -> float:
+        """Times a message, of so many that leave a host at once."""
+        return self.latency_s + num_bytes / self.flow(flows)
 
     def flow(self, flows: int) -> float:
         """Returns bytes per second of each of so many messages that leave a host at once."""
@@ -69,39 +149,33 @@ class Topology:
     _known: dict[tuple[int, ...], int] = field(default_factory=dict, repr=False)
 
     def host(self, instance: int) -> int:
-        """Returns the device of an instance's first rank."""
+        """Returns the host of an instance's first rank."""
         return (self.first_device + (instance - self.first_instance) * self.tp) // self.gpus_per_host
 
     def send_s(self, num_bytes: float, sender: int, receiver: int) -> float:
-        """Finds the wire from each rank of an instance to its counterpart in another, all at once."""
+        """Times messages from each rank of an instance to its counterpart in another, all at once."""
         if self.host(sender) == self.host(receiver):
-            return self.inside.latency_s + num_bytes / self.inside.bytes_per_s
-        flows = min(self.tp, self.gpus_per_host)
-        return self.between.latency_s + num_bytes / self.between.flow(flows)
+            return self.inside.send_s(num_bytes)
+        return self.between.send_s(num_bytes, self._flows)
 
     def hop_s(self, num_bytes: float, group: tuple[int, ...]) -> float:
-        """Every instance of a ring sends to the next one."""
-        return self.send_s(num_bytes, group[0], group[-1]) if self.spans_hosts(group) else self._inside(num_bytes)
+        """Times that every instance of a ring sends to the next one, over the slowest of the wires between them."""
+        return self.send_s(num_bytes, group[0], group[-1])
 
     def alltoall_s(self, num_bytes: float, group: tuple[int, ...]) -> float:
-        """Each rank sends `num_bytes` in all to its counterparts in the other instances, evenly."""
-        if len(group) == 1:
-            return 0.0
-        if not self.spans_hosts(group):
-            return self._inside(num_bytes)
-        here = self._members_per_host(group)
+        """Times that each rank sends `num_bytes` in all to its counterparts in the other instances, evenly."""
+        hosts = self._num_hosts(group)
+        if hosts == 1:
+            return self.inside.send_s(num_bytes)
+        here = -(-len(group) // hosts)
         outside = num_bytes * (len(group) - here) / (len(group) - 1)
-        flows = here * min(self.tp, self.gpus_per_host)
         return self.between.collective_s * math.ceil(math.log2(len(group) // here)) + max(
-            outside / self.between.flow(flows), (num_bytes - outside) / self.inside.bytes_per_s
+            outside / self.between.flow(here * self._flows), (num_bytes - outside) / self.inside.bytes_per_s
         )
 
     def gather_s(self, num_bytes: float, group: tuple[int, ...]) -> float:
         """Each rank gets `num_bytes` from each of its counterparts; a reduce-scatter of such shares takes as long."""
-        if len(group) == 1:
-            return 0.0
-        hosts = self._num_hosts(group)
-        return self._ring_s((len(group) - 1) * num_bytes, len(group), hosts, min(self.tp, self.gpus_per_host))
+        return self._ring_s((len(group) - 1) * num_bytes, len(group), self._num_hosts(group), self._flows)
 
     def all_reduce_s(self, num_bytes: float) -> float:
         """Times that the ranks of an instance add up `num_bytes` each."""
@@ -110,12 +184,10 @@ class Topology:
         hosts = -(-self.tp // self.gpus_per_host)
         return self._ring_s(2 * (self.tp - 1) / self.tp * num_bytes, self.tp, hosts, 1)
 
-    def spans_hosts(self, group: tuple[int, ...]) -> bool:
-        """Tells whether instances of a group are on different hosts."""
-        return self._num_hosts(group) > 1
-
-    def _inside(self, num_bytes: float) -> float:
-        return self.inside.latency_s + num_bytes / self.inside.bytes_per_s
+    @property
+    def _flows(self) -> int:
+        """So many ranks of an instance are on one host."""
+        return min(self.tp, self.gpus_per_host)
 
     def _ring_s(self, num_bytes: float, members: int, hosts: int, rings: int) -> float:
         """`num_bytes` pass through every rank, in so many rings at once. A host's devices feed the network together."""
@@ -129,9 +201,6 @@ class Topology:
             speeds.append(network / rings if self.between.shared else network * here)
             latency_s += self.between.collective_s * math.ceil(math.log2(hosts))
         return latency_s + num_bytes / min(speeds)
-
-    def _members_per_host(self, group: tuple[int, ...]) -> int:
-        return -(-len(group) // self._num_hosts(group))
 
     def _num_hosts(self, group: tuple[int, ...]) -> int:
         if group not in self._known:

@@ -9,9 +9,9 @@ from contextlib import closing
 from tqdm import tqdm
 
 from longspan.core.exchange import CHAIN, LOCAL
-from longspan.cost import chain
-from longspan.cost.partitions import Entry, Partition, PartitionTable, cut, search
+from longspan.cost.partitions import Entry, Partition, PartitionTable, chain_ttft_s, cut, search
 from longspan.cost.profile import Profile
+from longspan.errors import ParameterError
 from longspan.profiling.plan import default_lengths
 from longspan.profiling.run import Instances, Start, timed
 from longspan.profiling.store import load_partitions, save_partitions
@@ -39,14 +39,14 @@ def search_partitions(
         plan = [(n, length) for n in range(2, most_members + 1) for length in sorted(set(wanted)) if length >= n * size]
         known = table.lengths(profile.profile_key.model, 2)
         plan = [(n, length) for n, length in plan if n > 2 or length not in known]
-        layer, num_layers = _layer(llm, profile)
+        modelled = _modelled(llm, profile)
         with closing(tqdm(plan, desc="partitions", unit="prompt", dynamic_ncols=True, disable=None)) as bar:
             for members, length in bar:
                 if members == 2:
                     best = search(_measured(llm, repeats, bar), length, members, size, noisy=True)
                 else:
                     seed = _seed(table.predict(profile.profile_key.model, members, length), length, size)
-                    best = search(_modelled(layer, num_layers), length, members, size, seed)
+                    best = search(modelled, length, members, size, seed)
                 table = table.with_entry(_entry(profile.profile_key.model, best))
                 save_partitions(profile.profile_key, table)
     return table
@@ -83,15 +83,11 @@ def _measured(llm: Instances, repeats: int, bar: tqdm[tuple[int, int]]) -> Clock
     return seconds
 
 
-def _modelled(layer: chain.LayerCost, num_layers: int) -> Clock:
-    return lambda partition: chain.chain(layer, num_layers, partition).ttft_s
-
-
-def _layer(llm: Instances, profile: Profile) -> tuple[chain.LayerCost, int]:
-    """Returns the cost of a layer by the profile, and how many there are."""
+def _modelled(llm: Instances, profile: Profile) -> Clock:
     alone, link = profile.fits().get((1, LOCAL)), profile.link("point_to_point", 2)
     shape = llm.facts.shape
     if alone is None or link is None or shape is None:
-        raise ValueError("partitions follow from prompts of at least two lengths on one instance: give more --lengths")
+        problem = "must be at least two: partitions follow from the times of prompts on one instance"
+        raise ParameterError("lengths", problem)
     kv_bytes = shape.kv_bytes / profile.profile_key.tp
-    return chain.layer_cost(alone, link, num_layers=shape.num_layers, kv_bytes=kv_bytes), shape.num_layers
+    return lambda partition: chain_ttft_s(partition, alone, link, num_layers=shape.num_layers, kv_bytes=kv_bytes)

@@ -14,12 +14,12 @@ from longspan.core.steps import Forward, Part
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture, Hardware
 from longspan.cost.channels import Channel, Shares, share_of
-from longspan.cost.cluster import Devices, link_speed, memory, slowest_link
-from longspan.cost.fitted_cost import FittedCost
+from longspan.cost.estimate import memory
 from longspan.cost.forward import Roofline
 from longspan.cost.partitions import PartitionTable
 from longspan.cost.profile import Prefill, Profile, ProfileKey, profiled_prompts
-from longspan.cost.step_cost import RooflineCost, StepCost
+from longspan.cost.step_cost import FittedCost, RooflineCost, StepCost
+from longspan.cost.topology import Devices
 from longspan.errors import ParameterError
 from longspan.policy.choosing import Facts
 from longspan.policy.tetris.times import named_sizes
@@ -61,7 +61,7 @@ def computed_cluster(model: Architecture, spec: ClusterSpec, scheduling: Schedul
         gpus_per_host=spec.devices_per_host,
         hosts=spec.hosts,
         link=spec.link,
-        link_bytes_per_s=link_speed(spec.link, spec.link_gbytes_per_s),
+        link_gbytes_per_s=spec.link_gbytes_per_s,
     )
     kernels = spec.attention or "flash"
     cost = RooflineCost(model, devices, cluster, block_size=scheduling.block_size, kernels=kernels)
@@ -121,8 +121,8 @@ def measured_cluster(
 
 def _words(devices: Devices) -> str:
     """Names the devices, and what connects hosts, or those of a single one."""
-    speed = "" if devices.link_bytes_per_s is None else f" at {devices.link_bytes_per_s / 1e9:g} GB/s"
-    return f"{devices.hosts} × {devices.gpus_per_host} {devices.hardware}, {slowest_link(devices)}{speed}"
+    speed = "" if devices.link_gbytes_per_s is None else f" at {devices.link_gbytes_per_s:g} GB/s"
+    return f"{devices.hosts} × {devices.gpus_per_host} {devices.hardware}, {devices.slowest_link}{speed}"
 
 
 def _num_blocks(line: Roofline, scheduling: SchedulingArgs) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from longspan.core.exchange import Exchange, named
-from longspan.cost.time_fit import TimeFit, fit_times
+from longspan.cost.profile import TimeFit, fit_times
 from longspan.policy.choosing import Facts
 
 
