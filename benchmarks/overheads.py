@@ -33,7 +33,7 @@ from rich.progress import track
 from rich.table import Table
 
 from longspan import LLM, SamplingParams
-from longspan.core.protocols import EnginePolicy
+from longspan.core.view import EnginePolicy
 from longspan.policy.choosing import Chooser, Facts
 from longspan.policy.group_parts import GroupParts, SharingOptions
 from longspan.policy.spec import PolicySpec

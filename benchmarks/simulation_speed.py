@@ -12,7 +12,7 @@ import argparse
 import sys
 import time
 
-from longspan.core.config import SchedulingArgs
+from longspan.core.options import SchedulingArgs
 from longspan.sim.spec import ClusterSpec
 from longspan.simulation import simulate
 from longspan.workload.spec import WorkloadSpec

@@ -21,11 +21,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from longspan import LLM
-from longspan.core.config import EngineConfig
-from longspan.core.protocols import EnginePolicy
+from longspan.core.engine import EngineConfig
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
-from longspan.core.view import ClusterView, Plan
+from longspan.core.view import ClusterView, EnginePolicy, Plan
 from longspan.cost.profile import Profile
 from longspan.cost.step_cost import FittedCost
 from longspan.policy import make_policy

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from longspan.core.config import SchedulingArgs
+from longspan.core.options import SchedulingArgs
 from longspan.sim.experiment import Experiment
 from longspan.sim.result import Result
 from longspan.sim.spec import ClusterSpec

@@ -10,8 +10,7 @@ from functools import partial, wraps
 from typing import Annotated, Concatenate, Literal, ParamSpec, TypeVar
 
 from longspan.core.cluster import Cluster, Location, locations_of_ranks, parse_parallel
-from longspan.core.config import Limits, SchedulingArgs
-from longspan.core.options import Option, at_least_one
+from longspan.core.options import Option, SchedulingArgs, at_least_one
 from longspan.errors import ParameterError
 
 _HOSTS = "LONGSPAN_HOSTS"
@@ -98,7 +97,6 @@ class EngineArgs(SchedulingArgs, DeviceArgs):
         return ResolvedArgs(
             cluster=replace(cluster, locations=locations(cluster.num_ranks)),
             threads=self.threads_per_rank or max(1, len(os.sched_getaffinity(0)) // cluster.num_ranks),
-            limits=self.limits,
             policy_options=self.all_policy_options(),
         )
 
@@ -115,7 +113,6 @@ class ResolvedArgs:
 
     cluster: Cluster
     threads: int
-    limits: Limits
     policy_options: dict[str, str]
 
 

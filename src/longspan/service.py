@@ -14,11 +14,10 @@ from transformers import PreTrainedTokenizerBase
 from longspan.args import EngineArgs, unpacked
 from longspan.attn import native
 from longspan.core.cluster import Cluster
-from longspan.core.config import EngineConfig, capacity_tokens
-from longspan.core.engine import Engine
+from longspan.core.engine import Engine, EngineConfig, capacity_tokens
 from longspan.core.exchange import GATHER_HIDDEN
-from longspan.core.protocols import EnginePolicy
 from longspan.core.steps import Link
+from longspan.core.view import EnginePolicy
 from longspan.cost.architecture import ModelShape, typical_hardware
 from longspan.cost.profile import ProfileKey
 from longspan.errors import ParameterError
@@ -203,7 +202,8 @@ def _config(given: EngineArgs, info: ModelInfo, policy: EnginePolicy, cluster: C
         max_model_len=_max_model_len(info.context_length, capacity, given.max_model_len),
         eos_token_ids=info.eos_token_ids,
         rope_switch_length=info.rope_switch_length,
-        limits=given.limits,
+        max_num_batched_tokens=given.max_num_batched_tokens,
+        max_num_seqs=given.max_num_seqs,
         prefix_caching=given.enable_prefix_caching,
         max_steps_in_flight=2 if given.async_scheduling else 1,
         seed=given.seed,

@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from longspan.core.config import SchedulingArgs
+from longspan.core.options import SchedulingArgs
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture, from_config
 from longspan.cost.profile import Profile

@@ -20,9 +20,8 @@ from longspan.cli.options import FormOptions, verb
 from longspan.cli.profile import profile
 from longspan.cli.serve import serve
 from longspan.cli.simulate import simulate
-from longspan.core.config import SchedulingArgs
 from longspan.core.exchange import exchanges
-from longspan.core.options import Option, id_list, options_of
+from longspan.core.options import Option, SchedulingArgs, id_list, options_of
 from longspan.core.sampling import SamplingParams
 from longspan.errors import ParameterError
 

@@ -51,8 +51,8 @@ class Machine(FakeLLM):
         Machine.started.append(self)
         self.num_instances = int(self.arguments["parallel"].partition("x")[0])
         cluster = Cluster.of(self.arguments["parallel"], num_blocks=[1000] * self.num_instances)
-        limits = SimpleNamespace(max_num_batched_tokens=STEP)
-        self.engine = SimpleNamespace(config=SimpleNamespace(block_size=BLOCK_SIZE, cluster=cluster, limits=limits))
+        config = SimpleNamespace(block_size=BLOCK_SIZE, cluster=cluster, max_num_batched_tokens=STEP)
+        self.engine = SimpleNamespace(config=config)
         self.num_sharing = 1
         self.policy: dict[str, str] = {}
         self.prompts: list[list[int]] = []

@@ -10,11 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from longspan.core.account import KvAccount
-from longspan.core.blocks import ROOT, BlockPool, Content, chain_key
-from longspan.core.cluster import device_pools
+from longspan.core.account import BlockPool, Content, KvAccount
 from longspan.core.owners import BlockRef
-from longspan.core.request import Request, RequestMetrics
+from longspan.core.request import ROOT, Request, RequestMetrics, chain_key
 from longspan.core.sampling import SamplingParams
 
 SIZE = 3
@@ -40,7 +38,7 @@ class Accounting(sf.RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.num_blocks, self.instances = 5, (0, 1)
-        self.account = KvAccount(device_pools([self.num_blocks] * 2), block_size=SIZE)
+        self.account = KvAccount([self.num_blocks] * 2, block_size=SIZE)
         self.live: list[Request] = []
         self.slots: dict[tuple[BlockRef, int], tuple[int, tuple[int, ...]]] = {}
         self.num_requests = 0
@@ -279,7 +277,7 @@ def turn(account: KvAccount, prompt: tuple[int, ...], num_output: int, group: tu
 
 @given(st.integers(1, 30), st.integers(1, 9), st.integers(0, 9), st.sampled_from([1, 2, 3, 8, 16]))
 def test_a_second_turn_computes_new_tokens_only(length: int, answer: int, new: int, size: int) -> None:
-    account = KvAccount(device_pools([64] * 2), block_size=size)
+    account = KvAccount([64] * 2, block_size=size)
     first = turn(account, tuple(range(100, 100 + length)), answer, group=(0, 1))
     second = turn(account, first.tokens(0, first.num_tokens) + (8,) * new, 3, group=(1, 0))
     assert second.metrics.num_cached_tokens == first.num_tokens - 1
@@ -288,7 +286,7 @@ def test_a_second_turn_computes_new_tokens_only(length: int, answer: int, new: i
 
 
 def test_a_stranger_that_begins_alike_does_not_take_a_conversation_away() -> None:
-    account = KvAccount(device_pools([64] * 1), block_size=16)
+    account = KvAccount([64] * 1, block_size=16)
     first = turn(account, (1, *range(100, 140)), 4)
     turn(account, (1, *range(200, 240)), 4)
     again = turn(account, (*first.tokens(0, first.num_tokens), 5), 1)
@@ -297,7 +295,7 @@ def test_a_stranger_that_begins_alike_does_not_take_a_conversation_away() -> Non
 
 def test_a_conversation_is_evicted_from_its_end() -> None:
     """What is left of it can still be used; without its first block nothing could."""
-    account = KvAccount(device_pools([6] * 1), block_size=4)
+    account = KvAccount([6] * 1, block_size=4)
     first = turn(account, tuple(range(16)), 1)
     turn(account, tuple(range(100, 112)), 1)
     again = turn(account, first.prompt, 1)
@@ -307,7 +305,7 @@ def test_a_conversation_is_evicted_from_its_end() -> None:
 
 
 def test_without_prefix_caching_nothing_is_found() -> None:
-    account = KvAccount(device_pools([64] * 1), block_size=4, prefix_caching=False)
+    account = KvAccount([64] * 1, block_size=4, prefix_caching=False)
     for _ in range(2):
         assert turn(account, tuple(range(20)), 4).metrics.num_cached_tokens == 0
 

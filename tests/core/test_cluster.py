@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longspan.core.cluster import Cluster, Location, ParallelSpec, device_pools
+from longspan.core.cluster import Cluster, Location, ParallelSpec
 
 SPECS = st.builds(ParallelSpec, instances=st.integers(1, 4), tp=st.integers(1, 4), pp=st.integers(1, 4))
 CLUSTERS = st.builds(Cluster, spec=SPECS, decode_spec=st.none() | SPECS)
@@ -79,17 +79,12 @@ def test_hosts_are_those_of_the_locations(cluster: Cluster, per_host: int) -> No
 @given(CLUSTERS)
 def test_a_cluster_travels_in_messages(cluster: Cluster) -> None:
     cluster = cluster.with_blocks([7 + instance for instance in cluster.instances])
-    assert [pool.num_blocks for pool in cluster.pools] == [7 + instance for instance in cluster.instances]
     assert cluster.hosts and cluster.at(0)  # what is computed on first use does not travel
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(cluster), type=Cluster) == cluster
 
 
 def test_what_does_not_fit_is_refused() -> None:
     spec = ParallelSpec(instances=2, tp=2)
-    with pytest.raises(ValueError, match="2xtp2 has 4 ranks, but 2 locations given"):
-        Cluster(spec=spec, locations=(Location(), Location(device=1)))
-    with pytest.raises(ValueError, match="2xtp2 needs a pool per instance, in their order, but 1 pools given"):
-        Cluster(spec=spec, pools=device_pools([5]))
     with pytest.raises(ValueError, match="transfer_backends must be at least 1, but 0 given"):
         Cluster(spec=spec, decode_spec=spec, transfer_backends=0)
     with pytest.raises(ValueError, match="transfer_backends 2 is for instances that decode only"):

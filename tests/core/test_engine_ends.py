@@ -8,7 +8,7 @@ import pytest
 from cluster import VOCAB, Cluster, Setup
 from workloads import in_flight
 
-from longspan.core.config import Limits
+from longspan.core.options import SchedulingArgs
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Forward, Free
 
@@ -54,7 +54,7 @@ def test_prompts_that_cannot_be_served_are_refused(length: int, message: str) ->
 @pytest.mark.parametrize("name", ["max_num_batched_tokens", "max_num_seqs"])
 def test_limits_below_one_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} must be at least 1, but 0 given"):
-        Limits(**{name: 0})
+        SchedulingArgs(**{name: 0})
 
 
 def test_an_abort_in_flight_frees_blocks_when_the_step_is_done() -> None:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from one_part import forward
 
 from longspan.core.owners import BlockRef
+from longspan.core.queues import Occupancy, StepOrder
 from longspan.core.steps import Completion, Forward, MoveKV
-from longspan.core.steps_in_flight import Occupancy, StepOrder
 
 GROUPS = st.lists(st.integers(0, 4), min_size=1, max_size=4, unique=True).map(tuple)
 

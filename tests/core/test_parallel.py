@@ -44,7 +44,7 @@ def test_degrees_below_one_are_refused_by_name(text: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [("2xtp2pp3", r"pp\(3\) pipeline stages .*--parallel 12"), ("pp2", "--parallel 2 ")]
+    ("text", "says"), [("2xtp2pp3", r"pp\(3\) pipeline stages .*parallel 12"), ("pp2", "parallel 2 ")]
 )
 def test_splits_are_refused_with_every_degree(text: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):

@@ -59,7 +59,9 @@ def check(cluster: Cluster) -> None:
     )
     for group in ({0}, {1, 2}, {0, 1, 2}):
         assert set(view.running.within(group)) == {request for request in running if group.issuperset(request.group)}
-    fresh = Running.of(running, 3)
+    fresh = Running(3)
+    for request in running:
+        fresh.join(request)
     for instance in range(3):
         assert set(view.running.on(instance)) == {request for request in running if instance in request.group}
     assert view.running.due_tokens == fresh.due_tokens

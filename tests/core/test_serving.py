@@ -17,10 +17,8 @@ from texts import topic_tokens
 
 from longspan import LLM, SamplingParams
 from longspan.args import EngineArgs
-from longspan.core.config import Limits
 from longspan.core.engine import Engine, EngineConfig
-from longspan.core.protocols import Executor
-from longspan.core.steps import Completion, Forward, Step
+from longspan.core.steps import Completion, Executor, Forward, Step
 from longspan.policy import make_policy
 from longspan.sim.executor import SimExecutor, VirtualClock
 
@@ -132,7 +130,6 @@ def test_real_and_simulated_execution_take_the_same_steps(tiny: Path) -> None:
         )
         for _ in range(24)
     ]
-    limits = Limits(max_num_batched_tokens=256, max_num_seqs=12)
     with ThreadLLM(
         str(tiny),
         skip_tokenizer_init=True,
@@ -159,7 +156,8 @@ def test_real_and_simulated_execution_take_the_same_steps(tiny: Path) -> None:
         block_size=16,
         max_model_len=1920,
         eos_token_ids=(2,),
-        limits=limits,
+        max_num_batched_tokens=256,
+        max_num_seqs=12,
     )
     assert sum(output.metrics.num_preemptions for output in outputs) > 0
     assert real.steps == simulated.steps
@@ -214,7 +212,7 @@ def test_a_stream_is_cumulative_and_can_be_left(smollm2: LLM) -> None:
         if len(output.outputs[0].token_ids) == 3:
             break
     assert smollm2.generate(["The capital of France is"], params)[0].outputs[0].text == whole.outputs[0].text
-    assert smollm2.num_free_blocks[0] == smollm2.engine.config.cluster.num_blocks(0)
+    assert smollm2.num_free_blocks[0] == smollm2.engine.config.cluster.num_blocks[0]
 
 
 def test_streams_can_be_read_in_turns_with_other_calls(smollm2: LLM) -> None:

@@ -15,7 +15,6 @@ from workloads import assert_lawful
 
 from longspan.core.account import KvAccount
 from longspan.core.cluster import Cluster as Instances
-from longspan.core.cluster import device_pools
 from longspan.core.owners import BlockRef
 from longspan.core.queues import Running
 from longspan.core.request import Request, RequestMetrics
@@ -122,7 +121,7 @@ def request_of(length: int, *, max_tokens: int = 10) -> Request:
 
 
 def view(*, used: dict[int, int], active: dict[int, int], promised: dict[int, int]) -> ClusterView:
-    account, running = KvAccount(device_pools([100] * 3), block_size=16), Running(3)
+    account, running = KvAccount([100] * 3, block_size=16), Running(3)
     for instance, number in used.items():
         account.pool(instance).allocate(number)
     for instance, number in active.items():

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from longspan.core.account import KvAccount
 from longspan.core.cluster import Cluster as Instances
-from longspan.core.cluster import device_pools
 from longspan.core.owners import coupled_instances
 from longspan.core.queues import Running
 from longspan.core.request import Request, RequestMetrics
@@ -275,7 +274,7 @@ def test_the_last_come_gives_way() -> None:
 
 def test_who_holds_no_block_where_one_is_missing_is_no_victim() -> None:
     """The first request needs a third block of an instance that has two; the last one's blocks lie elsewhere."""
-    account = KvAccount(device_pools([2, 2]), block_size=4)
+    account = KvAccount([2, 2], block_size=4)
     growing, elsewhere = running(account, 0, num_tokens=8), running(account, 1, num_tokens=3)
     plan = make_policy("context", num_instances=2, options={}).plan(view_of(account, [growing, elsewhere]))
     assert plan.preempted == (growing,)
@@ -302,12 +301,15 @@ def running(account: KvAccount, instance: int, *, num_tokens: int) -> Request:
 
 
 def view_of(account: KvAccount, requests: list[Request]) -> ClusterView:
+    running = Running(2)
+    for request in requests:
+        running.join(request)
     return ClusterView(
         cluster=Instances.of("2"),
         max_num_batched_tokens=2048,
         max_num_seqs=128,
         waiting=[],
-        running=Running.of(requests, 2),
+        running=running,
         busy=frozenset(),
         full=frozenset(),
         kv=account,

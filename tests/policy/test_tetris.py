@@ -15,7 +15,6 @@ from workloads import assert_lawful, finishes_lawfully, repeats, setups_of
 
 from longspan.core.cluster import Cluster as Instances
 from longspan.core.cluster import Location
-from longspan.core.config import Limits
 from longspan.core.engine import Engine, EngineConfig
 from longspan.core.exchange import RING_KV, RING_Q
 from longspan.core.request import Request
@@ -178,7 +177,7 @@ def mean_ttft_s(chunking: str, seed: int) -> float:
             cluster=Instances.of("8", num_blocks=[3000] * 8),
             block_size=16,
             max_model_len=5000,
-            limits=Limits(max_num_batched_tokens=400),
+            max_num_batched_tokens=400,
             prefix_caching=False,
         ),
     )

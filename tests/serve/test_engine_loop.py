@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from longspan import SamplingParams
 from longspan.core.cluster import Cluster as Instances
-from longspan.core.config import Limits
 from longspan.core.engine import Engine, EngineConfig
 from longspan.core.steps import Completion, Step
 from longspan.errors import WorkerLostError
@@ -88,7 +87,8 @@ class Cluster:
                 cluster=Instances.of("2", num_blocks=[_BLOCKS] * 2),
                 block_size=_BLOCK_SIZE,
                 max_model_len=_CAPACITY,
-                limits=Limits(max_num_batched_tokens=16, max_num_seqs=4),
+                max_num_batched_tokens=16,
+                max_num_seqs=4,
             ),
         )
 

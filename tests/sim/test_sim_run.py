@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 import longspan.sim.run as sim_run
 from longspan.core.cluster import Cluster
-from longspan.core.config import Limits
 from longspan.core.engine import Engine, EngineConfig
 from longspan.core.exchange import CHAIN, RING_KV, Exchange
 from longspan.core.runs import shard_span
@@ -28,7 +27,7 @@ COST = LinearCost(base_s=0.01, per_token_s=0.001)
 
 
 def config(num_instances: int = 1, **others: Any) -> EngineConfig:
-    sizes: dict[str, Any] = {"block_size": 16, "max_model_len": 1024, "limits": Limits(max_num_batched_tokens=128)}
+    sizes: dict[str, Any] = {"block_size": 16, "max_model_len": 1024, "max_num_batched_tokens": 128}
     cluster = Cluster.of(str(num_instances), num_blocks=[others.pop("num_blocks", 64)] * num_instances)
     return EngineConfig(cluster=cluster, **(sizes | others))
 

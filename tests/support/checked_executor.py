@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from cluster_setup import Setup, invented_token, rank_requests
 
-from longspan.core.blocks import BlockPool
+from longspan.core.account import BlockPool
 from longspan.core.exchange import CHAIN, LOCAL, RING_Q
 from longspan.core.owners import BlockRef, Rotation
 from longspan.core.request import Request

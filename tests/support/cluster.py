@@ -8,9 +8,8 @@ from dataclasses import replace
 from checked_executor import CheckedExecutor, Slots
 from cluster_setup import VOCAB, Setup, UnevenCost, invented_token, rank_requests
 
-from longspan.core.blocks import BlockPool
-from longspan.core.config import Limits, capacity_tokens
-from longspan.core.engine import Engine, EngineConfig
+from longspan.core.account import BlockPool
+from longspan.core.engine import Engine, EngineConfig, capacity_tokens
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Forward, MoveKV, Part
@@ -41,7 +40,8 @@ class Cluster:
                 max_model_len=setup.max_model_len or capacity,
                 eos_token_ids=setup.eos_token_ids,
                 rope_switch_length=setup.rope_switch_length,
-                limits=Limits(max_num_batched_tokens=setup.max_num_batched_tokens, max_num_seqs=setup.max_num_seqs),
+                max_num_batched_tokens=setup.max_num_batched_tokens,
+                max_num_seqs=setup.max_num_seqs,
                 prefix_caching=setup.prefix_caching,
                 max_steps_in_flight=setup.max_steps_in_flight,
             ),

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from longspan.core.owners import PrefixHit
-from longspan.core.protocols import EnginePolicy
-from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
+from longspan.core.view import ClusterView, EnginePolicy, Plan, RequestView, ScheduledPart
 from longspan.policy.batching import Batch, Budget, single_part
 from longspan.policy.choosing import Chooser, Facts
 from longspan.policy.group_parts import GroupParts, SharingOptions

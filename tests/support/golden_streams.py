@@ -18,7 +18,7 @@ from cluster_setup import Roles
 from forced_plans import PLANS, Wandering, forced
 from workloads import MACHINES, TABLE, Job, play
 
-from longspan.core.config import SchedulingArgs
+from longspan.core.options import SchedulingArgs
 from longspan.core.steps import Forward, Free, MoveKV, Part, Step
 from longspan.policy.choosing import Facts
 from longspan.sim.executor import SimExecutor

@@ -57,7 +57,7 @@ class Cluster:
 
     def __init__(self, executor: WorkerExecutor, instances: Instances) -> None:
         self.executor, self.instances = executor, instances
-        self.free = [list(range(pool.num_blocks)) for pool in instances.pools]
+        self.free = [list(range(num_blocks)) for num_blocks in instances.num_blocks]
         self.completions: dict[int, Completion] = {}
         self._number = self._request = 0
 

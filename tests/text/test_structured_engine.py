@@ -84,7 +84,7 @@ def outputs_of(llm: LLM) -> list[list[CompletionOutput]]:
     prompts = [prompt for prompt, *_ in JOBS]
     wishes = [params(structured, temperature) for _, structured, _, temperature in JOBS]
     outputs = llm.generate(prompts, wishes, use_tqdm=False)
-    if llm.engine.config.cluster.num_blocks(0) < 100:
+    if llm.engine.config.cluster.num_blocks[0] < 100:
         assert sum(output.metrics.num_preemptions for output in outputs) > 0
     if llm.engine.config.cluster.num_instances > 1:
         assert llm.bytes_exchanged["total"] > 0
@@ -168,7 +168,7 @@ def test_a_grammar_that_gets_stuck_ends_its_own_request_alone(llm: LLM) -> None:
     assert "too many items" in str(stuck.outputs[0].stop_reason).lower()
     assert free.outputs[0].finish_reason == "length"
     assert only(llm, structured_outputs=form(choice=["red"])).text == "red"
-    assert llm.num_free_blocks == (llm.engine.config.cluster.num_blocks(0),)
+    assert llm.num_free_blocks == (llm.engine.config.cluster.num_blocks[0],)
 
 
 def test_streams_and_chats_have_a_form_too(llm: LLM) -> None:

@@ -17,8 +17,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from longspan.cli.options import NameArgument, verb
-from longspan.core.config import SchedulingArgs
-from longspan.core.options import Option, options_of
+from longspan.core.options import Option, SchedulingArgs, options_of
 from longspan.errors import ParameterError
 from longspan.sim.spec import SIMULATED_SCHEDULING, ClusterSpec, Faults
 from longspan.workload.spec import WorkloadSpec
@@ -163,11 +162,11 @@ def _settings(model: str, experiment: Experiment, given: Sequence[object]) -> di
     """Says what the run was, for its page: what was found, then all options by their flags, but those not given."""
     cluster, policy = experiment.cluster.cluster, [experiment.scheduling.policy]
     policy += (f"{key}={value}" for key, value in experiment.scheduling.all_policy_options().items())
-    instances, blocks = str(cluster.num_instances), f"{cluster.num_blocks(0):,}"
+    instances, blocks = str(cluster.num_instances), f"{cluster.num_blocks[0]:,}"
     if cluster.has_roles:
         prefill, decode = len(cluster.prefill), len(cluster.decode)
         instances = f"{prefill} prefill, {decode} decode, {cluster.backends} transfers at once to each"
-        blocks += f", {cluster.num_blocks(-1):,} to decode"
+        blocks += f", {cluster.num_blocks[-1]:,} to decode"
     found = {"model": model, "cluster": experiment.cluster.words, "instances": instances, "KV blocks": blocks}
     named = [(name, option, getattr(one, name)) for one in given for name, option, _ in options_of(type(one))]
     return {**found, "policy": " ".join(policy)} | {

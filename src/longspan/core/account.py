@@ -1,17 +1,20 @@
-"""The KV blocks of the whole cluster, and what each request holds of them."""
+"""The KV blocks of the whole cluster: what each pool holds, and what each request holds of them.
+
+Blocks are reference-counted, kept after use for prefix reuse, and evicted least recently used first.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import groupby
 from operator import attrgetter
 
-from longspan.core.blocks import BlockPool, Content
-from longspan.core.cluster import Pool
 from longspan.core.owners import BlockRef, PrefixHit
-from longspan.core.request import Request
+from longspan.core.request import Request, chain_key
 from longspan.core.view import RequestView
 
 _NO_HIT = PrefixHit()
@@ -20,28 +23,24 @@ _NO_HIT = PrefixHit()
 class KvAccount:
     """Owns every block of the cluster. Policies see the `KvView` of it, the engine changes it."""
 
-    def __init__(self, pools: Sequence[Pool], *, block_size: int, prefix_caching: bool = True) -> None:
+    def __init__(self, num_blocks: Sequence[int], *, block_size: int, prefix_caching: bool = True) -> None:
         self.block_size = block_size
         self.prefix_caching = prefix_caching
-        self._pools = [BlockPool(num_blocks=pool.num_blocks, block_size=block_size) for pool in pools]
+        self._pools = [BlockPool(num_blocks=number, block_size=block_size) for number in num_blocks]
 
-    def pool(self, number: int) -> BlockPool:
-        return self._pools[number]
+    def pool(self, instance: int) -> BlockPool:
+        return self._pools[instance]
 
     def num_blocks(self, instance: int) -> int:
-        """Counts all blocks of an instance's pool."""
         return self._pools[instance].num_blocks
 
     def num_free(self, instance: int) -> int:
-        """Counts the blocks of an instance that can be allocated now, cached ones included."""
         return self._pools[instance].num_free
 
     def num_leaving(self, instance: int) -> int:
-        """Counts the blocks of an instance that only copies under way hold."""
         return self._pools[instance].num_leaving
 
     def changes(self, instances: Iterable[int]) -> int:
-        """Counts how often anything has changed in their pools."""
         pools = self._pools
         return sum([pools[instance].changes for instance in instances])
 
@@ -63,25 +62,24 @@ class KvAccount:
             refs.append(ref)
         start = len(refs) * self.block_size
         rest = request.tokens(start, min(limit, start + self.block_size))
-        last, length = self._find_adoptable(request.parent_key(len(refs)), rest, group)
-        if last is None:
+        parent = request.parent_key(len(refs))
+        tails = [(self._pools[instance].find_adoptable(parent, rest), instance) for instance in group]
+        (block, length), instance = max(tails, key=lambda tail: tail[0][1])
+        if not length:
             return PrefixHit(refs=tuple(refs), num_tokens=start)
-        return PrefixHit(refs=(*refs, last), num_tokens=start + length, adopts_last=True)
+        return PrefixHit(refs=(*refs, BlockRef(instance, block)), num_tokens=start + length, adopts_last=True)
 
     def hit_cost(self, hit: PrefixHit, claimed: AbstractSet[BlockRef]) -> Counter[int]:
-        """Counts the free blocks that taking a hit uses up, per instance; `claimed` ones are taken before."""
         cached = (r for r in hit.refs if self.pool(r.pool).references(r.block) == 0)
         return Counter(r.pool for r in cached if r not in claimed)
 
     def reclaimable(self, request: RequestView) -> Counter[int]:
-        """Counts the blocks per instance that become free when the request is preempted."""
         return Counter(r.pool for r in request.table if self.pool(r.pool).references(r.block) == 1)
 
     def take(self, request: Request, hit: PrefixHit) -> None:
         """Begins the request's table with the blocks of a hit, found since the last change of this account."""
         assert not request.table, "a hit begins a table"
-        shared = hit.refs[:-1] if hit.adopts_last else hit.refs
-        for ref in shared:
+        for ref in hit.shared:
             self.pool(ref.pool).share(ref.block)
         if hit.adopts_last:
             self.pool(hit.refs[-1].pool).adopt(hit.refs[-1].block)
@@ -119,13 +117,11 @@ class KvAccount:
     def reserve(
         self, request: Request, instance: int, num_blocks: int, *, num_left: int
     ) -> tuple[tuple[BlockRef, ...], int] | None:
-        """Reserves blocks for a request on one more instance: those that hold its beginning there already, and new
-        ones.
+        """Reserves blocks for a request on one more instance: those that hold its beginning there, and new ones.
 
         Returns them, and how many hold something; None when there is no room for them beside `num_left` others.
         """
-        pool, hit = self.pool(instance), self.match(request, (instance,))
-        shared = hit.refs[:-1] if hit.adopts_last else hit.refs
+        pool, shared = self.pool(instance), self.match(request, (instance,)).shared
         num_cached = sum(pool.references(ref.block) == 0 for ref in shared)
         if num_blocks - len(shared) > pool.num_free - num_cached - num_left:
             return None
@@ -185,13 +181,6 @@ class KvAccount:
                 return BlockRef(instance, block)
         return None
 
-    def _find_adoptable(
-        self, parent: bytes, tokens: Sequence[int], group: Sequence[int]
-    ) -> tuple[BlockRef | None, int]:
-        found = [(self.pool(instance).find_adoptable(parent, tokens), instance) for instance in group]
-        (block, length), instance = max(found, key=lambda candidate: candidate[0][1])
-        return (BlockRef(instance, block), length) if length else (None, 0)
-
 
 def _by_pool(refs: Iterable[BlockRef]) -> Iterator[tuple[int, list[int]]]:
     """Groups neighbouring blocks by their pool."""
@@ -206,3 +195,158 @@ def _num_namable(request: Request) -> int:
     """
     num_tokens = min(request.num_computed, request.num_known)
     return num_tokens if request.rotation is None else min(num_tokens, request.rotation.start)
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """The content of a cached block: its first `len(tokens)` slots, after the prefix that `parent` names."""
+
+    parent: bytes
+    tokens: Sequence[int]
+
+
+class BlockPool:
+    """Accounts for `num_blocks` blocks of `block_size` tokens.
+
+    A block is either in use (referenced), cached (unreferenced, content known) or blank. Cached blocks count as free:
+    they are evicted, least recently used first, when no blank one is left. Blank blocks are handed out lowest number
+    first, so that a request's blocks tend to be adjacent and can be read in place.
+
+    Attributes:
+        changes: how often anything has changed that others can see.
+    """
+
+    def __init__(self, *, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.changes = 0
+        self._references = [0] * num_blocks
+        self._held: dict[int, int] = {}
+        self._blank = list(range(num_blocks))  # a heap
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._content: dict[int, Content] = {}
+        self._by_key: dict[bytes, int] = {}
+        self._tails: dict[bytes, set[int]] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._blank) + len(self._cached)
+
+    def references(self, block: int) -> int:
+        """Counts the requests and copies under way that hold the block."""
+        return self._references[block]
+
+    def allocate(self, number: int) -> list[int]:
+        """Returns blank blocks with one reference each. The caller has checked `num_free`."""
+        blank = self._blank
+        found = [heappop(blank) for _ in range(min(number, len(blank)))]
+        while len(found) < number:
+            assert self._cached, "allocation beyond the free blocks"
+            oldest, _ = self._cached.popitem(last=False)
+            self._forget(oldest)
+            found.append(oldest)
+        for block in found:
+            self._references[block] = 1
+        self.changes += 1
+        return found
+
+    def share(self, block: int) -> None:
+        """Adds a reference to a block whose content is known."""
+        assert block in self._content, "only blocks with known content are shared"
+        self._cached.pop(block, None)
+        self._references[block] += 1
+        self.changes += 1
+
+    def hold(self, *blocks: int) -> None:
+        """Adds a reference to blocks that have one, for a copy of each under way."""
+        references, held = self._references, self._held
+        for block in blocks:
+            assert references[block] > 0, "only blocks in use are held"
+            references[block] += 1
+            held[block] = held.get(block, 0) + 1
+        self.changes += 1
+
+    def let_go(self, *blocks: int) -> None:
+        """Drops the references that `hold` added, when a copy of each block is done."""
+        for block in blocks:
+            num_held = self._held.pop(block) - 1
+            if num_held:
+                self._held[block] = num_held
+        self.release(*blocks)
+
+    @property
+    def num_leaving(self) -> int:
+        """So many blocks are held by copies under way alone; they are free when these are done."""
+        return sum(self._references[block] == number for block, number in self._held.items())
+
+    def adopt(self, block: int) -> None:
+        """Takes over a cached block to write on in it; its content is no longer offered to others."""
+        assert self._references[block] == 0 and block in self._cached, "only unreferenced cached blocks are adopted"
+        del self._cached[block]
+        self._forget(block)
+        self._references[block] = 1
+        self.changes += 1
+
+    def release(self, *blocks: int) -> None:
+        """Drops a reference to each, in this order."""
+        references, content = self._references, self._content
+        for block in blocks:
+            assert references[block] > 0, "a block is released once per reference"
+            references[block] -= 1
+            if references[block]:
+                continue
+            if block in content:
+                self._cached[block] = None
+            else:
+                heappush(self._blank, block)
+        self.changes += 1
+
+    def publish(self, block: int, content: Content) -> None:
+        """Offers a block's content for reuse. Of two blocks with the same content the first stays the one offered."""
+        full = len(content.tokens) == self.block_size
+        key = chain_key(content.parent, content.tokens) if full else None
+        if key is not None and key in self._by_key:
+            return
+        self._forget(block)
+        self._content[block] = content
+        self.changes += 1
+        if key is not None:
+            self._by_key[key] = block
+        else:
+            self._tails.setdefault(content.parent, set()).add(block)
+
+    def find(self, key: bytes) -> int | None:
+        return self._by_key.get(key)
+
+    def find_adoptable(self, parent: bytes, tokens: Sequence[int]) -> tuple[int, int]:
+        """Finds the unreferenced tail after `parent` that shares the longest beginning with `tokens`, and that length.
+
+        A tail is a block that is not full. One that would lose more tokens than it gives is left to its
+        conversation, since nearly all prompts begin alike. Returns (-1, 0) when there is none.
+        """
+        best = (-1, 0)
+        for block in sorted(self._tails.get(parent, ())):
+            known = self._content[block].tokens
+            length = _common_prefix(known, tokens)
+            if self._references[block] == 0 and 2 * length >= len(known):
+                best = max(best, (block, length), key=lambda candidate: candidate[1])
+        return best
+
+    def _forget(self, block: int) -> None:
+        content = self._content.pop(block, None)
+        if content is None:
+            return
+        if len(content.tokens) == self.block_size:
+            del self._by_key[chain_key(content.parent, content.tokens)]
+            return
+        siblings = self._tails[content.parent]
+        siblings.discard(block)
+        if not siblings:
+            del self._tails[content.parent]
+
+
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    for index, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return index
+    return min(len(a), len(b))

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from longspan.core.heads import HeadShare, cut_evenly, split_heads
+from longspan.core.options import at_least_one
 from longspan.errors import ParameterError
 
 _SPEC = re.compile(r"(?:(?P<n>\d+)(?:x(?=[tp]))?)?(?:tp(?P<tp>\d+))?(?:pp(?P<pp>\d+))?")
@@ -21,7 +22,7 @@ class ParallelSpec:
     """`instances` copies of the model, each on `tp * pp` ranks.
 
     Raises:
-        ValueError: when a degree is below 1.
+        ParameterError: when a degree is below 1.
     """
 
     instances: int = 1
@@ -29,9 +30,7 @@ class ParallelSpec:
     pp: int = 1
 
     def __post_init__(self) -> None:
-        for name, degree in (("instances", self.instances), ("tp", self.tp), ("pp", self.pp)):
-            if degree < 1:
-                raise ParameterError(name, f"must be at least 1, but {degree} given", degree)
+        at_least_one(instances=self.instances, tp=self.tp, pp=self.pp)
 
     @classmethod
     def parse(cls, spec: str) -> ParallelSpec:
@@ -47,14 +46,13 @@ class ParallelSpec:
         return cls(instances=degrees["n"], tp=degrees["tp"], pp=degrees["pp"]).without_stages()
 
     def without_stages(self) -> ParallelSpec:
-        """Returns the spec itself; raises ValueError for pipeline stages, which nothing computes yet."""
+        """Returns the spec itself; raises ParameterError for pipeline stages, which nothing computes yet."""
         if self.pp > 1:
-            raise ParameterError(
-                "pp",
+            problem = (
                 f"({self.pp}) pipeline stages per instance, but only 1 works so far: use tp to split the weights, or "
-                f"--parallel {self.num_ranks} to spread prompts over that many instances",
-                self.pp,
+                f"parallel {self.num_ranks} to spread prompts over that many instances"
             )
+            raise ParameterError("pp", problem, self.pp)
         return self
 
     @property
@@ -81,19 +79,6 @@ class Location:
         return self.rack, self.host
 
 
-Tier = Literal["device"]
-"""Where a pool's blocks lie. Host memory and disks are added together with the pools that need them."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pool:
-    """The KV blocks of one instance on one tier."""
-
-    instance: int
-    num_blocks: int
-    tier: Tier = "device"
-
-
 class Rank(NamedTuple):
     """One worker process, by its place in the grid."""
 
@@ -113,44 +98,50 @@ class Cluster:
         transfer_backends: how many transfers of KV a decode instance receives at once, each of which needs buffers
             there; None for as many as there are prefill instances.
         locations: one per rank; empty when all ranks share a host.
-        pools: a pool's id is its index; pool i lies on the devices of instance i. Empty until the sizes are known.
+        num_blocks: the KV blocks of each instance's pool, whose id is the instance. Empty until they are known.
 
     Raises:
-        ValueError: when transfers cannot be received, or locations or pools are not one per rank or instance.
+        ParameterError: when transfers cannot be received.
     """
 
     spec: ParallelSpec
     decode_spec: ParallelSpec | None = None
     transfer_backends: int | None = None
     locations: tuple[Location, ...] = ()
-    pools: tuple[Pool, ...] = ()
+    num_blocks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.transfer_backends is not None:
-            if self.transfer_backends < 1:
-                problem = f"must be at least 1, but {self.transfer_backends} given"
-                raise ParameterError("transfer_backends", problem, self.transfer_backends)
+            at_least_one(transfer_backends=self.transfer_backends)
             if self.decode_spec is None:
-                raise ParameterError(
-                    "transfer_backends",
+                problem = (
                     f"{self.transfer_backends} is for instances that decode only: give prefill_parallel and "
-                    "decode_parallel, too",
-                    self.transfer_backends,
+                    "decode_parallel, too"
                 )
-        if self.locations and len(self.locations) != self.num_ranks:
-            raise ValueError(f"{self} has {self.num_ranks} ranks, but {len(self.locations)} locations given")
-        if self.pools and [pool.instance for pool in self.pools] != [*self.instances]:
-            raise ValueError(f"{self} needs a pool per instance, in their order, but {len(self.pools)} pools given")
+                raise ParameterError("transfer_backends", problem, self.transfer_backends)
+        assert len(self.locations) in (0, self.num_ranks), f"{self} has one location per rank"
+        assert len(self.num_blocks) in (0, self.num_instances), f"{self} has one pool per instance"
 
     @classmethod
-    def of(cls, spec: str, decode_spec: str | None = None, *, num_blocks: Sequence[int] = ()) -> Cluster:
-        """Makes a cluster from parallel specs as users write them, and the KV blocks of its instances."""
-        decode = None if decode_spec is None else ParallelSpec.parse(decode_spec)
-        return cls(spec=ParallelSpec.parse(spec), decode_spec=decode).with_blocks(num_blocks)
+    def of(
+        cls,
+        spec: str,
+        decode_spec: str | None = None,
+        *,
+        transfer_backends: int | None = None,
+        num_blocks: Sequence[int] = (),
+    ) -> Cluster:
+        """Makes a cluster from parallel specs as users write them."""
+        return cls(
+            spec=ParallelSpec.parse(spec),
+            decode_spec=None if decode_spec is None else ParallelSpec.parse(decode_spec),
+            transfer_backends=transfer_backends,
+            num_blocks=tuple(num_blocks),
+        )
 
     def with_blocks(self, num_blocks: Sequence[int]) -> Cluster:
         """Returns the cluster with a pool of so many KV blocks on the devices of each instance."""
-        return replace(self, pools=device_pools(num_blocks))
+        return replace(self, num_blocks=tuple(num_blocks))
 
     # ------------------------------------------------------------ instances and their roles
 
@@ -180,9 +171,6 @@ class Cluster:
         if self.decode_spec is None:
             return 0
         return self.spec.instances if self.transfer_backends is None else self.transfer_backends
-
-    def num_blocks(self, instance: int) -> int:
-        return self.pools[instance].num_blocks
 
     # ------------------------------------------------------------ ranks
 
@@ -249,11 +237,6 @@ class Cluster:
         return str(self.spec) if self.decode_spec is None else f"{self.spec} prefill + {self.decode_spec} decode"
 
 
-def device_pools(num_blocks: Sequence[int]) -> tuple[Pool, ...]:
-    """Makes one pool per instance, on its devices, with the number of blocks given for it."""
-    return tuple(Pool(instance=instance, num_blocks=number) for instance, number in enumerate(num_blocks))
-
-
 def parse_parallel(
     parallel: str | None = None,
     prefill_parallel: str | None = None,
@@ -275,23 +258,23 @@ def parse_parallel(
     Raises:
         ParameterError: for two spellings, a role without the other, or a degree that is not possible.
     """
-    roles = {"prefill_parallel": prefill_parallel, "decode_parallel": decode_parallel}
-    given_roles = [name for name, spec in roles.items() if spec is not None]
-    given = [name for name, value in {"parallel": parallel, **degrees}.items() if value is not None]
-    alike = [*given[:1], *given_roles[:1]] if given_roles else given
-    if len(alike) > 1 and alike[0] in ("parallel", *degrees) and ("parallel" in alike or given_roles):
-        raise ParameterError(alike[0], f"and {alike[1]} exclude each other: give one of them")
-    if len(given_roles) == 1:
-        [name], [other] = given_roles, [name for name in roles if name not in given_roles]
-        problem = f"{roles[name]!r} needs {other}, too: who prefills for others does not decode"
-        raise ParameterError(name, problem, roles[name])
-    if prefill_parallel is not None and decode_parallel is not None:
-        prefill, decode = ParallelSpec.parse(prefill_parallel), ParallelSpec.parse(decode_parallel)
-        return Cluster(spec=prefill, decode_spec=decode, transfer_backends=transfer_backends)
-    if parallel is not None:
-        return Cluster(spec=ParallelSpec.parse(parallel), transfer_backends=transfer_backends)
-    spec = ParallelSpec(**{name: degree for name, degree in degrees.items() if degree is not None})
-    return Cluster(spec=spec.without_stages(), transfer_backends=transfer_backends)
+    spellings = (
+        {"parallel": parallel},
+        degrees,
+        {"prefill_parallel": prefill_parallel, "decode_parallel": decode_parallel},
+    )
+    given = [[name for name, value in spelling.items() if value is not None] for spelling in spellings]
+    if len(names := [found[0] for found in given if found]) > 1:
+        raise ParameterError(names[0], f"and {names[1]} exclude each other: give one of them")
+    if (prefill_parallel is None) != (decode_parallel is None):
+        name, other, spec = "prefill_parallel", "decode_parallel", prefill_parallel
+        if prefill_parallel is None:
+            name, other, spec = other, name, decode_parallel
+        raise ParameterError(name, f"{spec!r} needs {other}, too: who prefills for others does not decode", spec)
+    if (text := prefill_parallel if parallel is None else parallel) is not None:
+        return Cluster.of(text, decode_parallel, transfer_backends=transfer_backends)
+    alike = ParallelSpec(**{name: degree for name, degree in degrees.items() if degree is not None})
+    return Cluster(spec=alike.without_stages(), transfer_backends=transfer_backends)
 
 
 _RACK_AND_HOST = re.compile(r"([0-9]+)-([0-9]+)")

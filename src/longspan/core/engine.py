@@ -5,23 +5,88 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
-from typing import get_args
+from typing import Protocol, get_args
 
 from longspan.core.account import KvAccount
-from longspan.core.config import EngineConfig
+from longspan.core.cluster import Cluster
 from longspan.core.exchange import shown_names
-from longspan.core.parts import make_part, promise_token, take_part, take_scores, take_token
-from longspan.core.protocols import Clock, EnginePolicy, Executor, Load
-from longspan.core.queues import Running, Waiting
+from longspan.core.queues import Occupancy, Running, StepOrder, Waiting
 from longspan.core.request import FinishReason, Request, RequestMetrics, check_length
 from longspan.core.sampling import SamplingParams
-from longspan.core.steps import Completion, Forward, Free, Link, MoveKV, Part, Sampled
-from longspan.core.steps_in_flight import Occupancy, StepOrder
-from longspan.core.transfers import Handshakes, Transfers
-from longspan.core.view import ClusterView, ScheduledPart
+from longspan.core.steps import Completion, Executor, Forward, Free, Link, MoveKV, Part, Sampled
+from longspan.core.transfers import Transfers
+from longspan.core.view import ClusterView, EnginePolicy, ScheduledPart
+from longspan.errors import ParameterError
 
-__all__ = ["Engine", "EngineConfig"]
+
+class Clock(Protocol):
+    """Time in seconds from any origin."""
+
+    def now(self) -> float:
+        """Returns seconds, which never go back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Configures the engine for a model and a cluster.
+
+    Attributes:
+        cluster: with the sizes of its pools.
+        max_model_len: the longest request, prompt and output together, in tokens.
+        rope_switch_length: requests longer than this use other rotary factors; None for most models.
+        max_num_batched_tokens: tokens that one instance computes in one step, at most.
+        max_num_seqs: requests that one instance takes part in at once, at most.
+        max_steps_in_flight: a request may be in so many steps that are not complete. With 2, instances never wait for
+            the controller: the next step is there before the present one ends.
+    """
+
+    cluster: Cluster
+    block_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...] = ()
+    rope_switch_length: int | None = None
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 128
+    prefix_caching: bool = True
+    max_steps_in_flight: int = 2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.cluster.num_blocks, f"the KV pools of {self.cluster} have no sizes"
+        # With 3, a token could be needed (by penalties, as a prefix key) that two steps ago was not known yet.
+        assert self.max_steps_in_flight in (1, 2)
+
+    def rope_length(self, num_tokens: int) -> int:
+        """Returns the length that rotary embeddings of such a request are pinned to; 0 for most models."""
+        switch = self.rope_switch_length
+        if switch is None:
+            return 0
+        return switch + 1 if num_tokens > switch else switch
+
+
+def capacity_tokens(policy: EnginePolicy, cluster: Cluster, block_size: int) -> int:
+    """Returns the length of the longest request that is sure to fit when it is alone."""
+    capacity = policy.capacity_tokens(num_blocks=cluster.num_blocks[0], block_size=block_size)
+    return min([capacity, *(cluster.num_blocks[instance] * block_size for instance in cluster.decode)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """The load: how much the engine has to do.
+
+    Attributes:
+        num_waiting, num_waiting_tokens: requests that could run if there were room, and their tokens.
+        used_blocks: KV blocks per instance that requests hold.
+        busy_s: seconds per instance in which it had a step to run, since the engine was made.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_waiting_tokens: int
+    used_blocks: list[int]
+    busy_s: list[float]
 
 
 class Engine:
@@ -36,7 +101,10 @@ class Engine:
     """
 
     def __init__(self, *, policy: EnginePolicy, executor: Executor, clock: Clock, config: EngineConfig) -> None:
-        config.check_capacity(policy)
+        capacity = capacity_tokens(policy, config.cluster, config.block_size)
+        if config.max_model_len > capacity:
+            problem = f"{config.max_model_len} exceeds the {capacity} tokens that the KV pools hold"
+            raise ParameterError("max_model_len", problem, config.max_model_len)
         self.config = config
         self._running = Running(config.cluster.num_instances)
         self.account, self._transfers = self._empty()
@@ -46,7 +114,8 @@ class Engine:
         self._requests: dict[int, Request] = {}
         self._waiting = Waiting()
         self._steps = StepOrder()
-        self._occupancy = Occupancy(config.most_steps_of_instances)
+        most_per_stage = config.max_steps_in_flight  # as many as a request may be in
+        self._occupancy = Occupancy([most_per_stage * config.cluster.pp(i) for i in config.cluster.instances])
         self._next_step = 0
         self._next_request = 0
         self._num_admissions = 0
@@ -93,10 +162,10 @@ class Engine:
 
     def _empty(self) -> tuple[KvAccount, Transfers]:
         """Makes empty pools, with no KV on its way."""
-        account, backends = self.config.empty_account(), self.config.cluster.backends
-        max_num_seqs = self.config.limits.max_num_seqs
-        handshakes = Handshakes(account, self._running, backends=backends, max_num_seqs=max_num_seqs)
-        return account, Transfers(account, handshakes, self._number)
+        config, cluster = self.config, self.config.cluster
+        account = KvAccount(cluster.num_blocks, block_size=config.block_size, prefix_caching=config.prefix_caching)
+        backends, max_num_seqs = cluster.backends, config.max_num_seqs
+        return account, Transfers(account, self._running, self._number, backends=backends, max_num_seqs=max_num_seqs)
 
     @property
     def has_unfinished(self) -> bool:
@@ -198,10 +267,10 @@ class Engine:
         self._send_waiting()
         if not (arrived := self._transfers.arrived()):
             return False
-        for request, target, blocks in arrived:
-            self.account.hand_over(request, blocks)
-            request.move_to(target)
-            self._running.regroup(request)
+        for transfer in arrived:
+            self.account.hand_over(transfer.request, transfer.blocks)
+            transfer.request.move_to(transfer.target)
+            self._running.regroup(transfer.request)
         self._send_waiting()  # their backends are free for others
         return True
 
@@ -226,10 +295,8 @@ class Engine:
             self._executor.submit(forward)
 
     def _forward(self, batch: Sequence[ScheduledPart]) -> Forward:
-        number, rebalances = (
-            self._number(),
-            tuple([self._rebalance(scheduled) for scheduled in batch if scheduled.moves]),
-        )
+        number = self._number()
+        rebalances = tuple([self._rebalance(scheduled) for scheduled in batch if scheduled.moves])
         parts = tuple([self._part(scheduled) for scheduled in batch])
         return Forward(number=number, parts=parts, rebalances=rebalances, streams=self._transfers.streams(parts))
 
@@ -241,9 +308,7 @@ class Engine:
         return MoveKV(number=self._number(), request_id=request.id, copies=copies)
 
     def _plan(self) -> tuple[tuple[ScheduledPart, ...], ...]:
-        """Returns the policy's batches, after its preemptions; a plan that only preempts is followed by another at
-        once.
-        """
+        """Returns the policy's batches, after its preemptions; after a plan that only preempts, asks for another."""
         while True:
             self._transfers.make_room(self._occupancy.full)
             plan = self._policy.plan(self._view())
@@ -282,8 +347,8 @@ class Engine:
     def _view(self) -> ClusterView:
         return ClusterView(
             cluster=self.config.cluster,
-            max_num_batched_tokens=self.config.limits.max_num_batched_tokens,
-            max_num_seqs=self.config.limits.max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            max_num_seqs=self.config.max_num_seqs,
             waiting=self._waiting.able(),
             running=self._running,
             kv=self.account,
@@ -316,14 +381,21 @@ class Engine:
 
     def _part(self, scheduled: ScheduledPart) -> Part:
         request = self._requests[scheduled.request.id]
-        part = make_part(request, scheduled, self.config.eos_token_ids)
+        part = request.make_part(scheduled, self.config.eos_token_ids)
         self._running.regroup(request)
         if part.sample is not None:
             if request.target is None:
-                promise_token(request, self.config)
+                self._promise_token(request)
             else:
                 self._running.set_aside(request)
         return part
+
+    def _promise_token(self, request: Request) -> None:
+        """Lets the token being sampled be scheduled, unless it is the last or the first with other rotary factors."""
+        num_tokens = request.num_scheduled + 1
+        goes_on = num_tokens - request.num_prompt < request.max_tokens
+        if goes_on and self.config.rope_length(num_tokens) == request.rope_length:
+            request.num_promised = num_tokens
 
     def _begin(self, forward: Forward) -> None:
         instances = forward.instances
@@ -343,31 +415,26 @@ class Engine:
 
     def _take(self, done: Completion) -> None:
         """Moves are done as they come, Forwards in their order."""
-        if not self._transfers.is_move(done.number):
+        self.bytes_sent.update(done.bytes_sent)
+        if not self._transfers.moved(done.number):
             self._steps.complete(done)
-            return
-        self._count_bytes(done)
-        self._transfers.moved(done.number)
-
-    def _count_bytes(self, done: Completion) -> None:
-        for what, number in done.bytes_sent.items():
-            self.bytes_sent[what] += number
 
     def _complete(self, forward: Forward, done: Completion) -> list[Request]:
         self._end(forward)
-        self._count_bytes(done)
         self._transfers.computed(forward)
         for move in forward.rebalances:
             self.account.complete_copies(self._requests[move.request_id], move.copies)
         for part in forward.parts:
             request = self._requests[part.request_id]
-            take_part(request, part)
+            request.take_part(part)
             self.account.publish(request, part.start)
             if request.finish_reason is not None and not request.in_flight:
                 self._drop(request)
         for scored in done.scored:
             if self._is_live(scored.request_id):
-                take_scores(self._requests[scored.request_id], scored)
+                prompt_logprobs = self._requests[scored.request_id].prompt_logprobs
+                for position, logprobs in zip(scored.positions, scored.logprobs, strict=True):
+                    prompt_logprobs[position] = logprobs
         return [self._append(sampled) for sampled in done.sampled if self._is_live(sampled.request_id)]
 
     def _is_live(self, request_id: int) -> bool:
@@ -377,13 +444,25 @@ class Engine:
 
     def _append(self, sampled: Sampled) -> Request:
         request = self._requests[sampled.request_id]
-        reason = take_token(request, sampled, self.config, self._clock.now())
+        if not sampled.error:
+            self._record_time(request)
+        reason = request.take_token(sampled, self.config.eos_token_ids)
         if reason is not None:
             self.finish(request, reason)
         elif self.config.rope_length(request.num_known) != request.rope_length:
             self._retract(request)
             request.pin_rope_length(self.config.rope_length(request.num_known))
         return request
+
+    def _record_time(self, request: Request) -> None:
+        metrics, now_s = request.metrics, self._clock.now()
+        if metrics.last_token_s is None:
+            metrics.ttft_s = now_s - metrics.arrival_s
+            held = dict(zip(request.group, request.owners.counts(request.num_computed), strict=True))
+            metrics.kv_tokens_per_instance = [held.get(instance, 0) for instance in self.config.cluster.instances]
+        else:
+            metrics.tbt_s.append(now_s - metrics.last_token_s)
+        metrics.last_token_s = now_s
 
     def _retract(self, request: Request) -> None:
         """The request gives up its KV and waits again; what it computed is found again by its prefix keys."""

@@ -66,7 +66,7 @@ class Exchange(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """Metrics and reports use this name, and do not tell where weights are from."""
+        """The name in metrics and reports does not tell where weights are from."""
         return f"{self.kind}_dense" if self.dense else self.kind
 
     @property
@@ -80,7 +80,6 @@ class Exchange(NamedTuple):
 
     @property
     def stores_after(self) -> bool:
-        """New keys and values are stored after it, by what it hands over."""
         return self.is_layerwise or self.traits.stores == "after"
 
 
@@ -131,7 +130,6 @@ def takers(parameter: Parameter) -> str:
 
 
 def shown_names() -> tuple[str, ...]:
-    """Returns the names by which exchanges are counted."""
     return tuple(dict.fromkeys(variant.shown for one in exchanges() for variant in _variants(one)))
 
 

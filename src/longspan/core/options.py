@@ -1,12 +1,13 @@
-"""Options: fields of a configuration that a command line, a file or the environment may set.
+"""Options: fields of a configuration that a command line, a file or the environment may set; those of scheduling.
 
 A field of a dataclass is an option if an `Option` annotates it. Its name, type and default are those of the field.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from longspan.core.exchange import exchanges
@@ -24,7 +25,7 @@ class Option:
         group: the heading under which options are listed.
         name: what its flag is called; by default, as the field.
         short: a second flag, of one letter.
-        metavar: what stands for the value; by default, its type.
+        metavar: stands for the value; by default, its type.
         default: what the default means, in words; empty to show none, since the value is secret.
         minimum: the least number.
         repeatable: the option is given once for each of several texts.
@@ -102,3 +103,77 @@ if TYPE_CHECKING:
 else:
     PromptExchange = Literal["auto", *(one.kind for one in exchanges())]
 PromptLayout = Literal["auto", "zigzag", "striped", "contiguous"]
+
+_SHARING = ("exchange", "layout", "fractions")
+"""Policy options that are options of their own, too."""
+_scheduling = partial(Option, group="Scheduling and memory")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulingArgs:
+    """The options that say who decides the steps of an engine, and within which bounds; simulations have the same."""
+
+    policy: Annotated[
+        str,
+        _scheduling(
+            "Who decides the steps: auto, chunked, context, runahead, tetris, fixed-sp, loongserve or "
+            "loongserve-disagg."
+        ),
+    ] = "auto"
+    exchange: Annotated[
+        PromptExchange, _scheduling("How queries, keys and values of a shared prompt travel; auto chooses per step.")
+    ] = "auto"
+    layout: Annotated[PromptLayout, _scheduling("How a shared prompt is sharded.")] = "auto"
+    fractions: Annotated[
+        str | None,
+        _scheduling(
+            "Of a contiguous layout, what part each instance gets.", metavar="F,F,...", default="as the policy has it"
+        ),
+    ] = None
+    policy_options: Annotated[
+        Mapping[str, str] | None,
+        _scheduling(
+            "An option of the policy; repeatable.",
+            name="policy-option",
+            short="o",
+            metavar="KEY=VALUE",
+            repeatable=True,
+            read=key_values,
+        ),
+    ] = None
+    max_model_len: Annotated[
+        int | None, _scheduling("Longest prompt plus output, in tokens.", default="what model and KV pools allow")
+    ] = None
+    block_size: Annotated[int, _scheduling("Tokens per KV block.")] = 256
+    max_num_batched_tokens: Annotated[int, _scheduling("Most tokens of one step on one instance.")] = 2048
+    max_num_seqs: Annotated[int, _scheduling("Most requests that run at once on one instance.")] = 128
+    num_gpu_blocks_override: Annotated[
+        int | None, _scheduling("KV blocks of each instance, whatever memory there is.", default="what memory holds")
+    ] = None
+    enable_prefix_caching: Annotated[bool, _scheduling("Reuse the KV of prompts that begin alike.")] = True
+    async_scheduling: Annotated[bool, _scheduling("Plan and send a step while the last one runs.")] = True
+
+    def __post_init__(self) -> None:
+        at_least_one(
+            max_model_len=self.max_model_len,
+            block_size=self.block_size,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_seqs=self.max_num_seqs,
+            num_gpu_blocks_override=self.num_gpu_blocks_override,
+        )
+
+    def all_policy_options(self) -> dict[str, str]:
+        """Returns the options of the policy, also those that are options of their own.
+
+        Raises:
+            ParameterError: for one that is given twice.
+        """
+        options = dict(self.policy_options or {})
+        for name in _SHARING:
+            value = getattr(self, name)
+            if value not in (None, "auto"):
+                if name in options:
+                    problem = f"{value} and policy option {name}={options[name]} are given: give one of them"
+                    raise ParameterError(name, problem, value)
+                options[name] = value
+        return options

@@ -36,6 +36,10 @@ class PrefixHit:
     num_tokens: int = 0
     adopts_last: bool = False
 
+    @property
+    def shared(self) -> tuple[BlockRef, ...]:
+        return self.refs[:-1] if self.adopts_last else self.refs
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rotation:
@@ -73,9 +77,7 @@ class Rotation:
         return self.held[member] + sum(len(run) for run in self.runs(member, stop))
 
     def num_blocks(self, stop: int, block_size: int) -> int:
-        """Counts the blocks that members begin for the tokens `[0, stop)`, each for its own; `stop` is not before
-        `start`.
-        """
+        """Counts the blocks that members begin for the tokens `[0, stop)`; `stop` is not before `start`."""
         return sum(-(-self.num_held(member, stop) // block_size) for member in range(len(self.held)))
 
 
@@ -147,7 +149,6 @@ class Owners:
         return BlockRef(instance, self.blocks(instance)[index // self.block_size]), index % self.block_size
 
     def _by_blocks(self, num_tokens: int) -> SpanShards:
-        """Joins neighbouring blocks, where each block holds the tokens of its index in the table."""
         held: dict[int, list[Run]] = {instance: [] for instance in self.group}
         for index, ref in enumerate(self.table[: -(-num_tokens // self.block_size)]):
             runs = held[ref.pool]

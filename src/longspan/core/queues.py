@@ -1,13 +1,16 @@
-"""The requests that wait and those that hold KV, also by instance."""
+"""The requests that wait, those that hold KV, also by instance, and the steps in flight."""
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from longspan.core.owners import coupled_instances
 from longspan.core.request import Request
+from longspan.core.steps import Completion, Forward
 
 
 class Waiting:
@@ -36,9 +39,7 @@ class Waiting:
         self._num_followers -= request.leader is not None
 
     def able(self) -> Sequence[Request]:
-        """Returns the requests that could run if there were room, not those whose leader has yet to compute their
-        prompt.
-        """
+        """Returns the requests that could run if there were room: their leader, if any, has computed their prompt."""
         return [r for r in self._all if not r.must_wait] if self._num_followers else self._all
 
     def _place(self, request: Request) -> int:
@@ -58,21 +59,12 @@ class Running:
         self.changes = [0] * num_instances
         self._all: dict[int, Request] = {}
         self._groups: dict[int, tuple[int, ...]] = {}
-        self._alone: dict[int, dict[int, Request]] = {}
-        self._shared: dict[tuple[int, ...], dict[int, Request]] = {}
-        self._coupled_sets: list[frozenset[int]] | None = None  # of `_shared`, while it has the same groups
+        self._by_group: dict[tuple[int, ...], dict[int, Request]] = {}
+        self._coupled_sets: list[frozenset[int]] | None = None  # while there are the same groups
         self._on: list[dict[int, Request]] = [{} for _ in range(num_instances)]
-        self._occupied: set[int] = set()
         self._tokens, self._blocks = [0] * num_instances, [0] * num_instances
         self._asks: dict[int, _Ask] = {}
         self._stale: set[int] = set()
-
-    @classmethod
-    def of(cls, requests: Iterable[Request], num_instances: int) -> Self:
-        running = cls(num_instances)
-        for request in requests:
-            running.join(request)
-        return running
 
     def __len__(self) -> int:
         return len(self._all)
@@ -84,43 +76,37 @@ class Running:
         return self._all.get(request_id)
 
     def on(self, instance: int) -> Collection[Request]:
-        """Returns the requests that an instance takes part in."""
         return self._on[instance].values()
 
     @property
     def coupled_sets(self) -> Sequence[frozenset[int]]:
-        """Coupled instances share requests; the sets are found once after each change of groups."""
         if self._coupled_sets is None:
-            self._coupled_sets = coupled_instances(self._shared)
+            self._coupled_sets = coupled_instances(group for group in self._by_group if len(group) > 1)
         return self._coupled_sets
 
     @property
     def shared(self) -> Iterator[Request]:
-        """Requests of several instances are shared."""
-        return (request for found in self._shared.values() for request in found.values())
+        return (request for group, found in self._by_group.items() if len(group) > 1 for request in found.values())
 
     @property
     def occupied(self) -> Collection[int]:
-        """Occupied instances take part in some request."""
-        return self._occupied
+        return {instance for instance, found in enumerate(self._on) if found}
 
-    def within(self, instances: set[int] | frozenset[int]) -> Iterator[Request]:
-        """Iterates, in no order, over the requests that no other instances take part in."""
-        for instance in self._alone.keys() & instances:
-            yield from self._alone[instance].values()
-        for group, found in self._shared.items() if len(instances) > 1 else ():
-            if group[0] in instances and instances.issuperset(group):
+    def within(self, instances: frozenset[int]) -> Iterator[Request]:
+        if len(instances) == 1:
+            yield from self._by_group.get(tuple(instances), {}).values()
+            return
+        for group, found in self._by_group.items():
+            if instances.issuperset(group):
                 yield from found.values()
 
     @property
     def due_tokens(self) -> Sequence[int]:
-        """So many tokens are still to be computed on each instance, if the members of a group share evenly."""
         self._update_asks()
         return self._tokens
 
     @property
     def due_blocks(self) -> Sequence[int]:
-        """So many blocks are still asked of each instance for the tokens that the requests have."""
         self._update_asks()
         return self._blocks
 
@@ -154,40 +140,33 @@ class Running:
 
     def _seat(self, request: Request) -> None:
         group = self._groups[request.id] = request.group
-        if len(group) == 1:
-            self._alone.setdefault(group[0], {})[request.id] = request
-        else:
-            if group not in self._shared:
-                self._shared[group], self._coupled_sets = {}, None
-            self._shared[group][request.id] = request
+        if group not in self._by_group:
+            self._by_group[group] = {}
+            if len(group) > 1:
+                self._coupled_sets = None
+        self._by_group[group][request.id] = request
         for instance in group:
             self._on[instance][request.id] = request
-        self._occupied.update(group)
         self.changed(group, (request.id,))
 
     def _unseat(self, request: Request) -> None:
         group = self._groups.pop(request.id)
+        if not group:
+            return  # it was set aside
         for instance in group:
             del self._on[instance][request.id]
-            if not self._on[instance]:
-                self._occupied.discard(instance)
-        if len(group) == 1:
-            del self._alone[group[0]][request.id]
-            if not self._alone[group[0]]:
-                del self._alone[group[0]]
-        elif group:
-            del self._shared[group][request.id]
-            if not self._shared[group]:
-                del self._shared[group]
+        del self._by_group[group][request.id]
+        if not self._by_group[group]:
+            del self._by_group[group]
+            if len(group) > 1:
                 self._coupled_sets = None
         self._ask(request.id, None)
         self.changed(group, ())
 
     def _update_asks(self) -> None:
-        """Updates what the changed requests ask."""
         for request_id in self._stale:
             if self._groups.get(request_id):
-                self._ask(request_id, _Ask.of(self._all[request_id]))
+                self._ask(request_id, _ask_of(self._all[request_id]))
         self._stale.clear()
 
     def _ask(self, request_id: int, ask: _Ask | None) -> None:
@@ -213,10 +192,103 @@ class _Ask(NamedTuple):
     kv_owners: tuple[int, ...]
     blocks: int
 
-    @classmethod
-    def of(cls, request: Request) -> Self:
-        num_tokens, group, kv_owners = request.num_tokens, request.group, request.kv_owners
-        missing = request.blocks_for(num_tokens) - len(request.table)
-        return cls(
-            group, -(-(num_tokens - request.num_computed) // len(group)), kv_owners, -(-missing // len(kv_owners))
-        )
+
+def _ask_of(request: Request) -> _Ask:
+    num_tokens, group, kv_owners = request.num_tokens, request.group, request.kv_owners
+    missing = request.blocks_for(num_tokens) - len(request.table)
+    return _Ask(group, -(-(num_tokens - request.num_computed) // len(group)), kv_owners, -(-missing // len(kv_owners)))
+
+
+class StepOrder:
+    """The steps that were sent, and those of their completions that must wait for earlier ones.
+
+    A completion waits until no earlier step is in flight on an instance of its step.
+    """
+
+    def __init__(self) -> None:
+        self._sent: dict[int, Forward] = {}
+        self._queues: defaultdict[int, deque[int]] = defaultdict(deque)  # by instance, the numbers of steps not ready
+        self._early: dict[int, Completion] = {}
+        self._ready: deque[Completion] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._sent)
+
+    def send(self, forward: Forward) -> None:
+        """Takes note of a step with the highest number so far."""
+        self._sent[forward.number] = forward
+        for instance in forward.instances:
+            self._queues[instance].append(forward.number)
+
+    def complete(self, done: Completion) -> None:
+        """Takes a completion; `take` gives it once it waits for no earlier step."""
+        self._early[done.number] = done
+        candidates = [done.number]
+        while candidates:
+            number = heapq.heappop(candidates)
+            if number not in self._early:
+                continue
+            queues = [self._queues[instance] for instance in self._sent[number].instances]
+            if any(queue[0] != number for queue in queues):
+                continue
+            self._ready.append(self._early.pop(number))
+            for queue in queues:
+                queue.popleft()
+                if queue:
+                    heapq.heappush(candidates, queue[0])
+
+    @property
+    def has_ready(self) -> bool:
+        """A completion waits for no other, so that `take` can be called."""
+        return bool(self._ready)
+
+    def take(self) -> tuple[Forward, Completion]:
+        """Returns the next completion, and its step, which is over."""
+        done = self._ready.popleft()
+        return self._sent.pop(done.number), done
+
+    def clear(self) -> list[Forward]:
+        """Forgets everything; returns the steps that were not over."""
+        steps = list(self._sent.values())
+        self._sent.clear()
+        self._queues.clear()
+        self._early.clear()
+        self._ready.clear()
+        return steps
+
+
+class Occupancy:
+    """Counts steps in flight per instance; `most` has for each instance the number with which it is full."""
+
+    def __init__(self, most: Sequence[int]) -> None:
+        self._most, self._counts = most, [0] * len(most)
+        self.busy, self.full = set[int](), set[int]()
+        self._busy_s, self._busy_since_s = [0.0] * len(most), [0.0] * len(most)
+
+    @property
+    def all_full(self) -> bool:
+        return len(self.full) == len(self._most)
+
+    def begin(self, instances: Iterable[int], now_s: float) -> None:
+        for i in instances:
+            assert i not in self.full, f"instance {i} is full"
+            self._counts[i] += 1
+            if self._counts[i] == 1:
+                self.busy.add(i)
+                self._busy_since_s[i] = now_s
+            if self._counts[i] == self._most[i]:
+                self.full.add(i)
+
+    def end(self, instances: Iterable[int], now_s: float) -> None:
+        for i in instances:
+            assert i in self.busy, f"instance {i} has no step"
+            self._counts[i] -= 1
+            self.full.discard(i)
+            if not self._counts[i]:
+                self.busy.remove(i)
+                self._busy_s[i] += now_s - self._busy_since_s[i]
+
+    def busy_s(self, now_s: float) -> list[float]:
+        """Counts the seconds in which each instance had a step to run."""
+        since = enumerate(zip(self._busy_s, self._busy_since_s, strict=True))
+        return [done + (now_s - begun if i in self.busy else 0.0) for i, (done, begun) in since]

@@ -1,17 +1,28 @@
-"""A request and its counters. The engine owns and changes it; policies see the `RequestView` of it."""
+"""A request, its counters, and its parts of steps. The engine owns and changes it; policies see its `RequestView`."""
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Literal
 
-from longspan.core.blocks import ROOT, chain_key
 from longspan.core.owners import BlockRef, Owners, Rotation
 from longspan.core.sampling import SamplingParams
-from longspan.core.steps import UNKNOWN, Sampling, TokenLogprobs
+from longspan.core.steps import UNKNOWN, Part, Sample, Sampled, Sampling, TokenLogprobs
+from longspan.core.view import ScheduledPart
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+ROOT = b""
+"""Parent key of a request's first block."""
+
+
+def chain_key(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """Names a full block by its tokens and all before them."""
+    return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
 @dataclass(kw_only=True)
@@ -19,10 +30,9 @@ class RequestMetrics:
     """When things happened to a request, in seconds of the engine's clock, and what was counted.
 
     Attributes:
-        scheduled_s: when it was first admitted, on the engine's clock; None before.
+        scheduled_s: when it was first admitted; None before.
         ttft_s: from arrival to the first output token; None before it.
         tbt_s: the times between consecutive output tokens.
-        last_token_s, finished_s: when the latest token came, and when the request ended, on the engine's clock.
         num_cached_tokens: prompt tokens whose KV was reused when the request was first admitted.
         num_computed_tokens: tokens run through the model, recomputation after preemption included.
         exchanges: how its attention travelled: by kind of step (`prefill`; `partial_prefill`, behind tokens that were
@@ -42,34 +52,22 @@ class RequestMetrics:
     exchanges: dict[str, dict[str, int]] = field(default_factory=dict)
     kv_tokens_per_instance: list[int] = field(default_factory=list)
 
-    def count(self, kind: str, exchange: str) -> None:
-        """Counts a computed step of this kind."""
-        steps = self.exchanges.setdefault(kind, {})
-        steps[exchange] = steps.get(exchange, 0) + 1
-
 
 @dataclass(kw_only=True, eq=False)
 class Request:
-    """Counters instead of phases: `num_computed <= num_scheduled <= num_tokens`.
+    """Counters instead of phases: `num_computed <= num_scheduled <= num_tokens`. See `RequestView` for others.
 
     Attributes:
         prompt: token ids; any sequence that does not change, whose slices are such sequences.
         choice, leader: which of the `n` outputs of a prompt this is; all but the first wait until it has computed the
             prompt, whose KV they share.
-        num_prompt: tokens of the prompt.
         keeps_history: whether ranks must know its output tokens, for penalties or a grammar.
         num_promised: tokens there will be when all steps in flight are done; they can be scheduled already.
         num_steps: how many steps in flight name it.
-        admission: counts admissions; a request that was preempted stands behind those that were not.
-        group: the instances that hold its KV, in ring order; empty while it waits. It can shrink, and grow while no
-            `rotation` counts on it: then all members are told everything again.
-        table: its blocks; `owners` says what lies where.
+        group: empty while it waits. It can shrink, and grow while no `rotation` counts on it: then all members are told
+            everything again.
         copying: blocks of its table that steps in flight fill, and the blocks that they copy.
-        rotation: by which its latest tokens are homed; None while blocks are.
-        kv_owner: the member that keeps all that is computed of it from now on; None when all members do.
-        sampler: the instance that samples, or has sampled, its latest token.
-        target: the instance that its KV is on its way to; it takes no step between the end of its prefill and the
-            arrival of all of it. None when it stays where it is.
+        target: it takes no step between the end of its prefill and the arrival of all of its KV there.
         sent_blocks: how many entries of `table` the ranks of `group` know.
         sent_output: how many output tokens they know; counted if it `keeps_history` only.
         rope_length: the length that length-dependent rotary embeddings are pinned to; part of the prefix keys.
@@ -120,28 +118,23 @@ class Request:
 
     @property
     def num_known(self) -> int:
-        """Prompt and output have so many tokens so far."""
         return self.num_prompt + len(self.output)
 
     @property
     def num_tokens(self) -> int:
-        """So many tokens can be scheduled: the known ones and those that steps in flight will sample."""
         num_known = self.num_prompt + len(self.output)
         return max(self.num_promised, num_known)
 
     @property
     def arrival_s(self) -> float:
-        """The request came at this second of the engine's clock."""
         return self.metrics.arrival_s
 
     @property
     def was_admitted(self) -> bool:
-        """It has held KV before, though it may have lost that since."""
         return self.metrics.scheduled_s is not None
 
     @property
     def in_flight(self) -> bool:
-        """Some emitted step names it and is not complete."""
         return self.num_scheduled > self.num_computed
 
     @property
@@ -152,7 +145,6 @@ class Request:
 
     @property
     def scores_prompt(self) -> bool:
-        """The logprobs of its prompt are still to be reported."""
         return self.params.prompt_logprobs is not None and self.leader is None and not self.output
 
     def tokens(self, start: int, stop: int) -> Sequence[int]:
@@ -220,12 +212,10 @@ class Request:
 
     @property
     def kv_owners(self) -> tuple[int, ...]:
-        """Either `kv_owner` alone will hold what is still to come, or all members."""
         return self.group if self.kv_owner is None else (self.kv_owner,)
 
     @property
     def owners(self) -> Owners:
-        """Its table is read by these owners while it has a group."""
         return Owners(table=self.table, group=self.group, block_size=self.block_size, rotation=self.rotation)
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -233,6 +223,81 @@ class Request:
         if self.rotation is not None:
             return self.rotation.num_blocks(num_tokens, self.block_size)
         return -(-num_tokens // self.block_size)
+
+    # ------------------------------------------------------------ parts of steps
+
+    def make_part(self, scheduled: ScheduledPart, eos_token_ids: tuple[int, ...]) -> Part:
+        """Makes its part of a step, whose new blocks its table has. The span counts as scheduled then, and what the
+        part says as known to the ranks.
+        """
+        start, stop, group = scheduled.start, scheduled.stop, scheduled.group
+        assert start == self.num_scheduled, "spans of a request follow each other"
+        if group != self.group and not set(group) <= set(self.group):
+            assert self.rotation is None, "owners that rotate do so in one group"
+            self.sent_blocks = self.sent_output = 0  # members that are new to it must hear everything
+        tokens = self.tokens(start, stop)
+        self.group, self.rotation, self.kv_owner = group, scheduled.rotation, scheduled.kv_owner
+        unknown_on = self.sampler if tokens[-1] == UNKNOWN else None
+        first_block, self.sent_blocks = self.sent_blocks, len(self.table)
+        first_output, new_output = 0, tuple[int, ...]()
+        if self.keeps_history:
+            first_output, self.sent_output = self.sent_output, len(self.output)
+            new_output = tuple(self.output[first_output:])
+        self.num_scheduled = stop
+        return Part(
+            request_id=self.id,
+            start=start,
+            stop=stop,
+            tokens=tokens,
+            group=group,
+            runs=scheduled.runs,
+            exchange=scheduled.exchange,
+            first_block=first_block,
+            blocks=tuple(self.table[first_block:]),
+            sample=self._sample(scheduled) if stop == self.num_tokens else None,
+            unknown_on=unknown_on,
+            sampling=self.sampling(eos_token_ids) if first_block == 0 else None,
+            first_output=first_output,
+            new_output=new_output,
+            targets=self.prompt[start + 1 : stop + 1] if self.scores_prompt else (),
+            rope_length=self.rope_length,
+            rotation=self.rotation,
+        )
+
+    def _sample(self, scheduled: ScheduledPart) -> Sample:
+        position = scheduled.stop
+        for instance, runs in compress(zip(scheduled.group, scheduled.runs, strict=True), scheduled.runs):
+            if runs[-1].stop == position:
+                self.sampler = instance
+        below_minimum = position - self.num_prompt < self.params.min_tokens
+        return Sample(instance=self.sampler, position=position, below_minimum=below_minimum)
+
+    def take_part(self, part: Part) -> None:
+        """Counts the tokens of a part that is computed."""
+        assert self.num_computed == part.start, "steps complete in order"
+        self.num_computed = part.stop
+        self.metrics.num_computed_tokens += part.stop - part.start
+        kind = "decode" if part.start >= self.num_prompt else "partial_prefill" if part.start else "prefill"
+        steps, exchange = self.metrics.exchanges.setdefault(kind, {}), part.exchange.shown
+        steps[exchange] = steps.get(exchange, 0) + 1
+
+    def take_token(self, sampled: Sampled, eos_token_ids: tuple[int, ...]) -> FinishReason | None:
+        """Adds a token to the output; returns why the request ends with it, if it does."""
+        params, token = self.params, sampled.token
+        if sampled.error:
+            self.stop_reason = sampled.error
+            return "error"
+        self.output.append(token)
+        if params.output_logits:
+            self.logits.append(sampled.logits)
+        if sampled.logprobs is not None:
+            self.logprobs.append(sampled.logprobs)
+        if len(self.output) > params.min_tokens and token in params.stop_ids:
+            self.stop_reason = token
+            return "stop"
+        if token in eos_token_ids and not params.ignore_eos:
+            return "stop"
+        return "length" if len(self.output) >= self.max_tokens else None
 
 
 def check_length(num_prompt_tokens: int, max_model_len: int) -> None:

@@ -160,8 +160,7 @@ def _cuts(layout: Layout, num_blocks: float, num_members: int, fractions: Sequen
 
 @lru_cache(maxsize=4096)
 def _zigzag_phase(num_blocks: int, num_members: int, *, ragged: bool) -> int:
-    """Chooses how to round the cuts of a zigzag, so that the busiest member has the fewest tokens, then the least
-    attention.
+    """Chooses how to round a zigzag's cuts: the busiest member has the fewest tokens, then the least attention.
 
     A `ragged` last block counts as half of one. Cuts that no rounding gives would leave some with half a block less,
     of three or more members.
@@ -181,7 +180,6 @@ def _zigzag_phase(num_blocks: int, num_members: int, *, ragged: bool) -> int:
 
 
 def _append(pieces: list[tuple[int, int]], first: int, last: int) -> None:
-    """Appends a piece behind others, joined to the one that it touches."""
     if pieces and pieces[-1][1] == first:
         pieces[-1] = pieces[-1][0], last
     else:
@@ -213,6 +211,6 @@ def stretch(runs: Iterable[Run]) -> Run:
 
 
 def row_slices(shards: Sequence[Sequence[Run]]) -> list[list[slice]]:
-    """Returns the slices of each run among the tokens of all, which have no gap and are in order of position."""
+    """Returns the slice of each run among the tokens of all, which have no gap and are in order of position."""
     first = stretch(run for runs in shards for run in runs).start
     return [[slice(run.start - first, run.stop - first, run.step) for run in runs] for runs in shards]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 from longspan.core.exchange import Exchange
 from longspan.core.owners import BlockRef, Rotation
@@ -253,3 +253,27 @@ class Completion:
     sampled: tuple[Sampled, ...]
     bytes_sent: BytesSent
     scored: tuple[Scored, ...] = ()
+
+
+class Executor(Protocol):
+    """Runs steps in the order of their numbers, as far as they share ranks.
+
+    Attributes:
+        wakeup: something that the host can wait for, such as a zmq socket. When it can be read, `poll` returns early,
+            with nothing. Its owner sets it; None for no such thing. A virtual clock waits for nothing and ignores it.
+    """
+
+    wakeup: Any
+
+    def submit(self, step: Step) -> None:
+        """Sends a step to its ranks; returns at once."""
+
+    def poll(self, timeout_s: float | None) -> list[Completion]:
+        """Waits for completions: at least one, at most one per request, none when `timeout_s` (None: no limit) passes.
+
+        Raises:
+            WorkerLostError: when a worker died or raised; none of the steps in flight will complete.
+        """
+
+    def close(self) -> None:
+        """Ends its workers, if any; nothing of them is left. May be called again."""

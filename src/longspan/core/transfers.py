@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
 
 from longspan.core.account import KvAccount
@@ -14,41 +13,37 @@ from longspan.core.request import Request
 from longspan.core.steps import Forward, MoveKV, Part
 
 
-@dataclass(kw_only=True, eq=False)
 class Transfer:
-    """The KV of one request on its way.
+    """The KV of one request on its way, of which the first `num_computed` tokens are computed.
 
     Attributes:
         target: the instance that is to decode it.
         num_tokens, num_blocks: that its KV has when all is computed.
-        num_placed: entries of the request's table that `table_changed` has seen.
-        unsent: those of them that are still to be sent, by instance.
+        waiting: indices of blocks that are computed and not sent, first computed first.
+        sent: indices of blocks that are sent.
         backends: reserved for it.
         blocks: on the target, by place in the request's table; none before the first backend.
         num_shared: so many of these, the first, held its beginning already: they are not moved.
-        waiting: indices of blocks that are computed and not sent, first computed first.
-        sent: indices of blocks that are sent.
-        moves: the sources of those in flight, by number.
         num_arrived: blocks that are there.
+        moves: the sources of those in flight, by number.
         busy: instances that it moves from now.
         sources: instances that send any of it, or still have to: each can use one backend.
     """
 
-    request: Request
-    target: int
-    num_tokens: int
-    num_blocks: int
-    num_placed: int = 0
-    unsent: Counter[int] = field(default_factory=Counter)
-    backends: int = 0
-    blocks: tuple[BlockRef, ...] = ()
-    num_shared: int = 0
-    waiting: list[int] = field(default_factory=list)
-    sent: set[int] = field(default_factory=set)
-    moves: dict[int, int] = field(default_factory=dict)
-    num_arrived: int = 0
-    busy: set[int] = field(default_factory=set)
-    sources: set[int] = field(default_factory=set)
+    def __init__(self, request: Request, target: int, *, num_tokens: int, num_computed: int) -> None:
+        self.request, self.target = request, target
+        self.num_tokens, self.num_blocks = num_tokens, request.blocks_for(num_tokens)
+        num_full = self.num_blocks if num_computed >= num_tokens else num_computed // request.block_size
+        self.waiting = list(range(num_full))
+        self.sent: set[int] = set()
+        self.backends = 0
+        self.blocks: tuple[BlockRef, ...] = ()
+        self.num_shared = self.num_arrived = 0
+        self.moves: dict[int, int] = {}
+        self.busy: set[int] = set()
+        self.sources: set[int] = set()
+        self._unsent: Counter[int] = Counter()  # by instance, of the entries of the request's table that are known
+        self.table_changed()
 
     @property
     def is_there(self) -> bool:
@@ -63,91 +58,166 @@ class Transfer:
             return self.backends >= len(self.sources)
         return self.backends > len(self.busy)
 
-    def table_changed(self, part: Part | None = None) -> None:
-        """Counts what is still to be sent, after a change of the request's table or group: of a part only its new
-        blocks, if it does not tell the whole table.
-        """
-        table, first = self.request.table, 0 if part is None else part.first_block
+    def completed_by(self, part: Part) -> range:
+        """Returns the indices of the blocks that a part fills, or ends the prompt in."""
+        size = self.request.block_size
+        return range(part.start // size, part.stop // size if part.sample is None else self.num_blocks)
+
+    def to_send(self, indices: Iterable[int]) -> dict[int, list[int]]:
+        """Groups by source the blocks that the target lacks and their instance has; first come first."""
+        request, found = self.request, defaultdict[int, list[int]](list)
+        for index in indices:
+            if index >= self.num_shared and (ref := request.table[index]) not in request.copying:
+                found[ref.instance].append(index)
+        return found
+
+    def table_changed(self, first: int = 0) -> None:
+        """Counts what is still to be sent, after a change of the request's group, or of its table from `first` on."""
         if not first:
-            self.unsent.clear()
-        self.num_placed = len(table)
+            self._unsent.clear()
+        table = self.request.table
         new = range(max(first, self.num_shared), len(table))
-        self.unsent.update(table[index].instance for index in new if index not in self.sent)
-        self._count()
+        self._unsent.update(table[index].instance for index in new if index not in self.sent)
+        self._count(len(table))
 
     def begin(self, number: int, source: int, indices: Collection[int]) -> None:
         """A move of these entries of the table is sent."""
         self.moves[number] = source
         self.sent.update(indices)
-        self.unsent[source] -= len(indices)
-        self._count()
+        self._unsent[source] -= len(indices)
+        self._count(self._num_placed)
 
     def end(self, number: int) -> int:
         """A move is done; returns the instance that sent it."""
         source = self.moves.pop(number)
-        self._count()
+        self._count(self._num_placed)
         return source
 
-    def _count(self) -> None:
-        """Moves, what is unsent, or the group have changed."""
+    def _count(self, num_placed: int) -> None:
+        self._num_placed = num_placed
         self.busy = set(self.moves.values())
-        self.sources = self.busy.union([instance for instance, number in self.unsent.items() if number])
-        if self.num_placed < self.num_blocks:
+        self.sources = self.busy.union([instance for instance, number in self._unsent.items() if number])
+        if num_placed < self.num_blocks:
             self.sources.update(self.request.kv_owners)  # of what is not computed yet
 
-    def withdrawn(self) -> Transfer:
-        """Begins the transfer again with nothing on the target: all that is computed waits to be sent."""
-        request = self.request
-        is_done = request.num_computed >= self.num_tokens
-        num_full = self.num_blocks if is_done else request.num_computed // request.block_size
-        again = Transfer(
-            request=request,
-            target=self.target,
-            num_tokens=self.num_tokens,
-            num_blocks=self.num_blocks,
-            waiting=list(range(num_full)),
-        )
-        again.table_changed()
-        return again
 
-
-class Handshakes:
-    """Reserves backends and blocks of decode instances.
+class Transfers:
+    """Keeps account of transfers, of the backends and blocks of decode instances that are reserved for them, and of
+    their moves. It numbers moves, and the engine submits them.
 
     Args:
         running: who decodes there.
+        number: gives the next step's number.
         backends: of each decode instance.
         max_num_seqs: seats of each instance.
+
+    Attributes:
+        dirty: whether anything has happened by which more could be sent `by_themselves`, or have `arrived`.
+        promised: blocks that transfers without a backend will need, by target.
     """
 
-    def __init__(self, account: KvAccount, running: Running, *, backends: int, max_num_seqs: int) -> None:
-        self._account, self._running = account, running
+    def __init__(
+        self, account: KvAccount, running: Running, number: Callable[[], int], *, backends: int, max_num_seqs: int
+    ) -> None:
+        self._account, self._running, self._number = account, running, number
         self._backends, self._max_num_seqs = backends, max_num_seqs
-        self._order: dict[int, dict[int, Transfer]] = {}
+        self._transfers: dict[int, Transfer] = {}
+        self._order: dict[int, dict[int, Transfer]] = {}  # the same by target, first handshake first
+        self._moves: dict[int, tuple[MoveKV, Transfer]] = {}
         self._taken: Counter[int] = Counter()  # backends that are reserved, or used by moves of transfers given up
         self._refused: dict[int, tuple[int, int]] = {}
+        self.dirty = False
         self.promised: Counter[int] = Counter()
-        """Blocks that transfers without a backend will need, by target."""
 
-    def shake(self, transfer: Transfer) -> None:
-        """A transfer stands behind all others to its target."""
-        self._order.setdefault(transfer.target, {})[transfer.request.id] = transfer
-        self.promised[transfer.target] += transfer.num_blocks
+    @property
+    def in_flight(self) -> bool:
+        return bool(self._moves)
 
-    def part(self, transfer: Transfer) -> None:
-        """A transfer is over, or given up: its backends are free, but for those that moves in flight use."""
-        del self._order[transfer.target][transfer.request.id]
-        if not self._order[transfer.target]:
-            del self._order[transfer.target]
-        self._taken[transfer.target] += len(transfer.busy) - transfer.backends
-        if not transfer.blocks:
-            self.promised[transfer.target] -= transfer.num_blocks
+    def shake(self, request: Request, target: int) -> None:
+        """The first chunk of a request is about to be dispatched: behind what is cached of it, and waits already."""
+        transfer = Transfer(request, target, num_tokens=request.num_tokens, num_computed=request.num_scheduled)
+        request.target = target
+        self._transfers[request.id] = self._order.setdefault(target, {})[request.id] = transfer
+        self.promised[target] += transfer.num_blocks
+        self.dirty = True
 
-    def left_behind_done(self, target: int) -> None:
-        """Frees the backend of a transfer that was given up, when its last move from an instance has ended."""
-        self._taken[target] -= 1
+    def streams(self, parts: Sequence[Part]) -> tuple[MoveKV, ...]:
+        """Makes moves of what these parts of a Forward complete, as far as backends are free."""
+        transfers = self._transfers
+        known = [(part, transfers[part.request_id]) for part in parts if part.request_id in transfers]
+        if not known:
+            return ()
+        for part, transfer in known:
+            transfer.table_changed(part.first_block)
+        self._reserve()
+        return tuple([move for part, transfer in known for move in self._send(transfer, transfer.completed_by(part))])
 
-    def outgrown(self, full: Collection[int]) -> Iterator[Transfer]:
+    def by_themselves(self) -> list[MoveKV]:
+        """Makes moves of what is computed and was not sent, as far as backends are free; first handshakes first."""
+        found: list[MoveKV] = []
+        for transfer in self._reserve():
+            if transfer.waiting and any(map(transfer.can_send, transfer.sources)):
+                found += self._send(transfer, transfer.waiting)
+                waiting = (index for index in transfer.waiting if index not in transfer.sent)
+                transfer.waiting = [index for index in waiting if index >= transfer.num_shared]
+        return found
+
+    def computed(self, forward: Forward) -> None:
+        """Queues what a completed Forward filled and did not stream."""
+        if not (transfers := self._transfers):
+            return
+        for part in forward.parts:
+            if (transfer := transfers.get(part.request_id)) is not None:
+                transfer.waiting += [index for index in transfer.completed_by(part) if index not in transfer.sent]
+                self.dirty = True
+
+    def moved(self, number: int) -> bool:
+        """Takes in that a step is done, if it is a move; tells whether it is."""
+        if number not in self._moves:
+            return False
+        move, transfer = self._moves.pop(number)
+        self.dirty = True
+        self._account.let_go(chain(*zip(*move.copies, strict=True)))
+        source = transfer.end(number)
+        if self._transfers.get(move.request_id) is transfer:
+            transfer.num_arrived += len(move.copies)
+        elif source not in transfer.busy:
+            self._taken[transfer.target] -= 1  # the transfer was given up, and this move was its last from there
+        return True
+
+    def arrived(self) -> list[Transfer]:
+        """Ends and returns the transfers of all KV that is computed and there: their blocks are the requests' now.
+
+        What is there may have been there before it was computed here: also wait for the token that goes on with it.
+        """
+        ready = [one for one in self._transfers.values() if one.is_there and one.request.num_known > one.num_tokens]
+        for transfer in ready:
+            self._end(transfer)
+        self.dirty = bool(ready)
+        return ready
+
+    def give_up(self, request: Request) -> None:
+        """A request ends, or loses its KV: there is more room for others, too."""
+        self.dirty = True
+        if (transfer := self._transfers.get(request.id)) is not None:
+            self._end(transfer)
+            self._account.give_back(reversed(transfer.blocks))
+
+    def make_room(self, full: Collection[int]) -> None:
+        """Takes blocks back from KV on its way, for those that decode on instances that are not full and came before.
+
+        What was sent is sent again when there is room: its old blocks are kept until the request is handed over.
+        """
+        for transfer in list(self._outgrown(full)) if self._transfers else ():
+            request, target = transfer.request, transfer.target
+            again = Transfer(request, target, num_tokens=transfer.num_tokens, num_computed=request.num_computed)
+            self._transfers[request.id] = self._order[target][request.id] = again  # in the same place
+            self._free_backends(transfer)
+            self.promised[target] += transfer.num_blocks
+            self._account.give_back(reversed(transfer.blocks))
+            self.dirty = True
+
+    def _outgrown(self, full: Collection[int]) -> Iterator[Transfer]:
         """Finds who has to give its blocks back, last come first, since its target can take a step and lacks blocks for
         it.
 
@@ -171,30 +241,45 @@ class Handshakes:
                         yield transfer
                 room -= 1
 
-    def replace(self, transfer: Transfer, other: Transfer) -> None:
-        """Another stands in the place of one that gives its blocks back, as if it were given up."""
-        self._taken[transfer.target] += len(transfer.busy) - transfer.backends
-        self._order[transfer.target][transfer.request.id] = other
-        self.promised[transfer.target] += transfer.num_blocks
+    def _end(self, transfer: Transfer) -> None:
+        target, request_id = transfer.target, transfer.request.id
+        del self._transfers[request_id], self._order[target][request_id]
+        if not self._order[target]:
+            del self._order[target]
+        self._free_backends(transfer)
+        if not transfer.blocks:
+            self.promised[target] -= transfer.num_blocks
 
-    def in_order(self) -> list[Transfer]:
-        """Returns the transfers that have a backend, by target, after reserving what can be."""
+    def _free_backends(self, transfer: Transfer) -> None:
+        """Frees the backends of a transfer that is over, or given up, but for those that moves in flight use."""
+        self._taken[transfer.target] += len(transfer.busy) - transfer.backends
+
+    def _send(self, transfer: Transfer, indices: Iterable[int]) -> list[MoveKV]:
+        found, table = [], transfer.request.table
+        for source, there in transfer.to_send(indices).items():
+            if not transfer.can_send(source):
+                continue
+            copies = tuple((table[index], transfer.blocks[index]) for index in there)
+            move = MoveKV(number=self._number(), request_id=transfer.request.id, copies=copies)
+            self._account.hold(chain(*zip(*copies, strict=True)))
+            self._moves[move.number] = move, transfer
+            transfer.begin(move.number, source, there)
+            found.append(move)
+        return found
+
+    def _reserve(self) -> list[Transfer]:
+        """Reserves backends and blocks as far as it can; returns the transfers that have a backend, by target."""
         found = []
         for target, transfers in self._order.items():
             for transfer in transfers.values():
-                if transfer.backends > len(transfer.sources):
-                    self._set_backends(transfer, len(transfer.sources))
-            if self._taken[target] < self._backends:
-                self._reserve(target, transfers.values())
+                self._set_backends(transfer, min(transfer.backends, len(transfer.sources)))
+            for transfer in transfers.values():
+                left = self._backends - self._taken[target]
+                if left <= 0 or not (transfer.blocks or self._allocate(transfer)):
+                    break
+                self._set_backends(transfer, min(transfer.backends + left, len(transfer.sources)))
             found += [transfer for transfer in transfers.values() if transfer.backends]
         return found
-
-    def _reserve(self, target: int, transfers: Collection[Transfer]) -> None:
-        for transfer in transfers:
-            left = self._backends - self._taken[target]
-            if left <= 0 or not (transfer.blocks or self._allocate(transfer)):
-                return
-            self._set_backends(transfer, min(transfer.backends + left, len(transfer.sources)))
 
     def _set_backends(self, transfer: Transfer, number: int) -> None:
         self._taken[transfer.target] += number - transfer.backends
@@ -231,155 +316,3 @@ def _asks(request: Request) -> bool:
     """Tells whether the next token of one that decodes begins a block."""
     num_scheduled = request.num_scheduled
     return num_scheduled < request.num_tokens and request.blocks_for(num_scheduled + 1) > len(request.table)
-
-
-class Transfers:
-    """Keeps account of transfers and their moves. It numbers moves, and the engine submits them.
-
-    Args:
-        number: gives the next step's number.
-
-    Attributes:
-        dirty: whether anything has happened by which more could be sent `by_themselves`, or have `arrived`.
-    """
-
-    def __init__(self, account: KvAccount, handshakes: Handshakes, number: Callable[[], int]) -> None:
-        self._account, self._handshakes, self._number = account, handshakes, number
-        self._transfers: dict[int, Transfer] = {}
-        self._moves: dict[int, tuple[MoveKV, Transfer]] = {}
-        self.dirty = False
-
-    @property
-    def promised(self) -> Mapping[int, int]:
-        """These blocks are promised to transfers, see `ClusterView`."""
-        return self._handshakes.promised
-
-    @property
-    def in_flight(self) -> bool:
-        return bool(self._moves)
-
-    def is_move(self, number: int) -> bool:
-        return number in self._moves
-
-    def shake(self, request: Request, target: int) -> None:
-        """The first chunk of a request is about to be dispatched: behind what is cached of it, and waits already."""
-        transfer = Transfer(
-            request=request,
-            target=target,
-            num_tokens=request.num_tokens,
-            num_blocks=request.blocks_for(request.num_tokens),
-            waiting=list(range(request.num_scheduled // request.block_size)),
-        )
-        transfer.table_changed()
-        request.target = target
-        self.dirty = True
-        self._transfers[request.id] = transfer
-        self._handshakes.shake(transfer)
-
-    def streams(self, parts: Sequence[Part]) -> tuple[MoveKV, ...]:
-        """Makes moves of what these parts of a Forward complete, as far as backends are free."""
-        if not (transfers := self._transfers):
-            return ()
-        known = [(part, transfers[part.request_id]) for part in parts if part.request_id in transfers]
-        if not known:
-            return ()
-        for part, transfer in known:
-            transfer.table_changed(part)
-        self._handshakes.in_order()
-        found = []
-        for part, transfer in known:
-            found += self._send(transfer, _to_send(transfer, _completed(part, transfer)))
-        return tuple(found)
-
-    def by_themselves(self) -> list[MoveKV]:
-        """Makes moves of what is computed and was not sent, as far as backends are free; first handshakes first."""
-        found: list[MoveKV] = []
-        for transfer in self._handshakes.in_order():
-            if transfer.waiting and any(map(transfer.can_send, transfer.sources)):
-                found += self._send(transfer, _to_send(transfer, transfer.waiting))
-                waiting = (index for index in transfer.waiting if index not in transfer.sent)
-                transfer.waiting = [index for index in waiting if index >= transfer.num_shared]
-        return found
-
-    def computed(self, forward: Forward) -> None:
-        """Queues what a completed Forward filled and did not stream."""
-        if not (transfers := self._transfers):
-            return
-        for part in forward.parts:
-            if (transfer := transfers.get(part.request_id)) is not None:
-                transfer.waiting += [i for i in _completed(part, transfer) if i not in transfer.sent]
-                self.dirty = True
-
-    def moved(self, number: int) -> None:
-        """Takes in that a move is done."""
-        move, transfer = self._moves.pop(number)
-        self.dirty = True
-        self._account.let_go(chain(*zip(*move.copies, strict=True)))
-        source = transfer.end(number)
-        if self._transfers.get(move.request_id) is transfer:
-            transfer.num_arrived += len(move.copies)
-        elif source not in transfer.busy:
-            self._handshakes.left_behind_done(transfer.target)
-
-    def arrived(self) -> list[tuple[Request, int, tuple[BlockRef, ...]]]:
-        """Requests whose KV is all computed and there; with their targets, and their blocks there, theirs from now on.
-
-        What is there may have been there before it was computed here: also wait for the token that goes on with it.
-        """
-        ready = [one for one in self._transfers.values() if one.is_there and one.request.num_known > one.num_tokens]
-        for transfer in ready:
-            self._end(transfer)
-        self.dirty = bool(ready)
-        return [(transfer.request, transfer.target, transfer.blocks) for transfer in ready]
-
-    def give_up(self, request: Request) -> None:
-        """A request ends, or loses its KV: there is more room for others, too."""
-        self.dirty = True
-        if (transfer := self._transfers.get(request.id)) is not None:
-            self._end(transfer)
-            self._account.give_back(reversed(transfer.blocks))
-
-    def make_room(self, full: Collection[int]) -> None:
-        """Takes blocks back from KV on its way, for those that decode on instances that are not full and came before.
-
-        What was sent is sent again when there is room: its old blocks are kept until the request is handed over.
-        """
-        if not self._transfers:
-            return
-        for transfer in list(self._handshakes.outgrown(full)):
-            self.dirty = True
-            again = self._transfers[transfer.request.id] = transfer.withdrawn()
-            self._handshakes.replace(transfer, again)
-            self._account.give_back(reversed(transfer.blocks))
-
-    def _end(self, transfer: Transfer) -> None:
-        del self._transfers[transfer.request.id]
-        self._handshakes.part(transfer)
-
-    def _send(self, transfer: Transfer, by_source: Mapping[int, Sequence[int]]) -> list[MoveKV]:
-        found, table = [], transfer.request.table
-        for source, indices in by_source.items():
-            if not transfer.can_send(source):
-                continue
-            copies = tuple((table[index], transfer.blocks[index]) for index in indices)
-            move = MoveKV(number=self._number(), request_id=transfer.request.id, copies=copies)
-            self._account.hold(chain(*zip(*copies, strict=True)))
-            self._moves[move.number] = move, transfer
-            transfer.begin(move.number, source, indices)
-            found.append(move)
-        return found
-
-
-def _completed(part: Part, transfer: Transfer) -> range:
-    """Returns the indices of the blocks that a part fills, or ends the prompt in."""
-    size = transfer.request.block_size
-    return range(part.start // size, part.stop // size if part.sample is None else transfer.num_blocks)
-
-
-def _to_send(transfer: Transfer, indices: Iterable[int]) -> dict[int, list[int]]:
-    """Groups by source the blocks that the target lacks and their instance has; first come first."""
-    table, found = transfer.request.table, defaultdict[int, list[int]](list)
-    for index in indices:
-        if index >= transfer.num_shared and table[index] not in transfer.request.copying:
-            found[table[index].instance].append(index)
-    return found

@@ -1,9 +1,8 @@
 """The seam between deciding and doing: a `Policy` reads a `ClusterView` and returns a `Plan`.
 
-A view is read-only. What it shows of requests and KV pools is declared here as protocols without a single way to change
-anything, and type checks hold policies to them; the engine's own objects stand behind, so that a view costs nothing to
-make and a plan costs no more the more there is that it does not touch. The engine finds the requests of a plan again by
-their ids. Scheduled parts and plans are not `frozen`, which would take thrice as long for every token.
+A view is read-only: what it shows of requests and KV pools is declared here as protocols, to which type checks hold
+policies. The engine's own objects stand behind, so that a view costs nothing to make. The engine finds the requests of
+a plan again by their ids. Scheduled parts and plans are not `frozen`, which would take thrice as long for every token.
 """
 
 from __future__ import annotations
@@ -26,21 +25,18 @@ class RequestView(Protocol):
     """A request as policies see it; `core.request.Request` is one.
 
     Attributes:
-        id: ids ascend in the order of arrival.
+        id: ascends in the order of arrival.
         num_known: prompt and output tokens known so far.
         num_tokens: tokens that can be scheduled: the known ones, and one that a step in flight will sample.
-        num_scheduled: emitted steps compute the tokens up to here.
-        num_computed: completed steps have computed the tokens up to here.
+        num_scheduled, num_computed: emitted steps compute, and completed ones have computed, the tokens up to here.
         max_tokens: the output ends with this many tokens at the latest.
         was_admitted: it has held KV before, though it may have lost that since.
         admission: counts admissions; the last admitted gives way first.
         in_flight: an emitted step names it, so that it cannot be preempted.
         group: the instances that hold its KV, in ring order; empty while it waits.
-        table: its blocks, in order of their tokens.
         rotation: the rule that gives single tokens to members; None while members own whole blocks.
         kv_owner: the member that keeps all that is computed from now on; None when all members do.
         kv_owners: the members that will hold what is still to come.
-        owners: where its tokens lie while it has a group.
         sampler: the instance that samples, or has sampled, its latest token.
         target: the instance that its KV is on its way to; None when it stays where it is.
         scores_prompt: all of its prompt must be computed, because logprobs of it are still to be reported.
@@ -103,7 +99,7 @@ class RunningView(Protocol):
     """The requests that hold KV, first admitted first, also by instance.
 
     Attributes:
-        changes: how often anything has changed of what runs on each instance.
+        changes: counts for each instance the changes of what runs there.
         coupled_sets: the instances that share requests, see `coupled_instances`.
         shared: the requests that several instances take part in.
         occupied: the instances that take part in any request.
@@ -207,8 +203,8 @@ class ScheduledPart:
         hit: for a request that is admitted: the prefix that it starts from.
         target: for a request that is admitted where instances have roles: the one that is to decode it; None when it
             ends with its next token.
-        moves: pairs of an index into the request's table and a member of `group`: full blocks that go there, and are
-            there before the attention of this step.
+        moves: pairs of an index into the request's table and a member of `group`: full blocks that are there before the
+            attention of this step.
     """
 
     request: RequestView
@@ -247,3 +243,13 @@ class Policy(Protocol):
         A step for a busy instance is planned ahead: what steps in flight compute and sample counts as done, though the
         last token of a request may be unknown. Only requests that no step in flight names can be preempted.
         """
+
+
+class EnginePolicy(Policy, Protocol):
+    """A policy, and what an engine must know of it beside its plans."""
+
+    def check(self, num_prompt_tokens: int) -> None:
+        """Raises ValueError for a prompt that it cannot place as its options say."""
+
+    def capacity_tokens(self, *, num_blocks: int, block_size: int) -> int:
+        """Returns the longest request, in tokens, that is sure to fit when it is alone and pools have `num_blocks`."""

@@ -101,7 +101,7 @@ def _room(llm: Instances) -> Room:
     return Room(
         max_model_len=llm.max_model_len,
         block_size=config.block_size,
-        num_blocks=config.cluster.num_blocks(0),
+        num_blocks=config.cluster.num_blocks[0],
     )
 
 
@@ -190,8 +190,8 @@ def _timed_decode(llm: Instances, profile: Profile, task: DecodeTask) -> float:
         llm.set_policy("context", {"exchange": RING_KV.kind, "decode": str(task.exchange), "threshold": threshold})
     else:
         llm.set_policy("chunked", {})
-        room = config.cluster.num_blocks(0) * config.block_size
-        full = min(config.limits.max_num_batched_tokens, llm.max_model_len - 1, room - 1)
+        room = config.cluster.num_blocks[0] * config.block_size
+        full = min(config.max_num_batched_tokens, llm.max_model_len - 1, room - 1)
         draw = random.Random(f"beside {len(prompts)} behind {task.context_tokens} tokens, time {time}")
         beside = [draw.choices(vocabulary, k=full) for _ in range(_beside(llm, task))]
     for prompt in prompts:  # one by one, so that all are on one instance

@@ -93,7 +93,7 @@ def _serve(setup: EngineSetup, socket: zmq.Socket[bytes]) -> int:
             trust_remote_code=files.trust_remote_code,
             vocab_size=deployment.input_processor.vocab_size,
             max_model_len=config.max_model_len,
-            max_num_seqs=config.limits.max_num_seqs,
+            max_num_seqs=config.max_num_seqs,
             num_instances=config.cluster.num_instances,
             num_kv_blocks=sum(pool.num_blocks for pool in pools),
             block_size=config.block_size,

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from longspan.core.cluster import Cluster
-from longspan.core.config import SchedulingArgs
 from longspan.core.exchange import CHAIN, LOCAL, Exchange, of_any_layout
+from longspan.core.options import SchedulingArgs
 from longspan.core.runs import Run, shard_span
 from longspan.core.steps import Forward, Part
 from longspan.cost import catalog

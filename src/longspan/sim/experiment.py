@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from longspan.core.config import EngineConfig, SchedulingArgs, capacity_tokens
+from longspan.core.engine import EngineConfig, capacity_tokens
+from longspan.core.options import SchedulingArgs
 from longspan.errors import ParameterError
 from longspan.policy import make_policy
 from longspan.policy.spec import ChosenPolicy
@@ -149,7 +150,8 @@ class Experiment:
             cluster=self.cluster.cluster,
             block_size=options.block_size,
             max_model_len=options.max_model_len or capacity,
-            limits=options.limits,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_num_seqs=options.max_num_seqs,
             prefix_caching=options.enable_prefix_caching and shares,  # else nothing would be found
             max_steps_in_flight=2 if options.async_scheduling else 1,
         )

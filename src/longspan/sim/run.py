@@ -13,10 +13,10 @@ from functools import cache
 
 from longspan.core.engine import Engine, EngineConfig
 from longspan.core.owners import coupled_instances
-from longspan.core.protocols import EnginePolicy
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Forward, MoveKV
+from longspan.core.view import EnginePolicy
 from longspan.cost.step_cost import StepCost
 from longspan.sim.executor import Ran, SimExecutor, VirtualClock
 from longspan.sim.result import Result, Served

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from longspan.core.cluster import Cluster, Location, locations_of_ranks, parse_parallel
-from longspan.core.config import SchedulingArgs
-from longspan.core.options import Option, at_least_one, key_values
+from longspan.core.options import Option, SchedulingArgs, at_least_one, key_values
 from longspan.errors import ParameterError
 
 SIMULATED_SCHEDULING = SchedulingArgs(max_num_batched_tokens=8192)

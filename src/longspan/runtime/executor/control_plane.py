@@ -124,7 +124,7 @@ def start_workers(
             trust_remote_code=files.trust_remote_code,
             device=device,
             num_threads=threads,
-            num_blocks=cluster.num_blocks(cluster.at(rank).instance),
+            num_blocks=cluster.num_blocks[cluster.at(rank).instance],
             block_size=block_size,
             attention_kernel=None if attention_kernel is None else str(attention_kernel),
             record_times=record_times,
