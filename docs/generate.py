@@ -11,9 +11,10 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import cast
 
-import typer
+from cyclopts import Group
+from cyclopts.argument import Argument
 from prometheus_client.parser import text_string_to_metric_families
 
 from longspan.cli.app import app
@@ -50,36 +51,36 @@ def rewritten(text: str) -> str:
 
 def _flags() -> str:
     panels: dict[str, list[Row]] = {}
-    for option in _options():
-        if option.rich_help_panel != _LIMITS:
-            panels.setdefault(option.rich_help_panel or "General", []).append(_flag(option))
+    for argument in _arguments():
+        if (title := _title(argument)) != _LIMITS:
+            panels.setdefault(title, []).append(_flag(argument))
     head = ("flag", "`LONGSPAN_...`", "default", "what it is")
-    return "\n".join(f"**{panel}**\n\n{_table(head, rows)}" for panel, rows in panels.items())
+    return "\n".join(f"**{title}**\n\n{_table(head, rows)}" for title, rows in panels.items())
 
 
 def _limits() -> str:
-    rows = [_flag(option) for option in _options() if option.rich_help_panel == _LIMITS]
+    rows = [_flag(argument) for argument in _arguments() if _title(argument) == _LIMITS]
     return _table(("flag", "`LONGSPAN_...`", "default", "what it bounds"), rows)
 
 
-def _options() -> list[Any]:
-    command: Any = typer.main.get_command(app)
-    return list(command.commands["serve"].params)
+def _arguments() -> list[Argument]:
+    return app["serve"].assemble_argument_collection()
 
 
-def _flag(option: Any) -> Row:  # noqa: ANN401 - an option or an argument
-    names = " ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts))
-    choices = "|".join(option.type_descriptor.choices or ())
-    metavar = f" `{_plain(option.metavar or choices)}`" if option.metavar or choices else ""
-    return names + metavar, f"`{option.envvar.removeprefix('LONGSPAN_')}`", _value(option.default), _plain(option.help)
+def _title(argument: Argument) -> str:
+    [group] = cast(tuple[Group], argument.parameter.group)
+    return group.name
 
 
-def _value(default: object) -> str:
-    if default is None:
-        return ""
-    if default == "":
-        return "empty"
-    return f"`{default}`" if isinstance(default, str) else f"`{_json(default)}`"
+def _flag(argument: Argument) -> Row:
+    [variable] = cast(tuple[str], argument.parameter.env_var)
+    names = " ".join(f"`{name}`" for name in argument.names)
+    metavar = argument.parameter.metavar or "|".join(argument.get_choices() or ())
+    default = str(argument.parameter.show_default or "")
+    if default and argument.field_info.default is not None:
+        default = f"`{default}`"
+    shown = f"{names} `{metavar}`" if metavar else names
+    return shown, f"`{variable.removeprefix('LONGSPAN_')}`", default, argument.parameter.help or ""
 
 
 def _metrics() -> str:
@@ -125,11 +126,6 @@ def _refused() -> str:
 
 def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
-
-
-def _plain(text: str) -> str:
-    """Returns a text without the escapes that are for Rich."""
-    return text.replace("\\[", "[")
 
 
 def _table(head: Row, rows: Sequence[Row]) -> str:

@@ -10,10 +10,9 @@ import sys
 import time
 from collections.abc import Callable
 
+import cyclopts
 import psutil
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from longspan.attn.check import main
 
@@ -62,25 +61,29 @@ def test_bytes_are_told_by_link_and_drawn_from_the_seed() -> None:
         (["--seed", "x"], ["--seed"]),
     ],
 )
-def test_mistakes_are_told(arguments: list[str], words: list[str]) -> None:
+def test_mistakes_are_told(
+    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In this process, since they are found before any other starts."""
-    app = typer.Typer()
-    app.command()(main)
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, arguments)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert all(word in result.stderr for word in words), result.stderr
+    monkeypatch.setenv("COLUMNS", "200")
+    app = cyclopts.App(default_command=main)
+    with pytest.raises(SystemExit) as exit_:
+        app(arguments)
+    out, err = capsys.readouterr()
+    assert (exit_.value.code, out) == (2, "")
+    assert all(word in err for word in words), err
 
 
 def broken(body: str) -> list[str]:
     """The check with a `ring_q` that is wrong; processes are forked, so they have it, too."""
     code = f"""
-import os, typer
+import cyclopts, os
 from longspan.attn import check, exchanges
 from longspan.core.exchange import RING_Q
 def ring_q(call):
     {body}
 exchanges.register(RING_Q, ring_q)
-typer.run(check.main)
+cyclopts.run(check.main)
 """
     return [sys.executable, "-c", code]
 

@@ -163,6 +163,31 @@ def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
     assert FakeLLM.last.arguments["parallel"] == "4"
 
 
+@pytest.mark.parametrize("arguments", [("generate", "--prompt", "x"), ("chat",)])
+def test_verbs_read_variables_and_a_file(
+    arguments: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    type_in: Callable[[str], None],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("engine.yaml").write_text(
+        "model: some/model\nmax-num-seqs: 3\npolicy_option: {threshold: 2000}\nblock-size: 9"
+    )
+    monkeypatch.setenv("LONGSPAN_MAX_NUM_SEQS", "5")
+    type_in("")
+    assert run(*arguments, "--config", "engine.yaml", "--block-size", "32") == 0
+    found = FakeLLM.last
+    assert (found.model, found.arguments["max_num_seqs"], found.arguments["block_size"]) == ("some/model", 5, 32)
+    assert found.arguments["policy_options"] == {"threshold": "2000"}
+
+
+def test_every_verb_that_starts_an_engine_has_a_file() -> None:
+    verbs = ("generate", "chat", "serve", "batch", "profile", "simulate", "estimate")
+    have = [verb for verb in verbs if "--config" in app.app[verb].assemble_argument_collection()]
+    assert have == ["generate", "chat", "serve", "batch", "profile"]
+
+
 def test_instances_with_roles() -> None:
     flags = ("--prefill-parallel", "3", "--decode-parallel", "tp2", "--transfer-backends", "5")
     assert run("generate", "--prompt", "x", *flags) == 0
@@ -343,7 +368,7 @@ runpy.run_module("longspan", run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("module", ["longspan.cli.app", "typer", "longspan.cli.serve"])
+@pytest.mark.parametrize("module", ["longspan.cli.app", "cyclopts", "longspan.cli.serve"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_while_it_starts_ends_it_quietly(number: signal.Signals, module: str) -> None:
     command = [sys.executable, "-c", _EARLY, module, str(int(number))]

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 import yaml
 from fake_llm import run
 
@@ -19,9 +18,10 @@ from longspan.serve import run as server_run
 from longspan.serve.output_queue import EngineLostError
 
 pytestmark = pytest.mark.usefixtures("fake_llm")  # it puts signal handlers back
-COMMAND: Any = typer.main.get_command(app)
-OPTIONS: dict[str, Any] = {
-    option.name: option for option in COMMAND.commands["serve"].params if option.name != "config"
+OPTIONS = {
+    argument.name.lstrip("-").replace("-", "_"): argument
+    for argument in app["serve"].assemble_argument_collection()
+    if argument.name != "--config"
 }
 VALUES: dict[str, str | list[str]] = {
     "model": "some/model",
@@ -125,8 +125,8 @@ def arguments(name: str, value: str | list[str]) -> list[str]:
     if name == "model":
         return [str(value)]
     if value in ("true", "false"):
-        return [option.opts[0] if value == "true" else option.secondary_opts[0]]
-    return [word for one in ([value] if isinstance(value, str) else value) for word in (option.opts[0], one)]
+        return [option.name if value == "true" else option.negatives[0]]
+    return [word for one in ([value] if isinstance(value, str) else value) for word in (option.name, one)]
 
 
 def by_variable(monkeypatch: pytest.MonkeyPatch, name: str, value: str | list[str]) -> list[str]:
@@ -136,7 +136,7 @@ def by_variable(monkeypatch: pytest.MonkeyPatch, name: str, value: str | list[st
 
 def by_file(folder: Path, name: str, value: str | list[str]) -> list[str]:
     """Numbers and truth values as YAML has them, the key as the flag is."""
-    key = OPTIONS[name].opts[0].lstrip("-")
+    key = OPTIONS[name].name.lstrip("-")
     typed = value if isinstance(value, list) or value.endswith(":") else yaml.safe_load(value)
     (folder / "config.yaml").write_text(yaml.safe_dump({key: typed}))
     return ["--config", str(folder / "config.yaml")]
@@ -233,7 +233,7 @@ def test_mistakes_name_the_flag_and_the_value_wherever_they_come_from(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    flag = OPTIONS[name].opts[0]
+    flag = OPTIONS[name].name
     ways: list[Callable[[], list[str]]] = [
         lambda: [flag, value],
         lambda: by_file(tmp_path, name, value),
@@ -315,8 +315,8 @@ def test_help_shows_every_flag_and_its_variable(
     shown = capsys.readouterr().out
     for name, option in OPTIONS.items():
         assert f"LONGSPAN_{name.upper()}" in shown
-        assert name == "model" or option.opts[0] in shown
-        assert option.help
+        assert name == "model" or option.name in shown
+        assert option.parameter.help
 
 
 def test_an_address_that_is_taken_is_named_before_a_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:

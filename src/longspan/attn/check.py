@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Annotated, NoReturn
 
+import cyclopts
 import torch
 import torch.distributed as dist
-import typer
+from cyclopts.validators import Number
 from torch import Tensor
 
 from longspan.attn.backends import backend_of
@@ -268,36 +269,47 @@ class RankFailedError(Exception):
 
 
 def main(
-    ranks: Annotated[int, typer.Option(min=1, max=_MOST_RANKS, help="Processes in the group.")] = 2,
-    exchange: Annotated[str, typer.Option(help="all, or the name of one.")] = "all",
-    seed: Annotated[int, typer.Option(help="Of the random cases.")] = 0,
-    cases: Annotated[int, typer.Option(min=1, help="How many of them, for each exchange.")] = 20,
+    *,
+    ranks: Annotated[
+        int, cyclopts.Parameter(validator=Number(gte=1, lte=_MOST_RANKS), help="Processes in the group.")
+    ] = 2,
+    exchange: Annotated[str, cyclopts.Parameter(help="all, or the name of one.")] = "all",
+    seed: Annotated[int, cyclopts.Parameter(help="Of the random cases.")] = 0,
+    cases: Annotated[
+        int, cyclopts.Parameter(validator=Number(gte=1), help="How many of them, for each exchange.")
+    ] = 20,
     hosts: Annotated[
         str,
-        typer.Option(envvar="LONGSPAN_HOSTS", help="Hosts on which the ranks pretend to lie, or rack-host of each."),
+        cyclopts.Parameter(
+            env_var="LONGSPAN_HOSTS", help="Hosts on which the ranks pretend to lie, or rack-host of each."
+        ),
     ] = "1",
-) -> None:
+) -> int:
     """Compares exchanges with attention on one device; exit code 1 when an error exceeds 1e-5."""
     names = tuple(name for name in EXCHANGES if exchange in ("all", name.partition(",")[0]))
     if not names:
         known = ", ".join(dict.fromkeys(name.partition(",")[0] for name in EXCHANGES))
-        raise typer.BadParameter(f"unknown exchange {exchange!r}: choose all, {known}", param_hint="--exchange")
+        return _failed(f"--exchange: unknown exchange {exchange!r}: choose all, {known}", code=2)
     try:
         hosts_of_all = hosts_of(locations_of_ranks(ranks, hosts))
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--hosts") from error
+        return _failed(f"--hosts: {error}", code=2)
     signal.signal(signal.SIGTERM, _on_sigterm)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background starts us with it ignored
     try:
         found = run(Check(names=names, hosts=hosts_of_all, seed=seed, num_cases=cases))
     except RankFailedError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from error
+        return _failed(str(error), code=1)
     for name in names:
-        typer.echo(found[name].line(name))
+        print(found[name].line(name))
     if any(one.error > _MOST_ERROR for one in found.values()):
-        typer.echo(f"not exact: an error exceeds {_MOST_ERROR:.0e}", err=True)
-        raise typer.Exit(1)
+        return _failed(f"not exact: an error exceeds {_MOST_ERROR:.0e}", code=1)
+    return 0
+
+
+def _failed(message: str, *, code: int) -> int:
+    print(message, file=sys.stderr)
+    return code
 
 
 def run(check: Check) -> dict[str, Found]:
@@ -387,4 +399,4 @@ def _on_sigterm(number: int, _: object) -> NoReturn:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    cyclopts.run(main)

@@ -7,59 +7,42 @@ user, 130 Ctrl-C, 143 SIGTERM.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Sequence
 from typing import Annotated, NoReturn
 
-import typer
+from cyclopts import App, CycloptsError, Parameter
 
 import longspan
-from longspan.cli.batch import batch
-from longspan.cli.chat import chat
-from longspan.cli.estimate import estimate
-from longspan.cli.generate import generate
-from longspan.cli.profile import profile
-from longspan.cli.serve import serve
-from longspan.cli.simulate import simulate
+from longspan.cli.options import read_config
 from longspan.errors import WorkerLostError
 
-app = typer.Typer(
+app = App(
     name="longspan",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Serves one long prompt over several devices, exactly.",
+    version=f"longspan {longspan.__version__}",
+    help_format="plaintext",
+    # The last of several values counts, and a value may begin with a dash.
+    default_parameter=Parameter(allow_repeating=True, allow_leading_hyphen=True, json_list=False, json_dict=False),
+    config=read_config,
+    result_action="return_value",
+    print_error=False,
+    exit_on_error=False,
+    suppress_keyboard_interrupt=False,
 )
-app.command()(generate)
-app.command()(chat)
-app.command()(serve)
-app.command()(batch)
-app.command()(profile)
-app.command()(simulate)
-app.command()(estimate)
+for _number, _verb in enumerate(("generate", "chat", "serve", "batch", "profile", "simulate", "estimate")):
+    # Given by name, so that a verb loads nothing of the others.
+    app.command(f"longspan.cli.{_verb}:{_verb}", name=_verb, version_flags=(), sort_key=_number)
 
 
-@app.command(
-    hidden=True, add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
-)
-def bench() -> None:
+@app.command(show=False, help_flags=(), version_flags=())
+def bench(*_: Annotated[str, Parameter(allow_leading_hyphen=True)]) -> None:
     """Refuses: load for servers comes from tools that are made for it."""
     raise ValueError(
         "longspan bench is gone: guidellm, aiperf and vllm bench serve measure any server, see docs/benchmarking.md"
     )
-
-
-@app.callback(invoke_without_command=True)
-def longspan_command(
-    context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
-) -> None:
-    """Serves one long prompt over several devices, exactly."""
-    if version:
-        typer.echo(f"longspan {longspan.__version__}")
-        raise typer.Exit
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -68,29 +51,34 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, _on_signal)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background starts us with it ignored
-        returned = app(args=arguments, prog_name="longspan", standalone_mode=False)
-    except typer.TyperException as error:
-        _fail(error.format_message() + _given(error), code=2)
+        returned = _run(sys.argv[1:] if arguments is None else arguments)
+        sys.stdout.flush()
     except ValueError as error:
         _fail(str(error), code=2)
     except WorkerLostError as error:
         _fail(str(error), code=1)
-    except (KeyboardInterrupt, typer.Abort):
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python can flush it
+        sys.exit(1)
+    except KeyboardInterrupt:
         sys.exit(130)
     sys.exit(returned if isinstance(returned, int) else 0)
 
 
+def _run(arguments: Sequence[str]) -> object:
+    """Runs a verb. Mistakes in flags raise ValueError, as all others do, with the flag and not only its variable."""
+    if not arguments or arguments[0].startswith("-"):
+        app.resolved_commands()  # the list of verbs shows their sentences, so they must be loaded
+    try:
+        return app(arguments)
+    except CycloptsError as error:
+        flag = "" if error.argument is None else error.argument.name
+        raise ValueError(str(error) if flag in str(error) else f"{flag}: {error}") from error
+
+
 def _fail(message: str, *, code: int) -> NoReturn:
-    typer.echo(f"longspan: {' '.join(message.split())}", err=True)
+    print(f"longspan: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(code)
-
-
-def _given(error: typer.TyperException) -> str:
-    """Returns the words about the value that is wrong, where the message does not say it."""
-    from pydantic import ValidationError  # noqa: PLC0415 - nothing was wrong so far
-
-    cause = error.__cause__
-    return f", but {cause.errors()[0]['input']!r:.100} given" if isinstance(cause, ValidationError) else ""
 
 
 def _on_signal(number: int, _: object) -> NoReturn:

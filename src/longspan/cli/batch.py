@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import msgspec
-import typer
 from tqdm import tqdm
 
 from longspan.args import EngineArgs
@@ -65,7 +65,7 @@ Answers = Callable[[Iterator[BatchLine]], Iterator[tuple[BatchLine, int, dict[st
 _ENGINE = EngineArgs()
 
 
-@verb()
+@verb(configurable=True)
 def batch(
     model: ModelArgument = "smollm2-135m",
     *,
@@ -89,7 +89,7 @@ def batch(
         answered = answered_in(output_file)
         num_new = len(keys - answered)
         if not num_new:
-            typer.echo("longspan: every request has an answer already", err=True)
+            print("longspan: every request has an answer already", file=sys.stderr)
             return 0
         lines = (line for line in read_batch(input_file) if line.key not in answered)
         with (
@@ -98,7 +98,7 @@ def batch(
         ):
             num_bad = run_lines(lines, out, _answers(llm, model, served_model_name or [], engine), bar.update)
     if num_bad:
-        typer.echo(f"longspan: {num_bad} of {num_new} requests could not be served: see {output_file}", err=True)
+        print(f"longspan: {num_bad} of {num_new} requests could not be served: see {output_file}", file=sys.stderr)
     return 2 if num_bad else 0
 
 

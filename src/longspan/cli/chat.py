@@ -13,7 +13,6 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.console import Console
 
 from longspan.args import EngineArgs
@@ -38,7 +37,7 @@ _HELP = """\
 Ctrl-C stops an answer."""
 
 
-@verb()
+@verb(configurable=True)
 def chat(
     model: ModelArgument = "smollm2-135m",
     *,
@@ -202,4 +201,4 @@ def _on_interrupt(stop: Callable[[], None]) -> Iterator[None]:
 
 
 def _note(text: str) -> None:
-    typer.echo(text, err=True)
+    print(text, file=sys.stderr)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
-
-import typer
 
 from longspan.cli.options import NameArgument, verb
 from longspan.core.cluster import parse_parallel
@@ -121,13 +120,13 @@ def estimate(
 
 def _print(found: Estimate, cluster: Devices, *, as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(found.as_json()))
+        print(json.dumps(found.as_json()))
     else:
         from rich.console import Console  # noqa: PLC0415
 
         Console().print(_table(found, cluster))
     if not found.memory.fits:
-        typer.echo(f"longspan: does not fit: {found.memory.arithmetic}", err=True)
+        print(f"longspan: does not fit: {found.memory.arithmetic}", file=sys.stderr)
 
 
 def _table(found: Estimate, cluster: Devices) -> Table:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.console import Console
 
 from longspan.args import EngineArgs
@@ -20,7 +19,7 @@ from longspan.core.sampling import SamplingParams
 _FORM, _ENGINE = FormOptions(), EngineArgs()
 
 
-@verb()
+@verb(configurable=True)
 def generate(
     model: ModelArgument = "smollm2-135m",
     *,
@@ -45,7 +44,7 @@ def generate(
         output = stream_to_stdout(llm, given, params, as_ids=engine.skip_tokenizer_init, quiet=as_json)
         moved = (llm.bytes_exchanged, llm.bytes_between_hosts)
     if as_json:
-        typer.echo(json.dumps(json_result(output, *moved)))
+        print(json.dumps(json_result(output, *moved)))
     elif sys.stderr.isatty():
         Console(stderr=True).print(stats_table(output.metrics, *moved))
     for one in output.outputs:

@@ -1,6 +1,6 @@
 """Flags: each field of a dataclass that an `Option` annotates is a flag of the verbs that take the dataclass.
 
-Their values may also come from environment variables and a file.
+Verbs that start an engine take their values from environment variables and a file, too.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 import errno
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
 
-import typer
-import yaml
+from cyclopts import App, ArgumentCollection, Group, Parameter, Token
+from cyclopts.validators import Number
 
 import longspan
 from longspan.core.options import Option, option_of, options_of
@@ -48,20 +48,9 @@ def start(model: str, engine: EngineArgs, *, seed: int | None) -> LLM:
 # ---------------------------------------------------------------- flags from dataclasses
 
 
-def verb(*, environment: bool = False) -> Callable[[Callable[..., ReturnT]], Callable[..., ReturnT]]:
-    """Makes a function for Typer: each parameter that is a dataclass is replaced by those of its fields with an Option.
-
-    The parameter's default, an instance, has the defaults, so that two verbs can share options and differ in what they
-    take for granted. A short flag belongs to the first option that has it.
-
-    With `environment`, `max_model_len` can also be given as the environment variable `LONGSPAN_MAX_MODEL_LEN`.
-    """
-    return partial(_flat, environment=environment)
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Flag:
-    """Turns an option into a parameter for Typer."""
+    """Turns an option into a parameter for Cyclopts."""
 
     field: str
     option: Option
@@ -71,46 +60,37 @@ class _Flag:
 
     @property
     def name(self) -> str:
-        return self.option.flag(self.field)
+        return self.option.flag(self.field) if self.positional else f"--{self.option.flag(self.field)}"
 
-    @property
-    def shown(self) -> str:
-        return self.name.upper() if self.positional else f"--{self.name}"
-
-    def parameter(self, *, environment: bool) -> inspect.Parameter:
+    def parameter(self, group: Group, *, configurable: bool) -> inspect.Parameter:
         option, kind, default = self.option, self.kind, self.default
+        is_told = bool(default) or (default == 0 and default is not False)
+        shown = option.default or False if option.default is not None else is_told and str(default)
         if option.read is not None:
             kind = list[str] if option.repeatable else str
             if default is not inspect.Parameter.empty:
-                kind, default = kind | None, str(default) if isinstance(default, int) else None
-        words: dict[str, Any] = {
-            "help": option.help.replace("[", "\\["),
-            "metavar": option.metavar,
-            "show_default": True if option.default is None else option.default or False,
-            "min": option.minimum,
-            "envvar": f"LONGSPAN_{self._python_name.upper()}" if environment else None,
-        }
-        note: Any
-        if self.positional:
-            note = typer.Argument(**words)
-        else:
-            flag = f"{self.shown}/--no-{self.name}" if kind is bool and default else self.shown
-            short = () if option.short is None else (f"-{option.short}",)
-            note = typer.Option(flag, *short, rich_help_panel=option.group or None, **words)
-        side = inspect.Parameter.POSITIONAL_OR_KEYWORD if self.positional else inspect.Parameter.KEYWORD_ONLY
-        return inspect.Parameter(self._python_name, side, default=default, annotation=Annotated[kind, note])
+                kind, default = kind | None, None
+        kinds = (kind, *get_args(kind))
+        note = Parameter(
+            name=(self.name,) if option.short is None else (self.name, f"-{option.short}"),
+            negative=None if default is True else (),
+            help=option.help,
+            group=group,
+            metavar=option.metavar or (None if option.minimum is None else f"X>={option.minimum:g}"),
+            show_default=shown,
+            converter=_whole_number if int in kinds else None,
+            validator=() if option.minimum is None else Number(gte=option.minimum),
+            env_var=f"LONGSPAN_{option.flag(self.field).replace('-', '_').upper()}" if configurable else None,
+            env_var_split=_words if list[str] in kinds else _one_text,
+            allow_leading_hyphen=not self.positional,
+        )
+        side = inspect.Parameter.POSITIONAL_ONLY if self.positional else inspect.Parameter.KEYWORD_ONLY
+        return inspect.Parameter(self.field, side, default=default, annotation=Annotated[kind, note])
 
-    @property
-    def _python_name(self) -> str:
-        return self.name.replace("-", "_")
-
-    def taken_from(self, values: Mapping[str, Any]) -> object:
-        """Returns the option's value among those that Typer has read."""
-        value = values[self._python_name]
+    def read(self, value: object) -> object:
+        """Returns what the option's own reader makes of the text or texts, if it has one."""
         if self.option.read is None:
             return value
-        if value is None or value == []:
-            return self.default
         try:
             return self.option.read(value)
         except ParameterError:
@@ -119,93 +99,141 @@ class _Flag:
             raise ParameterError(self.field, str(error), value) from error
 
 
-def _flat(function: Callable[..., ReturnT], *, environment: bool) -> Callable[..., ReturnT]:
+_CONFIG = _Flag(
+    field="config",
+    option=Option("A YAML file with flags as keys (max-model-len: 4096); flags and variables count before it."),
+    kind=Path | None,
+    default=None,
+)
+
+
+def verb(*, configurable: bool = False) -> Callable[[Callable[..., ReturnT]], Callable[..., ReturnT]]:
+    """Makes a function for Cyclopts: a parameter whose default is a dataclass becomes a flag per field with an Option.
+
+    That default has the defaults of the flags, so that two verbs can share options and differ in what they take for
+    granted (Cyclopts itself takes the defaults of the class). A short flag belongs to the first option that has it.
+
+    If `configurable`, `max_model_len` can also be given as the environment variable `LONGSPAN_MAX_MODEL_LEN`, or in the
+    file that `--config` names.
+    """
+    return partial(_flat, configurable=configurable)
+
+
+def _flat(function: Callable[..., ReturnT], *, configurable: bool) -> Callable[..., ReturnT]:
     parameters, hints = inspect.signature(function).parameters, get_type_hints(function, include_extras=True)
-    bundles = {name: hints[name] for name in parameters if is_dataclass(hints[name])}
-    flags: dict[str, _Flag] = {}
-    others: list[inspect.Parameter] = []  # annotated for Typer already
-    for name, parameter in parameters.items():
+    bundles: dict[str, Any] = {name: one.default for name, one in parameters.items() if is_dataclass(one.default)}
+    flags: dict[str, _Flag] = {"config": _CONFIG} if configurable else {}
+
+    def add(field: str, option: Option | None, kind: object, default: object, *, positional: bool = False) -> None:
+        assert option is not None and field not in flags, f"{field} has no option, or two are called so"
+        if option.short in {other.option.short for other in flags.values()}:
+            option = replace(option, short=None)
+        flags[field] = _Flag(field=field, option=option, kind=kind, default=default, positional=positional)
+
+    for name, one in parameters.items():
         if name in bundles:
-            found = [
-                _Flag(field=field, option=option, kind=kind, default=getattr(parameter.default, field))
-                for field, option, kind in options_of(bundles[name])
-            ]
-        elif (option := option_of(hints[name])) is not None:
-            positional = parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-            kind, default = get_args(hints[name])[0], parameter.default
-            found = [_Flag(field=name, option=option, kind=kind, default=default, positional=positional)]
+            for field, option, kind in options_of(type(bundles[name])):
+                add(field, option, kind, getattr(bundles[name], field))
         else:
-            found = []
-            others.append(parameter.replace(annotation=hints[name]))
-        for flag in found:
-            if flag.field in flags:
-                raise ValueError(f"two options are called {flag.field}")
-            taken = flag.option.short in {other.option.short for other in flags.values()}
-            flags[flag.field] = replace(flag, option=replace(flag.option, short=None)) if taken else flag
+            positional = one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+            add(name, option_of(hints[name]), get_args(hints[name])[0], one.default, positional=positional)
 
     @wraps(function)
-    def flat(**values: Any) -> ReturnT:  # noqa: ANN401  # whatever the options hold
+    def flat(*args: object, **texts: object) -> ReturnT:
+        bound = signature.bind(*args, **texts).arguments
         try:
-            taken = {name: flag.taken_from(values) for name, flag in flags.items()}
-            given = {name: taken[name] if name in taken else values[name] for name in parameters if name not in bundles}
-            for name, kind in bundles.items():
-                given[name] = kind(**{field.name: taken[field.name] for field in fields(kind) if field.name in taken})
+            values = {field: flags[field].read(value) for field, value in bound.items()}
+            given = {name: values[name] for name in parameters if name in values and name not in bundles}
+            for name, default in bundles.items():
+                given[name] = replace(
+                    default, **{one.name: values[one.name] for one in fields(default) if one.name in values}
+                )
             return function(**given)
         except ParameterError as error:
             if error.parameter not in flags:
                 raise
-            raise ValueError(named(flags[error.parameter].shown, error.problem)) from error
+            raise ValueError(named(flags[error.parameter].name, error.problem)) from error
 
-    shown = [flag.parameter(environment=environment) for flag in flags.values()]
-    in_order = sorted([*others, *shown], key=lambda one: one.kind)
-    flat.__annotations__ = {parameter.name: parameter.annotation for parameter in in_order}
-    flat.__signature__ = inspect.Signature(in_order)  # type: ignore[attr-defined]  # read by inspect, so by Typer
+    titles = dict.fromkeys(flag.option.group or "Options" for flag in flags.values())
+    groups = {title: Group(title, sort_key=number) for number, title in enumerate(titles)}
+    shown = [
+        flag.parameter(groups[flag.option.group or "Options"], configurable=configurable) for flag in flags.values()
+    ]
+    signature = inspect.Signature(sorted(shown, key=lambda one: one.kind))
+    flat.__annotations__ = {one.name: one.annotation for one in shown}
+    flat.__signature__ = signature  # type: ignore[attr-defined]  # read by inspect, so by Cyclopts
     return flat
+
+
+def _whole_number(_: object, tokens: Sequence[Token]) -> int:
+    """Reads an int; Cyclopts would round 1.5."""
+    try:
+        return int(tokens[-1].value)
+    except ValueError:
+        raise ValueError(f"must be a whole number, but {tokens[-1].value!r} given") from None
+
+
+def _words(_: object, text: str, **__: object) -> list[str]:
+    return text.split()
+
+
+def _one_text(_: object, text: str, **__: object) -> list[str]:
+    """Returns the text of a variable; an empty one is as good as none."""
+    return [text] if text else []
 
 
 # ---------------------------------------------------------------- values from a file
 
 
-def read_config(context: typer.Context, path: Path | None) -> Path | None:
-    """Takes defaults from a YAML file that maps flags (with - or _) to values; for the callback of an eager option.
+def read_config(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Takes what is not given otherwise from the YAML file of `--config`, which maps flags (with - or _) to values.
 
     Raises:
-        BadParameter: when the file cannot be read, is no mapping, or has a key that is no flag. Values are not
-            repeated in it, since some are secret.
+        ValueError: when the file cannot be read, is no mapping, or has a key that is no flag. Values are not repeated
+            in it, since some are secret.
     """
-    if path is None:
-        return None
+    del app
+    flags = {name.lstrip("-"): one for one in arguments for name in one.parameter.name or ()}
+    config = flags.pop("config", None)
+    if config is None or not config.tokens:
+        return
+    path = config.tokens[-1].value
+    for key, value in _mapping_in(path).items():
+        argument = flags.get(str(key).replace("_", "-"))
+        if argument is None:
+            raise ValueError(f"--config: {path} has {key!r}, which is no flag of longspan {' '.join(commands)}")
+        if value is None:
+            continue
+        _, repeatable = argument.token_count()
+        texts = _texts(f"--config: {path}: {key}", value, repeatable=repeatable)
+        if not argument.tokens:
+            for index, text in enumerate(texts):
+                argument.append(Token(keyword=argument.name, value=text, source=path, index=index))
+
+
+def _mapping_in(path: str) -> dict[Any, object]:
+    import yaml  # noqa: PLC0415 - only for who has such a file
+
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
     except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"{path} cannot be read: {error}") from None
+        raise ValueError(f"--config: {path} cannot be read: {error}") from None
     except yaml.YAMLError as error:
         where = f", line {mark.line + 1}" if (mark := getattr(error, "problem_mark", None)) else ""
-        raise typer.BadParameter(f"{path}{where} is not YAML: {getattr(error, 'problem', None)}") from None
+        raise ValueError(f"--config: {path}{where} is not YAML: {getattr(error, 'problem', None)}") from None
     if not isinstance(values, dict):
-        raise typer.BadParameter(f"{path} must map flags to values, such as max-model-len: 4096")
-    options = {name.lstrip("-"): option for option in context.command.params for name in option.opts}
-    options |= {name.replace("-", "_"): option for name, option in options.items()}
-    defaults: dict[str, object] = {}
-    for key, value in values.items():
-        option = options.get(key)
-        if option is None or option.name == "config":
-            raise typer.BadParameter(f"{path} has {key!r}, which is no flag of longspan {context.command.name}")
-        if value is not None:
-            defaults[option.name] = _texts(f"{path}: {key}", value, repeatable=option.multiple)
-    context.default_map = {**(context.default_map or {}), **defaults}
-    return path
+        raise ValueError(f"--config: {path} must map flags to values, such as max-model-len: 4096")
+    return values
 
 
-def _texts(where: str, value: object, *, repeatable: bool) -> str | list[str]:
+def _texts(where: str, value: object, *, repeatable: bool) -> list[str]:
     """Writes a value of a YAML file as the command line would; a mapping stands for texts of the form key=value."""
     if repeatable and isinstance(value, dict):
         value = [f"{key}={item}" for key, item in value.items()]
     items = value if repeatable and isinstance(value, list) else [value]
     if any(isinstance(item, list | dict) for item in items):
-        raise typer.BadParameter(f"{where} must be {'texts or numbers' if repeatable else 'one text or number'}")
-    texts = [str(item) for item in items]
-    return texts if repeatable else texts[0]
+        raise ValueError(f"{where} must be {'texts or numbers' if repeatable else 'one text or number'}")
+    return [str(item) for item in items]
 
 
 # ---------------------------------------------------------------- how tokens are chosen

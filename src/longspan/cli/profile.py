@@ -7,7 +7,6 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 _ENGINE = EngineArgs()
 
 
-@verb()
+@verb(configurable=True)
 def profile(
     model: ModelArgument = "smollm2-135m",
     *,
@@ -67,7 +66,7 @@ def profile(
     else:
         table = store.load_partitions(found.profile_key)
     if as_json:
-        typer.echo(json.dumps(_as_fields(found, table)))
+        print(json.dumps(_as_fields(found, table)))
     else:
         for one in _tables(found, table):
             Console().print(one)

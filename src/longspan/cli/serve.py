@@ -8,13 +8,10 @@ import os
 import sys
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from longspan.args import EngineArgs
-from longspan.cli.options import ModelArgument, read_config, verb
+from longspan.cli.options import ModelArgument, verb
 from longspan.core.options import Option
 from longspan.serve.settings import RequestLimits
 
@@ -79,19 +76,10 @@ class ServerOptions:
 _SERVER = ServerOptions()
 
 
-@verb(environment=True)
+@verb(configurable=True)
 def serve(
     model: ModelArgument = "smollm2-135m",
     *,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            callback=read_config,
-            is_eager=True,
-            envvar="LONGSPAN_CONFIG",
-            help="A YAML file with flags as keys (max-model-len: 4096); flags and variables count before it.",
-        ),
-    ] = None,
     server: ServerOptions = _SERVER,
     engine: EngineArgs = _ENGINE,
     limits: RequestLimits = _LIMITS,
@@ -103,7 +91,6 @@ def serve(
     from longspan.serve import messages, output_queue, run, settings  # noqa: PLC0415 - other verbs do not wait for FastAPI
     from longspan.serve.server import end_process_if_busy  # noqa: PLC0415
 
-    del config  # its callback has read it
     os.environ.pop("LONGSPAN_API_KEY", None)  # it was read; processes that are started from here on need not know it
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("longspan").setLevel(logging.INFO)
@@ -135,7 +122,7 @@ def serve(
     try:
         code = asyncio.run(run.serve(setup, face, server.host, server.port))
     except output_queue.EngineLostError as error:
-        typer.echo(f"longspan: {error}", err=True)
+        print(f"longspan: {error}", file=sys.stderr)
         code = 1
     end_process_if_busy(code)
     return code

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
@@ -85,7 +85,7 @@ def simulate(
         _print_improvement_rates(experiment, requests, workload.rate, as_json=results.as_json)
         return 0
     if (hint := experiment.hint()) is not None:
-        typer.echo(f"longspan: {hint}", err=True)
+        print(f"longspan: {hint}", file=sys.stderr)
     timeline = Timeline() if results.report or results.trace else None
     result = experiment.run(requests, timeline)
     numbers: dict[str, float | int | None] = result.summary()
@@ -95,12 +95,12 @@ def simulate(
         settings = _settings(model, experiment, (cluster, scheduling, workload, faults))
         _write_pictures(results, result, timeline, settings, experiment.cluster.cluster)
     if results.as_json:
-        typer.echo(json.dumps(numbers, allow_nan=False))
+        print(json.dumps(numbers, allow_nan=False))
     else:
         Console().print(_table(numbers))
     if result.refused:
         index, reason = next(iter(sorted(result.refused.items())))
-        typer.echo(f"longspan: {len(result.refused)} requests were refused, the first, {index}: {reason}", err=True)
+        print(f"longspan: {len(result.refused)} requests were refused, the first, {index}: {reason}", file=sys.stderr)
     return 0
 
 
@@ -115,9 +115,9 @@ def _print_improvement_rates(experiment: Experiment, workload: Workload, highest
     table, means_s = experiment.improvement_rates(workload, highest)
     if as_json:
         ttfts = {f"{rate:g}": {f"{tried:g}": s for tried, s in found.items()} for rate, found in means_s.items()}
-        typer.echo(json.dumps({"improvement_rates": str(table), "ttft_mean_s": ttfts}, allow_nan=False))
+        print(json.dumps({"improvement_rates": str(table), "ttft_mean_s": ttfts}, allow_nan=False))
     else:
-        typer.echo(f"improvement_rates={table}")
+        print(f"improvement_rates={table}")
 
 
 def _rates(experiment: Experiment, workload: Workload, *, start: float) -> dict[str, float | None]:
@@ -129,10 +129,10 @@ def _rates(experiment: Experiment, workload: Workload, *, start: float) -> dict[
         raise ValueError("--find-max-rate: no request was served")
     found = experiment.max_rate(workload, light_s, start=start)
     if found is None:
-        typer.echo(
+        print(
             f"longspan: max_rate is null: when all {len(workload.arrivals)} requests come at once, P99 TTFT is still "
             f"below {MOST_TIMES_LIGHT} times the {light_s:.3g} s of light load: give a larger --num-requests",
-            err=True,
+            file=sys.stderr,
         )
     return {"max_rate": found, "light_ttft_p99_s": light_s}
 
@@ -196,7 +196,7 @@ def _write_pictures(
     if results.trace is not None:
         _write("--trace", results.trace, chrome_trace(result, timeline))
         if not timeline.complete:
-            typer.echo(f"longspan: --trace holds the first {len(timeline.blocks):,} blocks only", err=True)
+            print(f"longspan: --trace holds the first {len(timeline.blocks):,} blocks only", file=sys.stderr)
 
 
 def _write(flag: str, path: Path, content: str) -> None:
