@@ -36,10 +36,10 @@ from longspan.sim.result import Result
 from longspan.sim.run import simulate
 from longspan.sim.spec import Faults
 from longspan.workload.arrivals import Arrival, arrival_times
-from longspan.workload.lengths import Quantiles, draw_lengths
+from longspan.workload.requests import draw_lengths, quantiles
 
-INPUT_LEN = Quantiles(points=((0.0, 100.0), (1.0, 6000.0)))
-OUTPUT_LEN = Quantiles(points=((0.0, 8.0), (1.0, 64.0)))
+INPUT_LEN = quantiles("input_len", {"0": 100, "1": 6000})
+OUTPUT_LEN = quantiles("output_len", {"0": 8, "1": 64})
 PERCENTS = (50, 90)
 POLICIES = ("chunked", "context", "tetris")
 INSTANCES = 2

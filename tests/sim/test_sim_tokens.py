@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from longspan.sim.experiment import find_max_rate
 from longspan.workload.arrivals import Texts, prompt_of, text
-from longspan.workload.lengths import NAMED, Bounded, Quantiles, draw_lengths, quantiles
+from longspan.workload.requests import draw_lengths, named_lengths, quantiles
 
 RANGES = {"short": (4_000, 95_000, 23_600), "medium": (8_000, 142_000, 32_800), "long": (16_000, 190_000, 50_100)}
 
@@ -49,20 +49,20 @@ def test_equal_names_are_equal_tokens_and_no_others(length: int, shared: int, bl
 # ---------------------------------------------------------------- lengths
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", RANGES)
 def test_named_workloads_have_the_ranges_and_means_of_the_paper(name: str) -> None:
     low, high, mean = RANGES[name]
-    lengths = NAMED[name][0]
-    assert (lengths.at(0), lengths.at(1)) == pytest.approx((low, high), rel=1e-3)
+    lengths = named_lengths(name)
+    assert (lengths(0), lengths(1)) == pytest.approx((low, high), rel=1e-3)
     drawn = draw_lengths(lengths, 20_000, np.random.default_rng(0))
     assert np.mean(drawn) == pytest.approx(mean, rel=0.02)
     assert low <= min(drawn) and max(drawn) <= high
-    assert np.mean([lengths.at((part + 0.5) / 2000) for part in range(2000)]) == pytest.approx(mean, rel=1e-3)
+    assert np.mean([lengths((part + 0.5) / 2000) for part in range(2000)]) == pytest.approx(mean, rel=1e-3)
 
 
 def test_quantiles_are_met_and_between_them_the_logarithm_is_linear() -> None:
     lengths = quantiles("input_len", {"0": 10, "1": 1000, "0.5": 100})
-    assert [lengths.at(part) for part in (0, 0.25, 0.5, 0.75, 1)] == pytest.approx([10, 10**1.5, 100, 10**2.5, 1000])
+    assert [lengths(part) for part in (0, 0.25, 0.5, 0.75, 1)] == pytest.approx([10, 10**1.5, 100, 10**2.5, 1000])
     drawn = draw_lengths(lengths, 4000, np.random.default_rng(1))
     assert np.median(drawn) == pytest.approx(100, rel=0.1)
 
@@ -76,15 +76,9 @@ def test_what_are_no_quantiles_is_refused(points: object) -> None:
         quantiles("input_len", points)
 
 
-@pytest.mark.parametrize(("low", "high", "mean"), [(10, 20, 25), (10, 20, 10), (0, 20, 5), (10, 20, 10.0001)])
-def test_means_that_cannot_be_are_refused(low: float, high: float, mean: float) -> None:
-    with pytest.raises(ValueError, match="mean of"):
-        Bounded(low=low, high=high, mean=mean)
-
-
 def test_quantiles_need_both_ends() -> None:
     with pytest.raises(ValueError, match="from 0 to 1"):
-        Quantiles(points=((0.1, 5.0), (1.0, 6.0)))
+        quantiles("input_len", {"0.1": 5, "1": 6})
 
 
 # ---------------------------------------------------------------- the highest rate

@@ -47,12 +47,12 @@ def test_the_last_arrival_is_where_the_rate_says() -> None:
 @pytest.mark.parametrize(("rate", "burstiness", "flag"), [(0, 1, "rate"), (1, -1, "burstiness")])
 def test_rates_and_shapes_are_above_0(rate: float, burstiness: float, flag: str) -> None:
     with pytest.raises(ValueError, match=f"{flag} must be above 0"):
-        times(3, rate, burstiness)
+        WorkloadSpec(rate=rate, burstiness=burstiness)
 
 
 def test_no_number_is_no_rate() -> None:
     with pytest.raises(ValueError, match="but nan given"):
-        times(3, float("nan"), 1)
+        WorkloadSpec(rate=float("nan"))
 
 
 def test_times_do_not_depend_on_lengths() -> None:

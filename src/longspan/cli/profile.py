@@ -48,8 +48,7 @@ def profile(
     folder at once: run it again after it was stopped, and it goes on. What was measured is not measured again. The
     speeds of links between ranks are measured, too.
     """
-    from longspan.profiling import partitions as search  # noqa: PLC0415 - loads torch
-    from longspan.profiling import run, store  # noqa: PLC0415
+    from longspan.profiling import run, store  # noqa: PLC0415 - loads torch
 
     _check(engine)
     resolved = engine.resolve()
@@ -62,7 +61,7 @@ def profile(
     found = run.measure(start_some, spec.instances, wanted, repeats)
     found = run.measure_links(found, spec.instances)
     if partitions:
-        table = search.search_partitions(start_some, found, spec.instances, wanted, repeats)
+        table = run.search_partitions(start_some, found, spec.instances, wanted, repeats)
     else:
         table = store.load_partitions(found.profile_key)
     if as_json:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
-from longspan.core.exchange import CHAIN, LOCAL, RING_Q, Exchange, named, of_any_layout
+from longspan.core.exchange import CHAIN, LOCAL, RING_Q, Exchange, of_any_layout
 from longspan.cost.profile import Decode, Prefill, Profile, TransferKind
 
 
@@ -31,13 +31,9 @@ class DecodeTask(msgspec.Struct, frozen=True, kw_only=True):
 
 SHARED: tuple[Exchange, ...] = (*of_any_layout(), CHAIN)
 """The exchanges of groups that are measured."""
-
-DECODE_BATCHES = (1, 2, 4, 8)
-"""How many requests decode together."""
-
 DECODE_STEPS = 8
 """Times between tokens that one measurement takes, once all requests have started."""
-
+_BATCHES = (1, 2, 4, 8)
 _BATCHES_WITH_SINGLES = (1, 2, 4)
 _MOST_OF_LONGEST = 4
 
@@ -96,11 +92,10 @@ def _missing_prefills(
     profile: Profile, members: int, prompts: Iterable[tuple[int, int]], room: Room, times: int
 ) -> list[Task]:
     """Lists the prefills that fit into such groups and were timed fewer than `times` times."""
-    exchanges: tuple[Exchange, ...] = SHARED if members > 1 else (LOCAL,)
     return [
         Task(members=members, exchange=exchange, new_tokens=new, cached_tokens=cached)
         for new, cached in prompts
-        for exchange in exchanges
+        for exchange in (SHARED if members > 1 else (LOCAL,))
         if room.holds(members, new + cached + 1) and num_times(profile.find(members, exchange, new, cached)) < times
     ]
 
@@ -115,7 +110,7 @@ def _missing_quickest(
             found = (profile.find(members, exchange, new, cached) for exchange in SHARED)
             quickest.append(min((one for one in found if one is not None), key=lambda one: one.median_s))
     return [
-        Task(members=members, exchange=named(one.exchange), new_tokens=one.new_tokens, cached_tokens=one.cached_tokens)
+        Task(members=members, exchange=one.kind[1], new_tokens=one.new_tokens, cached_tokens=one.cached_tokens)
         for times in range(repeats, 2 * repeats)
         for one in quickest
         if num_times(one) <= times
@@ -131,12 +126,12 @@ def _missing_decodes(
     member has a block at least. Batches have no more tokens than four of the longest, nor than an instance can hold.
     Groups are timed behind the middle one also while each member decodes a request of its own.
     """
-    longest = max(1, room.max_model_len - DECODE_BATCHES[-1] - DECODE_STEPS)
+    longest = max(1, room.max_model_len - _BATCHES[-1] - DECODE_STEPS)
     shortest = members * room.block_size if members > 1 else 1
     every = sorted({min(longest, max(shortest, length)) for length in lengths})
     exchange: Exchange = RING_Q if members > 1 else LOCAL
     middle, tasks = every[len(every) // 2], []
-    kinds = [(batch, context, 0) for batch in DECODE_BATCHES for context in sorted({every[0], middle, every[-1]})]
+    kinds = [(batch, context, 0) for batch in _BATCHES for context in sorted({every[0], middle, every[-1]})]
     if members > 1:
         kinds += [(batch, middle, members) for batch in _BATCHES_WITH_SINGLES]
     for batch, context, singles in kinds:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, closing
 from typing import Protocol
 
 import msgspec
 from tqdm import tqdm
 
 from longspan.core.engine import Engine
-from longspan.core.exchange import ALLTOALL, LOCAL, RING_KV
+from longspan.core.exchange import ALLTOALL, CHAIN, LOCAL, RING_KV
 from longspan.core.sampling import SamplingParams
+from longspan.cost.partitions import Entry, Partition, PartitionTable, chain_ttft_s, cut, search
 from longspan.cost.profile import Decode, Prefill, Profile, ProfileKey, profiled_prompts
+from longspan.errors import ParameterError
 from longspan.model.info import ModelInfo
 from longspan.outputs import RequestOutput
 from longspan.policy.choosing import Facts
@@ -29,7 +31,7 @@ from longspan.profiling.plan import (
     kinds_of_links,
     num_times,
 )
-from longspan.profiling.store import load_profile, save_profile
+from longspan.profiling.store import load_partitions, load_profile, save_partitions, save_profile
 
 
 class Instances(Protocol):
@@ -41,8 +43,7 @@ class Instances(Protocol):
     profile_key: ProfileKey
     max_model_len: int
 
-    def set_policy(self, policy: str, options: Mapping[str, str]) -> None:
-        """Has this policy decide from here on."""
+    def set_policy(self, policy: str, options: Mapping[str, str]) -> None: ...
 
     def generate(
         self,
@@ -50,8 +51,7 @@ class Instances(Protocol):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-    ) -> list[RequestOutput]:
-        """Completes all prompts together."""
+    ) -> list[RequestOutput]: ...
 
 
 Start = Callable[[int], AbstractContextManager[Instances]]
@@ -71,38 +71,40 @@ def measure(start: Start, most_members: int, lengths: Sequence[int] | None, repe
         ValueError: for lengths that are no prompts of the model, or a stored profile that cannot be read.
         WorkerLostError: when a worker dies.
     """
-    profile: Profile | None = None
-    prompts: list[tuple[int, int]] = []
-    room: Room | None = None
-    for members in [most_members, *range(most_members - 1, 1, -1)]:
-        sizes = {1, members} if members == most_members else {members}
-        if profile is not None and room is not None and not all_missing(profile, sizes, prompts, room, repeats):
-            continue
-        with start(members) as llm:
-            if profile is None or room is None:
-                room = _room(llm)
-                profile = load_profile(llm.profile_key) or Profile(profile_key=llm.profile_key)
-                profile = profile.of_one_beside(llm.engine.config.cluster.num_instances - 1)
-                prompts = _prompts(lengths, room)
-            is_warm = False
-            while left := all_missing(profile, sizes, prompts, room, repeats):
-                if not is_warm:
-                    _warm_up(llm, members)
-                    is_warm = True
-                for task in _shown(left, members):
-                    profile = _measured(llm, profile, task)
-                    save_profile(profile)
-    assert profile is not None, "there is at least one instance"
+    with start(most_members) as llm:
+        config = llm.engine.config
+        room = Room(
+            max_model_len=llm.max_model_len, block_size=config.block_size, num_blocks=config.cluster.num_blocks[0]
+        )
+        profile = load_profile(llm.profile_key) or Profile(profile_key=llm.profile_key)
+        profile = profile.of_one_beside(most_members - 1)
+        prompts = _prompts(lengths, room)
+        profile = _measure_missing(llm, profile, {1, most_members}, prompts, room, repeats)
+    for members in range(most_members - 1, 1, -1):
+        if all_missing(profile, {members}, prompts, room, repeats):
+            with start(members) as llm:
+                profile = _measure_missing(llm, profile, {members}, prompts, room, repeats)
     return profile
 
 
-def _room(llm: Instances) -> Room:
-    config = llm.engine.config
-    return Room(
-        max_model_len=llm.max_model_len,
-        block_size=config.block_size,
-        num_blocks=config.cluster.num_blocks[0],
-    )
+def _measure_missing(
+    llm: Instances,
+    profile: Profile,
+    sizes: set[int],
+    prompts: Sequence[tuple[int, int]],
+    room: Room,
+    repeats: int,
+) -> Profile:
+    members, is_warm = max(sizes), False
+    name = "one instance" if members == 1 else f"{members} instances"
+    while left := all_missing(profile, sizes, prompts, room, repeats):
+        if not is_warm:
+            _warm_up(llm, members)
+            is_warm = True
+        for task in tqdm(left, desc=name, unit="time", dynamic_ncols=True, disable=None):
+            profile = _measured(llm, profile, task)
+            save_profile(profile)
+    return profile
 
 
 def measure_links(profile: Profile, num_ranks: int) -> Profile:
@@ -122,18 +124,14 @@ def _prompts(lengths: Sequence[int] | None, room: Room) -> list[tuple[int, int]]
         return profiled_prompts(default_lengths(room.max_model_len), room.max_model_len)
     if not lengths or min(lengths) < 1 or max(lengths) > longest:
         given = ",".join(map(str, lengths))
-        raise ValueError(f"--lengths are from 1 to {longest} tokens with this model, but {given} given")
+        raise ParameterError("lengths", f"must be from 1 to {longest} tokens with this model, but {given} given")
     if not room.holds(1, max(lengths) + 1):
-        raise ValueError(
-            f"--lengths {max(lengths)} is more than the {room.num_blocks} blocks of {room.block_size} tokens that one "
-            "instance has for KV: give shorter ones, or more memory with --kv-cache-memory-bytes"
+        problem = (
+            f"{max(lengths)} is more than the {room.num_blocks} blocks of {room.block_size} tokens that one instance "
+            "has for KV: give shorter ones, or more kv_cache_memory_bytes"
         )
+        raise ParameterError("lengths", problem)
     return profiled_prompts(lengths, room.max_model_len)
-
-
-def _shown(tasks: Sequence[Task | DecodeTask], members: int) -> Iterator[Task | DecodeTask]:
-    name = "one instance" if members == 1 else f"{members} instances"
-    yield from tqdm(tasks, desc=name, unit="time", dynamic_ncols=True, disable=None)
 
 
 def _measured(llm: Instances, profile: Profile, task: Task | DecodeTask) -> Profile:
@@ -200,18 +198,13 @@ def _timed_decode(llm: Instances, profile: Profile, task: DecodeTask) -> float:
     steps = SamplingParams(temperature=0.0, max_tokens=len(decoding) + DECODE_STEPS, ignore_eos=True)
     params = [steps] * len(decoding) + [_ONE_TOKEN] * len(beside)
     outputs = llm.generate([*decoding, *beside], params, use_tqdm=False)[: len(decoding)]
-    if task.members == 1 and len({_where(output) for output in outputs}) > 1:
+    if task.members == 1 and len({tuple(map(bool, one.metrics.kv_tokens_per_instance)) for one in outputs}) > 1:
         raise ValueError(
             f"{task.batch} requests behind {task.context_tokens} tokens did not decode on one instance: allow more KV "
-            "memory, or give shorter --lengths"
+            "memory, or give shorter lengths"
         )
     latest = max(outputs, key=lambda output: output.metrics.arrival_s + (output.metrics.ttft_s or 0.0))
     return statistics.median(latest.metrics.tbt_s[1:DECODE_STEPS])
-
-
-def _where(output: RequestOutput) -> tuple[bool, ...]:
-    """Tells for each instance if it has KV of it."""
-    return tuple(map(bool, output.metrics.kv_tokens_per_instance))
 
 
 def _warm_up(llm: Instances, members: int) -> None:
@@ -247,8 +240,73 @@ def timed(llm: Instances, new_tokens: int, cached_tokens: int, *, seed: int | st
         kept = output.metrics.num_cached_tokens
         if cached_tokens and kept < cached_tokens:
             raise ValueError(
-                f"of {cached_tokens} tokens only {kept} stayed cached: allow more KV memory, or give shorter --lengths"
+                f"of {cached_tokens} tokens only {kept} stayed cached: allow more KV memory, or give shorter lengths"
             )
         assert output.metrics.ttft_s is not None, "a token was asked for"
         times.append(output.metrics.ttft_s)
     return statistics.fmean(times)
+
+
+Clock = Callable[[Partition], float]
+"""Seconds to the first token of a prompt that is cut like this."""
+
+
+def search_partitions(
+    start: Start, profile: Profile, most_members: int, lengths: Sequence[int] | None, repeats: int
+) -> PartitionTable:
+    """Adds partitions for chains of 2 to `most_members` to this machine's table, of these lengths as far as possible.
+
+    Those of 2 members are searched by timing prompts, and kept once they are found; those of more by the model of a
+    chain, which is quick, so they are always searched anew, from what other entries predict for their length.
+
+    Raises:
+        ValueError: when the profile does not tell what a prompt costs, or a stored table cannot be read.
+        WorkerLostError: when a worker dies.
+    """
+    table, model = load_partitions(profile.profile_key), profile.profile_key.model
+    with start(2) as llm:
+        wanted = lengths or default_lengths(llm.max_model_len)
+        size = llm.engine.config.block_size
+        plan = [(n, length) for n in range(2, most_members + 1) for length in sorted(set(wanted)) if length >= n * size]
+        known = table.lengths(model, 2)
+        plan = [(n, length) for n, length in plan if n > 2 or length not in known]
+        modelled = _modelled_cuts(llm, profile)
+        with closing(tqdm(plan, desc="partitions", unit="prompt", dynamic_ncols=True, disable=None)) as bar:
+            for members, length in bar:
+                if members == 2:
+                    best = search(_timed_cuts(llm, repeats, bar), length, members, size, noisy=True)
+                else:
+                    predicted = table.predict(model, members, length)
+                    seed = None if predicted is None else cut(predicted, length, size)
+                    best = search(modelled, length, members, size, seed if seed and min(seed) else None)
+                fractions = tuple(piece / length for piece in best)
+                table = table.with_entry(Entry(model=model, members=members, length=length, fractions=fractions))
+                save_partitions(profile.profile_key, table)
+    return table
+
+
+def _timed_cuts(llm: Instances, repeats: int, bar: tqdm[tuple[int, int]]) -> Clock:
+    num_timed = 0
+
+    def seconds(partition: Partition) -> float:
+        nonlocal num_timed
+        length, times = sum(partition), []
+        fractions = ",".join(repr(piece / length) for piece in partition)
+        llm.set_policy("context", {"exchange": CHAIN.kind, "fractions": fractions, "threshold": "0"})
+        for _ in range(repeats):
+            num_timed += 1
+            times.append(timed(llm, length, 0, seed=num_timed + length * 1000))
+        bar.set_postfix_str(f"{length:,} as {', '.join(map(str, partition))}: {statistics.median(times):.3f} s")
+        return statistics.median(times)
+
+    return seconds
+
+
+def _modelled_cuts(llm: Instances, profile: Profile) -> Clock:
+    alone, link = profile.fits().get((1, LOCAL)), profile.link("point_to_point", 2)
+    shape = llm.facts.shape
+    if alone is None or link is None or shape is None:
+        problem = "must be at least two: partitions follow from the times of prompts on one instance"
+        raise ParameterError("lengths", problem)
+    kv_bytes = shape.kv_bytes / profile.profile_key.tp
+    return lambda partition: chain_ttft_s(partition, alone, link, num_layers=shape.num_layers, kv_bytes=kv_bytes)

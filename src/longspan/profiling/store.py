@@ -6,13 +6,15 @@ import hashlib
 import platform
 import re
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from longspan.cost.partitions import PartitionTable
-from longspan.cost.profile import Profile, ProfileKey
+from longspan.cost.profile import Profile, ProfileKey, Stored
 from longspan.model.files import ModelError, ModelFiles, cache_root, write_file
 
+StoredT = TypeVar("StoredT", bound=Stored)
 _REVISION = 1
 """Raised with every change by which instances take other times for the same work, or are measured otherwise."""
 
@@ -45,18 +47,7 @@ def load_profile(profile_key: ProfileKey) -> Profile | None:
     Raises:
         ModelError: when the file is there and is none.
     """
-    path = profile_file(profile_key)
-    try:
-        return Profile.from_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"the profile {path} cannot be read ({error}): remove it, or measure again") from error
-
-
-def partitions_file(profile_key: ProfileKey) -> Path:
-    """Returns where its table of partitions is, or would be: beside the profile."""
-    return profile_file(profile_key).with_suffix(".partitions.json")
+    return _load(Profile, profile_file(profile_key))
 
 
 def load_partitions(profile_key: ProfileKey) -> PartitionTable:
@@ -65,18 +56,25 @@ def load_partitions(profile_key: ProfileKey) -> PartitionTable:
     Raises:
         ModelError: when the file is there and is no table.
     """
-    path = partitions_file(profile_key)
+    return _load(PartitionTable, _partitions_file(profile_key)) or PartitionTable()
+
+
+def _load(kind: type[StoredT], path: Path) -> StoredT | None:
     try:
-        return PartitionTable.from_json(path.read_text(encoding="utf-8"))
+        return kind.from_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return PartitionTable()
+        return None
     except (OSError, ValueError) as error:
-        raise ModelError(f"the table {path} cannot be read ({error}): remove it, or search again") from error
+        raise ModelError(f"{path} cannot be read ({error}): remove it, or measure again") from error
+
+
+def _partitions_file(profile_key: ProfileKey) -> Path:
+    return profile_file(profile_key).with_suffix(".partitions.json")
 
 
 def save_partitions(profile_key: ProfileKey, table: PartitionTable) -> None:
     """Replaces the table. Raises ModelError when the cache cannot be written to."""
-    write_file(partitions_file(profile_key), table.to_json())
+    write_file(_partitions_file(profile_key), table.to_json())
 
 
 def save_profile(profile: Profile) -> None:

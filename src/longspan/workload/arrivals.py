@@ -11,8 +11,7 @@ from typing import overload
 
 import numpy as np
 
-_LONGEST_S = 1e5
-"""A day and a little: much longer ones would reach into the next of conversations that are to be far apart."""
+from longspan.errors import ParameterError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,31 +46,21 @@ class Workload:
         """Scales the times of first turns, so that all turns together come at this rate."""
         last_s = max(one.due_s for one in self.arrivals if one.follows is None)
         factor = len(self.arrivals) / rate / last_s if last_s else 0.0
-        stretched = [
-            one if one.follows is not None else replace(one, due_s=one.due_s * factor) for one in self.arrivals
-        ]
-        return replace(self, arrivals=stretched)
+        return self._first_turns_at([one.due_s * factor for one in self.arrivals])
 
     def one_by_one(self, gap_s: float) -> Workload:
         """Puts so much time between the conversations that none meets another."""
-        spaced = [
-            one if one.follows is not None else replace(one, due_s=index * gap_s)
-            for index, one in enumerate(self.arrivals)
-        ]
-        return replace(self, arrivals=spaced)
+        return self._first_turns_at([index * gap_s for index in range(len(self.arrivals))])
+
+    def _first_turns_at(self, times_s: Sequence[float]) -> Workload:
+        moved = zip(self.arrivals, times_s, strict=True)
+        return replace(self, arrivals=[one if one.follows is not None else replace(one, due_s=s) for one, s in moved])
 
 
 def conversations(arrivals: Sequence[Arrival], *, turns: int, think_s: float) -> list[Arrival]:
     """Makes every `turns` neighbours one conversation: the first comes when it is due, each other one `think_s` seconds
     after the answer before.
-
-    Raises:
-        ValueError: for less than one turn, or a time below 0 or above 1e5 seconds.
     """
-    if turns < 1:
-        raise ValueError(f"a conversation has at least 1 turn, but {turns} given")
-    if not 0 <= think_s <= _LONGEST_S:
-        raise ValueError(f"the time between turns is from 0 to {_LONGEST_S:g} seconds, but {think_s} given")
     return [
         one if index % turns == 0 else replace(one, due_s=think_s, follows=index - 1)
         for index, one in enumerate(arrivals)
@@ -86,17 +75,15 @@ def arrival_times(num: int, *, rate: float, burstiness: float, rng: np.random.Ge
     `num / rate` whatever the seed, or throughputs of different seeds would differ by chance.
 
     Raises:
-        ValueError: for a rate or a shape that is not above 0.
+        ParameterError: for a burstiness so small that all gaps are 0.
     """
-    for name, value in (("rate", rate), ("burstiness", burstiness)):
-        if not value > 0:
-            raise ValueError(f"{name} must be above 0 (inf is allowed), but {value} given")
     if math.isinf(rate):
         return [0.0] * num
     gaps = np.ones(num) if math.isinf(burstiness) else rng.gamma(burstiness, size=num)
     times = np.cumsum(gaps)
     if not times[-1] > 0:
-        raise ValueError(f"burstiness {burstiness} is too small: every gap between requests is 0; give a larger one")
+        problem = f"{burstiness} is too small: every gap between requests is 0; give a larger one"
+        raise ParameterError("burstiness", problem, burstiness)
     return [float(time) for time in times * (num / rate / times[-1])]
 
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from statistics import NormalDist
 
 import numpy as np
 
 from longspan.errors import ParameterError
 from longspan.workload.arrivals import Arrival, Workload, arrival_times, conversations, prompt_of
-from longspan.workload.lengths import NAMED, Lengths, draw_lengths, quantiles
 from longspan.workload.spec import WorkloadSpec
 from longspan.workload.traces import BLOCK_LEN, RequestSpec, read_trace
+
+Lengths = Callable[[float], float]
+"""A distribution is its quantile function: the length below which a part of all lengths lies, from 0 to 1."""
 
 _NUM_REQUESTS = 1000
 _THINK_S = 10.0
@@ -51,11 +55,11 @@ def make_workload(spec: WorkloadSpec) -> Workload:
 
 def _requests(spec: WorkloadSpec) -> list[RequestSpec]:
     """Returns requests without times but those of a trace."""
-    if spec.workload in NAMED:
-        return _drawn(*NAMED[spec.workload], spec)
+    if spec.workload in _NAMED:
+        return _drawn(named_lengths(spec.workload), _bounded(4, 256, 32), spec)
     path = Path(spec.workload)
     if not path.is_file():
-        raise ParameterError("workload", f"{spec.workload!r} is none of {', '.join(NAMED)}, nor a file", spec.workload)
+        raise ParameterError("workload", f"{spec.workload!r} is none of {', '.join(_NAMED)}, nor a file", spec.workload)
     if path.suffix == ".json":
         return _drawn(*_quantiles(path), spec)
     requests = read_trace(path, num=spec.num_requests)
@@ -102,3 +106,73 @@ def _timed(requests: list[RequestSpec], spec: WorkloadSpec) -> list[RequestSpec]
         return requests
     factor = 0.0 if math.isinf(spec.rate) else len(requests) / spec.rate / due[-1]
     return [replace(request, due_s=time * factor) for request, time in zip(requests, due, strict=True)]
+
+
+# ---------------------------------------------------------------- lengths
+
+_NAMED = {"short": (4_000, 95_000, 23_600), "medium": (8_000, 142_000, 32_800), "long": (16_000, 190_000, 50_100)}
+"""Ranges and means of the prompts in the traces of Tetris (§7.1), whose 4k is 4,000 here. It does not say how long
+answers are: ours are of the same kind, from 4 to 256."""
+_NORMAL = NormalDist()
+_SIGMAS_OF_RANGE = 6
+_FURTHEST = 4  # sigmas from the range to where the mean of the uncut logarithm is looked for
+_HALVINGS = 60
+_MOST = 2.0**40
+
+
+def draw_lengths(lengths: Lengths, num: int, rng: np.random.Generator) -> list[int]:
+    """Returns `num` whole numbers."""
+    return [max(1, round(lengths(part))) for part in rng.random(num)]
+
+
+def named_lengths(workload: str) -> Lengths:
+    """Returns how long the prompts of a named workload are."""
+    return _bounded(*_NAMED[workload])
+
+
+def quantiles(name: str, points: object) -> Lengths:
+    """Makes a distribution of a mapping from parts, as text, to lengths; between two the logarithm is linear.
+
+    Raises:
+        ValueError: for anything else, or parts and lengths that do not ascend from part 0 to part 1.
+    """
+    try:
+        pairs = sorted((float(part), float(length)) for part, length in points.items())  # type: ignore[attr-defined]
+    except (AttributeError, TypeError, ValueError):
+        raise ValueError(
+            f'{name} is an object of quantiles such as {{"0": 100, "0.5": 800, "1": 9000}}, but {points!r:.80} given'
+        ) from None
+    parts, lengths = [part for part, _ in pairs], [length for _, length in pairs]
+    if len(parts) < 2 or parts[0] != 0 or parts[-1] != 1 or sorted(set(parts)) != parts:
+        raise ValueError(f"quantiles ascend from 0 to 1, but there are those of {parts}: give at least 0 and 1")
+    if sorted(lengths) != lengths or not 1 <= lengths[0] <= lengths[-1] <= _MOST:
+        raise ValueError(f"lengths at ascending quantiles ascend, from 1 to {_MOST:.0f} at most, but {lengths} given")
+    logarithms = np.log(lengths)
+    return lambda part: math.exp(float(np.interp(part, parts, logarithms)))
+
+
+def _bounded(low: float, high: float, mean: float) -> Lengths:
+    """Makes a log-normal distribution cut off at `low` and `high`, with this `mean`.
+
+    Range and mean leave one number open: the standard deviation of the logarithm is a sixth of the range's, so that
+    without the cut nearly all lengths would lie inside it.
+    """
+    sigma = math.log(high / low) / _SIGMAS_OF_RANGE
+    least, most = math.log(low) - _FURTHEST * sigma, math.log(high) + _FURTHEST * sigma
+    for _ in range(_HALVINGS):
+        mu = (least + most) / 2
+        least, most = (mu, most) if _mean_of_cut(low, high, mu, sigma) < mean else (least, mu)
+    first, last = (_NORMAL.cdf((math.log(end) - mu) / sigma) for end in (low, high))
+
+    def at(part: float) -> float:
+        inside = min(max(first + part * (last - first), 1e-300), 1 - 1e-16)
+        return min(max(math.exp(mu + sigma * _NORMAL.inv_cdf(inside)), low), high)
+
+    return at
+
+
+def _mean_of_cut(low: float, high: float, mu: float, sigma: float) -> float:
+    ends = [(math.log(end) - mu) / sigma for end in (low, high)]
+    inside = _NORMAL.cdf(ends[1]) - _NORMAL.cdf(ends[0])
+    shifted = _NORMAL.cdf(ends[1] - sigma) - _NORMAL.cdf(ends[0] - sigma)
+    return math.exp(mu + sigma**2 / 2) * shifted / inside

@@ -9,6 +9,8 @@ from typing import Annotated
 from longspan.core.options import Option
 from longspan.errors import ParameterError
 
+_LONGEST_S = 1e5
+"""A day and a little: much longer ones would reach into the next of conversations that are to be far apart."""
 _workload = partial(Option, group="Requests")
 
 
@@ -60,5 +62,9 @@ class WorkloadSpec:
         if self.think_time is not None and self.turns == 1:
             problem = f"{self.think_time:g} is between turns of a conversation: give turns"
             raise ParameterError("think_time", problem, self.think_time)
-        if self.rate is not None and not self.rate > 0:
-            raise ParameterError("rate", f"must be above 0 (inf is allowed), but {self.rate} given", self.rate)
+        if self.think_time is not None and not 0 <= self.think_time <= _LONGEST_S:
+            problem = f"must be from 0 to {_LONGEST_S:g} seconds, but {self.think_time} given"
+            raise ParameterError("think_time", problem, self.think_time)
+        for name in ("rate", "burstiness"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise ParameterError(name, f"must be above 0 (inf is allowed), but {value} given", value)

@@ -63,39 +63,31 @@ def _of_date(value: str) -> float:
     return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
 
 
-# The first whose columns are all there counts.
+_MOONCAKE = _Format(
+    name="Mooncake",
+    arrival="timestamp",
+    seconds=_of_milliseconds,
+    input_len="input_length",
+    output_len="output_length",
+    block_ids="hash_ids",
+)
+_VIDUR = _Format(name="Vidur's lengths", input_len="num_prefill_tokens", output_len="num_decode_tokens")
+_AZURE = _Format(
+    name="Azure (2023, 2024)",
+    arrival="TIMESTAMP",
+    seconds=_of_date,
+    input_len="ContextTokens",
+    output_len="GeneratedTokens",
+)
 _FORMATS = (
-    _Format(
-        name="Mooncake",
-        arrival="timestamp",
-        seconds=_of_milliseconds,
-        input_len="input_length",
-        output_len="output_length",
-        block_ids="hash_ids",
-    ),
-    _Format(
-        name="Mooncake without hash_ids",
-        arrival="timestamp",
-        seconds=_of_milliseconds,
-        input_len="input_length",
-        output_len="output_length",
-    ),
-    _Format(
-        name="Azure (2023, 2024)",
-        arrival="TIMESTAMP",
-        seconds=_of_date,
-        input_len="ContextTokens",
-        output_len="GeneratedTokens",
-    ),
-    _Format(
-        name="Vidur's Azure and Splitwise",
-        arrival="arrived_at",
-        input_len="num_prefill_tokens",
-        output_len="num_decode_tokens",
-    ),
-    _Format(name="Vidur's lengths", input_len="num_prefill_tokens", output_len="num_decode_tokens"),
+    _MOONCAKE,
+    replace(_MOONCAKE, name="Mooncake without hash_ids", block_ids=None),
+    _AZURE,
+    replace(_VIDUR, name="Vidur's Azure and Splitwise", arrival="arrived_at"),
+    _VIDUR,
     _Format(name="BurstGPT", arrival="Timestamp", input_len="Request tokens", output_len="Response tokens"),
 )
+"""The first whose columns are all there counts."""
 
 
 def read_trace(path: Path, *, num: int | None = None) -> list[RequestSpec]:
@@ -117,13 +109,9 @@ def read_trace(path: Path, *, num: int | None = None) -> list[RequestSpec]:
     if not requests or len(requests) < (num or 0):
         wanted = "at least 1" if num is None else str(num)
         raise ValueError(f"trace {str(path)!r} holds {len(requests)} requests, but {wanted} needed")
-    if requests[0].due_s is None:
-        return requests
-    return _from_zero(requests)
-
-
-def _from_zero(requests: list[RequestSpec]) -> list[RequestSpec]:
     times = [request.due_s for request in requests if request.due_s is not None]
+    if not times:
+        return requests
     start = min(times)
     moved = [replace(request, due_s=time - start) for request, time in zip(requests, times, strict=True)]
     return sorted(moved, key=lambda request: request.due_s or 0.0)
