@@ -17,7 +17,7 @@ from longspan.core.steps import Forward, Part, Sample
 from longspan.cost import catalog
 from longspan.cost.architecture import from_config
 from longspan.cost.catalog import Kernels
-from longspan.cost.channels import Channel, Share, Shares, channel_time, exchanged_bytes, share_of
+from longspan.cost.channels import Channel, Share, Shares, channel_time, exchanged_bytes, shares_of
 from longspan.cost.estimate import Estimate, decode_channel, estimate_decode, estimate_prefill
 from longspan.cost.forward import Roofline, roofline
 from longspan.cost.partitions import Member, skewed
@@ -136,7 +136,7 @@ def test_ring_kv_hides_messages_under_attention_and_gather_kv_nothing() -> None:
 
 def test_a_share_counts_the_pairs_of_its_runs() -> None:
     runs = (Run(3, 7), Run(10, 20, 4))
-    share = share_of(runs, cached=5, width=30)
+    [share] = shares_of(RING_KV, (runs,), 5, 30)
     seen = [position + 1 for run in runs for position in run.positions]
     assert (share.queries, share.pairs) == (len(seen), sum(seen))
     assert (share.scores, share.held) == (30 * len(seen), 5 + len(seen))

@@ -96,9 +96,6 @@ class Efficiency:
     attention: dict[Kernels, Attention]
 
 
-_GIB = 2**30
-
-
 @dataclass(frozen=True, kw_only=True)
 class Device:
     """A kind of device by its data sheet.
@@ -113,7 +110,6 @@ class Device:
     """
 
     name: str
-    source: str
     flops_per_s: float
     fp8_flops_per_s: float
     fp32_flops_per_s: float
@@ -136,18 +132,15 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkKind:
-    """A kind of link, one way.
+    """A kind of link, one way: inside a host, or between hosts.
 
     Attributes:
-        where: between devices inside a host, or between hosts.
         bytes_per_s: nominal, of a device, or of a host if `per_host`.
         achieved, collective: what part of that large messages, and rings of them, reach.
         latency_s: of the smallest message.
         collective_s: of the smallest collective; between hosts, what each doubling of their number adds.
     """
 
-    name: str
-    source: str
     where: Literal["inside", "between"]
     bytes_per_s: float
     per_host: bool
@@ -158,20 +151,15 @@ class LinkKind:
 
 
 def device(name: str) -> Device:
-    """Finds a device by its name, such as `a100-sxm-80g`.
-
-    Raises:
-        ValueError: for an unknown name, with all known ones.
-    """
+    """Finds a device by its name, such as `a100-sxm-80g`. Raises ValueError for an unknown one, with all known."""
     entry = _entry("hardware", "hardware", name)
     return Device(
         name=name,
-        source=entry["source"],
         flops_per_s=entry["tflops"] * 1e12,
         fp8_flops_per_s=entry["tflops_fp8"] * 1e12,
         fp32_flops_per_s=entry["tflops_fp32"] * 1e12,
         bytes_per_s=entry["memory_gbytes_per_s"] * 1e9,
-        memory_bytes=entry["memory_gib"] * _GIB,
+        memory_bytes=entry["memory_gib"] * 2**30,
         units=entry["units"],
         clock_hz=entry["clock_ghz"] * 1e9,
         link=entry["link"],
@@ -181,15 +169,9 @@ def device(name: str) -> Device:
 
 
 def link(name: str) -> LinkKind:
-    """Finds a link by its name, such as `nvlink3`.
-
-    Raises:
-        ValueError: for an unknown name, with all known ones.
-    """
+    """Finds a link by its name, such as `nvlink3`. Raises ValueError for an unknown one, with all known."""
     entry = _entry("links", "link", name)
     return LinkKind(
-        name=name,
-        source=entry["source"],
         where=entry["where"],
         bytes_per_s=entry["gbytes_per_s"] * 1e9,
         per_host=entry.get("per") == "host",
@@ -201,16 +183,12 @@ def link(name: str) -> LinkKind:
 
 
 def model_config(name: str) -> dict[str, Any]:
-    """Returns the fields of a known model's config.json.
-
-    Raises:
-        ValueError: for an unknown name, with all known ones.
-    """
+    """Returns the fields of a known model's config.json. Raises ValueError for an unknown one, with all known."""
     return dict(_entry("models", "model", name))
 
 
 def names(file: Literal["hardware", "links", "models"]) -> tuple[str, ...]:
-    """Reads a data file of this package."""
+    """Lists what a data file of this package has."""
     return tuple(_table(file))
 
 

@@ -7,13 +7,13 @@ a `chain`, whose layers run skewed, is in `forward.py`. Bytes are as in docs/exc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 from longspan.core.exchange import ALLTOALL, CHAIN, GATHER_HIDDEN, GATHER_KV, RING_KV, RING_Q, Exchange
-from longspan.core.runs import Run, SpanShards
+from longspan.core.runs import SpanShards
 from longspan.cost.roofline import Layer
 from longspan.cost.topology import Topology
 
@@ -104,25 +104,13 @@ def shares_of(exchange: Exchange, runs: SpanShards, start: int, stop: int) -> li
     """
     members, shares = len(runs), []
     for own in runs:
-        share = share_of(own, cached=start / members, width=stop)
+        queries = sum(map(len, own))
+        pairs = sum(len(run) * (run.start + (len(run) - 1) * run.step / 2 + 1) for run in own)
+        width, held = stop, start / members + queries
         if exchange.traits.skewed and members > 1:
-            end = max((run.stop for run in own), default=0)
-            share = share._replace(scores=share.queries * end, held=end)
-        shares.append(share)
+            width = held = max((run.stop for run in own), default=0)
+        shares.append(Share(queries, pairs, scores=queries * width, held=held))
     return shares
-
-
-def share_of(runs: Iterable[Run], *, cached: float, width: int) -> Share:
-    """Makes the share of a member that computes some runs, and holds them with `cached` keys of earlier steps.
-
-    Its rectangles span `width` keys.
-    """
-    queries, pairs = 0, 0.0
-    for run in runs:
-        number = len(run)
-        queries += number
-        pairs += number * (run.start + (number - 1) * run.step / 2 + 1)
-    return Share(queries, pairs, scores=queries * width, held=cached + queries)
 
 
 def cached_in_chain(channel: Channel) -> float:
@@ -151,9 +139,7 @@ def attention_s(layer: Layer, share: Share, *, keys: float, pieces: int = 1, hea
 def copies_s(layer: Layer, keys: float) -> float:
     """Returns the seconds of making received keys and values contiguous."""
     passes = layer.chip.attention.memory_passes
-    if not passes:
-        return 0.0
-    return layer.chip.stream_s(2 * passes * keys * layer.kv_bytes)
+    return layer.chip.stream_s(2 * passes * keys * layer.kv_bytes) if passes else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +168,6 @@ def register_cost(exchange: Exchange, cost: ExchangeCost) -> None:
 
 
 def cost_of(exchange: Exchange) -> ExchangeCost:
-    """Returns what `register_cost` was told."""
     return _COSTS[exchange.kind]
 
 
@@ -289,7 +274,7 @@ def _by_heads_s(layer: Layer, channel: Channel) -> float:
 
 
 def _ring_kv_bytes(layer: Layer, channel: Channel) -> float:
-    return (len(channel.group) - 1) * _kv_bytes(layer) * sum(channel.shares.held)
+    return (len(channel.group) - 1) * layer.model.attention.kv_bytes * sum(channel.shares.held)
 
 
 def _ring_q_bytes(layer: Layer, channel: Channel) -> float:
@@ -309,18 +294,12 @@ def _alltoall_bytes(layer: Layer, channel: Channel) -> float:
 def _gather_hidden_bytes(layer: Layer, channel: Channel) -> float:
     members, queries = len(channel.group), sum(channel.shares.queries)
     hidden = layer.model.attention.hidden_size * layer.chip.bytes_per_element
-    return 2 * (members - 1) * queries * hidden + _kv_bytes(layer) * queries * ((members - 1) / members)
+    return 2 * (members - 1) * queries * hidden + layer.model.attention.kv_bytes * queries * ((members - 1) / members)
 
 
 def _chain_bytes(layer: Layer, channel: Channel) -> float:
     cached = cached_in_chain(channel)
-    return _kv_bytes(layer) * sum(max(held, cached) for held in channel.shares.held[:-1])
-
-
-def _kv_bytes(layer: Layer) -> float:
-    """Counts the bytes of one token's keys and values, over all ranks of an instance."""
-    shape = layer.model.attention
-    return 2 * shape.num_kv_heads * shape.head_dim * layer.chip.bytes_per_element
+    return layer.model.attention.kv_bytes * sum(max(held, cached) for held in channel.shares.held[:-1])
 
 
 def _hop_s(layer: Layer, decode: bool) -> float:
@@ -329,8 +308,7 @@ def _hop_s(layer: Layer, decode: bool) -> float:
 
 def _merge_s(layer: Layer, queries: float) -> float:
     elements = queries * layer.heads * layer.model.attention.head_dim
-    chip = layer.chip
-    return chip.stream_s(elements * chip.attention.merge_bytes)
+    return layer.chip.stream_s(elements * layer.chip.attention.merge_bytes)
 
 
 register_cost(RING_KV, ExchangeCost(num_bytes=_ring_kv_bytes, time=_ring_kv))

@@ -91,7 +91,7 @@ class Estimate:
 
     def as_json(self) -> dict[str, Any]:
         """Returns what `--json` prints."""
-        communication_s = self.breakdown.exposed_communication_s
+        communication_s = self.breakdown.all_reduce_s + self.breakdown.exchange_s
         return {
             "ttft_s" if self.phase == "prefill" else "tbt_s": self.seconds,
             "lower_bound_s": self.lower_bound_s,

@@ -65,11 +65,6 @@ class Breakdown:
             head_s=self.head_s + other.head_s,
         )
 
-    @property
-    def exposed_communication_s(self) -> float:
-        """Nothing hides these seconds of messages."""
-        return self.all_reduce_s + self.exchange_s
-
     def as_dict(self) -> dict[str, float]:
         """Returns seconds by name, without the total."""
         return {one.name: getattr(self, one.name) for one in fields(self) if one.init}

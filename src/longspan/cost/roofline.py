@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,17 +33,14 @@ class Chip:
     attention: Attention
     bytes_per_element: float
 
-    def linear_s(self, rows: float, inputs: float, outputs: float, weight_bytes: float) -> float:
-        """Times a product of [rows, inputs] and weights [inputs, outputs], of `weight_bytes` per element."""
-        return _linear_s(self, rows, inputs, outputs, weight_bytes)
-
     def stream_s(self, num_bytes: float, per_clock: float | None = None) -> float:
         """Times an element-wise operator that reads and writes so many bytes, of which a unit does `per_clock` at
         most.
         """
-        limit = None if per_clock is None else per_clock * self.device.units * self.device.clock_hz
-        part = self.efficiency.stream.add
-        return self.start_s + num_bytes * stream_byte_s(part * self.device.bytes_per_s, limit)
+        byte_s = 1 / (self.efficiency.stream.add * self.device.bytes_per_s)
+        if per_clock is not None:  # memory and units slow each other down
+            byte_s = math.hypot(byte_s, 1 / (per_clock * self.device.units * self.device.clock_hz))
+        return self.start_s + num_bytes * byte_s
 
     @cached_property
     def start_s(self) -> float:
@@ -95,16 +92,11 @@ class Chip:
         return self.device.peak(self.bytes_per_element)
 
 
-def stream_byte_s(memory: float, limit: float | None) -> float:
-    """Returns seconds per byte where the memory, and maybe the units, have such speeds: both slow each other down."""
-    return 1 / memory if limit is None else math.hypot(1 / memory, 1 / limit)
-
-
 @lru_cache(maxsize=65536)
-def _linear_s(chip: Chip, rows: float, inputs: float, outputs: float, weight_bytes: float) -> float:
+def linear_s(chip: Chip, rows: float, inputs: float, outputs: float, weight_bytes: float) -> float:
+    """Times a product of [rows, inputs] and weights [inputs, outputs], of `weight_bytes` per element."""
     if not rows:
         return 0.0
-    device = chip.device
     return product_s(
         chip.efficiency.linear,
         rows,
@@ -112,9 +104,9 @@ def _linear_s(chip: Chip, rows: float, inputs: float, outputs: float, weight_byt
         outputs,
         weight_bytes=weight_bytes,
         bytes_per_element=chip.bytes_per_element,
-        peak=device.peak(weight_bytes),
-        bytes_per_s=device.bytes_per_s,
-        units=device.units,
+        peak=chip.device.peak(weight_bytes),
+        bytes_per_s=chip.device.bytes_per_s,
+        units=chip.device.units,
     )
 
 
@@ -146,16 +138,14 @@ _ROTARY_BYTES = 18
 """The same for a rotary embedding: two products, a turned copy in two operators, a sum."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerSeconds:
-    """Seconds of all that is computed for some tokens before attention, and behind it."""
+class LayerSeconds(NamedTuple):
+    """Seconds of all that is computed for some tokens before attention, or behind it."""
 
     linear_s: float
     elementwise_s: float
 
     @property
     def total_s(self) -> float:
-        """The layer takes both together."""
         return self.linear_s + self.elementwise_s
 
 
@@ -166,8 +156,6 @@ class Layer:
     model: Architecture
     chip: Chip
     tp: int
-    _before: dict[float, LayerSeconds] = field(default_factory=dict, repr=False)
-    _behind: dict[float, LayerSeconds] = field(default_factory=dict, repr=False)
 
     @cached_property
     def heads(self) -> float:
@@ -186,21 +174,43 @@ class Layer:
 
     def before(self, tokens: float) -> LayerSeconds:
         """Times the norm, projections to queries, keys and values, rotary embedding."""
-        if tokens not in self._before:
-            self._before[tokens] = self._compute_before(tokens)
-        return self._before[tokens]
+        shape, chip = self.model.attention, self.chip
+        outputs = (self.heads + 2 * self.kv_heads) * shape.head_dim
+        elementwise_s = self._norm_s(tokens)
+        if self.model.rotary and tokens:
+            elements = tokens * (self.heads + self.kv_heads) * shape.head_dim
+            if chip.attention.unfused:
+                elementwise_s += chip.stream_s(elements * _ROTARY_BYTES)
+            else:
+                elementwise_s += chip.stream_s(elements * (2 * chip.bytes_per_element), chip.efficiency.stream.rotary)
+        return LayerSeconds(linear_s(chip, tokens, shape.hidden_size, outputs, shape.bytes_per_element), elementwise_s)
 
     def behind(self, tokens: float) -> LayerSeconds:
         """Times the output projection, norm and feed-forward layers."""
-        if tokens not in self._behind:
-            self._behind[tokens] = self._compute_behind(tokens)
-        return self._behind[tokens]
+        model, shape, chip = self.model, self.model.attention, self.chip
+        if not tokens:
+            return LayerSeconds(0.0, 0.0)
+        width, wide = model.intermediate_size / self.tp, 2 if model.gated else 1
+        products_s = (
+            linear_s(chip, tokens, self.heads * shape.head_dim, shape.hidden_size, shape.bytes_per_element)
+            + linear_s(chip, tokens, shape.hidden_size, wide * width, model.ffn_bytes)
+            + linear_s(chip, tokens, width, shape.hidden_size, model.ffn_bytes)
+        )
+        element, unfused = chip.bytes_per_element, chip.attention.unfused
+        # Norms are not limited by the memory, and take the addition before them along.
+        add_s = 2 * chip.stream_s(3 * tokens * shape.hidden_size * element) if unfused else 0.0
+        touched = 5 if unfused and model.gated else 1 + wide
+        limit = None if unfused else chip.efficiency.stream.activation
+        activation_s = chip.stream_s(touched * tokens * width * element, limit)
+        norm_s = 0.0 if model.parallel else self._norm_s(tokens)
+        return LayerSeconds(products_s, add_s + activation_s + norm_s)
 
     def head_s(self, tokens: float) -> float:
         """Times the output head and the last norm."""
         shape = self.model.attention
         outputs = self.model.vocab_size / self.tp
-        return self.chip.linear_s(tokens, shape.hidden_size, outputs, shape.bytes_per_element) + self._norm_s(tokens)
+        product_s = linear_s(self.chip, tokens, shape.hidden_size, outputs, shape.bytes_per_element)
+        return product_s + self._norm_s(tokens)
 
     @cached_property
     def num_launches(self) -> int:
@@ -215,46 +225,10 @@ class Layer:
         attention = 8 + 2 + (2 if fewer_kv_heads else 0)
         return norms * norm + rotary + attention + 4 + (5 if model.gated else 3) + 2
 
-    def _compute_before(self, tokens: float) -> LayerSeconds:
-        shape, chip = self.model.attention, self.chip
-        heads, kv_heads = self.heads, self.kv_heads
-        linear_s = chip.linear_s(
-            tokens, shape.hidden_size, (heads + 2 * kv_heads) * shape.head_dim, shape.bytes_per_element
-        )
-        elementwise_s = self._norm_s(tokens)
-        if self.model.rotary and tokens:
-            elements = tokens * (heads + kv_heads) * shape.head_dim
-            curve = chip.efficiency.stream
-            unfused = chip.attention.unfused
-            per_element = _ROTARY_BYTES if unfused else 2 * chip.bytes_per_element
-            elementwise_s += chip.stream_s(elements * per_element, None if unfused else curve.rotary)
-        return LayerSeconds(linear_s=linear_s, elementwise_s=elementwise_s)
-
-    def _compute_behind(self, tokens: float) -> LayerSeconds:
-        model, shape, chip = self.model, self.model.attention, self.chip
-        if not tokens:
-            return LayerSeconds(linear_s=0.0, elementwise_s=0.0)
-        width, wide = model.intermediate_size / self.tp, 2 if model.gated else 1
-        linear_s = (
-            chip.linear_s(tokens, self.heads * shape.head_dim, shape.hidden_size, shape.bytes_per_element)
-            + chip.linear_s(tokens, shape.hidden_size, wide * width, model.ffn_bytes)
-            + chip.linear_s(tokens, width, shape.hidden_size, model.ffn_bytes)
-        )
-        curve, element = chip.efficiency.stream, chip.bytes_per_element
-        # Norms are not limited by the memory, and take the addition before them along.
-        added = 3 * tokens * shape.hidden_size * element
-        add_s = 2 * chip.stream_s(added) if chip.attention.unfused else 0.0
-        touched = 5 if chip.attention.unfused and model.gated else 1 + wide
-        activation = None if chip.attention.unfused else curve.activation
-        activation_s = chip.stream_s(touched * tokens * width * element, activation)
-        norm_s = 0.0 if model.parallel else self._norm_s(tokens)
-        return LayerSeconds(linear_s=linear_s, elementwise_s=add_s + activation_s + norm_s)
-
     def _norm_s(self, tokens: float) -> float:
         if not tokens:
             return 0.0
-        chip, curve = self.chip, self.chip.efficiency.stream
-        unfused = chip.attention.unfused and self.model.rms_norm
-        per_element = _NORM_BYTES if unfused else 2 * chip.bytes_per_element
-        elements = tokens * self.model.attention.hidden_size
-        return chip.stream_s(elements * per_element, None if unfused else curve.norm)
+        chip, elements = self.chip, tokens * self.model.attention.hidden_size
+        if chip.attention.unfused and self.model.rms_norm:
+            return chip.stream_s(elements * _NORM_BYTES)
+        return chip.stream_s(elements * (2 * chip.bytes_per_element), chip.efficiency.stream.norm)

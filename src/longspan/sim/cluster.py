@@ -13,7 +13,7 @@ from longspan.core.runs import Run, shard_span
 from longspan.core.steps import Forward, Part
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture, Hardware
-from longspan.cost.channels import Channel, Shares, share_of
+from longspan.cost.channels import Channel, Shares, shares_of
 from longspan.cost.estimate import memory
 from longspan.cost.forward import Roofline
 from longspan.cost.partitions import PartitionTable
@@ -128,8 +128,8 @@ def _words(devices: Devices) -> str:
 def _num_blocks(line: Roofline, scheduling: SchedulingArgs) -> int:
     """Counts the blocks that the memory holds beside weights and the activations of a full step."""
     tokens, layer = scheduling.max_num_batched_tokens, line.layer
-    share = share_of((Run(0, tokens),), cached=0.0, width=tokens)
-    whole = Channel(exchange=LOCAL, group=(0,), shares=Shares.of([share]), keys=tokens, decode=False)
+    shares = Shares.of(shares_of(LOCAL, ((Run(0, tokens),),), 0, tokens))
+    whole = Channel(exchange=LOCAL, group=(0,), shares=shares, keys=tokens, decode=False)
     full = memory(layer, whole, tokens)
     block = scheduling.block_size * layer.kv_bytes * layer.model.attention.num_layers
     found = int((_USED_MEMORY * full.capacity - full.used + full.kv) // block)
