@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import ClassVar, Self, get_args
 
@@ -31,7 +30,7 @@ from longspan.policy.choosing import Facts
 from longspan.policy.spec import PolicySettings
 from longspan.policy.tetris.policy import hint_of_a_constant_rate
 from longspan.profiling.store import load_partitions, load_profile, profile_key_of
-from longspan.runtime.executor.control_plane import Launcher, MonotonicClock, WorkerExecutor, start_workers
+from longspan.runtime.executor.control_plane import Launcher, MonotonicClock, WorkerExecutor
 from longspan.runtime.executor.processes import ProcessLauncher
 from longspan.runtime.kv.pool import bytes_per_block, default_kv_bytes, move_bytes
 from longspan.runtime.messages import WorkerConfig
@@ -52,7 +51,7 @@ class Deployment:
         WorkerLostError: when a worker does not start.
     """
 
-    launcher: ClassVar[Callable[[Sequence[WorkerConfig]], Launcher]] = ProcessLauncher
+    launcher: ClassVar[Callable[[WorkerConfig], Launcher]] = ProcessLauncher
     """How workers are started; a subclass with `ThreadLauncher` has them in this process."""
 
     @unpacked(EngineArgs)
@@ -86,16 +85,21 @@ class Deployment:
         self.input_processor = InputProcessor(
             tokenizer=tokenizer, vocab_size=self.info.vocab_size, max_model_len=self.max_model_len
         )
-        self._start_workers = partial(
-            start_workers,
-            *(files, self._cluster, given.device, resolved.threads, given.block_size),
-            launch=type(self).launcher,
+        self._worker_config = WorkerConfig(
+            files=files,
+            cluster=self._cluster,
+            device=given.device,
+            num_threads=resolved.threads,
+            block_size=given.block_size,
             attention_kernel=kernel,
             record_times=given.record_times,
-            step_timeout_s=given.step_timeout_s,
         )
+        self._step_timeout_s = given.step_timeout_s
         self.executor: WorkerExecutor = self._start_workers()
         self.engine = Engine(policy=self._policy, executor=self.executor, clock=MonotonicClock(), config=config)
+
+    def _start_workers(self) -> WorkerExecutor:
+        return WorkerExecutor(type(self).launcher(self._worker_config), step_timeout_s=self._step_timeout_s)
 
     @property
     def bytes_exchanged(self) -> dict[str, int]:

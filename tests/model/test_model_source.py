@@ -27,9 +27,10 @@ from transformers import (
 )
 
 from longspan.model.adapter import Model
-from longspan.model.files import build_once, cache_root
+from longspan.model.files import cache_root
 from longspan.model.info import check_supported
 from longspan.model.source import ModelError, prepare, smollm2_folder
+from longspan.model.store import build_once
 
 CPU = torch.device("cpu")
 

@@ -19,7 +19,7 @@ from longspan.core.owners import BlockRef
 from longspan.core.runs import Layout, positions, shard_span
 from longspan.core.steps import Completion, Forward, MoveKV, Part, Sample, Sampling
 from longspan.model.source import prepare
-from longspan.runtime.executor.control_plane import Launcher, WorkerExecutor, start_workers
+from longspan.runtime.executor.control_plane import Launcher, WorkerExecutor
 from longspan.runtime.executor.threads import ThreadLauncher
 from longspan.runtime.messages import WorkerConfig
 
@@ -33,22 +33,13 @@ def workers(
     *,
     num_blocks: int = 40,
     step_timeout_s: float = 60.0,
-    launch: Callable[[Sequence[WorkerConfig]], Launcher] = ThreadLauncher,
+    launch: Callable[[WorkerConfig], Launcher] = ThreadLauncher,
 ) -> Iterator[Cluster]:
     locations = tuple(Location(host=rank, device=rank) for rank in range(instances.num_ranks))
     instances = replace(instances, locations=locations).with_blocks([num_blocks] * instances.num_instances)
-    executor = start_workers(
-        prepare(str(folder), dtype="float32"),
-        instances,
-        "cpu",
-        1,
-        BLOCK,
-        launch=launch,
-        attention_kernel=None,
-        record_times=False,
-        step_timeout_s=step_timeout_s,
-    )
-    with executor:
+    files = prepare(str(folder), dtype="float32")
+    config = WorkerConfig(files=files, cluster=instances, device="cpu", num_threads=1, block_size=BLOCK)
+    with WorkerExecutor(launch(config), step_timeout_s=step_timeout_s) as executor:
         yield Cluster(executor, instances)
 
 

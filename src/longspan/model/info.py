@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
 
 from longspan.attn.interface import LAYER_TYPES
 from longspan.attn.spec import AttnSpec
 from longspan.cost.architecture import ModelShape
-from longspan.model.files import ModelError, one_line, quiet_transformers
+from longspan.model.files import ModelError, one_line
 from longspan.model.rope import rope_switch_length, rope_types
 
 
@@ -28,6 +30,20 @@ def check_supported(config_dir: Path, trust_remote_code: bool) -> None:
         raise ModelError(f"{config.model_type} is not supported: {problem}")
     for problem in _class_problems(build_skeleton(config, trust_remote_code)):
         raise ModelError(f"{config.model_type} is not supported: {problem}")
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keeps transformers from logging anything but errors, and from drawing progress bars."""
+    verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if had_bars:
+            logging.enable_progress_bar()
 
 
 def load_config(config_dir: Path, trust_remote_code: bool) -> PreTrainedConfig:

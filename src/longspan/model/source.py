@@ -13,9 +13,9 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
-from longspan.model.files import ModelError, ModelFiles, build_once, cache_root, one_line, quiet_transformers
-from longspan.model.info import check_supported
-from longspan.model.store import DTYPES, ensure_weights
+from longspan.model.files import ModelError, ModelFiles, cache_root, one_line
+from longspan.model.info import check_supported, quiet_transformers
+from longspan.model.store import DTYPES, build_once, ensure_weights
 
 ALIAS = "smollm2-135m"
 CONTEXT_LENGTH = 8192

@@ -8,19 +8,21 @@ Tensors that the model ties are stored once. Its metadata holds the ModelInfo.
 import hashlib
 import json
 import logging
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 import transformers
+from filelock import FileLock
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
 
 from longspan.model.bridge import PROBE, probe_specs
-from longspan.model.files import ModelError, build_once, cache_root, one_line, quiet_transformers
-from longspan.model.info import ModelInfo, gather_info, load_config
+from longspan.model.files import ModelError, cache_root, make_writable, one_line
+from longspan.model.info import ModelInfo, gather_info, load_config, quiet_transformers
 
 FORMAT = 2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -66,6 +68,26 @@ def map_tensors(weights: Path) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         aliases: dict[str, str] = json.loads(file.metadata()["aliases"])
     return tensors | {alias: tensors[name] for alias, name in aliases.items()}
+
+
+def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
+    """Return `folder`, filled by `build` if it does not exist yet.
+
+    `build` gets an empty folder beside it, which is renamed when complete: other processes see all of it or
+    nothing, and a lock lets one of several that start together do the work. Raises ModelError when the cache cannot
+    be written to.
+    """
+    if folder.is_dir():
+        return folder
+    make_writable(folder.parent)
+    with FileLock(folder.with_name(folder.name + ".lock")):
+        if not folder.is_dir():
+            unfinished = folder.with_name(folder.name + ".unfinished")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir()
+            build(unfinished)
+            unfinished.rename(folder)
+    return folder
 
 
 def _key(config_dir: Path, dtype: str, dummy_seed: int | None) -> str:

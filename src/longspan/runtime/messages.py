@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 
 from longspan.core.cluster import Cluster
 from longspan.core.steps import BytesSent, Forward, Free, MoveKV, Sampled, Scored
+from longspan.model.files import ModelFiles
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Says what a worker is to load, wherever it runs.
+    """Says what the workers of an engine are to load, wherever they run.
 
     Attributes:
-        cluster: the ranks of an instance share its weights and its KV heads.
-        num_blocks: in the pool of this rank, as of all of its instance.
-        tokenizer_dir: for structured outputs; None when the model comes without tokenizer files.
         attention_kernel: the compiled `attn.native`; None to compute with PyTorch's kernels.
         record_times: measure where the time goes, see `worker.timing`.
     """
 
-    rank: int
+    files: ModelFiles
     cluster: Cluster
-    model_name: str
-    config_dir: str
-    weights: str
-    tokenizer_dir: str | None
-    dtype: str
-    trust_remote_code: bool
     device: str
     num_threads: int
-    num_blocks: int
     block_size: int
-    attention_kernel: str | None = None
+    attention_kernel: Path | None = None
     record_times: bool = False
 
 

@@ -10,8 +10,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import NoReturn, Protocol, Self
 
 import msgspec
@@ -20,7 +19,6 @@ import zmq
 from longspan.core.cluster import Cluster
 from longspan.core.steps import Completion, Forward, Free, Link, MoveKV, Sampled, Scored, Step
 from longspan.errors import WorkerLostError
-from longspan.model.files import ModelFiles
 from longspan.runtime.messages import (
     Command,
     Done,
@@ -34,7 +32,6 @@ from longspan.runtime.messages import (
     RunMoves,
     Sent,
     Stop,
-    WorkerConfig,
     command_address,
     report_address,
 )
@@ -93,45 +90,6 @@ class Launcher(Protocol):
 
     def clean_up(self) -> None:
         """Removes what is left when all workers have ended."""
-
-
-def start_workers(
-    files: ModelFiles,
-    cluster: Cluster,
-    device: str,
-    threads: int,
-    block_size: int,
-    *,
-    launch: Callable[[Sequence[WorkerConfig]], Launcher],
-    attention_kernel: Path | None,
-    record_times: bool,
-    step_timeout_s: float,
-) -> WorkerExecutor:
-    """Starts one worker per rank of `cluster` and waits until all are ready for steps.
-
-    Raises:
-        WorkerLostError: when a worker does not start.
-    """
-    configs = [
-        WorkerConfig(
-            rank=rank,
-            cluster=cluster,
-            model_name=files.name,
-            config_dir=str(files.config_dir),
-            weights=str(files.weights),
-            tokenizer_dir=None if files.tokenizer_dir is None else str(files.tokenizer_dir),
-            dtype=files.dtype,
-            trust_remote_code=files.trust_remote_code,
-            device=device,
-            num_threads=threads,
-            num_blocks=cluster.num_blocks[cluster.at(rank).instance],
-            block_size=block_size,
-            attention_kernel=None if attention_kernel is None else str(attention_kernel),
-            record_times=record_times,
-        )
-        for rank in range(cluster.num_ranks)
-    ]
-    return WorkerExecutor(launch(configs), step_timeout_s=step_timeout_s)
 
 
 class WorkerExecutor:

@@ -35,11 +35,12 @@ _END_TIMEOUT_S = 5.0
 
 
 class StartWorker(msgspec.Struct, frozen=True, tag="start"):
-    """Fork a worker that uses the folder `run_dir` and writes to the file `log`; answered by `Started`."""
+    """Fork the worker `rank`, which uses the folder `run_dir` and writes to the file `log`; answered by `Started`."""
 
     config: WorkerConfig
+    rank: int
     run_dir: str
-    log: str
+    log: Path
 
 
 class KillWorker(msgspec.Struct, frozen=True, tag="kill"):
@@ -138,9 +139,9 @@ class _ForkServer:
         """Tells whether it runs and is this process's own, not that of a parent that forked."""
         return self._process.poll() is None and self.owner == os.getpid()
 
-    def start(self, config: WorkerConfig, run_dir: str, log: Path) -> WorkerProcess:
+    def start(self, command: StartWorker) -> WorkerProcess:
         with self._starting:
-            self.send(StartWorker(config, run_dir, str(log)))
+            self.send(command)
             if not self._started.acquire(timeout=_START_TIMEOUT_S):
                 self.destroy()
                 raise OSError(f"the process that forks workers does nothing for {_START_TIMEOUT_S:g} s")
@@ -152,7 +153,7 @@ class _ForkServer:
         """Says nothing to a server that is gone: its workers are, too."""
         with self._lock:
             try:
-                self._pipe.write(msgspec.json.encode(command) + b"\n")
+                self._pipe.write(msgspec.json.encode(command, enc_hook=os.fspath) + b"\n")
                 self._pipe.flush()
             except (BrokenPipeError, ValueError):
                 return
@@ -236,10 +237,10 @@ def start_server() -> _ForkServer:
         return _server
 
 
-def start_worker(config: WorkerConfig, run_dir: str, log: Path) -> WorkerProcess:
-    """Starts a worker, which finds its controller in `run_dir` and writes to the file `log`.
+def start_worker(command: StartWorker) -> WorkerProcess:
+    """Starts a worker, which finds its controller in its `run_dir`.
 
     Raises:
         OSError: when the server cannot be started.
     """
-    return start_server().start(config, run_dir, log)
+    return start_server().start(command)

@@ -81,7 +81,7 @@ def main() -> None:
     selector = selectors.DefaultSelector()
     selector.register(waking, selectors.EVENT_READ)
     selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
-    children, received, decoder = _Children(), b"", msgspec.json.Decoder(ServerCommand)
+    children, received, decoder = _Children(), b"", _decoder()
     while True:
         for key, _ in selector.select():
             if key.fileobj is waking:
@@ -112,12 +112,16 @@ def _become_worker(command: StartWorker, lifeline: int) -> NoReturn:
         null = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((null, 0), (log, 1), (log, 2)):
             os.dup2(source, target)
-        process.main(command.config, command.run_dir, lifeline)
+        process.main(command.config, command.rank, command.run_dir, lifeline)
         code = 0
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _decoder() -> msgspec.json.Decoder[ServerCommand]:
+    return msgspec.json.Decoder(ServerCommand, dec_hook=lambda kind, text: kind(text))  # paths
 
 
 def _report(report: ServerReport) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import fcntl
 import shutil
 import tempfile
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import zmq
 
 from longspan.model.files import cache_root
-from longspan.runtime.executor.forkserver import WorkerProcess, start_worker
+from longspan.runtime.executor.forkserver import StartWorker, WorkerProcess, start_worker
 from longspan.runtime.messages import WorkerConfig
 
 _MAX_PARENT = 70
@@ -22,9 +21,8 @@ _NUM_LOGS_KEPT = 20
 class ProcessLauncher:
     """Forks a process per rank; they meet by torch.distributed."""
 
-    def __init__(self, configs: Sequence[WorkerConfig]) -> None:
-        self.cluster = configs[0].cluster
-        self._configs = configs
+    def __init__(self, config: WorkerConfig) -> None:
+        self.cluster, self._config = config.cluster, config
         self._run_dir = make_run_dir()
         self.context, self.endpoint = zmq.Context(), f"ipc://{self._run_dir}"
         self._log_dir = _log_dir(self._run_dir)
@@ -32,7 +30,7 @@ class ProcessLauncher:
 
     def start(self, rank: int) -> WorkerProcess:
         """Starts the process of a rank."""
-        return start_worker(self._configs[rank], self._run_dir, self._log(rank))
+        return start_worker(StartWorker(self._config, rank, self._run_dir, self._log(rank)))
 
     def hint(self, rank: int) -> str:
         """Names the log of a rank."""

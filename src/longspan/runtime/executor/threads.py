@@ -9,8 +9,6 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 import zmq
@@ -36,20 +34,19 @@ class ThreadLauncher:
         ValueError: for a device other than the CPU.
     """
 
-    def __init__(self, configs: Sequence[WorkerConfig]) -> None:
-        if configs[0].device != "cpu":
-            raise ValueError(f"workers that are threads compute on cpu, not on {configs[0].device}")
-        self.cluster = configs[0].cluster
-        self._configs, self._wires = configs, (Wires(), Wires(), Wires())
+    def __init__(self, config: WorkerConfig) -> None:
+        if config.device != "cpu":
+            raise ValueError(f"workers that are threads compute on cpu, not on {config.device}")
+        self.cluster, self._config, self._wires = config.cluster, config, (Wires(), Wires(), Wires())
         self.context, self.endpoint = zmq.Context(), f"inproc://longspan-{next(_numbers)}"
         self._threads_before = torch.get_num_threads()
-        torch.set_num_threads(configs[0].num_threads)
-        if configs[0].attention_kernel is not None:
-            native.load(Path(configs[0].attention_kernel))
+        torch.set_num_threads(config.num_threads)
+        if config.attention_kernel is not None:
+            native.load(config.attention_kernel)
 
     def start(self, rank: int) -> WorkerThread:
         """Starts the thread of a rank."""
-        return WorkerThread(self._configs[rank], self._wires, self.context, self.endpoint)
+        return WorkerThread(self._config, rank, self._wires, self.context, self.endpoint)
 
     def hint(self, rank: int) -> str:
         """Names the process whose log has the rank's messages."""
@@ -66,29 +63,30 @@ class WorkerThread:
     def __init__(
         self,
         config: WorkerConfig,
+        rank: int,
         wires: tuple[Wires, Wires, Wires],
         context: zmq.Context[zmq.Socket[bytes]],
         endpoint: str,
     ) -> None:
         self.pid = os.getpid()
-        self._config, self._wires, self._code = config, wires, 1
+        self._config, self._rank, self._wires, self._code = config, rank, wires, 1
         self._commands, self._reports = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-        self._commands.bind(command_address(endpoint, config.rank))
+        self._commands.bind(command_address(endpoint, rank))
         self._reports.connect(report_address(endpoint))
-        self._thread = threading.Thread(target=self._run, name=f"longspan rank {config.rank}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"longspan rank {rank}", daemon=True)
         self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> int:
         """Joins the thread and returns the worker's exit code."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            raise TimeoutError(f"rank {self._config.rank} still runs after {timeout_s} s")
+            raise TimeoutError(f"rank {self._rank} still runs after {timeout_s} s")
         return self._code
 
     def kill(self) -> None:
         """Closes its transports, so that it and its peers wait for each other no longer."""
         for wires in self._wires:
-            wires.close(self._config.rank)
+            wires.close(self._rank)
 
     def destroy(self) -> None:
         """Closes its transports and waits for its end; a thread that computes for ever is left behind."""
@@ -96,7 +94,7 @@ class WorkerThread:
         try:
             self.wait(_END_TIMEOUT_S)
         except TimeoutError:
-            _log.exception("rank %d hangs and is left behind", self._config.rank)
+            _log.exception("rank %d hangs and is left behind", self._rank)
 
     def _run(self) -> None:
         worker = None
@@ -105,8 +103,8 @@ class WorkerThread:
             worker.serve(self._commands, self._reports)
             self._code = 0
         except Exception as error:  # noqa: BLE001 - whatever it is, the controller must hear of it
-            _log.exception("rank %d fails", self._config.rank)
-            send_report(self._reports, failure(self._config.rank, error))
+            _log.exception("rank %d fails", self._rank)
+            send_report(self._reports, failure(self._rank, error))
         finally:
             self.kill()
             if worker is not None:
@@ -115,7 +113,7 @@ class WorkerThread:
             self._reports.close()
 
     def _load(self) -> Worker:
-        rank, transports = self._config.rank, None
+        rank, transports = self._rank, None
         if self._config.cluster.num_ranks > 1:
             exchange, rebalances, moves = self._wires
             transports = Transports(
@@ -124,4 +122,4 @@ class WorkerThread:
                 moves=MemoryTransport(moves, rank, waits_for_sends=True),
             )
         with _loading:
-            return Worker.load(self._config, torch.device("cpu"), transports)
+            return Worker.load(self._config, rank, torch.device("cpu"), transports)

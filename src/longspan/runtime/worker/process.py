@@ -12,7 +12,6 @@ import signal
 import sys
 import threading
 from contextlib import suppress
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -27,7 +26,7 @@ from longspan.runtime.worker.worker import Transports, Worker, failure, send_rep
 _log = logging.getLogger("longspan.worker")
 
 
-def main(config: WorkerConfig, run_dir: str, lifeline: int) -> None:
+def main(config: WorkerConfig, rank: int, run_dir: str, lifeline: int) -> None:
     """Runs a worker until it is told to stop, its controller goes away, or it fails.
 
     Args:
@@ -36,18 +35,18 @@ def main(config: WorkerConfig, run_dir: str, lifeline: int) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the controller decides
     logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format=f"%(asctime)s rank {config.rank} %(levelname)s %(message)s"
+        level=logging.INFO, stream=sys.stderr, format=f"%(asctime)s rank {rank} %(levelname)s %(message)s"
     )
     threading.Thread(target=_exit_with_controller, args=(run_dir, lifeline), daemon=True).start()
     context, endpoint = zmq.Context(), f"ipc://{run_dir}"
     commands, reports = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    commands.bind(command_address(endpoint, config.rank))
+    commands.bind(command_address(endpoint, rank))
     reports.connect(report_address(endpoint))
     try:
-        is_complete = _load(config, run_dir).serve(commands, reports)
+        is_complete = _load(config, rank, run_dir).serve(commands, reports)
     except Exception as error:  # noqa: BLE001 - whatever it is, the controller must hear of it and the process end
         _log.exception("the worker fails")
-        send_report(reports, failure(config.rank, error))
+        send_report(reports, failure(rank, error))
         context.destroy(linger=1000)
         os._exit(1)  # at once, so that the peers' transfers fail instead of waiting for a time-out
     context.destroy(linger=1000)
@@ -55,22 +54,22 @@ def main(config: WorkerConfig, run_dir: str, lifeline: int) -> None:
         dist.destroy_process_group()
 
 
-def _load(config: WorkerConfig, run_dir: str) -> Worker:
+def _load(config: WorkerConfig, rank: int, run_dir: str) -> Worker:
     """Meets the other ranks and loads the model."""
     torch.set_num_threads(config.num_threads)
-    keep_to_cores(config.device, config.rank, config.cluster.num_ranks)
+    keep_to_cores(config.device, rank, config.cluster.num_ranks)
     if config.attention_kernel is not None:
-        native.load(Path(config.attention_kernel))
-    device = open_device(config.device, config.rank)
-    transports = None if config.cluster.num_ranks == 1 else _transports(config, f"{run_dir}/rendezvous", device)
-    worker = Worker.load(config, device, transports)
-    _log.info("ready: %s on %s, %d threads", config.model_name, config.device, config.num_threads)
+        native.load(config.attention_kernel)
+    device = open_device(config.device, rank)
+    transports = None if config.cluster.num_ranks == 1 else _transports(config, rank, f"{run_dir}/rendezvous", device)
+    worker = Worker.load(config, rank, device, transports)
+    _log.info("ready: %s on %s, %d threads", config.files.name, config.device, config.num_threads)
     return worker
 
 
-def _transports(config: WorkerConfig, store: str, device: torch.device) -> Transports:
+def _transports(config: WorkerConfig, rank: int, store: str, device: torch.device) -> Transports:
     """Opens one process group for all of gloo's messages, told apart by tags; NCCL gets one per kind of work."""
-    exchange = connect(config.device, store, config.rank, config.cluster.num_ranks)
+    exchange = connect(config.device, store, rank, config.cluster.num_ranks)
     groups = [open_lane(own=not exchange.tagged, device=device) for _ in range(2)]
     return Transports(
         exchange=exchange,

@@ -9,7 +9,6 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 import torch
@@ -21,7 +20,6 @@ from longspan.core.cluster import Cluster
 from longspan.core.steps import Forward, Link, MoveKV, Sampled, Scored, TokenLogprobs
 from longspan.layerwise.step import Layerwise
 from longspan.model.adapter import Model
-from longspan.model.files import ModelFiles
 from longspan.model.store import DTYPES
 from longspan.runtime.kv.block_messages import BlockMessages
 from longspan.runtime.kv.moves import Moves, StepMoves
@@ -101,28 +99,21 @@ class Worker:
             self.network = Network(transports, messages, self.watch, rank=rank, hosts=cluster.hosts)
 
     @classmethod
-    def load(cls, config: WorkerConfig, device: torch.device, transports: Transports | None) -> Worker:
+    def load(cls, config: WorkerConfig, rank: int, device: torch.device, transports: Transports | None) -> Worker:
         """Makes a worker that owns its model and its pool, on `device`."""
-        files = ModelFiles(
-            name=config.model_name,
-            config_dir=Path(config.config_dir),
-            weights=Path(config.weights),
-            tokenizer_dir=None if config.tokenizer_dir is None else Path(config.tokenizer_dir),
-            dtype=config.dtype,
-            trust_remote_code=config.trust_remote_code,
-        )
-        instance, _, tp_index = config.cluster.at(config.rank)
-        model = Model.load(files, device, tp_index=tp_index, tp=config.cluster.tp(instance))
+        files, cluster = config.files, config.cluster
+        instance, _, tp_index = cluster.at(rank)
+        model = Model.load(files, device, tp_index=tp_index, tp=cluster.tp(instance))
         pool = KvPool(
             model.specs,
-            num_blocks=config.num_blocks,
+            num_blocks=cluster.num_blocks(instance),
             block_size=config.block_size,
-            dtype=DTYPES[config.dtype],
+            dtype=DTYPES[files.dtype],
             device=device,
         )
         return cls(
-            config.rank,
-            config.cluster,
+            rank,
+            cluster,
             model,
             pool,
             transports,
