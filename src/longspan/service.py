@@ -32,8 +32,8 @@ from longspan.policy.tetris.policy import hint_of_a_constant_rate
 from longspan.profiling.store import load_partitions, load_profile, profile_key_of
 from longspan.runtime.executor.control_plane import Launcher, MonotonicClock, WorkerExecutor
 from longspan.runtime.executor.processes import ProcessLauncher
-from longspan.runtime.kv.pool import bytes_per_block, default_kv_bytes, move_bytes
 from longspan.runtime.messages import WorkerConfig
+from longspan.runtime.pool import bytes_per_block, default_kv_bytes
 from longspan.text.input_processor import InputProcessor
 from longspan.text.tokenizer import load_tokenizer
 
@@ -271,12 +271,7 @@ def _blocks_per_instance(info: ModelInfo, files: ModelFiles, given: EngineArgs, 
     found = {}
     for tp in {cluster.tp(instance) for instance in cluster.instances}:
         weight_bytes = files.weights.stat().st_size // tp
-        default = default_kv_bytes(
-            device=given.device,
-            num_ranks=cluster.num_ranks,
-            weight_bytes=weight_bytes,
-            move_bytes=move_bytes(cluster),
-        )
+        default = default_kv_bytes(cluster, given.device, weight_bytes)
         found[tp] = _num_blocks(info, files, tp, given.block_size, default if kv_bytes is None else kv_bytes)
     return tuple(found[cluster.tp(instance)] for instance in cluster.instances)
 

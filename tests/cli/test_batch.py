@@ -14,7 +14,7 @@ from longspan.core.exchange import LOCAL, RING_KV, RING_Q
 from longspan.core.owners import BlockRef
 from longspan.core.runs import Run, SpanShards
 from longspan.core.steps import UNKNOWN, Forward, Free, Part, Sample, Sampling
-from longspan.runtime.worker.batch import Packed, pack
+from longspan.runtime.batch import Packed, pack
 
 CPU = torch.device("cpu")
 

@@ -14,8 +14,8 @@ from longspan.core.heads import split_heads
 from longspan.core.owners import BlockRef
 from longspan.core.steps import MoveKV
 from longspan.runtime.executor.control_plane import InFlight
-from longspan.runtime.kv.block_messages import head_routes
 from longspan.runtime.messages import Done, Moved
+from longspan.runtime.moves import head_routes
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 12), st.integers(1, 12))

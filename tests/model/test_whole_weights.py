@@ -24,7 +24,7 @@ from torch import Tensor
 from transports import FaultyTransport, Wires, run_members
 
 from longspan.attn.check import Request
-from longspan.attn.comm import Group, Transport
+from longspan.attn.comm import NOBODY, Group, Transport
 from longspan.attn.spec import AttnSpec
 from longspan.core.cluster import Cluster, Location
 from longspan.core.exchange import ALLTOALL, CHAIN, GATHER_HIDDEN, LOCAL, RING_KV, RING_Q, Exchange
@@ -38,11 +38,10 @@ from longspan.layerwise.unsharded_weights import join, share_message
 from longspan.model.adapter import Model
 from longspan.model.sharding import Shard, attention_modules
 from longspan.model.source import prepare
-from longspan.runtime.kv.pool import KvPool
-from longspan.runtime.worker.attention import StepAttention
-from longspan.runtime.worker.batch import pack
-from longspan.runtime.worker.step_comm import StepComm
-from longspan.runtime.worker.timing import Stopwatch
+from longspan.runtime.attention import StepAttention, StepComm
+from longspan.runtime.batch import pack
+from longspan.runtime.pool import KvPool
+from longspan.runtime.timing import Stopwatch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BLOCK = 16
@@ -291,6 +290,6 @@ def test_a_step_without_layerwise_parts_leaves_the_layers_alone(folders: dict[st
     for kind, is_taken in ((LOCAL, False), (GATHER_HIDDEN, True)):
         [chat] = [index for index, chat in enumerate(CHATS) if chat.exchanges[0] == kind]
         packed = pack(steps_of([chat])[0], requests, instance=0, block_size=BLOCK, device=CPU)
-        comm = StepComm(None, 0, cluster=cluster, rank=0, num_layers=model.info.num_layers)
+        comm = StepComm(NOBODY, 0, cluster=cluster, rank=0, num_layers=model.info.num_layers)
         StepAttention(packed, comm, pool=pool, specs=model.specs, watch=watch, layerwise=layerwise)
         assert all(("forward" in vars(module)) == is_taken for module in modules)

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan.core.steps import TokenLogprobs
-from longspan.runtime.sampling import sampler
-from longspan.runtime.sampling.sampler import token_logprobs
+from longspan.runtime import sampling
+from longspan.runtime.sampling import token_logprobs
 
 rows = st.lists(st.tuples(st.integers(0, 29), st.integers(0, 30)), min_size=1, max_size=7)
 
@@ -39,7 +39,7 @@ def test_equals_plain_numpy(seed: int, asked: list[tuple[int, int]], with_ties: 
 def test_a_row_does_not_depend_on_its_neighbours(seed: int, asked: list[tuple[int, int]], tile_numbers: int) -> None:
     logits = logits_of(seed, len(asked), vocab=30).round()
     together = token_logprobs(logits, *zip(*asked, strict=True))
-    with patch.object(sampler, "_CPU_NUMBERS", tile_numbers):
+    with patch.object(sampling, "_CPU_NUMBERS", tile_numbers):
         assert token_logprobs(logits, *zip(*asked, strict=True)) == together
     for row, (token, num_top) in enumerate(asked):
         assert token_logprobs(logits[row : row + 1], [token], [num_top]) == [together[row]]

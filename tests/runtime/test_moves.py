@@ -25,7 +25,7 @@ from longspan.core.steps import Completion, MoveKV
 from longspan.errors import WorkerLostError
 from longspan.model.source import smollm2_folder
 from longspan.runtime.executor.processes import ProcessLauncher
-from longspan.runtime.kv.pool import WINDOW_BYTES
+from longspan.runtime.pool import WINDOW_BYTES
 
 MIB = 2**20
 BLOCK_BYTES = BLOCK * 3 * 16 * 4 * 2 * BASE["num_hidden_layers"]

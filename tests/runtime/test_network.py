@@ -20,8 +20,8 @@ from tiny_models import make_tiny
 from longspan.attn.comm import polite_threads
 from longspan.core.cluster import Cluster
 from longspan.runtime.executor.processes import ProcessLauncher
-from longspan.runtime.kv.pool import WINDOW_BYTES, default_kv_bytes, move_bytes
-from longspan.runtime.worker.process import keep_to_cores
+from longspan.runtime.pool import WINDOW_BYTES, default_kv_bytes
+from longspan.runtime.worker_process import keep_to_cores
 
 
 def test_lanes_of_their_own(tmp_path: Path) -> None:
@@ -59,10 +59,8 @@ def test_memory_is_left_for_what_moves(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (100 * 2**30, 100 * 2**30))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: cluster.num_ranks)
 
-    def kv_bytes(moving: int) -> int:
-        return default_kv_bytes(device="cuda", num_ranks=cluster.num_ranks, weight_bytes=2**30, move_bytes=moving)
-
-    assert kv_bytes(0) - kv_bytes(move_bytes(replace(cluster, transfer_backends=backends))) == windows * WINDOW_BYTES
+    found = default_kv_bytes(replace(cluster, transfer_backends=backends), "cuda", weight_bytes=2**30)
+    assert found == 85 * 2**30 - 2**30 - windows * WINDOW_BYTES
 
 
 NOT_LINUX = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux only")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from longspan.core.steps import Sampling
-from longspan.runtime.sampling.penalties import Draw, TokenCounts, adjusted
+from longspan.runtime.sampling import Draw, TokenCounts, adjusted
 
 
 @given(st.integers(0, 10**6), st.lists(cases, min_size=1, max_size=6))
@@ -80,5 +80,3 @@ def test_what_only_we_can_cause() -> None:
     for token in (-1, VOCAB):
         with pytest.raises(AssertionError, match=f"tokens {token} to {token}"):
             TokenCounts(VOCAB, [], "cpu").add([token])
-    with pytest.raises(AssertionError, match="history"):
-        Draw(sampling=Sampling(seed=0, presence_penalty=1.0), position=3)

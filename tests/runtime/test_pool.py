@@ -12,7 +12,7 @@ from torch import Tensor
 
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
-from longspan.runtime.kv.pool import KvPool, bytes_per_block
+from longspan.runtime.pool import KvPool, bytes_per_block
 
 LAW = settings(derandomize=True, deadline=None, max_examples=80)
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from engines import ThreadLLM
 
 from longspan import SamplingParams
 from longspan.outputs import CompletionOutput, RequestOutput
-from longspan.runtime.sampling.sampler import uniforms
+from longspan.runtime.sampling import uniforms
 
 NUM_TOKENS = 24
 TEMPERATURE = 0.8

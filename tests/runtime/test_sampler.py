@@ -26,8 +26,8 @@ from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from longspan.core.steps import Sampling
-from longspan.runtime.sampling import sampler
-from longspan.runtime.sampling.sampler import largest, sample, uniforms, weights
+from longspan.runtime import sampling
+from longspan.runtime.sampling import largest, sample, uniforms, weights
 
 
 def sampled(logits: Tensor, asked: list[Case]) -> list[int]:
@@ -60,7 +60,7 @@ def test_a_row_does_not_depend_on_its_neighbours(
     assert torch.equal(logits, before), "the reported logits are left alone"
     order = list(range(len(asked)))
     shuffle.shuffle(order)
-    with patch.object(sampler, "_CPU_NUMBERS", tile_numbers), patch.object(sampler, "_PREFIX", prefix):
+    with patch.object(sampling, "_CPU_NUMBERS", tile_numbers), patch.object(sampling, "_PREFIX", prefix):
         assert sampled(logits[order], [asked[row] for row in order]) == [together[row] for row in order]
     assert [sampled(logits[row : row + 1], [asked[row]])[0] for row in range(len(asked))] == together
 
@@ -247,7 +247,7 @@ def test_top_p_is_reached_exactly() -> None:
 
 @pytest.mark.parametrize(("quantile", "token"), [(0.0, 1), (1 - 2**-53, 3)])
 def test_the_ends_of_the_quantiles_are_allowed_tokens(quantile: float, token: int) -> None:
-    with patch("longspan.runtime.sampling.sampler.uniforms", return_value=[quantile]):
+    with patch("longspan.runtime.sampling.uniforms", return_value=[quantile]):
         assert sampled(torch.zeros(1, 5), [case(banned=(0, 4))]) == [token]
 
 

@@ -24,11 +24,10 @@ from longspan.core.exchange import LOCAL, RING_KV, RING_Q
 from longspan.core.owners import BlockRef
 from longspan.core.runs import positions, shard_span
 from longspan.core.steps import Forward, Free, Part, Sampling
-from longspan.runtime.kv.pool import KvPool
-from longspan.runtime.worker.attention import StepAttention
-from longspan.runtime.worker.batch import pack
-from longspan.runtime.worker.step_comm import StepComm
-from longspan.runtime.worker.timing import Stopwatch
+from longspan.runtime.attention import StepAttention, StepComm
+from longspan.runtime.batch import pack
+from longspan.runtime.pool import KvPool
+from longspan.runtime.timing import Stopwatch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BLOCK = 8

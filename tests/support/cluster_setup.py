@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -12,7 +13,8 @@ from longspan.core.cluster import Cluster, Location, ParallelSpec
 from longspan.core.request import Request
 from longspan.core.steps import Forward, MoveKV
 from longspan.policy.choosing import Facts
-from longspan.runtime.worker.requests import RankRequests
+from longspan.runtime.batch import RankRequests
+from longspan.runtime.sampling import Vocabulary
 from longspan.sim.executor import LinearCost
 
 VOCAB = 64
@@ -99,7 +101,8 @@ class UnevenCost:
 
 def rank_requests() -> RankRequests:
     """What a rank without a device remembers."""
-    return RankRequests(vocab_size=VOCAB, device=torch.device("cpu"))
+    files: Any = None  # no request has a grammar
+    return RankRequests(Vocabulary(files, size=VOCAB, eos_token_ids=()), torch.device("cpu"))
 
 
 def invented_token(request: Request, position: int, eos: tuple[int, ...]) -> int:

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from longspan.core.steps import Sampling
-from longspan.runtime.sampling.penalties import Draw, TokenCounts
-from longspan.runtime.sampling.sampler import uniforms
+from longspan.runtime.sampling import Draw, TokenCounts, uniforms
 
 VOCAB = 16
 
@@ -37,7 +36,8 @@ class Case:
         if history:
             history.add(self.output[:2])
             history.add(self.output[2:])
-        return Draw(sampling=self.sampling, position=self.position, below_minimum=self.below_minimum, history=history)
+        banned = self.sampling.banned if self.below_minimum else ()
+        return Draw(sampling=self.sampling, position=self.position, banned=banned, history=history)
 
 
 def case(*, position: int = 5, prompt: tuple[int, ...] = (), output: tuple[int, ...] = (), **wishes: Any) -> Case:

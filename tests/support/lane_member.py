@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from longspan.attn.comm import Group, Message, TorchTransport
-from longspan.runtime.worker.process import connect, open_lane
+from longspan.runtime.worker_process import connect, open_lane
 
 
 def main() -> None:

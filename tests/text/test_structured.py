@@ -28,7 +28,7 @@ from longspan.core.steps import Completion, Sampled, Sampling
 from longspan.model.files import ModelError, ModelFiles
 from longspan.model.source import smollm2_folder
 from longspan.policy import make_policy
-from longspan.runtime.sampling.penalties import Draw, GrammarMatcher, Vocabulary, adjusted, forbid
+from longspan.runtime.sampling import Draw, GrammarMatcher, Vocabulary, adjusted, forbid
 from longspan.sim.executor import SimExecutor, VirtualClock
 from longspan.text.input_processor import EngineRequest, InputProcessor
 from longspan.text.structured import MAX_CHARS
@@ -48,7 +48,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 def vocabulary(size: int = VOCAB) -> Vocabulary:
     folder = smollm2_folder()
     files = ModelFiles(name="", config_dir=folder, weights=folder, tokenizer_dir=folder, dtype="float32")
-    return Vocabulary(files, vocab_size=size, eos_token_ids=EOS)
+    return Vocabulary(files, size=size, eos_token_ids=EOS)
 
 
 @cache
@@ -206,16 +206,15 @@ def test_forbidden_logits_equal_dense_numpy(seed: int, sets: list[set[int] | Non
             Draw(
                 sampling=draw.sampling,
                 position=draw.position,
-                below_minimum=draw.below_minimum and allowed is None,
+                banned=draw.banned,
                 history=draw.history,
                 allowed=None if allowed is None else _bits([*allowed, 20, 31]),
             )
         )
     found = adjusted(logits, draws)
     assert torch.equal(logits, before)
-    for row, (one, allowed, draw) in enumerate(zip(asked, sets, draws, strict=True)):
-        case = type(one)(sampling=one.sampling, below_minimum=draw.below_minimum, prompt=one.prompt, output=one.output)
-        expected = changed(logits[row], case)
+    for row, (one, allowed) in enumerate(zip(asked, sets, strict=True)):
+        expected = changed(logits[row], replace(one, below_minimum=one.below_minimum and allowed is None))
         if allowed is not None:
             expected[[token for token in range(16) if token not in allowed]] = -np.inf
         np.testing.assert_allclose(found[row], expected, rtol=1e-6, atol=1e-6)
@@ -223,7 +222,7 @@ def test_forbidden_logits_equal_dense_numpy(seed: int, sets: list[set[int] | Non
 
 def test_a_grammar_has_taken_bans_into_account() -> None:
     """So that an end which is all that is left can be chosen below the minimum."""
-    draw = Draw(sampling=Sampling(seed=0, banned=(1,)), position=3, below_minimum=True, allowed=_bits([1]))
+    draw = Draw(sampling=Sampling(seed=0, banned=(1,)), position=3, banned=(1,), allowed=_bits([1]))
     assert adjusted(torch.zeros(1, 3), [draw]).tolist() == [[-torch.inf, 0.0, -torch.inf]]
 
 

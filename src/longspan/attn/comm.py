@@ -145,7 +145,8 @@ class _Nobody:
         """Returns at once."""
 
 
-ALONE = Group(_Nobody(), (0,), 0)
+NOBODY = _Nobody()
+ALONE = Group(NOBODY, (0,), 0)
 """The group of one member."""
 
 

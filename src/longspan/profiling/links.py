@@ -23,7 +23,7 @@ from longspan.attn.collectives import all_gather, gather_hops
 from longspan.attn.comm import Group, Message, TorchTransport
 from longspan.cost.profile import Transfer, TransferKind
 from longspan.errors import WorkerLostError
-from longspan.runtime.worker.process import connect, keep_to_cores, open_device
+from longspan.runtime.worker_process import connect, keep_to_cores, open_device
 
 _SIZES = (2**12, 2**16, 2**20, 2**24)
 _REPEATS = 7

@@ -15,8 +15,8 @@ from typing import NoReturn
 
 import msgspec
 
+from longspan.runtime import worker_process
 from longspan.runtime.executor.forkserver import Ended, KillWorker, ServerCommand, ServerReport, Started, StartWorker
-from longspan.runtime.worker import process
 
 _END_TIMEOUT_S = 2.0
 _POLL_S = 0.02
@@ -112,7 +112,7 @@ def _become_worker(command: StartWorker, lifeline: int) -> NoReturn:
         null = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((null, 0), (log, 1), (log, 2)):
             os.dup2(source, target)
-        process.main(command.config, command.rank, command.run_dir, lifeline)
+        worker_process.main(command.config, command.rank, command.run_dir, lifeline)
         code = 0
     finally:
         sys.stdout.flush()

@@ -16,7 +16,7 @@ import zmq
 from longspan.attn import native
 from longspan.attn.memory import MemoryTransport, Wires
 from longspan.runtime.messages import WorkerConfig, command_address, report_address
-from longspan.runtime.worker.worker import Transports, Worker, failure, send_report
+from longspan.runtime.worker import Transports, Worker, failure, send_report
 
 _log = logging.getLogger("longspan.worker")
 _END_TIMEOUT_S = 5.0
@@ -113,13 +113,11 @@ class WorkerThread:
             self._reports.close()
 
     def _load(self) -> Worker:
-        rank, transports = self._rank, None
-        if self._config.cluster.num_ranks > 1:
-            exchange, rebalances, moves = self._wires
-            transports = Transports(
-                exchange=MemoryTransport(exchange, rank),
-                rebalances=MemoryTransport(rebalances, rank),
-                moves=MemoryTransport(moves, rank, waits_for_sends=True),
-            )
+        exchange, rebalances, moves = self._wires
+        transports = Transports(
+            exchange=MemoryTransport(exchange, self._rank),
+            rebalances=MemoryTransport(rebalances, self._rank),
+            moves=MemoryTransport(moves, self._rank, waits_for_sends=True),
+        )
         with _loading:
-            return Worker.load(self._config, rank, torch.device("cpu"), transports)
+            return Worker.load(self._config, self._rank, torch.device("cpu"), transports)

@@ -11,17 +11,18 @@ import shutil
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
 import torch.distributed as dist
 import zmq
+from torch import Tensor
 
 from longspan.attn import native
-from longspan.attn.comm import TorchTransport, meet
-from longspan.runtime.kv.moves import MoveTransport
+from longspan.attn.comm import NOBODY, Pending, TorchTransport, meet, peer_errors, start_receives, start_sends
 from longspan.runtime.messages import WorkerConfig, command_address, report_address
-from longspan.runtime.worker.worker import Transports, Worker, failure, send_report
+from longspan.runtime.worker import Transports, Worker, failure, send_report
 
 _log = logging.getLogger("longspan.worker")
 
@@ -61,21 +62,53 @@ def _load(config: WorkerConfig, rank: int, run_dir: str) -> Worker:
     if config.attention_kernel is not None:
         native.load(config.attention_kernel)
     device = open_device(config.device, rank)
-    transports = None if config.cluster.num_ranks == 1 else _transports(config, rank, f"{run_dir}/rendezvous", device)
-    worker = Worker.load(config, rank, device, transports)
+    worker = Worker.load(config, rank, device, _transports(config, rank, f"{run_dir}/rendezvous", device))
     _log.info("ready: %s on %s, %d threads", config.files.name, config.device, config.num_threads)
     return worker
 
 
 def _transports(config: WorkerConfig, rank: int, store: str, device: torch.device) -> Transports:
     """Opens one process group for all of gloo's messages, told apart by tags; NCCL gets one per kind of work."""
+    if config.cluster.num_ranks == 1:
+        return Transports(exchange=NOBODY, rebalances=NOBODY, moves=NOBODY)
     exchange = connect(config.device, store, rank, config.cluster.num_ranks)
-    groups = [open_lane(own=not exchange.tagged, device=device) for _ in range(2)]
+    rebalances, moves = (open_lane(own=not exchange.tagged, device=device) for _ in range(2))
     return Transports(
         exchange=exchange,
-        rebalances=TorchTransport(groups[0], staged=exchange.staged),
-        moves=MoveTransport(groups[1], staged=exchange.staged, device=device),
+        rebalances=TorchTransport(rebalances, staged=exchange.staged),
+        moves=MoveTransport(moves, staged=exchange.staged),
     )
+
+
+class MoveTransport:
+    """A `Transport` whose sends take as long as they take: what `start` returns keeps their buffers and waits for them.
+
+    `start` itself waits for nothing. Both are for threads that have nothing else to do.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None, *, staged: bool) -> None:
+        self._group, self._staged = process_group, staged
+        self.tagged = dist.get_backend(process_group) != "nccl"
+
+    def start(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int) -> Pending:
+        """Starts all and waits for nothing."""
+        with peer_errors():
+            arrival = start_receives(receives, self._group, tag, staged=self._staged)
+            return _ArrivedAndLeft(arrival, list(start_sends(sends, self._group, tag, staged=self._staged)))
+
+    def complete_sends(self) -> None:
+        """Waits for nothing: peers may be in other steps."""
+
+
+class _ArrivedAndLeft:
+    def __init__(self, arrival: Pending, leaving: Sequence[tuple[dist.Work, Tensor]]) -> None:
+        self._arrival, self._leaving = arrival, leaving
+
+    def wait(self) -> None:
+        self._arrival.wait()
+        with peer_errors():
+            for work, _ in self._leaving:
+                work.wait()
 
 
 def _exit_with_controller(run_dir: str, lifeline: int) -> None:

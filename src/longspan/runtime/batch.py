@@ -1,21 +1,51 @@
-"""One rank's view of a Forward: its tokens packed in a row, where their KV goes, and how each part exchanges."""
+"""One rank's view of a Forward: its tokens packed in a row, where their KV goes, and how each part exchanges.
+
+A rank remembers requests from the first part it sees until it is told to forget.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from longspan.attn.backends import AttentionBackend, backend_of
+from longspan.attn.comm import Group, Message
 from longspan.attn.member import MemberPart, MemberParts, num_tokens
 from longspan.core.exchange import Exchange
 from longspan.core.owners import BlockRef, Owners
 from longspan.core.runs import Run
-from longspan.core.steps import UNKNOWN, Forward, Part, Sample
-from longspan.runtime.kv.pool import KvPool
-from longspan.runtime.worker.requests import RankRequests, UnknownToken
+from longspan.core.steps import UNKNOWN, Forward, Part, Sample, Sampling
+from longspan.runtime.pool import KvPool
+from longspan.runtime.sampling import Draw, GrammarMatcher, TokenCounts, Vocabulary
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """All of a Forward that concerns one rank.
+
+    Attributes:
+        tokens, positions, rope_lengths: `[tokens]` int64, one packed row.
+        num_alone: tokens before those of layerwise exchanges, which come last; None when there are no such parts.
+        slots: where the KV of tokens goes that are stored before the exchange: of all parts whose channel has none.
+        channels: in the same order on every rank.
+        keep: `[n]` indices of the tokens whose logits are sampled by `samples`, for `request_ids`.
+        unknown: tokens that this rank must find out or pass on before it computes.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    rope_lengths: Tensor
+    num_alone: int | None
+    slots: Slots
+    channels: tuple[Channel, ...]
+    keep: Tensor
+    samples: tuple[Sample, ...]
+    request_ids: tuple[int, ...]
+    unknown: tuple[UnknownToken, ...]
+    prompts: tuple[PromptRows, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,32 +109,6 @@ class PromptRows:
     rows: tuple[int, ...]
     positions: tuple[int, ...]
     targets: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Packed:
-    """All of a Forward that concerns one rank.
-
-    Attributes:
-        tokens, positions, rope_lengths: `[tokens]` int64, one packed row.
-        num_alone: tokens before those of layerwise exchanges, which come last; None when there are no such parts.
-        slots: where the KV of tokens goes that are stored before the exchange: of all parts whose channel has none.
-        channels: in the same order on every rank.
-        keep: `[n]` indices of the tokens whose logits are sampled by `samples`, for `request_ids`.
-        unknown: tokens that this rank must find out or pass on before it computes.
-    """
-
-    tokens: Tensor
-    positions: Tensor
-    rope_lengths: Tensor
-    num_alone: int | None
-    slots: Slots
-    channels: tuple[Channel, ...]
-    keep: Tensor
-    samples: tuple[Sample, ...]
-    request_ids: tuple[int, ...]
-    unknown: tuple[UnknownToken, ...]
-    prompts: tuple[PromptRows, ...]
 
 
 def pack(forward: Forward, requests: RankRequests, *, instance: int, block_size: int, device: torch.device) -> Packed:
@@ -229,3 +233,125 @@ def _channels(
         )
         for (exchange, group), parts in kinds.items()
     )
+
+
+@dataclass(kw_only=True)
+class RankRequest:
+    """One request on one rank.
+
+    Attributes:
+        history: the tokens that penalties count; None without penalties.
+        matcher: the state of the grammar that the output must follow; None without one.
+        table: its blocks, on whichever instance; `Owners` says what lies where.
+        num_counted: output tokens that `history` and `matcher` contain.
+        last_token: the token that this rank sampled last; -1 before the first.
+    """
+
+    sampling: Sampling
+    history: TokenCounts | None
+    matcher: GrammarMatcher | None
+    table: list[BlockRef] = field(default_factory=list)
+    num_counted: int = 0
+    last_token: int = -1
+
+    def apply(self, part: Part) -> None:
+        """Takes in what a part says of blocks and output tokens."""
+        known = len(self.table) - part.first_block
+        assert known == 0 or part.first_block == 0 <= known, "blocks are told once, or all again"
+        self.table[part.first_block :] = part.blocks
+        if part.new_output:
+            self.count(part.new_output[self.num_counted - part.first_output :])
+
+    def count(self, tokens: tuple[int, ...]) -> None:
+        """Counts more output tokens, which the controller may not know yet."""
+        for counter in (self.history, self.matcher):
+            if counter is not None:
+                counter.add(tokens)
+        self.num_counted += len(tokens)
+
+    def draw(self, sample: Sample) -> Draw:
+        """Gathers all that its next token depends on, besides the logits."""
+        banned = self.sampling.banned if sample.below_minimum else ()
+        return Draw(
+            sampling=self.sampling,
+            position=sample.position,
+            banned=banned,
+            history=self.history,
+            allowed=None if self.matcher is None else self.matcher.allowed(banned),
+        )
+
+    @property
+    def error(self) -> str:
+        """Says why it cannot go on; empty while it can."""
+        return "" if self.matcher is None else self.matcher.error
+
+
+class RankRequests:
+    """All requests of one rank by id."""
+
+    def __init__(self, vocabulary: Vocabulary, device: torch.device) -> None:
+        self._vocabulary, self._device = vocabulary, device
+        self._requests: dict[int, RankRequest] = {}
+
+    def __getitem__(self, request_id: int) -> RankRequest:
+        return self._requests[request_id]
+
+    def apply(self, part: Part) -> RankRequest:
+        """Brings a request up to date and returns it."""
+        sampling, vocabulary = part.sampling, self._vocabulary
+        if sampling is not None and part.request_id not in self._requests:
+            self._requests[part.request_id] = RankRequest(
+                sampling=sampling,
+                history=TokenCounts(vocabulary.size, sampling.prompt, self._device) if sampling.penalised else None,
+                matcher=GrammarMatcher(sampling.grammar, vocabulary) if sampling.constrained else None,
+            )
+        request = self._requests[part.request_id]
+        request.apply(part)
+        return request
+
+    def forget(self, request_ids: Iterable[int]) -> None:
+        """Drops requests; unknown ones belong to other ranks."""
+        for request_id in request_ids:
+            self._requests.pop(request_id, None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnknownToken:
+    """The last token of a part, which instance `source` sampled in an earlier step and `target` computes in this one.
+
+    Attributes:
+        row: its index among the packed tokens of `target`; -1 on other ranks.
+    """
+
+    request_id: int
+    source: int
+    target: int
+    row: int
+
+
+def resolve(packed: Packed, requests: RankRequests, everyone: Group) -> None:
+    """Puts the ids of unknown tokens into `packed.tokens` in place, and sends away those that other instances compute.
+
+    `everyone` is all instances in order.
+    """
+    me, device = everyone.rank, packed.tokens.device
+    known = {one.request_id: requests[one.request_id].last_token for one in packed.unknown if one.source == me}
+    leaving: dict[int, list[int]] = {}
+    coming: dict[int, list[int]] = {}
+    for one in packed.unknown:
+        if me == one.source != one.target:
+            leaving.setdefault(one.target, []).append(one.request_id)
+        elif me == one.target != one.source:
+            coming.setdefault(one.source, []).append(one.request_id)
+    if leaving or coming:
+        sends = {peer: Message([((len(ids),), torch.int64)], device) for peer, ids in leaving.items()}
+        for peer, ids in leaving.items():
+            sends[peer].tensors[0].copy_(torch.tensor([known[request_id] for request_id in ids]))
+        receives = {peer: Message([((len(ids),), torch.int64)], device) for peer, ids in coming.items()}
+        everyone.start(sends=sends, receives=receives, hop=0).wait()
+        for peer, ids in coming.items():
+            known.update(zip(ids, receives[peer].tensors[0].tolist(), strict=True))
+    for one in packed.unknown:
+        if one.target == me:
+            packed.tokens[one.row] = known[one.request_id]
+            requests[one.request_id].count((known[one.request_id],))

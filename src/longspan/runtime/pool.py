@@ -40,17 +40,21 @@ class KvPool:
 
     def read_blocks(self, layer: int, blocks: Tensor, heads: range, k: Tensor, v: Tensor) -> None:
         """Copies some heads of whole blocks to `k, v [blocks, heads, block_size, head_dim]`."""
-        for own, copy in zip((self._layers[layer].keys, self._layers[layer].values), (k, v), strict=True):
-            torch.index_select(own[:, heads.start : heads.stop], 0, blocks, out=copy)
+        for own, copy in zip(self._heads(layer, heads), (k, v), strict=True):
+            torch.index_select(own, 0, blocks, out=copy)
 
     def write_blocks(self, layer: int, blocks: Tensor, heads: range, k: Tensor, v: Tensor) -> None:
         """Copies `k, v [blocks, heads, block_size, head_dim]` to some heads of whole blocks."""
-        for own, copy in zip((self._layers[layer].keys, self._layers[layer].values), (k, v), strict=True):
-            own[:, heads.start : heads.stop].index_copy_(0, blocks, copy)
+        for own, copy in zip(self._heads(layer, heads), (k, v), strict=True):
+            own.index_copy_(0, blocks, copy)
 
     def layer(self, layer: int) -> PagedKv:
         """Returns all blocks of one layer."""
         return self._layers[layer]
+
+    def _heads(self, layer: int, heads: range) -> tuple[Tensor, Tensor]:
+        kv = self._layers[layer]
+        return kv.keys[:, heads.start : heads.stop], kv.values[:, heads.start : heads.stop]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -66,25 +70,23 @@ def bytes_per_block(specs: Sequence[AttnSpec], block_size: int, dtype: torch.dty
     return sum(2 * spec.num_kv_heads * block_size * spec.head_dim * dtype.itemsize for spec in specs)
 
 
-def move_bytes(cluster: Cluster) -> int:
-    """Returns the memory that a rank may take for KV on its way to or from other instances."""
+def default_kv_bytes(cluster: Cluster, device: str, weight_bytes: int) -> int:
+    """Returns the KV memory per rank when the user names none, beside `weight_bytes` of weights on each.
+
+    On CPU the ranks share 4 GiB, or 30 % of the memory that is available if that is less. On CUDA each takes its
+    part of 85 % of the free device memory, less the weights and the KV that is on its way to or from other instances.
+    """
+    if device == "cpu":
+        total = min(_CPU_DEFAULT_BYTES, int(psutil.virtual_memory().available * _CPU_SHARE))
+        return total // cluster.num_ranks
+    free, _ = torch.cuda.mem_get_info(0)
+    per_device = -(-cluster.num_ranks // torch.cuda.device_count())
+    return max(0, int(free * _CUDA_SHARE) // per_device - weight_bytes - _move_bytes(cluster))
+
+
+def _move_bytes(cluster: Cluster) -> int:
+    """Returns the memory that a rank may take for KV that moves."""
     if cluster.decode_spec is None:
         return 0
     sources = min(cluster.backends, cluster.spec.instances) * cluster.spec.tp
     return max(sources, cluster.decode_spec.num_ranks) * WINDOW_BYTES
-
-
-def default_kv_bytes(*, device: str, num_ranks: int, weight_bytes: int, move_bytes: int = 0) -> int:
-    """Returns the KV memory per rank when the user names none.
-
-    Each rank has `weight_bytes` of weights, and `move_bytes` of KV under way.
-
-    On CPU the ranks share 4 GiB, or 30 % of the memory that is available if that is less. On CUDA each takes its
-    part of 85 % of the free device memory, less the weights and what moves.
-    """
-    if device == "cpu":
-        total = min(_CPU_DEFAULT_BYTES, int(psutil.virtual_memory().available * _CPU_SHARE))
-        return total // num_ranks
-    free, _ = torch.cuda.mem_get_info(0)
-    per_device = -(-num_ranks // torch.cuda.device_count())
-    return max(0, int(free * _CUDA_SHARE) // per_device - weight_bytes - move_bytes)

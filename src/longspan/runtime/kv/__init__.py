@@ -1,1 +1,0 @@
-"""KV pools, and KV that moves between ranks."""

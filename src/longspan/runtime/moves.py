@@ -1,0 +1,502 @@
+"""KV blocks that move between ranks: inside a Forward layer by layer (`StepMoves`), or beside it (`Moves`)."""
+
+from __future__ import annotations
+
+import math
+import os
+import queue
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longspan.attn.comm import Group, Message, Pending, Transport
+from longspan.attn.spec import AttnSpec
+from longspan.core.cluster import Cluster
+from longspan.core.heads import split_heads
+from longspan.core.steps import Forward, Link, MoveKV
+from longspan.runtime.messages import Moved, Sent
+from longspan.runtime.pool import WINDOW_BYTES, KvPool
+
+FIRST_TAG = 2**31 - 2**27
+"""Messages of moves have the tags from here to 2**31; those of exchanges have the others."""
+_NUM_TAGS = 2**27
+_CHUNKS = 64
+"""Messages of a layer of a move, from one rank to another, that have tags of their own; fewer are under way."""
+_CHUNK_BYTES = 8 * 2**20
+"""The largest message, unless a single block is larger."""
+_CLOSE_TIMEOUT_S = 2.0
+
+
+# ---------------------------------------------------------------- which blocks go where
+
+
+class Route(NamedTuple):
+    """Heads that one shard of the source sends to one of the target.
+
+    Attributes:
+        given, taken: the same heads, as the source and as the target counts its own.
+    """
+
+    source: int
+    target: int
+    given: range
+    taken: range
+
+
+@lru_cache
+def head_routes(num_heads: int, num_kv_heads: int, source_tp: int, target_tp: int) -> tuple[Route, ...]:
+    """Lists the routes of a layer. A target gets each head once; sources with the same head share its targets evenly.
+
+    Raises:
+        ValueError: see `split_heads`.
+    """
+    has = [share.kv_heads for share in split_heads(num_heads, num_kv_heads, source_tp)]
+    needs = [share.kv_heads for share in split_heads(num_heads, num_kv_heads, target_tp)]
+    sent: dict[tuple[int, int], list[int]] = {}
+    for head in range(num_kv_heads):
+        givers = [shard for shard, heads in enumerate(has) if head in heads]
+        takers = [shard for shard, heads in enumerate(needs) if head in heads]
+        for index, taker in enumerate(takers):
+            sent.setdefault((givers[index * len(givers) // len(takers)], taker), []).append(head)
+    return tuple(
+        Route(source=source, target=target, given=_within(has[source], heads), taken=_within(needs[target], heads))
+        for (source, target), heads in sent.items()
+    )
+
+
+def _within(share: range, heads: list[int]) -> range:
+    """Counts neighbouring heads from the first of a share."""
+    assert heads == list(range(heads[0], heads[-1] + 1)), "a rank has neighbouring heads, or a single one"
+    return range(heads[0] - share.start, heads[-1] + 1 - share.start)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSlice:
+    """One message: some heads of some blocks of a layer, which go to the rank `peer` or come from there.
+
+    Attributes:
+        number: of the move.
+        blocks, heads: `[blocks]` int64 and the heads in this rank's own pool, where they are from or go to.
+        block_bytes: of each block, keys and values.
+        chunk: the index of the message among those between these ranks in this layer.
+        is_last: whether it is the last of them.
+        ready: on a CUDA device, when the pool has the blocks.
+    """
+
+    number: int
+    peer: int
+    layer: int
+    blocks: Tensor
+    heads: range
+    block_bytes: int
+    chunk: int = 0
+    is_last: bool = True
+    ready: torch.cuda.Event | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.blocks) * self.block_bytes
+
+    def cut(self, ready: torch.cuda.Event | None = None) -> Iterator[BlockSlice]:
+        """Cuts it in order into messages that are not too large."""
+        chunks = self.blocks.split(max(1, _CHUNK_BYTES // self.block_bytes))
+        for chunk, blocks in enumerate(chunks):
+            yield replace(self, blocks=blocks, chunk=chunk, is_last=chunk + 1 == len(chunks), ready=ready)
+
+
+class RankMove(NamedTuple):
+    """A MoveKV on one rank: by the instance at the other end, which of its own blocks go `to` it, or are `of` it."""
+
+    number: int
+    to: Mapping[int, Tensor]
+    of: Mapping[int, Tensor]
+
+
+class BlockMessages:
+    """Makes the messages of one rank. `specs` are those of the whole model."""
+
+    def __init__(self, pool: KvPool, specs: Sequence[AttnSpec], cluster: Cluster, rank: int) -> None:
+        self._pool, self._specs, self._cluster, self.rank = pool, specs, cluster, rank
+        self._instance, _, self._shard = cluster.at(rank)
+        self.num_layers, self.device = len(specs), pool.layer(0).keys.device
+
+    def part(self, move: MoveKV) -> RankMove:
+        """Picks the blocks of a move that this rank sends or receives."""
+        to: dict[int, list[int]] = {}
+        of: dict[int, list[int]] = {}
+        for source, target in move.copies:
+            if source.instance == self._instance:
+                to.setdefault(target.instance, []).append(source.block)
+            elif target.instance == self._instance:
+                of.setdefault(source.instance, []).append(target.block)
+        return RankMove(move.number, to=self._tensors(to), of=self._tensors(of))
+
+    def leaving(self, move: RankMove, layer: int) -> Iterator[BlockSlice]:
+        """Yields what this rank sends of a layer, at most one slice per peer."""
+        for target, blocks in move.to.items():
+            for route in self._routes(layer, self._instance, target):
+                if route.source == self._shard:
+                    peer = self._cluster.rank(target, shard=route.target)
+                    yield self._slice(move, layer, peer, blocks, route.given)
+
+    def coming(self, move: RankMove, layer: int) -> Iterator[BlockSlice]:
+        """Yields what this rank receives of a layer, at most one slice per peer."""
+        for source, blocks in move.of.items():
+            for route in self._routes(layer, source, self._instance):
+                if route.target == self._shard:
+                    peer = self._cluster.rank(source, shard=route.source)
+                    yield self._slice(move, layer, peer, blocks, route.taken)
+
+    def filled(self, leaving: BlockSlice) -> Message:
+        """Makes a message and copies the blocks from the pool to it."""
+        made = self.room(leaving)
+        self._pool.read_blocks(leaving.layer, leaving.blocks, leaving.heads, *made.tensors)
+        return made
+
+    def room(self, blocks: BlockSlice) -> Message:
+        """Makes an empty message for keys and values `[blocks, heads, block_size, head_dim]`."""
+        keys = self._pool.layer(blocks.layer).keys
+        shape = (len(blocks.blocks), len(blocks.heads), *keys.shape[2:])
+        return Message([(shape, keys.dtype)] * 2, keys.device)
+
+    def store(self, blocks: BlockSlice, arrived: Message) -> None:
+        """Writes the blocks of a message that has come to the pool."""
+        if arrived.buffer.is_cuda:
+            arrived.buffer.record_stream(torch.cuda.current_stream())
+        self._pool.write_blocks(blocks.layer, blocks.blocks, blocks.heads, *arrived.tensors)
+
+    def group(
+        self, transport: Transport, name: str, number: int, layer: int, chunk: int, sent: Counter[tuple[str, Link]]
+    ) -> Group:
+        """Connects all ranks for one message of a layer of a move, whose only hop is 0. Counts as `name` in `sent`."""
+        per_move = self.num_layers * _CHUNKS
+        within = layer * _CHUNKS + chunk % _CHUNKS
+        tag = FIRST_TAG + number % (_NUM_TAGS // per_move) * per_move + within
+        hosts = self._cluster.hosts
+        return Group(transport, range(len(hosts)), self.rank, hosts=hosts, name=name, first_tag=tag, sent=sent)
+
+    def link(self, peer: int) -> Link:
+        hosts = self._cluster.hosts
+        return "same_host" if hosts[peer] == hosts[self.rank] else "other_host"
+
+    def _tensors(self, blocks: Mapping[int, Sequence[int]]) -> dict[int, Tensor]:
+        return {inst: torch.tensor(own, dtype=torch.int64, device=self.device) for inst, own in blocks.items()}
+
+    def _routes(self, layer: int, source: int, target: int) -> tuple[Route, ...]:
+        spec, tp = self._specs[layer], self._cluster.tp
+        return head_routes(spec.num_heads, spec.num_kv_heads, tp(source), tp(target))
+
+    def _slice(self, move: RankMove, layer: int, peer: int, blocks: Tensor, heads: range) -> BlockSlice:
+        keys = self._pool.layer(layer).keys
+        block_bytes = 2 * len(heads) * math.prod(keys.shape[2:]) * keys.itemsize
+        return BlockSlice(
+            number=move.number, peer=peer, layer=layer, blocks=blocks, heads=heads, block_bytes=block_bytes
+        )
+
+
+# ---------------------------------------------------------------- moves that no Forward waits for
+
+
+def _mark(device: torch.device) -> torch.cuda.Event | None:
+    """Marks the moment at which a CUDA device is done with what it has been given up to now."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+@contextmanager
+def _beside(device: torch.device, after: torch.cuda.Event | None = None) -> Iterator[None]:
+    """Lets a block wait for transfers on a CUDA device whose other work goes on. The block begins `after`."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    if after is not None:
+        stream.wait_event(after)
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
+class MoveChannel:
+    """Carries what moves to, or from, one other rank, first in, first out. Threads of its own do all that waits.
+
+    Both ends are given the same in the same order. So what is oldest under way here is oldest there, or is not known
+    there yet, and nobody waits in a circle.
+
+    Args:
+        begin: makes a message, and starts to send or receive it.
+        end: the message has left, or is there. Its memory counts until it is given to `free`.
+        fail: a peer is gone, or there is no memory, or any other error. Nothing more is done here.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        begin: Callable[[BlockSlice], tuple[Message, Pending]],
+        end: Callable[[BlockSlice, Message], None],
+        fail: Callable[[Exception], None],
+    ) -> None:
+        self._device, self._begin, self._end, self._fail = device, begin, end, fail
+        self._given: queue.SimpleQueue[BlockSlice | None] = queue.SimpleQueue()
+        self._under_way: queue.SimpleQueue[tuple[BlockSlice, Message, Pending] | None] = queue.SimpleQueue()
+        self._room = threading.Condition()
+        self._num_bytes = 0
+        self._threads = [
+            threading.Thread(target=self._run, args=(work,), daemon=True) for work in (self._begin_all, self._end_all)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, blocks: BlockSlice) -> None:
+        self._given.put(blocks)
+
+    def free(self, blocks: BlockSlice) -> None:
+        """Frees the memory of a message that nobody needs any more."""
+        with self._room:
+            self._num_bytes -= blocks.num_bytes
+            self._room.notify()
+
+    def close(self) -> None:
+        """Ends its threads, which wait for nothing any more since their transport is closed."""
+        with self._room:
+            self._num_bytes = 0
+            self._room.notify()
+        self._given.put(None)
+        self._under_way.put(None)
+        for thread in self._threads:
+            thread.join(_CLOSE_TIMEOUT_S)
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - whatever it is, who computes must hear of it
+            self._fail(error)
+
+    def _begin_all(self) -> None:
+        while (blocks := self._given.get()) is not None:
+            self._reserve(blocks.num_bytes)
+            with _beside(self._device, after=blocks.ready):
+                message, pending = self._begin(blocks)
+            self._under_way.put((blocks, message, pending))
+
+    def _reserve(self, num_bytes: int) -> None:
+        """Waits until there is memory for so many bytes, or nothing is under way."""
+        with self._room:
+            self._room.wait_for(lambda: not self._num_bytes or self._num_bytes + num_bytes <= WINDOW_BYTES)
+            self._num_bytes += num_bytes
+
+    def _end_all(self) -> None:
+        while (under_way := self._under_way.get()) is not None:
+            blocks, message, pending = under_way
+            with _beside(self._device):
+                pending.wait()
+            self._end(blocks, message)
+            del blocks, message, pending, under_way  # what waits for the next one must not keep its memory
+
+
+_Event = tuple[BlockSlice, Message] | int | Exception
+"""From the threads of the channels: what has come, a move of which a last message has left, or an error."""
+
+
+class Moves:
+    """One rank's end of the MoveKVs that are steps of their own, and of those that stream out of a Forward.
+
+    A channel per other rank and direction reads the pool, sends and receives, with a bounded number of bytes under way.
+    The pool is written by `take_arrived` only, that is by the thread that computes, between its steps.
+
+    Attributes:
+        wakeup: a file descriptor that can be read when there may be something to take.
+    """
+
+    def __init__(self, messages: BlockMessages, transport: Transport) -> None:
+        self._messages, self._transport = messages, transport
+        self._sending = self._channels(self._begin_send, self._left)
+        self._receiving = self._channels(self._begin_receive, self._came)
+        self._missing: Counter[int] = Counter()  # layers of moves to this rank, a rank of their source each
+        self._leaving: Counter[int] = Counter()  # messages of the last layer of moves from this rank, a peer each
+        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        self.wakeup, self._wake = os.pipe()
+        for end in (self.wakeup, self._wake):
+            os.set_blocking(end, False)
+        self._waking = threading.Lock()  # nobody writes to a descriptor that is closed, and may be another's by now
+
+    @property
+    def is_idle(self) -> bool:
+        """Tells whether nothing is under way."""
+        return not self._missing and not self._leaving
+
+    def close(self) -> None:
+        """Ends all threads; the transport is closed already, so that they wait for no peer."""
+        for channel in (*self._sending.values(), *self._receiving.values()):
+            channel.close()
+        with self._waking:
+            for end in (self.wakeup, self._wake):
+                os.close(end)
+            self._wake = -1
+
+    def expect(self, moves: Sequence[MoveKV]) -> None:
+        """Receives moves to this rank, if any, in the order in which they are sent: layer by layer."""
+        taken = [self._messages.part(move) for move in moves]
+        for layer in range(self._messages.num_layers):
+            for move in taken:
+                for blocks in self._messages.coming(move, layer):
+                    self._missing[move.number] += 1
+                    for chunk in blocks.cut():
+                        self._receiving[chunk.peer].put(chunk)
+
+    def send(self, moves: Sequence[MoveKV]) -> Iterator[Moved]:
+        """Sends what this rank has of moves, and reports each that it has something of."""
+        parts = [self._messages.part(move) for move in moves]
+        sent = {move.number: Counter[tuple[str, Link]]() for move in moves}
+        for layer in range(self._messages.num_layers):
+            for part in parts:
+                self.send_layer(part, layer, sent[part.number])
+        for part in parts:
+            if part.to:
+                yield Moved(rank=self._messages.rank, number=part.number, bytes_sent=dict(sent[part.number]))
+
+    def send_layer(self, move: RankMove, layer: int, sent: Counter[tuple[str, Link]]) -> None:
+        """Sends what this rank has of one layer, and counts it in `sent`. Nobody writes it before it has come."""
+        is_last = layer + 1 == self._messages.num_layers
+        for blocks in self._messages.leaving(move, layer):
+            self._leaving[move.number] += is_last
+            sent["kv_transfer", self._messages.link(blocks.peer)] += blocks.num_bytes
+            for chunk in blocks.cut(_mark(self._messages.device)):
+                self._sending[chunk.peer].put(chunk)
+        if is_last and move.to:  # of which this rank may have nothing to send
+            self._leaving[move.number] += 1
+            self._notify(move.number)
+
+    def take_arrived(self) -> list[Moved | Sent]:
+        """Writes what has come to the pool; reports the moves of which it was the last, and those that have left.
+
+        Raises:
+            CommError: when a peer is gone.
+            Exception: whatever else a channel has failed with.
+        """
+        with suppress(BlockingIOError):
+            os.read(self.wakeup, 4096)
+        rank = self._messages.rank
+        done: list[Moved | Sent] = []
+        while not self._events.empty():
+            match self._events.get():
+                case Exception() as error:
+                    raise error
+                case int(number):
+                    if _is_last(self._leaving, number):
+                        done.append(Sent(rank=rank, number=number))
+                case blocks, message:
+                    self._messages.store(blocks, message)
+                    self._receiving[blocks.peer].free(blocks)
+                    if blocks.is_last and _is_last(self._missing, blocks.number):
+                        done.append(Moved(rank=rank, number=blocks.number, bytes_sent={}))
+        return done
+
+    def _channels(
+        self,
+        begin: Callable[[BlockSlice], tuple[Message, Pending]],
+        end: Callable[[BlockSlice, Message], None],
+    ) -> defaultdict[int, MoveChannel]:
+        return defaultdict(lambda: MoveChannel(self._messages.device, begin, end, self._notify))
+
+    def _begin_send(self, blocks: BlockSlice) -> tuple[Message, Pending]:
+        message = self._messages.filled(blocks)
+        return message, self._group(blocks).start(sends={blocks.peer: message}, receives={}, hop=0)
+
+    def _begin_receive(self, blocks: BlockSlice) -> tuple[Message, Pending]:
+        message = self._messages.room(blocks)
+        return message, self._group(blocks).start(sends={}, receives={blocks.peer: message}, hop=0)
+
+    def _group(self, blocks: BlockSlice) -> Group:
+        """Connects all ranks for a message, whose bytes `send_layer` has counted."""
+        return self._messages.group(
+            self._transport, "kv_transfer", blocks.number, blocks.layer, blocks.chunk, Counter()
+        )
+
+    def _came(self, blocks: BlockSlice, message: Message) -> None:
+        self._notify((blocks, message))
+
+    def _left(self, blocks: BlockSlice, _: Message) -> None:
+        self._sending[blocks.peer].free(blocks)
+        if blocks.is_last and blocks.layer + 1 == self._messages.num_layers:
+            self._notify(blocks.number)
+
+    def _notify(self, event: _Event) -> None:
+        self._events.put(event)
+        with self._waking, suppress(BlockingIOError):  # it is full of wake-ups already
+            if self._wake >= 0:
+                os.write(self._wake, b"\0")
+
+
+def _is_last(counts: Counter[int], number: int) -> bool:
+    """Takes one off; tells whether it was the last."""
+    counts[number] -= 1
+    if counts[number]:
+        return False
+    del counts[number]
+    return True
+
+
+# ---------------------------------------------------------------- moves that keep pace with a Forward
+
+
+class StepMoves:
+    """One rank's end of the `rebalances` and `streams` of a Forward, which counts what it sends in `sent`.
+
+    Args:
+        rebalances: carries the former; their peers receive in the same step.
+        moves: carries the latter.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        messages: BlockMessages,
+        *,
+        rebalances: Transport,
+        moves: Moves,
+        sent: Counter[tuple[str, Link]],
+    ) -> None:
+        self._messages, self._transport, self._moves, self._sent = messages, rebalances, moves, sent
+        self._rebalances = [messages.part(move) for move in forward.rebalances]
+        self._streams = [messages.part(move) for move in forward.streams]
+        self._num_complete = self._num_streamed = 0
+        self._coming: list[tuple[Pending, list[tuple[BlockSlice, Message]]]] = []
+        self._start(0)
+
+    def complete(self, layer: int) -> None:
+        """Waits until a layer's rebalanced KV is in the pool, and then starts that of the next layer."""
+        while self._num_complete <= layer:
+            for pending, rooms in self._coming:
+                pending.wait()
+                for blocks, room in rooms:
+                    self._messages.store(blocks, room)
+            self._num_complete += 1
+            self._start(self._num_complete)
+
+    def stream(self, layer: int) -> None:
+        """Sends the streams of all layers up to this one, whose new KV is in the pool."""
+        while self._num_streamed <= layer:
+            for move in self._streams:
+                self._moves.send_layer(move, self._num_streamed, self._sent)
+            self._num_streamed += 1
+
+    def _start(self, layer: int) -> None:
+        """Starts the sends and receives of a layer's rebalancing."""
+        self._coming = []
+        for move in self._rebalances if layer < self._messages.num_layers else ():
+            group = self._messages.group(self._transport, "kv_balance", move.number, layer, 0, self._sent)
+            sends = {blocks.peer: self._messages.filled(blocks) for blocks in self._messages.leaving(move, layer)}
+            rooms = [(blocks, self._messages.room(blocks)) for blocks in self._messages.coming(move, layer)]
+            receives = {blocks.peer: room for blocks, room in rooms}
+            self._coming.append((group.start(sends=sends, receives=receives, hop=0), rooms))

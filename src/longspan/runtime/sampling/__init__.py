@@ -1,1 +1,0 @@
-"""Sampling: from logits to tokens, on the rank that computes them."""
