@@ -94,7 +94,7 @@ class Worker:
         model = Model.load(files, device, tp_index=shard, tp=cluster.tp(instance))
         pool = KvPool(
             model.specs,
-            num_blocks=cluster.num_blocks(instance),
+            num_blocks=cluster.num_blocks[instance],
             block_size=config.block_size,
             dtype=DTYPES[files.dtype],
             device=device,
