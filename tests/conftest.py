@@ -14,7 +14,7 @@ import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:
-    from engines import Engines
+    from engines import Engines, ThreadLLM
     from oracle import Oracle
 
 # The same examples on every run, so that what was green stays green; LONGSPAN_RANDOM_TESTS=1 looks for new ones. None
@@ -62,16 +62,34 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def fake_llm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The command line starts no engine; see `fake_llm.py`."""
-    import fake_llm
-
-    fake_llm.install(monkeypatch)
+def signals() -> Iterator[None]:
+    """The command line sets what signals do; afterwards they do what they did."""
     numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
     before = [signal.getsignal(number) for number in numbers]
     yield
     for number, handler in zip(numbers, before, strict=True):
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def fake_llm(monkeypatch: pytest.MonkeyPatch, signals: None) -> None:
+    """The command line starts no engine; see `fake_llm.py`."""
+    import fake_llm
+
+    del signals
+    fake_llm.install(monkeypatch)
+
+
+@pytest.fixture
+def thread_llm(monkeypatch: pytest.MonkeyPatch, signals: None) -> None:
+    """The command line starts engines in this process, whose workers are threads."""
+    from engines import ThreadLLM
+
+    import longspan
+
+    del signals
+    monkeypatch.setitem(vars(longspan), "LLM", ThreadLLM)
+    monkeypatch.setattr("longspan.cli.options.start_server", lambda: None)
 
 
 @pytest.fixture
@@ -142,6 +160,15 @@ def engines() -> Iterator[Engines]:
     made = Engines()
     yield made
     made.close()
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Iterator[ThreadLLM]:
+    """An engine of the default model that tests share, on one thread; none may change its policy."""
+    from engines import ThreadLLM
+
+    with ThreadLLM(threads_per_rank=1) as llm:
+        yield llm
 
 
 @pytest.fixture(scope="session")

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+from forked import Forked, free_port
 from tiny_models import make_tiny
 
 ROOT = Path(__file__).parents[1]
@@ -16,32 +20,58 @@ wanted = AutoModelForCausalLM.from_pretrained(folder)(ids[None]).logits[:, mine]
 print("largest difference", (logits - wanted).abs().max().item())
 torch.distributed.destroy_process_group()
 """
+COMMON = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 
 
-def torchrun(script: Path, logs: Path) -> list[float]:
-    """The differences that a script prints; each process into its own file, since torchrun does not buffer them."""
+def torchrun(script: Path, logs: Path) -> list[str]:
+    """What each process prints into a file of its own, since torchrun does not buffer it."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["--redirects", "1", "--log-dir", str(logs), str(script)]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, **COMMON}, check=False
+    )
     assert done.returncode == 0, done.stderr
-    printed = [path.read_text(encoding="utf-8") for path in sorted(logs.rglob("stdout.log"))]
-    assert len(printed) == 2
-    return [float(found) for text in printed for found in re.findall(r"largest difference (\S+)", text)]
+    return [path.read_text(encoding="utf-8") for path in sorted(logs.rglob("stdout.log"))]
 
 
-def test_ring_attention(tmp_path: Path) -> None:
-    differences = torchrun(ROOT / "examples" / "ring_attention.py", tmp_path)
-    assert len(differences) == 5
-    assert max(differences) < 1e-5
+def run_script(script: str) -> None:
+    sys.argv = [script]
+    runpy.run_path(script, run_name="__main__")
 
 
-def test_context_parallel_model(tmp_path: Path) -> None:
-    [difference] = torchrun(ROOT / "examples" / "context_parallel_model.py", tmp_path)
+def forked(script: Path, _: Path) -> list[str]:
+    """What each process prints that finds in its environment what torchrun would say."""
+    common = {**COMMON, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    ranks = [Forked(run_script, str(script), environment={**common, "RANK": rank}) for rank in "01"]
+    ended = [rank.wait(120) for rank in ranks]
+    assert all(rank.returncode == 0 for rank in ended), ended
+    return [rank.stdout for rank in ended]
+
+
+@pytest.fixture(params=[forked, pytest.param(torchrun, marks=pytest.mark.full)])
+def differences(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Path], list[float]]:
+    """Runs a script in two processes; gives the differences that it prints."""
+
+    def run(script: Path) -> list[float]:
+        printed = request.param(script, tmp_path)
+        assert len(printed) == 2
+        return [float(found) for text in printed for found in re.findall(r"largest difference (\S+)", text)]
+
+    return run
+
+
+def test_ring_attention(differences: Callable[[Path], list[float]]) -> None:
+    found = differences(ROOT / "examples" / "ring_attention.py")
+    assert len(found) == 5
+    assert max(found) < 1e-5
+
+
+def test_context_parallel_model(differences: Callable[[Path], list[float]]) -> None:
+    [difference] = differences(ROOT / "examples" / "context_parallel_model.py")
     assert 0 < difference < 3e-5
 
 
-def test_the_page(tmp_path: Path) -> None:
+def test_the_page(differences: Callable[[Path], list[float]], tmp_path: Path) -> None:
     """Its first code, with a folder and tokens before it, and a comparison after."""
     page = (ROOT / "docs" / "attention-library.md").read_text(encoding="utf-8")
     code = page.partition("```python\n")[2].partition("```")[0]
@@ -49,6 +79,6 @@ def test_the_page(tmp_path: Path) -> None:
     before = f"import torch\nfolder, ids = {str(folder)!r}, torch.arange(3, 150)\n"
     script = tmp_path / "script.py"
     script.write_text(before + code + PAGE_CHECK, encoding="utf-8")
-    differences = torchrun(script, tmp_path)
-    assert len(differences) == 2
-    assert max(differences) < 3e-5
+    found = differences(script)
+    assert len(found) == 2
+    assert max(found) < 3e-5

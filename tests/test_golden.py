@@ -5,42 +5,42 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout
 from pathlib import Path
+from unittest.mock import patch
 
+import cyclopts
 import golden_streams
 import pytest
 from fake_server import make_server
 
+from longspan.attn import check
+from longspan.cli import app
 from longspan.serve.app import make_app
 
 GOLDEN = Path(__file__).parent / "golden"
 OPENAPI = GOLDEN / "openapi.json"
-_CLI = "longspan"
-HELP = {
-    "longspan": (_CLI,),
-    **{verb: (_CLI, verb) for verb in ("generate", "chat", "serve", "batch", "profile", "simulate", "estimate")},
-    "attn-check": ("longspan.attn.check",),
-}
-"""What is run with `--help`, by the name of its file."""
+HELP = ("longspan", "generate", "chat", "serve", "batch", "profile", "simulate", "estimate", "attn-check")
 
 
 def recorded_streams() -> dict[str, dict[str, object]]:
     return json.loads(golden_streams.RECORDED.read_text(encoding="utf-8"))
 
 
-def shown_help(words: tuple[str, ...]) -> str:
+def shown_help(name: str) -> str:
     """The words of a help text, one line per option, whatever draws the boxes and breaks the lines."""
-    module, *verb = words
-    environment = {**os.environ, "COLUMNS": "400", "TERM": "dumb", "NO_COLOR": "1"}
-    command = [sys.executable, "-m", module, *verb, "--help"]
-    shown = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
-    lines = (re.sub(r"[╭─╮│╰╯\s]+", " ", line).strip() for line in shown.splitlines())
+    attn_check = cyclopts.App(name="python -m longspan.attn.check", default_command=check.main)
+    run = attn_check if name == "attn-check" else app.main
+    verb = [] if name in ("longspan", "attn-check") else [name]
+    environment = {"COLUMNS": "400", "TERM": "dumb", "NO_COLOR": "1"}
+    with patch.dict(os.environ, environment), redirect_stdout(io.StringIO()) as shown, pytest.raises(SystemExit) as end:
+        run([*verb, "--help"])
+    assert end.value.code == 0
+    lines = (re.sub(r"[╭─╮│╰╯\s]+", " ", line).strip() for line in shown.getvalue().splitlines())
     return "".join(f"{line}\n" for line in lines if line)
 
 
@@ -58,9 +58,10 @@ def test_the_steps_are_those_recorded(name: str) -> None:
     assert {"num_steps": len(steps), "hashes": golden_streams.hashes(steps)} == recorded_streams()[name]
 
 
+@pytest.mark.usefixtures("signals")
 @pytest.mark.parametrize("name", HELP)
 def test_help_is_as_recorded(name: str) -> None:
-    assert shown_help(HELP[name]) == (GOLDEN / f"help-{name}.txt").read_text(encoding="utf-8")
+    assert shown_help(name) == (GOLDEN / f"help-{name}.txt").read_text(encoding="utf-8")
 
 
 def test_the_openapi_document_is_as_recorded() -> None:
@@ -70,6 +71,5 @@ def test_the_openapi_document_is_as_recorded() -> None:
 if __name__ == "__main__":
     golden_streams.main()
     OPENAPI.write_text(openapi(), encoding="utf-8")
-    with ThreadPoolExecutor() as pool:
-        for name, text in zip(HELP, pool.map(shown_help, HELP.values()), strict=True):
-            (GOLDEN / f"help-{name}.txt").write_text(text, encoding="utf-8")
+    for name in HELP:
+        (GOLDEN / f"help-{name}.txt").write_text(shown_help(name), encoding="utf-8")

@@ -13,16 +13,28 @@ from collections.abc import Callable
 import cyclopts
 import psutil
 import pytest
+from forked import Forked
 
+from longspan.attn import exchanges
 from longspan.attn.check import main
+from longspan.attn.exchanges import Call
+from longspan.core.exchange import RING_Q
 
-COMMAND = [sys.executable, "-m", "longspan.attn.check"]
 LINE = re.compile(r"(\S.*?) +largest error (\S+) +([\d,]+) bytes sent on the same host, ([\d,]+) to another")
 
 
-def check(*arguments: str, command: list[str] = COMMAND, **environment: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, **environment}
-    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120, env=env, check=False)
+def run(arguments: tuple[str, ...], ring_q: Callable[[Call], None] | None = None) -> None:
+    """The command, with another `ring_q` if there is one; processes are forked, so they have it, too."""
+    if ring_q is not None:
+        exchanges.register(RING_Q, ring_q)
+    sys.argv = ["check", *arguments]
+    cyclopts.run(main)
+
+
+def check(
+    *arguments: str, ring_q: Callable[[Call], None] | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    return Forked(run, arguments, ring_q, environment=environment).wait(120)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -74,30 +86,33 @@ def test_mistakes_are_told(
     assert all(word in err for word in words), err
 
 
-def broken(body: str) -> list[str]:
-    """The check with a `ring_q` that is wrong; processes are forked, so they have it, too."""
-    code = f"""
-import cyclopts, os
-from longspan.attn import check, exchanges
-from longspan.core.exchange import RING_Q
-def ring_q(call):
-    {body}
-exchanges.register(RING_Q, ring_q)
-cyclopts.run(check.main)
-"""
-    return [sys.executable, "-c", code]
+def copies(call: Call) -> None:
+    call.out.copy_(call.q)
 
 
-@pytest.mark.parametrize("body", ["call.out.copy_(call.q)", "call.out.fill_(float('nan'))"])
-def test_a_wrong_exchange_is_found(body: str) -> None:
-    result = check("--exchange", "ring_q", "--cases", "3", command=broken(body))
+def makes_nothing(call: Call) -> None:
+    call.out.fill_(float("nan"))
+
+
+@pytest.mark.parametrize("ring_q", [copies, makes_nothing])
+def test_a_wrong_exchange_is_found(ring_q: Callable[[Call], None]) -> None:
+    result = check("--exchange", "ring_q", "--cases", "3", ring_q=ring_q)
     assert (result.returncode, result.stderr) == (1, "not exact: an error exceeds 1e-05\n")
     assert result.stdout.startswith("ring_q ")
 
 
-@pytest.mark.parametrize("body", ["raise ValueError('no')", "call.group.rank or os._exit(3)"])
-def test_a_rank_that_fails_ends_the_check(body: str) -> None:
-    result = check("--exchange", "ring_q", command=broken(body))
+def raises(_: Call) -> None:
+    raise ValueError("no")
+
+
+def dies(call: Call) -> None:
+    if not call.group.rank:
+        os._exit(3)
+
+
+@pytest.mark.parametrize("ring_q", [raises, dies])
+def test_a_rank_that_fails_ends_the_check(ring_q: Callable[[Call], None]) -> None:
+    result = check("--exchange", "ring_q", ring_q=ring_q)
     assert (result.returncode, result.stdout) == (1, "")
     assert re.search(r"rank \d failed\n$", result.stderr)
 
@@ -112,14 +127,14 @@ def test_a_rank_that_fails_ends_the_check(body: str) -> None:
     ],
 )
 def test_no_process_is_left(number: signal.Signals, code: int, send: Callable[[int, int], None]) -> None:
-    process = subprocess.Popen([*COMMAND, "--ranks", "3", "--cases", "100000"], start_new_session=True)
+    process = Forked(run, ("--ranks", "3", "--cases", "100000"), own_group=True)
     parent = psutil.Process(process.pid)
     deadline = time.monotonic() + 60
     while len(ranks := parent.children()) < 3:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    time.sleep(1)  # in the midst of the cases
+    time.sleep(0.3)  # in the midst of the cases
     send(process.pid, number)
-    assert process.wait(timeout=20) == code
-    gone, alive = psutil.wait_procs(ranks, timeout=10)
+    assert process.wait(60).returncode == code
+    gone, alive = psutil.wait_procs(ranks, timeout=60)
     assert (len(gone), alive) == (3, [])

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from forked import run_ranks
 from torch import Tensor
 from transports import run_members
 
@@ -94,15 +92,13 @@ def test_random_cases_are_exact(name: str, size: int) -> None:
     assert run_members(size, member) == [None] * size
 
 
-def test_process_groups() -> None:
-    """See `library_member.py`."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    script = Path(__file__).parents[1] / "support" / "library_member.py"
-    done = subprocess.run(
-        [*command, str(script)], capture_output=True, text=True, timeout=120, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr
+def test_process_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """See `library_member.py`, which imports this file."""
+    import library_member
+
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    ended = run_ranks(library_member.main, tmp_path / "store", 3)
+    assert [rank.returncode for rank in ended] == [0, 0, 0], ended
 
 
 @ALL

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
+import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import ThreadLLM
+from fake_llm import run
+from forked import Forked
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
-from tiny_models import make_tiny
 
 from longspan import LLM, SamplingParams
+from longspan.cli import app
 from longspan.serve.batch import BatchAnswer, BatchModel, BatchRequest, answer_each
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPTS = ["Once upon a time", "The capital of France is", "1, 2, 3,"]
 
 
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with ThreadLLM(threads_per_rank=1) as llm:  # other tests may have the other cores
-        yield llm
+@pytest.fixture
+def llm(smollm2: LLM) -> LLM:
+    return smollm2
 
 
 def answers(llm: LLM, *bodies: tuple[str, dict[str, Any]], most: int = 2) -> list[BatchAnswer[int]]:
@@ -120,32 +119,31 @@ def test_a_refusal_is_what_a_server_would_say(
     assert words in refused.body["error"]["message"]
 
 
-def test_killed_and_run_again_a_batch_is_whole(tmp_path: Path) -> None:
-    model = make_tiny("llama", tmp_path / "llama")
+@pytest.mark.usefixtures("thread_llm")
+def test_killed_and_run_again_a_batch_is_whole(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """First in a process with a worker, then in this one."""
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    body = {"max_tokens": 200, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
+    body = {"max_tokens": 100, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
     lines = [
         {"custom_id": f"r{index}", "method": "POST", "url": COMPLETIONS, "body": {**body, "prompt": [index + 3]}}
-        for index in range(20)
+        for index in range(15)
     ]
     source.write_text("\n".join(map(json.dumps, lines)))
-    command = [sys.executable, "-m", "longspan", "batch", str(model), "-i", str(source), "-o", str(target)]
+    command = ["batch", str(tiny), "-i", str(source), "-o", str(target)]
     command += ["--skip-tokenizer-init", "--max-num-seqs", "1", "--threads-per-rank", "1"]
-    killed = subprocess.Popen(command, stderr=subprocess.PIPE)
-    try:
-        deadline = time.monotonic() + 120
-        while (not target.exists() or target.read_bytes().count(b"\n") < 2) and time.monotonic() < deadline:
-            time.sleep(0.01)
-    finally:
-        killed.kill()
-        killed.communicate()
+    killed = Forked(app.main, command)
+    deadline = time.monotonic() + 120
+    while (not target.exists() or target.read_bytes().count(b"\n") < 2) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.wait(60)
     before = target.read_bytes()
     kept = before[: before.rfind(b"\n") + 1]
-    assert 2 <= kept.count(b"\n") < 20
-    again = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
+    assert 2 <= kept.count(b"\n") < len(lines)
+    assert run(*command) == 0
+    assert capsys.readouterr() == ("", "")
     after = target.read_bytes()
     assert after.startswith(kept)
     found = {line["custom_id"]: line["response"]["body"] for line in map(json.loads, after.splitlines())}
-    assert after.count(b"\n") == len(found) == 20
-    assert {len(answer["choices"][0]["token_ids"]) for answer in found.values()} == {200}
+    assert after.count(b"\n") == len(found) == len(lines)
+    assert {len(answer["choices"][0]["token_ids"]) for answer in found.values()} == {100}

@@ -211,6 +211,7 @@ class Slow(fake_llm.FakeLLM):
                 return
             time.sleep(0.1)
 longspan.LLM = Slow
+longspan.cli.options.start_server = lambda: None
 longspan.cli.app.main(["chat"])
 """
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
-from engines import ThreadLLM
 
 from longspan import LLM, SamplingParams
 from longspan.cli.chat import Conversation
@@ -18,9 +16,8 @@ QUESTIONS = ["Name three colours.", "Name three more.", "Which was the first?", 
 
 
 @pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with ThreadLLM() as llm:
-        yield llm
+def llm(smollm2: LLM) -> LLM:
+    return smollm2
 
 
 def test_a_turn_computes_only_what_is_new(llm: LLM) -> None:

@@ -340,6 +340,7 @@ class Slow:
                 prompt_token_ids=[1], outputs=[SimpleNamespace(text="word " * count, token_ids=[], finish_reason=None)],
                 metrics=SimpleNamespace(ttft_s=0.1, tbt_s=[0.1], kv_tokens_per_instance=[1, 2]))
 longspan.LLM = Slow
+longspan.cli.options.start_server = lambda: None
 longspan.cli.app.main(["generate", "--prompt", "x"])
 """
 
@@ -368,8 +369,14 @@ runpy.run_module("longspan", run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("module", ["longspan.cli.app", "cyclopts", "longspan.cli.serve"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    ("number", "module"),
+    [
+        (signal.SIGINT, "longspan.cli.app"),
+        (signal.SIGTERM, "cyclopts"),
+        (signal.SIGHUP, "longspan.cli.serve"),
+    ],
+)
 def test_a_signal_while_it_starts_ends_it_quietly(number: signal.Signals, module: str) -> None:
     command = [sys.executable, "-c", _EARLY, module, str(int(number))]
     done = subprocess.run(command, check=False, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""`longspan generate` as a user runs it: a process of its own, real workers, a tiny random model without tokenizer."""
+"""`longspan generate` with a real engine, of a tiny random model without a tokenizer."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fake_llm import run
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -33,23 +34,34 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def generate(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "longspan", "generate", str(folder), "--load-format", "dummy"]
-    command += ["--skip-tokenizer-init", "--threads-per-rank", "1", "--block-size", "16", *arguments]
-    environment = {**os.environ, "LONGSPAN_CACHE": str(folder / "cache")}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+def command(folder: Path, *arguments: str) -> list[str]:
+    fixed = ("--load-format", "dummy", "--skip-tokenizer-init", "--threads-per-rank", "1", "--block-size", "16")
+    return ["generate", str(folder), *fixed, *arguments]
 
 
-def test_one_and_two_instances_give_the_same_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("thread_llm")
+def test_two_processes_and_a_thread_give_the_same_tokens(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The former are two instances, and `generate` is run as a user runs it."""
+    monkeypatch.setenv("LONGSPAN_CACHE", str(folder / "cache"))
     common = ("--token-ids", PROMPT, "--max-tokens", "9", "--ignore-eos")
-    alone = generate(folder, *common)
-    assert (alone.returncode, alone.stderr) == (0, "")
+    assert run(*command(folder, *common)) == 0
+    alone = capsys.readouterr()
+    assert alone.err == ""
 
-    monkeypatch.setenv("LONGSPAN_HOSTS", "2")
-    shared = generate(folder, *common, "--json", "--parallel", "2", "--policy", "context", "-o", "threshold=32")
+    sharing = ("--json", "--parallel", "2", "--policy", "context", "-o", "threshold=32")
+    shared = subprocess.run(
+        [sys.executable, "-m", "longspan", *command(folder, *common, *sharing)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "LONGSPAN_HOSTS": "2"},
+        check=False,
+    )
     assert (shared.returncode, shared.stderr) == (0, "")
     result = json.loads(shared.stdout.splitlines()[-1])
-    assert alone.stdout == ",".join(map(str, result["token_ids"])) + "\n"
+    assert alone.out == ",".join(map(str, result["token_ids"])) + "\n"
     assert (result["prompt_tokens"], result["finish_reason"], len(result["tbt_s"])) == (100, "length", 8)
     held = result["kv_tokens_per_instance"]
     assert sum(held) == 100
@@ -68,7 +80,11 @@ def test_one_and_two_instances_give_the_same_tokens(folder: Path, monkeypatch: p
         (["--token-ids", "5", "--choice", "yes", "--choice", "no"], ["structured_outputs", "tokenizer"]),
     ],
 )
-def test_what_only_the_engine_can_refuse_is_one_line_too(folder: Path, arguments: list[str], words: list[str]) -> None:
-    result = generate(folder, *arguments)
-    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
-    assert all(word in result.stderr for word in words)
+@pytest.mark.usefixtures("thread_llm")
+def test_what_only_the_engine_can_refuse_is_one_line_too(
+    folder: Path, arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*command(folder, *arguments)) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert all(word in err for word in words)

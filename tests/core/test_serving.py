@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -173,12 +172,6 @@ def test_a_sampled_request_is_the_same_alone_and_in_company(tiny: Path) -> None:
         together = llm.generate(prompts, params)
         alone = [llm.generate([prompt], p)[0] for prompt, p in zip(prompts, params, strict=True)]
     assert [o.outputs[0].token_ids for o in together] == [o.outputs[0].token_ids for o in alone]
-
-
-@pytest.fixture(scope="module")
-def smollm2() -> Iterator[LLM]:
-    with ThreadLLM() as llm:
-        yield llm
 
 
 def test_a_single_prompt_needs_no_list(smollm2: LLM) -> None:

@@ -11,7 +11,7 @@ from longspan.profiling.links import time_links
 from longspan.profiling.plan import kinds_of_links
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_transfers_of_every_kind_are_timed(num_ranks: int) -> None:
     """At sizes far apart, and as often at each: enough for a rate, whatever the clock says meanwhile."""
     calls: dict[tuple[TransferKind, int], dict[int, int]] = {}

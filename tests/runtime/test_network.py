@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import lane_member
 import psutil
 import pytest
 import torch
+from forked import run_ranks
 from hand_made import workers
 from tiny_models import make_tiny
 
@@ -26,22 +26,8 @@ from longspan.runtime.worker_process import keep_to_cores
 
 def test_lanes_of_their_own(tmp_path: Path) -> None:
     """As with NCCL: subsets of three ranks use each lane, after a call in which all took part."""
-    command = [
-        sys.executable,
-        str(Path(__file__).parents[1] / "support" / "lane_member.py"),
-        str(tmp_path / "store"),
-        "3",
-    ]
-    processes = [
-        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for rank in range(3)
-    ]
-    try:
-        reports = [process.communicate(timeout=60)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0, 0], reports
+    ended = run_ranks(lane_member.main, tmp_path / "store", 3)
+    assert [rank.returncode for rank in ended] == [0, 0, 0], ended
 
 
 @pytest.mark.parametrize(

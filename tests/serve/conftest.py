@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from server_process import ServerProcess, running
-
-KEY = "sesame"
-"""Without one, a server's policy would not be changed."""
+from server_process import KEY, MAX_MODEL_LEN, MODEL, OTHER_NAME, ServerProcess, running
 
 
 @pytest.fixture(scope="session")
 def tetris_server(speaking_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server of a tiny model on two instances under policy `tetris`; it comes back when its processes are lost."""
     policy = ("--policy", "tetris", "-o", "improvement_rate=0.1", "--parallel", "2", "--block-size", "16")
-    limits = ("--max-model-len", "4096", "--max-body-bytes", "200000")
+    limits = ("--max-model-len", str(MAX_MODEL_LEN), "--max-body-bytes", "200000", "--threads-per-rank", "1")
+    names = ("--served-model-name", MODEL, "--served-model-name", OTHER_NAME)
     log = tmp_path_factory.mktemp("tetris") / "log"
-    with running(str(speaking_model), *policy, *limits, log=log, environment={"LONGSPAN_API_KEY": KEY}) as server:
+    with running(
+        str(speaking_model), *policy, *limits, *names, log=log, environment={"LONGSPAN_API_KEY": KEY}
+    ) as server:
         yield server

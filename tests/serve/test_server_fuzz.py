@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from schemathesis import Case, GenerationMode
 from schemathesis.specs.openapi.checks import ignored_auth, positive_data_acceptance
 from server_client import Client
-from server_process import running
+from server_process import KEY, running
 
 from longspan.serve.wire.responses import ChatCompletionChunk, CompletionResponse
 
@@ -31,8 +31,6 @@ CHUNKS: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionResponse,
     "/v1/chat/completions": ChatCompletionChunk,
 }
-KEY = "sesame"
-"""Without one, a server's policy would not be changed."""
 SMALL = (
     *("--policy", "tetris"),
     *("--max-model-len", "80", "--max-n", "2", "--max-prompts", "3", "--max-logprobs", "3"),

@@ -6,40 +6,28 @@ import json
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from engines import ThreadLLM
 from fake_server import client_of, fake_of, make_server
 from openai import OpenAI
 from server_client import num_ended
-from server_process import ServerProcess, running
+from server_process import KEY, MAX_MODEL_LEN, MODEL, OTHER_NAME, ServerProcess
 
 from longspan import LLM, SamplingParams
 from longspan.serve.output_queue import EngineLostError, QueueFullError
 
-MODEL = "smollm2-135m"
-KEY = "sk-secret-0123456789"
-FLAGS = (
-    "--threads-per-rank",
-    "1",
-    "--max-model-len",
-    "1024",
-    "--served-model-name",
-    MODEL,
-    "--served-model-name",
-    "gpt-4o-mini",
-)
 PROMPT = "The capital of France is"
 MESSAGES: Any = [{"role": "user", "content": "Name three colours."}]
 GREEDY: Any = {"model": MODEL, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    log = tmp_path_factory.mktemp("openai") / "log"
-    with running(*FLAGS, log=log, environment={"LONGSPAN_API_KEY": KEY}) as server:
-        yield server
+def server(tetris_server: ServerProcess) -> ServerProcess:
+    return tetris_server
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +36,8 @@ def client(server: ServerProcess) -> OpenAI:
 
 
 @pytest.fixture(scope="module")
-def reference() -> Iterator[LLM]:
-    with LLM(MODEL, max_model_len=1024, threads_per_rank=1) as llm:
+def reference(speaking_model: Path) -> Iterator[LLM]:
+    with ThreadLLM(str(speaking_model), max_model_len=MAX_MODEL_LEN, threads_per_rank=1) as llm:
         yield llm
 
 
@@ -197,8 +185,8 @@ def test_usage_tells_what_was_cached(client: OpenAI) -> None:
 
 
 def test_models_have_all_their_names(client: OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == [MODEL, "gpt-4o-mini"]
-    assert client.completions.create(model="gpt-4o-mini", prompt="x", max_tokens=1).model == "gpt-4o-mini"
+    assert [model.id for model in client.models.list()] == [MODEL, OTHER_NAME]
+    assert client.completions.create(model=OTHER_NAME, prompt="x", max_tokens=1).model == OTHER_NAME
 
 
 @pytest.mark.parametrize(
@@ -208,7 +196,7 @@ def test_models_have_all_their_names(client: OpenAI) -> None:
         ({"prompt": "x", "n": 0}, "n", "0"),
         ({"prompt": "x", "max_tokens": -5}, "max_tokens", "-5"),
         ({"prompt": [[1, 2], [49_152]]}, "prompt[1]", "49152"),
-        ({"prompt": "word " * 1100}, "prompt", "1024"),
+        ({"prompt": "word " * 4200}, "prompt", "4096"),
         ({"prompt": "x", "suffix": "y"}, "suffix", "continuations"),
         ({"prompt": "x", "best_of": 2}, "best_of", "n"),
         ({"prompt": "x", "logprobs": 21}, "logprobs", "--max-logprobs"),
@@ -262,7 +250,7 @@ def test_text_and_tokens(server: ServerProcess, reference: LLM) -> None:
     ask = server.client.ask
     tokens = ask("POST", "/tokenize", {"prompt": PROMPT}).body
     assert tokens["tokens"] == reference.tokenize(PROMPT)
-    assert (tokens["count"], tokens["max_model_len"]) == (len(tokens["tokens"]), 1024)
+    assert (tokens["count"], tokens["max_model_len"]) == (len(tokens["tokens"]), MAX_MODEL_LEN)
     assert ask("POST", "/detokenize", {"tokens": tokens["tokens"]}).body == {"prompt": PROMPT}
     chat = ask("POST", "/tokenize", {"messages": MESSAGES}).body["tokens"]
     assert chat == reference.tokenize(reference.render_chat(MESSAGES), add_special_tokens=False)

@@ -1,12 +1,10 @@
-"""One rank of `test_network.test_lanes_of_their_own`: `lane_member.py STORE NUM_RANKS RANK`.
+"""One rank of `test_network.test_lanes_of_their_own`.
 
 Sends between subsets of the ranks on two lanes that have process groups of their own, as NCCL needs them: the same tags
 and the same ranks, and other numbers on each.
 """
 
 from __future__ import annotations
-
-import sys
 
 import torch
 import torch.distributed as dist
@@ -15,8 +13,7 @@ from longspan.attn.comm import Group, Message, TorchTransport
 from longspan.runtime.worker_process import connect, open_lane
 
 
-def main() -> None:
-    store, num_ranks, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+def main(store: str, num_ranks: int, rank: int) -> None:
     torch.set_num_threads(1)
     connect("cpu", store, rank, num_ranks, timeout_s=30)
     met: list[object] = []
@@ -45,7 +42,3 @@ def main() -> None:
         lane.complete_sends()
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

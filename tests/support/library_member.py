@@ -1,4 +1,4 @@
-"""One of three ranks of `test_attn_library.test_process_groups`, started by torchrun.
+"""One of three ranks of `test_attn_library.test_process_groups`.
 
 Two process groups that share ranks take turns in exchanges on real gloo connections. Nothing waits between the calls,
 and the last one is followed at once by the end of the process.
@@ -16,9 +16,9 @@ from test_attn_library import EXCHANGES, case, compare
 from longspan import attn
 
 
-def main() -> None:
+def main(store: str, num_ranks: int, rank: int) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks)
     pair = dist.new_group([1, 2])
     with pytest.raises(ValueError, match=r"'cpu:gloo', but one of gloo, nccl is needed: join"):
         attn.join(dist.new_group(backend="cpu:gloo"))
@@ -44,7 +44,3 @@ def take_turns(groups: list[attn.Members]) -> None:
             for name, exchange in EXCHANGES.items():
                 spec, batch = case(random.Random(number), group.size, name)
                 compare(exchange, group, spec, batch)
-
-
-if __name__ == "__main__":
-    main()

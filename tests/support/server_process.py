@@ -18,6 +18,11 @@ from pathlib import Path
 import psutil
 from server_client import Client
 
+KEY = "sesame"
+"""Without one, a server's policy would not be changed."""
+MODEL, OTHER_NAME, MAX_MODEL_LEN = "tiny", "gpt-4o-mini", 4096
+"""What the server that several files ask calls its model, and how long it lets requests become."""
+
 _START_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 60.0
 _LEAVE_TIMEOUT_S = 15.0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -74,9 +75,8 @@ def params(structured: StructuredOutputsParams | None, temperature: float) -> Sa
 
 
 @pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with ThreadLLM(threads_per_rank=1) as llm:
-        yield llm
+def llm(smollm2: LLM) -> LLM:
+    return smollm2
 
 
 def outputs_of(llm: LLM) -> list[list[CompletionOutput]]:
@@ -91,13 +91,8 @@ def outputs_of(llm: LLM) -> list[list[CompletionOutput]]:
     return [output.outputs for output in outputs]
 
 
-@pytest.fixture(scope="module")
-def expected(llm: LLM) -> list[list[CompletionOutput]]:
-    return outputs_of(llm)
-
-
-def test_every_output_has_its_form(expected: list[list[CompletionOutput]]) -> None:
-    for (_, structured, check, temperature), outputs in zip(JOBS, expected, strict=True):
+def test_every_output_has_its_form(llm: LLM) -> None:
+    for (_, structured, check, temperature), outputs in zip(JOBS, outputs_of(llm), strict=True):
         assert len(outputs) == (2 if temperature else 1)
         for output in outputs:
             if structured is not None:
@@ -112,11 +107,17 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def expected(speaking_model: Path) -> list[list[CompletionOutput]]:
+    with ThreadLLM(str(speaking_model), threads_per_rank=1) as llm:
+        return outputs_of(llm)
+
+
 @pytest.mark.parametrize("arguments", OTHERS.values(), ids=OTHERS.keys())
 def test_outputs_do_not_depend_on_how_they_are_computed(
-    arguments: dict[str, Any], expected: list[list[CompletionOutput]]
+    arguments: dict[str, Any], expected: list[list[CompletionOutput]], speaking_model: Path
 ) -> None:
-    with ThreadLLM(threads_per_rank=1, **arguments) as llm:
+    with ThreadLLM(str(speaking_model), threads_per_rank=1, **arguments) as llm:
         found = outputs_of(llm)
     for one, other in zip(found, expected, strict=True):
         assert [output.token_ids for output in one] == [output.token_ids for output in other]
