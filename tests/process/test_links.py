@@ -2,20 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
 import pytest
 import torch
+from forked import run_ranks
 
-from longspan.cost.profile import TransferKind
+from longspan.cost.profile import Transfer, TransferKind
 from longspan.errors import WorkerLostError
-from longspan.profiling.links import time_links
+from longspan.profiling.links import main, time_links
 from longspan.profiling.plan import kinds_of_links
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.full), 3])
-def test_transfers_of_every_kind_are_timed(num_ranks: int) -> None:
+def time_as(store: str, num_ranks: int, rank: int) -> None:
+    found = main(rank, num_ranks, store, "cpu")
+    print(msgspec.json.encode(found).decode())
+
+
+def forked(num_ranks: int, folder: Path) -> list[Transfer]:
+    first, *others = run_ranks(time_as, folder / "store", num_ranks)
+    assert not any(rank.returncode for rank in (first, *others)), (first, others)
+    return msgspec.json.decode(first.stdout, type=list[Transfer])
+
+
+def started(num_ranks: int, _: Path) -> list[Transfer]:
+    return time_links(num_ranks, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "timed"),
+    [
+        (3, forked),
+        pytest.param(1, started, marks=pytest.mark.full),
+        pytest.param(3, started, marks=pytest.mark.full),
+    ],
+)
+def test_transfers_of_every_kind_are_timed(
+    num_ranks: int, timed: Callable[[int, Path], list[Transfer]], tmp_path: Path
+) -> None:
     """At sizes far apart, and as often at each: enough for a rate, whatever the clock says meanwhile."""
     calls: dict[tuple[TransferKind, int], dict[int, int]] = {}
-    for transfer in time_links(num_ranks, "cpu"):
+    for transfer in timed(num_ranks, tmp_path):
         calls.setdefault((transfer.kind, transfer.members), {})[transfer.num_bytes] = len(transfer.seconds)
     assert set(calls) == kinds_of_links(num_ranks)
     for by_size in calls.values():

@@ -5,7 +5,7 @@ That one starts with the first of them, has a single thread, and ends with this 
 
 from __future__ import annotations
 
-import multiprocessing
+import multiprocessing.util
 import os
 import socket
 import subprocess
@@ -16,6 +16,7 @@ from contextlib import closing
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
+multiprocessing.util.get_temp_dir()  # its socket is not to be in a folder that a test takes for temporary files
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch.distributed", "longspan.llm", "longspan.attn.check", "test_exchanges"])
 
@@ -96,6 +97,7 @@ def _run(
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None
+    multiprocessing.set_start_method("fork", force=True)  # as in any process on Linux
     for number, name in enumerate(outputs, start=1):
         file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, number)
