@@ -150,7 +150,7 @@ def test_a_request_that_comes_while_an_engine_ends_is_answered_by_the_next(event
             for _ in range(20):  # some before the end is noticed, some after
                 answer = asyncio.create_task(client.submit([engine_request(SAY)]))
                 await asyncio.sleep(0.01)
-            assert num_tokens(await (await asyncio.wait_for(answer, 10)).get_all()) == 3
+            assert num_tokens(await (await asyncio.wait_for(answer, 60)).get_all()) == 3
             await until(lambda: client.num_unfinished == 0)
 
     asyncio.run(check())
@@ -173,7 +173,7 @@ def test_the_queue_is_bounded_while_there_is_no_engine(events: Path) -> None:
 
 def test_an_engine_that_hangs_is_replaced_and_its_requests_are_not_lost(events: Path) -> None:
     async def check() -> None:
-        async with started(events, engine_timeout_s=1.0) as client:
+        async with started(events, engine_timeout_s=1.5) as client:
             await asyncio.sleep(2)  # that it is idle is no reason
             assert client.state == "serving"
             await kill_engine(client, signal.SIGSTOP)
@@ -190,10 +190,10 @@ def test_an_engine_that_hangs_is_replaced_and_its_requests_are_not_lost(events: 
 
 def test_a_face_that_was_stopped_does_not_take_its_engine_for_lost(events: Path) -> None:
     async def check() -> None:
-        async with started(events, engine_timeout_s=0.8) as client:
-            for _ in range(3):
+        async with started(events, engine_timeout_s=1.5) as client:
+            for _ in range(2):
                 await asyncio.sleep(0.05)
-                time.sleep(1.5)  # noqa: ASYNC251 - nothing runs meanwhile
+                time.sleep(2)  # noqa: ASYNC251 - nothing runs meanwhile
             await asyncio.sleep(0.5)
             assert client.state == "serving"
 
@@ -236,7 +236,7 @@ def test_no_message_is_missed_while_others_are_sent(events: Path) -> None:
     async def check() -> None:
         async with started(events) as client:
             for _ in range(3):
-                assert await asyncio.wait_for(asyncio.gather(*(ask(client) for _ in range(30))), 30) == [20] * 30
+                assert await asyncio.wait_for(asyncio.gather(*(ask(client) for _ in range(30))), 60) == [20] * 30
                 await asyncio.sleep(0.1)
 
     asyncio.run(check())

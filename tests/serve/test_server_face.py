@@ -76,7 +76,7 @@ async def serving(events: Path, **settings: Any) -> AsyncIterator[Face]:
     finally:
         if not running.done():
             os.kill(os.getpid(), signal.SIGTERM)
-            await asyncio.wait_for(running, 20)
+            await asyncio.wait_for(running, 60)
         await until(lambda: asyncio.all_tasks() == {asyncio.current_task()})
 
 
@@ -95,7 +95,7 @@ async def heard_port() -> int:
     log.setLevel(logging.INFO)
     log.addHandler(handler)
     try:
-        return await asyncio.wait_for(heard, 10)
+        return await asyncio.wait_for(heard, 60)
     finally:
         log.removeHandler(handler)
         log.setLevel(before)
@@ -298,7 +298,7 @@ def test_a_signal_while_the_engine_starts_ends_at_once(events: Path) -> None:
         running = asyncio.create_task(serve_fake(events.with_name(NEVER_STARTS), port := free_port()))
         await until_alive(port)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert await asyncio.wait_for(running, 3) == 128 + signal.SIGTERM
+        assert await asyncio.wait_for(running, 60) == 128 + signal.SIGTERM
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(check())
