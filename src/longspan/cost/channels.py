@@ -75,11 +75,6 @@ class Channel:
     keys: float
     decode: bool
 
-    @property
-    def is_chain(self) -> bool:
-        """Its members may be in different layers at the same time."""
-        return self.exchange.traits.skewed and len(self.group) > 1
-
 
 @dataclass(kw_only=True, slots=True)
 class ChannelTime:
@@ -104,12 +99,15 @@ def shares_of(exchange: Exchange, runs: SpanShards, start: int, stop: int) -> li
     """
     members, shares = len(runs), []
     for own in runs:
-        queries = sum(map(len, own))
-        pairs = sum(len(run) * (run.start + (len(run) - 1) * run.step / 2 + 1) for run in own)
+        queries, pairs = 0, 0.0
+        for run in own:
+            number = len(run)
+            queries += number
+            pairs += number * (run.start + (number - 1) * run.step / 2 + 1)
         width, held = stop, start / members + queries
         if exchange.traits.skewed and members > 1:
             width = held = max((run.stop for run in own), default=0)
-        shares.append(Share(queries, pairs, scores=queries * width, held=held))
+        shares.append(Share(queries, pairs, queries * width, held))
     return shares
 
 

@@ -75,13 +75,16 @@ _IDLE = Breakdown()
 
 def _add(found: dict[int, Breakdown], more: Mapping[int, Breakdown]) -> None:
     """Adds something to instances; those that were alike and get the same object still share one."""
-    befores = [found[instance] for instance in more]  # all are kept, so that none has another's id
+    befores = []  # are kept, so that none has another's id
     alike: dict[tuple[int, int], Breakdown] = {}
-    for before, (instance, extra) in zip(befores, more.items(), strict=True):
+    for instance, extra in more.items():
+        before = found[instance]
         kind = id(before), id(extra)
-        if kind not in alike:
-            alike[kind] = before + extra
-        found[instance] = alike[kind]
+        after = alike.get(kind)
+        if after is None:
+            after = alike[kind] = extra if before is _IDLE else before + extra
+            befores.append(before)
+        found[instance] = after
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -103,14 +106,20 @@ class Roofline:
             sampled: for how many of them it computes the output head.
         """
         found = dict.fromkeys(tokens, _IDLE)
+        chains: list[Channel] = []
         for channel in channels:
-            if not channel.is_chain:
+            if channel.exchange.traits.skewed and len(channel.group) > 1:
+                chains.append(channel)
+            else:
                 _add(found, dict.fromkeys(channel.group, self._exchanged(channel)))
-        for channel in channels:
-            if channel.is_chain:
-                self._chain(channel, found, tokens, sampled)
-        asked = {instance: (number, sampled.get(instance, 0)) for instance, number in tokens.items()}
-        _add(found, {instance: self._computed(*numbers) for instance, numbers in asked.items() if any(numbers)})
+        for channel in chains:
+            self._chain(channel, found, tokens, sampled)
+        computed: dict[int, Breakdown] = {}
+        for instance, number in tokens.items():
+            asked = sampled.get(instance, 0)
+            if number or asked:
+                computed[instance] = self._computed(number, asked)
+        _add(found, computed)
         if self.layer.chip.attention.unfused or not all(channel.decode for channel in channels):
             _add(found, self._waiting_for_host(found, channels))
         return found
@@ -151,13 +160,17 @@ class Roofline:
         launch_s = self.layer.model.attention.num_layers * chip.attention.launch_us * 1e-6
         smooth = chip.efficiency.host_smooth
         alike: dict[tuple[int, float], Breakdown] = {}
+        waiting: dict[int, Breakdown] = {}
         for instance, one in found.items():
+            if one is _IDLE:
+                continue
             kind = copies[instance], one.total_s
-            if one is not _IDLE and kind not in alike:
+            if kind not in alike:
                 host_s = (self.layer.num_launches + copies[instance]) * launch_s
                 waiting_s = float((one.total_s**smooth + host_s**smooth) ** (1 / smooth)) - one.total_s
                 alike[kind] = Breakdown(launch_s=waiting_s)
-        return {i: alike[copies[i], one.total_s] for i, one in found.items() if one is not _IDLE}
+            waiting[instance] = alike[kind]
+        return waiting
 
     def _chain(
         self,

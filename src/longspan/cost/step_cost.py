@@ -163,7 +163,7 @@ class _Decodes:
         seen = tuple(self._seen.values())
         keys = sum(seen)
         held = (keys / len(seen),) * len(seen)
-        shares = Shares(queries=tuple(self._queries.values()), pairs=seen, scores=seen, held=held)
+        shares = Shares(tuple(self._queries.values()), seen, seen, held)
         exchange = RING_Q if exchange.traits.skewed else exchange
         return Channel(exchange=exchange, group=self._group, shares=shares, keys=keys, decode=True)
 
