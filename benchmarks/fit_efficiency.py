@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from longspan.cost import catalog
 from longspan.cost.catalog import LinearCurve
 from longspan.cost.roofline import product_s
-from longspan.cost.topology import Topology, wire
+from longspan.cost.topology import Topology
 
 Array = NDArray[np.float64]
 _DEVICES = {"a100": "a100-sxm-80g", "h100": "h100-sxm-80g", "a40": "a40"}
@@ -235,7 +235,7 @@ def _streams(rows: list[Row], name: str) -> list[tuple[float, float, catalog.Dev
 
 def _print_links(lines: list[dict[str, str]]) -> None:
     for network, name in _LINKS.items():
-        speed = catalog.link(name).bytes_per_s
+        speed = catalog.link(name).nominal_bytes_per_s
         print(f"\n[{name}]  # {network}")
         for collective, field in (("send_recv", "achieved"), ("all_reduce", "collective")):
             large, starts = [], []
@@ -286,8 +286,8 @@ def _print_link_errors(lines: list[dict[str, str]]) -> None:
 def _topology(name: str, ranks: int, per_host: int) -> Topology:
     """Builds one instance of so many ranks, or two of one rank each, on hosts with such a link inside or between."""
     kind = catalog.link(name)
-    inside = wire(catalog.link("nvlink3") if kind.where == "between" else kind)
-    return Topology(tp=ranks, gpus_per_host=per_host, inside=inside, between=wire(kind))
+    inside = catalog.link("nvlink3") if kind.where == "between" else kind
+    return Topology(tp=ranks, gpus_per_host=per_host, inside=inside, between=kind)
 
 
 if __name__ == "__main__":

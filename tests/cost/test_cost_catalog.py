@@ -98,15 +98,15 @@ def test_every_device_has_a_source_and_links_for_both_places(name: str) -> None:
 def test_every_link_has_a_source_and_possible_numbers(name: str) -> None:
     link = catalog.link(name)
     assert catalog._table("links")[name]["source"]
-    assert 0 < link.achieved <= 1 and 0 < link.collective <= 1
+    assert 0 < link.bytes_per_s <= link.nominal_bytes_per_s >= link.ring_bytes_per_s > 0
     assert 0 < link.latency_s <= link.collective_s < 1e-3
 
 
 def test_the_slow_links_of_the_papers() -> None:
     tcp = catalog.link("tcp-100g")
-    assert tcp.bytes_per_s * tcp.achieved == pytest.approx(3e9)
-    assert catalog.link("efa-400g-per-host").per_host
-    assert not catalog.link("infiniband-8x200g").per_host
+    assert tcp.bytes_per_s == pytest.approx(3e9)
+    assert catalog.link("efa-400g-per-host").shared
+    assert not catalog.link("infiniband-8x200g").shared
 
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:

@@ -83,7 +83,7 @@ def test_a_move_inside_a_host_does_not_use_the_network() -> None:
 
 
 def test_devices_that_share_a_link_share_it() -> None:
-    shared = next(name for name in catalog.names("links") if catalog.link(name).per_host)
+    shared = next(name for name in catalog.names("links") if catalog.link(name).shared)
     found = cost(cluster=replace(HOSTS, link=shared))
     one, two = found.move_s(move((0, 16))), found.move_s(move((0, 16), (1, 16)))
     assert two == pytest.approx(2 * one, rel=1e-3)

@@ -131,23 +131,32 @@ class Device:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinkKind:
-    """A kind of link, one way: inside a host, or between hosts.
+class Link:
+    """A link as messages find it: inside a host, or between hosts.
 
     Attributes:
-        bytes_per_s: nominal, of a device, or of a host if `per_host`.
-        achieved, collective: what part of that large messages, and rings of them, reach.
+        nominal_bytes_per_s: one way, of a device, or of a host if it is `shared` by the devices of that.
+        bytes_per_s: that large messages between two devices reach of that.
+        ring_bytes_per_s: the same of rings of messages, as collectives send them.
         latency_s: of the smallest message.
         collective_s: of the smallest collective; between hosts, what each doubling of their number adds.
     """
 
     where: Literal["inside", "between"]
+    nominal_bytes_per_s: float
     bytes_per_s: float
-    per_host: bool
-    achieved: float
-    collective: float
+    ring_bytes_per_s: float
+    shared: bool
     latency_s: float
     collective_s: float
+
+    def send_s(self, num_bytes: float, flows: int = 1) -> float:
+        """Times a message, of so many that leave a host at once."""
+        return self.latency_s + num_bytes / self.flow(flows)
+
+    def flow(self, flows: int) -> float:
+        """Returns bytes per second of each of so many messages that leave a host at once."""
+        return self.bytes_per_s / flows if self.shared else self.bytes_per_s
 
 
 def device(name: str) -> Device:
@@ -168,15 +177,20 @@ def device(name: str) -> Device:
     )
 
 
-def link(name: str) -> LinkKind:
-    """Finds a link by its name, such as `nvlink3`. Raises ValueError for an unknown one, with all known."""
+def link(name: str, bytes_per_s: float | None = None) -> Link:
+    """Finds a link by its name, such as `nvlink3`; of another nominal speed if one is given.
+
+    Raises:
+        ValueError: for an unknown name, with all known ones.
+    """
     entry = _entry("links", "link", name)
-    return LinkKind(
+    nominal = entry["gbytes_per_s"] * 1e9 if bytes_per_s is None else bytes_per_s
+    return Link(
         where=entry["where"],
-        bytes_per_s=entry["gbytes_per_s"] * 1e9,
-        per_host=entry.get("per") == "host",
-        achieved=entry["achieved"],
-        collective=entry["collective"],
+        nominal_bytes_per_s=nominal,
+        bytes_per_s=nominal * entry["achieved"],
+        ring_bytes_per_s=nominal * entry["collective"],
+        shared=entry.get("per") == "host",
         latency_s=entry["latency_us"] * 1e-6,
         collective_s=entry["collective_us"] * 1e-6,
     )

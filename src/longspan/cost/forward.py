@@ -42,16 +42,8 @@ class Breakdown:
     total_s: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self.total_s = (
-            self.linear_s
-            + self.elementwise_s
-            + self.attention_s
-            + self.overhead_s
-            + self.all_reduce_s
-            + self.exchange_s
-            + self.launch_s
-            + self.head_s
-        )
+        device_s = self.linear_s + self.elementwise_s + self.attention_s + self.overhead_s
+        self.total_s = device_s + self.all_reduce_s + self.exchange_s + self.launch_s + self.head_s
 
     def __add__(self, other: Breakdown) -> Breakdown:
         return Breakdown(
@@ -244,7 +236,7 @@ def rooflines(
                 f"tp({spec.tp}) ranks cannot share {model.attention.num_heads} query heads: use a smaller tp"
             )
     constants = constants or catalog.efficiency()
-    inside, between = devices.wires()
+    inside, between = devices.links()
     chip = Chip(
         device=catalog.device(devices.hardware),
         efficiency=constants,

@@ -15,11 +15,11 @@ from longspan.core.owners import coupled_instances
 from longspan.core.runs import SpanShards, shard_span
 from longspan.core.steps import Forward, MoveKV, Part
 from longspan.cost.architecture import Architecture, ModelShape
-from longspan.cost.catalog import Kernels
+from longspan.cost.catalog import Kernels, Link
 from longspan.cost.channels import Channel, Share, Shares, shares_of
 from longspan.cost.forward import Roofline, rooflines
 from longspan.cost.profile import Prefill, Profile, Times
-from longspan.cost.topology import Devices, Wire
+from longspan.cost.topology import Devices
 from longspan.errors import ParameterError
 
 
@@ -217,7 +217,7 @@ def _channel(parts: Sequence[Part]) -> Channel:
     return Channel(exchange=first.exchange, group=first.group, shares=Shares.of(shares), keys=keys, decode=False)
 
 
-_End = tuple[Wire, Literal["out", "in"], int]
+_End = tuple[Link, Literal["out", "in"], int]
 """Where bytes enter or leave a link: of a device of an instance, or of a host where its devices share the link."""
 
 

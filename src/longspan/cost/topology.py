@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from longspan.cost import catalog
-from longspan.cost.catalog import LinkKind
+from longspan.cost.catalog import Link
 from longspan.errors import ParameterError
 
 
@@ -49,7 +49,7 @@ class Devices:
                 f"({', '.join(networks)}), or put all devices into one host"
             )
             raise ParameterError("link", problem, self.link)
-        if self.hosts == 1 and catalog.link(self.link).per_host:
+        if self.hosts == 1 and catalog.link(self.link).shared:
             problem = f"{self.link} is between hosts, and shared by the devices of each: give 2 hosts or more"
             raise ParameterError("link", problem, self.link)
 
@@ -66,69 +66,28 @@ class Devices:
         if self.hosts > 1:
             return device.network
         speed = self._bytes_per_s
-        return device.bus if speed is not None and speed <= catalog.link(device.bus).bytes_per_s else device.link
+        return (
+            device.bus if speed is not None and speed <= catalog.link(device.bus).nominal_bytes_per_s else device.link
+        )
 
-    def wires(self) -> tuple[Wire, Wire]:
-        """Finds the wires inside a host and between hosts."""
+    def links(self) -> tuple[Link, Link]:
+        """Finds the links inside a host and between hosts."""
         device, speed = catalog.device(self.hardware), self._bytes_per_s
-        slowest = wire(catalog.link(self.slowest_link), speed)
+        slowest = catalog.link(self.slowest_link, speed)
         if self.hosts > 1:
-            return wire(catalog.link(device.link)), slowest
+            return catalog.link(device.link), slowest
         bus = catalog.link(device.bus)
-        if speed is not None and speed > bus.bytes_per_s:
-            slowest = slowest.at_least(wire(bus))
-        return slowest, wire(catalog.link(device.network))
+        if speed is not None and speed > bus.nominal_bytes_per_s:  # messages take the better of two ways
+            slowest = replace(
+                slowest,
+                bytes_per_s=max(slowest.bytes_per_s, bus.bytes_per_s),
+                ring_bytes_per_s=max(slowest.ring_bytes_per_s, bus.ring_bytes_per_s),
+            )
+        return slowest, catalog.link(device.network)
 
     @property
     def _bytes_per_s(self) -> float | None:
         return None if self.link_gbytes_per_s is None else self.link_gbytes_per_s * 1e9
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wire:
-    """A link as messages find it.
-
-    Attributes:
-        bytes_per_s: that large messages between two devices reach, one way.
-        ring_bytes_per_s: the same of rings of messages, as collectives send them.
-        shared: whether these are of a host, whose devices share them.
-        latency_s: of the smallest message.
-        collective_s: of the smallest collective; between hosts, of each doubling of their number.
-    """
-
-    bytes_per_s: float
-    ring_bytes_per_s: float
-    shared: bool
-    latency_s: float
-    collective_s: float
-
-    def send_s(self, num_bytes: float, flows: int = 1) -> float:
-        """Times a message, of so many that leave a host at once."""
-        return self.latency_s + num_bytes / self.flow(flows)
-
-    def flow(self, flows: int) -> float:
-        """Returns bytes per second of each of so many messages that leave a host at once."""
-        return self.bytes_per_s / flows if self.shared else self.bytes_per_s
-
-    def at_least(self, other: Wire) -> Wire:
-        """Whatever is better of two ways between the same devices, of which none shares its speed."""
-        return replace(
-            self,
-            bytes_per_s=max(self.bytes_per_s, other.bytes_per_s),
-            ring_bytes_per_s=max(self.ring_bytes_per_s, other.ring_bytes_per_s),
-        )
-
-
-def wire(kind: LinkKind, bytes_per_s: float | None = None) -> Wire:
-    """Makes a link as messages find it, of another nominal speed if one is given."""
-    nominal = kind.bytes_per_s if bytes_per_s is None else bytes_per_s
-    return Wire(
-        bytes_per_s=nominal * kind.achieved,
-        ring_bytes_per_s=nominal * kind.collective,
-        shared=kind.per_host,
-        latency_s=kind.latency_s,
-        collective_s=kind.collective_s,
-    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -142,8 +101,8 @@ class Topology:
 
     tp: int
     gpus_per_host: int
-    inside: Wire
-    between: Wire
+    inside: Link
+    between: Link
     first_instance: int = 0
     first_device: int = 0
     _known: dict[tuple[int, ...], int] = field(default_factory=dict, repr=False)
@@ -159,7 +118,7 @@ class Topology:
         return self.between.send_s(num_bytes, self._flows)
 
     def hop_s(self, num_bytes: float, group: tuple[int, ...]) -> float:
-        """Times that every instance of a ring sends to the next one, over the slowest of the wires between them."""
+        """Times that every instance of a ring sends to the next one, over the slowest of the links between them."""
         return self.send_s(num_bytes, group[0], group[-1])
 
     def alltoall_s(self, num_bytes: float, group: tuple[int, ...]) -> float:
