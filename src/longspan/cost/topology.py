@@ -66,9 +66,8 @@ class Devices:
         if self.hosts > 1:
             return device.network
         speed = self._bytes_per_s
-        return (
-            device.bus if speed is not None and speed <= catalog.link(device.bus).nominal_bytes_per_s else device.link
-        )
+        is_slow = speed is not None and speed <= catalog.link(device.bus).nominal_bytes_per_s
+        return device.bus if is_slow else device.link
 
     def links(self) -> tuple[Link, Link]:
         """Finds the links inside a host and between hosts."""
