@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import compress
 from operator import add
@@ -64,6 +64,10 @@ def _wait_for_balances(forward: Forward, layers_s: dict[int, float], cost: StepC
             layers_s[instance] += moved_s + (cost.num_layers - 1) * max(0.0, moved_s - layer_s)
 
 
+_End = tuple[Link, Literal["out", "in"], int]
+"""Where bytes enter or leave a link: of a device of an instance, or of a host where its devices share the link."""
+
+
 class RooflineCost:
     """Seconds of Forwards whose parts may differ in group and exchange, from the operators that `estimate` uses.
 
@@ -87,13 +91,10 @@ class RooflineCost:
         self, model: Architecture, devices: Devices, cluster: Cluster, *, block_size: int, kernels: Kernels = "flash"
     ) -> None:
         self.lines = rooflines(model, devices, cluster, kernels)
+        self.num_layers = model.attention.num_layers
         self._block_size = block_size
         self._sent_s = lru_cache(maxsize=2**16)(self._find_sent_s)
         self._alone_s = lru_cache(maxsize=2**17)(_find_alone_s)
-
-    @property
-    def num_layers(self) -> int:
-        return self.lines[0].layer.model.attention.num_layers
 
     def move_s(self, move: MoveKV) -> float:
         """Messages between two instances on one host stay inside."""
@@ -103,7 +104,33 @@ class RooflineCost:
         return self._sent_s(_blocks(move))[1]
 
     def _find_sent_s(self, blocks: tuple[tuple[tuple[int, int], int], ...]) -> tuple[float, float]:
-        return _sent_s({pair: number * self._block_size for pair, number in blocks}, self._line)
+        """Times sending so many blocks from one instance to another, for all these pairs at once.
+
+        Each rank of a target gets its own heads, and the ranks of a source send equal parts of all that the target
+        gets. The busiest device, or host where the devices of one share a link, says how long it takes; both directions
+        of a link are used at the same time.
+
+        Returns:
+            How long it takes, and how long it keeps the busiest link of a target busy.
+        """
+        loads = defaultdict[_End, float](float)
+        latency_s = 0.0
+        for (source, target), number in blocks:
+            sender, receiver = self._line(source), self._line(target)
+            layer, topology = receiver.layer, receiver.topology
+            num_bytes = number * self._block_size * layer.kv_bytes * layer.tp * layer.model.attention.num_layers
+            out_of, into = sender.topology.host(source), topology.host(target)
+            link = topology.inside if out_of == into else topology.between
+            latency_s = max(latency_s, link.latency_s)
+            if link.shared:
+                loads[link, "out", out_of] += num_bytes
+                loads[link, "in", into] += num_bytes
+            else:
+                loads[link, "out", source] += num_bytes / sender.layer.tp
+                loads[link, "in", target] += num_bytes / layer.tp
+        busy_s = {end: load / end[0].bytes_per_s for end, load in loads.items()}
+        received_s = max((seconds for (_, way, _), seconds in busy_s.items() if way == "in"), default=0.0)
+        return latency_s + max(busy_s.values(), default=0.0), received_s
 
     def _line(self, instance: int) -> Roofline:
         last = self.lines[-1]
@@ -217,44 +244,6 @@ def _channel(parts: Sequence[Part]) -> Channel:
     return Channel(exchange=first.exchange, group=first.group, shares=Shares.of(shares), keys=keys, decode=False)
 
 
-_End = tuple[Link, Literal["out", "in"], int]
-"""Where bytes enter or leave a link: of a device of an instance, or of a host where its devices share the link."""
-
-
-def _sent_s(tokens: Mapping[tuple[int, int], int], line_of: Callable[[int], Roofline]) -> tuple[float, float]:
-    """Times sending every layer's KV of so many tokens from one instance to another, for all these pairs at once.
-
-    Each rank of a target gets its own heads, and the ranks of a source send equal parts of all that the target gets.
-    The busiest device, or host where the devices of one share a link, says how long it takes; both directions of a
-    link are used at the same time.
-
-    Args:
-        tokens: by source and target.
-        line_of: the cost model of an instance.
-
-    Returns:
-        How long it takes, and how long it keeps the busiest link of a target busy.
-    """
-    loads = defaultdict[_End, float](float)
-    latency_s = 0.0
-    for (source, target), number in tokens.items():
-        sender, receiver = line_of(source), line_of(target)
-        layer, topology = receiver.layer, receiver.topology
-        num_bytes = number * layer.kv_bytes * layer.tp * layer.model.attention.num_layers
-        out_of, into = sender.topology.host(source), topology.host(target)
-        link = topology.inside if out_of == into else topology.between
-        latency_s = max(latency_s, link.latency_s)
-        if link.shared:
-            loads[link, "out", out_of] += num_bytes
-            loads[link, "in", into] += num_bytes
-        else:
-            loads[link, "out", source] += num_bytes / sender.layer.tp
-            loads[link, "in", target] += num_bytes / layer.tp
-    busy_s = {end: load / end[0].bytes_per_s for end, load in loads.items()}
-    received_s = max((seconds for (_, way, _), seconds in busy_s.items() if way == "in"), default=0.0)
-    return latency_s + max(busy_s.values(), default=0.0), received_s
-
-
 class FittedCost:
     """A cost for the simulator: every instance of a part takes as long as the profile says of such a group.
 
@@ -276,7 +265,7 @@ class FittedCost:
 
     def __init__(self, profile: Profile, shape: ModelShape, *, block_size: int) -> None:
         self._link, self._tp = profile.link("point_to_point", 2), profile.profile_key.tp
-        self._num_layers, self._block_bytes = shape.num_layers, block_size * shape.kv_bytes * shape.num_layers
+        self.num_layers, self._block_bytes = shape.num_layers, block_size * shape.kv_bytes * shape.num_layers
         self._block_size = block_size
         self._times = profile.times(self._measured_as)
         self._decodes = profile.decode_fits()
@@ -288,10 +277,6 @@ class FittedCost:
                 "again, which measures what is missing"
             )
             raise ParameterError("profile", problem)
-
-    @property
-    def num_layers(self) -> int:
-        return self._num_layers
 
     def move_s(self, move: MoveKV) -> float:
         """The ranks of an instance send and receive equal parts."""

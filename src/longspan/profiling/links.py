@@ -56,17 +56,13 @@ def time_links(num_ranks: int, device: str) -> list[Transfer]:
             told = stdout.read()
             for rank, process in enumerate(processes):
                 if process.wait(_TIMEOUT_S) != 0:
-                    raise WorkerLostError(rank, _last_line(logs[rank]))
+                    said = logs[rank].read_text(errors="replace").strip().split("\n")
+                    raise WorkerLostError(rank, said[-1].strip() or "it said nothing")
         finally:
             for process in processes:
                 process.kill()
                 process.communicate()  # closes the pipes
     return msgspec.json.decode(told, type=list[Transfer])
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
 
 
 def main(rank: int, num_ranks: int, store: str, device_kind: str) -> list[Transfer]:
@@ -90,11 +86,11 @@ def _between(links: Links) -> Iterator[Transfer]:
         ("all_gather", links.size, links.all_gather),
     )
     for kind, members, call in calls:
+        receivers = 1 if kind == "point_to_point" else links.size - 1
         for size in _SIZES:
-            share = size if kind == "point_to_point" else size // (links.size - 1)
+            share = size // receivers
             seconds = [call(share) for _ in range(_REPEATS + 1)]
-            sent = size if kind == "point_to_point" else share * (links.size - 1)
-            yield Transfer(kind=kind, members=members, num_bytes=sent, seconds=tuple(seconds[1:]))
+            yield Transfer(kind=kind, members=members, num_bytes=share * receivers, seconds=tuple(seconds[1:]))
 
 
 class Links:
@@ -112,12 +108,10 @@ class Links:
         peer = 1 - self._rank
 
         def turn() -> None:
-            message = self._message(num_bytes)
+            message = {peer: self._message(num_bytes)}
             for hop in range(2):
-                sends = hop == self._rank
-                group.start(
-                    sends={peer: message} if sends else {}, receives={} if sends else {peer: message}, hop=hop
-                ).wait()
+                sends, receives = (message, {}) if hop == self._rank else ({}, message)
+                group.start(sends=sends, receives=receives, hop=hop).wait()
 
         return self._timed(turn) / 2
 

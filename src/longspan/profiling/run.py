@@ -136,27 +136,11 @@ def _prompts(lengths: Sequence[int] | None, room: Room) -> list[tuple[int, int]]
 
 def _measured(llm: Instances, profile: Profile, task: Task | DecodeTask) -> Profile:
     """Adds one more time to the profile."""
+    fields = msgspec.structs.asdict(task) | {"exchange": str(task.exchange), "beside": _beside(llm, task)}
     if isinstance(task, DecodeTask):
-        decode = Decode(
-            members=task.members,
-            exchange=str(task.exchange),
-            batch=task.batch,
-            context_tokens=task.context_tokens,
-            singles=task.singles,
-            seconds=(_timed_decode(llm, profile, task),),
-            beside=_beside(llm, task),
-        )
-        return profile.with_decode(decode)
+        return profile.with_decode(Decode(**fields, seconds=(_timed_decode(llm, profile, task),)))
     time = num_times(profile.find(*msgspec.structs.astuple(task)))
-    prefill = Prefill(
-        members=task.members,
-        exchange=str(task.exchange),
-        new_tokens=task.new_tokens,
-        cached_tokens=task.cached_tokens,
-        seconds=(_timed(llm, task, seed=f"{task}, time {time}"),),
-        beside=_beside(llm, task),
-    )
-    return profile.with_prefill(prefill)
+    return profile.with_prefill(Prefill(**fields, seconds=(_timed(llm, task, seed=f"{task}, time {time}"),)))
 
 
 def _beside(llm: Instances, task: Task | DecodeTask) -> int:
