@@ -13,7 +13,7 @@ from torch import Tensor
 from transports import Wires, run_members
 
 from longspan.attn import exchanges as tensors
-from longspan.attn.check import member_case, random_batch, random_spec, run_exchange
+from longspan.attn.check import attend, member_call, random_batch, random_spec
 from longspan.attn.collectives import all_gather
 from longspan.attn.comm import Group, Transport
 from longspan.attn.exchanges import Call
@@ -28,7 +28,7 @@ from longspan.cost.channels import Channel, ChannelTime, ExchangeCost, Layer, To
 # ---------------------------------------------------------------- the exchange
 
 
-def broadcast(call: Call) -> tuple[()]:
+def broadcast(call: Call) -> None:
     """Every member sends all its keys and values to every other."""
     group, parts, q, spec = call.group, call.parts, call.q, call.spec
     needed = [[part.needed(holder, spec.window) for part in parts] for holder in range(group.size)]
@@ -43,7 +43,6 @@ def broadcast(call: Call) -> tuple[()]:
             k, v = (by_position(held, [block.tensors[2 * index + kind] for block in blocks]) for kind in (0, 1))
             keys = stretch(run for runs in held for run in runs)
             call.out[:, part.rows] = attend_runs(parts.backend, q[:, part.rows], q_runs, k, v, (keys,), spec)[0]
-    return ()
 
 
 def seconds(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
@@ -98,7 +97,7 @@ def test_ranks_compute_attention_with_it(added: Exchange) -> None:
 
         def member(rank: int, transport: Transport) -> Tensor:
             group = Group(transport, range(3), rank, name=added.shown)
-            return run_exchange(added, group, member_case(batch, rank, spec), spec)  # noqa: B023
+            return attend(member_call(added, group, batch, spec))  # noqa: B023
 
         for rank, found in enumerate(run_members(3, member, wires=Wires())):
             assert isinstance(found, Tensor), found

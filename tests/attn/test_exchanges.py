@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transports import FaultyTransport, Wires, run_members
 
-from longspan.attn.check import EXCHANGES, Request, member_case, run_exchange
+from longspan.attn.check import EXCHANGES, Request, attend, member_call
 from longspan.attn.comm import ALONE, Group, Transport
 from longspan.attn.exchanges.chain import chain, chain_start
-from longspan.attn.exchanges.local import local
 from longspan.attn.spec import AttnSpec
+from longspan.core.exchange import CHAIN, LOCAL
 from longspan.core.heads import split_heads, spread_heads
 from longspan.core.owners import Rotation
 from longspan.core.runs import Run, SpanShards, clip, coalesce, positions, shard_span
@@ -54,10 +54,9 @@ class Case:
 
 def outputs(name: str, group: Group, batch: Sequence[Request], spec: AttnSpec) -> list[Tensor]:
     """One output per request, of one member."""
-    new_in_pool = not EXCHANGES[name].traits.in_order
-    case = member_case(batch, group.rank, spec, block_size=BLOCK, seed=len(batch), new_in_pool=new_in_pool)
-    out = run_exchange(EXCHANGES[name], group, case, spec)
-    return [out[:, part.rows] for part in case.parts]
+    call = member_call(EXCHANGES[name], group, batch, spec, block_size=BLOCK, seed=len(batch))
+    out = attend(call)
+    return [out[:, part.rows] for part in call.parts]
 
 
 @st.composite
@@ -249,13 +248,12 @@ def test_chain_gives_the_last_member_all_new_keys_and_may_start_layers_ahead() -
 
     def member(rank: int, transport: Transport) -> list[tuple[Tensor, Tensor]]:
         groups = [Group(transport, range(3), rank, first_tag=10 * layer) for layer in range(2)]
-        mine = [member_case([request], rank, spec, new_in_pool=False) for request in layers]
-        started = [chain_start(group, one.parts, one.kv, spec) for group, one in zip(groups, mine, strict=True)]
+        calls = [member_call(CHAIN, group, [request], spec) for group, request in zip(groups, layers, strict=True)]
+        started = [chain_start(call.group, call.parts, call.kv, spec) for call in calls]
         found = []
-        for layer, (group, one) in enumerate(zip(groups, mine, strict=True)):
-            out = torch.empty_like(one.q)
-            found += chain(group, one.parts, one.q, one.k, one.v, one.kv, spec, out, started=started[layer])
-            torch.testing.assert_close(out.double(), layers[layer].wanted(rank, spec), atol=1e-5, rtol=0)
+        for layer, call in enumerate(calls):
+            found += chain(replace(call, started=started[layer]))
+            torch.testing.assert_close(call.out.double(), layers[layer].wanted(rank, spec), atol=1e-5, rtol=0)
         return found
 
     faults = lambda rank, inner: FaultyTransport(inner, seed=rank, max_delay_s=0.01)  # noqa: E731
@@ -285,10 +283,9 @@ def test_dense_masks_whole_blocks_of_keys() -> None:
 )
 def test_local(batch: list[Request], window: int | None, softcap: float | None, seed: int) -> None:
     spec = spec_of(window, softcap)
-    mine = member_case(batch, 0, spec, block_size=BLOCK, seed=seed)
-    out = torch.full_like(mine.q, torch.nan)
-    local(ALONE, mine.parts, mine.q, mine.kv, spec, out)
-    outputs = [[out[:, part.rows] for part in mine.parts]]
+    call = member_call(LOCAL, ALONE, batch, spec, block_size=BLOCK, seed=seed)
+    out = attend(call)
+    outputs = [[out[:, part.rows] for part in call.parts]]
     assert_attention(outputs, Case(hosts=(0,), batch=tuple(batch), spec=spec))
 
 

@@ -15,7 +15,7 @@ from test_exchanges import ALL, cases, exchange, outputs, spec_of
 from torch import Tensor
 from transports import DiedError, FaultyTransport, MemoryTransport, Wires, run_members
 
-from longspan.attn.check import EXCHANGES, Request, member_case, random_qkv, run_exchange
+from longspan.attn.check import EXCHANGES, Request, attend, member_call, random_qkv
 from longspan.attn.comm import CommError, Group, Message, Transport
 from longspan.core.runs import shard_span
 
@@ -124,9 +124,9 @@ def test_what_travels_is_a_copy(name: str) -> None:
     request, spec = dealt_evenly(3), spec_of()
 
     def member(rank: int, transport: Transport) -> Tensor:
-        case = member_case([request], rank, spec, new_in_pool=not EXCHANGES[name].traits.in_order)
-        out = run_exchange(EXCHANGES[name], Group(transport, range(3), rank), case, spec)
-        for tensor in (case.q, case.k, case.v, case.kv.keys, case.kv.values):
+        call = member_call(EXCHANGES[name], Group(transport, range(3), rank), [request], spec)
+        out = attend(call)
+        for tensor in (call.q, call.k, call.v, call.kv.keys, call.kv.values):
             tensor.fill_(torch.nan)
         return out
 

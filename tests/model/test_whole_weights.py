@@ -32,9 +32,8 @@ from longspan.core.heads import cut_evenly, split_heads
 from longspan.core.owners import BlockRef, Owners
 from longspan.core.runs import positions, shard_span
 from longspan.core.steps import Forward, Part, Sample, Sampling
-from longspan.layerwise.step import Layerwise
-from longspan.layerwise.unsharded_alltoall import Inside
-from longspan.layerwise.unsharded_weights import join, share_message
+from longspan.layerwise import Layerwise
+from longspan.layerwise.unsharded_alltoall import Inside, join, share_message
 from longspan.model.adapter import Model
 from longspan.model.sharding import Shard, attention_modules
 from longspan.model.source import prepare

@@ -16,8 +16,7 @@ from test_exchanges import LAW, spec_of
 from torch import Tensor
 from transports import Wires, run_members
 
-from longspan.attn.backends.reference import reference
-from longspan.attn.check import random_qkv
+from longspan.attn.check import random_qkv, reference
 from longspan.attn.comm import Transport
 from longspan.core.cluster import Cluster
 from longspan.core.exchange import LOCAL, RING_KV, RING_Q

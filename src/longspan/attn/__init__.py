@@ -51,14 +51,9 @@ __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "CommError": "longspan.attn.comm",
-        "Members": "longspan.attn.library",
-        "Split": "longspan.attn.huggingface",
-        "alltoall": "longspan.attn.library",
-        "chain": "longspan.attn.library",
-        "gather_kv": "longspan.attn.library",
-        "join": "longspan.attn.library",
-        "register": "longspan.attn.huggingface",
-        "ring_kv": "longspan.attn.library",
-        "ring_q": "longspan.attn.library",
+        **dict.fromkeys(("Split", "register"), "longspan.attn.huggingface"),
+        **dict.fromkeys(
+            ("Members", "alltoall", "chain", "gather_kv", "join", "ring_kv", "ring_q"), "longspan.attn.library"
+        ),
     },
 )

@@ -14,10 +14,11 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import cyclopts
 import torch
@@ -25,8 +26,7 @@ import torch.distributed as dist
 from cyclopts.validators import Number
 from torch import Tensor
 
-from longspan.attn.backends import backend_of
-from longspan.attn.backends.reference import reference
+from longspan.attn.backends import Partial, backend_of
 from longspan.attn.comm import Group, TorchTransport, meet
 from longspan.attn.exchanges import Call, attention_exchange
 from longspan.attn.member import MemberPart, MemberParts
@@ -38,19 +38,171 @@ from longspan.core.runs import Run, SpanShards, coalesce, positions, shard_span
 from longspan.core.steps import Link
 from longspan.layerwise.gather_hidden import GatherHidden, hidden_hops
 
-
-def random_qkv(spec: AttnSpec, num_queries: int, num_keys: int, dtype: torch.dtype, seed: int) -> list[Tensor]:
-    """Draws normal `q, k, v`, laid out `[tokens, heads, dim]` in memory as a model's projections are."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(num_queries, spec.num_heads), (num_keys, spec.num_kv_heads), (num_keys, spec.num_kv_heads)]
-    return [torch.randn(*shape, spec.head_dim, generator=generator).to(dtype).transpose(0, 1) for shape in shapes]
-
-
+_MOST_ERROR = 1e-5
+_MOST_RANKS = 64
+_TIMEOUT_S = 60.0
 _NOISE = 1e4
 """What slots hold that nobody may read."""
 _HEADS = ((4, 4), (5, 5), (9, 3), (6, 2), (14, 2), (10, 5), (8, 1), (5, 1))
 _HEAD_DIMS = (16, 32, 64, 80, 96, 128)
 _MOST_TOKENS = 300
+_Found = tuple[dict[str, float], Counter[tuple[str, Link]]]
+"""The largest error of each exchange, and the bytes sent by exchange and link."""
+
+
+def _checked() -> dict[str, Exchange]:
+    """Returns every exchange by the name that the command prints, in its order."""
+    first = (RING_KV, RING_Q, GATHER_KV)
+    found = {}
+    for kind in (*first, *(one for one in exchanges() if one not in first)):
+        found[kind.kind] = kind
+        if "dense" in kind.traits.parameters:
+            found[f"{kind.kind}, dense"] = kind._replace(dense=True)
+    return found
+
+
+EXCHANGES = _checked()
+
+
+def main(
+    *,
+    ranks: Annotated[
+        int, cyclopts.Parameter(validator=Number(gte=1, lte=_MOST_RANKS), help="Processes in the group.")
+    ] = 2,
+    exchange: Annotated[str, cyclopts.Parameter(help="all, or the name of one.")] = "all",
+    seed: Annotated[int, cyclopts.Parameter(help="Of the random cases.")] = 0,
+    cases: Annotated[
+        int, cyclopts.Parameter(validator=Number(gte=1), help="How many of them, for each exchange.")
+    ] = 20,
+    hosts: Annotated[
+        str,
+        cyclopts.Parameter(
+            env_var="LONGSPAN_HOSTS", help="Hosts on which the ranks pretend to lie, or rack-host of each."
+        ),
+    ] = "1",
+) -> int:
+    """Compares exchanges with attention on one device; exit code 1 when an error exceeds 1e-5."""
+    names = tuple(name for name in EXCHANGES if exchange in ("all", name.partition(",")[0]))
+    if not names:
+        known = ", ".join(dict.fromkeys(name.partition(",")[0] for name in EXCHANGES))
+        return _failed(f"--exchange: unknown exchange {exchange!r}: choose all, {known}", code=2)
+    try:
+        hosts_of_all = hosts_of(locations_of_ranks(ranks, hosts))
+    except ValueError as error:
+        return _failed(f"--hosts: {error}", code=2)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background starts us with it ignored
+    errors, sent = _run(hosts_of_all, names, seed, cases)
+    for name in names:
+        told = f"{sent[name, 'same_host']:,} bytes sent on the same host, {sent[name, 'other_host']:,} to another"
+        print(f"{name:18}largest error {errors[name]:.1e}   {told}")
+    if max(errors.values()) > _MOST_ERROR:
+        return _failed(f"not exact: an error exceeds {_MOST_ERROR:.0e}", code=1)
+    return 0
+
+
+def _failed(message: str, *, code: int) -> int:
+    print(message, file=sys.stderr)
+    return code
+
+
+def _run(hosts: Sequence[int], names: Sequence[str], seed: int, num_cases: int) -> _Found:
+    """Runs a process per rank; returns what all of them found. None is left when it returns or raises."""
+    context = multiprocessing.get_context("fork")  # whatever was imported is there at once
+    errors, sent = dict.fromkeys(names, 0.0), Counter[tuple[str, Link]]()
+    processes = []
+    reports: dict[Connection, int] = {}
+    with tempfile.TemporaryDirectory(prefix="longspan-check-") as folder:
+        try:
+            for rank in range(len(hosts)):
+                report, to_parent = context.Pipe(duplex=False)
+                compare = partial(_compare, rank, hosts, names, seed, num_cases)
+                arguments = (rank, len(hosts), f"{folder}/store", compare, to_parent)
+                process = context.Process(target=_work, args=arguments, daemon=True)
+                process.start()
+                processes.append(process)
+                to_parent.close()
+                reports[report] = rank
+            while reports:
+                ready = wait(list(reports))
+                for report in [report for report in reports if report in ready]:
+                    rank = reports.pop(report)
+                    try:
+                        found = report.recv()
+                    except EOFError:
+                        sys.exit(f"rank {rank} failed")  # it has said why
+                    errors = {name: max(errors[name], found[0][name]) for name in names}
+                    sent += found[1]
+        finally:
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.join()
+    return errors, sent
+
+
+def _work(
+    rank: int, num_ranks: int, store: str, compare: Callable[[TorchTransport], _Found], report: Connection
+) -> None:
+    """Runs in the process of one rank."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the parent decides
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    meet(store, rank, num_ranks, timeout_s=_TIMEOUT_S)
+    found = compare(TorchTransport())
+    dist.barrier()
+    report.send(found)
+    dist.destroy_process_group()
+
+
+def _compare(
+    rank: int, hosts: Sequence[int], names: Sequence[str], seed: int, num_cases: int, transport: TorchTransport
+) -> _Found:
+    """Compares each exchange in each case on this rank."""
+    errors, sent = dict.fromkeys(names, 0.0), Counter[tuple[str, Link]]()
+    tags = itertools.count(step=hidden_hops(len(hosts)))  # no exchange has more
+    for number, in_order in itertools.product(range(num_cases), (False, True)):
+        draw = random.Random(f"{seed} {number}")
+        spec, batch = random_spec(draw), random_batch(draw, len(hosts), in_order=in_order)
+        wanted = torch.cat([request.wanted(rank, spec) for request in batch], dim=1)
+        for name in (name for name in names if EXCHANGES[name].traits.in_order == in_order):
+            group = Group(transport, range(len(hosts)), rank, hosts=hosts, name=name, first_tag=next(tags), sent=sent)
+            out = attend(member_call(EXCHANGES[name], group, batch, spec, seed=number))
+            error = (out - wanted).abs().nan_to_num(torch.inf)
+            errors[name] = max(errors[name], error.max().item() if error.numel() else 0.0)
+            transport.complete_sends()
+    return errors, sent
+
+
+def _exit_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a rank is a child process"
+    parent.join()
+    os._exit(1)
+
+
+def attend(call: Call) -> Tensor:
+    """Runs an exchange on one member; returns its output."""
+    if call.exchange == GATHER_HIDDEN:
+        return _gather_hidden(call)
+    attention_exchange(call.exchange).attend(call)
+    return call.out
+
+
+def _gather_hidden(call: Call) -> Tensor:
+    """Exchanges queries, keys and values as they are, in place of hidden states and projections."""
+    spec, shared = call.spec, GatherHidden(call.group, call.parts, call.kv, call.spec)
+    hidden = torch.cat([call.q, call.k, call.v]).transpose(0, 1)
+    gathered = shared.gather(hidden.flatten(1)).view(-1, *hidden.shape[1:]).transpose(0, 1)
+    q, k, v = gathered.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads])
+    heads, kv_heads = (slice(some.start, some.stop) for some in (shared.share.heads, shared.share.kv_heads))
+    out, *stored = shared.attend(q[heads], k[kv_heads], v[kv_heads])
+    assert all(torch.equal(kept, own) for kept, own in zip(stored, (call.k, call.v), strict=True))
+    partial_sums = q.new_zeros(q.shape)
+    partial_sums[heads] = out
+    own = shared.scatter(partial_sums.transpose(0, 1).flatten(1))
+    return own.view(-1, spec.num_heads, spec.head_dim).transpose(0, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,81 +229,14 @@ class Request:
         return reference(q[:, rows], rows, k, v, range(self.num_tokens), spec)[0]
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemberCase:
-    """The arguments of an exchange for one member of a batch; `k` and `v` are its new ones, packed like `q`."""
+def member_call(
+    exchange: Exchange, group: Group, batch: Sequence[Request], spec: AttnSpec, *, block_size: int = 16, seed: int = 0
+) -> Call:
+    """Makes the call of one member for some requests: keys in blocks of a pool, scattered for odd seeds, among noise.
 
-    parts: MemberParts
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    kv: PagedKv
-
-
-def _gather_hidden(group: Group, case: MemberCase, spec: AttnSpec) -> Tensor:
-    """Exchanges queries, keys and values as they are, in place of hidden states and projections."""
-    shared = GatherHidden(group, case.parts, case.kv, spec)
-    hidden = torch.cat([case.q, case.k, case.v]).transpose(0, 1)
-    gathered = shared.gather(hidden.flatten(1)).view(-1, *hidden.shape[1:]).transpose(0, 1)
-    q, k, v = gathered.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads])
-    heads, kv_heads = (slice(some.start, some.stop) for some in (shared.share.heads, shared.share.kv_heads))
-    out, *stored = shared.attend(q[heads], k[kv_heads], v[kv_heads])
-    assert all(torch.equal(kept, own) for kept, own in zip(stored, (case.k, case.v), strict=True))
-    partial_sums = q.new_zeros(q.shape)
-    partial_sums[heads] = out
-    own = shared.scatter(partial_sums.transpose(0, 1).flatten(1))
-    return own.view(-1, spec.num_heads, spec.head_dim).transpose(0, 1)
-
-
-def run_exchange(checked: Exchange, group: Group, case: MemberCase, spec: AttnSpec) -> Tensor:
-    """Runs an exchange on one member; returns its output."""
-    if checked == GATHER_HIDDEN:
-        return _gather_hidden(group, case, spec)
-    out = torch.full_like(case.q, torch.nan)
-    attention_exchange(checked).attend(
-        Call(
-            exchange=checked,
-            group=group,
-            parts=case.parts,
-            q=case.q,
-            k=case.k,
-            v=case.v,
-            kv=case.kv,
-            spec=spec,
-            out=out,
-        )
-    )
-    return out
-
-
-def _checked() -> dict[str, Exchange]:
-    """Returns every exchange by the name that the command prints, in its order."""
-    first = (RING_KV, RING_Q, GATHER_KV)
-    found = {}
-    for kind in (*first, *(one for one in exchanges() if one not in first)):
-        found[kind.kind] = kind
-        if "dense" in kind.traits.parameters:
-            found[f"{kind.kind}, dense"] = kind._replace(dense=True)
-    return found
-
-
-EXCHANGES = _checked()
-
-
-def member_case(
-    batch: Sequence[Request],
-    member: int,
-    spec: AttnSpec,
-    *,
-    block_size: int = 16,
-    seed: int = 0,
-    new_in_pool: bool = True,
-) -> MemberCase:
-    """Makes what a member has of some requests: keys in blocks of a pool, scattered for odd seeds, among noise.
-
-    Without `new_in_pool` the keys and values of the spans are such numbers, too.
+    Where the exchange stores after it, the pool has noise for the keys and values of the spans, too.
     """
-    counts = [-(-len(positions(request.kv_runs[member])) // block_size) for request in batch]
+    counts = [-(-len(positions(request.kv_runs[group.rank])) // block_size) for request in batch]
     shape = (sum(counts) + 3, spec.num_kv_heads, block_size, spec.head_dim)
     kv = PagedKv(keys=torch.full(shape, _NOISE), values=torch.full(shape, _NOISE))
     free = list(range(shape[0]))
@@ -161,14 +246,14 @@ def member_case(
     rows: list[list[Tensor]] = [[], [], []]
     for request, count in zip(batch, counts, strict=True):
         tensors = request.tensors(spec)
-        asked, held = positions(request.q_runs[member]), positions(request.kv_runs[member])
+        asked, held = positions(request.q_runs[group.rank]), positions(request.kv_runs[group.rank])
         first = sum(queries.shape[1] for queries in rows[0])
         for kind, tensor in zip(rows, tensors, strict=True):
             kind.append(tensor[:, asked])
         blocks, free = free[:count], free[count:]
         place = slice(first, first + len(asked))
         part = MemberPart(rows=place, q_runs=request.q_runs, kv_runs=request.kv_runs, blocks=blocks)
-        if not new_in_pool and part.span_start is not None:
+        if exchange.stores_after and part.span_start is not None:
             held = [position for position in held if position < part.span_start]
         token = torch.arange(len(held))
         block = torch.tensor(blocks, dtype=torch.int64)[token // block_size]
@@ -176,7 +261,34 @@ def member_case(
             pool[block, :, token % block_size] = tensor[:, held].transpose(0, 1)
         parts.append(part)
     q, k, v = (torch.cat(kind, dim=1) for kind in rows)
-    return MemberCase(parts=MemberParts(parts, backend_of(q.device)), q=q, k=k, v=v, kv=kv)
+    backed, out = MemberParts(parts, backend_of(q.device)), torch.full_like(q, torch.nan)
+    return Call(exchange=exchange, group=group, parts=backed, q=q, k=k, v=v, kv=kv, spec=spec, out=out)
+
+
+def random_qkv(spec: AttnSpec, num_queries: int, num_keys: int, dtype: torch.dtype, seed: int) -> list[Tensor]:
+    """Draws normal `q, k, v`, laid out `[tokens, heads, dim]` in memory as a model's projections are."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(num_queries, spec.num_heads), (num_keys, spec.num_kv_heads), (num_keys, spec.num_kv_heads)]
+    return [torch.randn(*shape, spec.head_dim, generator=generator).to(dtype).transpose(0, 1) for shape in shapes]
+
+
+def reference(
+    q: Tensor, q_positions: Sequence[int], k: Tensor, v: Tensor, k_positions: Sequence[int], spec: AttnSpec
+) -> Partial:
+    """Computes attention of `q [H, T, D]` over `k, v [K, S, D]`, each token at its position, in float64."""
+    age = torch.tensor(list(q_positions))[:, None] - torch.tensor(list(k_positions))[None]
+    visible = age >= 0
+    if spec.window is not None:
+        visible &= age < spec.window
+    groups = q.shape[0] // k.shape[0]
+    keys, values = (x.double().repeat_interleave(groups, dim=0) for x in (k, v))
+    scores = q.double() @ keys.transpose(1, 2) * spec.scale
+    if spec.softcap is not None:
+        scores = torch.tanh(scores / spec.softcap) * spec.softcap
+    scores = scores.masked_fill(~visible, -torch.inf)
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.exp(scores - torch.where(visible.any(-1), lse, 0.0)[..., None])
+    return weights @ values, lse
 
 
 def random_spec(draw: random.Random) -> AttnSpec:
@@ -226,176 +338,6 @@ def _random_shards(draw: random.Random, start: int, stop: int, num_members: int)
     for runs in _random_cuts(draw, start, stop, draw.randint(1, 6)):
         pieces[draw.randrange(num_members)] += runs
     return tuple(coalesce(sharded) for sharded in pieces)
-
-
-_MOST_ERROR = 1e-5
-_MOST_RANKS = 64
-_TIMEOUT_S = 60.0
-
-
-@dataclass
-class Found:
-    """The largest error of an exchange, and the bytes that some ranks sent by it."""
-
-    error: float = 0.0
-    sent: Counter[tuple[str, Link]] = field(default_factory=Counter)
-
-    def add(self, other: Found) -> None:
-        """Joins what other ranks or cases found."""
-        self.error = max(self.error, other.error)
-        self.sent.update(other.sent)
-
-    def line(self, name: str) -> str:
-        """Writes one line for people."""
-        same, other = (sum(n for (_, link), n in self.sent.items() if link == wanted) for wanted in _LINKS)
-        return f"{name:18}largest error {self.error:.1e}   {same:,} bytes sent on the same host, {other:,} to another"
-
-
-_LINKS: tuple[Link, Link] = ("same_host", "other_host")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Check:
-    """The exchanges to be checked, in groups of `len(hosts)` ranks."""
-
-    names: tuple[str, ...]
-    hosts: tuple[int, ...]
-    seed: int
-    num_cases: int
-
-
-class RankFailedError(Exception):
-    """A rank raised or was lost; it said why on stderr."""
-
-
-def main(
-    *,
-    ranks: Annotated[
-        int, cyclopts.Parameter(validator=Number(gte=1, lte=_MOST_RANKS), help="Processes in the group.")
-    ] = 2,
-    exchange: Annotated[str, cyclopts.Parameter(help="all, or the name of one.")] = "all",
-    seed: Annotated[int, cyclopts.Parameter(help="Of the random cases.")] = 0,
-    cases: Annotated[
-        int, cyclopts.Parameter(validator=Number(gte=1), help="How many of them, for each exchange.")
-    ] = 20,
-    hosts: Annotated[
-        str,
-        cyclopts.Parameter(
-            env_var="LONGSPAN_HOSTS", help="Hosts on which the ranks pretend to lie, or rack-host of each."
-        ),
-    ] = "1",
-) -> int:
-    """Compares exchanges with attention on one device; exit code 1 when an error exceeds 1e-5."""
-    names = tuple(name for name in EXCHANGES if exchange in ("all", name.partition(",")[0]))
-    if not names:
-        known = ", ".join(dict.fromkeys(name.partition(",")[0] for name in EXCHANGES))
-        return _failed(f"--exchange: unknown exchange {exchange!r}: choose all, {known}", code=2)
-    try:
-        hosts_of_all = hosts_of(locations_of_ranks(ranks, hosts))
-    except ValueError as error:
-        return _failed(f"--hosts: {error}", code=2)
-    signal.signal(signal.SIGTERM, _on_sigterm)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background starts us with it ignored
-    try:
-        found = run(Check(names=names, hosts=hosts_of_all, seed=seed, num_cases=cases))
-    except RankFailedError as error:
-        return _failed(str(error), code=1)
-    for name in names:
-        print(found[name].line(name))
-    if any(one.error > _MOST_ERROR for one in found.values()):
-        return _failed(f"not exact: an error exceeds {_MOST_ERROR:.0e}", code=1)
-    return 0
-
-
-def _failed(message: str, *, code: int) -> int:
-    print(message, file=sys.stderr)
-    return code
-
-
-def run(check: Check) -> dict[str, Found]:
-    """Runs a process per rank; what all of them found, by exchange. None is left when it returns or raises.
-
-    Raises:
-        RankFailedError: when a rank does not come to an end.
-    """
-    context = multiprocessing.get_context("fork")  # whatever was imported is there at once
-    found = {name: Found() for name in check.names}
-    processes = []
-    reports: dict[Connection, int] = {}
-    with tempfile.TemporaryDirectory(prefix="longspan-check-") as folder:
-        try:
-            for rank in range(len(check.hosts)):
-                report, to_parent = context.Pipe(duplex=False)
-                process = context.Process(target=_work, args=(check, rank, f"{folder}/store", to_parent), daemon=True)
-                process.start()
-                processes.append(process)
-                to_parent.close()
-                reports[report] = rank
-            while reports:
-                ready = wait(list(reports))
-                for report in [report for report in reports if report in ready]:
-                    _take(report, reports.pop(report), found)
-        finally:
-            for process in processes:
-                process.kill()
-            for process in processes:
-                process.join()
-    return found
-
-
-def _take(report: Connection, rank: int, found: dict[str, Found]) -> None:
-    try:
-        for name, one in report.recv().items():
-            found[name].add(one)
-    except EOFError:
-        raise RankFailedError(f"rank {rank} failed") from None
-
-
-def _work(check: Check, rank: int, store: str, report: Connection) -> None:
-    """Runs in the process of one rank."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the parent decides
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-    torch.set_num_threads(1)
-    found = {name: Found() for name in check.names}
-    meet(store, rank, len(check.hosts), timeout_s=_TIMEOUT_S)
-    transport = TorchTransport()
-    for name, one in _compare(check, rank, transport):
-        found[name].add(one)
-    dist.barrier()
-    report.send(found)
-    dist.destroy_process_group()
-
-
-def _compare(check: Check, rank: int, transport: TorchTransport) -> Iterator[tuple[str, Found]]:
-    """Yields the error of each exchange in each case on this rank."""
-    size, tag = len(check.hosts), 0
-    for number, in_order in itertools.product(range(check.num_cases), (False, True)):
-        names = [name for name in check.names if EXCHANGES[name].traits.in_order == in_order]
-        if not names:
-            continue
-        draw = random.Random(f"{check.seed} {number}")
-        spec = random_spec(draw)
-        batch = random_batch(draw, size, in_order=in_order)
-        case = member_case(batch, rank, spec, seed=number, new_in_pool=not in_order)
-        wanted = torch.cat([request.wanted(rank, spec) for request in batch], dim=1)
-        for name in names:
-            group = Group(transport, range(size), rank, hosts=check.hosts, name=name, first_tag=tag)
-            tag += hidden_hops(size)  # no exchange has more
-            error = (run_exchange(EXCHANGES[name], group, case, spec) - wanted).abs().nan_to_num(torch.inf)
-            transport.complete_sends()
-            yield name, Found(error.max().item() if error.numel() else 0.0, group.sent)
-
-
-def _exit_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "a rank is a child process"
-    parent.join()
-    os._exit(1)
-
-
-def _on_sigterm(number: int, _: object) -> NoReturn:
-    sys.exit(128 + number)
 
 
 if __name__ == "__main__":

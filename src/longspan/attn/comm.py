@@ -6,6 +6,7 @@ accepts a receive that is longer than the send, and stale data on a reused tag, 
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections import Counter, deque
@@ -36,7 +37,7 @@ class Message:
     """One buffer with a view per tensor. `tensors` alias the buffer: fill them before sending, read after receiving."""
 
     def __init__(self, shapes: Sequence[Shape], device: torch.device) -> None:
-        sizes = [dtype.itemsize * _numel(shape) for shape, dtype in shapes]
+        sizes = [dtype.itemsize * math.prod(shape) for shape, dtype in shapes]
         self.payload_bytes = sum(sizes)
         trailer_at = -(-self.payload_bytes // 8) * 8
         self.buffer = torch.empty(trailer_at + _TRAILER_BYTES, dtype=torch.uint8, device=device)
@@ -59,6 +60,10 @@ class Message:
             raise CommError(f"expected message {tag} of {self.payload_bytes} bytes, but its trailer says {found}")
 
 
+Calls = Sequence[tuple[int, Tensor]]
+"""Peers, and the buffers that they get or fill."""
+
+
 class Pending(Protocol):
     """A transfer that has started and may not be done yet."""
 
@@ -75,7 +80,7 @@ class Transport(Protocol):
 
     tagged: bool
 
-    def start(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int) -> Pending:
+    def start(self, sends: Calls, receives: Calls, tag: int) -> Pending:
         """Starts all sends and receives as one grouped call; blocks only to bound the memory of old sends."""
 
     def complete_sends(self) -> None:
@@ -111,20 +116,22 @@ class Group:
 
     def start(self, *, sends: Mapping[int, Message], receives: Mapping[int, Message], hop: int) -> Pending:
         """Sends and receives between members; both ends skip empty messages. `hop` numbers the call in the exchange."""
-        tag = self._first_tag + hop
+        tag, transport = self._first_tag + hop, self._transport
         outgoing = {member: message for member, message in sends.items() if message.payload_bytes}
         incoming = {member: message for member, message in receives.items() if message.payload_bytes}
+        if not outgoing and not incoming:
+            return _Receives(())
         for member, message in outgoing.items():
-            if self._transport.tagged:
+            if transport.tagged:
                 message.seal(tag)
             link: Link = "same_host" if self.hosts[member] == self.hosts[self.rank] else "other_host"
             self.sent[self._name, link] += message.payload_bytes
-        pending = self._transport.start(
+        pending = transport.start(
             [(self._members[member], message.buffer) for member, message in outgoing.items()],
             [(self._members[member], message.buffer) for member, message in incoming.items()],
             tag,
         )
-        return _Verified(pending, list(incoming.values()), tag) if self._transport.tagged else pending
+        return _Verified(pending, list(incoming.values()), tag) if transport.tagged else pending
 
 
 class _Nobody:
@@ -132,14 +139,9 @@ class _Nobody:
 
     tagged = False
 
-    def start(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int) -> Pending:
-        """Does nothing, and is done at once."""
-        del tag
-        assert not sends and not receives, "nobody else is there"
-        return self
-
-    def wait(self) -> None:
-        """Returns at once."""
+    def start(self, sends: Calls, receives: Calls, tag: int) -> Pending:
+        """Is never called: groups of one member have nothing to send."""
+        raise AssertionError(f"nobody else is there: {len(sends)} sends, {len(receives)} receives, tag {tag}")
 
     def complete_sends(self) -> None:
         """Returns at once."""
@@ -209,7 +211,7 @@ class TorchTransport:
         self._outbox: deque[tuple[dist.Work, Tensor]] = deque()
         self._outbox_bytes = 0
 
-    def start(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int) -> Pending:
+    def start(self, sends: Calls, receives: Calls, tag: int) -> Pending:
         """Sends and receives one by one with gloo, in one grouped launch with NCCL."""
         if not self.tagged:
             return self._start_grouped(sends, receives)
@@ -233,18 +235,13 @@ class TorchTransport:
         work.wait()
         self._outbox_bytes -= host.nbytes
 
-    def _start_grouped(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> Pending:
+    def _start_grouped(self, sends: Calls, receives: Calls) -> Pending:
         ops = [dist.P2POp(dist.isend, buffer, peer, self._group) for peer, buffer in sends]
         ops += [dist.P2POp(dist.irecv, buffer, peer, self._group) for peer, buffer in receives]
         with peer_errors():
-            works = dist.batch_isend_irecv(ops) if ops else []
-        return _Receives(
-            [(work, buffer, buffer) for work, (_, buffer) in zip(works, [*sends, *receives], strict=False)]
-        )
-
-
-Calls = Sequence[tuple[int, Tensor]]
-"""Peers, and the buffers that they get or fill."""
+            works = dist.batch_isend_irecv(ops)
+        buffers = [buffer for _, buffer in (*sends, *receives)]
+        return _Receives(list(zip(works, buffers, buffers, strict=False)))
 
 
 def start_receives(receives: Calls, group: dist.ProcessGroup | None, tag: int, *, staged: bool) -> Pending:
@@ -289,10 +286,3 @@ def peer_errors() -> Iterator[None]:
 def _work(work: dist.Work | None) -> dist.Work:
     assert work is not None, "this rank is a member of the process group"
     return work
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product

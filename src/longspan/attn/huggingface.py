@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from longspan.attn.arguments import checked_runs
-from longspan.attn.interface import as_output, read_spec, rope_dicts
-from longspan.attn.library import Members, ring_kv
+from longspan.attn.library import Members, checked_runs, ring_kv
 from longspan.attn.member import num_tokens
+from longspan.attn.spec import as_output, read_spec, rope_dicts
 from longspan.core.runs import SpanShards, positions
 
 _NAME = "longspan_split"

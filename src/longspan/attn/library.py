@@ -1,4 +1,7 @@
-"""The exchanges as functions of tensors, and who takes part in them: causal attention over a group."""
+"""The exchanges as functions of tensors, and who takes part in them: causal attention over a group.
+
+What callers give is checked, and brought into the form that exchanges take.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longspan.attn.arguments import check_chain, new_of, paged, parts_of, spec_of
 from longspan.attn.backends import backend_of
 from longspan.attn.collectives import gather_hops
 from longspan.attn.comm import Group, TorchTransport, Transport
 from longspan.attn.exchanges import Call, attention_exchange
+from longspan.attn.member import MemberPart, MemberParts, num_tokens
+from longspan.attn.paged import PagedKv
+from longspan.attn.spec import AttnSpec
 from longspan.core.exchange import ALLTOALL, CHAIN, GATHER_KV, RING_KV, RING_Q, Exchange
-from longspan.core.runs import SpanShards
+from longspan.core.runs import Run, SpanShards, clip, coalesce
 from longspan.core.steps import Link
 
 _BACKENDS = ("gloo", "nccl")
 _NUM_TAGS = 2**31
+_BLOCK = 256
+"""Tokens per block when several sequences have to be laid out in blocks."""
+_DEVICES = ("cpu", "cuda")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Runs = Sequence[SpanShards]
+"""The positions of every member's tokens, for each sequence."""
 
 
 class Members:
@@ -127,15 +138,13 @@ def _hosts(process_group: dist.ProcessGroup | None, size: int, backend: str) -> 
 class Options(TypedDict, total=False):
     """The keyword arguments of every exchange; `ring_kv` says what they mean."""
 
-    kv_runs: Sequence[SpanShards] | None
+    kv_runs: Runs | None
     scale: float | None
     window: int | None
     softcap: float | None
 
 
-def ring_kv(
-    group: Members, q: Tensor, k: Tensor, v: Tensor, runs: Sequence[SpanShards], **options: Unpack[Options]
-) -> Tensor:
+def ring_kv(group: Members, q: Tensor, k: Tensor, v: Tensor, runs: Runs, **options: Unpack[Options]) -> Tensor:
     """Keys and values travel around the ring, while those at hand are used (Context Parallelism, Algorithm 2).
 
     Args:
@@ -164,9 +173,7 @@ def ring_kv(
     return _exchange(RING_KV, group, (q, k, v), runs, **options)
 
 
-def ring_q(
-    group: Members, q: Tensor, k: Tensor, v: Tensor, runs: Sequence[SpanShards], **options: Unpack[Options]
-) -> Tensor:
+def ring_q(group: Members, q: Tensor, k: Tensor, v: Tensor, runs: Runs, **options: Unpack[Options]) -> Tensor:
     """Queries visit the keys, partial outputs come back (Context Parallelism, Algorithm 3).
 
     The cheapest for few queries over many cached keys; see `ring_kv` for arguments, result and errors.
@@ -174,9 +181,7 @@ def ring_q(
     return _exchange(RING_Q, group, (q, k, v), runs, **options)
 
 
-def alltoall(
-    group: Members, q: Tensor, k: Tensor, v: Tensor, runs: Sequence[SpanShards], **options: Unpack[Options]
-) -> Tensor:
+def alltoall(group: Members, q: Tensor, k: Tensor, v: Tensor, runs: Runs, **options: Unpack[Options]) -> Tensor:
     """Computes some heads on each member, for all tokens (SP-NTP of CSPS, §3.2.1; DeepSpeed's Ulysses).
 
     Heads need not be a multiple of members; see `ring_kv` for arguments, result and errors.
@@ -185,14 +190,7 @@ def alltoall(
 
 
 def gather_kv(
-    group: Members,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    runs: Sequence[SpanShards],
-    *,
-    dense: bool = False,
-    **options: Unpack[Options],
+    group: Members, q: Tensor, k: Tensor, v: Tensor, runs: Runs, *, dense: bool = False, **options: Unpack[Options]
 ) -> Tensor:
     """Gathers all keys and values on every member (KV-Runahead's baseline, §4.1, Fig. 4).
 
@@ -202,9 +200,7 @@ def gather_kv(
     return _exchange(GATHER_KV._replace(dense=dense), group, (q, k, v), runs, **options)
 
 
-def chain(
-    group: Members, q: Tensor, k: Tensor, v: Tensor, runs: Sequence[SpanShards], **options: Unpack[Options]
-) -> Tensor:
+def chain(group: Members, q: Tensor, k: Tensor, v: Tensor, runs: Runs, **options: Unpack[Options]) -> Tensor:
     """Hands keys and values from each member to the next, which adds its own (KV-Runahead, §4.1).
 
     Runs must be `contiguous`, maybe with `fractions`, and everybody holds the new keys of its own queries: half of the
@@ -217,40 +213,185 @@ def _exchange(
     exchange: Exchange,
     group: Members,
     tensors: tuple[Tensor, Tensor, Tensor],
-    runs: Sequence[SpanShards],
+    runs: Runs,
     *,
-    kv_runs: Sequence[SpanShards] | None = None,
+    kv_runs: Runs | None = None,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
     q, k, v = tensors
     group.check(q)
-    spec = spec_of(q, k, v, scale=scale, window=window, softcap=softcap)
-    kv_runs = runs if kv_runs is None else kv_runs
-    parts = parts_of(
-        runs,
-        kv_runs,
-        rank=group.rank,
-        size=group.size,
-        num_queries=q.shape[1],
-        num_keys=k.shape[1],
-        backend=backend_of(q.device),
-    )
+    spec = _spec(q, k, v, scale=scale, window=window, softcap=softcap)
+    sharded = checked_runs(runs, runs if kv_runs is None else kv_runs, group.size)
+    mine = [(num_tokens(queries[group.rank]), num_tokens(keys[group.rank])) for queries, keys in sharded]
+    _check_count("q", "runs", q.shape[1], [num_queries for num_queries, _ in mine])
+    _check_count("k", "kv_runs", k.shape[1], [num_keys for _, num_keys in mine])
+    parts, row, block = [], 0, 0
+    for (queries, keys), (num_queries, num_keys) in zip(sharded, mine, strict=True):
+        num_blocks = -(-num_keys // _BLOCK) if len(runs) > 1 else 1
+        rows, blocks = slice(row, row + num_queries), range(block, block + num_blocks)
+        parts.append(MemberPart(rows=rows, q_runs=queries, kv_runs=keys, blocks=blocks))
+        row, block = rows.stop, blocks.stop
     new_k, new_v = k, v
     if exchange.traits.in_order:
-        check_chain(parts)
-        new_k, new_v = (new_of(tensor, parts, group.rank) for tensor in (k, v))
+        _check_chain(parts)
+        new_k, new_v = (_new(tensor, mine) for tensor in (k, v))
+    counts = [num_keys for _, num_keys in mine]
     call = Call(
         exchange=exchange,
         group=group.begin(exchange.kind),
-        parts=parts,
+        parts=MemberParts(parts, backend_of(q.device)),
         q=q,
         k=new_k,
         v=new_v,
-        kv=paged(k, v, parts, group.rank),
+        kv=PagedKv(keys=_blocks(k, counts), values=_blocks(v, counts)),
         spec=spec,
         out=torch.empty_like(q),
     )
     attention_exchange(exchange).attend(call)
     return call.out
+
+
+def _new(tensor: Tensor, counts: Sequence[tuple[int, int]]) -> Tensor:
+    """Returns keys or values of the queries alone, out of all that a member has: so many of each sequence."""
+    pieces = tensor.split([num_keys for _, num_keys in counts], dim=1)
+    last = [piece[:, num_keys - num :] for piece, (num, num_keys) in zip(pieces, counts, strict=True)]
+    return torch.cat(last, dim=1)
+
+
+def _blocks(tensor: Tensor, counts: Sequence[int]) -> Tensor:
+    """Cuts packed sequences `[kv_heads, tokens, head_dim]` into blocks. A single one is a block as it is."""
+    if len(counts) == 1:
+        return tensor.contiguous()[None]
+    num_heads, _, dim = tensor.shape
+    nums = [-(-count // _BLOCK) for count in counts]
+    room = tensor.new_zeros(sum(nums), num_heads, _BLOCK, dim)
+    for piece, blocks in zip(tensor.split(list(counts), dim=1), room.split(nums), strict=True):
+        whole = piece.shape[1] // _BLOCK
+        blocks[:whole] = piece[:, : whole * _BLOCK].unflatten(1, (whole, _BLOCK)).transpose(0, 1)
+        if piece.shape[1] % _BLOCK:
+            blocks[whole, :, : piece.shape[1] % _BLOCK] = piece[:, whole * _BLOCK :]
+    return room
+
+
+def _spec(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, window: int | None, softcap: float | None
+) -> AttnSpec:
+    """Reads off what is to be computed. Raises ValueError when that makes no sense, or gradients are wanted."""
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.ndim == k.ndim == v.ndim == 3:
+        raise ValueError(f"{shapes}: each must be [heads, tokens, head_dim], of this member's tokens and no batch")
+    if k.shape != v.shape or q.shape[2] != k.shape[2]:
+        raise ValueError(f"{shapes}: k and v must have one shape, and all three one head_dim")
+    if not k.shape[0] or q.shape[0] % k.shape[0] or not q.shape[0]:
+        raise ValueError(f"{shapes}: {q.shape[0]} query heads are no multiple of {k.shape[0]} KV heads")
+    kinds = {(tensor.dtype, tensor.device) for tensor in (q, k, v)}
+    if len(kinds) > 1 or q.dtype not in _DTYPES or q.device.type not in _DEVICES:
+        found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
+        raise ValueError(f"q, k and v are {found}: they must all be float32, bfloat16 or float16, on one CPU or GPU")
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)):
+        raise ValueError("exchanges have no gradients: call them under torch.no_grad()")
+    if window is not None and window < 1:
+        raise ValueError(
+            f"window {window}: a query sees at least itself, so it must be 1 or more, or None for no limit"
+        )
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap {softcap} must be above 0, or None for no cap")
+    return AttnSpec(
+        num_heads=q.shape[0],
+        num_kv_heads=k.shape[0],
+        head_dim=q.shape[2],
+        scale=q.shape[2] ** -0.5 if scale is None else scale,
+        window=window,
+        softcap=softcap,
+    )
+
+
+def checked_runs(runs: Runs, kv_runs: Runs, size: int) -> list[tuple[SpanShards, SpanShards]]:
+    """Returns the queries and keys of each sequence, in as few runs as can be.
+
+    Raises:
+        ValueError: when the runs are not those of `size` members, or do not cover a sequence exactly once.
+    """
+    if any(isinstance(item, Run) for sharded in (*runs, *kv_runs) for item in sharded) or not runs:
+        raise ValueError(
+            "runs and kv_runs are lists with what shard_span() gives for each sequence, also for one: [shard_span(...)]"
+        )
+    if len(runs) != len(kv_runs):
+        raise ValueError(f"runs are of {len(runs)} sequences, but kv_runs of {len(kv_runs)}: one for each")
+    asked = [_checked(f"runs[{index}]", sharded, size) for index, sharded in enumerate(runs)]
+    held = [_checked(f"kv_runs[{index}]", sharded, size) for index, sharded in enumerate(kv_runs)]
+    pairs = list(zip(asked, held, strict=True))
+    for index, (queries, keys) in enumerate(pairs):
+        _check_cover(index, queries, keys)
+    return pairs
+
+
+def _checked(name: str, sharded: SpanShards, size: int) -> SpanShards:
+    """Returns the same runs, joined where they touch."""
+    if len(sharded) != size:
+        raise ValueError(
+            f"{name} shards over {len(sharded)} members, but the group has {size}: shard_span(layout, 0, n, group.size)"
+        )
+    for member, runs in enumerate(sharded):
+        stepped = [run for run in runs if run.step != 1]
+        unordered = [(one, other) for one, other in itertools.pairwise(runs) if other.start < one.stop]
+        if stepped or unordered:
+            raise ValueError(f"{name}: the runs of member {member} must ascend in steps of 1, but are {_text([runs])}")
+    return tuple(coalesce(runs) for runs in sharded)
+
+
+def _check_cover(index: int, queries: SpanShards, keys: SpanShards) -> None:
+    """Queries are one span, and keys everything up to its end, each with one member."""
+    span, held = _union(queries), _union(keys)
+    if len(span) > 1 or num_tokens(span) != sum(map(num_tokens, queries)):
+        raise ValueError(f"runs[{index}] {_text(queries)}: members must have all queries of one span, each once")
+    if span and (held != (Run(0, span[0].stop),) or num_tokens(held) != sum(map(num_tokens, keys))):
+        raise ValueError(
+            f"kv_runs[{index}] {_text(keys)}: members must hold all keys of [0, {span[0].stop}), each once; for "
+            "queries that do not begin at 0, give kv_runs with the cached tokens, too, which k and v then have"
+        )
+
+
+def _union(sharded: SpanShards) -> tuple[Run, ...]:
+    """Joins the positions of all members into as few runs as can be."""
+    found: list[Run] = []
+    for run in sorted((run for runs in sharded for run in runs), key=lambda run: run.start):
+        if found and run.start <= found[-1].stop:
+            found[-1] = Run(found[-1].start, max(run.stop, found[-1].stop))
+        else:
+            found.append(run)
+    return tuple(found)
+
+
+def _check_count(tensor: str, name: str, given: int, wanted: Sequence[int]) -> None:
+    if given != sum(wanted):
+        raise ValueError(
+            f"{tensor} has {given} tokens, but by {name} this member has {' + '.join(map(str, wanted))}: give those of "
+            f"positions({name}[i][group.rank]) of every sequence i, one after the other"
+        )
+
+
+def _check_chain(parts: Sequence[MemberPart]) -> None:
+    """Raises ValueError unless members have neighbouring runs in their order, and hold the keys of their queries."""
+    for index, part in enumerate(parts):
+        if not part.is_in_order:
+            raise ValueError(
+                f"runs[{index}] {_text(part.q_runs)}: in a chain each member goes on where the one before ends, "
+                "as in shard_span('contiguous', ...)"
+            )
+        start = part.span_start
+        new = [() if start is None else clip(runs, start) for runs in part.kv_runs]
+        if new != list(part.q_runs):
+            raise ValueError(
+                f"kv_runs[{index}]: members hold the new keys {_text(new)}, but in a chain those of their own queries, "
+                f"{_text(part.q_runs)}"
+            )
+
+
+def _text(sharded: Sequence[Sequence[Run]]) -> str:
+    """Writes the runs of members for people, and leaves out some of very many."""
+    members = ["+".join(f"[{run.start}, {run.stop})" for run in runs) or "none" for runs in sharded]
+    text = "; ".join(members)
+    return text if len(text) <= 200 else f"{text[:200]} ..."

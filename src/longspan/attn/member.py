@@ -9,12 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longspan.attn.backends import AttentionBackend, Partial
+from longspan.attn.backends import AttentionBackend, Partial, merge_each, nothing_seen
 from longspan.attn.comm import Message
-from longspan.attn.merge import merge_each
 from longspan.attn.paged import PagedKv, PagedPlan, Reads
 from longspan.attn.spec import AttnSpec
-from longspan.core.runs import Relation, Run, SpanShards, clip, relate, row_slices
+from longspan.core.runs import Relation, Run, SpanShards, clip, coalesce, relate, row_slices, stretch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +40,13 @@ class MemberPart:
     def needed(self, member: int, window: int | None) -> tuple[Run, ...]:
         """Returns the runs that `member` holds and that some query of the group may still see."""
         start = self.span_start
-        return () if start is None else clip(self.kv_runs[member], _in_sight(start, window))
+        return () if start is None else clip(self.kv_runs[member], _first_seen(start, window))
 
     def cached(self, holder: int, window: int | None, asker: int | None = None) -> tuple[Run, ...]:
         """Returns the runs of `holder` before the span that some query of `asker`, or of anybody, may still see."""
         runs = self.q_runs if asker is None else self.q_runs[asker : asker + 1]
         first = min((own[0].start for own in runs if own), default=None)
-        return () if first is None else clip(self.kv_runs[holder], _in_sight(first, window), self.span_start)
+        return () if first is None else clip(self.kv_runs[holder], _first_seen(first, window), self.span_start)
 
     @property
     def is_in_order(self) -> bool:
@@ -56,17 +55,13 @@ class MemberPart:
         return all(one.stop == following.start for one, following in itertools.pairwise(runs))
 
 
-def _in_sight(query: int, window: int | None) -> int:
+def _first_seen(query: int, window: int | None) -> int:
     """Returns the first position that a query may see."""
     return 0 if window is None else max(0, query - window + 1)
 
 
 class MemberParts(Sequence[MemberPart]):
-    """Parts that are exchanged together, and what is worked out for them once and used in every layer.
-
-    Attributes:
-        backend: computes their attention.
-    """
+    """Parts that are exchanged together, the backend that computes them, and what every layer uses again."""
 
     def __init__(self, parts: Sequence[MemberPart], backend: AttentionBackend) -> None:
         self._parts, self.backend = tuple(parts), backend
@@ -92,11 +87,11 @@ class MemberParts(Sequence[MemberPart]):
     def rows(self, indices: tuple[int, ...], device: torch.device) -> slice | Tensor:
         """Finds this member's tokens that are queries of these parts: a slice if they are neighbours."""
         if indices not in self._rows:
-            row_slices = [self[index].rows for index in indices if self[index].rows.start < self[index].rows.stop]
-            if all(one.stop == following.start for one, following in itertools.pairwise(row_slices)):
-                self._rows[indices] = slice(row_slices[0].start, row_slices[-1].stop) if row_slices else slice(0, 0)
+            places = [self[index].rows for index in indices]
+            if all(one.stop == following.start for one, following in itertools.pairwise(places)):
+                self._rows[indices] = slice(places[0].start, places[-1].stop)
             else:
-                rows = [row for place in row_slices for row in range(place.start, place.stop)]
+                rows = [row for place in places for row in range(place.start, place.stop)]
                 self._rows[indices] = torch.tensor(rows, device=device)
         return self._rows[indices]
 
@@ -104,18 +99,17 @@ class MemberParts(Sequence[MemberPart]):
         """Plans how single queries of `asker` in these parts read the blocks of `holder`, which is this member."""
         key = (indices, asker, holder, window)
         if key not in self._plans:
-            reads = [_reads(self[index], asker, holder, window) for index in indices]
+            reads = []
+            for part in (self[index] for index in indices):
+                position, runs = part.q_runs[asker][0].start, part.kv_runs[holder]
+                start, stop = _num_before(runs, _first_seen(position, window)), _num_before(runs, position + 1)
+                reads.append(Reads(blocks=part.blocks, start=start, stop=stop))
             self._plans[key] = self.backend.plan(reads, kv)
         return self._plans[key]
 
 
-def _reads(part: MemberPart, asker: int, holder: int, window: int | None) -> Reads:
-    position = part.q_runs[asker][0].start
-    runs = part.kv_runs[holder]
-    below = 0 if window is None else max(0, position - window + 1)
-    held = num_tokens(runs)
-    start, stop = held - num_tokens(clip(runs, below)), held - num_tokens(clip(runs, position + 1))
-    return Reads(blocks=part.blocks, start=start, stop=stop)
+def _num_before(runs: Sequence[Run], position: int) -> int:
+    return num_tokens(runs) - num_tokens(clip(runs, position))
 
 
 def num_tokens(runs: Sequence[Run]) -> int:
@@ -140,8 +134,7 @@ def kv_message(parts: Sequence[MemberPart], all_runs: Sequence[Sequence[Run]], m
 def gather_runs(part: MemberPart, runs: Sequence[Run], member: int, kv: PagedKv, k_out: Tensor, v_out: Tensor) -> None:
     """Copies keys and values out of the pool of `member`: neighbours among those that it holds."""
     if runs:
-        held = part.kv_runs[member]
-        start = num_tokens(held) - num_tokens(clip(held, runs[0].start))
+        start = _num_before(part.kv_runs[member], runs[0].start)
         kv.gather(part.blocks, start, start + num_tokens(runs), k_out, v_out)
 
 
@@ -153,11 +146,42 @@ def by_position(all_runs: Sequence[Sequence[Run]], tensors: Sequence[Tensor]) ->
     num_heads, _, dim = tensors[0].shape
     joined = tensors[0].new_empty(num_heads, sum(num_tokens(runs) for runs, _ in filled), dim)
     for own_places, (runs, tensor) in zip(row_slices([runs for runs, _ in filled]), filled, strict=True):
-        offset = 0
-        for place, run in zip(own_places, runs, strict=True):
-            joined[:, place] = tensor[:, offset : offset + len(run)]
-            offset += len(run)
+        for place, (_, piece) in zip(own_places, split_runs(tensor, runs), strict=True):
+            joined[:, place] = piece
     return joined
+
+
+def split_runs(tensor: Tensor, runs: Sequence[Run]) -> Iterator[tuple[Run, Tensor]]:
+    """Yields the stretch `[heads, len(run), head_dim]` of each run."""
+    offset = 0
+    for run in runs:
+        yield run, tensor[:, offset : offset + len(run)]
+        offset += len(run)
+
+
+def attend_all(  # noqa: PLR0917 - queries, keys and values, and whose they are
+    backend: AttentionBackend,
+    q_runs: SpanShards,
+    q: Sequence[Tensor],
+    held: Sequence[Sequence[Run]],
+    k: Sequence[Tensor],
+    v: Sequence[Tensor],
+    spec: AttnSpec,
+    results: Sequence[Tensor],
+) -> None:
+    """Computes the queries of all members over the keys of all, and fills `results`, which have the shapes of `q`.
+
+    Queries together leave no gap, nor do keys. `held` says which keys `k` and `v` are.
+    """
+    runs = coalesce(run for member_runs in q_runs for run in member_runs)
+    if not runs:
+        return
+    queries, keys, values = by_position(q_runs, q), by_position(held, k), by_position(held, v)
+    seen = stretch(run for member_runs in held for run in member_runs)
+    out, _ = attend_runs(backend, queries, runs, keys, values, (seen,), spec)
+    for result, own, places in zip(results, q_runs, row_slices(q_runs), strict=True):
+        for (_, rows), place in zip(split_runs(result, own), places, strict=True):
+            rows.copy_(out[:, place])
 
 
 def attend_held(  # noqa: PLR0917 - those of a part, and who reads it
@@ -171,14 +195,6 @@ def attend_held(  # noqa: PLR0917 - those of a part, and who reads it
     return attend_runs(backend, q, part.q_runs[asker], k, v, needed, spec)
 
 
-def split_queries(q: Tensor, runs: Sequence[Run]) -> Iterator[tuple[Run, Tensor]]:
-    """Yields the queries of each run, `[heads, len(run), head_dim]`."""
-    offset = 0
-    for run in runs:
-        yield run, q[:, offset : offset + len(run)]
-        offset += len(run)
-
-
 def attend_runs(  # noqa: PLR0917 - what, of which positions, over what
     backend: AttentionBackend,
     q: Tensor,
@@ -189,25 +205,19 @@ def attend_runs(  # noqa: PLR0917 - what, of which positions, over what
     spec: AttnSpec,
 ) -> Partial:
     """Computes attention of queries over keys `[kv_heads, tokens, head_dim]`, both given with their positions."""
-    results = [_attend_run(backend, rows, run, k, v, kv_runs, spec) for run, rows in split_queries(q, q_runs)]
+    results = []
+    for q_run, rows in split_runs(q, q_runs):
+        partials = [
+            backend.attend(rows, k[:, start:stop], v[:, start:stop], relation, spec)
+            for start, stop, relation in _visible(q_run, kv_runs, spec.window)
+        ]
+        if len(partials) > 1:
+            out, lse = merge_each(partials)
+            partials = [(out.to(q.dtype), lse)]
+        results.append(partials[0] if partials else nothing_seen(rows))
     if len(results) == 1:
         return results[0]
     return torch.cat([out for out, _ in results], dim=1), torch.cat([lse for _, lse in results], dim=1)
-
-
-def _attend_run(  # noqa: PLR0917 - those of `attend_runs`
-    backend: AttentionBackend, q: Tensor, q_run: Run, k: Tensor, v: Tensor, kv_runs: Sequence[Run], spec: AttnSpec
-) -> Partial:
-    partials = [
-        backend.attend(q, k[:, start:stop], v[:, start:stop], relation, spec)
-        for start, stop, relation in _visible(q_run, kv_runs, spec.window)
-    ]
-    if not partials:
-        return torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
-    if len(partials) == 1:
-        return partials[0]
-    out, lse = merge_each(partials)
-    return out.to(q.dtype), lse
 
 
 def _visible(q_run: Run, kv_runs: Sequence[Run], window: int | None) -> list[tuple[int, int, Relation]]:

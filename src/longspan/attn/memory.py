@@ -14,15 +14,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from longspan.attn.comm import CommError, Pending
-
-_Calls = Sequence[tuple[int, Tensor]]
+from longspan.attn.comm import Calls, CommError, Pending
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class _Sent:
-    """One message; `is_taken` once its receiver has copied it."""
-
     destination: int
     buffer: Tensor
     is_taken: bool = False
@@ -43,7 +39,7 @@ class Wires:
         with self._lock:
             for rank in {source, destination} & self._closed:
                 raise CommError(f"rank {rank} is gone")
-            sent = _Sent(destination=destination, buffer=buffer)
+            sent = _Sent(destination, buffer)
             self._boxes[source, destination, tag].append(sent)
             self._changed[destination].notify_all()
             return sent
@@ -52,10 +48,8 @@ class Wires:
         """Waits for a message and copies it to the beginning of `room`; raises CommError when its sender is gone."""
         key = source, destination, tag
         with self._lock:
-            box = self._boxes[key]
-            gone = self._closed
-            changed = self._changed[destination]
-            if not changed.wait_for(lambda: box or gone & {source, destination}, self._timeout_s):
+            box, gone = self._boxes[key], self._closed
+            if not self._changed[destination].wait_for(lambda: box or gone & {source, destination}, self._timeout_s):
                 raise CommError(f"rank {destination} waited {self._timeout_s} s for message {tag} of rank {source}")
             if not box:
                 raise CommError(f"rank {source if source in gone else destination} is gone")
@@ -104,13 +98,13 @@ class MemoryTransport:
         self._wires, self._rank, self._waits_for_sends = wires, rank, waits_for_sends
         self._outbox: list[_Sent] = []
 
-    def start(self, sends: _Calls, receives: _Calls, tag: int) -> Pending:
+    def start(self, sends: Calls, receives: Calls, tag: int) -> Pending:
         """Posts all sends at once."""
         sent = [self._wires.post(self._rank, peer, tag, buffer) for peer, buffer in sends]
-        if self._waits_for_sends:
-            return _Taking(self._wires, self._rank, receives, tag, sent)
-        self._outbox += [one for one in sent if not one.is_taken]
-        return _Taking(self._wires, self._rank, receives, tag, ())
+        if not self._waits_for_sends:
+            self._outbox += [one for one in sent if not one.is_taken]
+            sent = []
+        return _Taking(self._wires, self._rank, receives, tag, sent)
 
     def complete_sends(self) -> None:
         """Waits until peers have copied what was sent."""
@@ -123,7 +117,7 @@ class MemoryTransport:
 
 
 class _Taking:
-    def __init__(self, wires: Wires, rank: int, receives: _Calls, tag: int, sent: Sequence[_Sent]) -> None:
+    def __init__(self, wires: Wires, rank: int, receives: Calls, tag: int, sent: Sequence[_Sent]) -> None:
         self._wires, self._rank, self._receives, self._tag, self._sent = wires, rank, receives, tag, sent
 
     def wait(self) -> None:

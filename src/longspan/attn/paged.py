@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from longspan.attn.native import Numbers, PagedItems
-
+Numbers = npt.NDArray[np.int64]
 _MOST_VIEWS = 8
 """Adjacent blocks are read as one view; a batch that would need more views than this is gathered, which is one copy."""
 
@@ -27,6 +28,11 @@ class PagedKv:
     def block_size(self) -> int:
         """Returns the tokens per block."""
         return self.keys.shape[2]
+
+    def heads(self, kv_heads: range) -> PagedKv:
+        """Returns a view of some heads."""
+        chosen = slice(kv_heads.start, kv_heads.stop)
+        return PagedKv(keys=self.keys[:, chosen], values=self.values[:, chosen])
 
     def gather(self, blocks: Sequence[int], start: int, stop: int, k_out: Tensor, v_out: Tensor) -> None:
         """Copies tokens `[start, stop)` of a request, whose token t lies in slot `t % block_size` of
@@ -54,27 +60,25 @@ class Reads:
     stop: int
 
 
-class PagedPlan:
-    """Lists the blocks that a batch of queries reads. Query t sees `reads[t]`, which may be nothing.
+class PagedItems(NamedTuple):
+    """The blocks that queries read: query t the slots `[low, high)` of `blocks` of items `[first[t], first[t + 1])`."""
 
-    Attributes:
-        items: one for each query and block that it sees.
-    """
+    first: Numbers
+    blocks: Numbers
+    low: Numbers
+    high: Numbers
+
+
+class PagedPlan:
+    """Lists the items of a batch of queries, of which query t sees `reads[t]`, which may be nothing."""
 
     def __init__(self, reads: Sequence[Reads], kv: PagedKv) -> None:
-        self.reads = tuple(reads)
-        self.items = _items(reads, kv.block_size)
-        self._block_size, self._device, self._dtype = kv.block_size, kv.keys.device, kv.keys.dtype
-
-    @property
-    def num_queries(self) -> int:
-        """Returns how many queries the plan is for."""
-        return len(self.reads)
+        self.num_queries, self.items, self._kv = len(reads), _items(reads, kv.block_size), kv
 
     @cached_property
     def batch(self) -> PagedBatch:
         """Returns the items as PyTorch's kernels take them, made when a kernel first asks."""
-        return PagedBatch(self.items, self._block_size, self._device, self._dtype)
+        return PagedBatch(self.items, self._kv)
 
 
 class PagedBatch:
@@ -87,26 +91,30 @@ class PagedBatch:
         items_of: `[queries, most items of a query]`, the items of each query, padded with the number of items.
     """
 
-    def __init__(self, items: PagedItems, block_size: int, device: torch.device, dtype: torch.dtype) -> None:
-        num_queries = len(items.first) - 1
+    def __init__(self, items: PagedItems, kv: PagedKv) -> None:
+        num_queries, device = len(items.first) - 1, kv.keys.device
         owner = np.repeat(np.arange(num_queries, dtype=np.int64), np.diff(items.first))
         order = np.lexsort((items.blocks, _nth_use(items.blocks)))
         owner, blocks, low, high = owner[order], items.blocks[order], items.low[order], items.high[order]
         self.owner = torch.from_numpy(owner).to(device)
         self.views = _views(blocks, device)
         self.mask = None
-        if (low > 0).any() or (high < block_size).any():
-            slots = np.arange(block_size)
+        if (low > 0).any() or (high < kv.block_size).any():
+            slots = np.arange(kv.block_size)
             seen = (slots >= low[:, None]) & (slots < high[:, None])
-            mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(torch.from_numpy(~seen), -torch.inf)
+            mask = torch.zeros(seen.shape, dtype=kv.keys.dtype).masked_fill_(torch.from_numpy(~seen), -torch.inf)
             self.mask = mask[:, None, None].to(device)
-        self.items_of = torch.from_numpy(_items_of(owner, num_queries)).to(device)
+        nth = _nth_use(owner)
+        items_of = np.full((num_queries, nth.max(initial=0) + 1), len(owner), dtype=np.int64)
+        items_of[owner, nth] = np.arange(len(owner))
+        self.items_of = torch.from_numpy(items_of).to(device)
 
 
 def _items(reads: Sequence[Reads], size: int) -> PagedItems:
     counts, blocks, lows, highs = [], [], [], []
     for read in reads:
-        begin, end = read.start // size, -(-read.stop // size) if read.stop > read.start else read.start // size
+        begin = read.start // size
+        end = -(-read.stop // size) if read.stop > read.start else begin
         begins = np.arange(begin, end, dtype=np.int64) * size
         counts.append(end - begin)
         blocks.append(np.asarray(read.blocks[begin:end], dtype=np.int64))
@@ -116,13 +124,12 @@ def _items(reads: Sequence[Reads], size: int) -> PagedItems:
     return PagedItems(first, np.concatenate(blocks), np.concatenate(lows), np.concatenate(highs))
 
 
-def _nth_use(blocks: Numbers) -> Numbers:
-    """Counts the items before each one that read the same block, as requests with a common prefix do."""
-    order = np.argsort(blocks, kind="stable")
-    ordered = blocks[order]
-    first = np.searchsorted(ordered, ordered, side="left")
-    nth = np.empty_like(blocks)
-    nth[order] = np.arange(len(blocks)) - first
+def _nth_use(numbers: Numbers) -> Numbers:
+    """Counts, for each number, the same ones before it: requests with a common prefix read the same blocks, say."""
+    order = np.argsort(numbers, kind="stable")
+    ordered = numbers[order]
+    nth = np.empty_like(numbers)
+    nth[order] = np.arange(len(numbers)) - np.searchsorted(ordered, ordered, side="left")
     return nth
 
 
@@ -131,15 +138,6 @@ def _views(blocks: Numbers, device: torch.device) -> list[slice] | list[Tensor]:
     if len(cuts) >= _MOST_VIEWS:
         return [torch.from_numpy(blocks).to(device)]
     return [slice(int(part[0]), int(part[-1]) + 1) for part in np.split(blocks, cuts) if len(part)]
-
-
-def _items_of(owner: Numbers, num_queries: int) -> Numbers:
-    counts = np.bincount(owner, minlength=num_queries)
-    table = np.full((num_queries, max(1, int(counts.max(initial=0)))), len(owner), dtype=np.int64)
-    order = np.argsort(owner, kind="stable")
-    column = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-    table[owner[order], column] = order
-    return table
 
 
 def _adjacent(blocks: Sequence[int], index: int, end: int) -> int:

@@ -1,6 +1,21 @@
-"""The computation of one attention layer, apart from its tensors."""
+"""The computation of one attention layer, apart from its tensors, and how it is read off what transformers hands to an
+attention function. Imports no transformers.
+"""
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from longspan.core.heads import HeadShare
+
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+"""Of a configuration's `layer_types`, those that an AttnSpec can say."""
+_HARMLESS = {"position_ids", "use_cache", "cache_position", "position_embeddings"}
+"""Arguments that do not change what a layer computes; so do those that begin with "output_"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,3 +32,72 @@ class AttnSpec:
     scale: float
     window: int | None
     softcap: float | None
+
+    def of_heads(self, share: HeadShare) -> AttnSpec:
+        """Returns the same for some of the heads."""
+        return replace(self, num_heads=len(share.heads), num_kv_heads=len(share.kv_heads))
+
+
+class UnsupportedAttentionError(ValueError):
+    """A layer wants something that an AttnSpec cannot say; the message begins with its class."""
+
+
+def read_spec(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    dropout: float | None = None,
+    **others: object,
+) -> AttnSpec:
+    """Reads off what a layer computes of `query [batch, heads, tokens, head_dim]` and the like, by its own arguments.
+
+    Raises:
+        UnsupportedAttentionError: with the first reason found.
+    """
+    unknown = ", ".join(
+        name
+        for name, value in sorted(others.items())
+        if value is not None and name not in _HARMLESS and not name.startswith("output_")
+    )
+    layer_types = getattr(getattr(module, "config", None), "layer_types", None) or ()
+    odd_types = ", ".join(sorted(set(layer_types) - LAYER_TYPES))
+    problems = {
+        f"has attention arguments unknown to longspan ({unknown})": bool(unknown),
+        "builds its own attention mask": attention_mask is not None,
+        "has bidirectional attention": is_causal is False or getattr(module, "is_causal", True) is False,
+        f"is beside layers of type {odd_types}": bool(odd_types),
+        "has keys and values of different head sizes": not query.shape[-1] == key.shape[-1] == value.shape[-1],
+        f"drops out some of its weights ({dropout}): call eval() on the model": bool(dropout),
+    }
+    for problem in (text for text, holds in problems.items() if holds):
+        raise UnsupportedAttentionError(f"{type(module).__name__} {problem}")
+    return AttnSpec(
+        num_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+        head_dim=query.shape[-1],
+        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        window=sliding_window,
+        softcap=softcap,
+    )
+
+
+def as_output(out: Tensor) -> tuple[Tensor, None]:
+    """Brings `out [heads, tokens, head_dim]` into the form of transformers: `[1, tokens, heads, head_dim]`, no weights.
+
+    Some models view what they get here, so it must be contiguous; the others would copy it themselves.
+    """
+    return out.transpose(0, 1).contiguous().unsqueeze(0), None
+
+
+def rope_dicts(config: object) -> Iterator[Mapping[str, Any]]:
+    """Yields the RoPE parameters of a configuration: one set, or one per layer type."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in rope.values() if isinstance(value, Mapping)]
+    yield from nested or [rope]

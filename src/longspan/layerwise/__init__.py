@@ -1,1 +1,85 @@
-"""Exchanges that take over whole layers, beside the attention exchanges of `attn`."""
+"""Exchanges that take over whole layers, beside the attention exchanges of `attn`.
+
+A model needs nothing of this before its first step with a layerwise part: only then are the calls of its attention
+modules taken over. All other tokens go through to Hugging Face's own forward, before and after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from longspan.core.exchange import ALLTOALL, GATHER_HIDDEN
+from longspan.layerwise.gather_hidden import HiddenLayers
+from longspan.layerwise.layers import Channel, Comm, Pool, StepContext, TakenLayer, Watch
+from longspan.layerwise.unsharded_alltoall import HostWeights, UnshardedLayers
+from longspan.model.adapter import Model
+from longspan.model.sharding import attention_modules
+
+
+class LayerwiseExchange(Protocol):
+    """The channels of one step with one kind of layerwise exchange. Every rank of their groups calls it alike."""
+
+    def begin(self, layer: int) -> None:
+        """Prepares the outputs of a layer."""
+
+    def output(self, layer: int, channel: Channel, hidden: Tensor) -> Tensor:
+        """Returns the output `[tokens, hidden]` of a layer's attention for this instance's tokens of a channel."""
+
+
+LAYERWISE: dict[str, Callable[[StepContext, Sequence[Channel]], LayerwiseExchange]] = {
+    GATHER_HIDDEN.kind: HiddenLayers,
+    ALLTOALL.kind: UnshardedLayers,
+}
+"""By kind of exchange. Add one here, and its traits in `core/exchange.py`."""
+
+
+class Layerwise:
+    """Computes attention layers of a model by layerwise exchanges."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    @cached_property
+    def _layers(self) -> list[TakenLayer]:
+        return [TakenLayer(module, self._model.specs) for module in attention_modules(self._model.module)]
+
+    @cached_property
+    def _host_weights(self) -> HostWeights:
+        return HostWeights(self._model.stored_attention, self._model.module.device)
+
+    def step(self, channels: Sequence[Channel], comm: Comm, *, pool: Pool, watch: Watch) -> LayerwiseStep:
+        """Begins a step with these channels, whose tokens come last in the packed row, in this order."""
+        model, layers, weights = self._model, self._layers, self._host_weights
+        context = StepContext(model=model, layers=layers, host_weights=weights, comm=comm, pool=pool, watch=watch)
+        return LayerwiseStep(context, channels)
+
+
+class LayerwiseStep:
+    """The layerwise channels of one step, whatever their kind."""
+
+    def __init__(self, context: StepContext, channels: Sequence[Channel]) -> None:
+        self._channels, self._model = channels, context.model
+        self._exchanges = {
+            kind: LAYERWISE[kind](context, [channel for channel in channels if channel.exchange.kind == kind])
+            for kind in dict.fromkeys(channel.exchange.kind for channel in channels)
+        }
+
+    def output(self, layer: int, hidden: Tensor) -> Tensor:
+        """Returns the output `[tokens, hidden]` of a layer's attention for all tokens of the channels."""
+        for exchange in self._exchanges.values():
+            exchange.begin(layer)
+        outputs, start = [], 0
+        for channel in self._channels:
+            rows = slice(start, start + channel.num_tokens)
+            outputs.append(self._exchanges[channel.exchange.kind].output(layer, channel, hidden[rows]))
+            start = rows.stop
+        return torch.cat(outputs)
+
+    def without_tokens(self, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Takes part in a layer when this rank has no token."""
+        self.output(layer, torch.empty(0, self._model.module.config.hidden_size, dtype=dtype, device=device))

@@ -9,19 +9,17 @@ projections calls the methods of `GatherHidden` in the order `gather`, `attend`,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from longspan.attn.collectives import gather_hops, gather_rows, reduce_scatter
 from longspan.attn.comm import Group, Message
-from longspan.attn.member import MemberParts, attend_runs, by_position, gather_runs, num_tokens
+from longspan.attn.member import MemberParts, attend_all, gather_runs, num_tokens
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
 from longspan.core.heads import split_heads
-from longspan.core.runs import Run, coalesce, row_slices, stretch
+from longspan.core.runs import Run
 from longspan.layerwise.layers import Channel, StepContext
 
 
@@ -31,7 +29,7 @@ def hidden_hops(size: int) -> int:
 
 
 class GatherHidden:
-    """The exchange of one layer on one member. The arguments are those of `ring_kv`; the span's KV is not yet stored.
+    """The exchange of one layer on one member. The arguments are those of a `Call`; the span's KV is not yet stored.
 
     Gathered tokens are ordered by member, and a member's by part.
 
@@ -43,15 +41,12 @@ class GatherHidden:
         self._group, self._parts, self._kv, self._spec = group, parts, kv, spec
         self._shares = split_heads(spec.num_heads, spec.num_kv_heads, group.size)
         self.share = self._shares[group.rank]
-
-    @cached_property
-    def counts(self) -> list[int]:
-        """Counts the tokens of each member."""
-        return [sum(num_tokens(part.q_runs[member]) for part in self._parts) for member in range(self._group.size)]
+        lengths = [[num_tokens(part.q_runs[member]) for part in parts] for member in range(group.size)]
+        self._counts, self._lengths = [sum(own) for own in lengths], [length for own in lengths for length in own]
 
     def gather(self, hidden: Tensor) -> Tensor:
         """Gathers all tokens' hidden states `[all tokens, hidden]` from this member's `[tokens, hidden]`."""
-        return gather_rows(self._group, hidden, self.counts)
+        return gather_rows(self._group, hidden, self._counts)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Computes attention of this member's heads, for all tokens.
@@ -70,59 +65,29 @@ class GatherHidden:
         self._group.start(sends=leaving, receives=coming, hop=gather_hops(self._group.size)).wait()
         coming[me] = self._message(me, k, v)
         keys, values = (torch.cat([coming[member].tensors[kind] for member in members]) for kind in (0, 1))
-        out = torch.empty_like(q)
-        if self.share.heads:
-            spec = replace(self._spec, num_heads=len(self.share.heads), num_kv_heads=len(self.share.kv_heads))
-            for index in range(len(self._parts)):
-                cached = [coming[member].tensors[2 + 2 * index : 4 + 2 * index] for member in members]
-                self._attend_part(index, spec, (q, k, v), cached, out)
+        out, spec = torch.empty_like(q), self._spec.of_heads(self.share)
+        pieces = [tensor.split(self._lengths, dim=1) for tensor in (q, k, v, out)]
+        for index, part in enumerate(self._parts) if self.share.heads else ():
+            held = [*(self._cached(holder)[index] for holder in members), *part.q_runs]
+            old_k, old_v = ([coming[member].tensors[2 + 2 * index + kind] for member in members] for kind in (0, 1))
+            own_q, new_k, new_v, found = (split[index :: len(self._parts)] for split in pieces)
+            k_all, v_all = [*old_k, *new_k], [*old_v, *new_v]
+            attend_all(self._parts.backend, part.q_runs, own_q, held, k_all, v_all, spec, found)
         return out, keys, values
 
     def scatter(self, partial: Tensor) -> Tensor:
         """Returns the sum over members `[tokens, hidden]` of their `[all tokens, hidden]`, for this member's tokens."""
-        blocks = partial.split(self.counts)
+        blocks = partial.split(self._counts)
         return reduce_scatter(self._group, blocks, hop=gather_hops(self._group.size) + 1)
-
-    def _attend_part(
-        self,
-        index: int,
-        spec: AttnSpec,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        cached: Sequence[Sequence[Tensor]],
-        out: Tensor,
-    ) -> None:
-        part, rows = self._parts[index], self._rows(index)
-        q, k, v = ([tensor[:, place] for place in rows] for tensor in qkv)
-        q_runs = coalesce(run for runs in part.q_runs for run in runs)
-        if not q_runs:
-            return
-        held = [*(self._cached(holder)[index] for holder in range(self._group.size)), *part.q_runs]
-        seen = stretch(run for runs in held for run in runs)
-        keys = by_position(held, [*(tensors[0] for tensors in cached), *k])
-        values = by_position(held, [*(tensors[1] for tensors in cached), *v])
-        found, _ = attend_runs(self._parts.backend, by_position(part.q_runs, q), q_runs, keys, values, (seen,), spec)
-        for own, own_places in zip(rows, row_slices(part.q_runs), strict=True):
-            if own_places:
-                out[:, own] = torch.cat([found[:, place] for place in own_places], dim=1)
-
-    def _rows(self, index: int) -> list[slice]:
-        """Finds the tokens of a part among all gathered ones, by member."""
-        found, start = [], 0
-        for member, count in enumerate(self.counts):
-            first = start + sum(num_tokens(part.q_runs[member]) for part in [self._parts[i] for i in range(index)])
-            found.append(slice(first, first + num_tokens(self._parts[index].q_runs[member])))
-            start += count
-        return found
 
     def _message(self, member: int, k: Tensor, v: Tensor) -> Message:
         """Fills a message for `member`: new keys and values of its tokens, then what is cached here of its heads."""
         message = self._room(self._group.rank, member, k)
-        start = sum(self.counts[:member])
+        start = sum(self._counts[:member])
         first = self._owned(self._group.rank).start - self.share.kv_heads.start
         for room, made in zip(message.tensors, (k, v), strict=False):
-            room.copy_(made[first : first + room.shape[0], start : start + self.counts[member]])
-        heads = slice(self._shares[member].kv_heads.start, self._shares[member].kv_heads.stop)
-        view = PagedKv(keys=self._kv.keys[:, heads], values=self._kv.values[:, heads])
+            room.copy_(made[first : first + room.shape[0], start : start + self._counts[member]])
+        view = self._kv.heads(self._shares[member].kv_heads)
         for index, (part, runs) in enumerate(zip(self._parts, self._cached(self._group.rank), strict=True)):
             if self._shares[member].heads:
                 gather_runs(part, runs, self._group.rank, view, *message.tensors[2 + 2 * index : 4 + 2 * index])
@@ -130,7 +95,7 @@ class GatherHidden:
 
     def _room(self, sender: int, receiver: int, like: Tensor) -> Message:
         dim = self._spec.head_dim
-        shapes = [(len(self._owned(sender)), self.counts[receiver], dim)] * 2
+        shapes = [(len(self._owned(sender)), self._counts[receiver], dim)] * 2
         num_heads = len(self._shares[receiver].kv_heads)
         for runs in self._cached(sender):
             shapes += [(num_heads, num_tokens(runs), dim)] * 2

@@ -4,7 +4,7 @@ several instances gathered, or with all heads where the model has a share of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,13 +18,14 @@ from longspan.attn.member import MemberParts
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
 from longspan.core.exchange import Exchange
-from longspan.layerwise.unsharded_weights import UnshardedWeights, Weights
 from longspan.model.adapter import Model
 from longspan.model.bridge import Attend
 from longspan.model.sharding import Shard, head_counts
 
 Rotary = tuple[Tensor, Tensor]
 """Cosines and sines `[1, tokens, rotary_dim]`."""
+Weights = Mapping[str, Tensor]
+"""The parameters of an attention module, by their names in it."""
 
 _NAME = "self_attn"
 
@@ -37,30 +38,24 @@ class Pool(Protocol):
 
 
 class Channel(Protocol):
-    """The parts of a step with one layerwise exchange and group, as this member has them."""
+    """The parts of a step with one layerwise exchange and group, as this member has them, which is `rank` in the group.
+
+    `number` tells the channels of a step apart, alike on all members. `rope_lengths` are what rotary embeddings are
+    pinned to, for each part. This member's `num_tokens` tokens follow each other.
+    """
 
     @property
-    def number(self) -> int:
-        """Tells the channels of a step apart, alike on all members."""
-
+    def number(self) -> int: ...
     @property
     def exchange(self) -> Exchange: ...
-
     @property
-    def rank(self) -> int:
-        """Returns the index of this member in the group."""
-
+    def rank(self) -> int: ...
     @property
     def parts(self) -> MemberParts: ...
-
     @property
-    def rope_lengths(self) -> tuple[int, ...]:
-        """Returns the length that rotary embeddings are pinned to, for each part."""
-
+    def rope_lengths(self) -> tuple[int, ...]: ...
     @property
-    def num_tokens(self) -> int:
-        """Counts this member's tokens, which follow each other."""
-
+    def num_tokens(self) -> int: ...
     def store(self, pool: Any, layer: int, k: Tensor, v: Tensor) -> None:  # noqa: ANN401 - the pool of the runtime
         """Writes the keys and values of this member's tokens to the pool."""
 
@@ -82,24 +77,22 @@ class Watch(Protocol):
         """Counts a block as `category`."""
 
 
-class LayerwiseAttend(Protocol):
-    """An `Attend` whose last packed tokens are computed by layerwise exchanges.
+class UnshardedWeights(Protocol):
+    """Fetches the weights of one layer after the other, one ahead: `take(layer)`, then `start(layer + 1)`."""
 
-    Attributes:
-        num_alone: how many tokens come before those; None when there are none.
-    """
+    def start(self, layer: int) -> None:
+        """Begins to fetch a layer. The layer before it may not have been computed yet; all earlier ones have."""
 
-    num_alone: int | None
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Returns the attention of the tokens before those."""
-
-    def layerwise(self, layer: int, hidden: Tensor) -> Tensor:
-        """Returns the layer's output `[tokens, hidden]` for those tokens."""
+    def take(self, layer: int) -> Weights:
+        """Returns a layer's weights, valid for what is computed from now on until the next layer but one is started."""
 
 
 class TakenLayer:
-    """One attention module of a model, whose calls it takes over. `specs` are what the model's layers compute here."""
+    """One attention module of a model, whose calls it takes over. `specs` are what the model's layers compute here.
+
+    The model is called with an `Attend` that may have a method `layerwise(layer, hidden) -> output` for its last packed
+    tokens, and then has `num_alone`: how many tokens come before those, or None when the step has no such tokens.
+    """
 
     def __init__(self, module: nn.Module, specs: tuple[AttnSpec, ...]) -> None:
         self._module, self._specs = module, specs
@@ -132,10 +125,8 @@ class TakenLayer:
         outputs = []
         if num_alone:
             rotary = tuple(part[:, :num_alone] for part in arguments.pop("position_embeddings"))
-            alone, _ = self._forward(
-                hidden_states=hidden_states[:, :num_alone], position_embeddings=rotary, **arguments
-            )
-            outputs.append(alone[0])
+            alone = hidden_states[:, :num_alone]
+            outputs.append(self._forward(hidden_states=alone, position_embeddings=rotary, **arguments)[0][0])
         outputs.append(attend.layerwise(self._layer, hidden_states[0, num_alone:]))
         return torch.cat(outputs)[None], None
 

@@ -2,105 +2,31 @@
 
 Each rank of an instance makes the queries, keys and values of all heads for a slice of its tokens. They are swapped
 inside the instance, so that each rank has its heads for all of them, as ever; `alltoall` between the instances follows.
-Then outputs are swapped back, each rank finishes its slice, and all ranks get all tokens again.
+Then outputs are swapped back, each rank finishes its slice, and all ranks get all tokens again. The weights come from
+the host's copy, or from the rank's peers, a layer ahead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from longspan.attn.collectives import gather_rows
+from longspan.attn.collectives import Gathering, gather_rows
 from longspan.attn.comm import Group, Message
+from longspan.attn.exchanges import Call
 from longspan.attn.exchanges.alltoall import alltoall
 from longspan.attn.member import MemberParts
 from longspan.attn.spec import AttnSpec
 from longspan.core.exchange import ALLTOALL, WeightSource
 from longspan.core.heads import HeadShare, cut_evenly, split_heads
-from longspan.layerwise.layers import Channel, StepContext
-from longspan.layerwise.unsharded_weights import PeerWeights, UnshardedWeights, Weights
+from longspan.layerwise.layers import Channel, StepContext, UnshardedWeights, Weights
 from longspan.model.adapter import Model
-from longspan.model.sharding import attention_modules
-
-
-class Inside:
-    """One layer of one rank. All ranks of the instance call `to_heads`, `to_tokens` and `gather`, in this order.
-
-    Args:
-        group: the ranks of the instance.
-        spec: of the whole layer.
-        num_tokens: of the instance.
-    """
-
-    def __init__(self, group: Group, spec: AttnSpec, num_tokens: int) -> None:
-        self._group, self._spec = group, spec
-        self._shares = split_heads(spec.num_heads, spec.num_kv_heads, group.size)
-        self._slices = [slice(first, last) for first, last in cut_evenly(num_tokens, group.size)]
-
-    @cached_property
-    def counts(self) -> list[int]:
-        """Counts the tokens of each rank."""
-        return [tokens.stop - tokens.start for tokens in self._slices]
-
-    @property
-    def mine(self) -> slice:
-        """Finds this rank's tokens."""
-        return self._slices[self._group.rank]
-
-    def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Swaps queries, keys and values of all heads for this rank's tokens against those of its heads for all tokens.
-
-        All are `[heads, tokens, head_dim]`.
-        """
-        me, ranks = self._group.rank, range(self._group.size)
-        others = [rank for rank in ranks if rank != me]
-        leaving = {rank: self._message(rank, q, k, v) for rank in others}
-        coming = {rank: self._room(rank, me, q) for rank in others}
-        pending = self._group.start(sends=leaving, receives=coming, hop=0)
-        coming[me] = self._message(me, q, k, v)
-        pending.wait()
-        queries, keys, values = (torch.cat([coming[rank].tensors[kind] for rank in ranks], dim=1) for kind in range(3))
-        return queries, keys, values
-
-    def to_tokens(self, out: Tensor) -> Tensor:
-        """Swaps outputs of this rank's heads for all tokens against `[all heads, this rank's tokens, head_dim]`."""
-        me, ranks = self._group.rank, range(self._group.size)
-        others = [rank for rank in ranks if rank != me]
-        leaving = {rank: self._results(me, rank, out) for rank in others}
-        for rank, message in leaving.items():
-            message.tensors[0].copy_(out[:, self._slices[rank]])
-        coming = {rank: self._results(rank, me, out) for rank in others}
-        self._group.start(sends=leaving, receives=coming, hop=1).wait()
-        return torch.cat([out[:, self.mine] if rank == me else coming[rank].tensors[0] for rank in ranks])
-
-    def gather(self, rows: Tensor) -> Tensor:
-        """Gathers what every rank made of its tokens, `[tokens, width]`."""
-        return gather_rows(self._group, rows, self.counts, hop=2)
-
-    def _message(self, receiver: int, q: Tensor, k: Tensor, v: Tensor) -> Message:
-        message = self._room(self._group.rank, receiver, q)
-        for room, made, heads in zip(message.tensors, (q, k, v), _kinds(self._shares[receiver]), strict=True):
-            room.copy_(made[heads.start : heads.stop])
-        return message
-
-    def _room(self, sender: int, receiver: int, like: Tensor) -> Message:
-        kinds = _kinds(self._shares[receiver])
-        shapes = [(len(heads), self.counts[sender], self._spec.head_dim) for heads in kinds]
-        return Message([(shape, like.dtype) for shape in shapes], like.device)
-
-    def _results(self, sender: int, receiver: int, like: Tensor) -> Message:
-        shape = (len(self._shares[sender].heads), self.counts[receiver], self._spec.head_dim)
-        return Message([(shape, like.dtype)], like.device)
-
-
-def _kinds(share: HeadShare) -> tuple[range, range, range]:
-    """Returns the heads of its queries, keys and values."""
-    return share.heads, share.kv_heads, share.kv_heads
+from longspan.model.sharding import Shard, attention_modules
 
 
 class UnshardedLayers:
@@ -132,13 +58,23 @@ class UnshardedLayers:
             with context.watch.during("attention"):
                 q, k, v = inside.to_heads(q, k, v)
                 channel.store(pool, layer, k, v)
-                out = torch.empty_like(q)
-                group, parts = comm.channel(layer, channel), self._parts[channel.number]
-                alltoall(group, parts, q, pool.layer(layer), model.specs[layer], out)
-                return inside.to_tokens(out)
+                call = Call(
+                    exchange=channel.exchange,
+                    group=comm.channel(layer, channel),
+                    parts=self._parts[channel.number],
+                    q=q,
+                    k=k,
+                    v=v,
+                    kv=pool.layer(layer),
+                    spec=model.specs[layer],
+                    out=torch.empty_like(q),
+                )
+                alltoall(call)
+                return inside.to_tokens(call.out)
 
         if not len(mine):  # the module cannot run on none
-            attend(layer, *_nothing(spec, hidden))
+            q, kv = (hidden.new_empty(heads, 0, spec.head_dim) for heads in (spec.num_heads, spec.num_kv_heads))
+            attend(layer, q, kv, kv)
             return inside.gather(mine)
         rotary = self._rotary[channel.number]
         own = rotary[0][:, inside.mine], rotary[1][:, inside.mine]
@@ -177,6 +113,190 @@ def _from_zero(parts: MemberParts) -> MemberParts:
     return MemberParts(moved, parts.backend)
 
 
-def _nothing(spec: AttnSpec, like: Tensor) -> Sequence[Tensor]:
-    """Makes queries, keys and values of no token."""
-    return [like.new_empty(heads, 0, spec.head_dim) for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
+class Inside:
+    """One layer of one rank. All ranks of the instance call `to_heads`, `to_tokens` and `gather`, in this order.
+
+    Args:
+        group: the ranks of the instance.
+        spec: of the whole layer.
+        num_tokens: of the instance.
+
+    Attributes:
+        mine: the slice of the tokens that is this rank's.
+    """
+
+    def __init__(self, group: Group, spec: AttnSpec, num_tokens: int) -> None:
+        self._group, self._spec = group, spec
+        self._shares = split_heads(spec.num_heads, spec.num_kv_heads, group.size)
+        self._others = [rank for rank in range(group.size) if rank != group.rank]
+        self._slices = [slice(first, last) for first, last in cut_evenly(num_tokens, group.size)]
+        self._counts = [tokens.stop - tokens.start for tokens in self._slices]
+        self.mine = self._slices[group.rank]
+
+    def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Swaps queries, keys and values of all heads for this rank's tokens against those of its heads for all tokens.
+
+        All are `[heads, tokens, head_dim]`.
+        """
+        leaving = {rank: self._message(rank, q, k, v) for rank in self._others}
+        coming = {rank: self._room(rank, self._group.rank, q) for rank in self._others}
+        pending = self._group.start(sends=leaving, receives=coming, hop=0)
+        coming[self._group.rank] = self._message(self._group.rank, q, k, v)
+        pending.wait()
+        by_rank = [message.tensors for _, message in sorted(coming.items())]
+        queries, keys, values = (torch.cat(tensors, dim=1) for tensors in zip(*by_rank, strict=True))
+        return queries, keys, values
+
+    def to_tokens(self, out: Tensor) -> Tensor:
+        """Swaps outputs of this rank's heads for all tokens against `[all heads, this rank's tokens, head_dim]`."""
+        me = self._group.rank
+        leaving = {rank: self._results(me, rank, out) for rank in self._others}
+        for rank, message in leaving.items():
+            message.tensors[0].copy_(out[:, self._slices[rank]])
+        coming = {rank: self._results(rank, me, out) for rank in self._others}
+        self._group.start(sends=leaving, receives=coming, hop=1).wait()
+        found = {rank: message.tensors[0] for rank, message in coming.items()} | {me: out[:, self.mine]}
+        return torch.cat([tensor for _, tensor in sorted(found.items())])
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """Gathers what every rank made of its tokens, `[tokens, width]`."""
+        return gather_rows(self._group, rows, self._counts, hop=2)
+
+    def _message(self, receiver: int, q: Tensor, k: Tensor, v: Tensor) -> Message:
+        message = self._room(self._group.rank, receiver, q)
+        for room, made, heads in zip(message.tensors, (q, k, v), _kinds(self._shares[receiver]), strict=True):
+            room.copy_(made[heads.start : heads.stop])
+        return message
+
+    def _room(self, sender: int, receiver: int, like: Tensor) -> Message:
+        kinds = _kinds(self._shares[receiver])
+        shapes = [(len(heads), self._counts[sender], self._spec.head_dim) for heads in kinds]
+        return Message([(shape, like.dtype) for shape in shapes], like.device)
+
+    def _results(self, sender: int, receiver: int, like: Tensor) -> Message:
+        shape = (len(self._shares[sender].heads), self._counts[receiver], self._spec.head_dim)
+        return Message([(shape, like.dtype)], like.device)
+
+
+def _kinds(share: HeadShare) -> tuple[range, range, range]:
+    """Returns the heads of its queries, keys and values."""
+    return share.heads, share.kv_heads, share.kv_heads
+
+
+class HostWeights:
+    """Takes weights from the mapped weight file: views of it on CPUs; on CUDA devices copies, made on a stream.
+
+    What is copied is first pinned, layer by layer, and stays so: each rank has the weights of all attention layers once
+    in the memory of its host. Even and odd layers have a buffer each on the device.
+    """
+
+    def __init__(self, layers: Sequence[Weights], device: torch.device) -> None:
+        self._layers, self._device = list(layers), device
+        self._stream = None if device.type == "cpu" else torch.cuda.Stream(device)
+        self._rooms: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+
+    def start(self, layer: int) -> None:
+        """Pins and copies a layer on CUDA devices; on CPUs there is nothing to fetch."""
+        if self._stream is None:
+            return
+        pinned = self._layers[layer] = {name: weight.pin_memory() for name, weight in self._layers[layer].items()}
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # who used the buffer before is done with it
+        room = self._rooms[layer % 2]
+        with torch.cuda.stream(self._stream):
+            for name, weight in pinned.items():
+                if name not in room or room[name].shape != weight.shape:
+                    room[name] = torch.empty_like(weight, device=self._device)
+                room[name].copy_(weight, non_blocking=True)
+
+    def take(self, layer: int) -> Weights:
+        """Returns the views, or the copies, which are complete for what is computed from now on."""
+        if self._stream is None:
+            return self._layers[layer]
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        return self._rooms[layer % 2]
+
+
+class PeerWeights:
+    """Gathers weights from the ranks of the instance, which have a share each; `connect` makes a group for every layer.
+
+    All ranks of the instance start and take the same layers in the same order.
+    """
+
+    def __init__(self, shares: Sequence[Weights], shard: Shard, connect: Callable[[], Group]) -> None:
+        self._shares, self._shard, self._connect = shares, shard, connect
+        self._pending: dict[int, tuple[Gathering, list[Message]]] = {}
+
+    def start(self, layer: int) -> None:
+        """Sends this rank's share of a layer to the others, and begins to receive theirs."""
+        share, shard = self._shares[layer], self._shard
+        blocks = [share_room(replace(shard, index=rank), layer, share) for rank in range(shard.size)]
+        blocks[shard.index] = share_message(shard, layer, share)
+        self._pending[layer] = Gathering(self._connect(), blocks), blocks
+
+    def take(self, layer: int) -> Weights:
+        """Joins the shares once they are here."""
+        gathering, blocks = self._pending.pop(layer)
+        gathering.wait()
+        return join(self._shard, layer, self._shares[layer], blocks)
+
+
+def share_room(shard: Shard, layer: int, like: Weights) -> Message:
+    """Makes room for what a rank has of a layer that no rank before it has; `like` is the share of any rank."""
+    shapes = []
+    for name, weight in like.items():
+        dim, stretches = _stretches(shard, shard.specs[layer], name, weight)
+        for start, stop in stretches:
+            shape = list(weight.shape)
+            shape[dim] = stop - start
+            shapes.append((tuple(shape), weight.dtype))
+    return Message(shapes, next(iter(like.values())).device)
+
+
+def share_message(shard: Shard, layer: int, share: Weights) -> Message:
+    """Fills `share_room` from the rank's own share."""
+    message = share_room(shard, layer, share)
+    rooms = iter(message.tensors)
+    for name, weight in share.items():
+        dim, stretches = _stretches(shard, shard.specs[layer], name, weight)
+        for start, stop in stretches:
+            next(rooms).copy_(weight.narrow(dim, start, stop - start))
+    return message
+
+
+def join(shard: Shard, layer: int, share: Weights, messages: Sequence[Message]) -> dict[str, Tensor]:
+    """Joins the weights of a layer from the messages of all ranks, and from `share` what every rank has completely."""
+    rooms = [iter(message.tensors) for message in messages]
+    whole = {}
+    for name, weight in share.items():
+        dim, stretches = _stretches(replace(shard, index=0), shard.specs[layer], name, weight)
+        pieces = [[next(room) for _ in stretches] for room in rooms]
+        in_order = [piece for kind in zip(*pieces, strict=True) for piece in kind]
+        whole[name] = torch.cat(in_order, dim) if in_order else weight
+    return whole
+
+
+def _stretches(shard: Shard, spec: AttnSpec, name: str, weight: Tensor) -> tuple[int, list[tuple[int, int]]]:
+    """Finds the dimension and the stretches of a rank's share of a parameter that no rank before it has.
+
+    All ranks have equally many stretches: one of queries, keys and values each for fused projections, none for what
+    every rank has completely. `weight` is the share of any rank.
+    """
+    share = shard.share(spec)
+    before = split_heads(spec.num_heads, spec.num_kv_heads, shard.size)[: shard.index]
+    num_known = max((one.kv_heads.stop for one in before), default=0) - share.kv_heads.start
+    dim = spec.head_dim
+    q, kv = len(share.heads) * dim, len(share.kv_heads) * dim
+    known = max(0, num_known) * dim
+    match name.rpartition(".")[0]:
+        case "q_proj":
+            return 0, [(0, q)]
+        case "k_proj" | "v_proj":
+            return 0, [(known, kv)]
+        case "qkv_proj":
+            return 0, [(0, q), (q + known, q + kv), (q + kv + known, q + 2 * kv)]
+        case "o_proj" if weight.ndim == 2:
+            return 1, [(0, q)]
+        case "o_proj":
+            return 0, [(0, len(weight) if shard.index == 0 else 0)]
+        case _:
+            return 0, []

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from longspan.attn.interface import UnsupportedAttentionError, as_output, read_spec
-from longspan.attn.spec import AttnSpec
+from longspan.attn.spec import AttnSpec, UnsupportedAttentionError, as_output, read_spec
 from longspan.model.files import ModelError
 
 SERVE = "longspan"

@@ -16,8 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from longspan.attn.interface import LAYER_TYPES
-from longspan.attn.spec import AttnSpec
+from longspan.attn.spec import LAYER_TYPES, AttnSpec
 from longspan.cost.architecture import ModelShape
 from longspan.model.files import ModelError, one_line
 from longspan.model.rope import rope_switch_length, rope_types

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from longspan.attn.interface import rope_dicts
+from longspan.attn.spec import rope_dicts
 
 
 def rope_types(config: PreTrainedConfig) -> set[str]:

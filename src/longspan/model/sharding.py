@@ -11,7 +11,7 @@ import copy
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,11 +39,7 @@ class Shard:
     @property
     def local_specs(self) -> tuple[AttnSpec, ...]:
         """Returns what each layer's attention computes on this rank."""
-        shares = [self.share(spec) for spec in self.specs]
-        return tuple(
-            replace(spec, num_heads=len(share.heads), num_kv_heads=len(share.kv_heads))
-            for spec, share in zip(self.specs, shares, strict=True)
-        )
+        return tuple(spec.of_heads(self.share(spec)) for spec in self.specs)
 
     def cut(self, name: str, weight: Tensor) -> Tensor:
         """Returns this rank's slice of a parameter.

@@ -14,8 +14,8 @@ from longspan.attn.exchanges import Call, attention_exchange
 from longspan.attn.spec import AttnSpec
 from longspan.core.cluster import Cluster
 from longspan.core.steps import Link
+from longspan.layerwise import Layerwise, LayerwiseStep
 from longspan.layerwise.gather_hidden import hidden_hops
-from longspan.layerwise.step import Layerwise, LayerwiseStep
 from longspan.runtime.batch import Channel, Packed
 from longspan.runtime.moves import FIRST_TAG as FIRST_MOVE_TAG
 from longspan.runtime.moves import StepMoves
@@ -78,7 +78,7 @@ class StepAttention:
                     out=out,
                     started=self._started.pop(channel.number, None) if exchange.start else None,
                 )
-                for (keys, values), slots in zip(exchange.attend(call), channel.slots, strict=True):
+                for (keys, values), slots in zip(exchange.attend(call) or (), channel.slots, strict=True):
                     slots.write(self._pool, layer, keys, values)
             self._start(layer + 1)
             return out

@@ -18,7 +18,7 @@ from torch import Tensor
 from longspan.attn.comm import CommError, Transport
 from longspan.core.cluster import Cluster
 from longspan.core.steps import Forward, Sampled, Scored, TokenLogprobs
-from longspan.layerwise.step import Layerwise
+from longspan.layerwise import Layerwise
 from longspan.model.adapter import Model
 from longspan.model.store import DTYPES
 from longspan.runtime.attention import StepAttention, StepComm

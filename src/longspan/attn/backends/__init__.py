@@ -1,6 +1,10 @@
-"""Attention of queries over keys at hand, computed by the kernels of a device.
+"""Attention of queries over keys at hand, computed by the kernels of a device, and the merge of such partial results.
 
 Shapes: H query heads, K KV heads (H a multiple of K), T queries, S keys, D head dim.
+
+With `lse = log sum exp(score)` over a set of keys, the attention over the union of disjoint sets is the mean of the
+partial outputs weighted by `exp(lse_i - lse)`, where `lse = log sum_i exp(lse_i)` (Context Parallelism, Appendix B,
+equation 4).
 """
 
 from __future__ import annotations
@@ -40,9 +44,42 @@ class AttentionBackend(Protocol):
 def backend_of(device: torch.device) -> AttentionBackend:
     """Returns the fastest backend for a device: our own CPU kernels where they are loaded, else PyTorch's."""
     from longspan.attn import native  # noqa: PLC0415 - backends import this module
-    from longspan.attn.backends.native_cpu import NativeCpu  # noqa: PLC0415
     from longspan.attn.backends.pytorch import TorchCpu, TorchCuda  # noqa: PLC0415
 
     if device.type == "cuda":
         return TorchCuda()
-    return NativeCpu() if native.is_loaded() else TorchCpu()
+    return native.NativeCpu() if native.is_loaded() else TorchCpu()
+
+
+def nothing_seen(q: Tensor) -> Partial:
+    """Returns the result of queries `q [H, T, D]` that see no key."""
+    return torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
+
+
+def merge(outs: Tensor, lses: Tensor) -> Partial:
+    """Merges `n` partial results.
+
+    Args:
+        outs: `[n, H, T, D]`, any float type.
+        lses: `[n, H, T]` float32; -inf where a query saw no key of that set.
+
+    Returns:
+        `[H, T, D]` and `[H, T]`, both float32. A query that saw no key at all gets 0 and -inf.
+    """
+    if len(outs) <= 2:
+        return merge_each([*zip(outs, lses, strict=True)])
+    lse = torch.logsumexp(lses, dim=0)
+    weights = torch.exp(lses - lse.masked_fill(lse == -torch.inf, 0.0))
+    return (outs * weights[..., None]).sum(dim=0), lse
+
+
+def merge_each(partials: Sequence[Partial]) -> Partial:
+    """Merges large results that lie apart, one after the other. A single one is returned as it is, in float32."""
+    out, lse = partials[0]
+    out = out.float()
+    for other, other_lse in partials[1:]:
+        weight = torch.sigmoid(other_lse - lse)
+        weight = torch.where(lse == other_lse, 0.5, weight)  # also where neither saw a key
+        out = torch.lerp(out, other.float(), weight[..., None])
+        lse = torch.logaddexp(lse, other_lse)
+    return out, lse

@@ -9,13 +9,12 @@ query sees is an item of its own, and the partial results of a query's items are
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from longspan.attn.backends import Partial
-from longspan.attn.merge import merge, merge_each
+from longspan.attn.backends import Partial, merge, merge_each, nothing_seen
 from longspan.attn.paged import PagedBatch, PagedKv, PagedPlan, Reads
 from longspan.attn.spec import AttnSpec
 from longspan.core.runs import Relation
@@ -43,16 +42,14 @@ class TorchBackend(ABC):
         """Implements `AttentionBackend` by rectangles and squares, see the module."""
         if dense:
             return self._band(q, k, v, relation.lower, relation.upper, spec, dense=True)
-        num_queries, num_keys = q.shape[1], k.shape[1]
         if relation.kind == "full":
             return self._full(q, k, v, spec)
-        out = torch.zeros_like(q)
-        lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
+        out, lse = nothing_seen(q)
         if relation.kind == "skip":
             return out, lse
         # Rows below `first` see no key yet, rows from `last` on see none any more: both are undefined in the kernels.
         first = max(0, -relation.upper)
-        last = min(num_queries, num_keys - relation.lower) if relation.kind == "band" else num_queries
+        last = min(q.shape[1], k.shape[1] - relation.lower)
         rows, upper = q[:, first:last], relation.upper + first
         if relation.kind == "diagonal":
             found = self._diagonal(rows, k, v, upper, spec)
@@ -62,7 +59,7 @@ class TorchBackend(ABC):
         return out, lse
 
     def plan(self, reads: Sequence[Reads], kv: PagedKv) -> PagedPlan:
-        """Implements `AttentionBackend`: the plan also lists the items of a batch."""
+        """Implements `AttentionBackend`: plans list what their queries read."""
         return PagedPlan(reads, kv)
 
     def attend_paged(self, q: Tensor, kv: PagedKv, plan: PagedPlan, spec: AttnSpec) -> Partial:
@@ -70,7 +67,7 @@ class TorchBackend(ABC):
         num_heads, num_queries, dim = q.shape
         assert num_queries == plan.num_queries, "the plan is for these queries"
         if not len(plan.items.blocks):
-            return torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
+            return nothing_seen(q)
         batch = plan.batch
         rows = q.transpose(0, 1).reshape(num_queries, spec.num_kv_heads, -1, dim)
         outs, lses = self._attend_items(rows[batch.owner], kv, batch, spec)
@@ -81,21 +78,6 @@ class TorchBackend(ABC):
         out.index_add_(0, batch.owner, outs * weights[..., None])
         out = out.view(num_queries, num_heads, dim).transpose(0, 1)
         return out.to(q.dtype), lse.view(num_queries, num_heads).transpose(0, 1)
-
-    def attend_pieces(self, q: Tensor, pieces: Iterable[tuple[Tensor, Tensor]], spec: AttnSpec) -> Partial:
-        """Computes few queries `q [H, T, D]`, all of which see all keys, over pieces read where they lie.
-
-        `pieces` are `(k, v)` of shape `[n, K, S, D]`, n runs of S keys each; every run is a parallel unit of work.
-        """
-        num_heads, num_queries, dim = q.shape
-        outs, lses = [], []
-        folded = _fold(q, spec)
-        for k, v in pieces:
-            out, lse = self._fused(folded.expand(len(k), -1, -1, -1), k, v, spec)
-            outs.append(out.reshape(len(k), num_heads, num_queries, dim))
-            lses.append(lse.reshape(len(k), num_heads, num_queries))
-        out, lse = merge(torch.cat(outs), torch.cat(lses))
-        return out.to(q.dtype), lse
 
     def _attend_items(self, rows: Tensor, kv: PagedKv, batch: PagedBatch, spec: AttnSpec) -> Partial:
         """Returns `out [items, kv_heads, queries per head, head_dim]` and `lse [items, kv_heads, queries per head]`."""
@@ -111,10 +93,14 @@ class TorchBackend(ABC):
         return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found])
 
     def _full(self, q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec) -> Partial:
-        if q.shape[1] <= _FEW_QUERIES and k.shape[1] >= 2 * _PIECE:
-            return self.attend_pieces(q, _split(k, v), spec)
-        out, lse = self._fused(_fold(q, spec), k[None], v[None], spec)
-        return out.reshape(q.shape), lse.reshape(q.shape[:2])
+        folded = q.reshape(1, spec.num_kv_heads, -1, q.shape[-1])  # heads that share keys become rows: read once
+        if q.shape[1] > _FEW_QUERIES or k.shape[1] < 2 * _PIECE:
+            out, lse = self._fused(folded, k[None], v[None], spec)
+            return out.reshape(q.shape), lse.reshape(q.shape[:2])
+        found = [self._fused(folded.expand(len(keys), -1, -1, -1), keys, values, spec) for keys, values in _split(k, v)]
+        outs = torch.cat([out for out, _ in found]).view(-1, *q.shape)
+        out, lse = merge(outs, torch.cat([lse for _, lse in found]).view(-1, *q.shape[:2]))
+        return out.to(q.dtype), lse
 
     def _diagonal(self, q: Tensor, k: Tensor, v: Tensor, upper: int, spec: AttnSpec) -> Partial:
         """Computes causal runs: all rows see the keys before `upper`, then comes a square, then rows that see all."""
@@ -144,9 +130,7 @@ class TorchBackend(ABC):
             row = torch.arange(start, stop, device=q.device)[:, None]
             key = torch.arange(keys.start, keys.stop, device=q.device)[None]
             hidden = (key < row + lower) | (key > row + upper)
-            mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)[
-                None, None
-            ]
+            mask = torch.zeros((1, 1, *hidden.shape), dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
             out, lse = self._fused(q[None, :, start:stop], k[None, :, keys], v[None, :, keys], spec, mask=mask)
             outs.append(out[0])
             lses.append(lse[0])
@@ -198,17 +182,12 @@ class TorchCuda(TorchBackend):
 
 
 def _split(k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    num_heads, num_keys, dim = k.shape
-    even = num_keys // _PIECE * _PIECE
-    shape = (num_heads, even // _PIECE, _PIECE, dim)
-    yield k[:, :even].unflatten(1, shape[1:3]).transpose(0, 1), v[:, :even].unflatten(1, shape[1:3]).transpose(0, 1)
-    if even < num_keys:
+    """Views `[K, S, D]` as pieces `[n, K, _PIECE, D]`, and what is left over as another."""
+    even = k.shape[1] // _PIECE * _PIECE
+    pieces = (-1, _PIECE)
+    yield k[:, :even].unflatten(1, pieces).transpose(0, 1), v[:, :even].unflatten(1, pieces).transpose(0, 1)
+    if even < k.shape[1]:
         yield k[None, :, even:], v[None, :, even:]
-
-
-def _fold(q: Tensor, spec: AttnSpec) -> Tensor:
-    """Views `[H, T, D]` as `[1, K, H/K * T, D]`: heads that share keys become rows, so that keys are read once."""
-    return q.reshape(1, spec.num_kv_heads, -1, q.shape[-1])
 
 
 def _eager(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, causal: bool, mask: Tensor | None) -> Partial:
@@ -220,15 +199,14 @@ def _eager(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, causal: bool, mas
         tiles = []
         for first in range(0, stop if causal else num_keys, _EAGER_KEYS):
             last = min(first + _EAGER_KEYS, stop if causal else num_keys)
-            hidden = None
+            keys, hidden = slice(first, last), None
             if mask is not None:
-                hidden = mask[..., start:stop, first:last] if mask.shape[2] > 1 else mask[..., first:last]
+                hidden = mask[..., start:stop, keys] if mask.shape[2] > 1 else mask[..., keys]
             elif causal:
                 shape = (1, 1, stop - start, last - first)
                 hidden = torch.full(shape, -torch.inf, device=q.device).triu_(start - first + 1)
-            tile = q[:, :, start:stop]
-            tiles.append(_scores_and_values(tile, k[:, :, first:last], v[:, :, first:last], spec, hidden))
-        rows.append(_merge_batch(tiles))
+            tiles.append(_scores_and_values(q[:, :, start:stop], k[:, :, keys], v[:, :, keys], spec, hidden))
+        rows.append(merge_each(tiles))
     out = torch.cat([out for out, _ in rows], dim=2)
     return out.to(q.dtype), torch.cat([lse for _, lse in rows], dim=2)
 
@@ -247,11 +225,3 @@ def _scores_and_values(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, mask: Te
     weights = scores.sub_(lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp_().to(v.dtype)
     out = torch.matmul(weights.view(batch, k.shape[1], -1, k.shape[2]), v)
     return out.view(batch, num_heads, num_queries, dim), lse
-
-
-def _merge_batch(tiles: list[Partial]) -> Partial:
-    if len(tiles) == 1:
-        return tiles[0]
-    outs, lses = torch.stack([out for out, _ in tiles]), torch.stack([lse for _, lse in tiles])
-    out, lse = merge(outs.flatten(1, 2), lses.flatten(1, 2))
-    return out.view(outs.shape[1:]), lse.view(lses.shape[1:])

@@ -26,7 +26,6 @@ class Call:
     """The arguments of one member for one layer.
 
     Attributes:
-        group: connects the members in this layer.
         parts: the same on every member, in the same order; members without queries call, too.
         q: this member's queries `[heads, tokens, head_dim]`; `rows` of a part are its own.
         k, v: the new keys and values `[kv_heads, tokens, head_dim]`, packed like `q`.
@@ -47,8 +46,8 @@ class Call:
     started: object = None
 
 
-Attend = Callable[[Call], Sequence[KeysAndValues]]
-"""Computes attention. Returns for each part the keys and values to be stored, nothing when they were stored before."""
+Attend = Callable[[Call], Sequence[KeysAndValues] | None]
+"""Computes attention. Returns for each part the keys and values to be stored; None when they were stored before."""
 Start = Callable[[Group, MemberParts, PagedKv, AttnSpec], object]
 """Starts the transfers of a layer that need nothing of it to be computed, while its projections run."""
 
@@ -67,16 +66,6 @@ _REGISTERED: dict[str, AttentionExchange] = {}
 def register(exchange: Exchange, attend: Attend, *, start: Start | None = None) -> None:
     """Says how a kind of exchange computes attention, with any parameters."""
     _REGISTERED[exchange.kind] = AttentionExchange(attend=attend, start=start)
-
-
-def from_pool(function: Callable[[Group, MemberParts, Tensor, PagedKv, AttnSpec, Tensor], None]) -> Attend:
-    """Makes an `Attend` of an exchange that finds all keys and values in the pool."""
-
-    def attend(call: Call) -> tuple[()]:
-        function(call.group, call.parts, call.q, call.kv, call.spec, call.out)
-        return ()
-
-    return attend
 
 
 def attention_exchange(exchange: Exchange) -> AttentionExchange:

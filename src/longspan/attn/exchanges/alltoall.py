@@ -6,50 +6,41 @@ members that read the same KV head get a copy each, and one without heads just s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-
-import torch
-from torch import Tensor
-
-from longspan.attn.backends import AttentionBackend
-from longspan.attn.comm import Group, Message
-from longspan.attn.exchanges import from_pool, register
-from longspan.attn.member import MemberPart, MemberParts, attend_runs, by_position, gather_runs, num_tokens
-from longspan.attn.paged import PagedKv
-from longspan.attn.spec import AttnSpec
+from longspan.attn.comm import Message
+from longspan.attn.exchanges import Call, register
+from longspan.attn.member import attend_all, gather_runs, num_tokens
 from longspan.core.exchange import ALLTOALL
 from longspan.core.heads import HeadShare, spread_heads, uniform_pieces
-from longspan.core.runs import coalesce, row_slices, stretch
 
 
-def alltoall(group: Group, parts: MemberParts, q: Tensor, kv: PagedKv, spec: AttnSpec, out: Tensor) -> None:
-    """Computes attention of several requests at once; `ring_kv` says what the arguments are."""
+def alltoall(call: Call) -> None:
+    """Computes attention of several requests at once over the keys of all members."""
+    group, parts, spec = call.group, call.parts, call.spec
     me, members = group.rank, range(group.size)
     others = [member for member in members if member != me]
     shares = spread_heads(spec.num_heads, spec.num_kv_heads, group.size)
-    leaving = {member: _tokens(parts, me, shares[member], q, kv, spec) for member in others}
-    coming = {member: _room(parts, member, shares[me], q, spec) for member in others}
+    leaving = {member: _tokens(call, shares[member]) for member in others}
+    coming = {member: _room(call, member, shares[me]) for member in others}
     pending = group.start(sends=leaving, receives=coming, hop=0)
-    coming[me] = _tokens(parts, me, shares[me], q, kv, spec)
+    coming[me] = _tokens(call, shares[me])
     pending.wait()
-    results = {asker: _results(parts, asker, shares[me], q) for asker in members}
-    if shares[me].heads:
-        for piece in uniform_pieces(shares[me], spec.num_heads // spec.num_kv_heads):
-            heads, kv_heads = _inside(piece.heads, shares[me].heads), _inside(piece.kv_heads, shares[me].kv_heads)
-            mine = replace(spec, num_heads=len(piece.heads), num_kv_heads=len(piece.kv_heads))
-            for index, part in enumerate(parts):
-                tensors = [
-                    [coming[member].tensors[3 * index + kind][chosen] for member in members]
-                    for kind, chosen in enumerate((heads, kv_heads, kv_heads))
-                ]
-                _attend(parts.backend, part, tensors, mine, [results[asker].tensors[index][heads] for asker in members])
-    answers = {member: _results(parts, me, shares[member], q) for member in others}
+    results = {asker: _results(call, asker, shares[me]) for asker in members}
+    for piece in uniform_pieces(shares[me], spec.num_heads // spec.num_kv_heads):
+        heads, kv_heads = _inside(piece.heads, shares[me].heads), _inside(piece.kv_heads, shares[me].kv_heads)
+        for index, part in enumerate(parts):
+            q, k, v = (
+                [coming[member].tensors[3 * index + kind][chosen] for member in members]
+                for kind, chosen in enumerate((heads, kv_heads, kv_heads))
+            )
+            held = [part.needed(member, spec.window) for member in members]
+            found = [results[asker].tensors[index][heads] for asker in members]
+            attend_all(parts.backend, part.q_runs, q, held, k, v, spec.of_heads(piece), found)
+    answers = {member: _results(call, me, shares[member]) for member in others}
     group.start(sends={asker: results[asker] for asker in others}, receives=answers, hop=1).wait()
     answers[me] = results[me]
     for member, share in enumerate(shares):
         for part, answer in zip(parts, answers[member].tensors, strict=True):
-            out[share.heads.start : share.heads.stop, part.rows] = answer
+            call.out[share.heads.start : share.heads.stop, part.rows] = answer
 
 
 def _inside(some: range, of: range) -> slice:
@@ -57,53 +48,30 @@ def _inside(some: range, of: range) -> slice:
     return slice(some.start - of.start, some.stop - of.start)
 
 
-def _attend(
-    backend: AttentionBackend,
-    part: MemberPart,
-    tensors: Sequence[Sequence[Tensor]],
-    spec: AttnSpec,
-    results: Sequence[Tensor],
-) -> None:
-    """Computes some heads of a request, from the queries, keys and values of all members to the outputs of each."""
-    q, k, v = tensors
-    q_runs = coalesce(run for runs in part.q_runs for run in runs)
-    if not q_runs:
-        return
-    needed = [part.needed(member, spec.window) for member in range(len(part.q_runs))]
-    keys = stretch(run for runs in needed for run in runs)
-    out, _ = attend_runs(
-        backend, by_position(part.q_runs, q), q_runs, by_position(needed, k), by_position(needed, v), (keys,), spec
-    )
-    for result, own_places in zip(results, row_slices(part.q_runs), strict=True):
-        if own_places:
-            torch.cat([out[:, place] for place in own_places], dim=1, out=result)
-
-
-def _tokens(parts: MemberParts, me: int, share: HeadShare, q: Tensor, kv: PagedKv, spec: AttnSpec) -> Message:
+def _tokens(call: Call, share: HeadShare) -> Message:
     """Fills a message with this member's queries, and its keys and values still in sight, for the heads of a share."""
-    message = _room(parts, me, share, q, spec)
-    kv_heads = slice(share.kv_heads.start, share.kv_heads.stop)
-    view = PagedKv(keys=kv.keys[:, kv_heads], values=kv.values[:, kv_heads])
-    for index, part in enumerate(parts):
+    me = call.group.rank
+    message, kv = _room(call, me, share), call.kv.heads(share.kv_heads)
+    for index, part in enumerate(call.parts):
         queries, k, v = message.tensors[3 * index : 3 * index + 3]
-        queries.copy_(q[share.heads.start : share.heads.stop, part.rows])
+        queries.copy_(call.q[share.heads.start : share.heads.stop, part.rows])
         if share.heads:
-            gather_runs(part, part.needed(me, spec.window), me, view, k, v)
+            gather_runs(part, part.needed(me, call.spec.window), me, kv, k, v)
     return message
 
 
-def _room(parts: MemberParts, member: int, share: HeadShare, q: Tensor, spec: AttnSpec) -> Message:
-    shapes = []
-    for part in parts:
-        kv_shape = (len(share.kv_heads), num_tokens(part.needed(member, spec.window)), spec.head_dim)
-        shapes += [(len(share.heads), num_tokens(part.q_runs[member]), spec.head_dim), kv_shape, kv_shape]
-    return Message([(shape, q.dtype) for shape in shapes], q.device)
+def _room(call: Call, member: int, share: HeadShare) -> Message:
+    dim, shapes = call.spec.head_dim, []
+    for part in call.parts:
+        kv_shape = (len(share.kv_heads), num_tokens(part.needed(member, call.spec.window)), dim)
+        shapes += [(len(share.heads), num_tokens(part.q_runs[member]), dim), kv_shape, kv_shape]
+    return Message([(shape, call.q.dtype) for shape in shapes], call.q.device)
 
 
-def _results(parts: MemberParts, asker: int, share: HeadShare, q: Tensor) -> Message:
+def _results(call: Call, asker: int, share: HeadShare) -> Message:
     """Makes room for the outputs of some heads, for the queries of `asker`."""
-    shapes = [(len(share.heads), num_tokens(part.q_runs[asker]), q.shape[2]) for part in parts]
-    return Message([(shape, q.dtype) for shape in shapes], q.device)
+    shapes = [(len(share.heads), num_tokens(part.q_runs[asker]), call.spec.head_dim) for part in call.parts]
+    return Message([(shape, call.q.dtype) for shape in shapes], call.q.device)
 
 
-register(ALLTOALL, from_pool(alltoall))
+register(ALLTOALL, alltoall)

@@ -7,18 +7,17 @@ ends up with all new keys and values. What older steps have cached stays where i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
+import torch
 
 from longspan.attn.comm import Group, Message, Pending
 from longspan.attn.exchanges import Call, KeysAndValues, register
-from longspan.attn.member import MemberPart, MemberParts, attend_runs, by_position, kv_message, kv_room
+from longspan.attn.member import MemberPart, MemberParts, attend_all, kv_message, kv_room
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
 from longspan.core.exchange import CHAIN
-from longspan.core.runs import Run, coalesce, stretch
+from longspan.core.runs import Run, coalesce
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,57 +51,37 @@ def chain_start(group: Group, parts: MemberParts, kv: PagedKv, spec: AttnSpec) -
     return ChainStart(predecessor=predecessor, cached=cached, arrival=arrival, cached_arrival=cached_arrival)
 
 
-def chain(  # noqa: PLR0917 - those of the other exchanges, and the new keys and values
-    group: Group,
-    parts: MemberParts,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv: PagedKv,
-    spec: AttnSpec,
-    out: Tensor,
-    *,
-    started: ChainStart | None = None,
-) -> list[KeysAndValues]:
-    """Computes attention of several requests at once; `ring_kv` says what the other arguments are.
+def chain(call: Call) -> list[KeysAndValues]:
+    """Computes attention of several requests at once. `call.started` is what `chain_start` returned for this layer, if
+    that was called.
 
     Of what lies in the pool only tokens before the span of a part are read, and who holds the span's own according to
     `kv_runs` does not matter.
-
-    Args:
-        k, v: `[kv_heads, tokens, head_dim]`, the new keys and values of this member, packed like `q`.
-        started: what `chain_start` returned for this layer; without, it is called here.
 
     Returns:
         For each part the new keys and values of this member and all before it, in order of position: on the last
         member those of the whole span, for its pool. They may still be on their way to the next member: read only.
     """
-    me = group.rank
+    group, parts, spec, me = call.group, call.parts, call.spec, call.group.rank
     assert all(part.is_in_order for part in parts), "members have neighbouring runs in the order of the chain"
-    started = started or chain_start(group, parts, kv, spec)
+    started = call.started or chain_start(group, parts, call.kv, spec)
+    assert isinstance(started, ChainStart), "what `chain_start` returned"
     started.arrival.wait()
-    grown = kv_room([_new(part, me + 1) for part in parts], spec.num_kv_heads, q)
-    found = []
+    grown = kv_room([_new(part, me + 1) for part in parts], spec.num_kv_heads, call.q)
     for index, part in enumerate(parts):
-        for kind, own in enumerate((k, v)):
+        for kind, own in enumerate((call.k, call.v)):
             before, room = started.predecessor.tensors[2 * index + kind], grown.tensors[2 * index + kind]
-            room[:, : before.shape[1]] = before
-            room[:, before.shape[1] :] = own[:, part.rows]
-        found.append((grown.tensors[2 * index], grown.tensors[2 * index + 1]))
+            torch.cat([before, own[:, part.rows]], dim=1, out=room)
     if me + 1 < group.size:
         group.start(sends={me + 1: grown}, receives={}, hop=1)
     started.cached_arrival.wait()
     cached = [_cached(parts, holder, me, spec) for holder in range(group.size)]
     for index, part in enumerate(parts):
-        if part.q_runs[me]:
-            held = [*(runs[index] for runs in cached), _new(part, me + 1)]
-            messages = [*started.cached, grown]
-            keys, values = (by_position(held, [one.tensors[2 * index + kind] for one in messages]) for kind in (0, 1))
-            seen = stretch(run for runs in held for run in runs)
-            out[:, part.rows] = attend_runs(
-                parts.backend, q[:, part.rows], part.q_runs[me], keys, values, (seen,), spec
-            )[0]
-    return found
+        held, messages = [*(runs[index] for runs in cached), _new(part, me + 1)], [*started.cached, grown]
+        k, v = ([one.tensors[2 * index + kind] for one in messages] for kind in (0, 1))
+        q, out = call.q[:, part.rows], call.out[:, part.rows]
+        attend_all(parts.backend, (part.q_runs[me],), [q], held, k, v, spec, [out])
+    return list(zip(grown.tensors[::2], grown.tensors[1::2], strict=True))
 
 
 def _new(part: MemberPart, num_members: int) -> tuple[Run, ...]:
@@ -115,10 +94,4 @@ def _cached(parts: MemberParts, holder: int, asker: int, spec: AttnSpec) -> list
     return [part.cached(holder, spec.window, asker) for part in parts]
 
 
-def _attend(call: Call) -> Sequence[KeysAndValues]:
-    started = call.started
-    assert started is None or isinstance(started, ChainStart), "what `chain_start` returned"
-    return chain(call.group, call.parts, call.q, call.k, call.v, call.kv, call.spec, call.out, started=started)
-
-
-register(CHAIN, _attend, start=chain_start)
+register(CHAIN, chain, start=chain_start)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from longspan.attn.comm import Group
-from longspan.attn.exchanges import from_pool, register
-from longspan.attn.member import MemberParts, attend_held, num_tokens
-from longspan.attn.paged import PagedKv
-from longspan.attn.spec import AttnSpec
+from longspan.attn.exchanges import Call, register
+from longspan.attn.member import attend_held, num_tokens
 from longspan.core.exchange import LOCAL
 
 
-def local(_: Group, parts: MemberParts, q: Tensor, kv: PagedKv, spec: AttnSpec, out: Tensor) -> None:
-    """Computes attention of parts whose group is this member alone; `ring_kv` says what the arguments are.
+def local(call: Call) -> None:
+    """Computes attention of parts whose group is this member alone.
 
     Single queries read their keys where they lie, all in one call; more queries of a request read a contiguous copy,
     which costs little beside them.
     """
+    parts, q, kv, spec, out = call.parts, call.q, call.kv, call.spec, call.out
     single = tuple(index for index, part in enumerate(parts) if num_tokens(part.q_runs[0]) == 1)
     if single:
         rows = [parts[index].rows.start for index in single]
@@ -28,4 +24,4 @@ def local(_: Group, parts: MemberParts, q: Tensor, kv: PagedKv, spec: AttnSpec, 
             out[:, part.rows] = attend_held(parts.backend, part, q[:, part.rows], 0, 0, kv, spec)[0]
 
 
-register(LOCAL, from_pool(local))
+register(LOCAL, local)

@@ -12,75 +12,66 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from longspan.attn.backends import Partial
-from longspan.attn.comm import Group, Message
-from longspan.attn.exchanges import from_pool, register
-from longspan.attn.member import MemberParts, attend_held, num_tokens
-from longspan.attn.merge import merge_each
-from longspan.attn.paged import PagedKv
-from longspan.attn.spec import AttnSpec
+from longspan.attn.backends import Partial, merge_each, nothing_seen
+from longspan.attn.comm import Message
+from longspan.attn.exchanges import Call, register
+from longspan.attn.member import attend_held, num_tokens
 from longspan.core.exchange import RING_Q
 
 
-def ring_q(group: Group, parts: MemberParts, q: Tensor, kv: PagedKv, spec: AttnSpec, out: Tensor) -> None:
-    """Computes attention of several requests at once; `ring_kv` says what the arguments are."""
-    me, window = group.rank, spec.window
-    others = [member for member in range(group.size) if member != me]
+def ring_q(call: Call) -> None:
+    """Computes attention of several requests at once over the keys of all members."""
+    group, parts, q, window = call.group, call.parts, call.q, call.spec.window
+    me, others = group.rank, [member for member in range(group.size) if member != group.rank]
     mine = {holder: parts.visits(me, holder, window) for holder in range(group.size)}
     theirs = {asker: parts.visits(asker, me, window) for asker in others}
-    questions = {holder: _questions(parts, mine[holder], me, q, spec, fill=True) for holder in others}
-    asked = {asker: _questions(parts, theirs[asker], asker, q, spec, fill=False) for asker in others}
+    questions = {holder: _question_room(call, mine[holder], me) for holder in others}
+    for holder, message in questions.items():
+        if mine[holder]:
+            torch.cat([q[:, parts[index].rows] for index in mine[holder]], dim=1, out=message.tensors[0])
+    asked = {asker: _question_room(call, theirs[asker], asker) for asker in others}
     pending = group.start(sends=questions, receives=asked, hop=0)
-    found = _Found(parts, me, q)
+    found = []
     if mine[me]:
-        found.add(mine[me], _meet(parts, mine[me], q[:, found.rows(mine[me])], kv, spec, asker=me, me=me))
+        found.append((mine[me], _meet(call, mine[me], q[:, parts.rows(mine[me], q.device)], me)))
     pending.wait()
-    answers = {asker: _room(parts, theirs[asker], asker, q, spec) for asker in others}
+    answers = {asker: _answer_room(call, theirs[asker], asker) for asker in others}
     for asker in others:
         if theirs[asker]:
-            meeting = _meet(parts, theirs[asker], asked[asker].tensors[0], kv, spec, asker=asker, me=me)
+            meeting = _meet(call, theirs[asker], asked[asker].tensors[0], asker)
             for room, tensor in zip(answers[asker].tensors, reversed(meeting), strict=True):
                 room.copy_(tensor)
-    answered = {holder: _room(parts, mine[holder], me, q, spec) for holder in others}
+    answered = {holder: _answer_room(call, mine[holder], me) for holder in others}
     group.start(sends=answers, receives=answered, hop=1).wait()
     for holder in others:
         if mine[holder]:
             lse, partial = answered[holder].tensors
-            found.add(mine[holder], (partial, lse))
-    found.write(out)
+            found.append((mine[holder], (partial, lse)))
+    _write(call, found)
 
 
-class _Found:
-    """Partial results of this member's queries, which may lack those that a holder did not meet."""
-
-    def __init__(self, parts: MemberParts, rank: int, q: Tensor) -> None:
-        self._parts, self._q = parts, q
-        self._all = tuple(index for index, part in enumerate(parts) if part.q_runs[rank])
-        self._sum: Partial | None = None
-
-    def rows(self, indices: Sequence[int]) -> slice | Tensor:
-        """Finds the queries of these parts."""
-        return self._parts.rows(tuple(indices), self._q.device)
-
-    def add(self, indices: tuple[int, ...], partial: Partial) -> None:
-        """Takes in the results of all queries of these parts."""
-        if indices != self._all:
-            out, lse = torch.zeros_like(self._q), torch.full(self._q.shape[:2], -torch.inf, device=self._q.device)
-            rows = self.rows(indices)
-            out[:, rows], lse[:, rows] = partial
-            partial = out[:, self.rows(self._all)], lse[:, self.rows(self._all)]
-        self._sum = partial if self._sum is None else merge_each([self._sum, partial])
-
-    def write(self, out: Tensor) -> None:
-        """Merges all results into the queries' rows."""
-        if self._sum is not None:
-            out[:, self.rows(self._all)] = self._sum[0].to(out.dtype)
+def _write(call: Call, found: Sequence[tuple[tuple[int, ...], Partial]]) -> None:
+    """Merges partial results into the queries' rows. Each is of some parts: those that a holder has met."""
+    if not found:
+        return
+    parts, q = call.parts, call.q
+    asking = tuple(index for index, part in enumerate(parts) if part.q_runs[call.group.rank])
+    rows = parts.rows(asking, q.device)
+    partials = []
+    for indices, partial in found:
+        if indices != asking:
+            out, lse = nothing_seen(q)
+            met = parts.rows(indices, q.device)
+            out[:, met], lse[:, met] = partial
+            partials.append((out[:, rows], lse[:, rows]))
+        else:
+            partials.append(partial)
+    call.out[:, rows] = merge_each(partials)[0].to(q.dtype)
 
 
-def _meet(
-    parts: MemberParts, indices: tuple[int, ...], q: Tensor, kv: PagedKv, spec: AttnSpec, *, asker: int, me: int
-) -> Partial:
+def _meet(call: Call, indices: tuple[int, ...], q: Tensor, asker: int) -> Partial:
     """Computes the queries of `asker` in these parts over this member's keys."""
+    parts, kv, spec, me = call.parts, call.kv, call.spec, call.group.rank
     counts = [num_tokens(parts[index].q_runs[asker]) for index in indices]
     if max(counts) == 1:
         return parts.backend.attend_paged(q, kv, parts.plan(indices, asker, me, kv, spec.window), spec)
@@ -92,22 +83,19 @@ def _meet(
     return torch.cat([out for out, _ in partials], dim=1), torch.cat([lse for _, lse in partials], dim=1)
 
 
-def _questions(
-    parts: MemberParts, indices: Sequence[int], asker: int, q: Tensor, spec: AttnSpec, *, fill: bool
-) -> Message:
-    """Packs the queries of `asker` in these parts, one after the other."""
-    tokens = sum(num_tokens(parts[index].q_runs[asker]) for index in indices)
-    message = Message([((spec.num_heads, tokens, spec.head_dim), q.dtype)], q.device)
-    if fill and tokens:
-        torch.cat([q[:, parts[index].rows] for index in indices], dim=1, out=message.tensors[0])
-    return message
+def _question_room(call: Call, indices: Sequence[int], asker: int) -> Message:
+    """Makes room for the queries of `asker` in these parts, one after the other."""
+    return Message([((*_rows_shape(call, indices, asker), call.spec.head_dim), call.q.dtype)], call.q.device)
 
 
-def _room(parts: MemberParts, indices: Sequence[int], asker: int, q: Tensor, spec: AttnSpec) -> Message:
-    """Makes room for the log-sum-exps and the outputs of the queries of `asker` in these parts."""
-    tokens = sum(num_tokens(parts[index].q_runs[asker]) for index in indices)
-    shape = (spec.num_heads, tokens)
-    return Message([(shape, torch.float32), ((*shape, spec.head_dim), q.dtype)], q.device)
+def _answer_room(call: Call, indices: Sequence[int], asker: int) -> Message:
+    """Makes room for the log-sum-exps and the outputs of these queries."""
+    shape = _rows_shape(call, indices, asker)
+    return Message([(shape, torch.float32), ((*shape, call.spec.head_dim), call.q.dtype)], call.q.device)
 
 
-register(RING_Q, from_pool(ring_q))
+def _rows_shape(call: Call, indices: Sequence[int], asker: int) -> tuple[int, int]:
+    return call.spec.num_heads, sum(num_tokens(call.parts[index].q_runs[asker]) for index in indices)
+
+
+register(RING_Q, ring_q)

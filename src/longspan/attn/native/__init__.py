@@ -1,7 +1,7 @@
 """Kernels of our own for bfloat16 on CPUs with AVX512_BF16, where PyTorch's are three times slower.
 
 They are compiled on first use by g++ (or what CXX says). Without it, or on another processor, PyTorch's kernels do
-the same work.
+the same work, as they do for other types and for what ours do not know.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from longspan.attn.backends import Partial
+from longspan.attn.backends.pytorch import TorchCpu
+from longspan.attn.paged import PagedKv, PagedPlan
 from longspan.attn.spec import AttnSpec
+from longspan.core.runs import Relation
 
 _SOURCES = ("flash.cpp", "paged.cpp")
 _HEADERS = ("simd.h",)
@@ -35,9 +36,6 @@ _MAX_DIM = 256
 _TIMEOUT_S = 120.0
 _FEWEST_QUERIES = 17
 """With fewer, packing the keys would cost more than the products gain."""
-
-
-Numbers = npt.NDArray[np.int64]
 
 
 class UnavailableError(Exception):
@@ -65,15 +63,6 @@ class _Paged(ctypes.Structure):
         *((name, ctypes.c_long) for name in ("queries", "heads", "kv_heads", "dim", "block_size", "q_head", "q_row")),
         ("scale", ctypes.c_float),
     )
-
-
-class PagedItems(NamedTuple):
-    """The reads of single queries: query t the slots `[low, high)` of `blocks` of items `[first[t], first[t + 1])`."""
-
-    first: Numbers
-    blocks: Numbers
-    low: Numbers
-    high: Numbers
 
 
 _library: ctypes.CDLL | None = None
@@ -114,75 +103,63 @@ def is_loaded() -> bool:
     return _library is not None
 
 
-def applies(q: Tensor, spec: AttnSpec) -> bool:
-    """Tells whether `attend` can and should be used for queries `[H, T, D]`."""
+class NativeCpu(TorchCpu):
+    """The kernels of this module, which must be loaded, and PyTorch's wherever they do not apply."""
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, relation: Relation, spec: AttnSpec, *, dense: bool = False
+    ) -> Partial:
+        """Implements `AttentionBackend` by our own kernel where it applies."""
+        if q.shape[1] < _FEWEST_QUERIES or not _applies(q, spec, multiple=2):
+            return super().attend(q, k, v, relation, spec, dense=dense)
+        is_full = relation.kind == "full"  # maybe of several runs of keys, of which the relation is that of the last
+        q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, v))
+        out, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:2], dtype=torch.float32)
+        problem = _Flash(
+            *(tensor.data_ptr() for tensor in (q, k, v, out, lse)),
+            *(q.shape[0], k.shape[0], q.shape[1], k.shape[1], q.shape[2]),
+            *(stride for tensor in (q, k, v) for stride in tensor.stride()[:2]),
+            spec.scale,
+            -_FAR if is_full else relation.lower,
+            _FAR if is_full else relation.upper,
+            dense,
+        )
+        if _loaded().longspan_attend_bf16(ctypes.byref(problem), torch.get_num_threads()):
+            raise MemoryError("no memory for packed keys and values")
+        return out, lse
+
+    def attend_paged(self, q: Tensor, kv: PagedKv, plan: PagedPlan, spec: AttnSpec) -> Partial:
+        """Implements `AttentionBackend` by our own kernel where it applies; the pool must be dense."""
+        if not _applies(q, spec, multiple=32):
+            return super().attend_paged(q, kv, plan, spec)
+        assert q.shape[1] == plan.num_queries, "the plan is for these queries"
+        q = q if q.stride(-1) == 1 else q.contiguous()
+        out, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:2], dtype=torch.float32)
+        problem = _Paged(
+            *(tensor.data_ptr() for tensor in (q, kv.keys, kv.values, out, lse)),
+            *(numbers.ctypes.data for numbers in plan.items),
+            *(q.shape[1], q.shape[0], kv.keys.shape[1], q.shape[2], kv.block_size, q.stride(0), q.stride(1)),
+            spec.scale,
+        )
+        if _loaded().longspan_attend_paged_bf16(ctypes.byref(problem), torch.get_num_threads()):
+            raise MemoryError("no memory for partial outputs")
+        return out, lse
+
+
+def _applies(q: Tensor, spec: AttnSpec, *, multiple: int) -> bool:
+    """Tells whether a kernel that needs such a multiple as head size can compute `q [H, T, D]`."""
     return (
-        _library is not None
-        and q.device.type == "cpu"
+        q.device.type == "cpu"
         and q.dtype == torch.bfloat16
         and spec.softcap is None
-        and q.shape[1] >= _FEWEST_QUERIES
-        and q.shape[2] % 2 == 0
+        and q.shape[2] % multiple == 0
         and q.shape[2] <= _MAX_DIM
     )
 
 
-def applies_paged(q: Tensor, spec: AttnSpec) -> bool:
-    """Tells whether `attend_paged` can be used for queries `[H, T, D]`."""
-    return (
-        _library is not None
-        and q.device.type == "cpu"
-        and q.dtype == torch.bfloat16
-        and spec.softcap is None
-        and q.shape[2] % 32 == 0
-        and q.shape[2] <= _MAX_DIM
-    )
-
-
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, lower: int = -_FAR, upper: int = _FAR, dense: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Computes `q [H, T, D]` over `k, v [K, S, D]`; query i sees key j iff `i + lower <= j <= i + upper`.
-
-    With `dense` the scores of keys that are not seen are computed, too.
-    Returns `out [H, T, D]` and `lse [H, T]` float32; queries that see no key get output 0 and lse -inf.
-    """
-    assert _library is not None, "loaded"
-    q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, v))
-    out = torch.empty(q.shape, dtype=q.dtype)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32)
-    problem = _Flash(
-        *(tensor.data_ptr() for tensor in (q, k, v, out, lse)),
-        *(q.shape[0], k.shape[0], q.shape[1], k.shape[1], q.shape[2]),
-        *(stride for tensor in (q, k, v) for stride in tensor.stride()[:2]),
-        spec.scale,
-        max(lower, -_FAR),
-        min(upper, _FAR),
-        dense,
-    )
-    if _library.longspan_attend_bf16(ctypes.byref(problem), torch.get_num_threads()):
-        raise MemoryError("no memory for packed keys and values")
-    return out, lse
-
-
-def attend_paged(q: Tensor, keys: Tensor, values: Tensor, items: PagedItems, spec: AttnSpec) -> tuple[Tensor, Tensor]:
-    """Computes single queries `q [H, T, D]` over `keys, values [blocks, K, block_size, D]`, which must be dense.
-
-    Returns `out [H, T, D]` and `lse [H, T]` float32; queries without items get output 0 and lse -inf.
-    """
-    assert _library is not None, "loaded"
-    q = q if q.stride(-1) == 1 else q.contiguous()
-    out = torch.empty(q.shape, dtype=q.dtype)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32)
-    problem = _Paged(
-        *(tensor.data_ptr() for tensor in (q, keys, values, out, lse)),
-        *(numbers.ctypes.data for numbers in items),
-        *(q.shape[1], q.shape[0], keys.shape[1], q.shape[2], keys.shape[2], q.stride(0), q.stride(1)),
-        spec.scale,
-    )
-    if _library.longspan_attend_paged_bf16(ctypes.byref(problem), torch.get_num_threads()):
-        raise MemoryError("no memory for partial outputs")
-    return out, lse
+def _loaded() -> ctypes.CDLL:
+    assert _library is not None, "the kernels are loaded"
+    return _library
 
 
 def _compile(compiler: Sequence[str], library: Path) -> None:
