@@ -18,9 +18,9 @@ from cyclopts.argument import Argument
 from prometheus_client.parser import text_string_to_metric_families
 
 from longspan.cli.app import app
-from longspan.serve.messages import Started, Stats, StepOutputs
+from longspan.serve.messages import Stats, StepOutputs
 from longspan.serve.metrics import Metrics
-from longspan.serve.wire.fields import UNSERVED
+from longspan.serve.requests import UNSERVED
 
 PAGE = Path(__file__).with_name("serving.md")
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end of what is generated -->)", re.DOTALL)
@@ -84,32 +84,8 @@ def _flag(argument: Argument) -> Row:
 
 
 def _metrics() -> str:
-    started = Started(
-        name="",
-        tokenizer_dir=None,
-        trust_remote_code=False,
-        vocab_size=1,
-        max_model_len=1,
-        max_num_seqs=1,
-        num_instances=1,
-        num_kv_blocks=1,
-        block_size=1,
-        worker_pids=[],
-    )
-    metrics = Metrics("longspan:", "", started)
-    stats = Stats(
-        num_running=0,
-        num_waiting=0,
-        num_waiting_tokens=0,
-        num_restarts=0,
-        num_preemptions=0,
-        num_prefix_queries=0,
-        num_prefix_hits=0,
-        used_blocks=[0],
-        busy_s=[0.0],
-        bytes_sent={("ring_kv", "same_host"): 0},
-        worker_pids=[],
-    )
+    metrics = Metrics("longspan:", "", num_instances=1, num_kv_blocks=1)
+    stats = Stats(used_blocks=[0], busy_s=[0.0], bytes_sent={("ring_kv", "same_host"): 0})
     metrics.take_step(StepOutputs(stats=stats))
     rows = []
     for family in text_string_to_metric_families(metrics.text().decode()):

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from fake_llm import run
@@ -17,10 +17,17 @@ from openai.types.chat import ChatCompletion
 
 from longspan import LLM, SamplingParams
 from longspan.cli import app
-from longspan.serve.batch import BatchAnswer, BatchModel, BatchRequest, answer_each
+from longspan.serve.batch import answer_each
+from longspan.serve.convert import ServedModel
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPTS = ["Once upon a time", "The capital of France is", "1, 2, 3,"]
+
+
+class Answer(NamedTuple):
+    tag: int
+    status: int
+    body: dict[str, Any]
 
 
 @pytest.fixture
@@ -28,12 +35,11 @@ def llm(smollm2: LLM) -> LLM:
     return smollm2
 
 
-def answers(llm: LLM, *bodies: tuple[str, dict[str, Any]], most: int = 2) -> list[BatchAnswer[int]]:
+def answers(llm: LLM, *bodies: tuple[str, dict[str, Any]], most: int = 2) -> list[Answer]:
     """In the order of the requests."""
-    requests = (
-        BatchRequest(tag=tag, url=url, body=json.dumps(body).encode()) for tag, (url, body) in enumerate(bodies)
-    )
-    found = answer_each(llm, BatchModel(input_processor=llm.input_processor, names=("m", "n")), requests, most=most)
+    requests = ((tag, url, json.dumps(body).encode()) for tag, (url, body) in enumerate(bodies))
+    served = ServedModel(input_processor=llm.input_processor, names=("m", "n"))
+    found = (Answer(*answer) for answer in answer_each(llm, served, requests, most=most))
     return sorted(found, key=lambda answer: answer.tag)
 
 
@@ -99,7 +105,7 @@ def test_an_answer_has_the_form_that_was_asked_for(llm: LLM) -> None:
             {"prompt": "x", "model": "gpt"},
             404,
             "model",
-            "there is no model 'gpt': this batch runs 'm' or 'n'",
+            "there is no model 'gpt' here, but m, n (--served-model-name)",
         ),
         (COMPLETIONS, {"prompt": "x", "stream": True}, 400, "stream", "leave it out"),
         (COMPLETIONS, {"prompt": "x", "temperature": -1}, 400, "temperature", "-1"),

@@ -15,7 +15,7 @@ from fake_llm import run
 
 from longspan.cli.app import app
 from longspan.serve import run as server_run
-from longspan.serve.output_queue import EngineLostError
+from longspan.serve.errors import EngineLostError
 
 pytestmark = pytest.mark.usefixtures("fake_llm")  # it puts signal handlers back
 OPTIONS = {
@@ -331,7 +331,7 @@ def test_an_engine_that_does_not_start_is_no_mistake_of_the_user(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def serve(*_: object) -> int:
-        raise EngineLostError("the engine process ended with code 1")
+        raise EngineLostError("the engine core ended with code 1")
 
     monkeypatch.setattr(server_run, "serve", serve)
     assert "ended with code 1" in failure(capsys, code=1)

@@ -77,7 +77,6 @@ class Cluster:
         self._clock = VirtualClock()
         self.executor = Workers(self._clock)
         self.input_processor = SimpleNamespace(tokenizer=None)
-        self.worker_pids = ()
         self.failures: deque[Exception] = deque()
         self.engine = Engine(
             policy=make_policy("context", num_instances=2, options={"threshold": "16"}),
@@ -140,10 +139,11 @@ class ApiServer:
         number = len(self.asked)
         params = SamplingParams(max_tokens=max_tokens, n=n, ignore_eos=True)
         prompt = tuple((number * 7 + at) % _VOCAB for at in range(num_tokens))
+        engine_request = EngineRequest(text=None, token_ids=prompt, params=params)
         self.asked[number] = Asked(
             num_prompt_tokens=num_tokens, num_choices=n, max_tokens=max_tokens, was_accepted=is_accepted
         )
-        self.tell(Add.of(number, EngineRequest(text=None, token_ids=prompt, params=params), is_accepted=is_accepted))
+        self.tell(Add(id=number, engine_request=engine_request, is_accepted=is_accepted))
         return number
 
     def cancel(self, number: int) -> None:

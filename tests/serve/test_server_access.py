@@ -14,8 +14,8 @@ from openapi_spec_validator import validate
 from starlette.types import Message, Receive, Scope, Send
 
 from longspan.serve.app import make_app
+from longspan.serve.errors import EngineLostError, QueueFullError
 from longspan.serve.middleware import OPEN_PATHS, BodyLimit
-from longspan.serve.output_queue import EngineLostError, QueueFullError
 from longspan.serve.settings import RequestLimits, ServerSettings
 
 BODY = {"prompt": [1, 2, 3], "max_tokens": 2}

@@ -28,9 +28,9 @@ from fake_engine_install import told, until
 from msgspec.structs import replace
 
 from longspan import SamplingParams
-from longspan.serve.client import EngineClient
+from longspan.serve.client import EngineClient, Output, OutputQueue
+from longspan.serve.errors import EngineLostError, QueueFullError
 from longspan.serve.messages import Delta, EngineSetup
-from longspan.serve.output_queue import EngineLostError, Output, OutputQueue, QueueFullError
 from longspan.text.input_processor import EngineRequest
 
 
@@ -57,7 +57,7 @@ async def started(
         yield client
     finally:
         await client.close()
-        assert client.num_unfinished == 0
+        assert not client._waiting
         assert not [child for child in psutil.Process().children() if "fake_engine" in child.cmdline()]
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
@@ -83,7 +83,7 @@ def test_a_request_is_streamed_or_taken_whole(events: Path) -> None:
         async with started(events) as client:
             assert num_tokens(await streamed(await client.submit([engine_request(SAY), engine_request(SAY, 2)]))) == 5
             assert num_tokens(await (await client.submit([engine_request(SAY), engine_request(SAY, 2)])).get_all()) == 5
-            assert client.num_unfinished == 0
+            assert not client._waiting
 
     asyncio.run(check())
     assert not told(events, "Cancel")
@@ -151,7 +151,7 @@ def test_a_request_that_comes_while_an_engine_ends_is_answered_by_the_next(event
                 answer = asyncio.create_task(client.submit([engine_request(SAY)]))
                 await asyncio.sleep(0.01)
             assert num_tokens(await (await asyncio.wait_for(answer, 60)).get_all()) == 3
-            await until(lambda: client.num_unfinished == 0)
+            await until(lambda: not client._waiting)
 
     asyncio.run(check())
 
@@ -251,7 +251,7 @@ def test_who_leaves_cancels(events: Path, what: int) -> None:
             await asyncio.sleep(0.05)
             task.cancel()
             await until(lambda: len(told(events, "Cancel")) == 2)
-            assert client.num_unfinished == 0
+            assert not client._waiting
 
     asyncio.run(check())
 

@@ -36,8 +36,9 @@ from fake_engine_install import told, until
 from forked import free_port
 from server_client import Client, Reply, completion, send_completion
 
+from longspan.serve.client import OutputQueue
+from longspan.serve.errors import EngineLostError
 from longspan.serve.messages import EngineSetup
-from longspan.serve.output_queue import EngineLostError, OutputQueue
 from longspan.serve.run import serve
 from longspan.serve.settings import ServerSettings
 

@@ -18,7 +18,7 @@ from server_client import num_ended
 from server_process import KEY, MAX_MODEL_LEN, MODEL, OTHER_NAME, ServerProcess
 
 from longspan import LLM, SamplingParams
-from longspan.serve.output_queue import EngineLostError, QueueFullError
+from longspan.serve.errors import EngineLostError, QueueFullError
 
 PROMPT = "The capital of France is"
 MESSAGES: Any = [{"role": "user", "content": "Name three colours."}]

@@ -1,4 +1,4 @@
-"""GET and POST /admin/policy: who may, what is refused and how, and that changes outlive an engine process."""
+"""GET and POST /admin/policy: who may, what is refused and how, and that changes outlive an engine core."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from starlette.testclient import TestClient
 from test_server_access import error_of
 from test_server_client import engine_request, kill_engine, num_tokens, started, streamed
 
-from longspan.serve.client import PolicyRefusedError
-from longspan.serve.output_queue import EngineLostError
+from longspan.serve.errors import EngineLostError, PolicyRefusedError
 from longspan.serve.server import Server
 
 KEY = {"authorization": "Bearer sesame"}
@@ -134,13 +133,13 @@ def test_the_document_has_the_options_that_may_change(client: TestClient) -> Non
     assert {"200", "400", "401", "409", "503"} <= set(document["paths"]["/admin/policy"]["post"]["responses"])
 
 
-# ---------------------------------------------------------------- engine processes
+# ---------------------------------------------------------------- engine cores
 
 
 def test_changes_reach_the_engine_and_the_next_one(events: Path) -> None:
     async def check() -> None:
         async with started(events) as client:
-            settings = client.policy.settings
+            settings = client.policy
             assert settings is not None
             assert settings.options["rate"] == 0.5
             assert (await client.update_policy({"rate": "0.1"})).options["rate"] == "0.1"
@@ -149,8 +148,8 @@ def test_changes_reach_the_engine_and_the_next_one(events: Path) -> None:
             await kill_engine(client)
             await until(lambda: len(told(events, "SetPolicy")) == 3)
             assert num_tokens(await streamed(await client.submit([engine_request(SAY)]))) == 3
-            assert client.policy.settings is not None
-            assert client.policy.settings.options["rate"] == "0.1", "a new engine process is set as the last one was"
+            assert client.policy is not None
+            assert client.policy.options["rate"] == "0.1", "a new engine core is set as the last one was"
 
     asyncio.run(check())
     assert [event["options"] for event in told(events, "SetPolicy")] == [
@@ -166,8 +165,8 @@ def test_a_new_engine_that_refuses_the_changes_is_told_of(events: Path, caplog: 
             await client.update_policy({"rate": "once"})
             await kill_engine(client)
             await until(lambda: "refused what was changed since: rate once" in caplog.text)
-            assert client.policy.settings is not None
-            assert client.policy.settings.options["rate"] == 0.5
+            assert client.policy is not None
+            assert client.policy.options["rate"] == 0.5
 
     asyncio.run(check())
 
@@ -175,7 +174,7 @@ def test_a_new_engine_that_refuses_the_changes_is_told_of(events: Path, caplog: 
 def test_nobody_waits_for_an_engine_that_is_lost(events: Path) -> None:
     async def check() -> None:
         async with started(events) as client:
-            with pytest.raises(EngineLostError, match="the engine process was lost"):
+            with pytest.raises(EngineLostError, match="the engine core was lost"):
                 await client.update_policy({"rate": "die"})
             await until(lambda: client.state == "serving")
         with pytest.raises(EngineLostError):

@@ -288,7 +288,7 @@ def test_what_told_nothing_is_replayed_after_the_engine_process_was_killed(pair:
         for index, future in enumerate(futures):
             reply = future.result()
             if index >= 26 and "error" in reply.events[-1]:
-                assert "the engine process was lost" in reply.events[-1]["error"]["message"]
+                assert "the engine core was lost" in reply.events[-1]["error"]["message"]
             else:
                 check_same(reply, solo[index % 2])
     assert any("error" in future.result().events[-1] for future in futures[26:]), "a stream had begun"

@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from longspan.serve.output_queue import EngineLostError, QueueFullError
+from longspan.serve.errors import EngineLostError, QueueFullError
 from longspan.serve.server import Server
 from longspan.serve.tracing import open_tracer
 

@@ -15,11 +15,11 @@ from openai.types.chat import ChatCompletionChunk as OpenAIChunk
 from wire_world import NAMES, deltas_of, read, scores, stream, tokenizer, whole, world
 
 from longspan.outputs import Logprob
+from longspan.serve.answers import Assembler, ChatAssembler, CompletionAssembler
+from longspan.serve.convert import chat_request, completion_requests
 from longspan.serve.messages import Delta
-from longspan.serve.wire.answers import Assembler, ChatAssembler, CompletionAssembler
-from longspan.serve.wire.convert import chat_request, completion_requests
-from longspan.serve.wire.requests import ChatCompletionRequest, CompletionRequest
-from longspan.serve.wire.responses import ChatCompletionChunk, ChatCompletionResponse, CompletionResponse
+from longspan.serve.requests import ChatCompletionRequest, CompletionRequest
+from longspan.serve.responses import ChatCompletionChunk, ChatCompletionResponse, CompletionResponse
 from longspan.text.input_processor import EngineRequest
 
 SERVED = world()
@@ -39,12 +39,10 @@ def chat(fields: dict[str, Any]) -> tuple[ChatCompletionRequest, list[EngineRequ
     return request, [chat_request(request, SERVED)]
 
 
-def assembler(
-    request: CompletionRequest | ChatCompletionRequest, engine_requests: list[EngineRequest]
-) -> Assembler[Any]:
+def assembler(request: CompletionRequest | ChatCompletionRequest, engine_requests: list[EngineRequest]) -> Assembler:
     if isinstance(request, CompletionRequest):
-        return CompletionAssembler(request, engine_requests, tokenizer(), **NAMES)
-    return ChatAssembler(request, engine_requests, tokenizer(), **NAMES)
+        return CompletionAssembler(request, engine_requests, tokenizer(), NAMES)
+    return ChatAssembler(request, engine_requests, tokenizer(), NAMES)
 
 
 def on_wire(body: object) -> Any:
@@ -307,7 +305,7 @@ def test_logprobs_of_chats_have_the_bytes_of_parts_of_characters() -> None:
 
 def test_without_a_tokenizer_tokens_go_by_their_ids() -> None:
     request, engine_requests = completion({"prompt": [1, 2], "echo": True, "logprobs": 0, "return_token_ids": True})
-    plain = CompletionAssembler(request, engine_requests, None, **NAMES)
+    plain = CompletionAssembler(request, engine_requests, None, NAMES)
     bare = [{token: Logprob(logprob=-1.0, rank=1)} for token in (2, 3)]
     delta = Delta(
         id=0,

@@ -5,13 +5,19 @@ from __future__ import annotations
 from typing import Any, cast
 
 import pytest
-from wire_world import World, read, tokenizer, world
+from wire_world import read, tokenizer, world
 
 from longspan.core.sampling import SamplingParams, StructuredOutputsParams
+from longspan.serve.convert import (
+    ServedModel,
+    chat_request,
+    completion_requests,
+    detokenized,
+    structured_outputs,
+    tokenized,
+)
 from longspan.serve.errors import WireError
-from longspan.serve.settings import RequestLimits
-from longspan.serve.wire.convert import chat_request, completion_requests, detokenized, tokenized
-from longspan.serve.wire.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from longspan.serve.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from longspan.text.input_processor import InputProcessor
 
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
@@ -96,8 +102,9 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
     ],
 )
 def test_the_form_of_outputs(fields: dict[str, Any], expected: dict[str, Any] | None) -> None:
-    for params in (completion(**fields), chat(**fields)):
-        assert params.structured_outputs == (None if expected is None else StructuredOutputsParams(**expected))
+    form = None if expected is None else StructuredOutputsParams(**expected)
+    assert structured_outputs(read(CompletionRequest, {"prompt": "a", **fields})) == form
+    assert structured_outputs(read(ChatCompletionRequest, {"messages": HELLO, **fields})) == form
 
 
 @pytest.mark.parametrize(
@@ -142,10 +149,11 @@ def test_a_conversation_is_rendered_as_transformers_does() -> None:
     assert list(chat_request(read(ChatCompletionRequest, {"messages": talk}), SERVED).token_ids) == expected
 
 
-def with_template(template: str) -> World:
+def with_template(template: str) -> ServedModel:
     bare = type(tokenizer()).from_pretrained(tokenizer().name_or_path)
     bare.chat_template = template
-    return World(InputProcessor(tokenizer=bare, vocab_size=len(bare), max_model_len=512), RequestLimits())
+    input_processor = InputProcessor(tokenizer=bare, vocab_size=len(bare), max_model_len=512)
+    return ServedModel(input_processor=input_processor, names=("tiny",))
 
 
 def rendered(template: str, **fields: Any) -> str | None:
@@ -253,9 +261,8 @@ class UntouchedTokenizer:
     ("prompt", "param"), [("x" * 33, "prompt"), (["x", "x" * 33], "prompt[1]"), ("\N{PILE OF POO}" * 33, "prompt")]
 )
 def test_a_text_that_cannot_fit_is_refused_without_being_tokenized(prompt: object, param: str) -> None:
-    served = World(
-        InputProcessor(tokenizer=cast("Any", UntouchedTokenizer()), vocab_size=9, max_model_len=8), RequestLimits()
-    )
+    untouched = InputProcessor(tokenizer=cast("Any", UntouchedTokenizer()), vocab_size=9, max_model_len=8)
+    served = ServedModel(input_processor=untouched, names=("tiny",))
     with pytest.raises(
         WireError, match=r"33 characters, so more than 8 tokens, but .*max_model_len.*shorten"
     ) as caught:
@@ -266,9 +273,8 @@ def test_a_text_that_cannot_fit_is_refused_without_being_tokenized(prompt: objec
 @pytest.mark.parametrize("size", [4, 9])
 def test_a_conversation_that_cannot_fit_is_refused_without_being_tokenized(size: int) -> None:
     """By what it is rendered to, or before that, by its contents."""
-    served = World(
-        InputProcessor(tokenizer=cast("Any", UntouchedTokenizer()), vocab_size=9, max_model_len=8), RequestLimits()
-    )
+    untouched = InputProcessor(tokenizer=cast("Any", UntouchedTokenizer()), vocab_size=9, max_model_len=8)
+    served = ServedModel(input_processor=untouched, names=("tiny",))
     parts = [{"type": "text", "text": "x" * size}] * 3
     talk = [{"role": "user", "content": parts}, {"role": "user", "content": "x" * size}]
     with pytest.raises(WireError, match=f"{36 if size == 9 else 33} characters") as caught:
@@ -311,7 +317,7 @@ def test_what_is_tokenized_only_is_bounded_too() -> None:
 
 
 def test_without_a_tokenizer_only_token_ids_are_served() -> None:
-    bare = World(InputProcessor(tokenizer=None, vocab_size=9, max_model_len=8), RequestLimits())
+    bare = ServedModel(input_processor=InputProcessor(tokenizer=None, vocab_size=9, max_model_len=8), names=("tiny",))
     assert completion_requests(read(CompletionRequest, {"prompt": [1, 2]}), bare)[0].token_ids == (1, 2)
     refused = [
         lambda: completion_requests(read(CompletionRequest, {"prompt": "a"}), bare),

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from test_model_tokenizer import BYTE_FALLBACK, BYTE_LEVEL, VOCAB, spell
 
 from longspan.core.sampling import SamplingParams
-from longspan.serve.wire.logprobs import Names, echo_of, pieces_of
+from longspan.serve.answers import echo_of, pieces_of, token_bytes
 from longspan.text.input_processor import EngineRequest
+from longspan.text.tokenizer import token_text
 
 
 @given(st.lists(st.integers(0, VOCAB - 1), max_size=80))
@@ -31,15 +32,14 @@ def test_pieces_of_byte_tokens(text: str) -> None:
 def test_offsets_of_a_tokenizer_that_tells_none(text: str) -> None:
     token_ids = tuple(spell(text))
     engine_request = EngineRequest(text=None, token_ids=token_ids, params=SamplingParams())
-    echo = echo_of(engine_request, BYTE_LEVEL, True, with_offsets=True)
-    assert echo.text == text
+    echo, offsets = echo_of(engine_request, BYTE_LEVEL, True, with_offsets=True)
+    assert echo == text
     begins = [begin for begin, letter in enumerate(text) for _ in letter.encode()]
-    assert echo.offsets == begins
+    assert offsets == begins
 
 
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK])
 def test_bytes_of_tokens_joined_are_the_bytes_of_the_text(tokenizer: object) -> None:
     text = "aé 😀\n"
-    names = Names(tokenizer)  # type: ignore[arg-type]
-    parts = [names.bytes(token, names.text(token)) for token in spell(text, tokenizer)]  # type: ignore[arg-type]
+    parts = [token_bytes(tokenizer, token, token_text(tokenizer, token)) for token in spell(text, tokenizer)]  # type: ignore[arg-type]
     assert bytes(byte for part in parts for byte in part or ()) == text.encode()

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from pydantic_core import from_json
 from wire_world import read, world
 
+from longspan.serve.convert import chat_request, completion_requests, num_elements, read_request
 from longspan.serve.errors import WireError
+from longspan.serve.requests import ChatCompletionRequest, CompletionRequest
 from longspan.serve.settings import RequestLimits
-from longspan.serve.wire.body import num_elements, read_request
-from longspan.serve.wire.convert import chat_request, completion_requests
-from longspan.serve.wire.requests import ChatCompletionRequest, CompletionRequest
 
 
 def nested(depth: int) -> Any:

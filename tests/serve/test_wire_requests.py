@@ -12,12 +12,16 @@ from jsonschema import Draft202012Validator
 from pydantic import BaseModel
 from wire_world import read, world
 
+from longspan.serve.convert import chat_request, completion_requests, read_request
 from longspan.serve.errors import WireError
+from longspan.serve.requests import (
+    UNSERVED,
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from longspan.serve.settings import RequestLimits
-from longspan.serve.wire.body import read_request
-from longspan.serve.wire.convert import chat_request, completion_requests
-from longspan.serve.wire.fields import UNSERVED
-from longspan.serve.wire.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 LIMITS = RequestLimits(max_n=5, max_prompts=3, max_stop_strings=2, max_stop_length=4, max_logit_bias=2, max_messages=4)
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -133,7 +137,7 @@ def accepts(model: type[BaseModel], body: dict[str, Any]) -> bool:
             chat_request(request, served)
         else:
             for name in type(request).model_fields:
-                LIMITS.check(name, getattr(request, name))
+                LIMITS.check_field(name, getattr(request, name))
     except ValueError as error:
         beyond = (
             "vocabulary",

@@ -23,7 +23,7 @@ from server_client import completion, post
 from test_server_face import ask, serving
 
 from longspan.serve import app, server
-from longspan.serve.output_queue import QueueFullError
+from longspan.serve.errors import QueueFullError
 from longspan.serve.server import Server, WorkerPool
 
 LARGE = "x" * 200_000

@@ -43,7 +43,6 @@ _STARTED = {
     "num_instances": 1,
     "num_kv_blocks": 8,
     "block_size": 16,
-    "worker_pids": [],
 }
 _SETTINGS: dict[str, Any] = {
     "name": "fake",
@@ -80,7 +79,8 @@ class FakeEngine:
             if kind == "SetPolicy":
                 self._set_policy(command["id"], command["options"])
             if kind == "Add":
-                self._add(command["id"], command["token_ids"][0], command["params"]["max_tokens"])
+                request = command["engine_request"]
+                self._add(command["id"], request["token_ids"][0], request["params"]["max_tokens"])
 
     def refuse(self) -> None:
         self._send({"type": "NotStarted", "reason": "a wrong setup", "is_mistake": True})

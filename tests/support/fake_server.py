@@ -11,9 +11,9 @@ from starlette.testclient import TestClient
 
 from longspan.policy.spec import PolicySettings
 from longspan.serve.app import make_app
-from longspan.serve.client import EngineClient, PolicyRefusedError, PolicyState
-from longspan.serve.messages import Delta, FinishedChoice, PolicySet, Started, Stats, StepOutputs, Times
-from longspan.serve.output_queue import OutputQueue
+from longspan.serve.client import EngineClient, OutputQueue
+from longspan.serve.errors import PolicyRefusedError
+from longspan.serve.messages import Delta, FinishedChoice, Started, Stats, StepOutputs
 from longspan.serve.server import Server
 from longspan.serve.settings import ServerSettings
 from longspan.text.input_processor import EngineRequest, InputProcessor
@@ -30,12 +30,10 @@ STARTED = Started(
     num_instances=2,
     num_kv_blocks=20,
     block_size=16,
-    worker_pids=[],
 )
 STATS = Stats(
     num_running=3,
     num_waiting=2,
-    num_waiting_tokens=40,
     num_restarts=1,
     num_preemptions=4,
     num_prefix_queries=50,
@@ -43,14 +41,12 @@ STATS = Stats(
     used_blocks=[5, 2],
     busy_s=[1.5, 0.5],
     bytes_sent={("ring_kv", "same_host"): 1000, ("ring_q", "other_host"): 24},
-    worker_pids=[],
 )
 POLICY = PolicySettings(
     name="tetris",
     options={"improvement_rate": "auto", "chunking": True, "min_chunk": 256, "sp_sizes": "1,2"},
     changeable=("improvement_rate", "chunking", "min_chunk"),
 )
-TIMES = Times(queue_s=0.5, prefill_s=1.0, decode_s=0.25, ttft_s=1.5, e2e_s=1.75)
 
 
 class FakeEngine:
@@ -63,8 +59,7 @@ class FakeEngine:
         self.failure: Exception | None = None
         self.num_sent = len(OUTPUT)
         """Tokens after which an answer fails by `failure`, if there is one."""
-        self.policy = PolicyState()
-        self.policy.take(PolicySet(POLICY))
+        self.policy = POLICY
         self.updates: list[dict[str, str]] = []
         """Changes of the policy that were asked for."""
 
@@ -72,9 +67,8 @@ class FakeEngine:
         self.updates.append(options)
         if self.failure is not None:
             raise PolicyRefusedError(str(self.failure))
-        changed = PolicySettings(name="tetris", options=POLICY.options | options, changeable=POLICY.changeable)
-        self.policy.take(PolicySet(changed, 0))
-        return changed
+        self.policy = PolicySettings(name="tetris", options=POLICY.options | options, changeable=POLICY.changeable)
+        return self.policy
 
     async def submit(self, engine_requests: Sequence[EngineRequest]) -> OutputQueue:
         if self.failure is not None and not self.num_sent:
@@ -98,7 +92,7 @@ class FakeEngine:
         )
         self.on_step(step)
         for choice in step.finished:
-            queue.finish(index, choice)
+            queue.finished.append((index, choice))
         for delta in step.deltas:
             queue.put(index, delta)
 
@@ -110,7 +104,11 @@ def _finished(engine_request: EngineRequest, choice: int) -> FinishedChoice:
         num_prompt_tokens=len(engine_request.token_ids),
         num_output_tokens=len(OUTPUT),
         is_first_choice=choice == 0,
-        times=TIMES,
+        queue_s=0.5,
+        prefill_s=1.0,
+        decode_s=0.25,
+        ttft_s=1.5,
+        e2e_s=1.75,
     )
 
 

@@ -28,7 +28,7 @@ _STOP_TIMEOUT_S = 60.0
 _LEAVE_TIMEOUT_S = 15.0
 _POLL_S = 0.05
 _ADDRESS = re.compile(r"serving \S+ on http://127\.0\.0\.1:(\d+)$", re.MULTILINE)
-_LOSSES = ("new workers", "another engine process")
+_LOSSES = ("new workers", "another engine core")
 """What the log says of lost processes."""
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
@@ -13,15 +12,15 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from longspan.model.source import smollm2_folder
 from longspan.outputs import Logprob, LogprobsOfToken
+from longspan.serve.answers import Assembler
+from longspan.serve.convert import ServedModel, read_request
 from longspan.serve.messages import Delta
 from longspan.serve.settings import RequestLimits
-from longspan.serve.wire.answers import Assembler
-from longspan.serve.wire.body import read_request
 from longspan.text.input_processor import EngineRequest, InputProcessor
 from longspan.text.tokenizer import Detokenizer, token_text
 
 RequestT = TypeVar("RequestT", bound=BaseModel)
-NAMES: dict[str, Any] = {"response_id": "cmpl-1", "model": "smollm2", "created": 1_700_000_000}
+NAMES: dict[str, Any] = {"id": "cmpl-1", "model": "smollm2", "created": 1_700_000_000}
 
 
 @cache
@@ -29,17 +28,9 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(smollm2_folder())
 
 
-@dataclass(frozen=True)
-class World:
-    """A `Served`."""
-
-    input_processor: InputProcessor
-    limits: RequestLimits
-
-
-def world(**limits: int) -> World:
+def world(**limits: int) -> ServedModel:
     input_processor = InputProcessor(tokenizer=tokenizer(), vocab_size=len(tokenizer()), max_model_len=512)
-    return World(input_processor, RequestLimits(**limits))
+    return ServedModel(input_processor=input_processor, names=("smollm2",), limits=RequestLimits(**limits))
 
 
 def read(model: type[RequestT], fields: dict[str, Any], limits: RequestLimits | None = None) -> RequestT:
@@ -89,7 +80,7 @@ def deltas_of(
         step += 1
 
 
-def whole(assembler: Assembler[Any], deltas: Sequence[Sequence[Delta]]) -> dict[str, Any]:
+def whole(assembler: Assembler, deltas: Sequence[Sequence[Delta]]) -> dict[str, Any]:
     """The answer when these deltas of engine requests come."""
     for index, of_request in enumerate(deltas):
         for delta in of_request:
@@ -97,7 +88,7 @@ def whole(assembler: Assembler[Any], deltas: Sequence[Sequence[Delta]]) -> dict[
     return assembler.whole()
 
 
-def stream(assembler: Assembler[Any], deltas: Sequence[Sequence[Delta]]) -> list[dict[str, Any]]:
+def stream(assembler: Assembler, deltas: Sequence[Sequence[Delta]]) -> list[dict[str, Any]]:
     """The chunks when these deltas of engine requests come, in turns."""
     chunks = []
     for step in range(max(map(len, deltas))):

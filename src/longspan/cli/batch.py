@@ -124,18 +124,13 @@ def run_lines(lines: Iterator[BatchLine], out: IO[bytes], answers: Answers, done
 
 
 def _answers(llm: LLM, model: str, names: list[str], engine: EngineArgs) -> Answers:
-    from longspan.serve.batch import BatchModel, BatchRequest, answer_each  # noqa: PLC0415  # loads transformers
+    from longspan.serve.batch import answer_each  # noqa: PLC0415  # loads transformers
+    from longspan.serve.convert import ServedModel  # noqa: PLC0415
 
     names_of_it = tuple(dict.fromkeys([*names, model, llm.files.name]))
-    served = BatchModel(input_processor=llm.input_processor, names=names_of_it)
+    served = ServedModel(input_processor=llm.input_processor, names=names_of_it)
     most = min(2 * engine.max_num_seqs, _MOST_AT_ONCE)
-
-    def answers(lines: Iterator[BatchLine]) -> Iterator[tuple[BatchLine, int, dict[str, Any]]]:
-        requests = (BatchRequest(tag=line, url=line.url, body=line.body) for line in lines)
-        for answer in answer_each(llm, served, requests, most=most):
-            yield answer.tag, answer.status, answer.body
-
-    return answers
+    return lambda lines: answer_each(llm, served, ((line, line.url, line.body) for line in lines), most=most)
 
 
 # ---------------------------------------------------------------- files

@@ -88,7 +88,7 @@ def serve(
 
     Every flag can also be given as an environment variable: --max-model-len as LONGSPAN_MAX_MODEL_LEN.
     """
-    from longspan.serve import messages, output_queue, run, settings  # noqa: PLC0415 - other verbs do not wait for FastAPI
+    from longspan.serve import errors, messages, run, settings  # noqa: PLC0415 - other verbs do not wait for FastAPI
     from longspan.serve.server import end_process_if_busy  # noqa: PLC0415
 
     os.environ.pop("LONGSPAN_API_KEY", None)  # it was read; processes that are started from here on need not know it
@@ -121,7 +121,7 @@ def serve(
     )
     try:
         code = asyncio.run(run.serve(setup, face, server.host, server.port))
-    except output_queue.EngineLostError as error:
+    except errors.EngineLostError as error:
         print(f"longspan: {error}", file=sys.stderr)
         code = 1
     end_process_if_busy(code)

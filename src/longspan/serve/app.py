@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
@@ -15,15 +14,18 @@ from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse, Response
 
 import longspan
-from longspan.policy.spec import PolicySettings
-from longspan.serve.errors import WireError, error_response
-from longspan.serve.middleware import OPEN_PATHS, ApiKeys, BodyLimit, HeaderLimit, RequestIds, RootPath, path_of
-from longspan.serve.output_queue import EngineLostError, QueueFullError, RequestFailedError
-from longspan.serve.respond import ClientGoneError, DeadlineError, json_response
-from longspan.serve.server import Server
-from longspan.serve.wire.answers import ChatAssembler, CompletionAssembler
-from longspan.serve.wire.convert import chat_request, completion_requests, detokenized, tokenized
-from longspan.serve.wire.requests import (
+from longspan.serve.convert import detokenized, tokenized
+from longspan.serve.errors import (
+    ClientGoneError,
+    DeadlineError,
+    EngineLostError,
+    QueueFullError,
+    RequestFailedError,
+    WireError,
+    error_response,
+)
+from longspan.serve.middleware import OPEN_PATHS, ApiKeys, BodyLimit, HeaderLimit, RequestContext, path_of
+from longspan.serve.requests import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -31,7 +33,7 @@ from longspan.serve.wire.requests import (
     PolicyUpdate,
     TokenizeRequest,
 )
-from longspan.serve.wire.responses import (
+from longspan.serve.responses import (
     ChatCompletionResponse,
     CompletionResponse,
     DetokenizeResponse,
@@ -40,7 +42,7 @@ from longspan.serve.wire.responses import (
     TokenizeResponse,
     VersionInfo,
 )
-from longspan.text.input_processor import EngineRequest
+from longspan.serve.server import Server
 
 _log = logging.getLogger("longspan")
 _CLIENT_GONE = 499
@@ -59,7 +61,11 @@ def make_app(server: Server) -> FastAPI:
         redirect_slashes=False,
         separate_input_output_schemas=False,
     )
-    app.include_router(routes(server))
+    router = APIRouter()
+    _add_state(router, server)
+    _add_text(router, server)
+    _add_policy(router, server)
+    app.include_router(router)
     _describe(app, server)
     _handle_errors(app, server)
     # The last that is added is the first to see a request.
@@ -75,76 +81,80 @@ def make_app(server: Server) -> FastAPI:
         app.add_middleware(Tracing, tracer=settings.tracer, model_name=settings.model_names[0])
     app.add_middleware(ApiKeys, keys=settings.api_keys)
     app.add_middleware(HeaderLimit, max_bytes=settings.max_header_bytes)
-    app.add_middleware(RequestIds, tally=server.tally)
-    app.add_middleware(RootPath, root_path=settings.root_path)
+    app.add_middleware(RequestContext, tally=server.tally, root_path=settings.root_path)
     return app
 
 
 def _describe(app: FastAPI, server: Server) -> None:
-    """Add to the document the schemas of bodies, which the routes read themselves."""
+    """Add to the document the schemas of bodies, which the routes read themselves, and what this server has."""
     find, settings = app.openapi, server.settings
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            schema = find()
-            components = schema.setdefault("components", {})
+            document = find()
+            components = document.setdefault("components", {})
             components.setdefault("schemas", {}).update(body_schemas())
             if settings.api_keys:
                 components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-                schema["security"] = [{"key": []}]
-                for operation in (operation for path in OPEN_PATHS for operation in schema["paths"][path].values()):
+                document["security"] = [{"key": []}]
+                for operation in (operation for path in OPEN_PATHS for operation in document["paths"][path].values()):
                     operation["security"] = []
+            input_processor = server.served.input_processor
             name_what_is_there(
-                schema, settings.model_names, server.input_processor.vocab_size, server.input_processor.max_model_len
+                document, settings.model_names, input_processor.vocab_size, input_processor.max_model_len
             )
-            if server.engine.policy.settings is not None:
-                name_options(schema, server.engine.policy.settings)
-            app.openapi_schema = settings.limits.narrowed(schema)
+            if (policy := server.engine.policy) is not None:
+                update = components["schemas"]["PolicyUpdate"]
+                update["properties"] = dict.fromkeys(policy.changeable, update["additionalProperties"])
+                update["additionalProperties"] = False
+            app.openapi_schema = settings.limits.narrowed(document)
         return app.openapi_schema or {}
 
     app.openapi = openapi  # type: ignore[method-assign]  # as FastAPI's documentation has it
 
 
+def body_schemas() -> dict[str, Any]:
+    """Return the schemas of all bodies, for the components of the OpenAPI document."""
+    bodies = (CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest, PolicyUpdate)
+    wanted: Any = [(body, "validation") for body in bodies]
+    _, schema = models_json_schema(wanted, ref_template="#/components/schemas/{model}")
+    found: dict[str, Any] = schema["$defs"]
+    return found
+
+
+def name_what_is_there(
+    document: dict[str, Any], model_names: tuple[str, ...], vocab_size: int, max_model_len: int
+) -> None:
+    """Write the names of the model and the bounds of token ids and outputs into a document's schemas."""
+    schemas: dict[str, Any] = document["components"]["schemas"]
+    for name in ("TokenIds", "StopTokens"):
+        schemas[name]["items"]["maximum"] = vocab_size - 1
+    for schema in schemas.values():
+        for name in ("max_tokens", "max_completion_tokens"):
+            for option in schema.get("properties", {}).get(name, {}).get("anyOf", ()):
+                if option.get("type") == "integer":
+                    option["maximum"] = max_model_len - 1  # behind a prompt of one token
+        model = schema.get("properties", {}).get("model", {})
+        for option in model.get("anyOf", ()):  # in requests it may be null; in answers it is a text
+            if option.get("type") == "string":
+                option["enum"] = list(model_names)
+
+
 def _handle_errors(app: FastAPI, server: Server) -> None:
-    @app.exception_handler(WireError)
-    async def refused(_: Request, error: WireError) -> Response:
-        return error_response(error.status, error.message, param=error.param)
-
-    @app.exception_handler(QueueFullError)
-    async def full(_: Request, error: QueueFullError) -> Response:
-        return error_response(
-            503, f"the queue is full: {error}", code="queue_full", retry_after_s=server.retry_after_s()
-        )
-
-    @app.exception_handler(RequestFailedError)
-    async def failed(_: Request, error: RequestFailedError) -> Response:
-        response = error_response(error.status, str(error), param=error.param)
-        response.headers["x-should-retry"] = "false"
+    async def refused(_: Request, error: Exception) -> Response:
+        response = _answer_to(error, server)
+        if isinstance(error, RequestFailedError | DeadlineError):
+            response.headers["x-should-retry"] = "false"
         return response
 
-    @app.exception_handler(EngineLostError)
-    async def lost(_: Request, error: EngineLostError) -> Response:
-        return error_response(503 if server.draining else 500, str(error), retry_after_s=5)
-
-    @app.exception_handler(ClientGoneError)
-    async def gone(_: Request, __: ClientGoneError) -> Response:
-        return Response(status_code=_CLIENT_GONE)
-
-    @app.exception_handler(DeadlineError)
-    async def late(_: Request, error: DeadlineError) -> Response:
-        response = error_response(504, str(error))
-        response.headers["x-should-retry"] = "false"
-        return response
+    for kind in (WireError, QueueFullError, EngineLostError, ClientGoneError, DeadlineError):
+        app.add_exception_handler(kind, refused)
 
     @app.exception_handler(HTTPException)
     async def other(request: Request, error: HTTPException) -> Response:
         words, code = str(error.detail), None
-        if (
-            error.status_code == _NOT_ALLOWED
-            and request.method == "POST"
-            and path_of(request.scope).startswith(_ADMIN)
-            and not server.settings.api_keys
-        ):
+        wants_admin = request.method == "POST" and path_of(request.scope).startswith(_ADMIN)
+        if error.status_code == _NOT_ALLOWED and wants_admin and not server.settings.api_keys:
             words = "a server without keys is not changed by its clients: start it with --api-key, and send the key"
             code = "no_api_key"
         response = error_response(error.status_code, words, code=code)
@@ -158,6 +168,20 @@ def _handle_errors(app: FastAPI, server: Server) -> None:
         response = error_response(500, f"internal error; the server's log has more about request {request_id}")
         response.headers["x-request-id"] = request_id  # this answer is made outside of all middleware
         return response
+
+
+def _answer_to(error: Exception, server: Server) -> Response:
+    match error:
+        case WireError() | RequestFailedError():
+            return error_response(error.status, str(error), param=error.param)
+        case QueueFullError():
+            words = f"the queue is full: {error}"
+            return error_response(503, words, code="queue_full", retry_after_s=server.retry_after_s())
+        case DeadlineError():
+            return error_response(504, str(error))
+        case ClientGoneError():
+            return Response(status_code=_CLIENT_GONE)
+    return error_response(503 if server.draining else 500, str(error), retry_after_s=5)
 
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -174,23 +198,11 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         504: "The request took longer than it may.",
     }.items()
 }
-_BODIES: tuple[type[BaseModel], ...] = (
-    CompletionRequest,
-    ChatCompletionRequest,
-    TokenizeRequest,
-    DetokenizeRequest,
-    PolicyUpdate,
-)
-
-
-def routes(server: Server) -> APIRouter:
-    """Make all routes over a server."""
-    router = APIRouter()
-    _add_state(router, server)
-    _add_text(router, server)
-    _add_tokens(router, server)
-    _add_policy(router, server)
-    return router
+_EVENTS = {
+    "type": "object",
+    "properties": {"data": {"type": "string", "description": "A chunk, or an error, as JSON; at last [DONE]."}},
+}
+"""The schema of an event of a stream."""
 
 
 def _add_state(router: APIRouter, server: Server) -> None:
@@ -230,35 +242,26 @@ def _add_text(router: APIRouter, server: Server) -> None:
     @router.post("/v1/completions", **_described(CompletionRequest, CompletionResponse, streams=True))
     async def completions(request: Request) -> Response:
         """Continue one or several prompts."""
-        body = await server.parse(request, CompletionRequest)
-        engine_requests = partial(completion_requests, body, server)
-        return await server.answer(request, body, engine_requests, CompletionAssembler, "cmpl")
+        return await server.answer(request, await server.parse(request, CompletionRequest))
 
     @router.post("/v1/chat/completions", **_described(ChatCompletionRequest, ChatCompletionResponse, streams=True))
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        body = await server.parse(request, ChatCompletionRequest)
+        return await server.answer(request, await server.parse(request, ChatCompletionRequest))
 
-        def engine_requests(grammar: str) -> list[EngineRequest]:
-            return [chat_request(body, server, grammar)]
-
-        return await server.answer(request, body, engine_requests, ChatAssembler, "chatcmpl")
-
-
-def _add_tokens(router: APIRouter, server: Server) -> None:
     @router.post("/tokenize", **_described(TokenizeRequest, TokenizeResponse))
     async def tokenize(request: Request) -> Response:
         """Return the token ids of a text or a conversation."""
         body = await server.parse(request, TokenizeRequest)
-        server.check_model(body.model)
-        return json_response(await server.in_thread(request, tokenized, body, server))
+        server.served.check_name(body.model)
+        return _json(await server.in_thread(request, tokenized, body, server.served))
 
     @router.post("/detokenize", **_described(DetokenizeRequest, DetokenizeResponse))
     async def detokenize(request: Request) -> Response:
         """Return the text of token ids."""
         body = await server.parse(request, DetokenizeRequest)
-        server.check_model(body.model)
-        return json_response(await server.in_thread(request, detokenized, body, server))
+        server.served.check_name(body.model)
+        return _json(await server.in_thread(request, detokenized, body, server.served))
 
 
 def _add_policy(router: APIRouter, server: Server) -> None:
@@ -270,10 +273,9 @@ def _add_policy(router: APIRouter, server: Server) -> None:
     )
     async def policy() -> Response:
         """Return the policy that decides, and its options as they are in force."""
-        settings = server.engine.policy.settings
-        if settings is None:
+        if server.engine.policy is None:
             return error_response(503, f"the engine is {server.engine.state}", retry_after_s=5)
-        return json_response(PolicyInfo.of(settings).model_dump())
+        return _json(PolicyInfo.of(server.engine.policy).model_dump())
 
     if not server.settings.api_keys:
         return  # nobody may change a server without keys; `_handle_errors` says so to those who try
@@ -287,8 +289,7 @@ def _add_policy(router: APIRouter, server: Server) -> None:
         body = await server.parse(request, PolicyUpdate)
         if (refusal := _not_serving(server)) is not None:
             return refusal
-        settings = await server.update_policy(request, body)
-        return json_response(PolicyInfo.of(settings).model_dump())
+        return _json(PolicyInfo.of(await server.update_policy(request, body)).model_dump())
 
 
 def _not_serving(server: Server) -> Response | None:
@@ -300,55 +301,19 @@ def _not_serving(server: Server) -> Response | None:
     return None
 
 
+def _json(body: dict[str, Any]) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")
+
+
 def _described(
     body: type[BaseModel], response: type[BaseModel], *, streams: bool = False, tag: str = "text"
 ) -> dict[str, Any]:
     """Return what the document says of a route that reads its body itself, beside the event loop."""
     schema = {"$ref": f"#/components/schemas/{body.__name__}"}
-    content = {"text/event-stream": {"schema": EVENTS}} if streams else {}
+    content = {"text/event-stream": {"schema": _EVENTS}} if streams else {}
     return {
         "tags": [tag],
         "response_model": None,
         "responses": {200: {"model": response, "content": content}, **_ERRORS},
         "openapi_extra": {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}},
     }
-
-
-def body_schemas() -> dict[str, Any]:
-    """Return the schemas of all bodies, for the components of the OpenAPI document."""
-    wanted = [(body, "validation") for body in _BODIES]
-    _, schema = models_json_schema(wanted, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
-    found: dict[str, Any] = schema["$defs"]
-    return found
-
-
-Schema = dict[str, Any]
-
-EVENTS: Schema = {
-    "type": "object",
-    "properties": {"data": {"type": "string", "description": "A chunk, or an error, as JSON; at last [DONE]."}},
-}
-"""The schema of an event of a stream."""
-
-
-def name_what_is_there(document: Schema, model_names: Sequence[str], vocab_size: int, max_model_len: int) -> None:
-    """Write the names of the model and the bounds of token ids and outputs into a document's schemas."""
-    schemas: Schema = document["components"]["schemas"]
-    for name in ("TokenIds", "StopTokens"):
-        schemas[name]["items"]["maximum"] = vocab_size - 1
-    for schema in schemas.values():
-        for name in ("max_tokens", "max_completion_tokens"):
-            for option in schema.get("properties", {}).get(name, {}).get("anyOf", ()):
-                if option.get("type") == "integer":
-                    option["maximum"] = max_model_len - 1  # behind a prompt of one token
-        model = schema.get("properties", {}).get("model", {})
-        for option in model.get("anyOf", ()):  # in requests it may be null; in answers it is a text
-            if option.get("type") == "string":
-                option["enum"] = list(model_names)
-
-
-def name_options(document: Schema, settings: PolicySettings) -> None:
-    """Write the options of a policy that may change into a document's schemas."""
-    schema = document["components"]["schemas"]["PolicyUpdate"]
-    schema["properties"] = dict.fromkeys(settings.changeable, schema["additionalProperties"])
-    schema["additionalProperties"] = False

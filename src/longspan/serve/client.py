@@ -7,7 +7,8 @@ import contextlib
 import itertools
 import logging
 import shutil
-import sys
+import subprocess
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -16,14 +17,17 @@ import zmq
 import zmq.asyncio
 
 from longspan.policy.spec import PolicySettings, option_text
-from longspan.runtime.executor.processes import make_run_dir
+from longspan.runtime.child import make_run_dir, start_child
+from longspan.serve.errors import EngineLostError, PolicyRefusedError, QueueFullError, RequestFailedError
 from longspan.serve.messages import (
     Accepted,
     Add,
     Cancel,
     Command,
+    Delta,
     EngineSetup,
     Failed,
+    FinishedChoice,
     NotStarted,
     PolicyRefused,
     PolicySet,
@@ -38,10 +42,8 @@ from longspan.serve.messages import (
     StepOutputs,
     address,
 )
-from longspan.serve.output_queue import EngineLostError, OutputQueue, QueueFullError, RequestFailedError
 from longspan.text.input_processor import EngineRequest
 
-State = Literal["starting", "serving", "restarting", "down"]
 _log = logging.getLogger("longspan")
 _ENGINE_MODULE = "longspan.serve.engine_core"
 _MOST_STARTS = 3
@@ -55,59 +57,6 @@ _NUM_TICKS = 8
 """Silence is measured in so many parts: one is long if this process was stopped, but not all are."""
 
 
-class PolicyRefusedError(ValueError):
-    """The engine core did not change an option; the message says why."""
-
-
-class PolicyState:
-    """The engine's policy as the API server knows it, whatever becomes of engine cores.
-
-    Attributes:
-        settings: those in force; None until an engine core has told them.
-    """
-
-    def __init__(self) -> None:
-        self.settings: PolicySettings | None = None
-        self._asked: dict[int, asyncio.Future[PolicySettings]] = {}
-        self._changes: dict[str, str] = {}
-
-    @property
-    def changes(self) -> dict[str, str]:
-        """Return the options that a new engine core is to be sent, to be set as the last one was."""
-        return dict(self._changes)
-
-    def ask(self, number: int) -> asyncio.Future[PolicySettings]:
-        """Return a future for the answer to the change that was sent under this number.
-
-        The future raises PolicyRefusedError, or EngineLostError when there is no engine any more.
-        """
-        self._asked[number] = future = asyncio.get_running_loop().create_future()
-        future.add_done_callback(lambda _: self._asked.pop(number, None))
-        return future
-
-    def take(self, report: PolicySet | PolicyRefused) -> None:
-        """Take the answer to a change, or the settings of an engine core that starts."""
-        future = None if report.id is None else self._asked.get(report.id)
-        if isinstance(report, PolicySet):
-            self.settings = report.settings
-            if report.id is not None:
-                self._changes = {
-                    name: option_text(report.settings.options[name]) for name in report.settings.changeable
-                }
-        if future is None or future.done():
-            return
-        if isinstance(report, PolicySet):
-            future.set_result(report.settings)
-        else:
-            future.set_exception(PolicyRefusedError(report.reason))
-
-    def lose(self, reason: str) -> None:
-        """Fail all changes that wait for an engine core that is gone."""
-        for future in list(self._asked.values()):
-            if not future.done():
-                future.set_exception(EngineLostError(reason))
-
-
 class EngineClient:
     """Keeps one engine core at a time; a new one is started when it ends by itself.
 
@@ -115,24 +64,27 @@ class EngineClient:
         state: `serving` when requests are computed; `down` when no engine core could be kept alive.
         started: what the first engine core said of the model.
         stats: the latest.
-        policy: what decides, and how it is set.
+        policy: the settings in force; None until an engine core has told them.
         on_step: called with all that metrics are made of.
         on_loss: called when an engine core that has served is lost.
         down: set when the state is.
     """
 
     def __init__(self, setup: EngineSetup) -> None:
-        self.state: State = "starting"
+        self.state: Literal["starting", "serving", "restarting", "down"] = "starting"
         self.started: Started | None = None
         self.stats: Stats | None = None
-        self.policy = PolicyState()
+        self.policy: PolicySettings | None = None
         self.on_step: Callable[[StepOutputs], None] = lambda _: None
         self.on_loss: Callable[[], None] = lambda: None
         self.down = asyncio.Event()
         self._setup = setup
+        self._first: asyncio.Future[Started] = asyncio.get_running_loop().create_future()
         self._numbers = itertools.count()
         self._waiting: dict[int, tuple[OutputQueue, int]] = {}
-        self._process: asyncio.subprocess.Process | None = None
+        self._policy_changes: dict[str, str] = {}  # to set a new engine core as the last one was
+        self._policy_answers: dict[int, asyncio.Future[PolicySettings]] = {}
+        self._process: subprocess.Popen[bytes] | None = None
         self._socket: zmq.asyncio.Socket | None = None
         self._connected = self._was_heard = False
         self._keeper: asyncio.Task[None] | None = None
@@ -147,14 +99,8 @@ class EngineClient:
             ValueError: when the setup is wrong.
             EngineLostError: when it does not start for another reason.
         """
-        first: asyncio.Future[Started] = asyncio.get_running_loop().create_future()
-        self._keeper = asyncio.create_task(self._keep(first))
-        return await asyncio.shield(first)  # whoever starts it may give up waiting
-
-    @property
-    def num_unfinished(self) -> int:
-        """Count the engine requests that are not finished."""
-        return len(self._waiting)
+        self._keeper = asyncio.create_task(self._keep())
+        return await asyncio.shield(self._first)  # whoever starts it may give up waiting
 
     async def submit(self, engine_requests: Sequence[EngineRequest]) -> OutputQueue:
         """Queue all engine requests of an HTTP request, or none.
@@ -171,7 +117,7 @@ class EngineClient:
             for index, engine_request in enumerate(engine_requests):
                 number = next(self._numbers)
                 self._waiting[number] = queue, index
-                self._send(Add.of(number, engine_request))
+                self._send(Add(id=number, engine_request=engine_request))
             await queue.accepted
         except BaseException:
             queue.close()
@@ -187,13 +133,14 @@ class EngineClient:
         """
         if self._closing or not self._connected:
             raise EngineLostError(f"the engine is {self.state}")
-        return await self._set_policy(options)
-
-    def _set_policy(self, options: dict[str, str]) -> asyncio.Future[PolicySettings]:
         number = next(self._numbers)
-        answer = self.policy.ask(number)
+        answer: asyncio.Future[PolicySettings] = asyncio.get_running_loop().create_future()
+        self._policy_answers[number] = answer
         self._send(SetPolicy(number, options))
-        return answer
+        try:
+            return await answer
+        finally:
+            del self._policy_answers[number]
 
     async def close(self, at_once: asyncio.Event | None = None) -> None:
         """End the engine core and its workers, by force when `at_once` is set; all that is unfinished fails."""
@@ -201,7 +148,7 @@ class EngineClient:
         self.fail_all("the server is shutting down")
         if self.state == "serving" and self._process is not None:  # else it would not listen: it is killed
             self._send(Quit())
-            waits = [asyncio.create_task(self._process.wait())]
+            waits = [asyncio.create_task(asyncio.to_thread(self._process.wait))]
             if at_once is not None:
                 waits.append(asyncio.create_task(at_once.wait()))
             await asyncio.wait(waits, timeout=_QUIT_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
@@ -212,39 +159,46 @@ class EngineClient:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._keeper
 
+    def fail_all(self, reason: str) -> None:
+        """End all requests with an error."""
+        for queue in self._queues():
+            self._fail(queue, EngineLostError(reason))
+
     def _check_room(self, engine_requests: Sequence[EngineRequest]) -> None:
         """Bound what an engine core that starts, hangs or is busy has not taken yet; it bounds its own queue.
 
         Raises:
             QueueFullError: when there is no room.
         """
-        serving = self.state == "serving"
+        setup, started, serving = self._setup, self.started, self.state == "serving"
         waiting = [
             queue.engine_requests[index]
             for queue, index in self._waiting.values()
             if not serving or not queue.accepted.done()
         ]
-        # An engine that serves may run some at once.
-        room_engine_requests, room_tokens = self._room() if serving else (0, 0)
-        max_engine_requests, most_tokens = self._setup.max_num_queued_reqs, self._setup.max_num_queued_tokens
-        num_engine_requests, num_tokens = (
-            len(waiting) + len(engine_requests),
-            sum(len(engine_request.token_ids) for engine_request in (*waiting, *engine_requests)),
-        )
-        if max_engine_requests is not None and num_engine_requests > max_engine_requests + room_engine_requests:
-            words = f"{num_engine_requests} requests would wait for the engine"
-            raise QueueFullError(
-                f"{words}, of at most {max_engine_requests + room_engine_requests} (--max-num-queued-reqs)"
-            )
-        if most_tokens is not None and waiting and num_tokens > most_tokens + room_tokens:
-            words = f"prompts of {num_tokens} tokens would wait for the engine"
-            raise QueueFullError(f"{words}, of at most {most_tokens + room_tokens} (--max-num-queued-tokens)")
+        every = [*waiting, *engine_requests]
+        if setup.max_num_queued_reqs is not None:
+            most = setup.max_num_queued_reqs
+            if serving and started is not None:  # some may run at once
+                most += started.num_instances * started.max_num_seqs
+            if len(every) > most:
+                words = f"{len(every)} requests would wait for the engine, of at most {most}"
+                raise QueueFullError(f"{words} (--max-num-queued-reqs)")
+        if setup.max_num_queued_tokens is not None and waiting:
+            most, num_tokens = setup.max_num_queued_tokens, sum(len(one.token_ids) for one in every)
+            if serving and started is not None:
+                most += started.num_kv_blocks * started.block_size
+            if num_tokens > most:
+                words = f"prompts of {num_tokens} tokens would wait for the engine, of at most {most}"
+                raise QueueFullError(f"{words} (--max-num-queued-tokens)")
 
-    def _room(self) -> tuple[int, int]:
-        """Return how many requests and tokens an engine holds beside its queue."""
-        assert self.started is not None, "it serves"
-        started = self.started
-        return started.num_instances * started.max_num_seqs, started.num_kv_blocks * started.block_size
+    def _queues(self) -> set[OutputQueue]:
+        return {queue for queue, _ in self._waiting.values()}
+
+    def _fail(self, queue: OutputQueue, error: QueueFullError | EngineLostError) -> None:
+        """End a request with an error, before or after it was accepted."""
+        self._cancel(queue)
+        queue.fail(error)
 
     def _cancel(self, queue: OutputQueue) -> None:
         for number in [number for number, (other, _) in self._waiting.items() if other is queue]:
@@ -260,26 +214,26 @@ class EngineClient:
             if error is not None and not isinstance(error, zmq.Again):  # Again: it has just ended, and the next is told
                 raise error
 
-    async def _keep(self, first: asyncio.Future[Started]) -> None:
+    async def _keep(self) -> None:
         """Start engine cores, one after the end of the other."""
         reason = "the engine was stopped"
         try:
             while not self._closing and self._num_starts < _MOST_STARTS:
                 self._num_starts += 1
-                reason = await self._live(first)
-                if not first.done() or first.exception() is not None:
+                reason = await self._live()
+                if self.started is None:
                     break
                 if not self._closing:
-                    _log.error("%s; starting another engine process", reason)
+                    _log.error("%s; starting another engine core", reason)
         finally:
             self.state = "down"
             self.down.set()
             self.fail_all("the engine is down")
-            if not first.done():
-                first.set_exception(EngineLostError(reason))
-                first.exception()  # seen: whoever started it may have left
+            if not self._first.done():
+                self._first.set_exception(EngineLostError(reason))
+                self._first.exception()  # seen: whoever started it may have left
 
-    async def _live(self, first: asyncio.Future[Started]) -> str:
+    async def _live(self) -> str:
         """Run one engine core and return why it ended."""
         folder = make_run_dir()
         context = zmq.asyncio.Context()
@@ -287,38 +241,36 @@ class EngineClient:
             socket = context.socket(zmq.PAIR)
             socket.sndhwm = socket.rcvhwm = 0
             socket.bind(address(folder))
-            self._process = process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *("-P", "-m", _ENGINE_MODULE, folder),
-                stdin=asyncio.subprocess.PIPE,
-                start_new_session=True,  # signals to the terminal's group are ours to handle
-            )
+            self._process = process = start_child(_ENGINE_MODULE, folder)
             try:
-                assert process.stdin is not None, "asked for a pipe"
-                process.stdin.write(msgspec.json.encode(self._setup) + b"\n")
-                self._socket, self._connected = socket, False
-                return await self._hear(process, socket, first)
+                assert process.stdin is not None, "a child has a pipe"
+                with contextlib.suppress(BrokenPipeError):  # it has ended already
+                    process.stdin.write(msgspec.json.encode(self._setup) + b"\n")
+                    process.stdin.flush()
+                self._socket = socket
+                return await self._hear(process, socket)
             finally:
-                await _end(process)
+                process.kill()  # its workers end with it
+                await asyncio.to_thread(process.communicate)
         except OSError as error:
-            return f"the engine process cannot be started ({error})"
+            return f"the engine core cannot be started ({error})"
         finally:
             was_connected, self._socket, self._connected = self._connected, None, False
             self.state = "restarting"
             context.destroy(linger=0)
             shutil.rmtree(folder, ignore_errors=True)
-            self.policy.lose("the engine process was lost")
+            for answer in self._policy_answers.values():
+                if not answer.done():
+                    answer.set_exception(EngineLostError("the engine core was lost"))
             if was_connected:
                 self._lose_outputs()
                 self.stats = None
                 self.on_loss()
 
-    async def _hear(
-        self, process: asyncio.subprocess.Process, socket: zmq.asyncio.Socket, first: asyncio.Future[Started]
-    ) -> str:
+    async def _hear(self, process: subprocess.Popen[bytes], socket: zmq.asyncio.Socket) -> str:
         """Take all that an engine core says until it ends or falls silent; return which of the two."""
-        listener, ended = asyncio.create_task(self._listen(socket, first)), asyncio.create_task(process.wait())
-        silent = asyncio.create_task(self._silence())
+        listener, silent = asyncio.create_task(self._listen(socket)), asyncio.create_task(self._silence())
+        ended = asyncio.create_task(asyncio.to_thread(process.wait))
         try:
             await asyncio.wait({listener, ended, silent}, return_when=asyncio.FIRST_COMPLETED)
             self.state = "restarting"
@@ -327,8 +279,8 @@ class EngineClient:
             if listener.done():
                 listener.result()  # it ends by an error only
             if silent.done():
-                return f"the engine process has said nothing for {silent.result():g} s (--engine-timeout)"
-            return f"the engine process ended with code {await ended}"
+                return f"the engine core has said nothing for {silent.result():g} s (--engine-timeout)"
+            return f"the engine core ended with code {await ended}"
         finally:
             for task in (listener, ended, silent):
                 task.cancel()
@@ -346,24 +298,15 @@ class EngineClient:
         """Let what can be repeated wait for the next engine core; the rest fails."""
         for queue in self._queues():
             if self._closing or not queue.repeat():
-                self._fail(queue, EngineLostError("the engine process was lost"))
+                self._fail(queue, EngineLostError("the engine core was lost"))
 
-    def _replay(self) -> None:
-        """Send what waits to a new engine core; what was accepted once stays accepted."""
-        if changes := self.policy.changes:
-            self._set_policy(changes).add_done_callback(_warn_of_refusal)
-        for number, (queue, index) in self._waiting.items():
-            self._send(Add.of(number, queue.engine_requests[index], is_accepted=queue.accepted.done()))
-
-    def _queues(self) -> set[OutputQueue]:
-        return {queue for queue, _ in self._waiting.values()}
-
-    async def _listen(self, socket: zmq.asyncio.Socket, first: asyncio.Future[Started]) -> None:
+    async def _listen(self, socket: zmq.asyncio.Socket) -> None:
         while True:
-            self._take(self._reports.decode(await socket.recv()), first)
+            report = self._reports.decode(await socket.recv())
+            self._was_heard = True
+            self._take(report)
 
-    def _take(self, report: Report, first: asyncio.Future[Started]) -> None:
-        self._was_heard = True
+    def _take(self, report: Report) -> None:
         match report:
             case StepOutputs():
                 self._take_step(report)
@@ -375,16 +318,16 @@ class EngineClient:
             case Failed(number, reason, param) if number in self._waiting:
                 self._fail(self._waiting[number][0], RequestFailedError(reason, param))
             case PolicySet() | PolicyRefused():
-                self.policy.take(report)
+                self._take_policy(report)
             case Started():
                 self.started, self.state, self._connected = report, "serving", True
                 self._replay()
-                if not first.done():
-                    first.set_result(report)
+                if not self._first.done():
+                    self._first.set_result(report)
             case NotStarted():
                 error = ValueError(report.reason) if report.is_mistake else EngineLostError(report.reason)
-                if not first.done():
-                    first.set_exception(error)
+                if not self._first.done():
+                    self._first.set_exception(error)
             case Restarting(reason):
                 _log.error("%s; new workers are being started", reason)
                 self.state = "restarting"
@@ -398,7 +341,7 @@ class EngineClient:
         for choice in outputs.finished:
             if choice.id in self._waiting:
                 queue, index = self._waiting[choice.id]
-                queue.finish(index, choice)
+                queue.finished.append((index, choice))
         for delta in outputs.deltas:
             if delta.id in self._waiting:
                 queue, index = self._waiting[delta.id]
@@ -407,27 +350,129 @@ class EngineClient:
         if outputs.stats is not None:
             self.stats = outputs.stats
 
-    def fail_all(self, reason: str) -> None:
-        """End all requests with an error."""
-        for queue in self._queues():
-            self._fail(queue, EngineLostError(reason))
+    def _take_policy(self, report: PolicySet | PolicyRefused) -> None:
+        """Take the answer to a change, or what an engine core that starts says of its policy."""
+        answer = None if report.id is None else self._policy_answers.get(report.id)
+        if answer is not None and answer.done():
+            answer = None  # nobody waits for it any more
+        if isinstance(report, PolicySet):
+            self.policy = settings = report.settings
+            if report.id is not None:
+                self._policy_changes = {name: option_text(settings.options[name]) for name in settings.changeable}
+            if answer is not None:
+                answer.set_result(settings)
+        elif answer is not None:
+            answer.set_exception(PolicyRefusedError(report.reason))
+        elif report.id is None:
+            words = "the policy is set as it was at the start: the engine refused what was changed since"
+            _log.warning("%s: %s", words, report.reason)
 
-    def _fail(self, queue: OutputQueue, error: QueueFullError | EngineLostError) -> None:
-        """End a request with an error, before or after it was accepted."""
-        self._cancel(queue)
-        queue.fail(error)
+    def _replay(self) -> None:
+        """Send what waits to a new engine core; what was accepted once stays accepted."""
+        if self._policy_changes:
+            self._send(SetPolicy(None, self._policy_changes))
+        for number, (queue, index) in self._waiting.items():
+            engine_request, is_accepted = queue.engine_requests[index], queue.accepted.done()
+            self._send(Add(id=number, engine_request=engine_request, is_accepted=is_accepted))
 
 
-def _warn_of_refusal(answer: asyncio.Future[PolicySettings]) -> None:
-    """Log that a new engine core refuses what was changed before: nobody waits for that now."""
-    if isinstance(error := answer.exception(), PolicyRefusedError):
-        _log.warning("the policy is set as it was at the start: the engine refused what was changed since: %s", error)
+Output = tuple[int, Delta]
+"""The index of an engine request, and new tokens of one of its choices."""
+_MOST_OUTPUTS = 64
+"""So many are handed out at once: making their chunks is not to hold up the event loop."""
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """Kill an engine core unless it has ended; its workers end with it."""
-    with contextlib.suppress(ProcessLookupError):
-        process.kill()
-    await process.wait()
-    if process.stdin is not None:
-        process.stdin.close()
+class OutputQueue:
+    """Holds what came for an HTTP request and was not taken; close it to cancel what has not come.
+
+    Attributes:
+        accepted: done when the engine core has queued all engine requests; its exception says why it has not.
+        finished: the choices that have finished, each with the index of its engine request.
+    """
+
+    def __init__(self, engine_requests: Sequence[EngineRequest], cancel: Callable[[OutputQueue], None]) -> None:
+        self.engine_requests = engine_requests
+        self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.finished: list[tuple[int, FinishedChoice]] = []
+        self._cancel = cancel
+        self._unaccepted = set(range(len(engine_requests)))
+        self._num_open = {index: request.params.n for index, request in enumerate(engine_requests)}
+        self._taken: set[int] = set()  # engine requests of which somebody has taken outputs
+        self._was_repeated = False
+        self._outputs: deque[Output] = deque()
+        self._error: QueueFullError | EngineLostError | None = None
+        self._changed = asyncio.Event()
+
+    async def get(self) -> list[Output]:
+        """Take what has come; wait if there is nothing; return nothing when all has been taken.
+
+        Raises:
+            EngineLostError, QueueFullError: when the rest cannot come.
+        """
+        while not self._outputs and self._error is None and self._num_open:
+            await self._change()
+        taken = [self._outputs.popleft() for _ in range(min(len(self._outputs), _MOST_OUTPUTS))]
+        self._taken.update(index for index, _ in taken)
+        if not taken and self._error is not None:
+            raise self._error
+        return taken
+
+    async def get_all(self) -> list[Output]:
+        """Wait until everything has come, and return it; until then nothing counts as taken.
+
+        Raises:
+            EngineLostError, QueueFullError: when it cannot be completed.
+        """
+        while self._num_open and self._error is None:
+            await self._change()
+        if self._error is not None:
+            raise self._error
+        return list(self._outputs)
+
+    def close(self) -> None:
+        """Cancel what is not finished; its KV is freed on every rank."""
+        self._num_open.clear()
+        self._outputs.clear()
+        self._changed.set()
+        self._cancel(self)
+
+    def accept(self, index: int) -> None:
+        """Note that the engine core has queued an engine request."""
+        self._unaccepted.discard(index)
+        if not self._unaccepted and not self.accepted.done():
+            self.accepted.set_result(None)
+
+    def put(self, index: int, delta: Delta) -> bool:
+        """Add a delta; return whether it is the last one of its engine request."""
+        self._outputs.append((index, delta))
+        if delta.finish_reason is not None and index in self._num_open:
+            self._num_open[index] -= 1
+            if not self._num_open[index]:
+                del self._num_open[index]
+        self._changed.set()
+        return index not in self._num_open
+
+    def fail(self, error: QueueFullError | EngineLostError) -> None:
+        """Raise `error` to whoever takes the rest: nothing more will come."""
+        self._error = error
+        self._changed.set()
+        if not self.accepted.done():
+            self.accepted.set_exception(error)
+            self.accepted.exception()  # seen: whoever submitted may have left
+
+    def repeat(self) -> bool:
+        """Forget what is not finished, if it can be computed from its beginning, and return whether it can.
+
+        It can be once, and not when something of it has been taken already: the second time, it may differ.
+        """
+        if self._was_repeated or self._taken & self._num_open.keys():
+            return False
+        self._was_repeated = True
+        self._outputs = deque(output for output in self._outputs if output[0] not in self._num_open)
+        self.finished = [pair for pair in self.finished if pair[0] not in self._num_open]
+        self._num_open = {index: self.engine_requests[index].params.n for index in self._num_open}
+        return True
+
+    async def _change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()

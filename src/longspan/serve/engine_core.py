@@ -32,7 +32,6 @@ from longspan.serve.messages import (
     Add,
     Cancel,
     Command,
-    Delta,
     EngineSetup,
     Failed,
     FinishedChoice,
@@ -48,8 +47,8 @@ from longspan.serve.messages import (
     Started,
     Stats,
     StepOutputs,
-    Times,
     address,
+    delta_of,
 )
 from longspan.service import Deployment
 from longspan.text.input_processor import EngineRequest
@@ -97,7 +96,6 @@ def _serve(setup: EngineSetup, socket: zmq.Socket[bytes]) -> int:
             num_instances=config.cluster.num_instances,
             num_kv_blocks=sum(pool.num_blocks for pool in pools),
             block_size=config.block_size,
-            worker_pids=list(deployment.worker_pids),
         )
         socket.send(msgspec.msgpack.encode(PolicySet(deployment.policy_settings)))
         socket.send(msgspec.msgpack.encode(started))
@@ -122,6 +120,7 @@ _MOST_LOSSES = 2
 _MOST_ATTEMPTS = 3
 """So many starts of workers may fail, or be followed by no token, one after the other."""
 _PAUSE_S = 1.0
+_STATS_INTERVAL_S = 0.5
 
 
 @dataclass(kw_only=True, eq=False)
@@ -155,7 +154,7 @@ class EngineLoop:
         self._num_attempts = self._num_restarts = 0
         self._stats_due_s = 0.0
         self._quitting = False
-        self._most_wait_s = min(setup.stats_interval_s, setup.engine_timeout_s / 4)
+        self._most_wait_s = min(_STATS_INTERVAL_S, setup.engine_timeout_s / 4)
         deployment.executor.wakeup = socket
 
     def run(self) -> None:
@@ -198,7 +197,7 @@ class EngineLoop:
     def _add(self, command: Add) -> None:
         number = command.id
         try:
-            engine_request = command.engine_request()
+            engine_request = command.engine_request
             if not command.is_accepted and (reason := self._why_full(engine_request)) is not None:
                 self._send(QueueFull(number, reason))
                 return
@@ -213,7 +212,7 @@ class EngineLoop:
             self._choices[choice.request.id] = served, index
         self._send(Accepted(number))
 
-    def _set_policy(self, number: int, options: dict[str, str]) -> None:
+    def _set_policy(self, number: int | None, options: dict[str, str]) -> None:
         try:
             self._deployment.update_policy(options)
         except ValueError as error:
@@ -275,24 +274,22 @@ class EngineLoop:
         for index, (choice, sent) in enumerate(zip(served.state.choices, served.sent, strict=True)):
             if choice.num_taken == sent.num_tokens and choice.finished == sent.finished:
                 continue
-            request, text, start = choice.request, choice.text, sent.num_tokens
-            delta = Delta(
-                id=served.id,
-                choice=index,
-                text=text[sent.num_characters :],
-                token_ids=request.output[start:],
-                logprobs=None if request.params.logprobs is None else choice.logprobs[start:],
-                finish_reason=request.finish_reason,
-                stop_reason=choice.stop_reason,
-                num_cached_tokens=served.state.choices[0].request.metrics.num_cached_tokens,
-                prompt_logprobs=None if served.sent_prompt_logprobs else served.state.prompt_logprobs(),
+            delta = delta_of(
+                served.id,
+                served.state,
+                index,
+                text_start=sent.num_characters,
+                token_start=sent.num_tokens,
+                with_prompt=not served.sent_prompt_logprobs,
             )
             outputs.deltas.append(delta)
             served.sent_prompt_logprobs = True
-            _add_times(request, start, outputs)
+            request = choice.request
+            _add_times(request, sent.num_tokens, outputs)
             if choice.finished and not sent.finished:
                 outputs.finished.append(_finished(request, served))
-            sent.num_characters, sent.num_tokens, sent.finished = len(text), len(request.output), choice.finished
+            sent.num_characters += len(delta.text)
+            sent.num_tokens, sent.finished = len(request.output), choice.finished
 
     def _drop(self, served: _Served, reason: FinishReason) -> None:
         """End a request that nobody waits for; blocks that a step in flight names are freed when it completes."""
@@ -346,7 +343,6 @@ class EngineLoop:
         return Stats(
             num_running=load.num_running,
             num_waiting=load.num_waiting,
-            num_waiting_tokens=load.num_waiting_tokens,
             num_restarts=self._num_restarts,
             num_preemptions=self._engine.num_preemptions,
             num_prefix_queries=self._engine.num_prefix_queries,
@@ -354,7 +350,6 @@ class EngineLoop:
             used_blocks=load.used_blocks,
             busy_s=load.busy_s,
             bytes_sent=dict(self._engine.bytes_sent),
-            worker_pids=list(self._deployment.worker_pids),
         )
 
     def _send(self, report: Report) -> None:
@@ -380,13 +375,11 @@ def _finished(request: Request, served: _Served) -> FinishedChoice:
         num_prompt_tokens=len(request.prompt),
         num_output_tokens=len(request.output),
         is_first_choice=request.choice == 0,
-        times=Times(
-            queue_s=None if scheduled is None else scheduled - arrival,
-            prefill_s=None if scheduled is None or ttft is None else arrival + ttft - scheduled,
-            decode_s=None if ttft is None else metrics.finished_s - arrival - ttft,
-            ttft_s=ttft,
-            e2e_s=metrics.finished_s - arrival,
-        ),
+        queue_s=None if scheduled is None else scheduled - arrival,
+        prefill_s=None if scheduled is None or ttft is None else arrival + ttft - scheduled,
+        decode_s=None if ttft is None else metrics.finished_s - arrival - ttft,
+        ttft_s=ttft,
+        e2e_s=metrics.finished_s - arrival,
     )
 
 

@@ -60,11 +60,6 @@ class WireError(ValueError):
         self.param = param
         self.status = status
 
-    @property
-    def message(self) -> str:
-        """Return what is wrong, and what to do about it."""
-        return str(self.args[0])
-
 
 @contextmanager
 def blaming(param: str | None, names: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
@@ -106,7 +101,7 @@ def cut(text: str, most: int = _MAX_ECHO) -> str:
 def _at(path: Sequence[str | int], error: WireError) -> WireError:
     """Place an error in the value that is found by `path`."""
     param = _joined(path if error.param is None else [*path, error.param])
-    return WireError(error.message if param is None else f"{param}: {error.message}", param, error.status)
+    return WireError(str(error) if param is None else f"{param}: {error}", param, error.status)
 
 
 def _message(error: Mapping[str, Any]) -> str:
@@ -140,3 +135,36 @@ def _joined(path: Sequence[str | int]) -> str | None:
     """Write a path as in `messages[0].content`."""
     text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
     return cut(text.removeprefix("."), _MAX_PARAM) or None
+
+
+class QueueFullError(Exception):
+    """The queue has no room for a request; it can be sent again later."""
+
+
+class EngineLostError(Exception):
+    """The engine cannot answer a request, through no fault of the request's sender."""
+
+
+class RequestFailedError(EngineLostError):
+    """The engine goes on, but this request cannot, and would not the next time either.
+
+    Attributes:
+        param: the field of the request that is the cause; None when its sender is not to blame.
+        status: of the HTTP answer.
+    """
+
+    def __init__(self, reason: str, param: str | None = None) -> None:
+        super().__init__(reason)
+        self.param, self.status = param, 500 if param is None else 400
+
+
+class PolicyRefusedError(ValueError):
+    """The engine core did not change an option; the message says why."""
+
+
+class ClientGoneError(Exception):
+    """Nobody waits for the answer: the client has disconnected."""
+
+
+class DeadlineError(Exception):
+    """The request took longer than it may."""

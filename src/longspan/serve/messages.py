@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from longspan.core.request import FinishReason
-from longspan.core.sampling import SamplingParams
 from longspan.core.steps import BytesSent
 from longspan.outputs import LogprobsOfToken
 from longspan.policy.spec import PolicySettings
 from longspan.text.input_processor import EngineRequest
+from longspan.text.output_processor import RequestState
 
 
 class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,7 +21,6 @@ class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         arguments: of `Deployment`, by name.
         max_num_queued_reqs, max_num_queued_tokens: bounds of what waits; None for none.
-        stats_interval_s: least time between two `Stats`.
         engine_timeout_s: an engine core that serves and says nothing for so long is taken for lost; with nothing
             else to say, it sends `Stats` four times as often.
     """
@@ -32,43 +29,19 @@ class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
     arguments: dict[str, Any]
     max_num_queued_reqs: int | None
     max_num_queued_tokens: int | None
-    stats_interval_s: float = 0.5
     engine_timeout_s: float = 60.0
 
 
 class Add(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """An engine request under an id that the API server has chosen.
+    """An engine request under an id that the API server has chosen; its grammar stands for its structured output.
 
     Attributes:
         is_accepted: it had a place in the queue of an engine core that was lost, and has one now.
     """
 
     id: int
-    text: str | None
-    token_ids: tuple[int, ...]
-    grammar: str
-    params: dict[str, Any]
-    is_accepted: bool
-
-    @staticmethod
-    def of(number: int, engine_request: EngineRequest, *, is_accepted: bool = False) -> Add:
-        """Return the message that asks for `engine_request`."""
-        params = msgspec.to_builtins(replace(engine_request.params, logit_bias=None, structured_outputs=None))
-        params["logit_bias"] = dict(engine_request.params.biases)
-        return Add(
-            id=number,
-            text=engine_request.text,
-            token_ids=engine_request.token_ids,
-            grammar=engine_request.grammar,
-            params=params,
-            is_accepted=is_accepted,
-        )
-
-    def engine_request(self) -> EngineRequest:
-        """Rebuild the engine request; its grammar stands for its structured output."""
-        return EngineRequest(
-            text=self.text, token_ids=self.token_ids, params=SamplingParams(**self.params), grammar=self.grammar
-        )
+    engine_request: EngineRequest
+    is_accepted: bool = False
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -78,9 +51,12 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 
 class SetPolicy(msgspec.Struct, frozen=True, tag=True):
-    """Change options of the policy; the answer is `PolicySet` or `PolicyRefused` with the same id."""
+    """Change options of the policy; the answer is `PolicySet` or `PolicyRefused` with the same id.
 
-    id: int
+    There is no id when a new engine core is set as the last one was.
+    """
+
+    id: int | None
     options: dict[str, str]
 
 
@@ -113,14 +89,22 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: list[LogprobsOfToken | None] | None = None
 
 
-def joined(deltas: Sequence[Delta]) -> Delta:
-    """Return one delta with all that successive deltas of a choice bring."""
-    logprobs = [entry for delta in deltas for entry in delta.logprobs or ()]
-    return msgspec.structs.replace(
-        deltas[-1],
-        text="".join(delta.text for delta in deltas),
-        token_ids=[token for delta in deltas for token in delta.token_ids],
-        logprobs=None if deltas[-1].logprobs is None else logprobs,
+def delta_of(
+    number: int, state: RequestState, index: int, *, text_start: int = 0, token_start: int = 0, with_prompt: bool = True
+) -> Delta:
+    """Return what choice `index` of request `number` has brought from these positions of its output on."""
+    choice = state.choices[index]
+    request = choice.request
+    return Delta(
+        id=number,
+        choice=index,
+        text=choice.text[text_start:],
+        token_ids=request.output[token_start:],
+        logprobs=None if request.params.logprobs is None else choice.logprobs[token_start:],
+        finish_reason=request.finish_reason,
+        stop_reason=choice.stop_reason,
+        num_cached_tokens=state.choices[0].request.metrics.num_cached_tokens,
+        prompt_logprobs=state.prompt_logprobs() if with_prompt else None,
     )
 
 
@@ -141,7 +125,6 @@ class Started(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     num_instances: int
     num_kv_blocks: int
     block_size: int
-    worker_pids: list[int]
 
 
 class NotStarted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -161,7 +144,7 @@ class PolicySet(msgspec.Struct, frozen=True, tag=True):
 class PolicyRefused(msgspec.Struct, frozen=True, tag=True):
     """The engine core refused a change of options: none was changed."""
 
-    id: int
+    id: int | None
     reason: str
 
 
@@ -190,9 +173,18 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     param: str | None = None
 
 
-class Times(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds that a finished choice spent per stage; None for a stage that it never reached."""
+class FinishedChoice(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A choice has finished: what metrics and traces say of it.
 
+    Attributes:
+        queue_s, prefill_s, decode_s, ttft_s, e2e_s: seconds per stage; None for a stage that it never reached.
+    """
+
+    id: int
+    reason: FinishReason
+    num_prompt_tokens: int
+    num_output_tokens: int
+    is_first_choice: bool
     queue_s: float | None
     prefill_s: float | None
     decode_s: float | None
@@ -200,38 +192,25 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
     e2e_s: float
 
 
-class FinishedChoice(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A choice has finished: what metrics and traces say of it."""
-
-    id: int
-    reason: FinishReason
-    num_prompt_tokens: int
-    num_output_tokens: int
-    is_first_choice: bool
-    times: Times
-
-
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's state at a moment, and its counters since it started.
 
     Attributes:
-        num_prefix_queries, num_prefix_hits: tokens of prompts looked up, and found, in the prefix cache.
         used_blocks: KV blocks per instance that requests hold.
         busy_s: seconds per instance in which it had a step to run, since the start.
+        num_prefix_queries, num_prefix_hits: tokens of prompts looked up, and found, in the prefix cache.
         bytes_sent: between ranks, since the start.
     """
 
-    num_running: int
-    num_waiting: int
-    num_waiting_tokens: int
-    num_restarts: int
-    num_preemptions: int
-    num_prefix_queries: int
-    num_prefix_hits: int
     used_blocks: list[int]
     busy_s: list[float]
-    bytes_sent: BytesSent
-    worker_pids: list[int]
+    num_running: int = 0
+    num_waiting: int = 0
+    num_restarts: int = 0
+    num_preemptions: int = 0
+    num_prefix_queries: int = 0
+    num_prefix_hits: int = 0
+    bytes_sent: BytesSent = {}
 
 
 class StepOutputs(msgspec.Struct, tag=True, kw_only=True):

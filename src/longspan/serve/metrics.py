@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from longspan.core.request import FinishReason
-from longspan.serve.messages import FinishedChoice, Started, Stats, StepOutputs
+from longspan.serve.messages import FinishedChoice, Stats, StepOutputs
 
 _TTFT_S = (0.01, 0.02, 0.04, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 320, 640, 1280, 2560)
 _TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
@@ -37,9 +37,10 @@ class Metrics:
     Args:
         prefix: of all names, with its colon: `longspan:`, or `vllm:` for dashboards made for vLLM.
         model_name: the label of every series.
+        num_kv_blocks: of all instances together.
     """
 
-    def __init__(self, prefix: str, model_name: str, started: Started) -> None:
+    def __init__(self, prefix: str, model_name: str, *, num_instances: int, num_kv_blocks: int) -> None:
         self._registry = CollectorRegistry()
         self._label = {"model_name": model_name}
         self._prefix = prefix
@@ -64,7 +65,7 @@ class Metrics:
         self._decode = histogram("request_decode_time_seconds", "From the first token to the last.", buckets=_REQUEST_S)
         self._num_prompt = histogram("request_prompt_tokens", "Length of prompts.", buckets=_TOKENS)
         self._num_generated = histogram("request_generation_tokens", "Length of outputs.", buckets=_TOKENS)
-        self._latest = _Latest(prefix, model_name, started)
+        self._latest = _Latest(prefix, model_name, num_instances, num_kv_blocks)
         self._registry.register(self._latest)
 
     def _counter(self, name: str, words: str) -> Counter:
@@ -92,16 +93,15 @@ class Metrics:
         self._latest.lose()
 
     def _take_finished(self, choice: FinishedChoice) -> None:
-        times = choice.times
         self._success.labels(**self._label, finished_reason=choice.reason).inc()
         self._num_generated.observe(choice.num_output_tokens)
-        self._e2e.observe(times.e2e_s)
-        if times.decode_s is not None:
-            self._decode.observe(times.decode_s)
+        self._e2e.observe(choice.e2e_s)
+        if choice.decode_s is not None:
+            self._decode.observe(choice.decode_s)
         if not choice.is_first_choice:
             return
         self._num_prompt.observe(choice.num_prompt_tokens)
-        for histogram, value in ((self._queue, times.queue_s), (self._prefill, times.prefill_s)):
+        for histogram, value in ((self._queue, choice.queue_s), (self._prefill, choice.prefill_s)):
             if value is not None:
                 histogram.observe(value)
 
@@ -113,24 +113,11 @@ class Metrics:
 class _Latest(Collector):
     """The latest stats of the engine core, read when somebody asks."""
 
-    def __init__(self, prefix: str, model_name: str, started: Started) -> None:
+    def __init__(self, prefix: str, model_name: str, num_instances: int, num_kv_blocks: int) -> None:
         self._prefix, self._model_name = prefix, model_name
-        self._num_kv_blocks = started.num_kv_blocks
-        self._num_instances = started.num_instances
+        self._num_instances, self._num_kv_blocks = num_instances, num_kv_blocks
         self._num_losses = 0
-        self._lost = self._stats = Stats(
-            num_running=0,
-            num_waiting=0,
-            num_waiting_tokens=0,
-            num_restarts=0,
-            num_preemptions=0,
-            num_prefix_queries=0,
-            num_prefix_hits=0,
-            used_blocks=[0] * started.num_instances,
-            busy_s=[0.0] * started.num_instances,
-            bytes_sent={},
-            worker_pids=[],
-        )
+        self._lost = self._stats = Stats(used_blocks=[0] * num_instances, busy_s=[0.0] * num_instances)
 
     def take(self, stats: Stats) -> None:
         """Take stats of the engine core; what those before it have counted is added."""
@@ -157,7 +144,7 @@ class _Latest(Collector):
         yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", used_share)
         for field, name, words in _COUNTERS:
             yield self._counter(name, words, (), [((), getattr(stats, field))])
-        words = "How often a lost engine process was replaced."
+        words = "How often a lost engine core was replaced."
         yield self._counter("engine_restarts", words, (), [((), self._num_losses)])
         instances = [str(i) for i in range(self._num_instances)]
         used = GaugeMetricFamily(

@@ -1,6 +1,6 @@
-"""Layers that every request passes before a route sees it: HTTP/1.1, the proxy's prefix, request id, key, sizes.
+"""Layers that every request passes before a route sees it: HTTP/1.1, request id, key, sizes.
 
-The middlewares are plain ASGI, so that streams stay streams.
+The middlewares are plain ASGI, so that streams stay streams. All scopes are HTTP: the server has no other ones.
 """
 
 from __future__ import annotations
@@ -47,27 +47,17 @@ class Tally:
         self.num_open = 0
 
 
-class RootPath:
-    """Tells the app which prefix a proxy in front takes off, as a server would that knows it."""
+class RequestContext:
+    """Gives each request the id of its `x-request-id`, or a new one, tells it in the answer, and logs a line.
 
-    def __init__(self, app: ASGIApp, root_path: str) -> None:
-        self._app, self._root_path = app, root_path
+    It also says which prefix a proxy in front takes off, as a server would that knows it.
+    """
+
+    def __init__(self, app: ASGIApp, tally: Tally, root_path: str) -> None:
+        self._app, self._tally, self._root_path = app, tally, root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["root_path"] = self._root_path
-        await self._app(scope, receive, send)
-
-
-class RequestIds:
-    """Gives each request the id of its `x-request-id`, or a new one, tells it in the answer, and logs a line."""
-
-    def __init__(self, app: ASGIApp, tally: Tally) -> None:
-        self._app, self._tally = app, tally
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
@@ -97,13 +87,12 @@ class HeaderLimit:
         self._app, self._max_bytes = app, max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            size = len(scope["path"]) + len(scope["query_string"])
-            size += sum(len(name) + len(value) for name, value in scope["headers"])
-            if size > self._max_bytes:
-                words = f"the headers have {size} bytes, of at most {self._max_bytes}"
-                await error_response(431, f"{words} (--h11-max-incomplete-event-size)")(scope, receive, send)
-                return
+        size = len(scope["path"]) + len(scope["query_string"])
+        size += sum(len(name) + len(value) for name, value in scope["headers"])
+        if size > self._max_bytes:
+            words = f"the headers have {size} bytes, of at most {self._max_bytes}"
+            await error_response(431, f"{words} (--h11-max-incomplete-event-size)")(scope, receive, send)
+            return
         await self._app(scope, receive, send)
 
 
@@ -115,7 +104,7 @@ class ApiKeys:
         self._digests = [_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._digests and not self._may_pass(scope):
+        if self._digests and not self._may_pass(scope):
             response = error_response(401, "a valid key is needed: Authorization: Bearer KEY", code="invalid_api_key")
             response.headers["www-authenticate"] = "Bearer"
             await response(scope, receive, send)
@@ -144,9 +133,6 @@ class BodyLimit:
         self._total_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         length = Headers(scope=scope).get("content-length", "0")
         if length.isdecimal() and (len(length) > _MAX_DIGITS or int(length) > self._max_bytes):
             await self._too_large()(scope, receive, send)

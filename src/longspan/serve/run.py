@@ -18,7 +18,7 @@ from longspan.serve.app import make_app
 from longspan.serve.client import EngineClient
 from longspan.serve.errors import error_response
 from longspan.serve.messages import EngineSetup, Started
-from longspan.serve.middleware import HttpProtocol, RequestIds, RootPath, Tally, path_of
+from longspan.serve.middleware import HttpProtocol, RequestContext, Tally, path_of
 from longspan.serve.server import Server
 from longspan.serve.settings import ServerSettings
 from longspan.text.input_processor import InputProcessor
@@ -177,14 +177,11 @@ def _bind(host: str, port: int, reader_timeout_s: float) -> socket.socket:
         raise ValueError(f"cannot listen on {host}:{port} ({error}): choose another --host or --port") from None
 
 
-_RETRY_AFTER_S = 5
-
-
 class StartingApp:
     """An ASGI app in place of `app`: while that is not made yet, `/live` is answered 200, everything else 503."""
 
     def __init__(self, root_path: str) -> None:
-        self.app: ASGIApp = RootPath(RequestIds(_starting, Tally()), root_path)
+        self.app: ASGIApp = RequestContext(_starting, Tally(), root_path)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.app(scope, receive, send)
@@ -194,5 +191,5 @@ async def _starting(scope: Scope, receive: Receive, send: Send) -> None:
     if path_of(scope) == "/live":
         response = JSONResponse({"status": "ok"})
     else:
-        response = error_response(503, "the engine is starting", retry_after_s=_RETRY_AFTER_S)
+        response = error_response(503, "the engine is starting", retry_after_s=5)
     await response(scope, receive, send)

@@ -71,57 +71,19 @@ class RequestLimits:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{_flag(limit.name)} must be a whole number of at least 1, but {value!r} given")
 
-    def check(self, field: str, value: object) -> None:
-        """Check that the value of a request's field is within the limits.
+    def check(self, limit: str, size: int, problem: str, remedy: str) -> None:
+        """Raise a ValueError when a size is above the limit of this name."""
+        most = getattr(self, limit)
+        if size > most:
+            raise ValueError(f"{problem}, but at most {most} are allowed here ({_flag(limit)}): {remedy}")
 
-        Raises:
-            ValueError: if it is not; it names the limit.
-        """
+    def check_field(self, field: str, value: object) -> None:
+        """Raise a ValueError when the value of a request's field is above a limit."""
         for bounded, keyword, limit in _BOUNDS:
-            if bounded == field and (size := _size(value, keyword)) > getattr(self, limit):
+            if bounded == field:
                 what = {"maximum": "is", "maxLength": "has a string of length"}.get(keyword, "has length")
-                raise ValueError(f"{field} {what} {size}, but {self._allowed(limit)}: ask for less")
-
-    def check_choices(self, num_prompts: int, n: int) -> None:
-        """Check that a request's choices, `n` for each prompt, are not too many together.
-
-        Raises:
-            ValueError: if they are.
-        """
-        if num_prompts * n > self.max_choices:
-            asked = f"{n} for each of {num_prompts} prompts are {num_prompts * n} choices"
-            raise ValueError(f"{asked}, but {self._allowed('max_choices')}: send several requests")
-
-    def check_tokenize(self, length: int) -> None:
-        """Check that so many characters may be tokenized, or so many token ids made a text.
-
-        Raises:
-            ValueError: if they are too many.
-        """
-        if length > self.max_tokenize_length:
-            raise ValueError(f"it has length {length}, but {self._allowed('max_tokenize_length')}: send it in parts")
-
-    def check_elements(self, number: int) -> None:
-        """Check that a body may have so many strings, lists and objects.
-
-        Raises:
-            ValueError: if they are too many.
-        """
-        if number > self.max_elements:
-            raise ValueError(f"the body has too many strings, lists and objects: {self._allowed('max_elements')}")
-
-    def check_nesting(self, value: object) -> None:
-        """Check that a value of JSON is not nested too deeply.
-
-        Raises:
-            ValueError: if it is.
-        """
-        level, depth = _children([value]), 0
-        while level:
-            depth += 1
-            if depth > self.max_nesting:
-                raise ValueError(f"lists and objects lie too deep in one another: {self._allowed('max_nesting')}")
-            level = [child for node in level for child in _children(node)]
+                size = _size(value, keyword)
+                self.check(limit, size, f"{field} {what} {size}", "ask for less")
 
     def narrowed(self, schemas: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of an OpenAPI document, or a JSON schema, that promises no more than these limits allow."""
@@ -129,16 +91,10 @@ class RequestLimits:
         defined = narrow.get("components", {}).get("schemas", {}) or narrow.get("$defs", {})
         for schema in (narrow, *defined.values()):
             if schema.get("title", "").endswith("Request"):
-                self._narrow_request(schema["properties"], defined)
+                for name, keyword, limit in _BOUNDS:
+                    if name in schema["properties"]:
+                        _narrow(schema["properties"][name], keyword, getattr(self, limit), defined)
         return narrow
-
-    def _narrow_request(self, properties: dict[str, Any], defined: dict[str, Any]) -> None:
-        for name, keyword, limit in _BOUNDS:
-            if name in properties:
-                _narrow(properties[name], keyword, getattr(self, limit), defined)
-
-    def _allowed(self, limit: str) -> str:
-        return f"at most {getattr(self, limit)} are allowed here ({_flag(limit)})"
 
 
 def _flag(limit: str) -> str:
@@ -147,27 +103,16 @@ def _flag(limit: str) -> str:
 
 def _size(value: object, keyword: str) -> int:
     """Return the size that `keyword` bounds; 0 where it bounds nothing of a value."""
-    size = 0
     match keyword, value:
         case "maximum", int() if not isinstance(value, bool):
-            size = value
-        case "maxItems", list():
-            size = len(value)
-        case "maxProperties", dict():
-            size = len(value)
+            return value
+        case ("maxItems", list() as sized) | ("maxProperties", dict() as sized) | ("maxLength", str() as sized):
+            return len(sized)
         case "maxPrompts", list() if value and not isinstance(value[0], int):
-            size = len(value)
-        case "maxLength", str():
-            size = len(value)
+            return len(value)
         case "maxLength", list():
-            size = max((_size(item, keyword) for item in value), default=0)
-    return size
-
-
-def _children(node: object) -> list[object]:
-    """Return the lists and objects in a list or an object."""
-    children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
-    return [child for child in children if isinstance(child, dict | list)]
+            return max(map(len, value), default=0)
+    return 0
 
 
 _TYPES = {"maximum": "integer", "maxItems": "array", "maxProperties": "object", "maxLength": "string"}

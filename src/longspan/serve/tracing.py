@@ -15,9 +15,9 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from longspan.serve.client import OutputQueue
 from longspan.serve.messages import FinishedChoice
 from longspan.serve.middleware import path_of
-from longspan.serve.output_queue import OutputQueue
 
 _TRACED = frozenset({"/v1/completions", "/v1/chat/completions"})
 _SERVER_ERROR = 500
@@ -60,7 +60,7 @@ class Tracing:
         self._app, self._tracer, self._model_name = app, tracer, model_name
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or path_of(scope) not in _TRACED:
+        if path_of(scope) not in _TRACED:
             await self._app(scope, receive, send)
             return
         begin_ns, status = time.time_ns(), _SERVER_ERROR  # what is raised in here is answered so
@@ -115,9 +115,9 @@ def _attributes(outputs: OutputQueue) -> Iterator[tuple[str, float]]:
     yield "gen_ai.usage.num_sequences", _num_choices(outputs)
     yield "gen_ai.usage.prompt_tokens", sum(len(engine_request.token_ids) for engine_request in outputs.engine_requests)
     yield "gen_ai.usage.completion_tokens", sum(one.num_output_tokens for one in finished)
-    if firsts := [one.times.ttft_s for one in finished if one.times.ttft_s is not None]:
+    if firsts := [one.ttft_s for one in finished if one.ttft_s is not None]:
         yield "gen_ai.latency.time_to_first_token", min(firsts)
-    if queued := [one.times.queue_s for one in finished if one.times.queue_s is not None]:
+    if queued := [one.queue_s for one in finished if one.queue_s is not None]:
         yield "gen_ai.latency.time_in_queue", max(queued)
     if computed := [times for one in finished if (times := _computed_s(one)) is not None]:
         yield "gen_ai.latency.time_in_model_prefill", max(prefill_s for prefill_s, _ in computed)
@@ -127,5 +127,4 @@ def _attributes(outputs: OutputQueue) -> Iterator[tuple[str, float]]:
 
 def _computed_s(choice: FinishedChoice) -> tuple[float, float] | None:
     """Return the seconds of prefill and decode."""
-    times = choice.times
-    return None if times.prefill_s is None or times.decode_s is None else (times.prefill_s, times.decode_s)
+    return None if choice.prefill_s is None or choice.decode_s is None else (choice.prefill_s, choice.decode_s)

@@ -12,16 +12,15 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
+from longspan.runtime.child import start_child
 from longspan.runtime.messages import WorkerConfig
 
 LOST = -9
@@ -109,22 +108,17 @@ class _ForkServer:
 
     def __init__(self) -> None:
         self.owner = os.getpid()
-        self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-P",
-                "-m",
-                "longspan.runtime.executor.forkserver_main",
-            ],  # -P: no code from the current folder
-            stdin=subprocess.PIPE,
+        self._process = start_child(
+            "longspan.runtime.executor.forkserver_main",
             stdout=subprocess.PIPE,
             env={
                 **os.environ,
                 "OMP_NUM_THREADS": "1",  # workers set their own number; threads would not survive a fork
                 "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # looking for devices must not initialise CUDA before the fork
             },
-            start_new_session=True,  # signals to the terminal's group are the controller's to handle
         )
+        assert self._process.stdin is not None, "a child has a pipe"
+        self._pipe = self._process.stdin
         self._workers: dict[int, WorkerProcess] = {}
         self._lock = threading.Lock()
         self._starting = threading.Lock()
@@ -178,11 +172,6 @@ class _ForkServer:
             self._process.kill()
             self._process.wait()
             wait()
-
-    @property
-    def _pipe(self) -> BinaryIO:
-        assert self._process.stdin is not None, "asked for a pipe"
-        return self._process.stdin  # type: ignore[return-value]  # binary, as no text mode was asked for
 
     def _listen(self) -> None:
         assert self._process.stdout is not None, "asked for a pipe"

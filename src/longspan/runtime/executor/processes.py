@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import fcntl
 import shutil
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 import zmq
 
 from longspan.model.files import cache_root
+from longspan.runtime.child import make_run_dir
 from longspan.runtime.executor.forkserver import StartWorker, WorkerProcess, start_worker
 from longspan.runtime.messages import WorkerConfig
 
-_MAX_PARENT = 70
 _NUM_LOGS_KEPT = 20
 
 
@@ -42,12 +41,6 @@ class ProcessLauncher:
 
     def _log(self, rank: int) -> Path:
         return self._log_dir / f"rank{rank}.log"
-
-
-def make_run_dir() -> str:
-    """Makes a private folder for sockets, whose paths may have some 100 characters: not below a long TMPDIR."""
-    parent = tempfile.gettempdir()
-    return tempfile.mkdtemp(prefix="longspan-", dir=parent if len(parent) < _MAX_PARENT else "/tmp")  # noqa: S108 - private
 
 
 def _log_dir(run_dir: str) -> Path:

@@ -1,0 +1,340 @@
+"""Requests: bytes to pydantic models within limits, and these to engine requests.
+
+This tokenizes, which takes a while for long prompts: call it in a thread.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from inspect import signature
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from longspan.core.request import check_room
+from longspan.core.sampling import SamplingParams, StructuredOutputsParams
+from longspan.serve.errors import WireError, blaming, cut, wire_error
+from longspan.serve.requests import (
+    AssistantMessage,
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    GivenMessage,
+    TokenizeRequest,
+)
+from longspan.serve.settings import RequestLimits
+from longspan.text.input_processor import EngineRequest, InputProcessor
+
+RequestT = TypeVar("RequestT", bound=BaseModel)
+_DEFAULT_MAX_TOKENS = 16
+"""Of completions, as OpenAI's."""
+_SAME = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("logit_bias", "stop", "stop_token_ids", "ignore_eos"),
+)
+"""Fields that are parameters of sampling as they are."""
+_NOT_VARIABLES = frozenset(
+    {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters, *signature(render_jinja_template).parameters}
+) | {"messages"}
+"""What a template's variables cannot be called, since rendering has a parameter of that name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """The model and the limits that requests are made for.
+
+    Attributes:
+        names: what requests may call the model; answers call it by the first.
+    """
+
+    input_processor: InputProcessor
+    names: tuple[str, ...]
+    limits: RequestLimits = field(default_factory=RequestLimits)
+
+    def check_name(self, name: str | None) -> None:
+        """Raise a WireError 404 when a request names another model."""
+        if name is not None and name not in self.names:
+            known = ", ".join(self.names)
+            raise WireError(f"there is no model {name[:100]!r} here, but {known} (--served-model-name)", "model", 404)
+
+
+def read_request(model: type[RequestT], body: bytes, limits: RequestLimits) -> RequestT:
+    """Read the request that a body holds.
+
+    Raises:
+        WireError: when it is too large, has too many elements, is no JSON, nested too deeply, or not what `model`
+            describes.
+    """
+    if len(body) > limits.max_body_bytes:
+        raise WireError(f"the body has more than {limits.max_body_bytes} bytes (--max-body-bytes)", status=413)
+    with blaming(None):
+        num = num_elements(body, limits.max_elements)
+        limits.check("max_elements", num, "the body has too many strings, lists and objects", "send several requests")
+    try:
+        value = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise WireError(f"the body is not JSON: {cut(str(error), 100)}") from error
+    if not isinstance(value, dict):
+        raise WireError("the body must be a JSON object")
+    with blaming(None):
+        depth = _depth(value, limits.max_nesting)
+        limits.check("max_nesting", depth, "lists and objects lie too deep in one another", "flatten them")
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise wire_error(error.errors(include_url=False), value) from error
+
+
+def num_elements(body: bytes, enough: int) -> int:
+    """Count strings, lists and objects in a body of JSON, names of fields included, at least to more than `enough`.
+
+    They are counted without being made. Of what is no JSON, those before its first mistake are counted at least.
+    """
+    most = body.count(b'"') // 2 + _num_opened(body)
+    if most <= enough:
+        return most
+    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # every quote that is left begins or ends a string
+    num_strings = (plain.count(b'"') + 1) // 2
+    if num_strings > enough:
+        return num_strings
+    return num_strings + _num_opened(b"".join(plain.split(b'"')[::2]))
+
+
+def _num_opened(text: bytes) -> int:
+    return text.count(b"{") + text.count(b"[")
+
+
+def _depth(value: object, enough: int) -> int:
+    """Count how deep lists and objects lie in one another, at most to one more than `enough`."""
+    level, depth = _children([value]), 0
+    while level and depth <= enough:
+        level, depth = [child for node in level for child in _children(node)], depth + 1
+    return depth
+
+
+def _children(node: object) -> list[object]:
+    """Return the lists and objects in a list or an object."""
+    children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    return [child for child in children if isinstance(child, dict | list)]
+
+
+def completion_requests(
+    request: CompletionRequest, served: ServedModel, grammar: str | None = None
+) -> list[EngineRequest]:
+    """Make one engine request per prompt, in order; `grammar` is what `grammar_of` returned, if it was called.
+
+    Raises:
+        WireError: when the request asks for what this model or server cannot do.
+    """
+    _check_sizes(request, served.limits)
+    scored = (request.prompt_logprobs, request.logprobs if request.echo else None)
+    params = _params(
+        request,
+        # The engine makes 1 at least; `echo` with 0 leaves it out of the answer.
+        max_tokens=_DEFAULT_MAX_TOKENS if request.max_tokens is None else max(1, request.max_tokens),
+        logprobs=request.logprobs,
+        prompt_logprobs=max((count for count in scored if count is not None), default=None),
+    )
+    grammar = grammar_of(request, served) if grammar is None else grammar
+    input_processor = served.input_processor
+    given: Any = request.prompt
+    is_one = isinstance(given, str) or isinstance(given[0], int)
+    prompts = [given] if is_one else given
+    with blaming("n"):
+        asked = f"{params.n} for each of {len(prompts)} prompts are {len(prompts) * params.n} choices"
+        served.limits.check("max_choices", len(prompts) * params.n, asked, "send several requests")
+    named = [("prompt" if is_one else f"prompt[{index}]", prompt) for index, prompt in enumerate(prompts)]
+    for name, prompt in named:  # all of them before the first is tokenized
+        if isinstance(prompt, str):
+            with blaming(name):
+                input_processor.check_chars(len(prompt))
+    engine_requests = []
+    for name, prompt in named:
+        with blaming(name):
+            text, ids = None, prompt
+            if isinstance(prompt, str):
+                text, with_special = prompt, request.add_special_tokens is not False
+                ids = input_processor.tokenize(text, add_special_tokens=with_special)
+                if not ids:
+                    raise ValueError("this model's tokenizer has no token for anything in this text")
+            engine_requests.append(input_processor.checked(text, ids, params, grammar))
+        if request.max_tokens is not None:
+            with blaming("max_tokens"):
+                check_room("max_tokens", request.max_tokens, len(ids), input_processor.max_model_len)
+    return engine_requests
+
+
+def chat_request(request: ChatCompletionRequest, served: ServedModel, grammar: str | None = None) -> EngineRequest:
+    """Make a conversation's engine request; for `grammar` see `completion_requests`.
+
+    Raises:
+        WireError: when the request asks for what this model or server cannot do.
+    """
+    _check_sizes(request, served.limits)
+    name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+    most: int | None = getattr(request, name)
+    params = _params(
+        request,
+        max_tokens=most,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        prompt_logprobs=request.prompt_logprobs,
+    )
+    grammar = grammar_of(request, served) if grammar is None else grammar
+    text, ids = _rendered(request, served.input_processor, served.input_processor.check_chars)
+    with blaming("messages"):
+        engine_request = served.input_processor.checked(text, ids, params, grammar)
+    if most is not None:
+        with blaming(name):
+            check_room(name, most, len(ids), served.input_processor.max_model_len)
+    return engine_request
+
+
+def tokenized(request: TokenizeRequest, served: ServedModel) -> dict[str, Any]:
+    """Answer a request for tokens.
+
+    Raises:
+        WireError: when there is no tokenizer, the text is too long, or the conversation is wrong.
+    """
+
+    def check_chars(length: int) -> None:
+        served.limits.check("max_tokenize_length", length, f"it has length {length}", "send it in parts")
+
+    _check_sizes(request, served.limits)
+    input_processor = served.input_processor
+    with blaming("prompt"):
+        if request.messages is None:
+            text = request.prompt or ""
+            check_chars(len(text))
+            ids = input_processor.tokenize(text, add_special_tokens=request.add_special_tokens is not False)
+        else:
+            _, ids = _rendered(request, input_processor, check_chars)
+    assert input_processor.tokenizer is not None, "it has tokenized"
+    names = input_processor.tokenizer.convert_ids_to_tokens(ids) if request.return_token_strs else None
+    return {"count": len(ids), "max_model_len": input_processor.max_model_len, "tokens": ids, "token_strs": names}
+
+
+def detokenized(request: DetokenizeRequest, served: ServedModel) -> dict[str, Any]:
+    """Answer a request for text; special tokens have the text that stands for them.
+
+    Raises:
+        WireError: when there is no tokenizer, or there are too many tokens, or one is not in the vocabulary.
+    """
+    length, vocab_size = len(request.tokens), served.input_processor.vocab_size
+    with blaming("tokens"):
+        served.limits.check("max_tokenize_length", length, f"it has length {length}", "send it in parts")
+    if served.input_processor.tokenizer is None:
+        raise WireError("there is no tokenizer (skip_tokenizer_init)", "tokens")
+    wrong = next((token for token in request.tokens if token >= vocab_size), None)
+    if wrong is not None:
+        raise WireError(f"token id {wrong} is not in the vocabulary: ids go from 0 to {vocab_size - 1}", "tokens")
+    return {"prompt": served.input_processor.tokenizer.decode(request.tokens, skip_special_tokens=False)}
+
+
+def grammar_kind(request: GenerationRequest) -> str:
+    """Return the kind of structured output, `text` if it is free; to check one but `json_object` may take seconds."""
+    if request.structured_outputs is not None:
+        return "json_object" if request.structured_outputs.json_object else "other"
+    return "text" if request.response_format is None else request.response_format.type
+
+
+def grammar_of(request: GenerationRequest, served: ServedModel) -> str:
+    """Return the grammar that the request's outputs must follow; empty if they are free.
+
+    Raises:
+        WireError: when it cannot be followed.
+    """
+    with blaming(None, {} if request.structured_outputs else {"structured_outputs": "response_format"}):
+        form = structured_outputs(request)
+        return "" if form is None else served.input_processor.grammar(form)
+
+
+def structured_outputs(request: GenerationRequest) -> StructuredOutputsParams | None:
+    """Return what outputs must follow; None if they are free, ValueError when that is not of the right form."""
+    chosen = request.response_format
+    if chosen is not None and chosen.type == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    if chosen is not None and chosen.type == "json_schema":
+        return StructuredOutputsParams(json=chosen.json_schema.schema_)
+    if request.structured_outputs is None:
+        return None
+    fields = request.structured_outputs.fields
+    return StructuredOutputsParams(**{name: value for name, value in fields.items() if value is not None})
+
+
+def _params(
+    request: GenerationRequest, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
+) -> SamplingParams:
+    """Make sampling params; raise a WireError for values that do not go together."""
+    given: dict[str, Any] = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
+    least = request.min_tokens or 0
+    with blaming(None):
+        return SamplingParams(
+            **given,
+            seed=None if request.seed == -1 else request.seed,
+            min_tokens=least if max_tokens is None else min(least, max_tokens),
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+
+def _rendered(
+    request: ChatCompletionRequest | TokenizeRequest,
+    input_processor: InputProcessor,
+    check_chars: Callable[[int], None],
+) -> tuple[str, list[int]]:
+    """Render a conversation as text and token ids; `check_chars` bounds its contents before it bounds the text."""
+    assert request.messages is not None, "the caller has looked"
+    variables = request.chat_template_kwargs or {}
+    if taken := sorted(_NOT_VARIABLES & variables.keys()):
+        raise WireError(f"{cut(taken[0])} is not a variable of templates: leave it out", "chat_template_kwargs")
+    with blaming("messages"):
+        check_chars(sum(map(_num_chars, request.messages)))
+        try:
+            text = input_processor.render_chat(
+                [_for_template(message) for message in request.messages],
+                add_generation_prompt=not request.continue_final_message and request.add_generation_prompt is not False,
+                continue_final_message=bool(request.continue_final_message),
+                chat_template_kwargs=variables,
+            )
+        except (TypeError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
+            # A template is a program, and it is the request that it did not expect.
+            raise ValueError(f"the chat template cannot render these messages: {cut(str(error), 100)}") from error
+        check_chars(len(text))
+        return text, input_processor.tokenize(text, add_special_tokens=bool(request.add_special_tokens))
+
+
+def _num_chars(message: GivenMessage | AssistantMessage) -> int:
+    content = message.content or ""
+    return len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
+
+
+def _for_template(message: GivenMessage | AssistantMessage) -> dict[str, Any]:
+    """Return a message as chat templates know it: without null, and with arguments of calls as objects."""
+    plain = message.model_dump(exclude_none=True)
+    if isinstance(message, AssistantMessage):
+        plain.setdefault("content", "")
+        for call in plain.get("tool_calls", ()):
+            call["function"]["arguments"] = _arguments(call["function"]["arguments"])
+    return plain
+
+
+def _arguments(text: str) -> dict[str, Any] | str:
+    """Parse the arguments of a call; what a model wrote that is no object is kept as it is."""
+    try:
+        value = json.loads(text or "{}")
+    except (json.JSONDecodeError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def _check_sizes(request: GenerationRequest | TokenizeRequest, limits: RequestLimits) -> None:
+    for name in type(request).model_fields:
+        with blaming(name):
+            limits.check_field(name, getattr(request, name))
