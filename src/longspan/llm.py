@@ -14,9 +14,7 @@ from longspan.core.sampling import SamplingParams
 from longspan.errors import WorkerLostError
 from longspan.outputs import RequestOutput
 from longspan.service import Deployment
-from longspan.text import chat_template
-from longspan.text.chat_template import Message, TemplateOptions
-from longspan.text.input_processor import EngineRequest, Prompt
+from longspan.text.input_processor import EngineRequest, Message, Prompt, TemplateOptions, conversations
 from longspan.text.output_processor import Choice, RequestState
 
 
@@ -125,7 +123,7 @@ class LLM(Deployment):
             ValueError: see `generate`; also when there is no template, or it or a message is wrong.
             WorkerLostError: when a worker dies or raises.
         """
-        all_messages = chat_template.conversations(messages)
+        all_messages = conversations(messages)
         params = _one_each(SamplingParams() if sampling_params is None else sampling_params, len(all_messages))
         engine_requests = [
             self.input_processor.process_chat(one, p, template) for one, p in zip(all_messages, params, strict=True)

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from longspan.model.source import smollm2_folder
-from longspan.text.chat_template import conversations, render
+from longspan.text.input_processor import InputProcessor, conversations
 
 HELLO: dict[str, Any] = {"role": "user", "content": "Hello"}
 TALK: list[dict[str, Any]] = [
@@ -22,6 +22,11 @@ TALK: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(smollm2_folder())
+
+
+def render(tokenizer: PreTrainedTokenizerBase, messages: Any, options: dict[str, Any]) -> str:
+    processor = InputProcessor(tokenizer=tokenizer, vocab_size=len(tokenizer), max_model_len=512)
+    return processor.render_chat(messages, **options)
 
 
 @pytest.mark.parametrize("messages", [[HELLO], TALK])

@@ -24,7 +24,7 @@ from longspan.core.sampling import SamplingParams
 if TYPE_CHECKING:
     from longspan.llm import LLM
     from longspan.outputs import RequestOutput
-    from longspan.text.chat_template import Message
+    from longspan.text.input_processor import Message
 
 _log = logging.getLogger("longspan")
 _SAMPLING = replace(SAMPLING, max_tokens=None)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import get_args
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args
 
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from longspan.core.request import FinishReason
-from longspan.serve.messages import FinishedChoice, Stats, StepOutputs
+from longspan.serve.messages import Stats, StepOutputs
 
 _TTFT_S = (0.01, 0.02, 0.04, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 320, 640, 1280, 2560)
 _TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
@@ -19,6 +19,17 @@ _REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120,
 _TOKENS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
 """Bounds of the histograms' buckets: those of vLLM, and longer ones for long prompts."""
 
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": ("From arrival to the first token.", _TTFT_S),
+    "inter_token_latency_seconds": ("Between consecutive tokens.", _TOKEN_S),
+    "e2e_request_latency_seconds": ("From arrival to the last token.", _REQUEST_S),
+    "request_queue_time_seconds": ("From arrival to admission.", _REQUEST_S),
+    "request_prefill_time_seconds": ("From admission to the first token.", _REQUEST_S),
+    "request_decode_time_seconds": ("From the first token to the last.", _REQUEST_S),
+    "request_prompt_tokens": ("Length of prompts.", _TOKENS),
+    "request_generation_tokens": ("Length of outputs.", _TOKENS),
+}
+"""Histograms by name: their help and their buckets."""
 _COUNTERS = (
     ("num_preemptions", "num_preemptions", "How often a request gave up its KV to others."),
     ("num_prefix_queries", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
@@ -27,11 +38,14 @@ _COUNTERS = (
 )
 """Counters of an engine core: the field of `Stats`, the metric, its help."""
 
+_Values = Mapping[Any, float]
+"""Values of a family by a tuple of labels."""
+
 # When each series began is of no use to anybody, and these would be further series.
 disable_created_metrics()  # type: ignore[no-untyped-call]  # as prometheus_client has it
 
 
-class Metrics:
+class Metrics(Collector):
     """Counts what engine steps bring; `text` is the page.
 
     Args:
@@ -41,85 +55,52 @@ class Metrics:
     """
 
     def __init__(self, prefix: str, model_name: str, *, num_instances: int, num_kv_blocks: int) -> None:
-        self._registry = CollectorRegistry()
-        self._label = {"model_name": model_name}
-        self._prefix = prefix
-        counter, histogram = self._counter, self._histogram
-        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that got their first token.")
-        self._generation_tokens = counter("generation_tokens", "Output tokens.")
-        self._success = Counter(
-            f"{prefix}request_success",
-            "Finished requests; n outputs count n times.",
-            ["model_name", "finished_reason"],
-            registry=self._registry,
+        self._prefix, self._model_name = prefix, model_name
+        self._num_instances, self._num_kv_blocks = num_instances, num_kv_blocks
+        self._num_losses = 0
+        self._lost = self._stats = Stats(used_blocks=[0] * num_instances, busy_s=[0.0] * num_instances)
+        self._registry = registry = CollectorRegistry()
+        self._prompt_tokens, self._generation_tokens = (
+            Counter(prefix + name, words, ["model_name"], registry=registry).labels(model_name)
+            for name, words in (
+                ("prompt_tokens", "Prompt tokens of requests that got their first token."),
+                ("generation_tokens", "Output tokens."),
+            )
         )
+        words, labels = "Finished requests; n outputs count n times.", ["model_name", "finished_reason"]
+        self._success = Counter(f"{prefix}request_success", words, labels, registry=registry)
         for reason in get_args(FinishReason):
             self._success.labels(model_name, reason)
-        self._ttft = histogram("time_to_first_token_seconds", "From arrival to the first token.", buckets=_TTFT_S)
-        self._itl = histogram("inter_token_latency_seconds", "Between consecutive tokens.", buckets=_TOKEN_S)
-        self._e2e = histogram("e2e_request_latency_seconds", "From arrival to the last token.", buckets=_REQUEST_S)
-        self._queue = histogram("request_queue_time_seconds", "From arrival to admission.", buckets=_REQUEST_S)
-        self._prefill = histogram(
-            "request_prefill_time_seconds", "From admission to the first token.", buckets=_REQUEST_S
-        )
-        self._decode = histogram("request_decode_time_seconds", "From the first token to the last.", buckets=_REQUEST_S)
-        self._num_prompt = histogram("request_prompt_tokens", "Length of prompts.", buckets=_TOKENS)
-        self._num_generated = histogram("request_generation_tokens", "Length of outputs.", buckets=_TOKENS)
-        self._latest = _Latest(prefix, model_name, num_instances, num_kv_blocks)
-        self._registry.register(self._latest)
-
-    def _counter(self, name: str, words: str) -> Counter:
-        name = self._prefix + name
-        return Counter(name, words, ["model_name"], registry=self._registry).labels(**self._label)
-
-    def _histogram(self, name: str, words: str, buckets: tuple[float, ...]) -> Histogram:
-        name = self._prefix + name
-        return Histogram(name, words, ["model_name"], registry=self._registry, buckets=buckets).labels(**self._label)
+        self._histograms = {
+            name: Histogram(prefix + name, words, ["model_name"], registry=registry, buckets=buckets).labels(model_name)
+            for name, (words, buckets) in _HISTOGRAMS.items()
+        }
+        registry.register(self)
 
     def take_step(self, outputs: StepOutputs) -> None:
         """Count what an engine step has brought."""
         self._generation_tokens.inc(sum(len(delta.token_ids) for delta in outputs.deltas))
         self._prompt_tokens.inc(outputs.num_prompt_tokens)
-        for histogram, values in ((self._ttft, outputs.ttft_s), (self._itl, outputs.tbt_s)):
-            for value in values:
-                histogram.observe(value)
+        self._observe("time_to_first_token_seconds", *outputs.ttft_s)
+        self._observe("inter_token_latency_seconds", *outputs.tbt_s)
         for choice in outputs.finished:
-            self._take_finished(choice)
+            self._success.labels(self._model_name, choice.reason).inc()
+            self._observe("request_generation_tokens", choice.num_output_tokens)
+            self._observe("e2e_request_latency_seconds", choice.e2e_s)
+            self._observe("request_decode_time_seconds", choice.decode_s)
+            if choice.is_first_choice:
+                self._observe("request_prompt_tokens", choice.num_prompt_tokens)
+                self._observe("request_queue_time_seconds", choice.queue_s)
+                self._observe("request_prefill_time_seconds", choice.prefill_s)
         if outputs.stats is not None:
-            self._latest.take(outputs.stats)
+            self._take_stats(outputs.stats)
 
-    def take_loss(self) -> None:
-        """Note that the engine core is gone; another one counts from 0 again."""
-        self._latest.lose()
-
-    def _take_finished(self, choice: FinishedChoice) -> None:
-        self._success.labels(**self._label, finished_reason=choice.reason).inc()
-        self._num_generated.observe(choice.num_output_tokens)
-        self._e2e.observe(choice.e2e_s)
-        if choice.decode_s is not None:
-            self._decode.observe(choice.decode_s)
-        if not choice.is_first_choice:
-            return
-        self._num_prompt.observe(choice.num_prompt_tokens)
-        for histogram, value in ((self._queue, choice.queue_s), (self._prefill, choice.prefill_s)):
+    def _observe(self, name: str, *values: float | None) -> None:
+        for value in values:
             if value is not None:
-                histogram.observe(value)
+                self._histograms[name].observe(value)
 
-    def text(self) -> bytes:
-        """Return the page in Prometheus' exposition format."""
-        return generate_latest(self._registry)
-
-
-class _Latest(Collector):
-    """The latest stats of the engine core, read when somebody asks."""
-
-    def __init__(self, prefix: str, model_name: str, num_instances: int, num_kv_blocks: int) -> None:
-        self._prefix, self._model_name = prefix, model_name
-        self._num_instances, self._num_kv_blocks = num_instances, num_kv_blocks
-        self._num_losses = 0
-        self._lost = self._stats = Stats(used_blocks=[0] * num_instances, busy_s=[0.0] * num_instances)
-
-    def take(self, stats: Stats) -> None:
+    def _take_stats(self, stats: Stats) -> None:
         """Take stats of the engine core; what those before it have counted is added."""
         lost = self._lost
         self._stats = replace(
@@ -129,45 +110,41 @@ class _Latest(Collector):
             bytes_sent={name: lost.bytes_sent.get(name, 0) + number for name, number in stats.bytes_sent.items()},
         )
 
-    def lose(self) -> None:
-        """Reset gauges while there is no engine core; counters stay."""
+    def take_loss(self) -> None:
+        """Reset gauges while there is no engine core; another one counts from 0 again, but counters stay."""
         self._num_losses += 1
         none = [0] * self._num_instances
         self._lost = self._stats = replace(self._stats, num_running=0, num_waiting=0, used_blocks=none)
 
+    def text(self) -> bytes:
+        """Return the page in Prometheus' exposition format."""
+        return generate_latest(self._registry)
+
     def collect(self) -> Iterator[Metric]:
-        """Yield one family after the other."""
+        """Yield what the latest stats say, one family after the other."""
         stats = self._stats
-        yield self._gauge("num_requests_running", "Requests that hold KV.", stats.num_running)
-        yield self._gauge("num_requests_waiting", "Requests that wait for room.", stats.num_waiting)
+        yield self._gauge("num_requests_running", "Requests that hold KV.", {(): stats.num_running})
+        yield self._gauge("num_requests_waiting", "Requests that wait for room.", {(): stats.num_waiting})
         used_share = sum(stats.used_blocks) / self._num_kv_blocks
-        yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", used_share)
+        yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", {(): used_share})
         for field, name, words in _COUNTERS:
-            yield self._counter(name, words, (), [((), getattr(stats, field))])
-        words = "How often a lost engine core was replaced."
-        yield self._counter("engine_restarts", words, (), [((), self._num_losses)])
-        instances = [str(i) for i in range(self._num_instances)]
-        used = GaugeMetricFamily(
-            f"{self._prefix}instance_kv_blocks_used", "KV blocks in use.", labels=["model_name", "instance"]
-        )
-        for instance, value in zip(instances, stats.used_blocks, strict=True):
-            used.add_metric([self._model_name, instance], value)
-        yield used
-        busy = zip([(instance,) for instance in instances], stats.busy_s, strict=True)
+            yield self._counter(name, words, {(): getattr(stats, field)})
+        yield self._counter("engine_restarts", "How often a lost engine core was replaced.", {(): self._num_losses})
+        used = {(str(instance),): value for instance, value in enumerate(stats.used_blocks)}
+        yield self._gauge("instance_kv_blocks_used", "KV blocks in use.", used, "instance")
+        busy_s = {(str(instance),): value for instance, value in enumerate(stats.busy_s)}
         words = "Seconds in which an instance had a step to run; its rate is the busy share."
-        yield self._counter("instance_busy_seconds", words, ("instance",), busy)
+        yield self._counter("instance_busy_seconds", words, busy_s, "instance")
         words = "Bytes sent between ranks, on the same host or from one host to another."
-        yield self._counter("exchanged_bytes", words, ("exchange", "link"), stats.bytes_sent.items())
+        yield self._counter("exchanged_bytes", words, stats.bytes_sent, "exchange", "link")
 
-    def _gauge(self, name: str, words: str, value: float) -> Metric:
-        family = GaugeMetricFamily(self._prefix + name, words, labels=["model_name"])
-        family.add_metric([self._model_name], value)
-        return family
+    def _gauge(self, name: str, words: str, values: _Values, *labels: str) -> Metric:
+        return self._filled(GaugeMetricFamily(self._prefix + name, words, labels=["model_name", *labels]), values)
 
-    def _counter(
-        self, name: str, words: str, labels: tuple[str, ...], values: Iterable[tuple[tuple[str, ...], float]]
-    ) -> Metric:
-        family = CounterMetricFamily(self._prefix + name, words, labels=["model_name", *labels])
-        for key, value in values:
-            family.add_metric([self._model_name, *key], value)
+    def _counter(self, name: str, words: str, values: _Values, *labels: str) -> Metric:
+        return self._filled(CounterMetricFamily(self._prefix + name, words, labels=["model_name", *labels]), values)
+
+    def _filled(self, family: GaugeMetricFamily | CounterMetricFamily, values: _Values) -> Metric:
+        for labels, value in values.items():
+            family.add_metric([self._model_name, *labels], value)
         return family

@@ -1,26 +1,44 @@
-"""The input processor: from texts and messages to engine requests of token ids, with every check on the way."""
+"""The input processor: from texts and conversations to engine requests of token ids, with every check on the way."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Unpack
+from typing import TypedDict, Unpack, cast
 
+from jinja2 import TemplateError
 from llguidance import LLTokenizer
 from transformers import PreTrainedTokenizerBase
 
 from longspan.core.request import check_length, too_long
 from longspan.core.sampling import SamplingParams, StructuredOutputsParams
 from longspan.errors import ParameterError
-from longspan.text import chat_template
-from longspan.text.chat_template import Message, TemplateOptions
 from longspan.text.structured import compile_grammar
 from longspan.text.tokenizer import grammar_vocabulary
 
 Prompt = str | Sequence[int]
 """A text, or its token ids."""
+Message = Mapping[str, object]
+"""`role` and `content`, and whatever else the model's template knows."""
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class TemplateOptions(TypedDict, total=False):
+    """Options of rendering messages; names and defaults are vLLM's.
+
+    Keys:
+        chat_template: a Jinja template instead of the model's own.
+        add_generation_prompt: end with the beginning of an answer; by default True.
+        continue_final_message: leave the last message open, so that it is continued; needs no generation prompt.
+        chat_template_kwargs: further names that the template knows.
+    """
+
+    chat_template: str | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    chat_template_kwargs: Mapping[str, object] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +58,7 @@ class EngineRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class InputProcessor:
-    """Makes jobs for one model; without a tokenizer from token ids only.
+    """Makes engine requests for one model; without a tokenizer from token ids only.
 
     Attributes:
         max_model_len: the longest request, prompt and output together, in tokens.
@@ -51,19 +69,23 @@ class InputProcessor:
     max_model_len: int
 
     def process(self, prompt: Prompt, params: SamplingParams) -> EngineRequest:
-        """Makes the engine request of a prompt.
+        """Make the engine request of a prompt.
 
         Raises:
             ValueError: when it is empty, too long, or not of a known form, or the parameters do not fit the model.
         """
         if isinstance(prompt, str):
             return self.checked(prompt, self.tokenize(prompt) if prompt else (), params)
-        return self.checked(None, _token_ids(prompt), params)
+        try:
+            token_ids = [operator.index(token) for token in prompt]  # of any integer type
+        except TypeError:
+            raise ValueError(f"a prompt is a text or a list of token ids, but {prompt!r:.60} given") from None
+        return self.checked(None, token_ids, params)
 
     def process_chat(
         self, messages: Sequence[Message], params: SamplingParams, template: TemplateOptions
     ) -> EngineRequest:
-        """Makes the engine request of a conversation.
+        """Make the engine request of a conversation.
 
         Raises:
             ValueError: see `process` and `render_chat`.
@@ -74,15 +96,12 @@ class InputProcessor:
     def checked(
         self, text: str | None, token_ids: Sequence[int], params: SamplingParams, grammar: str | None = None
     ) -> EngineRequest:
-        """Makes the engine request of token ids that stand for `text`; `grammar` is that of `params`, if it has been
-        made already.
+        """Make the engine request of token ids that stand for `text`; `grammar` is that of `params`, if it is known.
 
         Raises:
             ValueError: see `process`.
         """
-        check_length(
-            len(token_ids), self.max_model_len
-        )  # first: looking at every token takes long where there are many
+        check_length(len(token_ids), self.max_model_len)  # first: looking at every token of too many takes long
         wrong = next((token for token in token_ids if not 0 <= token < self.vocab_size), None)
         if wrong is not None:
             raise ValueError(f"token id {wrong!r} is not in the vocabulary: ids go from 0 to {self.vocab_size - 1}")
@@ -102,7 +121,7 @@ class InputProcessor:
         return self.max_model_len * max(map(len, self._need_tokenizer().get_vocab()))
 
     def check_chars(self, num_chars: int) -> None:
-        """Checks that a text of this length may fit, which is known without the cost of tokenizing it.
+        """Check that a text of this length may fit, which is known without the cost of tokenizing it.
 
         Raises:
             ValueError: if it cannot, or there is no tokenizer.
@@ -111,20 +130,37 @@ class InputProcessor:
             raise too_long(f"{num_chars} characters, so more than {self.max_model_len} tokens", self.max_model_len)
 
     def render_chat(self, messages: Sequence[Message], **template: Unpack[TemplateOptions]) -> str:
-        """Returns the text that stands for a conversation; tokenize it without adding special tokens.
+        """Return the text that stands for a conversation; tokenize it without adding special tokens.
 
         Raises:
-            ValueError: when there is no template, or it or a message is wrong.
+            ValueError: when a message is not of a known form, or there is no template, or it refuses the messages.
         """
-        return chat_template.render(self._need_tokenizer(), messages, template)
+        tokenizer = self._need_tokenizer()
+        if template.get("chat_template") is None and not tokenizer.chat_template:
+            raise ValueError("the model comes without a chat template: give one (chat_template), or use plain prompts")
+        plain = [_checked_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
+        if not plain:
+            raise ValueError("the conversation has no messages: at least 1 is needed")
+        try:
+            rendered = tokenizer.apply_chat_template(
+                plain,
+                tokenize=False,
+                chat_template=template.get("chat_template"),
+                add_generation_prompt=template.get("add_generation_prompt", True),
+                continue_final_message=template.get("continue_final_message", False),
+                **(template.get("chat_template_kwargs") or {}),
+            )
+        except TemplateError as error:
+            raise ValueError(f"the chat template refuses these messages: {error}") from error
+        return cast("str", rendered)
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Tokenizes a text, with the special tokens that the tokenizer adds at its ends."""
+        """Tokenize a text, with the special tokens that the tokenizer adds at its ends."""
         ids: list[int] = self._need_tokenizer()(text, add_special_tokens=add_special_tokens)["input_ids"]
         return ids
 
     def grammar(self, form: StructuredOutputsParams) -> str:
-        """Returns the grammar that outputs of that form follow, see `Sampling`.
+        """Return the grammar that outputs of that form follow, see `Sampling`.
 
         Raises:
             ValueError: when it cannot be followed, or there is no tokenizer.
@@ -143,9 +179,30 @@ class InputProcessor:
         return self.tokenizer
 
 
-def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
-    """Copies token ids of any integer type."""
-    try:
-        return tuple(operator.index(token) for token in prompt)
-    except TypeError:
-        raise ValueError(f"a prompt is a text or a list of token ids, but {prompt!r:.60} given") from None
+def conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
+    """Return one conversation, or a list of them, as a list."""
+    if messages and isinstance(messages[0], Mapping):
+        return [cast("Sequence[Message]", messages)]
+    return list(cast("Sequence[Sequence[Message]]", messages))
+
+
+def _checked_message(where: str, message: object) -> dict[str, object]:
+    """Return the message with its content as one text; parts of a content are those of OpenAI's API."""
+    if not isinstance(message, Mapping):
+        raise ValueError(f"{where} must have a role and a content, but {message!r:.60} given")
+    role, content = message.get("role"), message.get("content")
+    if role not in _ROLES:
+        raise ValueError(f"{where} has the role {role!r}: choose {', '.join(_ROLES[:-1])} or {_ROLES[-1]}")
+    if isinstance(content, str):
+        return dict(message)
+    if content is None and message.get("tool_calls"):
+        return {**message, "content": ""}
+    if not isinstance(content, Sequence):
+        raise ValueError(f"{where} must have a text as content, but {content!r:.60} given")
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        if not isinstance(text, str):
+            raise ValueError(f"{where} has a part that is not text: {part!r:.60}")
+        texts.append(text)
+    return {**message, "content": "\n".join(texts)}

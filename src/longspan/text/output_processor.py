@@ -15,11 +15,9 @@ from longspan.outputs import CompletionOutput, Logprob, LogprobsOfToken, Request
 from longspan.text.input_processor import EngineRequest
 from longspan.text.tokenizer import Detokenizer, token_text
 
-TokenText = Callable[[int], str | None]
-
 
 class RequestState:
-    """A job with its `n` choices, once it is started."""
+    """An engine request with its `n` choices, once it is started."""
 
     def __init__(self, engine_request: EngineRequest, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self.engine_request = engine_request
@@ -28,7 +26,7 @@ class RequestState:
         self._prompt_logprobs: list[LogprobsOfToken | None] | None = None
 
     def start(self, engine: Engine) -> None:
-        """Adds its requests to the engine; all but the first share the first one's prompt."""
+        """Add its requests to the engine; all but the first share the first one's prompt."""
         ids, params = self.engine_request.token_ids, self.engine_request.params
         leader = engine.add(ids, params, grammar=self.engine_request.grammar)
         others = [
@@ -39,27 +37,25 @@ class RequestState:
 
     @property
     def finished(self) -> bool:
-        """All its choices have ended."""
+        """Tell whether all its choices have ended."""
         return all(choice.finished for choice in self.choices)
 
     @property
     def num_taken(self) -> int:
-        """All choices together have so many tokens so far."""
+        """Count the tokens of all choices so far."""
         return sum(choice.num_taken for choice in self.choices)
 
     @property
     def stuck(self) -> str | None:
-        """Why there is no answer, if an output cannot go on: no token of the model fits what its grammar demands."""
+        """Say why there is no answer, if an output cannot go on: no token fits what its grammar demands."""
         for choice in self.choices:
             if choice.request.finish_reason == "error":
-                words = (
-                    "an output could not be completed in the form that structured_outputs or response_format asks for"
-                )
-                return f"{words}: {choice.request.stop_reason}"
+                form = "the form that structured_outputs or response_format asks for"
+                return f"an output could not be completed in {form}: {choice.request.stop_reason}"
         return None
 
     def output(self) -> RequestOutput:
-        """Returns what there is so far."""
+        """Return what there is so far."""
         leader = self.choices[0].request
         return RequestOutput(
             request_id=leader.id,
@@ -72,12 +68,12 @@ class RequestState:
         )
 
     def prompt_logprobs(self) -> list[LogprobsOfToken | None] | None:
-        """These are known, and stay the same, when the first token is out; None before, or if not asked for."""
+        """Return those of the prompt once the first token is out; None before, or if not asked for."""
         leader = self.choices[0].request
         if self.engine_request.params.prompt_logprobs is not None and self._prompt_logprobs is None and leader.output:
-            decoded = _token_text(self._tokenizer)
+            text_of = _texts_by(self._tokenizer)
             self._prompt_logprobs = [
-                None if report is None else by_token(token, report, decoded)
+                None if report is None else by_token(token, report, text_of)
                 for token, report in zip(leader.prompt, leader.prompt_logprobs, strict=True)
             ]
         return self._prompt_logprobs
@@ -89,33 +85,36 @@ class Choice:
     def __init__(self, request: Request, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self.request = request
         self.num_taken = 0
-        self._decoded = _token_text(tokenizer)
-        self._detokenizer = None if tokenizer is None else _detokenizer(request, tokenizer)
+        self._text_of = _texts_by(tokenizer)
+        self._detokenizer = None
+        if tokenizer is not None:
+            stop, min_tokens = request.params.stop_strings, request.params.min_tokens
+            self._detokenizer = Detokenizer(tokenizer, request.prompt, stop, min_tokens=min_tokens)
         self.logprobs: list[LogprobsOfToken] = []
         self._cumulative = 0.0
 
     @property
     def finished(self) -> bool:
-        """No more tokens will come."""
+        """Tell whether no more tokens will come."""
         return self.request.finish_reason is not None
 
     @property
     def text(self) -> str:
-        """The text so far lacks what may still turn out to belong to a stop string."""
+        """Return the text so far, without what may still turn out to belong to a stop string."""
         return "" if self._detokenizer is None else self._detokenizer.text
 
     @property
     def stop_reason(self) -> int | str | None:
-        """The stop string or token that ended it, or what went wrong."""
+        """Name the stop string or token that ended it, or what went wrong."""
         stopped_by = None if self._detokenizer is None else self._detokenizer.stopped_by
         return self.request.stop_reason if stopped_by is None else stopped_by
 
     def take_new_tokens(self, engine: Engine) -> None:
-        """Turns new tokens into text and ends the request at a stop string."""
+        """Turn new tokens into text and end the request at a stop string."""
         request, start = self.request, self.num_taken
         self.num_taken = len(request.output)
         for token, report in zip(request.output[start:], request.logprobs[start:], strict=False):
-            self.logprobs.append(by_token(token, report, self._decoded))
+            self.logprobs.append(by_token(token, report, self._text_of))
             self._cumulative += report.logprob
         if self._detokenizer is None:
             return
@@ -126,13 +125,13 @@ class Choice:
             engine.finish(request, "stop")
 
     def abort(self, engine: Engine) -> None:
-        """Ends the request now, if it still runs, and releases all of its text."""
+        """End the request now, if it still runs, and release all of its text."""
         if not self.finished:
             engine.finish(self.request, "abort")
             self.take_new_tokens(engine)
 
     def output(self, index: int) -> CompletionOutput:
-        """Returns what there is so far."""
+        """Return what there is so far."""
         request, params = self.request, self.request.params
         logits = [np.frombuffer(data, dtype=np.float32) for data in request.logits]
         return CompletionOutput(
@@ -147,19 +146,14 @@ class Choice:
         )
 
 
-def by_token(token: int, report: TokenLogprobs, decoded: TokenText) -> LogprobsOfToken:
-    """Maps token ids to logprobs: `token` itself, then the most likely ones, best first."""
-    found = {token: Logprob(logprob=report.logprob, rank=report.rank, decoded_token=decoded(token))}
+def by_token(token: int, report: TokenLogprobs, text: Callable[[int], str | None]) -> LogprobsOfToken:
+    """Map token ids to logprobs: `token` itself, then the most likely ones, best first; `text` names each."""
+    found = {token: Logprob(logprob=report.logprob, rank=report.rank, decoded_token=text(token))}
     for rank, (other, logprob) in enumerate(zip(report.top_ids, report.top_logprobs, strict=True), start=1):
         if other != token:
-            found[other] = Logprob(logprob=logprob, rank=rank, decoded_token=decoded(other))
+            found[other] = Logprob(logprob=logprob, rank=rank, decoded_token=text(other))
     return found
 
 
-def _token_text(tokenizer: PreTrainedTokenizerBase | None) -> TokenText:
+def _texts_by(tokenizer: PreTrainedTokenizerBase | None) -> Callable[[int], str | None]:
     return (lambda _: None) if tokenizer is None else partial(token_text, tokenizer)
-
-
-def _detokenizer(request: Request, tokenizer: PreTrainedTokenizerBase) -> Detokenizer:
-    params = request.params
-    return Detokenizer(tokenizer, request.prompt, params.stop_strings, min_tokens=params.min_tokens)

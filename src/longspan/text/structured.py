@@ -20,36 +20,34 @@ _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 
 
 def compile_grammar(params: StructuredOutputsParams, vocabulary: LLTokenizer) -> str:
-    """Returns the grammar in llguidance's serialised form.
+    """Return the grammar in llguidance's serialised form.
 
     Raises:
         ValueError: when it is too large, not valid, asks for something that is not supported, or allows no output.
     """
+    texts = (params.json, params.regex, *(params.choice or ()), params.grammar)
+    length = sum(len(text) for text in texts if isinstance(text, str))
     try:
-        return _compiled(params, vocabulary)
+        if length > MAX_CHARS:
+            raise ValueError(f"it has {length} characters, but at most {MAX_CHARS} are allowed: shorten it")
+        grammar = _serialised(params)
+        if params.choice is None and not params.json_object:  # of these, length is all that can be wrong
+            grammar_check.check(grammar)
+        _check_start(grammar, vocabulary)
+        return grammar
     except ValueError as error:
         name = next(name for name in ("json", "regex", "choice", "grammar", "json_object") if getattr(params, name))
         raise ParameterError("structured_outputs", f": {name} cannot be used: {error}") from None
-
-
-def _compiled(params: StructuredOutputsParams, vocabulary: LLTokenizer) -> str:
-    texts = (params.json, params.regex, *(params.choice or ()), params.grammar)
-    length = sum(len(text) for text in texts if isinstance(text, str))
-    if length > MAX_CHARS:
-        raise ValueError(f"it has {length} characters, but at most {MAX_CHARS} are allowed: shorten it")
-    grammar = _serialised(params)
-    if params.choice is None and not params.json_object:  # of these, length is all that can be wrong
-        grammar_check.check(grammar)
-    _check_start(grammar, vocabulary)
-    return grammar
 
 
 def _serialised(params: StructuredOutputsParams) -> str:
     if params.regex is not None:
         return LLMatcher.grammar_from_regex(params.regex)
     if params.choice is not None:
-        # One terminal, so that thousands of choices are one automaton instead of as many parser items.
-        return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(_quoted, params.choice)))
+        # One terminal, so that thousands of choices are one automaton instead of as many parser items. Lark quotes
+        # strings by the rules of JSON.
+        quoted = (json.dumps(text, ensure_ascii=False) for text in params.choice)
+        return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(quoted))
     if params.grammar is not None:
         return LLMatcher.grammar_from_lark(params.grammar)
     schema = '{"type": "object"}' if params.json is None else params.json
@@ -69,13 +67,8 @@ def _checked_schema(text: str) -> str:
     return text
 
 
-def _quoted(text: str) -> str:
-    """Quotes a string as Lark does; the rules are those of JSON."""
-    return json.dumps(text, ensure_ascii=False)
-
-
 def _check_start(grammar: str, vocabulary: LLTokenizer) -> None:
-    """Finds mistakes that show only when the first token is asked for."""
+    """Find mistakes that show only when the first token is asked for."""
     matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=grammar_check.LIMITS)
     allowed = allocate_token_bitmask(1, vocabulary.vocab_size)
     fill_next_token_bitmask(matcher, allowed)
