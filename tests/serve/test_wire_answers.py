@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from chat_chunk import ChatCompletionChunk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types import Completion
@@ -19,7 +20,7 @@ from longspan.serve.answers import Assembler, ChatAssembler, CompletionAssembler
 from longspan.serve.convert import chat_request, completion_requests
 from longspan.serve.messages import Delta
 from longspan.serve.requests import ChatCompletionRequest, CompletionRequest
-from longspan.serve.responses import ChatCompletionChunk, ChatCompletionResponse, CompletionResponse
+from longspan.serve.responses import ChatCompletionResponse, CompletionResponse
 from longspan.text.input_processor import EngineRequest
 
 SERVED = world()

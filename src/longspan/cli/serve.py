@@ -102,7 +102,7 @@ def serve(
         max_num_queued_tokens=server.max_num_queued_tokens,
         engine_timeout_s=server.engine_timeout,
     )
-    face = settings.ServerSettings(
+    server_settings = settings.ServerSettings(
         model_names=tuple(server.served_model_name or (model,)),
         api_keys=tuple(server.api_key or ()),
         root_path=server.root_path,
@@ -120,7 +120,7 @@ def serve(
         limits=limits,
     )
     try:
-        code = asyncio.run(run.serve(setup, face, server.host, server.port))
+        code = asyncio.run(run.serve(setup, server_settings, server.host, server.port))
     except errors.EngineLostError as error:
         print(f"longspan: {error}", file=sys.stderr)
         code = 1

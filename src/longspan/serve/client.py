@@ -263,7 +263,9 @@ class EngineClient:
                 if not answer.done():
                     answer.set_exception(EngineLostError("the engine core was lost"))
             if was_connected:
-                self._lose_outputs()
+                for queue in self._queues():  # what can be repeated waits for the next one
+                    if self._closing or not queue.repeat():
+                        self._fail(queue, EngineLostError("the engine core was lost"))
                 self.stats = None
                 self.on_loss()
 
@@ -293,12 +295,6 @@ class EngineClient:
             await asyncio.sleep(limit_s / _NUM_TICKS)
             silent_s = 0.0 if self._was_heard or not self._connected else silent_s + limit_s / _NUM_TICKS
         return silent_s
-
-    def _lose_outputs(self) -> None:
-        """Let what can be repeated wait for the next engine core; the rest fails."""
-        for queue in self._queues():
-            if self._closing or not queue.repeat():
-                self._fail(queue, EngineLostError("the engine core was lost"))
 
     async def _listen(self, socket: zmq.asyncio.Socket) -> None:
         while True:

@@ -88,7 +88,7 @@ def read_request(model: type[RequestT], body: bytes, limits: RequestLimits) -> R
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        raise wire_error(error.errors(include_url=False), value) from error
+        raise wire_error(error, value) from error
 
 
 def num_elements(body: bytes, enough: int) -> int:

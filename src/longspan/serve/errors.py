@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
-from types import MappingProxyType
 from typing import Any
 
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 from starlette.responses import JSONResponse
 
 from longspan.errors import ParameterError
@@ -62,7 +63,7 @@ class WireError(ValueError):
 
 
 @contextmanager
-def blaming(param: str | None, names: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
+def blaming(param: str | None, names: Mapping[str, str] | None = None) -> Iterator[None]:
     """Make a WireError of a ValueError in here. It blames `param`, or the parameter that the error carries.
 
     `names` are the fields that stand for parameters of other names.
@@ -72,25 +73,25 @@ def blaming(param: str | None, names: Mapping[str, str] = MappingProxyType({})) 
     except WireError:
         raise
     except ParameterError as error:
-        raise WireError(str(error), names.get(error.parameter, error.parameter)) from error
+        raise WireError(str(error), (names or {}).get(error.parameter, error.parameter)) from error
     except ValueError as error:
         raise WireError(str(error), param) from error
 
 
-def wire_error(errors: Sequence[Mapping[str, Any]], body: object) -> WireError:
+def wire_error(found: ValidationError, body: object) -> WireError:
     """Make one error of what pydantic has found wrong with a body; it repeats at most a few characters of it.
 
-    Of the alternatives that a field has, the one that a value came closest to is reported. `errors` are what pydantic's
-    `ValidationError.errors()` gives, or FastAPI's `RequestValidationError.errors()`; `body` is the value that was read.
+    Of the alternatives that a field has, the one that a value came closest to is reported.
     """
+    errors = found.errors(include_url=False)
     params = [_param(error, body) for error in errors]
     for error, path in zip(errors, params, strict=True):
         if isinstance(cause := error.get("ctx", {}).get("error"), WireError):
             return _at(path, cause)
     worst = max(params, key=len)
-    found = [error for error, path in zip(errors, params, strict=True) if path == worst]
-    messages = dict.fromkeys(_message(error) for error in found)
-    return _at(worst, WireError(", or: ".join(messages) + _given(found[0])))
+    closest = [error for error, path in zip(errors, params, strict=True) if path == worst]
+    messages = dict.fromkeys(_message(error) for error in closest)
+    return _at(worst, WireError(", or: ".join(messages) + _given(closest[0])))
 
 
 def cut(text: str, most: int = _MAX_ECHO) -> str:
@@ -99,17 +100,19 @@ def cut(text: str, most: int = _MAX_ECHO) -> str:
 
 
 def _at(path: Sequence[str | int], error: WireError) -> WireError:
-    """Place an error in the value that is found by `path`."""
-    param = _joined(path if error.param is None else [*path, error.param])
+    """Place an error in the value that is found by `path`, which is written as in `messages[0].content`."""
+    steps = path if error.param is None else [*path, error.param]
+    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
+    param = cut(text.removeprefix("."), _MAX_PARAM) or None
     return WireError(str(error) if param is None else f"{param}: {error}", param, error.status)
 
 
-def _message(error: Mapping[str, Any]) -> str:
+def _message(error: ErrorDetails) -> str:
     message, tag = str(error["msg"]), error.get("ctx", {}).get("tag")
     return message if tag is None else message.replace(str(tag), cut(str(tag)))
 
 
-def _given(error: Mapping[str, Any]) -> str:
+def _given(error: ErrorDetails) -> str:
     """Return the words that repeat a value, if it is short enough."""
     value = error.get("input")
     small = isinstance(value, str | float) or (isinstance(value, int) and abs(value) <= _MAX_INT)
@@ -118,7 +121,7 @@ def _given(error: Mapping[str, Any]) -> str:
     return f", but {cut(repr(value[:_MAX_ECHO] if isinstance(value, str) else value))} given"
 
 
-def _param(error: Mapping[str, Any], body: object) -> list[str | int]:
+def _param(error: ErrorDetails, body: object) -> list[str | int]:
     """Return the path to the error in the body, without pydantic's names for alternatives of a field."""
     path: list[str | int] = []
     at, location = body, error["loc"]
@@ -129,12 +132,6 @@ def _param(error: Mapping[str, Any], body: object) -> list[str | int]:
         if is_there or (index == len(location) - 1 and error["type"] == "missing"):
             path.append(step)
     return path
-
-
-def _joined(path: Sequence[str | int]) -> str | None:
-    """Write a path as in `messages[0].content`."""
-    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
-    return cut(text.removeprefix("."), _MAX_PARAM) or None
 
 
 class QueueFullError(Exception):

@@ -343,16 +343,6 @@ class GenerationRequest(WireModel):
             raise WireError("it cannot be combined with response_format: keep one of them", "structured_outputs")
         return self
 
-    @property
-    def include_usage(self) -> bool:
-        """Return whether a stream ends with the usage."""
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def continuous_usage(self) -> bool:
-        """Return whether every chunk of a stream has the usage so far."""
-        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
-
 
 class CompletionRequest(GenerationRequest):
     """`POST /v1/completions`."""

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from longspan.serve.app import make_app
 from longspan.serve.client import EngineClient
 from longspan.serve.errors import error_response
-from longspan.serve.messages import EngineSetup, Started
+from longspan.serve.messages import EngineSetup
 from longspan.serve.middleware import HttpProtocol, RequestContext, Tally, path_of
 from longspan.serve.server import Server
 from longspan.serve.settings import ServerSettings
@@ -88,8 +88,12 @@ async def serve(setup: EngineSetup, settings: ServerSettings, host: str, port: i
 
 
 async def _start(engine: EngineClient, settings: ServerSettings) -> Server:
-    started = await engine.start()
-    return Server(engine, await asyncio.to_thread(_input_processor, started), settings)  # tokenizers take long to load
+    started, tokenizer = await engine.start(), None
+    if started.tokenizer_dir is not None:  # tokenizers take long to load
+        folder, trust = Path(started.tokenizer_dir), started.trust_remote_code
+        tokenizer = await asyncio.to_thread(tokenizer_in, folder, started.name, trust_remote_code=trust)
+    size = {"vocab_size": started.vocab_size, "max_model_len": started.max_model_len}
+    return Server(engine, InputProcessor(tokenizer=tokenizer, **size), settings)
 
 
 @contextlib.asynccontextmanager
@@ -126,20 +130,15 @@ async def _serve_until_stopped(server: Server, signals: _Signals) -> int:
     server.draining = True
     timeout_s = 0.0 if server.engine.down.is_set() else server.settings.shutdown_timeout_s
     _log.info("stopping; requests under way have %g s", timeout_s)
-    drained = await _drain(server, signals, timeout_s)
-    server.engine.fail_all("the server is shutting down")
-    if server.engine.down.is_set():
-        return 1
-    return 0 if drained else 128 + signals.numbers[-1]
-
-
-async def _drain(server: Server, signals: _Signals, timeout_s: float) -> bool:
-    """Wait for requests under way; return whether all were answered before the time was up or a second signal came."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             while server.tally.num_open and not signals.second.is_set():  # noqa: ASYNC110 - one of the two is a number
                 await asyncio.sleep(_POLL_S)
-    return not server.tally.num_open
+    drained = not server.tally.num_open
+    server.engine.fail_all("the server is shutting down")
+    if server.engine.down.is_set():
+        return 1
+    return 0 if drained else 128 + signals.numbers[-1]
 
 
 async def _first_of(*waits: object) -> object:
@@ -151,14 +150,6 @@ async def _first_of(*waits: object) -> object:
     finally:
         for task in tasks:
             task.cancel()
-
-
-def _input_processor(started: Started) -> InputProcessor:
-    folder = started.tokenizer_dir
-    tokenizer = None
-    if folder is not None:
-        tokenizer = tokenizer_in(Path(folder), started.name, trust_remote_code=started.trust_remote_code)
-    return InputProcessor(tokenizer=tokenizer, vocab_size=started.vocab_size, max_model_len=started.max_model_len)
 
 
 def _bind(host: str, port: int, reader_timeout_s: float) -> socket.socket:
