@@ -32,6 +32,11 @@ NEVER_STARTS, STARTS_LATE, WRONG, ENDS_AT_ONCE = "never-starts", "starts-late", 
 NEVER_QUITS = "never-quits"
 """What the name of the file makes of the start."""
 
+_SETTINGS: dict[str, Any] = {
+    "name": "fake",
+    "options": {"rate": 0.5, "cut": True, "sizes": "1,2"},
+    "changeable": ["rate", "cut"],
+}
 _STARTED = {
     "type": "Started",
     "name": "fake",
@@ -43,11 +48,7 @@ _STARTED = {
     "num_instances": 1,
     "num_kv_blocks": 8,
     "block_size": 16,
-}
-_SETTINGS: dict[str, Any] = {
-    "name": "fake",
-    "options": {"rate": 0.5, "cut": True, "sizes": "1,2"},
-    "changeable": ["rate", "cut"],
+    "policy": _SETTINGS,
 }
 
 
@@ -65,7 +66,6 @@ class FakeEngine:
         self._is_first = sum(json.loads(line)["event"] == "start" for line in lines) == 1
 
     def run(self) -> None:
-        self._send({"type": "PolicySet", "settings": _SETTINGS, "id": None})
         self._send(_STARTED)
         while True:
             while not self._socket.poll(100):

@@ -20,6 +20,11 @@ from longspan.text.input_processor import EngineRequest, InputProcessor
 
 OUTPUT = [5, 6]
 """What every choice of every answer is."""
+POLICY = PolicySettings(
+    name="tetris",
+    options={"improvement_rate": "auto", "chunking": True, "min_chunk": 256, "sp_sizes": "1,2"},
+    changeable=("improvement_rate", "chunking", "min_chunk"),
+)
 STARTED = Started(
     name="tiny",
     tokenizer_dir=None,
@@ -30,6 +35,7 @@ STARTED = Started(
     num_instances=2,
     num_kv_blocks=20,
     block_size=16,
+    policy=POLICY,
 )
 STATS = Stats(
     num_running=3,
@@ -41,11 +47,6 @@ STATS = Stats(
     used_blocks=[5, 2],
     busy_s=[1.5, 0.5],
     bytes_sent={("ring_kv", "same_host"): 1000, ("ring_q", "other_host"): 24},
-)
-POLICY = PolicySettings(
-    name="tetris",
-    options={"improvement_rate": "auto", "chunking": True, "min_chunk": 256, "sp_sizes": "1,2"},
-    changeable=("improvement_rate", "chunking", "min_chunk"),
 )
 
 

@@ -317,6 +317,7 @@ class EngineClient:
                 self._take_policy(report)
             case Started():
                 self.started, self.state, self._connected = report, "serving", True
+                self.policy = report.policy
                 self._replay()
                 if not self._first.done():
                     self._first.set_result(report)
@@ -347,7 +348,7 @@ class EngineClient:
             self.stats = outputs.stats
 
     def _take_policy(self, report: PolicySet | PolicyRefused) -> None:
-        """Take the answer to a change, or what an engine core that starts says of its policy."""
+        """Take the answer to a change, whether somebody waits for it or a new engine core was set as the last one."""
         answer = None if report.id is None else self._policy_answers.get(report.id)
         if answer is not None and answer.done():
             answer = None  # nobody waits for it any more

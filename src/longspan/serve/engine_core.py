@@ -54,6 +54,14 @@ from longspan.service import Deployment
 from longspan.text.input_processor import EngineRequest
 from longspan.text.output_processor import RequestState
 
+_log = logging.getLogger("longspan")
+_MOST_LOSSES = 2
+"""A request that runs while so many workers are lost, one after the other, is not tried again."""
+_MOST_ATTEMPTS = 3
+"""So many starts of workers may fail, or be followed by no token, one after the other."""
+_PAUSE_S = 1.0
+_STATS_INTERVAL_S = 0.5
+
 
 def main() -> None:
     """Run until told to quit; exit with 1 when it cannot start or workers do not come back."""
@@ -67,7 +75,7 @@ def main() -> None:
     setup = msgspec.json.decode(line, type=EngineSetup)
     threading.Thread(target=_end_with_server, args=(folder,), daemon=True).start()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("longspan").setLevel(logging.INFO)
+    _log.setLevel(logging.INFO)
     logging.getLogger().setLevel(logging.WARNING)
     with zmq.Context() as context, closing(context.socket(zmq.PAIR)) as socket:
         socket.sndhwm = socket.rcvhwm = 0
@@ -80,8 +88,8 @@ def _serve(setup: EngineSetup, socket: zmq.Socket[bytes]) -> int:
     try:
         deployment = Deployment(setup.model, **setup.arguments)
     except (ValueError, WorkerLostError) as error:
-        mistake = isinstance(error, ValueError)
-        socket.send(msgspec.msgpack.encode(NotStarted(reason=str(error), is_mistake=mistake)))
+        report = NotStarted(reason=str(error), is_mistake=isinstance(error, ValueError))
+        socket.send(msgspec.msgpack.encode(report))
         return 1
     with deployment:
         files, config = deployment.files, deployment.engine.config
@@ -96,13 +104,13 @@ def _serve(setup: EngineSetup, socket: zmq.Socket[bytes]) -> int:
             num_instances=config.cluster.num_instances,
             num_kv_blocks=sum(pool.num_blocks for pool in pools),
             block_size=config.block_size,
+            policy=deployment.policy_settings,
         )
-        socket.send(msgspec.msgpack.encode(PolicySet(deployment.policy_settings)))
         socket.send(msgspec.msgpack.encode(started))
         try:
             EngineLoop(deployment, setup, socket).run()
         except (WorkerLostError, OSError):
-            logging.getLogger("longspan").exception("workers do not come back")
+            _log.exception("workers do not come back")
             return 1
     return 0
 
@@ -112,15 +120,6 @@ def _end_with_server(folder: str) -> None:
         pass
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)  # workers end with their controller
-
-
-_log = logging.getLogger("longspan")
-_MOST_LOSSES = 2
-"""A request that runs while so many workers are lost, one after the other, is not tried again."""
-_MOST_ATTEMPTS = 3
-"""So many starts of workers may fail, or be followed by no token, one after the other."""
-_PAUSE_S = 1.0
-_STATS_INTERVAL_S = 0.5
 
 
 @dataclass(kw_only=True, eq=False)

@@ -125,6 +125,7 @@ class Started(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     num_instances: int
     num_kv_blocks: int
     block_size: int
+    policy: PolicySettings
 
 
 class NotStarted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -135,10 +136,10 @@ class NotStarted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class PolicySet(msgspec.Struct, frozen=True, tag=True):
-    """The policy's settings from now on are these: sent after a change, and, without an id, before `Started`."""
+    """The policy's settings from now on are these."""
 
     settings: PolicySettings
-    id: int | None = None
+    id: int | None
 
 
 class PolicyRefused(msgspec.Struct, frozen=True, tag=True):
