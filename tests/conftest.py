@@ -94,7 +94,7 @@ def thread_llm(monkeypatch: pytest.MonkeyPatch, signals: None) -> None:
 
 @pytest.fixture
 def events(tmp_path: Path) -> Iterator[Path]:
-    """The model to give to engine processes, which are fake: they write here what they are told."""
+    """The model to give to engine cores, which are fake: they write here what they are told."""
     from fake_engine_install import fake_engine_installed
 
     with fake_engine_installed():

@@ -1,4 +1,4 @@
-"""What a server's engine process does with any mix of requests, cancellations and lost workers; simulated ones."""
+"""What a server's engine core does with any mix of requests, cancellations and lost workers; simulated ones."""
 
 from __future__ import annotations
 

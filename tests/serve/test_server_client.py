@@ -1,4 +1,4 @@
-"""The face's side of the engine process: nothing is lost, told twice, waited for in vain or left behind."""
+"""The face's side of the engine core: nothing is lost, told twice, waited for in vain or left behind."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_counters_outlive_the_engine_process_and_gauges_do_not() -> None:
     assert (value("engine_restarts_total"), value("worker_restarts_total")) == (1, 1)
     assert (value("num_requests_running"), value("num_requests_waiting"), value("kv_cache_usage_perc")) == (0, 0, 0)
     assert value("instance_kv_blocks_used", instance="0") == 0
-    for _ in range(2):  # the second engine process speaks twice
+    for _ in range(2):  # the second engine core speaks twice
         server.metrics.take_step(StepOutputs(stats=STATS))
     value = sampler(server)
     assert (value("engine_restarts_total"), value("worker_restarts_total")) == (1, 2)

@@ -282,7 +282,7 @@ def test_large_headers_are_refused(server: ServerProcess) -> None:
 
 
 def test_keys_are_known_to_the_http_face_only(server: ServerProcess) -> None:
-    assert len(server.family) >= 2, "an engine process and a worker"
+    assert len(server.family) >= 2, "an engine core and a worker"
     for process in server.family:
         assert KEY not in " ".join(process.cmdline())
         assert KEY not in "".join(process.environ().values())

@@ -300,7 +300,7 @@ def test_nothing_is_left_when_the_face_is_killed(pair: ServerProcess) -> None:
     threads, futures = at_once([asking(client, prompt, 500, stream=False) for _ in range(4)])
     with threads:
         client.wait_until_running(2)
-        assert len(pair.family) == 4, "the engine process, the one that forks workers, and two workers"
+        assert len(pair.family) == 4, "the engine core, the one that forks workers, and two workers"
         pair.kill("face")
         for future in futures:
             assert future.exception(timeout=60) is not None

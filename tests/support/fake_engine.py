@@ -1,4 +1,4 @@
-"""An engine process that computes nothing: what it does with a request is what the prompt's first token says.
+"""An engine core that computes nothing: what it does with a request is what the prompt's first token says.
 
 `EngineSetup.model` is a file to which it appends a line of JSON per event; so a test sees what it was told, and each
 process knows how many there were before it. It starts in a blink, since it imports neither torch nor longspan.

@@ -1,4 +1,4 @@
-"""`fake_engine.py` in place of the real engine process, for tests that run the rest of a server in their own."""
+"""`fake_engine.py` in place of the real engine core, for tests that run the rest of a server in their own."""
 
 from __future__ import annotations
 

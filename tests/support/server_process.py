@@ -86,7 +86,7 @@ class ServerProcess:
 
     @property
     def family(self) -> list[psutil.Process]:
-        """Its descendants: the engine process, the one that forks workers, and these."""
+        """Its descendants: the engine core, the one that forks workers, and these."""
         found = self.process.children(recursive=True)
         self._seen.update(found)
         return found
