@@ -15,6 +15,8 @@ from typing import Literal
 import msgspec
 import zmq
 import zmq.asyncio
+from anyio import CapacityLimiter
+from anyio.to_thread import run_sync
 
 from longspan.policy.spec import PolicySettings, option_text
 from longspan.runtime.child import make_run_dir, start_child
@@ -148,7 +150,7 @@ class EngineClient:
         self.fail_all("the server is shutting down")
         if self.state == "serving" and self._process is not None:  # else it would not listen: it is killed
             self._send(Quit())
-            waits = [asyncio.create_task(asyncio.to_thread(self._process.wait))]
+            waits = [asyncio.create_task(_ended(self._process))]
             if at_once is not None:
                 waits.append(asyncio.create_task(at_once.wait()))
             await asyncio.wait(waits, timeout=_QUIT_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
@@ -242,8 +244,8 @@ class EngineClient:
             socket.sndhwm = socket.rcvhwm = 0
             socket.bind(address(folder))
             self._process = process = start_child(_ENGINE_MODULE, folder)
+            assert process.stdin is not None, "a child has a pipe"
             try:
-                assert process.stdin is not None, "a child has a pipe"
                 with contextlib.suppress(BrokenPipeError):  # it has ended already
                     process.stdin.write(msgspec.json.encode(self._setup) + b"\n")
                     process.stdin.flush()
@@ -251,7 +253,9 @@ class EngineClient:
                 return await self._hear(process, socket)
             finally:
                 process.kill()  # its workers end with it
-                await asyncio.to_thread(process.communicate)
+                await asyncio.create_task(_ended(process))
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.close()
         except OSError as error:
             return f"the engine core cannot be started ({error})"
         finally:
@@ -272,7 +276,7 @@ class EngineClient:
     async def _hear(self, process: subprocess.Popen[bytes], socket: zmq.asyncio.Socket) -> str:
         """Take all that an engine core says until it ends or falls silent; return which of the two."""
         listener, silent = asyncio.create_task(self._listen(socket)), asyncio.create_task(self._silence())
-        ended = asyncio.create_task(asyncio.to_thread(process.wait))
+        ended = asyncio.create_task(_ended(process))
         try:
             await asyncio.wait({listener, ended, silent}, return_when=asyncio.FIRST_COMPLETED)
             self.state = "restarting"
@@ -371,6 +375,11 @@ class EngineClient:
         for number, (queue, index) in self._waiting.items():
             engine_request, is_accepted = queue.engine_requests[index], queue.accepted.done()
             self._send(Add(id=number, engine_request=engine_request, is_accepted=is_accepted))
+
+
+async def _ended(process: subprocess.Popen[bytes]) -> int:
+    """Wait in a thread of its own until a process has ended; return its exit code."""
+    return await run_sync(process.wait, abandon_on_cancel=True, limiter=CapacityLimiter(1))
 
 
 Output = tuple[int, Delta]
