@@ -221,24 +221,21 @@ class EngineLoop:
 
     def _why_full(self, engine_request: EngineRequest) -> str | None:
         """Return why the queue has no room for an engine request, or None if it has."""
-        most_requests, most_tokens = self._setup.max_num_queued_reqs, self._setup.max_num_queued_tokens
-
-        def reason() -> str | None:
-            load, num_tokens = self._engine.load(), len(engine_request.token_ids)
-            if most_requests is not None and load.num_waiting >= most_requests:
-                return f"{load.num_waiting} requests are waiting, of at most {most_requests} (--max-num-queued-reqs)"
-            # Whatever its length, a prompt may wait alone.
-            if most_tokens is not None and load.num_waiting and load.num_waiting_tokens + num_tokens > most_tokens:
-                return (
-                    f"prompts of {load.num_waiting_tokens} tokens are waiting: with another {num_tokens} they would be "
-                    f"more than {most_tokens} (--max-num-queued-tokens)"
-                )
-            return None
-
-        if reason() is None:
+        if self._lack_of_room(engine_request) is None:
             return None
         self._engine.emit()  # some that were added just now need not wait
-        return reason()
+        return self._lack_of_room(engine_request)
+
+    def _lack_of_room(self, engine_request: EngineRequest) -> str | None:
+        most, most_tokens = self._setup.max_num_queued_reqs, self._setup.max_num_queued_tokens
+        load, num_tokens = self._engine.load(), len(engine_request.token_ids)
+        if most is not None and load.num_waiting >= most:
+            return f"{load.num_waiting} requests are waiting, of at most {most} (--max-num-queued-reqs)"
+        # Whatever its length, a prompt may wait alone.
+        if most_tokens is not None and load.num_waiting and load.num_waiting_tokens + num_tokens > most_tokens:
+            words = f"prompts of {load.num_waiting_tokens} tokens are waiting: with another {num_tokens} they would be"
+            return f"{words} more than {most_tokens} (--max-num-queued-tokens)"
+        return None
 
     def _step(self) -> None:
         """Take completions of the workers, or wait for one, and send what they brought."""
@@ -284,7 +281,10 @@ class EngineLoop:
             outputs.deltas.append(delta)
             served.sent_prompt_logprobs = True
             request = choice.request
-            _add_times(request, sent.num_tokens, outputs)
+            if request.choice == 0 and sent.num_tokens == 0 and request.metrics.ttft_s is not None:
+                outputs.ttft_s.append(request.metrics.ttft_s)
+                outputs.num_prompt_tokens += len(request.prompt)
+            outputs.tbt_s += request.metrics.tbt_s[max(0, sent.num_tokens - 1) :]  # the first token has none
             if choice.finished and not sent.finished:
                 outputs.finished.append(_finished(request, served))
             sent.num_characters += len(delta.text)
@@ -353,15 +353,6 @@ class EngineLoop:
 
     def _send(self, report: Report) -> None:
         self._socket.send(self._encoder.encode(report))
-
-
-def _add_times(request: Request, start: int, outputs: StepOutputs) -> None:
-    """Add the times of a choice's tokens from `start` on."""
-    metrics = request.metrics
-    if request.choice == 0 and start == 0 and metrics.ttft_s is not None:
-        outputs.ttft_s.append(metrics.ttft_s)
-        outputs.num_prompt_tokens += len(request.prompt)
-    outputs.tbt_s += metrics.tbt_s[max(0, start - 1) :]  # the first token has none
 
 
 def _finished(request: Request, served: _Served) -> FinishedChoice:
