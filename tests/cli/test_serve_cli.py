@@ -91,16 +91,16 @@ NEEDED = {
     "transfer_backends": ("--prefill-parallel", "1", "--decode-parallel", "1"),
 }
 """Flags that mean nothing without others."""
-Started = tuple[Any, Any, str, int]
+Started = tuple[Any, Any]
 
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
-    """What servers are started with: engine setup, settings, host and port."""
+    """What servers are started with: engine setup and settings."""
     calls: list[Started] = []
 
-    async def serve(setup: Any, settings: Any, host: str, port: int) -> int:
-        calls.append((setup, settings, host, port))
+    async def serve(setup: Any, settings: Any) -> int:
+        calls.append((setup, settings))
         return 0
 
     monkeypatch.setattr(server_run, "serve", serve)
@@ -111,9 +111,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
 
 def seen(call: Started) -> tuple[Any, ...]:
     """What can be compared of it; tracers are as good as one another."""
-    setup, settings, host, port = call
+    setup, settings = call
     fields = {name: value for name, value in vars_of(settings).items() if name != "tracer"}
-    return setup, fields, settings.tracer is not None, host, port
+    return setup, fields, settings.tracer is not None
 
 
 def vars_of(settings: Any) -> dict[str, Any]:

@@ -83,7 +83,7 @@ async def serving(events: Path, **settings: Any) -> AsyncIterator[Face]:
 
 async def serve_fake(events: Path, port: int = 0, **settings: Any) -> int:
     setup = EngineSetup(model=str(events), arguments={}, max_num_queued_reqs=None, max_num_queued_tokens=None)
-    return await serve(setup, ServerSettings(model_names=("fake",), **settings), "127.0.0.1", port)
+    return await serve(setup, ServerSettings(model_names=("fake",), port=port, **settings))
 
 
 async def heard_port() -> int:

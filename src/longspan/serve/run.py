@@ -63,7 +63,7 @@ class _Signals:
         (self.second if self.first.is_set() else self.first).set()
 
 
-async def serve(setup: EngineSetup, settings: ServerSettings, host: str, port: int) -> int:
+async def serve(setup: EngineSetup, settings: ServerSettings) -> int:
     """Serve until SIGINT or SIGTERM; return the exit code, 0 if all that was under way has been answered.
 
     Raises:
@@ -71,7 +71,7 @@ async def serve(setup: EngineSetup, settings: ServerSettings, host: str, port: i
         EngineLostError: when the engine does not start, or cannot be kept alive.
     """
     signals, app = _Signals(), StartingApp(settings.root_path)
-    listening = _bind(host, port, settings.reader_timeout_s)
+    listening = _bind(settings.host, settings.port, settings.reader_timeout_s)
     engine = EngineClient(setup)
     with signals.caught():
         try:

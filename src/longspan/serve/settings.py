@@ -12,6 +12,8 @@ from longspan.core.options import Option
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
+else:
+    Tracer = object  # it belongs to an extra, and flags are made by evaluating the hints
 
 _METRICS_PREFIX = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 _ROOT_PATH = re.compile(r"(/[^/?#\s]+)*")
@@ -132,48 +134,103 @@ def _narrow(schema: dict[str, Any], keyword: str, most: int, defined: dict[str, 
         schema[keyword] = min(most, schema.get(keyword, most))
 
 
+_server = partial(Option, group="Server")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """Settings of the API server, apart from the engine.
+    """Settings of the API server, apart from the engine; times are seconds.
 
     Attributes:
         model_names: by which clients may ask; the first is told to them.
         api_keys: any of them will do; none: everybody may ask.
-        root_path: the prefix that a proxy in front takes off.
-        request_timeout_s: the longest that a request may take; None for no limit.
-        body_timeout_s: the longest that a request's body may take to come.
-        max_total_body_bytes: of the bodies of all open requests together.
-        max_header_bytes: of a request's line and headers together.
-        shutdown_timeout_s: how long requests under way may go on after SIGTERM.
-        keep_alive_s: how long a stream may be silent before a comment is sent. For so long its status is open, too: a
-            failure before it has one of its own.
-        reader_timeout_s: a client that reads nothing of its stream for so long is taken for gone.
-        max_num_queued_reqs, max_num_queued_tokens: of `EngineSetup`; what could never wait is refused.
-        metrics_prefix: of the metrics' names, with its colon.
+        keep_alive_s: for so long the status of a stream is open, too: a failure before it has one of its own.
         tracer: gets one span per request for text; None for no tracing.
 
     Raises:
         ValueError: for a value that cannot work; keys are not repeated in it.
     """
 
-    model_names: tuple[str, ...]
-    api_keys: tuple[str, ...] = field(default=(), repr=False)
-    root_path: str = ""
-    request_timeout_s: float | None = None
-    body_timeout_s: float = 60.0
-    max_total_body_bytes: int = 2**28
-    max_header_bytes: int = 64 * 1024
-    shutdown_timeout_s: float = 30.0
-    keep_alive_s: float = 10.0
-    reader_timeout_s: float = 60.0
-    max_num_queued_reqs: int | None = None
-    max_num_queued_tokens: int | None = None
-    metrics_prefix: str = "longspan:"
+    host: Annotated[str, _server("Address to listen on; 0.0.0.0 is every interface.")] = "127.0.0.1"
+    port: Annotated[int, _server("0 takes a free one.")] = 8000
+    api_keys: Annotated[
+        tuple[str, ...],
+        _server(
+            "Clients need this key; repeatable, any of them will do.",
+            name="api-key",
+            default="",
+            repeatable=True,
+            read=tuple,
+        ),
+    ] = field(default=(), repr=False)
+    model_names: Annotated[
+        tuple[str, ...],
+        _server(
+            "The name clients ask for; repeatable. The model's own if not given.",
+            name="served-model-name",
+            repeatable=True,
+            read=tuple,
+        ),
+    ] = ()
+    root_path: Annotated[str, _server("The prefix that a proxy in front takes off.")] = ""
+    max_num_queued_reqs: Annotated[
+        int, _server("Requests that may wait for room; more are answered 503.", minimum=1)
+    ] = 1024
+    max_num_queued_tokens: Annotated[
+        int, _server("Tokens of all requests that wait; one request may wait whatever its length.", minimum=1)
+    ] = 8_000_000
+    engine_timeout_s: Annotated[
+        float,
+        _server(
+            "Seconds of silence after which the engine process is taken for lost.", name="engine-timeout", minimum=10
+        ),
+    ] = 60.0
+    request_timeout_s: Annotated[
+        float | None,
+        _server(
+            "Seconds that a request may take; x-request-timeout can only shorten it.",
+            name="request-timeout",
+            minimum=0.001,
+        ),
+    ] = None
+    body_timeout_s: Annotated[
+        float, _server("Seconds that a request's body may take to come.", name="body-timeout", minimum=0.001)
+    ] = 60.0
+    max_total_body_bytes: Annotated[
+        int, _server("Most bytes of the bodies of all open requests; more are answered 503.", minimum=1)
+    ] = 2**28
+    max_header_bytes: Annotated[
+        int,
+        _server("Most bytes of a request's line and headers.", name="h11-max-incomplete-event-size", minimum=1024),
+    ] = 64 * 1024
+    keep_alive_s: Annotated[
+        float,
+        _server(
+            "Seconds that a stream may be silent before a comment is sent.", name="stream-keep-alive", minimum=0.001
+        ),
+    ] = 10.0
+    reader_timeout_s: Annotated[
+        float,
+        _server(
+            "Seconds after which a client that takes nothing of its answer is let go.",
+            name="reader-timeout",
+            minimum=0.001,
+        ),
+    ] = 60.0
+    shutdown_timeout_s: Annotated[
+        float,
+        _server(
+            "Seconds that requests under way have after SIGTERM; a second signal ends at once.",
+            name="shutdown-timeout",
+            minimum=0,
+        ),
+    ] = 30.0
+    metrics_prefix: Annotated[str, _server("Of metric names; vllm: for dashboards made for vLLM.")] = "longspan:"
     tracer: Tracer | None = None
     limits: RequestLimits = field(default_factory=RequestLimits)
 
     def __post_init__(self) -> None:
-        if not self.model_names or not all(self.model_names):
+        if not all(self.model_names):
             raise ValueError(f"--served-model-name must not be empty, but {list(self.model_names)} given")
         if not all(_KEY.fullmatch(key) for key in self.api_keys):
             raise ValueError("an --api-key is empty or has spaces in it: give one that a header can carry")
@@ -190,14 +247,13 @@ class ServerSettings:
         Raises:
             ValueError: if they do not: to come again later would not help.
         """
-        most_prompts, most_tokens = self.max_num_queued_reqs, self.max_num_queued_tokens
-        if most_prompts is not None and num_prompts > most_prompts:
+        if num_prompts > self.max_num_queued_reqs:
             raise ValueError(
-                f"{num_prompts} prompts never fit into the queue, which has room for {most_prompts} "
+                f"{num_prompts} prompts never fit into the queue, which has room for {self.max_num_queued_reqs} "
                 "(--max-num-queued-reqs): send several requests"
             )
-        if most_tokens is not None and num_prompts > 1 and num_tokens > most_tokens:
+        if num_prompts > 1 and num_tokens > self.max_num_queued_tokens:
             raise ValueError(
-                f"prompts of {num_tokens} tokens never fit into the queue together, which has room for {most_tokens} "
-                "(--max-num-queued-tokens): send several requests"
+                f"prompts of {num_tokens} tokens never fit into the queue together, which has room for "
+                f"{self.max_num_queued_tokens} (--max-num-queued-tokens): send several requests"
             )
