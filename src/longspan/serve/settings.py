@@ -135,6 +135,8 @@ def _narrow(schema: dict[str, Any], keyword: str, most: int, defined: dict[str, 
 
 
 _server = partial(Option, group="Server")
+_names = partial(_server, repeatable=True, read=tuple)
+_timeout = partial(_server, minimum=0.001)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,23 +156,11 @@ class ServerSettings:
     host: Annotated[str, _server("Address to listen on; 0.0.0.0 is every interface.")] = "127.0.0.1"
     port: Annotated[int, _server("0 takes a free one.")] = 8000
     api_keys: Annotated[
-        tuple[str, ...],
-        _server(
-            "Clients need this key; repeatable, any of them will do.",
-            name="api-key",
-            default="",
-            repeatable=True,
-            read=tuple,
-        ),
+        tuple[str, ...], _names("Clients need this key; repeatable, any of them will do.", name="api-key", default="")
     ] = field(default=(), repr=False)
     model_names: Annotated[
         tuple[str, ...],
-        _server(
-            "The name clients ask for; repeatable. The model's own if not given.",
-            name="served-model-name",
-            repeatable=True,
-            read=tuple,
-        ),
+        _names("The name clients ask for; repeatable. The model's own if not given.", name="served-model-name"),
     ] = ()
     root_path: Annotated[str, _server("The prefix that a proxy in front takes off.")] = ""
     max_num_queued_reqs: Annotated[
@@ -187,35 +177,23 @@ class ServerSettings:
     ] = 60.0
     request_timeout_s: Annotated[
         float | None,
-        _server(
-            "Seconds that a request may take; x-request-timeout can only shorten it.",
-            name="request-timeout",
-            minimum=0.001,
-        ),
+        _timeout("Seconds that a request may take; x-request-timeout can only shorten it.", name="request-timeout"),
     ] = None
     body_timeout_s: Annotated[
-        float, _server("Seconds that a request's body may take to come.", name="body-timeout", minimum=0.001)
+        float, _timeout("Seconds that a request's body may take to come.", name="body-timeout")
     ] = 60.0
     max_total_body_bytes: Annotated[
         int, _server("Most bytes of the bodies of all open requests; more are answered 503.", minimum=1)
     ] = 2**28
     max_header_bytes: Annotated[
-        int,
-        _server("Most bytes of a request's line and headers.", name="h11-max-incomplete-event-size", minimum=1024),
+        int, _server("Most bytes of a request's line and headers.", name="h11-max-incomplete-event-size", minimum=1024)
     ] = 64 * 1024
     keep_alive_s: Annotated[
-        float,
-        _server(
-            "Seconds that a stream may be silent before a comment is sent.", name="stream-keep-alive", minimum=0.001
-        ),
+        float, _timeout("Seconds that a stream may be silent before a comment is sent.", name="stream-keep-alive")
     ] = 10.0
     reader_timeout_s: Annotated[
         float,
-        _server(
-            "Seconds after which a client that takes nothing of its answer is let go.",
-            name="reader-timeout",
-            minimum=0.001,
-        ),
+        _timeout("Seconds after which a client that takes nothing of its answer is let go.", name="reader-timeout"),
     ] = 60.0
     shutdown_timeout_s: Annotated[
         float,
