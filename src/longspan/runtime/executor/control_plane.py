@@ -11,6 +11,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import NoReturn, Protocol, Self
 
 import msgspec
@@ -53,11 +54,7 @@ class MonotonicClock:
 
 
 class WorkerHandle(Protocol):
-    """A worker as its controller sees it.
-
-    Attributes:
-        pid: the process that it runs in.
-    """
+    """A worker as its controller sees it. `pid` is the process that it runs in."""
 
     pid: int
 
@@ -258,6 +255,24 @@ class WorkerExecutor:
             self._commands[rank].send(data)
 
 
+@dataclass
+class _StepInFlight:
+    """A Forward or MoveKV.
+
+    Attributes:
+        awaited: ranks that have not reported its end.
+        carries: the moves that are sent with it: the streams of a Forward, a MoveKV by itself.
+        unsent: of a MoveKV, ranks that have not started to send their share.
+        leaving: of a MoveKV, ranks whose share has not left, as far as they said.
+    """
+
+    awaited: set[int]
+    carries: Sequence[int] = ()
+    unsent: set[int] = field(default_factory=set)
+    leaving: set[int] = field(default_factory=set)
+    reports: list[Done | Moved] = field(default_factory=list)
+
+
 class InFlight:
     """Tracks the steps in flight and makes completions of reports. Times are seconds of any clock.
 
@@ -267,13 +282,9 @@ class InFlight:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._awaited: dict[int, set[int]] = {}
-        self._reports: dict[int, list[Done | Moved]] = {}
+        self._steps: dict[int, _StepInFlight] = {}
         self._due: dict[int, set[int]] = {}  # by rank: the steps that want something of it now
         self._since_s: dict[int, float] = {}  # by rank that works: when it reported, or got a step while it had none
-        self._carried: dict[int, list[int]] = {}  # by step: the moves that it sends
-        self._unsent: dict[int, set[int]] = {}  # by move: ranks that have not started to send their share
-        self._leaving: dict[int, set[int]] = {}  # by move: ranks whose share has not left, as far as they said
 
     def ranks(self, instances: Iterable[int]) -> list[int]:
         """Lists the ranks of some instances."""
@@ -281,40 +292,42 @@ class InFlight:
 
     def begin(self, step: Forward | MoveKV, now_s: float) -> None:
         """Notes that a step was sent to its ranks."""
-        if isinstance(step, MoveKV):
-            self._begin_move(step, step.number)
-            self._work(self.ranks(step.sources), step.number, now_s)
-            return
-        ranks = self.ranks(step.instances)
-        self._await(step.number, ranks)
-        self._work(ranks, step.number, now_s)
-        for move in step.streams:
-            assert not {*move.targets} & {*step.instances}, "streams go to instances outside"
-            self._begin_move(move, step.number)
+        instances = step.sources if isinstance(step, MoveKV) else step.instances
+        carried = (step,) if isinstance(step, MoveKV) else step.streams
+        workers = self.ranks(instances)
+        for move in carried:
+            assert not {*move.targets} & {*instances}, "KV moves to other instances than those that send it"
+            sources = self.ranks(move.sources)
+            self._steps[move.number] = _StepInFlight(
+                awaited={*self.ranks(move.targets)}, unsent={*sources}, leaving={*sources}
+            )
+        own = self._steps.setdefault(step.number, _StepInFlight(awaited=set()))
+        own.awaited.update(workers)
+        own.carries = [move.number for move in carried]
+        self._work(workers, step.number, now_s)
 
     def take(self, report: Done | Moved, now_s: float) -> Completion | None:
         """Returns the completion of a step once its last rank has reported."""
         rank, number = report.rank, report.number
-        self._awaited[number].remove(rank)
-        self._reports[number].append(report)
+        step = self._steps[number]
+        step.awaited.remove(rank)
+        step.reports.append(report)
         self._rest(rank, number, now_s)
-        for move in self._carried.get(number, ()):
-            unsent = self._unsent[move]
-            if rank in unsent:
-                unsent.remove(rank)
-                if not unsent:
-                    self._work(self._awaited.get(move, ()), move, now_s)
-        if self._awaited[number]:
+        for carried in step.carries:
+            move = self._steps.get(carried)  # which may be done before a Forward is
+            if move is not None and rank in move.unsent:
+                move.unsent.remove(rank)
+                if not move.unsent:
+                    self._work(move.awaited, carried, now_s)
+        if step.awaited:
             return None
-        for move in self._carried.pop(number, ()):
-            del self._unsent[move]
-        del self._awaited[number]
-        self._leaving.pop(number, None)
-        return _completion(number, self._reports.pop(number))
+        del self._steps[number]
+        return _completion(number, step.reports)
 
     def sent(self, rank: int, number: int) -> None:
         """Notes that a rank's share of a move has left it. The move may be done already."""
-        self._leaving.get(number, set()).discard(rank)
+        if number in self._steps:
+            self._steps[number].leaving.discard(rank)
 
     def first_due_s(self) -> float | None:
         """Returns since when the rank works that has not reported for longest; None when none works."""
@@ -326,22 +339,9 @@ class InFlight:
         Nothing says which end holds up a move of which a part has not left: it leaves when both ends take part.
         """
         late = {rank for rank, since_s in self._since_s.items() if since_s <= late_s}
-        moves = {number for rank in late for number in self._due[rank] if not self._unsent.get(number)}
-        sources = {rank for number in moves for rank in self._leaving.get(number, ())} - late
+        steps = [self._steps[number] for rank in late for number in self._due[rank]]
+        sources = {rank for step in steps if not step.unsent for rank in step.leaving} - late
         return [*sorted(late), *sorted(rank for rank in sources if rank not in self._since_s)]
-
-    def _begin_move(self, move: MoveKV, carrier: int) -> None:
-        """`carrier` is the step in which sources send it: its own, or the Forward that it streams out of."""
-        assert not {*move.sources} & {*move.targets}, "by itself, KV moves from some instances to others"
-        sources = self.ranks(move.sources)
-        self._await(move.number, [*self.ranks(move.targets), *(sources if carrier == move.number else ())])
-        self._carried.setdefault(carrier, []).append(move.number)
-        self._unsent[move.number] = set(sources)
-        self._leaving[move.number] = set(sources)
-
-    def _await(self, number: int, ranks: Iterable[int]) -> None:
-        self._awaited[number] = set(ranks)
-        self._reports[number] = []
 
     def _work(self, ranks: Iterable[int], number: int, now_s: float) -> None:
         for rank in ranks:
