@@ -87,7 +87,7 @@ class Pack:
 
 
 def load(folder: Path, dtype: str = "float32") -> Model:
-    return Model.load(prepare(str(folder), dtype=dtype), CPU)
+    return Model(prepare(str(folder), dtype=dtype), CPU)
 
 
 def oracle_logits(folder: Path, prompts: Sequence[Tensor]) -> Tensor:
@@ -140,7 +140,6 @@ def test_bfloat16_state_is_that_of_from_pretrained(tiny: Path) -> None:
 
 def test_info(tmp_path: Path) -> None:
     gemma = load(make_tiny("gemma2", tmp_path / "gemma2")).info
-    assert gemma.architecture == "Gemma2ForCausalLM"
     assert (gemma.num_layers, gemma.vocab_size, gemma.context_length) == (4, 199, 4096)
     assert gemma.eos_token_ids == (2,)
     assert [spec.window for spec in gemma.specs] == [WINDOW, None, WINDOW, None]

@@ -51,7 +51,9 @@ def causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def last_logits(model: Model, tokens: Tensor) -> Tensor:
-    return model.forward(tokens, torch.arange(len(tokens)), torch.tensor([len(tokens) - 1]), causal)
+    return model.forward(
+        tokens, torch.arange(len(tokens)), torch.tensor([len(tokens) - 1]), causal, torch.zeros(len(tokens))
+    )
 
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
@@ -145,7 +147,7 @@ def test_the_weights_are_written_once_and_again_when_the_checkpoint_changes(tmp_
 def test_parameters_are_views_of_the_mapped_file(tmp_path: Path, cache: Path) -> None:
     del cache
     files = prepare(str(make_tiny("llama", tmp_path / "llama")), dtype="float32")
-    model = Model.load(files, CPU)
+    model = Model(files, CPU)
     last_logits(model, torch.arange(3, 30))
     mapped = [entry for entry in _memory_map() if entry.path == str(files.weights)]
     for name, parameter in model.module.named_parameters():
@@ -163,7 +165,7 @@ def test_dummy_weights_follow_the_seed(tmp_path: Path, cache: Path) -> None:
     state = torch.random.get_rng_state()
     files = [prepare(str(folder), dtype="float32", load_format="dummy", seed=seed) for seed in (0, 0, 1)]
     assert torch.equal(state, torch.random.get_rng_state())
-    one, same, other = (last_logits(Model.load(each, CPU), tokens) for each in files)
+    one, same, other = (last_logits(Model(each, CPU), tokens) for each in files)
     assert torch.equal(one, same)
     assert not torch.allclose(one, other, atol=1e-3)
 
@@ -216,7 +218,7 @@ def smollm2() -> Path:
 
 
 def test_the_alias_configuration(smollm2: Path) -> None:
-    info = Model.load(prepare("smollm2-135m", dtype="float32"), CPU).info
+    info = Model(prepare("smollm2-135m", dtype="float32"), CPU).info
     assert (info.architecture, info.num_layers, info.vocab_size) == ("LlamaForCausalLM", 30, 49152)
     assert (info.context_length, info.eos_token_ids, info.rope_switch_length) == (8192, (2,), None)
     assert {(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.scale) for spec in info.specs} == {
@@ -231,7 +233,7 @@ def test_the_alias_logits_equal_the_oracle(smollm2: Path) -> None:
     oracle = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
     with torch.no_grad():
         expected = oracle(input_ids=tokens[None]).logits[0, -1:]
-    logits = last_logits(Model.load(prepare("smollm2-135m", dtype="float32"), CPU), tokens)
+    logits = last_logits(Model(prepare("smollm2-135m", dtype="float32"), CPU), tokens)
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-3)
 
 

@@ -95,7 +95,7 @@ def test_heads_of_slices_become_slices_of_heads_and_back(
 @pytest.mark.parametrize("name", TINY)
 def test_shares_joined_are_the_whole(folders: dict[str, Path], name: str) -> None:
     """With as many ranks as KV heads, with fewer, and with more, who have copies of them: nothing is sent twice."""
-    model = Model.load(prepare(str(folders[name]), dtype="float32"), CPU)
+    model = Model(prepare(str(folders[name]), dtype="float32"), CPU)
     for attention, tp in itertools.product(attention_modules(model.module), (2, 3, 5)):
         whole, layer = dict(attention.named_parameters()), attention.layer_idx
         shards = [Shard(index=rank, size=tp, specs=model.info.specs) for rank in range(tp)]
@@ -183,7 +183,7 @@ def steps_of(chosen: Sequence[int]) -> list[Forward]:
 def run_ranks(folder: Path, tp: int, forwards: Sequence[Forward]) -> tuple[dict[int, Tensor], list[Counter[str]]]:
     """The logits after each request's latest token, the same bits on all its ranks; and bytes by kind, of each step."""
     files = prepare(str(folder), dtype="float32")
-    models = [Model.load(files, CPU, tp_index=rank % tp, tp=tp) for rank in range(2 * tp)]
+    models = [Model(files, CPU, tp_index=rank % tp, tp=tp) for rank in range(2 * tp)]
     apart = tuple(Location(host=rank % 2, device=rank) for rank in range(2 * tp))  # neighbours are on two hosts
     cluster = replace(Cluster.of(f"2xtp{tp}"), locations=apart)
     logits: list[dict[int, Tensor]] = [{} for _ in models]
@@ -265,7 +265,7 @@ def test_whole_weights_beside_all_other_exchanges(
     for index in range(len(CHATS)):
         expected = torch.from_numpy(oracles[name].logprobs(prompt_of(index))[-1])
         torch.testing.assert_close(logits[index].log_softmax(dim=-1), expected, rtol=0, atol=1e-3)
-    model = Model.load(prepare(str(folders[name]), dtype="float32"), CPU)
+    model = Model(prepare(str(folders[name]), dtype="float32"), CPU)
     for number in range(2):
         expected = expected_bytes(forwards, number, model, tp)
         assert {kind: sent[number][kind] for kind in expected} == expected
@@ -277,12 +277,12 @@ def test_more_ranks_than_kv_heads(folders: dict[str, Path], oracles: dict[str, O
     for index in range(4):
         expected = torch.from_numpy(oracles["qwen2"].logprobs(prompt_of(index))[-1])
         torch.testing.assert_close(logits[index].log_softmax(dim=-1), expected, rtol=0, atol=1e-3)
-    model = Model.load(prepare(str(folders["qwen2"]), dtype="float32"), CPU)
+    model = Model(prepare(str(folders["qwen2"]), dtype="float32"), CPU)
     assert sent == [expected_bytes(forwards, number, model, 5) for number in range(2)]
 
 
 def test_a_step_without_layerwise_parts_leaves_the_layers_alone(folders: dict[str, Path]) -> None:
-    model = Model.load(prepare(str(folders["llama"]), dtype="float32"), CPU)
+    model = Model(prepare(str(folders["llama"]), dtype="float32"), CPU)
     layerwise, modules = Layerwise(model), attention_modules(model.module)
     pool = KvPool(model.specs, num_blocks=64, block_size=BLOCK, dtype=torch.float32, device=CPU)
     requests, watch, cluster = rank_requests(), Stopwatch(enabled=False, device=CPU), Cluster.of("1")

@@ -18,8 +18,7 @@ from longspan.attn.member import MemberParts
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
 from longspan.core.exchange import Exchange
-from longspan.model.adapter import Model
-from longspan.model.bridge import Attend
+from longspan.model.adapter import Attend, Model
 from longspan.model.sharding import Shard, head_counts
 
 Rotary = tuple[Tensor, Tensor]

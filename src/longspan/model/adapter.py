@@ -1,24 +1,35 @@
-"""A Hugging Face causal language model, unmodified, whose attention is done by whoever calls `Model.forward`."""
+"""A Hugging Face causal language model, unmodified, whose attention is done by whoever calls `Model.forward`.
+
+longspan registers an attention function with transformers. A model built with its name calls it in every layer with q,
+k, v after RoPE. No mask function is registered under that name, so transformers builds no mask. What attends for one
+call comes with the call's keyword arguments, which transformers' models hand down to the attention; nothing is global.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface
 
-from longspan.model.bridge import SERVE, Attend
+from longspan.attn.spec import as_output
 from longspan.model.files import ModelFiles
-from longspan.model.info import ModelInfo, build_skeleton, load_config
-from longspan.model.rope import PinnedLongRope, pin_longrope
+from longspan.model.info import build_skeleton, load_config
 from longspan.model.sharding import Shard, attention_modules, sum_partial_results
 from longspan.model.store import DTYPES, map_tensors, read_info
+
+_SERVE = "longspan"
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""`(layer, q [heads, tokens, head_dim], k and v [kv_heads, tokens, head_dim]) -> out [heads, tokens, head_dim]`"""
 
 Reduce = Callable[[Tensor], Tensor]
 """Sums `[1, tokens, hidden]` over the ranks of an instance."""
 
 
 class Model:
-    """One process's view of a model, or of its share of it. On CPU its parameters are views of the mapped weight file.
+    """One rank's view of a model, or one of `tp` shares of it. On CPU its parameters are views of the mapped weights.
 
     Attributes:
         info: of the whole model.
@@ -27,72 +38,56 @@ class Model:
         stored_attention: the unsharded parameters of each attention module in the weight file; empty for a whole model.
         reduce: of a share of a model: what sums outputs over the ranks of the instance. All of them call it equally
             often, in the same order.
+
+    Raises:
+        ModelError: when the weights of this architecture cannot be split.
     """
 
-    def __init__(
-        self,
-        module: PreTrainedModel,
-        info: ModelInfo,
-        longrope: PinnedLongRope | None,
-        shard: Shard,
-        stored: Mapping[str, Tensor],
-    ) -> None:
-        self.module = module
-        self.info = info
-        self.specs = shard.local_specs
-        self.shard = shard
-        self._longrope = longrope
+    def __init__(self, files: ModelFiles, device: torch.device, *, tp_index: int = 0, tp: int = 1) -> None:
+        config = load_config(files.config_dir, files.trust_remote_code)
+        self.module = build_skeleton(
+            config, files.trust_remote_code, dtype=DTYPES[files.dtype], attn_implementation=_SERVE
+        )
+        self.info = read_info(files.weights)
+        self.shard = Shard(index=tp_index, size=tp, specs=self.info.specs)
+        self.specs = self.shard.local_specs
+        stored = map_tensors(files.weights)
+        _fill(self.module, stored, device, self.shard)
+        switch_length = self.info.rope_switch_length
+        self._longrope = None if switch_length is None else _pin_longrope(self.module, switch_length)
         self.reduce: Reduce | None = None
         self.stored_attention: list[dict[str, Tensor]] = []
-        if shard.size > 1:
-            sum_partial_results(module, shard, self._sum)
-            self.stored_attention = _stored_weights(module, attention_modules(module), stored)
+        if tp > 1:
+            sum_partial_results(self.module, self.shard, self._sum)
+            paths = {module: path for path, module in self.module.named_modules()}
+            self.stored_attention = [
+                {name: stored[f"{paths[attention]}.{name}"] for name, _ in attention.named_parameters()}
+                for attention in attention_modules(self.module)
+            ]
         self._inputs: tuple[Tensor, Tensor]
         self._output: object
-        getattr(module, module.base_model_prefix).register_forward_hook(self._keep_output)
-
-    @classmethod
-    def load(cls, files: ModelFiles, device: torch.device, *, tp_index: int = 0, tp: int = 1) -> "Model":
-        """Map the prepared weights (and copy them to `device` unless it is the CPU), or one of `tp` shares of them.
-
-        Raises ModelError when the weights of this architecture cannot be split.
-        """
-        config = load_config(files.config_dir, files.trust_remote_code)
-        module = build_skeleton(config, files.trust_remote_code, dtype=DTYPES[files.dtype], attn_implementation=SERVE)
-        info = read_info(files.weights)
-        shard = Shard(index=tp_index, size=tp, specs=info.specs)
-        stored = map_tensors(files.weights)
-        _fill(module, stored, device, shard)
-        switch_length = info.rope_switch_length
-        longrope = None if switch_length is None else pin_longrope(module, switch_length)
-        return cls(module, info, longrope, shard, stored)
+        getattr(self.module, self.module.base_model_prefix).register_forward_hook(self._keep_output)
 
     @torch.no_grad()
-    def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        keep: Tensor,
-        attend: Attend,
-        rope_lengths: Tensor | None = None,
-    ) -> Tensor:
-        """Run one packed row of tokens and return float32 logits `[n, vocab]` of the tokens indexed by `keep` `[n]`.
+    def forward(self, tokens: Tensor, positions: Tensor, keep: Tensor, attend: Attend, rope_lengths: Tensor) -> Tensor:
+        """Runs one packed row of tokens and returns float32 logits `[n, vocab]` of the tokens indexed by `keep` `[n]`.
 
         `tokens` and `positions` `[tokens]` (int64) may belong to several requests; `attend` keeps them apart. It
         is called once per layer, in order, with q, k, v after RoPE; these may be strided views and are its to keep.
-        `rope_lengths` `[tokens]` is each token's request length for RoPE, needed iff `info.rope_switch_length` is set.
+        `rope_lengths` `[tokens]` is each token's request length for RoPE, read iff `info.rope_switch_length` is set.
         With n = 0 no logits are computed. At least one token is needed.
         """
         assert tokens.shape == positions.shape and tokens.numel() > 0, (tokens.shape, positions.shape)
         if self._longrope is not None:
-            assert rope_lengths is not None, "a longrope model needs rope_lengths"
             self._longrope.pin(rope_lengths)
         self._inputs = tokens, positions
         return self._call(keep, attend)
 
     @torch.no_grad()
     def logits(self, rows: Sequence[int]) -> Tensor:
-        """Logits `[n, vocab]` (float32) of more tokens of the latest `forward`, by their indices; n is at least 1."""
+        """Returns logits `[n, vocab]` (float32) of more tokens of the latest `forward`, by their indices; n is at least
+        1.
+        """
         name = self.module.base_model_prefix
         layers = getattr(self.module, name)
         setattr(self.module, name, _Replay(self._output))
@@ -103,7 +98,7 @@ class Model:
 
     @torch.no_grad()
     def rotary(self, positions: Tensor, rope_lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines `[1, tokens, rotary_dim]` of tokens, see `forward` for the arguments."""
+        """Returns cosines and sines `[1, tokens, rotary_dim]` of tokens, see `forward` for the arguments."""
         if self._longrope is not None:
             self._longrope.pin(rope_lengths)
         layers = getattr(self.module, self.module.base_model_prefix)
@@ -121,11 +116,7 @@ class Model:
     def _call(self, keep: Tensor, attend: Attend | None) -> Tensor:
         tokens, positions = self._inputs
         output = self.module(
-            input_ids=tokens[None],
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=keep,
-            attend=attend,
+            input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=keep, attend=attend
         )
         logits: Tensor = output.logits[0]
         return logits.float()
@@ -142,8 +133,25 @@ class _Replay(nn.Module):
         return self._output
 
 
+def _serve(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,  # noqa: ARG001  # the probe has checked that it is None
+    *,
+    attend: Attend,
+    **_: object,
+) -> tuple[Tensor, None]:
+    layer: int = module.layer_idx  # type: ignore[assignment]  # the probe has checked that it is an int
+    return as_output(attend(layer, query[0], key[0], value[0]))
+
+
+AttentionInterface.register(_SERVE, _serve)
+
+
 def _fill(model: nn.Module, tensors: Mapping[str, Tensor], device: torch.device, shard: Shard) -> None:
-    """Replace every meta parameter and buffer by the stored one, or its share; tied names get one Parameter."""
+    """Replaces every meta parameter and buffer by the stored one, or its share; tied names get one Parameter."""
     parameters: dict[int, nn.Parameter] = {}
     for name, _ in list(model.named_parameters(remove_duplicate=False)):
         tensor = tensors[name]
@@ -153,18 +161,11 @@ def _fill(model: nn.Module, tensors: Mapping[str, Tensor], device: torch.device,
     for name, _ in list(model.named_buffers(remove_duplicate=False)):
         # Some modules write to their buffers (longrope does): a private copy, they are small.
         _set(model, name, tensors[name].to(device, copy=True))
-    _assert_nothing_left(model)
-
-
-def _stored_weights(
-    module: nn.Module, attentions: Sequence[nn.Module], stored: Mapping[str, Tensor]
-) -> list[dict[str, Tensor]]:
-    """Returns the stored parameters of each attention module, by their names in it."""
-    paths = {attention: path for path, attention in module.named_modules()}
-    return [
-        {name: stored[f"{paths[attention]}.{name}"] for name, _ in attention.named_parameters()}
-        for attention in attentions
-    ]
+    # No module may keep a tensor elsewhere.
+    named = [*model.named_parameters(), *model.named_buffers()]
+    named += [(name, value) for name, module in model.named_modules() for value in vars(module).values()]
+    left = [name for name, value in named if isinstance(value, Tensor) and value.is_meta]
+    assert not left, f"tensors of these modules were not loaded: {left}"
 
 
 def _set(model: nn.Module, name: str, value: Tensor) -> None:
@@ -172,9 +173,53 @@ def _set(model: nn.Module, name: str, value: Tensor) -> None:
     setattr(model.get_submodule(path), leaf, value)
 
 
-def _assert_nothing_left(model: nn.Module) -> None:
-    """No module may keep a tensor where `_fill` does not see it."""
-    named = [*model.named_parameters(), *model.named_buffers()]
-    named += [(name, value) for name, module in model.named_modules() for value in vars(module).values()]
-    left = [name for name, value in named if isinstance(value, Tensor) and value.is_meta]
-    assert not left, f"tensors of these modules were not loaded: {left}"
+class _PinnedLongRope(nn.Module):
+    """Stands in for a model's longrope `rotary_emb` and gives each token the factors of its own request.
+
+    transformers picks longrope's factors by the largest position of the whole call. In a packed call that would make
+    one request's result depend on its neighbours', and a request's early chunks on how it was cut. Here every token
+    carries the length at which its request is pinned. The original module is called with the tokens of the short
+    requests, then with those of the long ones and one sentinel position that makes it choose the long factors; so the
+    numbers are transformers' own.
+    """
+
+    def __init__(self, inner: nn.Module, switch_length: int) -> None:
+        super().__init__()
+        self.inner = inner
+        self.switch_length = switch_length
+        self._is_long: Tensor | None = None
+
+    def pin(self, lengths: Tensor) -> None:
+        """Sets the pinned request length of every token `[tokens]` of the next call."""
+        self._is_long = lengths > self.switch_length
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns cos and sin, `[1, tokens, rotary_dim]`, for `position_ids` `[1, tokens]`."""
+        assert self._is_long is not None, "pin() comes before every call"
+        is_long, self._is_long = self._is_long, None
+        if not is_long.any():
+            cos, sin = self.inner(x, position_ids=position_ids)
+            return cos, sin
+        sentinel = position_ids.new_full((1, 1), self.switch_length)
+        long_ids = torch.cat((position_ids[:, is_long], sentinel), dim=1)
+        cos, sin = (part[:, :-1] for part in self.inner(x, position_ids=long_ids))
+        if is_long.all():
+            return cos, sin
+        short_cos, short_sin = self.inner(x, position_ids=position_ids[:, ~is_long])
+        return _interleave(is_long, short_cos, cos), _interleave(is_long, short_sin, sin)
+
+
+def _pin_longrope(model: nn.Module, switch_length: int) -> _PinnedLongRope:
+    """Replaces the model's one longrope module in place and returns the replacement."""
+    found = [name for name, module in model.named_modules() if getattr(module, "rope_type", None) == "longrope"]
+    assert len(found) == 1, f"one rotary module expected, found {found}"
+    pinned = _PinnedLongRope(model.get_submodule(found[0]), switch_length)
+    model.set_submodule(found[0], pinned)
+    return pinned
+
+
+def _interleave(is_long: Tensor, short: Tensor, long: Tensor) -> Tensor:
+    both = short.new_empty((1, is_long.shape[0], short.shape[-1]))
+    both[:, ~is_long] = short
+    both[:, is_long] = long
+    return both

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging
 
-from longspan.attn.spec import LAYER_TYPES, AttnSpec
+from longspan.attn.spec import LAYER_TYPES, AttnSpec, UnsupportedAttentionError, read_spec, rope_dicts
 from longspan.cost.architecture import ModelShape
 from longspan.model.files import ModelError, one_line
-from longspan.model.rope import rope_switch_length, rope_types
+
+PROBE = "longspan_probe"
+"""The attention of a model that `gather_info` looks at."""
 
 
 def check_supported(config_dir: Path, trust_remote_code: bool) -> None:
@@ -83,9 +91,10 @@ def _config_problems(config: PreTrainedConfig) -> Iterator[str]:
         yield f"it has layers of type {', '.join(odd)}; longspan serves full and sliding-window attention"
     if getattr(config, "kv_lora_rank", None):
         yield "it compresses keys and values (multi-head latent attention)"
-    if any("dynamic" in kind for kind in rope_types(config)):
+    rope_types = {kind for rope in rope_dicts(config) if (kind := rope.get("rope_type"))}
+    if any("dynamic" in kind for kind in rope_types):
         yield "dynamic RoPE makes a request's result depend on earlier requests; use yarn or longrope scaling"
-    if "longrope" in rope_types(config) and "rope_type" not in config.rope_parameters:
+    if "longrope" in rope_types and "rope_type" not in config.rope_parameters:
         yield "it uses longrope in some layers only"
 
 
@@ -97,15 +106,10 @@ def _class_problems(model: PreTrainedModel) -> Iterator[str]:
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         yield "its class cannot compute the logits of chosen tokens (logits_to_keep)"
     modules = list(model.modules())
-    if any(_is_sink(module) for module in modules):
+    if any(isinstance(getattr(module, "sinks", None), Tensor) for module in modules):
         yield "its attention has learned sinks"
     if any(getattr(module, "is_causal", None) is False for module in modules):
         yield "its attention is bidirectional; longspan serves decoder-only causal language models"
-
-
-def _is_sink(module: nn.Module) -> bool:
-    sinks: Any = getattr(module, "sinks", None)
-    return isinstance(sinks, torch.Tensor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +122,6 @@ class ModelInfo:
     factors, for all of its tokens.
     """
 
-    architecture: str
     num_layers: int
     vocab_size: int
     hidden_size: int
@@ -141,35 +144,88 @@ class ModelInfo:
 
     def to_json(self) -> str:
         """Writes all facts as JSON, for `from_json`."""
-        return json.dumps(asdict(self))
+        return msgspec.json.encode(self).decode()
 
     @classmethod
     def from_json(cls, text: str) -> ModelInfo:
         """Reads what `to_json` wrote."""
-        fields: dict[str, Any] = json.loads(text)
-        fields["specs"] = tuple(AttnSpec(**spec) for spec in fields["specs"])
-        fields["eos_token_ids"] = tuple(fields["eos_token_ids"])
-        return cls(**fields)
+        return msgspec.json.decode(text, type=cls)
 
 
-def gather_info(
-    architecture: str, config: PreTrainedConfig, config_dir: Path, specs: tuple[AttnSpec, ...]
-) -> ModelInfo:
-    """Build the ModelInfo from the configuration and the specs that a dry run observed.
+def gather_info(model: PreTrainedModel, config_dir: Path) -> ModelInfo:
+    """Builds the ModelInfo of a model loaded with `PROBE`, from its configuration and a dry run of two tokens.
 
-    Raises ModelError when the configuration states no context length, or sliding windows other than those observed.
+    Raises:
+        ModelError: when a layer wants something that an AttnSpec cannot say, or the configuration states no context
+            length, or sliding windows other than those observed.
     """
+    config = model.config
+    specs = _probe_specs(model)
     _check_windows(config, specs)
     return ModelInfo(
-        architecture=architecture,
         num_layers=config.num_hidden_layers,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         context_length=_context_length(config),
         eos_token_ids=_eos_token_ids(config, config_dir),
         specs=specs,
-        rope_switch_length=rope_switch_length(config),
+        rope_switch_length=_rope_switch_length(config),
     )
+
+
+def _probe_specs(model: PreTrainedModel) -> tuple[AttnSpec, ...]:
+    """Runs two tokens through the model and returns what each layer's attention computes."""
+    pair = torch.tensor([[0, 1]], device=model.device)
+    specs: dict[int, AttnSpec] = {}
+    with torch.no_grad():
+        model(input_ids=pair, position_ids=pair, use_cache=False, specs=specs)
+    num_layers: int = model.config.num_hidden_layers
+    if sorted(specs) != list(range(num_layers)):
+        raise ModelError(
+            f"{type(model).__name__}: {len(specs)} of its {num_layers} layers use transformers' attention interface; "
+            "longspan needs all of them to"
+        )
+    return tuple(specs[layer] for layer in range(num_layers))
+
+
+def _probe(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    specs: dict[int, AttnSpec] | None = None,
+    **arguments: object,
+) -> tuple[Tensor, None]:
+    name, layer = type(module).__name__, getattr(module, "layer_idx", None)
+    if specs is None:
+        raise _unsupported(f"{name} does not hand keyword arguments to its attention")
+    if layer is None or layer in specs:
+        raise _unsupported(f"{name} has attention layers without a number of their own")
+    try:
+        specs[layer] = read_spec(module, query, key, value, attention_mask, **arguments)  # type: ignore[arg-type]  # any
+    except UnsupportedAttentionError as error:
+        raise _unsupported(str(error)) from error
+    return torch.zeros_like(query).transpose(1, 2), None
+
+
+def _unsupported(problem: str) -> ModelError:
+    return ModelError(f"{problem}; this architecture is not supported")
+
+
+AttentionInterface.register(PROBE, _probe)
+
+
+def _rope_switch_length(config: PreTrainedConfig) -> int | None:
+    """Returns the request length in tokens above which longrope takes its long factors; None if it never does."""
+    for rope in rope_dicts(config):
+        has_two_sets = rope.get("rope_type") == "longrope" and (
+            rope["short_factor"] != rope["long_factor"] or rope.get("short_mscale") != rope.get("long_mscale")
+        )
+        if has_two_sets:
+            return int(rope["original_max_position_embeddings"])
+    return None
 
 
 def _context_length(config: PreTrainedConfig) -> int:

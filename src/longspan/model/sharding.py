@@ -41,6 +41,10 @@ class Shard:
         """Returns what each layer's attention computes on this rank."""
         return tuple(spec.of_heads(self.share(spec)) for spec in self.specs)
 
+    def share(self, spec: AttnSpec) -> HeadShare:
+        """Returns this rank's heads of a layer."""
+        return split_heads(spec.num_heads, spec.num_kv_heads, self.size)[self.index]
+
     def cut(self, name: str, weight: Tensor) -> Tensor:
         """Returns this rank's slice of a parameter.
 
@@ -52,9 +56,9 @@ class Shard:
             return weight
         spec = self.specs[int(layer[1])]
         module, _, kind = name.rpartition(".")
-        leaf = kind if kind in _RULES else module.rpartition(".")[2]
-        if leaf in _RULES:
-            return _RULES[leaf](self, weight, spec)
+        leaf = kind if kind.endswith("_proj") else module.rpartition(".")[2]  # an expert's own parameter, or a module
+        if (cut := self._projection(leaf, weight, spec)) is not None:
+            return cut
         is_head_norm = leaf in ("q_norm", "k_norm")
         if (weight.ndim == 1 and not is_head_norm) or _ROUTER.search(name) or weight.numel() == spec.head_dim:
             return weight
@@ -62,72 +66,41 @@ class Shard:
             f"tensor parallelism is not supported for this architecture: it is not known how to cut {name}"
         )
 
-    def share(self, spec: AttnSpec) -> HeadShare:
-        """Returns this rank's heads of a layer."""
-        return split_heads(spec.num_heads, spec.num_kv_heads, self.size)[self.index]
+    def _projection(self, leaf: str, weight: Tensor, spec: AttnSpec) -> Tensor | None:
+        """Cuts the weight or the bias of a projection by its name; None for any other parameter."""
+        share = self.share(spec)
+        match leaf:
+            case "q_proj":
+                cut = _of_heads(weight, share.heads, spec)
+            case "k_proj" | "v_proj":
+                cut = _of_heads(weight, share.kv_heads, spec)
+            case "qkv_proj":
+                heads = (share.heads, share.kv_heads, share.kv_heads)
+                numbers = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+                parts = weight.split([number * spec.head_dim for number in numbers])
+                cut = torch.cat([_of_heads(part, own, spec) for part, own in zip(parts, heads, strict=True)])
+            case "gate_proj" | "up_proj":  # [inner, hidden]
+                cut = self._even(weight, 0)
+            case "gate_up_proj":  # two of these below each other, or [experts, 2 * inner, hidden]
+                dim = max(0, weight.ndim - 2)
+                cut = torch.cat([self._even(half, dim) for half in weight.chunk(2, dim)], dim)
+            case "o_proj" | "down_proj" if weight.ndim == 1:  # what is added to a sum is added once
+                cut = weight if self.index == 0 else torch.zeros_like(weight)
+            case "o_proj":
+                cut = _of_heads(weight, share.heads, spec, dim=1)
+            case "down_proj":  # [hidden, inner] or [experts, hidden, inner]
+                cut = self._even(weight, weight.ndim - 1)
+            case _:
+                return None
+        return cut
+
+    def _even(self, weight: Tensor, dim: int) -> Tensor:
+        start, stop = cut_evenly(weight.shape[dim], self.size)[self.index]
+        return weight.narrow(dim, start, stop - start)
 
 
-def _q(shard: Shard, weight: Tensor, spec: AttnSpec) -> Tensor:
-    share = shard.share(spec)
-    return weight[share.heads.start * spec.head_dim : share.heads.stop * spec.head_dim]
-
-
-def _kv(shard: Shard, weight: Tensor, spec: AttnSpec) -> Tensor:
-    share = shard.share(spec)
-    return weight[share.kv_heads.start * spec.head_dim : share.kv_heads.stop * spec.head_dim]
-
-
-def _qkv(shard: Shard, weight: Tensor, spec: AttnSpec) -> Tensor:
-    sizes = [number * spec.head_dim for number in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
-    q, k, v = weight.split(sizes)
-    return torch.cat([_q(shard, q, spec), _kv(shard, k, spec), _kv(shard, v, spec)])
-
-
-def _o(shard: Shard, weight: Tensor, spec: AttnSpec) -> Tensor:
-    if weight.ndim == 1:
-        return _once(shard, weight)
-    share = shard.share(spec)
-    return weight[:, share.heads.start * spec.head_dim : share.heads.stop * spec.head_dim]
-
-
-def _up(shard: Shard, weight: Tensor, _: AttnSpec) -> Tensor:
-    """Cuts `[inner, hidden]`, or its bias."""
-    start, stop = cut_evenly(weight.shape[0], shard.size)[shard.index]
-    return weight[start:stop]
-
-
-def _gate_up(shard: Shard, weight: Tensor, _: AttnSpec) -> Tensor:
-    """Cuts two such weights below each other; of experts `[experts, 2 * inner, hidden]`."""
-    dim = max(0, weight.ndim - 2)
-    start, stop = cut_evenly(weight.shape[dim] // 2, shard.size)[shard.index]
-    return torch.cat([half.narrow(dim, start, stop - start) for half in weight.chunk(2, dim)], dim)
-
-
-def _down(shard: Shard, weight: Tensor, _: AttnSpec) -> Tensor:
-    """Cuts `[hidden, inner]`, `[experts, hidden, inner]`, or a bias."""
-    if weight.ndim == 1:
-        return _once(shard, weight)
-    start, stop = cut_evenly(weight.shape[-1], shard.size)[shard.index]
-    return weight[..., start:stop]
-
-
-def _once(shard: Shard, bias: Tensor) -> Tensor:
-    """Gives what is added to a sum to one rank, and zeros to the others."""
-    return bias if shard.index == 0 else torch.zeros_like(bias)
-
-
-_RULES: dict[str, Callable[[Shard, Tensor, AttnSpec], Tensor]] = {
-    "q_proj": _q,
-    "k_proj": _kv,
-    "v_proj": _kv,
-    "qkv_proj": _qkv,
-    "o_proj": _o,
-    "gate_proj": _up,
-    "up_proj": _up,
-    "gate_up_proj": _gate_up,
-    "down_proj": _down,
-}
-"""By the name of a layer's module, or of an expert's own parameter."""
+def _of_heads(weight: Tensor, heads: range, spec: AttnSpec, dim: int = 0) -> Tensor:
+    return weight.narrow(dim, heads.start * spec.head_dim, len(heads) * spec.head_dim)
 
 
 def check_degree(specs: Sequence[AttnSpec], tp: int, num_sharing: int = 1) -> None:

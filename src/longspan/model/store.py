@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -20,9 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
 
-from longspan.model.bridge import PROBE, probe_specs
 from longspan.model.files import ModelError, cache_root, make_writable, one_line
-from longspan.model.info import ModelInfo, gather_info, load_config, quiet_transformers
+from longspan.model.info import PROBE, ModelInfo, gather_info, load_config, quiet_transformers
 
 FORMAT = 2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -45,9 +44,7 @@ def ensure_weights(
         log.info("writing the %s weights of %s to the cache, once", dtype, config_dir)
         with quiet_transformers():
             model = _load(config_dir, DTYPES[dtype], dummy_seed, trust_remote_code)
-        specs = probe_specs(model, model.config.num_hidden_layers)
-        info = gather_info(type(model).__name__, model.config, config_dir, specs)
-        _write(model, info, folder / "model.safetensors")
+        _write(model, gather_info(model, config_dir), folder / "model.safetensors")
 
     return build_once(cache_root() / "weights" / key, build) / "model.safetensors"
 
@@ -100,7 +97,13 @@ def _key(config_dir: Path, dtype: str, dummy_seed: int | None) -> str:
 
 def _load(config_dir: Path, dtype: torch.dtype, dummy_seed: int | None, trust_remote_code: bool) -> PreTrainedModel:
     if dummy_seed is not None:
-        return _random_model(config_dir, dtype, dummy_seed, trust_remote_code)
+        config = load_config(config_dir, trust_remote_code)
+        with torch.random.fork_rng(devices=[]):
+            set_seed(dummy_seed)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=PROBE, trust_remote_code=trust_remote_code
+            )
+        return model.eval()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             config_dir,
@@ -116,29 +119,15 @@ def _load(config_dir: Path, dtype: torch.dtype, dummy_seed: int | None, trust_re
     return model
 
 
-def _random_model(config_dir: Path, dtype: torch.dtype, seed: int, trust_remote_code: bool) -> PreTrainedModel:
-    config = load_config(config_dir, trust_remote_code)
-    with torch.random.fork_rng(devices=[]):
-        set_seed(seed)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=PROBE, trust_remote_code=trust_remote_code
-        )
-    return model.eval()
-
-
 def _write(model: nn.Module, info: ModelInfo, path: Path) -> None:
     first_name: dict[int, str] = {}
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
-    for name, tensor in _named_tensors(model):
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    for name, tensor in named:
         owner = first_name.setdefault(id(tensor), name)
         if owner == name:
             tensors[name] = tensor.detach().contiguous()
         else:
             aliases[name] = owner
     save_file(tensors, path, metadata={"info": info.to_json(), "aliases": json.dumps(aliases)})
-
-
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)

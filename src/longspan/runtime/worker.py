@@ -91,7 +91,7 @@ class Worker:
         """Makes a worker that owns its model and its pool, on `device`."""
         files, cluster = config.files, config.cluster
         instance, _, shard = cluster.at(rank)
-        model = Model.load(files, device, tp_index=shard, tp=cluster.tp(instance))
+        model = Model(files, device, tp_index=shard, tp=cluster.tp(instance))
         pool = KvPool(
             model.specs,
             num_blocks=cluster.num_blocks[instance],
