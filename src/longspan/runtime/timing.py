@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from longspan.attn.comm import Pending, Transport
 
-CATEGORIES = ("attention", "linear", "other", "messages", "controller")
+_CATEGORIES = ("attention", "linear", "other", "messages", "controller")
 """Attention without its messages; linear layers; everything else; waiting for messages; waiting for the controller."""
 
 
@@ -22,17 +22,16 @@ class Stopwatch:
     """
 
     def __init__(self, *, enabled: bool, device: torch.device) -> None:
-        self.enabled = enabled
-        self._synchronize: Callable[[], None] | None = torch.cuda.synchronize if device.type == "cuda" else None
-        self._seconds = dict.fromkeys(CATEGORIES, 0.0)
+        self._enabled, self._is_cuda = enabled, device.type == "cuda"
+        self._seconds = dict.fromkeys(_CATEGORIES, 0.0)
         self._current, self._since = "controller", time.perf_counter()
 
     def switch(self, category: str) -> str:
         """Counts time from now on as `category`; returns the category before."""
         before = self._current
-        if self.enabled and category != before:
-            if self._synchronize is not None:
-                self._synchronize()
+        if self._enabled and category != before:
+            if self._is_cuda:
+                torch.cuda.synchronize()
             now = time.perf_counter()
             self._seconds[before] += now - self._since
             self._current, self._since = category, now
@@ -48,14 +47,12 @@ class Stopwatch:
             self.switch(before)
 
     def seconds(self) -> dict[str, float]:
-        """Since the start, up to the latest change of category; empty unless enabled."""
-        return dict(self._seconds) if self.enabled else {}
+        """Returns seconds since the start, up to the latest change of category; none unless enabled."""
+        return dict(self._seconds) if self._enabled else {}
 
     def watch_linear(self, module: nn.Module) -> None:
         """Counts all linear layers of a model."""
-        if not self.enabled:
-            return
-        for layer in module.modules():
+        for layer in module.modules() if self._enabled else ():
             if isinstance(layer, nn.Linear):
                 layer.register_forward_pre_hook(self._enter_linear)
                 layer.register_forward_hook(self._leave_linear)
@@ -74,12 +71,10 @@ class TimedTransport:
         self._inner, self._watch, self.tagged = inner, watch, inner.tagged
 
     def start(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int) -> Pending:
-        """Starts as the inner transport does."""
         with self._watch.during("messages"):
             return _TimedPending(self._inner.start(sends, receives, tag), self._watch)
 
     def complete_sends(self) -> None:
-        """Waits as the inner transport does."""
         with self._watch.during("messages"):
             self._inner.complete_sends()
 

@@ -257,7 +257,7 @@ class WorkerExecutor:
 
 @dataclass
 class _StepInFlight:
-    """A Forward or MoveKV.
+    """A Forward or a MoveKV that some rank has not reported done yet.
 
     Attributes:
         awaited: ranks that have not reported its end.

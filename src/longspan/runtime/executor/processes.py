@@ -28,11 +28,9 @@ class ProcessLauncher:
         self._log_dir.mkdir(parents=True, exist_ok=True)
 
     def start(self, rank: int) -> WorkerProcess:
-        """Starts the process of a rank."""
         return start_worker(StartWorker(self._config, rank, self._run_dir, self._log(rank)))
 
     def hint(self, rank: int) -> str:
-        """Names the log of a rank."""
         return f"log: {self._log(rank)}"
 
     def clean_up(self) -> None:

@@ -45,15 +45,12 @@ class ThreadLauncher:
             native.load(config.attention_kernel)
 
     def start(self, rank: int) -> WorkerThread:
-        """Starts the thread of a rank."""
         return WorkerThread(self._config, rank, self._wires, self.context, self.endpoint)
 
     def hint(self, rank: int) -> str:
-        """Names the process whose log has the rank's messages."""
         return f"see the log of process {os.getpid()} for rank {rank}"
 
     def clean_up(self) -> None:
-        """Gives this process its number of threads back."""
         torch.set_num_threads(self._threads_before)
 
 
@@ -77,7 +74,6 @@ class WorkerThread:
         self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Joins the thread and returns the worker's exit code."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise TimeoutError(f"rank {self._rank} still runs after {timeout_s} s")
