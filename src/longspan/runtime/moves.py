@@ -403,9 +403,7 @@ class Moves:
         return done
 
     def _channels(
-        self,
-        begin: Callable[[BlockSlice], tuple[Message, Pending]],
-        end: Callable[[BlockSlice, Message], None],
+        self, begin: Callable[[BlockSlice], tuple[Message, Pending]], end: Callable[[BlockSlice, Message], None]
     ) -> defaultdict[int, MoveChannel]:
         return defaultdict(lambda: MoveChannel(self._messages.device, begin, end, self._notify))
 
