@@ -62,7 +62,7 @@ def _load(config: WorkerConfig, rank: int, run_dir: str) -> Worker:
     if config.attention_kernel is not None:
         native.load(config.attention_kernel)
     device = open_device(config.device, rank)
-    worker = Worker.load(config, rank, device, _transports(config, rank, f"{run_dir}/rendezvous", device))
+    worker = Worker(config, rank, device, _transports(config, rank, f"{run_dir}/rendezvous", device))
     _log.info("ready: %s on %s, %d threads", config.files.name, config.device, config.num_threads)
     return worker
 

@@ -116,4 +116,4 @@ class WorkerThread:
             moves=MemoryTransport(moves, self._rank, waits_for_sends=True),
         )
         with _loading:
-            return Worker.load(self._config, self._rank, torch.device("cpu"), transports)
+            return Worker(self._config, self._rank, torch.device("cpu"), transports)
