@@ -65,7 +65,6 @@ def _repair(tokenizer: TokenizersBackend) -> TokenizersBackend:
     return tokenizer
 
 
-LOAD_FORMATS = ("auto", "dummy")
 _CONFIG_FILES = ["*.json", "*.py", "*.jinja", "*.txt", "*.model"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
@@ -80,7 +79,7 @@ def prepare(
     worker starts. Raises ModelError for everything that the user can cause.
     """
     _check_choice("dtype", dtype, tuple(DTYPES))
-    _check_choice("load format", load_format, LOAD_FORMATS)
+    _check_choice("load format", load_format, ("auto", "dummy"))
     dummy = load_format == "dummy"
     folder = _folder(model, with_weights=not dummy)
     check_supported(folder, trust_remote_code)

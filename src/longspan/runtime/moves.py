@@ -320,8 +320,11 @@ class Moves:
 
     def __init__(self, messages: BlockMessages, transport: Transport) -> None:
         self._messages, self._transport = messages, transport
-        self._sending = self._channels(self._begin_send, self._left)
-        self._receiving = self._channels(self._begin_receive, self._came)
+        device, fail = messages.device, self._notify
+        self._sending = defaultdict[int, MoveChannel](lambda: MoveChannel(device, self._begin_send, self._left, fail))
+        self._receiving = defaultdict[int, MoveChannel](
+            lambda: MoveChannel(device, self._begin_receive, self._came, fail)
+        )
         self._missing: Counter[int] = Counter()  # layers of moves to this rank, a rank of their source each
         self._leaving: Counter[int] = Counter()  # messages of the last layer of moves from this rank, a peer each
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
@@ -401,11 +404,6 @@ class Moves:
                     if blocks.is_last and _is_last(self._missing, blocks.number):
                         done.append(Moved(rank=rank, number=blocks.number, bytes_sent={}))
         return done
-
-    def _channels(
-        self, begin: Callable[[BlockSlice], tuple[Message, Pending]], end: Callable[[BlockSlice, Message], None]
-    ) -> defaultdict[int, MoveChannel]:
-        return defaultdict(lambda: MoveChannel(self._messages.device, begin, end, self._notify))
 
     def _begin_send(self, blocks: BlockSlice) -> tuple[Message, Pending]:
         message = self._messages.filled(blocks)

@@ -62,7 +62,7 @@ class Worker:
     """Computes the steps of one rank on `device`, with its share of the model and a KV pool of its own."""
 
     def __init__(self, config: WorkerConfig, rank: int, device: torch.device, transports: Transports) -> None:
-        files, self._cluster, self.rank, self._device = config.files, config.cluster, rank, device
+        files, self._cluster, self._rank, self._device = config.files, config.cluster, rank, device
         self._instance, _, self._shard = self._cluster.at(rank)
         self._model = Model(files, device, tp_index=self._shard, tp=self._cluster.tp(self._instance))
         info, self._dtype = self._model.info, DTYPES[files.dtype]
@@ -85,7 +85,7 @@ class Worker:
 
     def serve(self, commands: zmq.Socket[bytes], reports: zmq.Socket[bytes]) -> bool:
         """Works until it is told to stop; returns whether no KV was on its way then."""
-        send_report(reports, Ready(rank=self.rank))
+        send_report(reports, Ready(rank=self._rank))
         inbox = Inbox(commands, self._moves.wakeup)
         while True:
             with self._watch.during("controller"):
@@ -97,8 +97,7 @@ class Worker:
                 send_report(reports, report)
             match inbox.next():
                 case RunForward(step):
-                    done = self.run(step)
-                    send_report(reports, msgspec.structs.replace(done, times=self._watch.seconds()))
+                    send_report(reports, self._run(step))
                 case RunMoves(moves):
                     for report in self._moves.send(moves):
                         send_report(reports, report)
@@ -111,7 +110,7 @@ class Worker:
         """Ends the threads that move KV, once its transports are closed. A process that ends need not call it."""
         self._moves.close()
 
-    def run(self, forward: Forward) -> Done:
+    def _run(self, forward: Forward) -> Done:
         """Computes this rank's share and samples what it is asked to."""
         packed = pack(
             forward, self._requests, instance=self._instance, block_size=self._pool.block_size, device=self._device
@@ -120,7 +119,7 @@ class Worker:
             self._exchange,
             forward.number,
             cluster=self._cluster,
-            rank=self.rank,
+            rank=self._rank,
             num_layers=self._model.info.num_layers,
         )
         moves = StepMoves(forward, self._messages, rebalances=self._rebalances, moves=self._moves, sent=comm.sent)
@@ -148,7 +147,14 @@ class Worker:
         attention.finish()
         for transport in (self._exchange, self._rebalances):  # whose peers receive in the same step
             transport.complete_sends()
-        return Done(rank=self.rank, number=forward.number, sampled=sampled, scored=scored, bytes_sent=dict(comm.sent))
+        return Done(
+            rank=self._rank,
+            number=forward.number,
+            sampled=sampled,
+            scored=scored,
+            bytes_sent=dict(comm.sent),
+            times=self._watch.seconds(),
+        )
 
     def _sample(self, packed: Packed, logits: Tensor) -> Iterator[Sampled]:
         """Samples one token per row of `logits [n, vocab]`, reported with what its request wants to know of it."""
