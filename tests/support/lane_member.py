@@ -19,7 +19,7 @@ def main(store: str, num_ranks: int, rank: int) -> None:
     met: list[object] = []
     together = dist.all_reduce
     dist.all_reduce = lambda tensor, group: met.append(group) or together(tensor, group=group)
-    groups = [open_lane(own=True, device=torch.device("cpu")) for _ in range(2)]
+    groups = [open_lane(torch.device("cpu")) for _ in range(2)]
     assert met == groups and len({id(group) for group in groups}) == 2, "all ranks met on each"
     lanes = [TorchTransport(group) for group in groups]
     for source in range(num_ranks):  # two ranks at a time, the later lane first at the target

@@ -72,7 +72,7 @@ def _transports(config: WorkerConfig, rank: int, store: str, device: torch.devic
     if config.cluster.num_ranks == 1:
         return Transports(exchange=NOBODY, rebalances=NOBODY, moves=NOBODY)
     exchange = connect(config.device, store, rank, config.cluster.num_ranks)
-    rebalances, moves = (open_lane(own=not exchange.tagged, device=device) for _ in range(2))
+    rebalances, moves = (None if exchange.tagged else open_lane(device) for _ in range(2))
     return Transports(
         exchange=exchange,
         rebalances=TorchTransport(rebalances, staged=exchange.staged),
@@ -150,14 +150,14 @@ def connect(kind: str, store: str, rank: int, world_size: int, *, timeout_s: flo
     return TorchTransport(staged=kind == "cuda" and not nccl)
 
 
-def open_lane(*, own: bool, device: torch.device) -> dist.ProcessGroup | None:
-    """Returns a process group of all ranks, or None for the one they have, after a call in which all took part.
+def open_lane(device: torch.device) -> dist.ProcessGroup | None:
+    """Returns a process group of all ranks, after a call in which all took part.
 
     NCCL makes a communicator in the first call. PyTorch leaves open what happens when only some ranks take part in that
     (`batch_isend_irecv`). All ranks open the same lanes in the same order.
     """
-    group = dist.new_group() if own else None
-    present = torch.ones(1, device=device if dist.get_backend(group) == "nccl" else "cpu")
+    group = dist.new_group()
+    present = torch.ones(1, device=device)
     dist.all_reduce(present, group=group)
     assert present.item() == dist.get_world_size(group), "all ranks take part"
     return group
