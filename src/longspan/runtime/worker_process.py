@@ -156,7 +156,7 @@ def open_lane(device: torch.device) -> dist.ProcessGroup | None:
     NCCL makes a communicator in the first call. PyTorch leaves open what happens when only some ranks take part in that
     (`batch_isend_irecv`). All ranks open the same lanes in the same order.
     """
-    group = dist.new_group()
+    group: dist.ProcessGroup | None = dist.new_group()
     present = torch.ones(1, device=device)
     dist.all_reduce(present, group=group)
     assert present.item() == dist.get_world_size(group), "all ranks take part"
