@@ -37,7 +37,7 @@ class ThreadLauncher:
     def __init__(self, config: WorkerConfig) -> None:
         if config.device != "cpu":
             raise ValueError(f"workers that are threads compute on cpu, not on {config.device}")
-        self.cluster, self._config, self._wires = config.cluster, config, (Wires(), Wires(), Wires())
+        self.cluster, self.config, self.wires = config.cluster, config, (Wires(), Wires(), Wires())
         self.context, self.endpoint = zmq.Context(), f"inproc://longspan-{next(_numbers)}"
         self._threads_before = torch.get_num_threads()
         torch.set_num_threads(config.num_threads)
@@ -45,7 +45,7 @@ class ThreadLauncher:
             native.load(config.attention_kernel)
 
     def start(self, rank: int) -> WorkerThread:
-        return WorkerThread(self._config, rank, self._wires, self.context, self.endpoint)
+        return WorkerThread(self, rank)
 
     def hint(self, rank: int) -> str:
         return f"see the log of process {os.getpid()} for rank {rank}"
@@ -57,19 +57,12 @@ class ThreadLauncher:
 class WorkerThread:
     """A worker in a thread. It cannot be killed: it ends with its step, or with what it waits for."""
 
-    def __init__(
-        self,
-        config: WorkerConfig,
-        rank: int,
-        wires: tuple[Wires, Wires, Wires],
-        context: zmq.Context[zmq.Socket[bytes]],
-        endpoint: str,
-    ) -> None:
+    def __init__(self, launcher: ThreadLauncher, rank: int) -> None:
         self.pid = os.getpid()
-        self._config, self._rank, self._wires, self._code = config, rank, wires, 1
-        self._commands, self._reports = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-        self._commands.bind(command_address(endpoint, rank))
-        self._reports.connect(report_address(endpoint))
+        self._config, self._rank, self._wires, self._code = launcher.config, rank, launcher.wires, 1
+        self._commands, self._reports = launcher.context.socket(zmq.PULL), launcher.context.socket(zmq.PUSH)
+        self._commands.bind(command_address(launcher.endpoint, rank))
+        self._reports.connect(report_address(launcher.endpoint))
         self._thread = threading.Thread(target=self._run, name=f"longspan rank {rank}", daemon=True)
         self._thread.start()
 
@@ -94,8 +87,15 @@ class WorkerThread:
 
     def _run(self) -> None:
         worker = None
+        exchange, rebalances, moves = self._wires
+        transports = Transports(
+            exchange=MemoryTransport(exchange, self._rank),
+            rebalances=MemoryTransport(rebalances, self._rank),
+            moves=MemoryTransport(moves, self._rank, waits_for_sends=True),
+        )
         try:
-            worker = self._load()
+            with _loading:
+                worker = Worker(self._config, self._rank, torch.device("cpu"), transports)
             worker.serve(self._commands, self._reports)
             self._code = 0
         except Exception as error:  # noqa: BLE001 - whatever it is, the controller must hear of it
@@ -107,13 +107,3 @@ class WorkerThread:
                 worker.close()
             self._commands.close(linger=0)
             self._reports.close()
-
-    def _load(self) -> Worker:
-        exchange, rebalances, moves = self._wires
-        transports = Transports(
-            exchange=MemoryTransport(exchange, self._rank),
-            rebalances=MemoryTransport(rebalances, self._rank),
-            moves=MemoryTransport(moves, self._rank, waits_for_sends=True),
-        )
-        with _loading:
-            return Worker(self._config, self._rank, torch.device("cpu"), transports)
