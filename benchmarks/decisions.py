@@ -15,8 +15,7 @@ import random
 import statistics
 import time
 
-from longspan.policy.tetris.planner import Planner, Prompt
-from longspan.policy.tetris.times import SpTimes
+from longspan.policy.tetris.planner import Planner, Prompt, SpTimes
 
 SIZES = (8, 16, 32, 64, 128)
 _PER_HOST = 8

@@ -34,12 +34,11 @@ from rich.table import Table
 
 from longspan import LLM, SamplingParams
 from longspan.core.view import EnginePolicy
-from longspan.policy.choosing import Chooser, Facts
+from longspan.policy import PolicySpec
+from longspan.policy.choosing import Facts
 from longspan.policy.group_parts import GroupParts, SharingOptions
-from longspan.policy.spec import PolicySpec
 from longspan.policy.tetris.execution import Cdsp
 from longspan.policy.tetris.planner import Chunk, ChunkPlan, Prompt
-from longspan.policy.tetris.rates import RateTable, RateWatch
 
 _NUM_AT_ONCE = 6
 _HISTORIES = (0.25, 0.5, 1.0, 2.0)
@@ -67,11 +66,10 @@ def growing(*, balance: bool, decode: Sequence[int] = (), history: float = 1.0) 
     """Makes a policy that runs these plans, and decodes on the same instances or on others."""
 
     def make(instances: tuple[int, ...], options: SharingOptions, _facts: object) -> Cdsp:
-        parts = GroupParts(options, Chooser(len(instances), Facts(), options.wanted), balance=balance)
-        watch = RateWatch(RateTable(entries=((0.0, 0.0),)))
-        return Cdsp(instances, InTwoChunks(history), parts, watch, decode=decode)
+        parts = GroupParts(len(instances), options, Facts(), balance=balance)
+        return Cdsp(instances, InTwoChunks(history), parts, decode=decode)
 
-    spec = PolicySpec(name="growing", options=SharingOptions, make=make, capacity=lambda policy: policy.capacity)
+    spec = PolicySpec(name="growing", options=SharingOptions, make=make)
     return spec.chosen((0, 1), SharingOptions(exchange="ring_kv"), None)
 
 

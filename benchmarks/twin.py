@@ -27,13 +27,11 @@ from longspan.core.sampling import SamplingParams
 from longspan.core.view import ClusterView, EnginePolicy, Plan
 from longspan.cost.profile import Profile
 from longspan.cost.step_cost import FittedCost
-from longspan.policy import make_policy
+from longspan.policy import ChosenPolicy, make_policy
 from longspan.policy.choosing import Facts
-from longspan.policy.spec import ChosenPolicy
 from longspan.profiling.run import measure, measure_links
 from longspan.profiling.store import profile_file
-from longspan.sim.result import Result
-from longspan.sim.run import simulate
+from longspan.sim.run import Result, simulate
 from longspan.sim.spec import Faults
 from longspan.workload.arrivals import Arrival, arrival_times
 from longspan.workload.requests import draw_lengths, quantiles

@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from longspan.core.options import SchedulingArgs
 from longspan.sim.experiment import Experiment
-from longspan.sim.result import Result
+from longspan.sim.run import Result
 from longspan.sim.spec import ClusterSpec
 from longspan.sim.timeline import Timeline
 from longspan.simulation import make_experiment
@@ -218,7 +218,7 @@ def _computing(experiment: Experiment, result: Result, timeline: Timeline) -> fl
     """Returns which part of the time until the last first token instances compute prompts, of those that prefill."""
     busy_s = sum(block.end_s - block.start_s for block in timeline.blocks if block.index is not None)
     last_s = max(one.arrival_s + one.ttft_s for one in result.served)
-    return busy_s / (last_s * len(experiment.cluster.cluster.prefill))
+    return busy_s / (last_s * len(experiment.cluster.prefill))
 
 
 def _max_rate(experiment: Experiment, requests: Workload, light_s: float) -> float:

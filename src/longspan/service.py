@@ -25,10 +25,9 @@ from longspan.model.info import ModelInfo
 from longspan.model.sharding import Shard, check_can_be_split, check_degree
 from longspan.model.source import prepare
 from longspan.model.store import DTYPES, read_info
-from longspan.policy import make_policy
+from longspan.policy import PolicySettings, make_policy
 from longspan.policy.choosing import Facts
-from longspan.policy.spec import PolicySettings
-from longspan.policy.tetris.policy import hint_of_a_constant_rate
+from longspan.policy.tetris import hint_of_a_constant_rate
 from longspan.profiling.store import load_partitions, load_profile, profile_key_of
 from longspan.runtime.executor.control_plane import Launcher, MonotonicClock, WorkerExecutor
 from longspan.runtime.executor.processes import ProcessLauncher

@@ -20,9 +20,8 @@ from longspan.cost import catalog
 from longspan.cost.architecture import Architecture, from_config
 from longspan.cost.profile import Profile
 from longspan.errors import ParameterError
-from longspan.sim.cluster import computed_cluster, measured_cluster
-from longspan.sim.experiment import Experiment
-from longspan.sim.result import Result
+from longspan.sim.experiment import Experiment, computed_experiment, measured_experiment
+from longspan.sim.run import Result
 from longspan.sim.spec import SIMULATED_SCHEDULING, ClusterSpec, Faults
 from longspan.sim.timeline import Timeline
 from longspan.workload.requests import make_workload
@@ -68,15 +67,14 @@ def make_experiment(
     """
     if cluster.profile is None:
         sizes = read_architecture(model, dtype=cluster.dtype, ffn_dtype=cluster.ffn_dtype)
-        return Experiment(cluster=computed_cluster(sizes, cluster, scheduling), scheduling=scheduling, faults=faults)
+        return computed_experiment(sizes, cluster, scheduling, faults)
     profile = _read_profile(cluster.profile)
     key = profile.profile_key
     if _last_name(model) != _last_name(key.model):  # folders may lie elsewhere than on that machine
         problem = f"is of model {key.model}, but {model} given: give that, or a profile of {model}"
         raise ParameterError("profile", problem, cluster.profile)
     sizes = read_architecture(model, dtype=key.dtype)
-    found = measured_cluster(sizes, profile, cluster, scheduling)
-    return Experiment(cluster=found, scheduling=scheduling, faults=faults)
+    return measured_experiment(sizes, profile, cluster, scheduling, faults)
 
 
 def read_architecture(model: str, *, dtype: str = "auto", ffn_dtype: str | None = None) -> Architecture:

@@ -11,6 +11,7 @@ import numpy as np
 import psutil
 import pytest
 from engines import Engines, ThreadLLM
+from linear_cost import LinearCost
 from oracle import Expected, Oracle, assert_exact
 from texts import topic_tokens
 
@@ -143,7 +144,7 @@ def test_real_and_simulated_execution_take_the_same_steps(tiny: Path) -> None:
         llm.engine._executor = real
         outputs = llm.generate([prompt for prompt, _ in jobs], [params for _, params in jobs])
     clock = VirtualClock()
-    simulated = _Recorder(SimExecutor(clock=clock, vocab_size=199))
+    simulated = _Recorder(SimExecutor(clock=clock, vocab_size=199, cost=LinearCost()))
     policy = make_policy("chunked", num_instances=1, options={})
     engine = Engine(policy=policy, executor=simulated, clock=clock, config=config)
     for prompt, params in jobs:

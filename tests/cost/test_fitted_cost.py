@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from linear_cost import LinearCost
 from test_profile import SUBJECT, in_profile
 
 from longspan.core.exchange import CHAIN, LOCAL, RING_KV, RING_Q, Exchange
@@ -17,8 +18,7 @@ from longspan.core.steps import Forward, MoveKV, Part
 from longspan.cost.architecture import ModelShape
 from longspan.cost.profile import Decode, Prefill, Profile, Transfer, fit_decodes
 from longspan.cost.step_cost import FittedCost
-from longspan.sim.cluster import predicted_profile
-from longspan.sim.executor import LinearCost
+from longspan.sim.experiment import predicted_profile
 
 BLOCK_SIZE = 100
 PREFILL = {1: (0.02, 1e-4, 2e-8, 1e-8), 2: (0.03, 6e-5, 1e-8, 5e-9)}

@@ -17,7 +17,6 @@ from longspan.cost.forward import rooflines
 from longspan.cost.step_cost import RooflineCost
 from longspan.cost.topology import Devices
 from longspan.sim.executor import SimExecutor, VirtualClock
-from longspan.sim.run import SlowedCost
 
 BLOCK = 256
 MODEL = from_config(catalog.model_config("llama-3-8b"), name="llama-3-8b")
@@ -151,10 +150,3 @@ def test_a_decode_on_eight_ranks_is_quicker_than_on_one() -> None:
     ]
     alone, split = (max(found.seconds(Forward(number=1, parts=(part,))).values()) for part in decodes)
     assert split < alone / 2
-
-
-def test_slow_instances_do_not_slow_links() -> None:
-    found = cost()
-    slowed = SlowedCost(found, {0: 3.0})
-    assert slowed.move_s(move((0, 16))) == found.move_s(move((0, 16)))
-    assert slowed.num_layers == found.num_layers == 32

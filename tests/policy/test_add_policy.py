@@ -10,8 +10,8 @@ from workloads import assert_lawful
 
 from longspan import policy as policies
 from longspan.core.view import ClusterView, Plan
+from longspan.policy import PolicySpec
 from longspan.policy.batching import Batch, single_part
-from longspan.policy.spec import PolicySpec
 
 
 @dataclass(frozen=True, kw_only=True)

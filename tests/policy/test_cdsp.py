@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from tetris_paper import Instance, Paper, numbers
 from tetris_paper import get_group as group_of_paper
 
-from longspan.cost.profile import TimeFit
-from longspan.policy.tetris.planner import Cluster, Groups, Planner, Prompt
-from longspan.policy.tetris.policy import FixedGroups
-from longspan.policy.tetris.times import QueueTimes, SpTimes
+from longspan.policy.tetris import FixedGroups
+from longspan.policy.tetris.execution import QueueTimes
+from longspan.policy.tetris.planner import Groups, Planner, Prompt, SpTimes
 
 COEFFICIENTS = st.builds(
     SpTimes,
@@ -71,7 +70,7 @@ def test_groups_are_the_papers(case: tuple[list[int], list[float]], data: st.Dat
         for p in pool_of(hosts, queue_s)
     ]
     expected = numbers(group_of_paper(passed, frozenset(initial), size))
-    groups = Cluster(hosts, [size]).groups(queue_s, sorted(initial))
+    groups = Planner({size: ideal(size)}, hosts).groups(queue_s, tuple(sorted(initial)))
     assert set(groups.group(0)) == expected
     assert groups.queue_s[0] == max(queue_s[i] for i in expected)
 
@@ -226,14 +225,6 @@ def test_groups_that_are_larger_than_usual_are_for_prompts_that_need_them() -> N
         assert plan is not None and [len(chunk.group) for chunk in plan.chunks] == [expected]
 
 
-def test_what_a_planner_refuses() -> None:
-    for sizes in ([], [0, 1], [1, 5]):
-        with pytest.raises(ValueError, match=r"groups have 1 to 4 instances, but times are given for sizes"):
-            Planner({size: ideal(1) for size in sizes}, [0] * 4)
-    with pytest.raises(ValueError, match="min_chunk_tokens must be at least 1, but 0 given"):
-        Planner({1: ideal(1)}, [0], min_chunk_tokens=0)
-
-
 # ---------------------------------------------------------------- Eq. 1
 
 
@@ -244,18 +235,6 @@ def test_the_quadratic_is_solved(times: SpTimes, budget_s: float, cached: int) -
         assert tokens == 0
     else:
         assert times.seconds(tokens, cached) == pytest.approx(budget_s)
-
-
-def test_times_are_those_of_a_fit() -> None:
-    fit = TimeFit(start_s=0.1, token_s=1e-3, cached_s=1e-7, square_s=1e-8, mean_error=0.0, max_error=0.0, num_samples=4)
-    assert SpTimes.of(fit).seconds(1000, 500) == fit.seconds(1000, 500) == pytest.approx(0.1 + 1 + 0.05 + 0.01)
-
-
-@pytest.mark.parametrize("bad", [{"start_s": -1.0}, {"token_s": 0.0}, {"cached_s": math.nan}, {"square_s": -1e-9}])
-def test_times_without_sense_are_refused(bad: dict[str, float]) -> None:
-    good = {"start_s": 0.0, "token_s": 1.0, "cached_s": 0.0, "square_s": 0.0}
-    with pytest.raises(ValueError, match="the more tokens they have"):
-        SpTimes(**{**good, **bad})
 
 
 # ---------------------------------------------------------------- fixed groups and queues

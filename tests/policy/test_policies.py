@@ -20,7 +20,7 @@ from longspan.core.steps import Forward, Free
 from longspan.core.view import ClusterView
 from longspan.policy import make_policy
 from longspan.policy.choosing import Facts
-from longspan.policy.sharding import Room, Shape, block_owners, shard_chunk
+from longspan.policy.group_parts import Room, Shape, block_owners, shard_chunk
 
 
 @pytest.mark.parametrize(("instances", "name"), [(1, "chunked"), (2, "context"), (7, "context")])
@@ -31,13 +31,13 @@ def test_auto_is_chunked_on_one_instance_and_context_on_several(instances: int, 
 @pytest.mark.parametrize(
     ("name", "instances", "options", "message"),
     [
-        ("fast", 1, {}, "unknown policy 'fast': choose from auto, chunked, context, runahead, tetris, fixed-sp"),
+        ("fast", 1, {}, "policy 'fast' is unknown: choose from auto, chunked, context, runahead, tetris, fixed-sp"),
         ("chunked", 1, {"threshold": "9"}, "policy chunked has no option 'threshold': it has none, but context"),
         (
             "auto",
             1,
             {"exchange": "ring_kv"},
-            "option 'exchange' is of prompts .* there is 1 instance: give --parallel 2",
+            "option 'exchange' is of prompts .* there is 1 instance: set parallel to 2",
         ),
         ("context", 2, {"exchange": "ring"}, "option exchange is one of auto, ring_kv, .*, chain, but 'ring' given"),
         ("runahead", 2, {"exchange": "ring_kv"}, "option exchange is one of auto, chain, but 'ring_kv' given"),

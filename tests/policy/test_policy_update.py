@@ -6,8 +6,7 @@ import pytest
 from test_tetris import chunks_of, machine, tetris
 from workloads import assert_lawful
 
-from longspan.policy import make_policy
-from longspan.policy.spec import ChosenPolicy, OptionValue, SettledError, option_text
+from longspan.policy import ChosenPolicy, OptionValue, SettledError, make_policy, option_text
 from longspan.policy.tetris.rates import RateTable, RateWatch
 
 CHANGEABLE = ("improvement_rate", "improvement_rates", "chunking", "min_chunk")

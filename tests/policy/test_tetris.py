@@ -11,6 +11,7 @@ import pytest
 from cluster import Cluster, Setup
 from forced_plans import Wandering, forced
 from hypothesis import strategies as st
+from linear_cost import LinearCost
 from workloads import assert_lawful, finishes_lawfully, repeats, setups_of
 
 from longspan.core.cluster import Cluster as Instances
@@ -23,9 +24,9 @@ from longspan.cost.architecture import Hardware, ModelShape
 from longspan.cost.profile import Prefill, Profile, ProfileKey
 from longspan.policy import make_policy
 from longspan.policy.choosing import Facts
+from longspan.policy.tetris import expected_times, measured_times, sp_times
 from longspan.policy.tetris.rates import RateTable, RateWatch
-from longspan.policy.tetris.times import expected_times, measured_times, sp_sizes
-from longspan.sim.executor import LinearCost, SimExecutor, VirtualClock
+from longspan.sim.executor import SimExecutor, VirtualClock
 
 GROUPS: list[dict[str, str]] = [
     {},
@@ -295,7 +296,7 @@ def test_fixed_groups() -> None:
         ("tetris", {"exchange": "chain"}, None, "option exchange is one of auto, ring_kv, .*, but 'chain' given"),
         ("fixed-sp", {"sp": "3"}, None, r"sp\(3\) does not divide 4 instances"),
         ("fixed-sp", {"sp": "3"}, machine(1, 2, 4), r"sp\(3\) does not divide 4 instances"),
-        ("fixed-sp", {"sp": "0"}, None, "sp size 0 is less than 1 instance"),
+        ("fixed-sp", {"sp": "0"}, None, "sp must be at least 1, but 0 given"),
         ("fixed-sp", {"sp": "8"}, None, "sp size 8 is more than the 4 instances"),
         ("fixed-sp", {"improvement_rate": "0.1"}, None, "policy fixed-sp has no option 'improvement_rate'"),
     ],
@@ -317,7 +318,7 @@ def test_what_is_refused(name: str, options: dict[str, str], facts: Facts | None
     ],
 )
 def test_sizes(instances: int, facts: Facts, given: str, expected: tuple[int, ...]) -> None:
-    assert sp_sizes(given, instances, measured_times(facts, [RING_KV])) == expected
+    assert tuple(sp_times(facts, [RING_KV], given, instances)) == expected
 
 
 def test_measured_times_are_those_of_the_quickest_exchange() -> None:

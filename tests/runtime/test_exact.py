@@ -17,7 +17,7 @@ from tiny_models import TINY
 
 from longspan import SamplingParams
 from longspan.core.exchange import of_any_layout
-from longspan.policy.tetris.policy import GroupOptions
+from longspan.policy.tetris import GroupOptions
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, output_logits=True)
 COUNTING = SamplingParams(

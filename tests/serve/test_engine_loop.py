@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from linear_cost import LinearCost
 
 from longspan import SamplingParams
 from longspan.core.cluster import Cluster as Instances
@@ -37,7 +38,7 @@ from longspan.serve.messages import (
     Restarting,
     StepOutputs,
 )
-from longspan.sim.executor import LinearCost, SimExecutor, VirtualClock
+from longspan.sim.executor import SimExecutor, VirtualClock
 from longspan.text.input_processor import EngineRequest
 
 _VOCAB, _BLOCKS, _BLOCK_SIZE = 64, 16, 4

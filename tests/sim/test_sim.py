@@ -8,12 +8,13 @@ import pytest
 from cluster import Cluster, Setup
 from hypothesis import given
 from hypothesis import strategies as st
+from linear_cost import LinearCost
 
 from longspan.core.exchange import LOCAL, RING_KV
 from longspan.core.owners import BlockRef
 from longspan.core.runs import Run
 from longspan.core.steps import Forward, Free, MoveKV, Part, Sample, Sampling
-from longspan.sim.executor import LinearCost, SimExecutor, VirtualClock
+from longspan.sim.executor import SimExecutor, VirtualClock
 
 COST = LinearCost(base_s=1.0, per_token_s=0.5)
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from linear_cost import LinearCost
 
 import longspan.sim.run as sim_run
 from longspan.core.cluster import Cluster
@@ -17,9 +18,8 @@ from longspan.core.exchange import CHAIN, RING_KV, Exchange
 from longspan.core.runs import shard_span
 from longspan.core.steps import Forward, Part
 from longspan.policy import make_policy
-from longspan.sim.executor import LinearCost, Ran
-from longspan.sim.result import Result
-from longspan.sim.run import SlowedCost, Watch, simulate
+from longspan.sim.executor import Ran, slowed
+from longspan.sim.run import Result, Watch, simulate
 from longspan.sim.spec import Faults
 from longspan.workload.arrivals import Arrival, conversations, prompt_of
 
@@ -181,10 +181,6 @@ def test_a_straggler_takes_its_factor_longer() -> None:
 def test_whoever_works_with_a_straggler_waits_for_it() -> None:
     """Members of a ring end together, also with a slow one; of a chain, those before it do not wait."""
 
-    class Evenly(LinearCost):
-        def seconds(self, forward: Forward) -> dict[int, float]:
-            return dict.fromkeys(forward.instances, 1.0)
-
     def seconds(exchange: Exchange, slow: dict[int, float]) -> dict[int, float]:
         runs = shard_span("contiguous", 0, 6, 3)
         part = Part(
@@ -199,7 +195,7 @@ def test_whoever_works_with_a_straggler_waits_for_it() -> None:
             blocks=(),
             sample=None,
         )
-        return SlowedCost(Evenly(), slow).seconds(Forward(number=1, parts=(part,)))
+        return slowed(Forward(number=1, parts=(part,)), dict.fromkeys(range(3), 1.0), slow)
 
     assert seconds(RING_KV, {1: 1.5}) == {0: 1.5, 1: 1.5, 2: 1.5}
     assert seconds(CHAIN, {1: 1.5}) == {0: 1.0, 1: 1.5, 2: 1.5}

@@ -297,7 +297,7 @@ def test_the_page_says_what_the_run_was(tmp_path: Path, capsys: pytest.CaptureFi
         (("--profile", "P", "--rate", "1", "--slow", "0"), "--slow"),
         (("--profile", "P", "--rate", "1", "--slow", "0=x"), "--slow is INSTANCE=FACTOR"),
         (("--profile", "P", "--rate", "1", "--slow", "9=2"), "instance 9 is to be slow, but there are 8"),
-        (("--profile", "P", "--rate", "1", "--policy", "best"), "unknown policy 'best'"),
+        (("--profile", "P", "--rate", "1", "--policy", "best"), "--policy 'best' is unknown"),
         (("--profile", "P", "--rate", "1", "--policy", "context", "-o", "x=1"), "has no option 'x'"),
         (("--profile", "P", "--rate", "1", "--report", "no/where.html"), "the folder 'no' is not there"),
         (
@@ -324,7 +324,7 @@ def test_mistakes_are_one_line(
     ],
 )
 def test_policies_and_costs_have_instances_on_the_same_hosts(flags: dict[str, Any], hosts: list[int]) -> None:
-    found = make_experiment("llama-3-8b", ClusterSpec(hardware="a100-sxm-80g", **flags)).cluster
+    found = make_experiment("llama-3-8b", ClusterSpec(hardware="a100-sxm-80g", **flags))
     assert isinstance(found.cost, RooflineCost)
     assert [found.cluster.location(instance).host for instance in found.cluster.instances] == hosts
     assert found.facts.cluster == found.cluster

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from linear_cost import LinearCost
 
 from longspan.core.cluster import Cluster, Location, ParallelSpec
 from longspan.core.request import Request
@@ -15,7 +16,6 @@ from longspan.core.steps import Forward, MoveKV
 from longspan.policy.choosing import Facts
 from longspan.runtime.batch import RankRequests
 from longspan.runtime.sampling import Vocabulary
-from longspan.sim.executor import LinearCost
 
 VOCAB = 64
 

@@ -8,13 +8,12 @@ from itertools import pairwise
 
 from longspan.core.owners import PrefixHit
 from longspan.core.view import ClusterView, EnginePolicy, Plan, RequestView, ScheduledPart
+from longspan.policy import PolicySpec
 from longspan.policy.batching import Batch, Budget, single_part
-from longspan.policy.choosing import Chooser, Facts
+from longspan.policy.choosing import Facts
 from longspan.policy.group_parts import GroupParts, SharingOptions
-from longspan.policy.spec import PolicySpec
 from longspan.policy.tetris.execution import Cdsp, ChunkPlanner
 from longspan.policy.tetris.planner import Chunk, ChunkPlan, Prompt
-from longspan.policy.tetris.rates import RateTable, RateWatch
 
 Plans = Mapping[int, Sequence[tuple[int, tuple[int, ...]]]]
 """By length of the prompt: the tokens and the group of every chunk but the last, whose tokens are the rest."""
@@ -92,11 +91,10 @@ def planned(
     """Prompts as a planner wishes, on instances that also decode, or with others that do."""
 
     def make(instances: tuple[int, ...], options: SharingOptions, _facts: object) -> Cdsp:
-        parts = GroupParts(options, Chooser(len(instances), Facts(), options.wanted), balance=balance)
-        watch = RateWatch(RateTable(entries=((0.0, 0.0),)))
-        return Cdsp(instances, planner, parts, watch, decode=decode)
+        parts = GroupParts(len(instances), options, Facts(), balance=balance)
+        return Cdsp(instances, planner, parts, decode=decode)
 
-    spec = PolicySpec(name="planned", options=SharingOptions, make=make, capacity=lambda policy: policy.capacity)
+    spec = PolicySpec(name="planned", options=SharingOptions, make=make)
     return spec.chosen(tuple(range(planner.largest)), options or SharingOptions(), None)
 
 
@@ -105,7 +103,7 @@ class Wandering:
 
     def __init__(self, num_instances: int, seed: int) -> None:
         self._everyone, self._seed = tuple(range(num_instances)), seed
-        self._group_parts = GroupParts(SharingOptions(), Chooser(num_instances, Facts()))
+        self._group_parts = GroupParts(num_instances, SharingOptions(), Facts())
 
     def capacity_tokens(self, *, num_blocks: int, block_size: int) -> int:
         return len(self._everyone) * num_blocks * block_size

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from longspan.policy.tetris.times import SpTimes
+from longspan.policy.tetris.planner import SpTimes
 
 Allocation = list[tuple[int, frozenset[int]]]
 """A: the tokens and the instances of every chunk."""

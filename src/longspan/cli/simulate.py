@@ -25,7 +25,7 @@ from longspan.workload.spec import WorkloadSpec
 if TYPE_CHECKING:
     from longspan.core.cluster import Cluster
     from longspan.sim.experiment import Experiment
-    from longspan.sim.result import Result
+    from longspan.sim.run import Result
     from longspan.sim.timeline import Timeline
     from longspan.workload.arrivals import Workload
 
@@ -93,7 +93,7 @@ def simulate(
         numbers |= _rates(experiment, requests, start=workload.rate or 1.0)
     if timeline is not None:
         settings = _settings(model, experiment, (cluster, scheduling, workload, faults))
-        _write_pictures(results, result, timeline, settings, experiment.cluster.cluster)
+        _write_pictures(results, result, timeline, settings, experiment.cluster)
     if results.as_json:
         print(json.dumps(numbers, allow_nan=False))
     else:
@@ -153,21 +153,21 @@ def _check_results(results: ResultOptions, workload: WorkloadSpec) -> None:
         if path is not None and not path.absolute().parent.is_dir():
             raise ValueError(f"{flag}: the folder {str(path.parent)!r} is not there")
     if results.report is not None:
-        from longspan.sim.report import check_report  # noqa: PLC0415
+        from longspan.sim.timeline import check_report  # noqa: PLC0415
 
         check_report()
 
 
 def _settings(model: str, experiment: Experiment, given: Sequence[object]) -> dict[str, object]:
     """Says what the run was, for its page: what was found, then all options by their flags, but those not given."""
-    cluster, policy = experiment.cluster.cluster, [experiment.scheduling.policy]
+    cluster, policy = experiment.cluster, [experiment.scheduling.policy]
     policy += (f"{key}={value}" for key, value in experiment.scheduling.all_policy_options().items())
     instances, blocks = str(cluster.num_instances), f"{cluster.num_blocks[0]:,}"
     if cluster.has_roles:
         prefill, decode = len(cluster.prefill), len(cluster.decode)
         instances = f"{prefill} prefill, {decode} decode, {cluster.backends} transfers at once to each"
         blocks += f", {cluster.num_blocks[-1]:,} to decode"
-    found = {"model": model, "cluster": experiment.cluster.words, "instances": instances, "KV blocks": blocks}
+    found = {"model": model, "cluster": experiment.words, "instances": instances, "KV blocks": blocks}
     named = [(name, option, getattr(one, name)) for one in given for name, option, _ in options_of(type(one))]
     return {**found, "policy": " ".join(policy)} | {
         option.flag(name): _words(value)
@@ -188,8 +188,7 @@ def _words(value: object) -> object:
 def _write_pictures(
     results: ResultOptions, result: Result, timeline: Timeline, settings: dict[str, object], cluster: Cluster
 ) -> None:
-    from longspan.sim.report import html_report  # noqa: PLC0415
-    from longspan.sim.timeline import chrome_trace  # noqa: PLC0415
+    from longspan.sim.timeline import chrome_trace, html_report  # noqa: PLC0415
 
     if results.report is not None:
         _write("--report", results.report, html_report(result, timeline, settings, cluster=cluster))

@@ -16,14 +16,29 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress
+from typing import NamedTuple
 
 from longspan.core.exchange import LOCAL
 from longspan.core.owners import BlockRef, PrefixHit, coupled_instances
 from longspan.core.runs import Run
 from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
+
+
+class Growing(NamedTuple):
+    """Groups that are planned to be larger than they are.
+
+    Attributes:
+        groups: the instances that will hold what is still to come, by request id.
+        more: how many more blocks each instance will be asked for then.
+    """
+
+    groups: Mapping[int, tuple[int, ...]]
+    more: Mapping[int, int]
+
+
+_NONE_GROWS = Growing({}, {})
 
 
 class Batch:
@@ -35,12 +50,9 @@ class Batch:
     Args:
         everyone: the instances to choose from. A request takes part when its whole group is among them.
         coupled_sets: the instances that step together; by default those that share requests.
-        growing: the groups that are still to grow.
 
     Attributes:
-        instances: the instances that can take a step.
-        budget: what is left to give away.
-        parts: what was added.
+        instances: those that can take a step.
     """
 
     def __init__(
@@ -49,14 +61,13 @@ class Batch:
         everyone: frozenset[int],
         *,
         coupled_sets: Sequence[frozenset[int]] | None = None,
-        growing: Growing | None = None,
+        growing: Growing = _NONE_GROWS,
     ) -> None:
-        self._view, self._everyone, self._growing = view, everyone, growing or _NONE_GROWS
+        self._view, self._everyone, self._growing = view, everyone, growing
         self._coupled_sets = view.running.coupled_sets if coupled_sets is None else coupled_sets
         self._begin(view.full)
 
     def _begin(self, taken: frozenset[int]) -> None:
-        """Starts with the instances that are coupled with none of those `taken`."""
         coupled = [coupled for coupled in self._coupled_sets if not coupled.isdisjoint(taken)]
         self.instances = self._everyone.difference(taken, *coupled)
         self.budget = Budget(self._view, self.instances, self._growing)
@@ -73,17 +84,14 @@ class Batch:
         for taken in (self._view.full, self._view.busy):
             if self._blocked:
                 self._begin(taken)
-            self._later = self._runnable()
+            runnable = [r for r in self._view.running.within(self.instances) if r.num_scheduled < r.num_tokens]
+            if len(runnable) > 1:
+                runnable.sort(key=lambda r: r.admission)
+            self._later = deque(runnable)
             while self._later:
                 yield self._later.popleft()
             if not self._blocked:
                 return
-
-    def _runnable(self) -> deque[RequestView]:
-        found = [r for r in self._view.running.within(self.instances) if r.num_scheduled < r.num_tokens]
-        if len(found) > 1:
-            found.sort(key=lambda r: r.admission)
-        return deque(found)
 
     def waiting(self, candidates: Iterable[RequestView] | None = None) -> Iterator[RequestView]:
         """Yields requests that hold no KV, or those of them that are `candidates`, until one cannot be admitted."""
@@ -171,8 +179,6 @@ def _touched(part: ScheduledPart) -> tuple[int, ...]:
 class PerInstance(dict[int, int]):
     """A number for each instance, found out when somebody first asks for it."""
 
-    __slots__ = ("_find",)
-
     def __init__(self, find: Callable[[int], int]) -> None:
         self._find = find
 
@@ -181,50 +187,21 @@ class PerInstance(dict[int, int]):
         return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class Growing:
-    """Groups that are planned to be larger than they are.
-
-    Attributes:
-        groups: the instances that will hold what is still to come, by request id.
-        more: how many more blocks each instance will be asked for then.
-    """
-
-    groups: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    more: Counter[int] = field(default_factory=Counter)
-
-
-_NONE_GROWS = Growing()
-
-
 class Budget:
-    """The tokens, blocks and seats left to give away in the step being planned, per instance.
-
-    Args:
-        instances: the instances that compute.
+    """Counts what is left to give away in the step being planned, by instance.
 
     Attributes:
+        tokens: that can still be computed, only of the `instances` that compute.
+        blocks: free ones.
         claimed: blocks that admissions of this plan begin with.
         adopted: blocks among them that are taken over.
-        growing: requests whose groups are still to grow.
     """
 
     def __init__(self, view: ClusterView, instances: Iterable[int], growing: Growing = _NONE_GROWS) -> None:
-        self.view = view
-        self.claimed: set[BlockRef] = set()
-        self.adopted: set[BlockRef] = set()
-        self.growing = growing
-        self._instances = instances
-
-    @cached_property
-    def tokens(self) -> dict[int, int]:
-        """Counts the tokens that each instance can still compute; only those that compute are in it."""
-        return dict.fromkeys(self._instances, self.view.max_num_batched_tokens)
-
-    @cached_property
-    def blocks(self) -> PerInstance:
-        """Counts free blocks."""
-        return PerInstance(self.view.kv.num_free)
+        self.view, self._growing = view, growing
+        self.claimed, self.adopted = set[BlockRef](), set[BlockRef]()
+        self.tokens = dict.fromkeys(instances, view.max_num_batched_tokens)
+        self.blocks = PerInstance(view.kv.num_free)
 
     @cached_property
     def seqs(self) -> PerInstance:
@@ -234,17 +211,16 @@ class Budget:
 
     @cached_property
     def load(self) -> list[int]:
-        """Counts the tokens that running and admitted requests still have to compute there."""
+        """Counts the tokens that running and admitted requests still have to compute."""
         return list(self.view.running.due_tokens)
 
     @cached_property
     def reserved(self) -> PerInstance:
-        """Free blocks that running requests will need for the tokens they have; admissions leave them alone."""
-        due, more = self.view.running.due_blocks, self.growing.more
+        """Counts free blocks that running requests will need for the tokens they have; admissions leave them alone."""
+        due, more = self.view.running.due_blocks, self._growing.more
         return PerInstance(lambda i: max(0, due[i] + more.get(i, 0)))
 
     def fits(self, blocks: Mapping[int, int]) -> bool:
-        """Tells whether so many blocks are free."""
         return all(self.blocks[instance] >= number for instance, number in blocks.items())
 
     def grow(self, part: ScheduledPart) -> None:
@@ -270,7 +246,8 @@ class Budget:
         if self.adopted.intersection(hit.refs):
             return False
         request, cost = part.request, self.view.kv.hit_cost(hit, self.claimed)
-        missing, owners = request.blocks_for(request.num_tokens) - len(hit.refs), self._kv_owners(part)
+        missing = request.blocks_for(request.num_tokens) - len(hit.refs)
+        owners = self._growing.groups.get(request.id, part.group) if part.kv_owner is None else (part.kv_owner,)
         room = sum([self.blocks[i] - self.reserved[i] - cost.get(i, 0) for i in owners])
         if missing > room or not self.fits(Counter(part.block_owners) + cost):
             return False
@@ -286,12 +263,6 @@ class Budget:
         if hit.adopts_last:
             self.adopted.add(hit.refs[-1])
         return True
-
-    def _kv_owners(self, part: ScheduledPart) -> Sequence[int]:
-        """Returns who will hold what is still to come of a request that is admitted."""
-        if part.kv_owner is not None:
-            return (part.kv_owner,)
-        return self.growing.groups.get(part.request.id, part.group)
 
 
 def single_part(

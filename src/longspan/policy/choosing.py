@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from longspan.core.cluster import Cluster, Location
@@ -20,8 +21,6 @@ class Facts:
     """The knowledge of a model and its hardware that a policy is made with.
 
     Attributes:
-        shape, hardware: what rules go by.
-        profile: what was measured.
         model: what the table of partitions calls it.
         partitions: searched ones; None when nobody looked for them yet, so that nothing is refused for want of one.
         cluster: None when nothing is known of it: then all instances do everything and are near each other.
@@ -41,11 +40,9 @@ class Facts:
 
     @property
     def has_roles(self) -> bool:
-        """Tells whether some instances only prefill, and the others only decode."""
         return self.cluster is not None and self.cluster.has_roles
 
     def prefill(self, num_instances: int) -> range:
-        """Returns the instances that prefill."""
         return range(num_instances) if self.cluster is None else self.cluster.prefill
 
     @property
@@ -54,7 +51,6 @@ class Facts:
         return range(0) if self.cluster is None else self.cluster.decode
 
     def location(self, instance: int) -> Location:
-        """Locates an instance by its first rank."""
         return Location(device=instance) if self.cluster is None else self.cluster.location(instance)
 
 
@@ -62,8 +58,6 @@ class Chooser:
     """Predicts what groups of every size would take for a prefill, and what one instance would; the quickest is chosen.
 
     Args:
-        num_instances: there are.
-        facts: what to predict from.
         exchange: the only candidate; None for all that a layout can be computed with.
         chains: whether prompts may be cut into consecutive pieces, as a chain needs.
         weights: whence `alltoall` gets unsharded weights on instances that are split.
@@ -79,40 +73,38 @@ class Chooser:
         weights: Literal["auto", WeightSource] = "auto",
     ) -> None:
         times = facts.profile.times() if facts.profile is not None else {}
-        candidates = (*of_any_layout(), CHAIN) if chains else of_any_layout()
-        candidates = candidates if exchange is None else (exchange,)
+        if exchange is not None:
+            candidates: tuple[Exchange, ...] = (exchange,)
+        else:
+            candidates = (*of_any_layout(), CHAIN) if chains else of_any_layout()
         self._alone = times.get((1, LOCAL))
         self._shared = {
-            members: {one: times[members, one] for one in candidates if (members, one) in times}
+            members: found
             for members in range(2, num_instances + 1)
+            if (found := {one: times[members, one] for one in candidates if (members, one) in times})
         }
-        self._measured = {members: found for members, found in self._shared.items() if found}
         self._facts, self._weights = facts, weights
-        self._known: dict[tuple[int, int], int] = {}
+        self.members = lru_cache(maxsize=_MOST_KNOWN)(self._members)
+        """Every length is predicted once: it is asked of all that wait, at every step."""
 
-    def members(self, new_tokens: int, cached_tokens: int = 0) -> int | None:
+    def _members(self, new_tokens: int, cached_tokens: int = 0) -> int | None:
         """Returns the number of instances expected to be done with a prompt first; the fewest of equals.
 
-        None when that was not measured. Every length is predicted once: it is asked of all that wait, at every step.
+        None when that was not measured.
         """
-        if self._alone is None or not self._measured:
+        if self._alone is None or not self._shared:
             return None
-        lengths = new_tokens, cached_tokens
-        if lengths not in self._known:
-            if len(self._known) >= _MOST_KNOWN:
-                self._known.clear()
-            seconds = {1: self._alone.seconds(*lengths)}
-            for members, times in self._measured.items():
-                seconds[members] = min(one.seconds(*lengths) for one in times.values())
-            self._known[lengths] = min(seconds, key=seconds.__getitem__)
-        return self._known[lengths]
+        seconds = {1: self._alone.seconds(new_tokens, cached_tokens)}
+        for members, times in self._shared.items():
+            seconds[members] = min(one.seconds(new_tokens, cached_tokens) for one in times.values())
+        return min(seconds, key=seconds.__getitem__)
 
     def exchange(self, new_tokens: int, cached_tokens: int, members: int) -> Exchange:
         """The one expected to be quickest for a step of a prompt, in a group of so many.
 
         Without measurements `ring_kv`, or behind cached tokens what Algorithm 5 says of a known model and hardware.
         """
-        if times := self._shared[members]:
+        if times := self._shared.get(members):
             return min(times, key=lambda one: times[one].seconds(new_tokens, cached_tokens))
         shape, hardware = self._facts.shape, self._facts.hardware
         if cached_tokens == 0 or shape is None or hardware is None:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
+from longspan.policy import PolicySpec
 from longspan.policy.batching import Batch, Budget, single_part
-from longspan.policy.spec import PolicySpec
 
 
 @dataclass(frozen=True, kw_only=True)

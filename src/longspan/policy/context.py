@@ -1,7 +1,7 @@
 """Context parallelism for long prompts beside continuous batching for short ones (arXiv 2411.01783).
 
 A long prompt is sharded zigzag over several instances, chunk by chunk, and prefilled with ring pass-KV or what else is
-quickest; its decode leaves KV where it is, rotates the home of new blocks or tokens, and moves queries. A shorter one
+quickest; its decode leaves KV where it is, rotates the owner of new blocks or tokens, and moves queries. A shorter one
 stays on the instance where it is expected to finish its prefill first. How many instances take a prompt is decided by
 which number is expected to be done with it first (`choosing.py`). Instances that share a request step together.
 Sharded prompts are prefilled one after the other; short ones may start meanwhile.
@@ -17,12 +17,11 @@ from typing import Literal
 
 from longspan.core.owners import PrefixHit
 from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
+from longspan.policy import PolicySpec
 from longspan.policy.batching import Batch, Budget
-from longspan.policy.choosing import Chooser, Facts
+from longspan.policy.choosing import Facts
 from longspan.policy.chunked import admit_alone
-from longspan.policy.group_parts import GroupParts, SharingOptions, is_too_large
-from longspan.policy.sharding import Partitions
-from longspan.policy.spec import PolicySpec
+from longspan.policy.group_parts import GroupParts, Partitions, SharingOptions, is_too_large
 
 _UNMEASURED_THRESHOLD = 1024
 
@@ -67,17 +66,12 @@ class Context:
     """Shards long prompts over as many instances as pay off, and leaves short ones to one."""
 
     def __init__(
-        self,
-        instances: tuple[int, ...],
-        options: ContextOptions,
-        facts: Facts,
-        partitions: Partitions | None = None,
+        self, instances: tuple[int, ...], options: ContextOptions, facts: Facts, partitions: Partitions | None = None
     ) -> None:
         self._everyone, self._all = instances, frozenset(instances)
         self._host = {i: facts.location(i).host_id for i in self._everyone}
         self._options, self._partitions = options, partitions
-        self._chooser = Chooser(len(instances), facts, options.wanted, chains=options.chains, weights=options.weights)
-        self._group_parts = GroupParts(options, self._chooser, partitions)
+        self._group_parts = GroupParts(len(instances), options, facts, partitions)
 
     @property
     def capacity(self) -> int:
@@ -90,9 +84,15 @@ class Context:
             self._partitions.check(num_prompt_tokens, self._num_members(num_prompt_tokens))
 
     def plan(self, view: ClusterView) -> Plan:
-        """Goes on with running requests, and admits waiting ones, unless the first in line needs more instances."""
+        """Goes on with running requests, and admits waiting ones.
+
+        Until the first in line has as many instances as it is sharded over, those that could step wait for others.
+        """
         batch = Batch(view, self._all)
-        fewest = self._gathering(view) if batch.instances else 1
+        if not batch.instances:
+            return Plan()
+        first = next(self._in_turn(view), None)
+        fewest = 0 if first is None else self._group_size(first, view)
         if len(batch.instances) < fewest:
             return Plan()
         for request in batch.running():
@@ -102,14 +102,6 @@ class Context:
         for request in batch.waiting(self._in_turn(view)):
             batch.add(self._first(request, batch.budget))
         return batch.plan()
-
-    def _gathering(self, view: ClusterView) -> int:
-        """Returns the number of instances that the first prompt in line is sharded over.
-
-        Until so many can take a step, those that could wait for others.
-        """
-        first = next(self._in_turn(view), None)
-        return 0 if first is None else self._group_size(first, view)
 
     def _in_turn(self, view: ClusterView) -> Iterator[RequestView]:
         """Yields requests that may be admitted: sharded prompts one after the other; short ones pass those.
@@ -139,26 +131,25 @@ class Context:
 
     def _num_members(self, new_tokens: int, cached_tokens: int = 0) -> int:
         everyone, threshold = len(self._everyone), self._options.threshold
-        members = self._chooser.members(new_tokens, cached_tokens) if threshold == "auto" else None
+        members = self._group_parts.chooser.members(new_tokens, cached_tokens) if threshold == "auto" else None
         if members is None:
             limit = _UNMEASURED_THRESHOLD if threshold == "auto" else threshold
             members = everyone if new_tokens > limit else 1
         return everyone if members > 1 and self._options.fractions else members
 
     def _first(self, request: RequestView, budget: Budget) -> ScheduledPart | None:
-        """Shards a long prompt over a group; puts a short one where its prefill is expected to end first."""
+        """Shards a long prompt over a group; gives a short one to where its prefill is expected to end first."""
         view = budget.view
-        if (members := self._group_size(request, view)) > 1:
-            group = self._group(request, budget, members)
-            if len(group) < members:
-                return None
-            hit = view.kv.match(request, group)
-            exchange = self._group_parts.exchange(request.num_tokens - hit.num_tokens, hit.num_tokens, members)
-            if exchange.traits.keeps == "later":
-                group = _ending_at_home(group, hit, budget)
-            most = self._long_share(view)
-            return self._group_parts.chunk(request, budget, group, hit, most=most, end=request.num_tokens)
-        return admit_alone(request, budget, self._everyone)
+        if (members := self._group_size(request, view)) == 1:
+            return admit_alone(request, budget, self._everyone)
+        group = self._group(request, budget, members)
+        if len(group) < members:
+            return None
+        hit = view.kv.match(request, group)
+        exchange = self._group_parts.exchange(request.num_tokens - hit.num_tokens, hit.num_tokens, members)
+        if exchange.traits.keeps == "later":
+            group = _ending_at_owner(group, hit, budget)
+        return self._group_parts.chunk(request, budget, group, hit, most=self._long_share(view), end=request.num_tokens)
 
     def _group(self, request: RequestView, budget: Budget, members: int) -> tuple[int, ...]:
         """Chooses so many that can take it now, if there are, in order of proximity: who holds most of its prefix, has
@@ -176,27 +167,20 @@ class Context:
         return tokens if alone else max(1, int(tokens * self._options.long_share))
 
 
-def _ending_at_home(group: tuple[int, ...], hit: PrefixHit, budget: Budget) -> tuple[int, ...]:
-    """The same ring, with whoever is to keep the KV at its end: who has most of it, then who has most room."""
+def _ending_at_owner(group: tuple[int, ...], hit: PrefixHit, budget: Budget) -> tuple[int, ...]:
+    """Turns the ring so that it ends with who is to keep the KV: who has most of it, then who has most room."""
     held = Counter(ref.instance for ref in hit.refs)
-    home = max(reversed(group), key=lambda i: (held[i], budget.blocks[i] - budget.reserved[i]))
-    after = group.index(home) + 1
+    owner = max(reversed(group), key=lambda i: (held[i], budget.blocks[i] - budget.reserved[i]))
+    after = group.index(owner) + 1
     return group[after:] + group[:after]
 
 
 def _make(instances: tuple[int, ...], options: ContextOptions, facts: Facts) -> Context:
-    options.check_group(len(instances))
-    options.check_tp(facts.tp)
+    options.check_instances(len(instances), facts.tp)
     partitions = None
     if options.wanted is None and not options.fractions:  # a chain is cut as well as is known
-        partitions = Partitions.best(facts.partitions, facts.model, len(instances))
+        partitions = Partitions("auto", facts, len(instances))
     return Context(instances, options, facts, partitions)
 
 
-CONTEXT = PolicySpec(
-    name="context",
-    options=ContextOptions,
-    make=_make,
-    capacity=lambda policy: policy.capacity,
-    check_prompt=Context.check_prompt,
-)
+CONTEXT = PolicySpec(name="context", options=ContextOptions, make=_make, check_prompt=Context.check_prompt)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Literal
 
 from longspan.core.exchange import RING_Q, Exchange, decoding, exchange_of, exchanges, takers
 from longspan.core.owners import BlockRef, PrefixHit, Rotation
-from longspan.core.runs import SpanShards, shard_span
+from longspan.core.runs import Layout, Run, SpanShards, shard_span
 from longspan.core.view import ClusterView, RequestView, ScheduledPart
-from longspan.cost.partitions import parse_fractions
+from longspan.cost.partitions import PartitionTable, parse_fractions
+from longspan.errors import ParameterError
 from longspan.policy.batching import Budget, single_part
-from longspan.policy.choosing import Chooser
-from longspan.policy.sharding import Partitions, Room, Shape, block_owners, shard_chunk, shard_to_last
+from longspan.policy.choosing import Chooser, Facts
 
 
 def check_exchange(key: str, given: str, choices: Sequence[Exchange], *, automatic: bool = True) -> None:
@@ -69,106 +70,122 @@ class SharingOptions:
             )
         if self.fractions and self.layout not in {"auto", "contiguous"}:
             raise ValueError(f"fractions are for layout contiguous, but {self.layout} given: leave one of them out")
-        if self.dense and (traits is None or "dense" not in traits.parameters):
-            raise ValueError(
-                f"dense is for exchange {takers('dense')}, but {self.exchange} given: leave one of them out"
-            )
-        if self.weights != "auto" and (traits is None or "weights" not in traits.parameters):
-            raise ValueError(
-                f"weights are for exchange {takers('weights')}, but {self.exchange} given: leave one of them out"
-            )
+        parameters = () if traits is None else traits.parameters
+        but_given = f"but {self.exchange} given: leave one of them out"
+        if self.dense and "dense" not in parameters:
+            raise ValueError(f"dense is for exchange {takers('dense')}, {but_given}")
+        if self.weights != "auto" and "weights" not in parameters:
+            raise ValueError(f"weights are for exchange {takers('weights')}, {but_given}")
         if self.home != "auto" and traits is not None and traits.keeps != "later":
-            raise ValueError(f"home is for exchange chain, but {self.exchange} given: leave one of them out")
+            raise ValueError(f"home is for exchange chain, {but_given}")
         if self.fractions:
             parse_fractions(self.fractions)
 
-    def check_group(self, size: int) -> None:
-        """Raises ValueError when there are not as many fractions as instances."""
-        given = len(parse_fractions(self.fractions)) if self.fractions else size
-        if given != size:
-            raise ValueError(
-                f"fractions {self.fractions} are {given}, but there are {size} instances: give one for each"
-            )
+    def check_instances(self, number: int, tp: int | None) -> None:
+        """Checks the options against the instances; `tp` is None when it is not known yet.
 
-    def shape(self, exchange: Exchange) -> Shape:
-        """Returns the layout of prompts for an exchange."""
-        return self._shapes[exchange.traits.in_order]
-
-    def check_tp(self, tp: int | None) -> None:
-        """Raises ValueError when weights are to be made whole that are, on instances of one rank; None is unknown."""
+        Raises:
+            ValueError: when there are not as many fractions as instances, or unsharded weights are wanted on instances
+                of one rank, whose weights are not sharded.
+        """
+        if self.fractions and (given := len(self.fractions_by_member)) != number:
+            problem = f"{self.fractions} are {given}, but there are {number} instances: give one for each"
+            raise ParameterError("fractions", problem, self.fractions)
         if self.weights != "auto" and tp == 1:
             raise ValueError(
                 f"weights={self.weights} is for instances split by tensor parallelism, but tp is 1: leave it out, or "
-                "split them with --parallel, such as 2xtp2"
+                "split them with parallel, such as 2xtp2"
             )
 
     @cached_property
-    def _shapes(self) -> tuple[Shape, Shape]:
-        """Holds the shape for all exchanges but chains, and the one for chains."""
+    def fractions_by_member(self) -> tuple[float, ...]:
+        """Returns the fractions in order of the members, empty for even pieces."""
+        return parse_fractions(self.fractions) if self.fractions else ()
+
+    @cached_property
+    def shape(self) -> Shape:
+        """Returns the layout of prompts for all exchanges but chains."""
         layout = self.layout
         if layout == "auto":
             layout = "contiguous" if self.fractions else "zigzag"
-        fractions = parse_fractions(self.fractions) if self.fractions else ()
-        return Shape(layout=layout, fractions=fractions), Shape(layout="contiguous", fractions=fractions, chained=True)
-
-    @property
-    def chains(self) -> bool:
-        """Tells whether the layout can be that of a chain."""
-        return self.layout in {"auto", "contiguous"}
-
-    @cached_property
-    def decoding(self) -> Exchange:
-        """Returns the exchange of single tokens."""
-        return exchange_of(self.decode)
+        return Shape(layout=layout, fractions=self.fractions_by_member)
 
     @cached_property
     def wanted(self) -> Exchange | None:
         """Returns the exchange of prefill; None when it is to be chosen."""
-        if self.exchange == "auto":
-            return None
-        return exchange_of(self.exchange)._replace(dense=self.dense)
+        return None if self.exchange == "auto" else exchange_of(self.exchange)._replace(dense=self.dense)
 
 
-def even_moves(
-    blocks: Sequence[BlockRef], group: Sequence[int], room: Mapping[int, int]
-) -> tuple[tuple[int, int], ...]:
-    """Chooses pairs of an index into `blocks` and the member it goes to; members then differ by one block at most.
+_REMEDY = "measure it with longspan profile --partitions, or choose partition=even"
 
-    There are as few moves as can be: whoever has most keeps the odd blocks, and only the last blocks of a member leave
-    it. No member is given more blocks than it has `room` for.
+
+class Partitions:
+    """The paper's KVR-E (`even`), KVR-S (`searched`) and KVR-P (`predicted` from the two nearest lengths).
+
+    `auto` takes predicted pieces if anything was searched for such chains, else even ones; so does every kind while
+    nobody has looked for a table.
+
+    Args:
+        members: of the longest chain.
+
+    Raises:
+        ValueError: when pieces are to be searched or predicted ones, and the table has none for this model and group.
     """
-    places = defaultdict[int, list[int]](list)
-    for place, ref in enumerate(blocks):
-        places[ref.instance].append(place)
-    held = Counter({instance: len(found) for instance, found in places.items()})
-    each, odd = divmod(len(blocks), len(group))
-    most = sorted(group, key=lambda instance: -held[instance])
-    wanted = {instance: each + (rank < odd) for rank, instance in enumerate(most)}
-    takers = [i for i in group for _ in range(min(max(0, wanted[i] - held[i]), max(0, room[i])))]
-    givers = [place for i in group for place in places[i][wanted[i] :]]
-    return tuple(sorted(zip(givers, takers, strict=False)))
+
+    def __init__(self, kind: Literal["auto", "even", "searched", "predicted"], facts: Facts, members: int) -> None:
+        self._kind, self._table, self._model = kind, facts.partitions or PartitionTable(), facts.model
+        known = self._table.lengths(self._model, members)
+        if kind == "auto" or facts.partitions is None:
+            self._kind = "predicted" if known else "even"
+        elif kind != "even" and members > 1 and not known:
+            raise ValueError(
+                f"partition={kind} needs a table of partitions, but there is none for {members} instances with this "
+                f"model, precision and number of threads: {_REMEDY}"
+            )
+
+    def check(self, length: int, members: int) -> None:
+        """Raises ValueError when a prompt of this length was to be searched for so many members, and was not."""
+        known = self._table.lengths(self._model, members)
+        if self._kind == "searched" and members > 1 and length not in known:
+            lengths = ", ".join(f"{length:,}" for length in known) or "none"
+            raise ValueError(
+                f"partition=searched has none for {length:,} tokens on {members} instances, only for {lengths}: "
+                f"{_REMEDY} or predicted"
+            )
+
+    def fractions(self, length: int, members: int) -> tuple[float, ...]:
+        """Returns the fractions of a prompt of this length for so many members; empty for even pieces.
+
+        A request that gave its KV up and comes back longer than its prompt was has no entry of its own: a searched
+        partition is then a predicted one.
+        """
+        return () if self._kind == "even" else self._table.predict(self._model, members, length) or ()
 
 
 class GroupParts:
-    """Shapes shares by the options, and by what is expected to be quickest.
+    """Schedules parts on groups by the options, and by what is expected to be quickest.
 
     Args:
+        partitions: the pieces of chains; None when the options have them.
         balance: whether KV is spread evenly over a group that has grown.
     """
 
     def __init__(
         self,
+        num_instances: int,
         options: SharingOptions,
-        chooser: Chooser,
+        facts: Facts,
         partitions: Partitions | None = None,
         *,
         balance: bool = False,
     ) -> None:
-        self._options, self._chooser, self._partitions, self._balance = options, chooser, partitions, balance
+        self._options, self._partitions, self._balance = options, partitions, balance
+        self._decoding = exchange_of(options.decode)
+        chains = options.layout in {"auto", "contiguous"}
+        self.chooser = Chooser(num_instances, facts, options.wanted, chains=chains, weights=options.weights)
 
     def exchange(self, new_tokens: int, cached_tokens: int, members: int) -> Exchange:
-        """Returns the exchange of a step of prefill."""
-        return self._options.wanted or self._chooser.exchange(new_tokens, cached_tokens, members)
+        return self._options.wanted or self.chooser.exchange(new_tokens, cached_tokens, members)
 
     def next(self, request: RequestView, budget: Budget, most: int) -> ScheduledPart | None:
         """Schedules the next chunk of a prompt or token of a decode, which the end of a chain goes on with alone.
@@ -177,13 +194,42 @@ class GroupParts:
         """
         start = request.num_scheduled
         is_single = request.num_tokens - start == 1
-        if (end := _alone(request, is_single=is_single)) is not None:
-            return single_part(request, end, start, budget)
-        if is_single and self._options.rotate == "token" and start >= request.num_prompt:
-            return _rotated_part(request, self._options.decoding, budget)
-        if is_single and start % request.block_size:
-            return _one_token_part(request, self._options.decoding, budget)
+        if (alone := _alone(request, is_single=is_single)) is not None:
+            return single_part(request, alone, start, budget)
+        if is_single:
+            rotates = self._options.rotate == "token" and start >= request.num_prompt
+            if rotates or start % request.block_size:
+                return self._one_token(request, budget, rotates=rotates)
         return self.chunk(request, budget, request.group, None, most=most, end=request.num_tokens)
+
+    def _one_token(self, request: RequestView, budget: Budget, *, rotates: bool) -> ScheduledPart | None:
+        """Schedules the next token of a decode on the owner of its block, or on whom it rotates to, if that has budget.
+
+        When a token that rotates has to begin a block and none is free there, the part asks for it all the same: who
+        came later gives way, or else it waits.
+        """
+        start, group = request.num_scheduled, request.group
+        block_owners: tuple[int, ...] = ()
+        rotation = None
+        if rotates:
+            rotation = request.rotation or Rotation(start=start, held=request.owners.counts(start))
+            owner, num_before = rotation.place(start)
+            if num_before % request.block_size == 0:
+                block_owners = (group[owner],)
+        else:
+            owner = group.index(request.table[start // request.block_size].instance)
+        if budget.tokens[group[owner]] <= 0:
+            return None
+        return ScheduledPart(
+            request=request,
+            group=group,
+            start=start,
+            stop=start + 1,
+            runs=shard_span("single", start, start + 1, len(group), head=owner),
+            block_owners=block_owners,
+            exchange=self._decoding,
+            rotation=rotation,
+        )
 
     def chunk(
         self,
@@ -199,11 +245,14 @@ class GroupParts:
 
         When the group has grown, what the request holds is spread over it first, if there is room for that.
         """
-        moves = self._moves(request, budget, group) if hit is None else ()
-        scheduled = self._chunk(request, budget, group, hit, most=most, end=end, moves=moves)
-        if moves and (scheduled is None or not budget.fits(scheduled.new_blocks)):
-            scheduled = self._chunk(request, budget, group, hit, most=most, end=end)
-        return scheduled
+        if hit is None and self._balance and not set(group) <= set(request.group):
+            full = request.table[: request.num_scheduled // request.block_size]
+            moves = even_moves(full, group, {i: budget.blocks[i] - budget.reserved[i] for i in group})
+            if moves:
+                part = self._chunk(request, budget, group, None, most=most, end=end, moves=moves)
+                if part is not None and budget.fits(part.new_blocks):
+                    return part
+        return self._chunk(request, budget, group, hit, most=most, end=end)
 
     def _chunk(
         self,
@@ -216,108 +265,57 @@ class GroupParts:
         end: int,
         moves: tuple[tuple[int, int], ...] = (),
     ) -> ScheduledPart | None:
-        table = list(hit.refs) if hit is not None else request.table
-        start = hit.num_tokens if hit is not None else request.num_scheduled
-        cost = budget.view.kv.hit_cost(hit, budget.claimed) if hit is not None else Counter[int]()
-        if moves:
-            cost.update(instance for _, instance in moves)
+        if hit is None:
+            table, start, cost = request.table, request.num_scheduled, Counter(instance for _, instance in moves)
+        else:
+            table, start, cost = hit.refs, hit.num_tokens, budget.view.kv.hit_cost(hit, budget.claimed)
         room = Room(
             tokens=tuple([min(budget.tokens[i], most) for i in group]),
             blocks=tuple([budget.blocks[i] - cost.get(i, 0) for i in group]),
             block_size=request.block_size,
         )
-        exchange = self._options.decoding
-        shape = Shape()
+        exchange, shape = self._decoding, _ZIGZAG
         if request.num_tokens - start > 1:
             exchange = self.exchange(min(end - start, sum(room.tokens)), start, len(group))
             shape = self._shape(exchange, request.num_tokens, len(group))
         owners = [group.index(ref.instance) for ref in table]
         for index, instance in moves:
             owners[index] = group.index(instance)
-        sharded: SpanShards | None = None
-        held: tuple[int, ...] = ()
-        kv_owner = None
+        shards: SpanShards | None = None
         later = exchange.traits.keeps == "later" and self._options.home != "computed"
         if later and not is_too_large(request, budget.view, 1):
-            sharded, held = shard_to_last(start, end, owners, room, shape)
-            kv_owner = None if sharded is None else group[-1]
-        if sharded is None:
-            sharded = shard_chunk(start, end, owners, room, shape)
-            if sharded is None:
-                return None
-            stop = max([run.stop for runs in sharded for run in runs])
-            held = block_owners(sharded, len(table), request.blocks_for(stop), request.block_size)
+            shards = _shard_to_last(start, end, owners, room, shape)
+        kv_owner = None if shards is None else group[-1]
+        if shards is None:
+            shards = shard_chunk(start, end, owners, room, shape)
+        if shards is None:
+            return None
+        stop = max([run.stop for runs in shards for run in runs])
+        num_blocks = request.blocks_for(stop)
+        if kv_owner is None:
+            new_owners = [group[member] for member in block_owners(shards, len(table), num_blocks, request.block_size)]
+        else:
+            new_owners = [kv_owner] * (num_blocks - len(table))
         return ScheduledPart(
             request=request,
             group=group,
             start=start,
-            stop=max([run.stop for runs in sharded for run in runs]),
-            runs=sharded,
-            block_owners=tuple([group[member] for member in held]),
-            exchange=self._chooser.of_step(exchange, sum([len(run) for runs in sharded for run in runs]), len(group)),
+            stop=stop,
+            runs=shards,
+            block_owners=tuple(new_owners),
+            exchange=self.chooser.of_step(exchange, stop - start, len(group)),
             kv_owner=kv_owner,
             hit=hit,
             moves=moves,
         )
 
-    def _moves(self, request: RequestView, budget: Budget, group: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-        """Chooses full blocks that go to other members before the first step of a larger group."""
-        if not self._balance or set(group) <= set(request.group):
-            return ()
-        full = request.table[: request.num_scheduled // request.block_size]
-        return even_moves(full, group, {i: budget.blocks[i] - budget.reserved[i] for i in group})
-
     def _shape(self, exchange: Exchange, num_tokens: int, members: int) -> Shape:
-        """Returns the shape of a prompt of this length on so many members."""
-        shape = self._options.shape(exchange)
-        if not exchange.traits.in_order or self._partitions is None:
-            return shape
-        return replace(shape, fractions=self._partitions.fractions(num_tokens, members))
-
-
-def _one_token_part(request: RequestView, exchange: Exchange, budget: Budget) -> ScheduledPart | None:
-    """Schedules the next token of a decode inside a block on the member that owns the block, if that has budget."""
-    start = request.num_scheduled
-    assert start % request.block_size, "a block that begins is sharded like others"
-    owner = request.group.index(request.table[start // request.block_size].instance)
-    return _one_token(request, owner, exchange, budget)
-
-
-def _rotated_part(request: RequestView, exchange: Exchange, budget: Budget) -> ScheduledPart | None:
-    """Schedules the next token of a decode that rotates by token, if its owner has budget.
-
-    When the owner has to begin a block and none is free there, the part asks for it all the same: who came later gives
-    way, or else it waits.
-    """
-    start, group = request.num_scheduled, request.group
-    rotation = request.rotation or Rotation(start=start, held=request.owners.counts(start))
-    owner, num_before = rotation.place(start)
-    block_owners = () if num_before % request.block_size else (group[owner],)
-    return _one_token(request, owner, exchange, budget, block_owners, rotation)
-
-
-def _one_token(
-    request: RequestView,
-    owner: int,
-    exchange: Exchange,
-    budget: Budget,
-    block_owners: tuple[int, ...] = (),
-    rotation: Rotation | None = None,
-) -> ScheduledPart | None:
-    """Schedules the next token of a request on member `owner` of its group."""
-    start, group = request.num_scheduled, request.group
-    if budget.tokens[group[owner]] <= 0:
-        return None
-    return ScheduledPart(
-        request=request,
-        group=group,
-        start=start,
-        stop=start + 1,
-        runs=shard_span("single", start, start + 1, len(group), head=owner),
-        block_owners=block_owners,
-        exchange=exchange,
-        rotation=rotation,
-    )
+        if not exchange.traits.in_order:
+            return self._options.shape
+        fractions = self._options.fractions_by_member
+        if self._partitions is not None:
+            fractions = self._partitions.fractions(num_tokens, members)
+        return Shape(layout="contiguous", fractions=fractions, chained=True)
 
 
 def _alone(request: RequestView, *, is_single: bool) -> int | None:
@@ -330,5 +328,133 @@ def _alone(request: RequestView, *, is_single: bool) -> int | None:
 
 
 def is_too_large(request: RequestView, view: ClusterView, members: int) -> bool:
-    """Tells whether a request outgrows so many empty pools."""
     return request.blocks_for(request.num_tokens) > members * view.kv.num_blocks(0)
+
+
+def even_moves(
+    blocks: Sequence[BlockRef], group: Sequence[int], room: Mapping[int, int]
+) -> tuple[tuple[int, int], ...]:
+    """Chooses pairs of an index into `blocks` and the member it goes to; members then differ by one block at most.
+
+    There are as few moves as can be: whoever has most keeps the odd blocks, and only the last blocks of a member leave
+    it. No member is given more blocks than it has `room` for.
+    """
+    held = defaultdict[int, list[int]](list)
+    for index, ref in enumerate(blocks):
+        held[ref.instance].append(index)
+    each, odd = divmod(len(blocks), len(group))
+    most = sorted(group, key=lambda instance: -len(held[instance]))
+    wanted = {instance: each + (rank < odd) for rank, instance in enumerate(most)}
+    receivers = [i for i in group for _ in range(min(wanted[i] - len(held[i]), room[i]))]
+    leaving = [index for i in group for index in held[i][wanted[i] :]]
+    return tuple(sorted(zip(leaving, receivers, strict=False)))
+
+
+# ---------------------------------------------------------------- shards of the next chunk
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A layout of chunks, and for a contiguous one the fractions of the members, if they are not even.
+
+    For a chain, `chained`, the first member begins even inside a block that another one holds.
+    """
+
+    layout: Layout = "zigzag"
+    fractions: tuple[float, ...] = ()
+    chained: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """The tokens to compute and free KV blocks that each member of a group can still take in this step."""
+
+    tokens: tuple[int, ...]
+    blocks: tuple[int, ...]
+    block_size: int
+
+    def fits(self, shards: SpanShards) -> bool:
+        for runs, tokens, blocks in zip(shards, self.tokens, self.blocks, strict=True):
+            if sum([len(run) for run in runs]) > tokens:
+                return False
+            if sum([len(_begun(run, self.block_size)) for run in runs]) > blocks:
+                return False
+        return True
+
+
+_ZIGZAG = Shape()
+
+
+def shard_chunk(start: int, stop: int, owners: Sequence[int], room: Room, shape: Shape = _ZIGZAG) -> SpanShards | None:
+    """Shards the next chunk of the tokens `[start, stop)`; `owners` names the member that holds each block so far.
+
+    The rest in the wanted shape, if it fits; else as many blocks as can be sharded in that shape; else, with little
+    room, part of one block to the member that holds it, or for a new one to the member with the fewest of the request's
+    blocks. None when there is room for no token. Shards may ask for a block that is not free when none is: then
+    somebody must give way.
+    """
+    num_members, size = len(room.tokens), room.block_size
+    held = Counter(owners)
+    fewest_first = sorted(range(num_members), key=lambda m: held.get(m, 0))
+    head = None
+    if start % size:
+        head = 0 if shape.chained else owners[start // size]
+    # Members of other layouts than the contiguous one change their turns, so that what they hold evens out.
+    order = range(num_members) if shape.layout == "contiguous" else fewest_first
+    turns = {member: turn for turn, member in enumerate(order)}
+    for end in chain((stop,), _ends(start, room, shape)):
+        if start < end <= stop:
+            in_order = shard_span(
+                shape.layout,
+                *(start, end, num_members),
+                align=size,
+                head=None if head is None else turns[head],
+                fractions=shape.fractions,
+            )
+            shards = tuple([in_order[turns[member]] for member in range(num_members)])
+            if room.fits(shards):
+                return shards
+    return _shard_one_block(start, stop, head, fewest_first, room)
+
+
+def _shard_to_last(start: int, stop: int, owners: Sequence[int], room: Room, shape: Shape) -> SpanShards | None:
+    """Shards a chunk for a chain whose last member holds all KV; returns None when it has no room for that."""
+    shards = shard_chunk(start, stop, owners, replace(room, blocks=(stop,) * len(room.tokens)), shape)
+    if shards is None:
+        return None
+    num_blocks = -(-max(run.stop for runs in shards for run in runs) // room.block_size) - len(owners)
+    return shards if num_blocks <= room.blocks[-1] else None
+
+
+def _ends(start: int, room: Room, shape: Shape) -> Iterator[int]:
+    """Yields ends of a chunk that fills the room: even shards have whole rounds of blocks, others are rounded."""
+    num_members, size = len(room.tokens), room.block_size
+    if shape.fractions:
+        most = start + int(min(tokens / part for tokens, part in zip(room.tokens, shape.fractions, strict=True)))
+        yield from ((most // size - less) * size for less in range(2 * num_members))
+    else:
+        most = start + min(room.tokens) * num_members
+        yield from (most // quantum * quantum for quantum in (2 * num_members * size, num_members * size))
+
+
+def _shard_one_block(start: int, stop: int, head: int | None, order: Sequence[int], room: Room) -> SpanShards | None:
+    if head is None:
+        able = [m for m in order if room.tokens[m] > 0]
+        if any(number > 0 for number in room.blocks):  # whoever has a block but no token left has them in a later step
+            able = [m for m in able if room.blocks[m] > 0]
+        head = next(iter(able), None)
+    if head is None or room.tokens[head] <= 0:
+        return None
+    end = min(stop, start + room.tokens[head], (start // room.block_size + 1) * room.block_size)
+    return shard_span("single", start, end, len(order), head=head)
+
+
+def block_owners(shards: SpanShards, first: int, last: int, block_size: int) -> tuple[int, ...]:
+    """Returns the member that begins, and so holds, each block `first <= b < last`."""
+    begins = {block: member for member, runs in enumerate(shards) for run in runs for block in _begun(run, block_size)}
+    return tuple([begins[block] for block in range(first, last)])
+
+
+def _begun(run: Run, block_size: int) -> range:
+    """Returns the blocks whose first token lies in the run."""
+    return range(-(-run.start // block_size), -(-run.stop // block_size))

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from longspan.core.exchange import CHAIN
+from longspan.policy import PolicySpec
 from longspan.policy.choosing import Facts
 from longspan.policy.context import Context, ContextOptions, LengthOptions
-from longspan.policy.group_parts import check_exchange
-from longspan.policy.sharding import Partitions
-from longspan.policy.spec import PolicySpec
+from longspan.policy.group_parts import Partitions, check_exchange
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +39,6 @@ class RunaheadOptions(LengthOptions):
 
 
 def _make(instances: tuple[int, ...], options: RunaheadOptions, facts: Facts) -> Context:
-    if options.partition == "auto" or facts.partitions is None:
-        partitions = Partitions.best(facts.partitions, facts.model, len(instances))
-    else:
-        partitions = Partitions(
-            kind=options.partition, table=facts.partitions, model=facts.model, members=len(instances)
-        )
     context = ContextOptions(
         exchange=CHAIN.kind,
         home=options.home,
@@ -53,13 +46,7 @@ def _make(instances: tuple[int, ...], options: RunaheadOptions, facts: Facts) ->
         threshold=options.threshold,
         long_share=options.long_share,
     )
-    return Context(instances, context, facts, partitions)
+    return Context(instances, context, facts, Partitions(options.partition, facts, len(instances)))
 
 
-RUNAHEAD = PolicySpec(
-    name="runahead",
-    options=RunaheadOptions,
-    make=_make,
-    capacity=lambda policy: policy.capacity,
-    check_prompt=Context.check_prompt,
-)
+RUNAHEAD = PolicySpec(name="runahead", options=RunaheadOptions, make=_make, check_prompt=Context.check_prompt)

@@ -18,7 +18,7 @@ import zmq.asyncio
 from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 
-from longspan.policy.spec import PolicySettings, option_text
+from longspan.policy import PolicySettings, option_text
 from longspan.runtime.child import make_run_dir, start_child
 from longspan.serve.errors import EngineLostError, PolicyRefusedError, QueueFullError, RequestFailedError
 from longspan.serve.messages import (

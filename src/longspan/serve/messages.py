@@ -10,7 +10,7 @@ import msgspec
 from longspan.core.request import FinishReason
 from longspan.core.steps import BytesSent
 from longspan.outputs import LogprobsOfToken
-from longspan.policy.spec import PolicySettings
+from longspan.policy import PolicySettings
 from longspan.text.input_processor import EngineRequest
 from longspan.text.output_processor import RequestState
 

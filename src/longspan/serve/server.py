@@ -25,7 +25,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from longspan.policy.spec import PolicySettings
+from longspan.policy import PolicySettings
 from longspan.serve.answers import Assembler, prepared
 from longspan.serve.client import EngineClient, Output, OutputQueue
 from longspan.serve.convert import ServedModel, grammar_kind, grammar_of, read_request

@@ -5,10 +5,11 @@ from __future__ import annotations
 import heapq
 import math
 import zlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from longspan.core.owners import coupled_instances
 from longspan.core.steps import Completion, Forward, MoveKV, Part, Sample, Sampled, Step
 from longspan.cost.step_cost import StepCost
 
@@ -20,7 +21,7 @@ class VirtualClock:
         self._now_s = 0.0
 
     def now(self) -> float:
-        """Seconds since the start of the simulation."""
+        """Returns the seconds since the start of the simulation."""
         return self._now_s
 
     def advance_to(self, time_s: float) -> None:
@@ -30,50 +31,8 @@ class VirtualClock:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearCost:
-    """`base_s` plus `per_token_s` for every token of the busiest instance; all take that long.
-
-    A transfer takes `per_block_s` for every block.
-    """
-
-    base_s: float = 0.01
-    per_token_s: float = 0.0005
-    num_layers: int = 1
-    per_block_s: float = 0.001
-
-    def seconds(self, forward: Forward) -> dict[int, float]:
-        """Prices it as `StepCost` says."""
-        tokens: Counter[int] = Counter()
-        for part in forward.parts:
-            for instance, runs in zip(part.group, part.runs, strict=True):
-                tokens[instance] += sum(len(run) for run in runs)
-        return dict.fromkeys(forward.instances, self.base_s + self.per_token_s * max(tokens.values()))
-
-    def move_s(self, move: MoveKV) -> float:
-        """Prices it as `StepCost` says."""
-        return self.per_block_s * len(move.copies)
-
-    def received_s(self, move: MoveKV) -> float:
-        """Prices it as `StepCost` says."""
-        return self.move_s(move)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Stream:
-    """A move that begins when its Forward does."""
-
-    move: MoveKV
-    forward_end_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Ran:
-    """A step as it ran, or will.
-
-    Attributes:
-        start_s: when all its instances were free, on the virtual clock.
-        ends_s: when each was done with it.
-    """
+    """A step as it ran, or will: when all its instances were free, and when each of them is done with it."""
 
     forward: Forward
     start_s: float
@@ -91,7 +50,7 @@ class SimExecutor:
     streams begins with it, and ends one layer's time after it at the soonest.
 
     Args:
-        cost: what steps take.
+        slow: by which factor an instance computes slowly, see `slowed`.
         ready_s: no step starts before.
         watch: is told of each step when its times are settled.
     """
@@ -103,16 +62,18 @@ class SimExecutor:
         *,
         clock: VirtualClock,
         vocab_size: int,
-        cost: StepCost | None = None,
+        cost: StepCost,
+        slow: Mapping[int, float] | None = None,
         ready_s: float = 0.0,
         watch: Callable[[Ran], None] | None = None,
     ) -> None:
-        self._clock, self._vocab_size, self._cost = clock, vocab_size, cost or LinearCost()
-        self._ready_s, self._watch = ready_s, watch
+        self._clock, self._vocab_size, self._cost = clock, vocab_size, cost
+        self._slow, self._ready_s, self._watch = slow or {}, ready_s, watch
         self._free_at = defaultdict[int, float](lambda: ready_s)
         self._sent_at: dict[int, float] = {}
         self._received_at: dict[int, float] = {}
-        self._due: list[tuple[float, int, Forward | MoveKV | _Stream]] = []
+        self._due: list[tuple[float, int, Forward | MoveKV | tuple[MoveKV, float]]] = []
+        """When, number, and what ends then; or a streamed move that begins then, and when its Forward ends."""
         self._banned: dict[int, tuple[int, ...]] = {}
 
     def submit(self, step: Step) -> None:
@@ -140,8 +101,9 @@ class SimExecutor:
             self._clock.advance_to(at_s)
             while due and due[0][0] == at_s:
                 _, _, what = heapq.heappop(due)
-                if isinstance(what, _Stream):
-                    self._move(what.move, at_s, what.forward_end_s)
+                if isinstance(what, tuple):
+                    move, forward_end_s = what
+                    self._move(move, at_s, forward_end_s)
                 else:
                     done.append(self._completion(what))
         if not done and timeout_s is not None:
@@ -155,13 +117,16 @@ class SimExecutor:
 
     def _run(self, forward: Forward) -> None:
         start = max(self._clock.now(), *map(self._free_at.__getitem__, forward.instances))
-        ends = {instance: start + seconds for instance, seconds in self._cost.seconds(forward).items()}
+        taken_s = self._cost.seconds(forward)
+        if self._slow:
+            taken_s = slowed(forward, taken_s, self._slow)
+        ends = {instance: start + seconds for instance, seconds in taken_s.items()}
         assert len(ends) == len(forward.instances), "each instance that takes part has its time"
         self._free_at.update(ends)
         heapq.heappush(self._due, (max(ends.values()), forward.number, forward))
         for move in forward.streams:
-            stream = _Stream(move=move, forward_end_s=max(ends[source] for source in move.sources))
-            heapq.heappush(self._due, (start, move.number, stream))
+            forward_end_s = max(ends[source] for source in move.sources)
+            heapq.heappush(self._due, (start, move.number, (move, forward_end_s)))
         if self._watch is not None:
             self._watch(Ran(forward=forward, start_s=start, ends_s=ends))
 
@@ -183,3 +148,23 @@ class SimExecutor:
         while sample.below_minimum and token in self._banned.get(part.request_id, ()):
             token = (token + 1) % self._vocab_size
         return Sampled(request_id=part.request_id, token=token)
+
+
+def slowed(forward: Forward, own_s: Mapping[int, float], factors: Mapping[int, float]) -> dict[int, float]:
+    """Prices a step whose instances take so many times as long, by all of their time, also what they wait and sample.
+
+    Links are as quick as ever. Whoever shares a ring with a slow one ends with it, and those behind it in a chain are
+    as late; who is late only for that does not make others of a further chain in the same step late.
+    """
+    found = {i: seconds * factors.get(i, 1.0) for i, seconds in own_s.items()}
+    parts = [part for part in forward.parts if len(part.group) > 1]
+    for part in parts:
+        if part.exchange.traits.skewed:
+            late_s = -math.inf
+            for instance in part.group:
+                found[instance] = max(found[instance], own_s[instance] + late_s)
+                late_s = max(late_s, found[instance] - own_s[instance])
+    for coupled in coupled_instances({part.group for part in parts if not part.exchange.traits.skewed}):
+        late_s = max(found[instance] - own_s[instance] for instance in coupled)
+        found.update({instance: max(found[instance], own_s[instance] + late_s) for instance in coupled})
+    return found

@@ -1,31 +1,51 @@
-"""An experiment: a simulated cluster with a policy, and what several runs of it find out."""
+"""An experiment: a simulated cluster with a policy, what fits there and what steps cost; and what its runs find out."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from longspan.core.cluster import Cluster
 from longspan.core.engine import EngineConfig, capacity_tokens
+from longspan.core.exchange import CHAIN, LOCAL, Exchange, of_any_layout
 from longspan.core.options import SchedulingArgs
+from longspan.core.runs import Run, shard_span
+from longspan.core.steps import Forward, Part
+from longspan.cost import catalog
+from longspan.cost.architecture import Architecture, Hardware
+from longspan.cost.channels import Channel, Shares, shares_of
+from longspan.cost.estimate import memory
+from longspan.cost.forward import Roofline
+from longspan.cost.partitions import PartitionTable
+from longspan.cost.profile import Prefill, Profile, ProfileKey, profiled_prompts
+from longspan.cost.step_cost import FittedCost, RooflineCost, StepCost
+from longspan.cost.topology import Devices
 from longspan.errors import ParameterError
-from longspan.policy import make_policy
-from longspan.policy.spec import ChosenPolicy
-from longspan.policy.tetris.policy import hint_of_a_constant_rate
-from longspan.policy.tetris.rates import GRID_PER_S, IMPROVEMENT_RATES, RateTable
-from longspan.sim.cluster import SimulatedCluster
-from longspan.sim.result import Result, percentile
-from longspan.sim.run import Watch, simulate
-from longspan.sim.spec import Faults
+from longspan.policy import ChosenPolicy, make_policy
+from longspan.policy.choosing import Facts
+from longspan.policy.tetris import hint_of_a_constant_rate
+from longspan.policy.tetris.rates import RateTable
+from longspan.sim.run import Result, Watch, percentile, simulate
+from longspan.sim.spec import ClusterSpec, Faults
 from longspan.sim.timeline import Timeline
 from longspan.workload.arrivals import Workload
 
 MOST_TIMES_LIGHT = 25
 """A rate is too high when the 99th percentile of TTFT is so many times that of light load (Tetris §7.2)."""
 
+IMPROVEMENT_RATES = tuple(round(0.05 * step, 2) for step in range(1, 16))
+"""These are tried for each request rate: 0.05 to 0.75."""
+_PROFILED_TOKENS = 2**20
+"""KV tokens of an instance whose memory nobody told."""
+_USED_MEMORY = 0.9
+"""How much of a device's memory is used, as vLLM's gpu_memory_utilization."""
+_PREDICTED_LENGTHS = tuple(2048 * 2**power for power in range(8))
+"""No more than prompts have: a fit to much longer ones is off by a tenth where most of them are."""
+_GRID_PER_S = 0.5
 _FAR_APART_S = 1e6
 _MOST_DOUBLINGS = 24
 _PRECISION = 1.02
@@ -40,19 +60,25 @@ def _unseen(_title: str, _total: int) -> AbstractContextManager[Callable[[int], 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """A cluster, who decides on it, and what goes wrong; any workload can be run on it.
+    """A simulated cluster, who decides on it, and what goes wrong; any workload can be run on it.
 
     Attributes:
+        cost: seconds of its steps.
+        facts: what policies know of it.
+        words: a description for people.
         progress: is told how many requests of a run are done.
     """
 
-    cluster: SimulatedCluster
+    cluster: Cluster
+    cost: StepCost
+    facts: Facts
+    words: str
     scheduling: SchedulingArgs
-    faults: Faults = field(default_factory=Faults)
+    faults: Faults
     progress: Progress = _unseen
 
     def with_options(self, options: Mapping[str, str]) -> Experiment:
-        """Sets or replaces some options of the policy."""
+        """Returns an experiment with some options of the policy set or replaced."""
         options = {**(self.scheduling.policy_options or {}), **options}
         return replace(self, scheduling=replace(self.scheduling, policy_options=options))
 
@@ -64,14 +90,14 @@ class Experiment:
         """
         return make_policy(
             self.scheduling.policy,
-            num_instances=self.cluster.cluster.num_instances,
+            num_instances=self.cluster.num_instances,
             options=self.scheduling.all_policy_options(),
-            facts=self.cluster.facts,
+            facts=self.facts,
         )
 
     def hint(self) -> str | None:
         """Tells users what they might have forgotten to say, if anything."""
-        return hint_of_a_constant_rate(self.policy().settings, has_roles=self.cluster.cluster.has_roles)
+        return hint_of_a_constant_rate(self.policy().settings, has_roles=self.cluster.has_roles)
 
     def run(self, workload: Workload, timeline: Timeline | None = None, *, title: str = "requests") -> Result:
         """Serves all requests of a workload.
@@ -79,12 +105,19 @@ class Experiment:
         Raises:
             ValueError: for a policy or options that cannot be.
         """
-        policy = self.policy()
-        capacity = capacity_tokens(policy, self.cluster.cluster, self.scheduling.block_size)
+        policy, options = self.policy(), self.scheduling
+        config = EngineConfig(
+            cluster=self.cluster,
+            block_size=options.block_size,
+            max_model_len=options.max_model_len or capacity_tokens(policy, self.cluster, options.block_size),
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_num_seqs=options.max_num_seqs,
+            prefix_caching=options.enable_prefix_caching and workload.shares,  # else nothing would be found
+            max_steps_in_flight=2 if options.async_scheduling else 1,
+        )
         with self.progress(title, len(workload.arrivals)) as finished:
             watch = replace(timeline.watch if timeline else Watch(), finished=finished)
-            config = self._config(capacity, shares=workload.shares)
-            return simulate(workload.arrivals, config, policy, self.cluster.cost, faults=self.faults, watch=watch)
+            return simulate(workload.arrivals, config, policy, self.cost, faults=self.faults, watch=watch)
 
     def light_ttft_p99_s(self, workload: Workload) -> float | None:
         """Returns P99 of TTFT when no request meets another; None when none is served."""
@@ -124,7 +157,7 @@ class Experiment:
         for option in ("improvement_rate", "improvement_rates"):
             if option in self.scheduling.all_policy_options():
                 raise ValueError(f"what -o {option} says is to be found: leave that out")
-        if self.cluster.cluster.has_roles:
+        if self.cluster.has_roles:
             workload = replace(workload, arrivals=[replace(one, output_len=1) for one in workload.arrivals])
         best: dict[float, float] = {}
         means_s: dict[float, Mapping[float, float]] = {}
@@ -133,7 +166,7 @@ class Experiment:
             for number, rate in enumerate(rates, start=1):
                 at_rate = workload.at_rate(rate)
                 means_s[rate] = {one: self._mean_ttft_s(at_rate, one) for one in IMPROVEMENT_RATES}
-                best[rate] = least(means_s[rate])
+                best[rate] = min(IMPROVEMENT_RATES, key=means_s[rate].__getitem__)  # the lowest of equals
                 finished(number)
         return RateTable(entries=tuple(best.items())), means_s
 
@@ -143,18 +176,6 @@ class Experiment:
         if not len(found):
             raise ValueError("no request was served, so no improvement rate is best")
         return float(np.mean(found))
-
-    def _config(self, capacity: int, *, shares: bool) -> EngineConfig:
-        options = self.scheduling
-        return EngineConfig(
-            cluster=self.cluster.cluster,
-            block_size=options.block_size,
-            max_model_len=options.max_model_len or capacity,
-            max_num_batched_tokens=options.max_num_batched_tokens,
-            max_num_seqs=options.max_num_seqs,
-            prefix_caching=options.enable_prefix_caching and shares,  # else nothing would be found
-            max_steps_in_flight=2 if options.async_scheduling else 1,
-        )
 
 
 def find_max_rate(keeps_up: Callable[[float], bool], *, start: float, precision: float = _PRECISION) -> float | None:
@@ -191,12 +212,156 @@ def request_rates(highest: float) -> tuple[float, ...]:
     """
     if not 0 < highest <= 1000:
         raise ValueError(f"request rates to profile are above 0 and at most 1000 per second, but {highest:g} given")
-    rates = [GRID_PER_S]
+    rates = [_GRID_PER_S]
     while rates[-1] < highest:
-        rates.append(GRID_PER_S * (len(rates) + 1))
+        rates.append(_GRID_PER_S * (len(rates) + 1))
     return tuple(rates)
 
 
-def least(values: Mapping[float, float]) -> float:
-    """Returns the key of the least value, the first of equals."""
-    return min(values, key=values.__getitem__)
+# ---------------------------------------------------------------- clusters
+
+
+def computed_experiment(
+    model: Architecture, spec: ClusterSpec, scheduling: SchedulingArgs, faults: Faults
+) -> Experiment:
+    """Makes an experiment on a cluster that costs what data sheets say.
+
+    Raises:
+        ValueError: for unknown names, degrees that do not fit the model, or one that does not fit the memory.
+    """
+    if spec.hardware is None:
+        raise ParameterError("hardware", "must be a name that longspan estimate knows, if no profile is given")
+    cluster, hardware = spec.cluster, spec.hardware
+    devices = Devices(
+        hardware=hardware,
+        gpus_per_host=spec.devices_per_host,
+        hosts=spec.hosts,
+        link=spec.link,
+        link_gbytes_per_s=spec.link_gbytes_per_s,
+    )
+    kernels = spec.attention or "flash"
+    cost = RooflineCost(model, devices, cluster, block_size=scheduling.block_size, kernels=kernels)
+    blocks = [scheduling.num_gpu_blocks_override or _num_blocks(line, scheduling) for line in cost.lines]
+    cluster = cluster.with_blocks([blocks[-1 if instance in cluster.decode else 0] for instance in cluster.instances])
+    profile_key = ProfileKey(
+        model=model.name,
+        dtype=spec.dtype,
+        device="cuda",
+        tp=cluster.spec.tp,
+        threads=1,
+        kernel=kernels,
+        machine=hardware,
+    )
+    options = scheduling.all_policy_options()
+    named = [options.get("sp", ""), *options.get("sp_sizes", "").split(",")]  # policies refuse wrong ones
+    profile = predicted_profile(
+        cost,
+        profile_key,
+        num_instances=cluster.spec.instances,
+        prompts=profiled_prompts(_PREDICTED_LENGTHS, 2 * _PREDICTED_LENGTHS[-1]),
+        exchanges=(*of_any_layout(), CHAIN),
+        sizes={int(size) for size in named if size.strip().isdecimal()},
+    )
+    topology = cost.lines[0].topology
+    wire = topology.between if spec.hosts > 1 else topology.inside
+    flops_per_s = catalog.device(hardware).peak(model.attention.bytes_per_element)
+    facts = Facts(
+        shape=model.attention,
+        hardware=Hardware(flops_per_s=flops_per_s, bytes_per_s=wire.bytes_per_s),
+        profile=profile,
+        model=model.name,
+        partitions=PartitionTable(),
+        cluster=cluster,
+    )
+    speed = "" if devices.link_gbytes_per_s is None else f" at {devices.link_gbytes_per_s:g} GB/s"
+    words = f"{devices.hosts} × {devices.gpus_per_host} {hardware}, {devices.slowest_link}{speed}"
+    return Experiment(cluster=cluster, cost=cost, facts=facts, words=words, scheduling=scheduling, faults=faults)
+
+
+def measured_experiment(
+    model: Architecture, profile: Profile, spec: ClusterSpec, scheduling: SchedulingArgs, faults: Faults
+) -> Experiment:
+    """Makes an experiment on a cluster of instances that cost what was measured of one.
+
+    Raises:
+        ValueError: for instances of another size than was measured, or a profile that says too little.
+    """
+    cluster, key = spec.cluster, profile.profile_key
+    if {cluster.tp(instance) for instance in cluster.instances} != {key.tp}:
+        raise ParameterError("profile", f"is of instances with tp {key.tp}, but {cluster} given", spec.profile)
+    num_blocks = scheduling.num_gpu_blocks_override or math.ceil(_PROFILED_TOKENS / scheduling.block_size)
+    cluster = cluster.with_blocks([num_blocks] * cluster.num_instances)
+    return Experiment(
+        cluster=cluster,
+        cost=FittedCost(profile, model.attention, block_size=scheduling.block_size),
+        facts=Facts(profile=profile, model=key.model, partitions=PartitionTable(), cluster=cluster),
+        words=f"{key.machine}, {key.dtype}, {key.threads} threads per rank",
+        scheduling=scheduling,
+        faults=faults,
+    )
+
+
+def _num_blocks(line: Roofline, scheduling: SchedulingArgs) -> int:
+    """Counts the blocks that the memory holds beside weights and the activations of a full step."""
+    tokens, layer = scheduling.max_num_batched_tokens, line.layer
+    shares = Shares.of(shares_of(LOCAL, ((Run(0, tokens),),), 0, tokens))
+    whole = Channel(exchange=LOCAL, group=(0,), shares=shares, keys=tokens, decode=False)
+    full = memory(layer, whole, tokens)
+    block = scheduling.block_size * layer.kv_bytes * layer.model.attention.num_layers
+    found = int((_USED_MEMORY * full.capacity - full.used + full.kv) // block)
+    if found < 1:
+        raise ValueError(
+            f"no KV block fits into {_USED_MEMORY:.0%} of a device's memory beside a step of {tokens} tokens: "
+            f"{full.arithmetic}: use a larger tp, or fewer max_num_batched_tokens"
+        )
+    return found
+
+
+def predicted_profile(
+    cost: StepCost,
+    profile_key: ProfileKey,
+    *,
+    num_instances: int,
+    prompts: Iterable[tuple[int, int]],
+    exchanges: Sequence[Exchange],
+    sizes: Collection[int] = (),
+) -> Profile:
+    """Predicts the profile of a machine that is only known by its cost, so that policies choose as on a real one.
+
+    Prefills of (new, cached) tokens are one step each, on one instance and on groups of 2, 4, 8 and so on to all.
+
+    Args:
+        sizes: of further groups, as far as there are so many instances.
+    """
+    powers = {2**power for power in range(num_instances.bit_length())}
+    wanted = {size for size in powers.union(sizes) if 1 <= size <= num_instances}
+    prefills = [
+        Prefill(
+            members=members,
+            exchange=str(exchange),
+            new_tokens=new,
+            cached_tokens=cached,
+            seconds=(max(cost.seconds(_prefill(members, exchange, new, cached)).values()),),
+        )
+        for members in sorted(wanted | {num_instances})
+        for exchange in (exchanges if members > 1 else (LOCAL,))
+        for new, cached in prompts
+    ]
+    return Profile(profile_key=profile_key, prefills=tuple(prefills))
+
+
+def _prefill(members: int, exchange: Exchange, new: int, cached: int) -> Forward:
+    """Makes the step of a prompt, sharded as policies shard it."""
+    part = Part(
+        request_id=0,
+        start=cached,
+        stop=cached + new,
+        tokens=range(new),
+        group=tuple(range(members)),
+        runs=shard_span(exchange.traits.layouts[0], cached, cached + new, members, head=0),
+        exchange=exchange,
+        first_block=0,
+        blocks=(),
+        sample=None,
+    )
+    return Forward(number=1, parts=(part,))

@@ -1,76 +1,32 @@
-"""A simulation: the engine and a policy as they serve, on a virtual clock, and what can go wrong in it."""
+"""A simulation: the engine and a policy as they serve, on a virtual clock; what can go wrong in it, and its result."""
 
 from __future__ import annotations
 
 import gc
 import heapq
-import math
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
+from numpy.typing import NDArray
+
 from longspan.core.engine import Engine, EngineConfig
-from longspan.core.owners import coupled_instances
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
-from longspan.core.steps import Forward, MoveKV
 from longspan.core.view import EnginePolicy
 from longspan.cost.step_cost import StepCost
 from longspan.sim.executor import Ran, SimExecutor, VirtualClock
-from longspan.sim.result import Result, Served
 from longspan.sim.spec import Faults
 from longspan.workload.arrivals import Arrival, Texts
-
-
-@dataclass(frozen=True)
-class SlowedCost:
-    """A cost under which some instances compute slowly, by all of their time, also what they wait and sample.
-
-    Links are as quick as ever. Whoever shares a ring with a slow one ends with it, and those behind it in a chain are
-    as late; who is late only for that does not make others of a further chain in the same step late.
-    """
-
-    cost: StepCost
-    factors: Mapping[int, float]
-
-    @property
-    def num_layers(self) -> int:
-        """Prices it as `StepCost` says."""
-        return self.cost.num_layers
-
-    def move_s(self, move: MoveKV) -> float:
-        """Prices it as `StepCost` says."""
-        return self.cost.move_s(move)
-
-    def received_s(self, move: MoveKV) -> float:
-        """Prices it as `StepCost` says."""
-        return self.cost.received_s(move)
-
-    def seconds(self, forward: Forward) -> dict[int, float]:
-        """Prices it so that whoever works with a slow instance waits for it, but for those before it in a chain."""
-        own_s = self.cost.seconds(forward)
-        found = {i: seconds * self.factors.get(i, 1.0) for i, seconds in own_s.items()}
-        parts = [part for part in forward.parts if len(part.group) > 1]
-        for part in parts:
-            if part.exchange.traits.skewed:
-                late_s = -math.inf
-                for instance in part.group:
-                    found[instance] = max(found[instance], own_s[instance] + late_s)
-                    late_s = max(late_s, found[instance] - own_s[instance])
-        for coupled in coupled_instances({part.group for part in parts if not part.exchange.traits.skewed}):
-            late_s = max(found[instance] - own_s[instance] for instance in coupled)
-            found.update({instance: max(found[instance], own_s[instance] + late_s) for instance in coupled})
-        return found
-
 
 _VOCAB_SIZE = 2**15
 _LOSS, _ARRIVAL = 0, 1
 _MANY = 1000
 """From so many arrivals on, searching them for garbage takes a notable part of a simulation."""
-_Event = tuple[float, int, int]
-"""When, what, and for an arrival its index."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +48,95 @@ class Watch:
     finished: Callable[[int], None] | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Served:
+    """A request that was served, in seconds of the virtual clock; `index` is its index among the arrivals.
+
+    Attributes:
+        scheduled_s: when its first step was planned.
+        ttft_s: from its arrival to its first token.
+        tbt_s: between its tokens, `[num_output_tokens - 1]`.
+    """
+
+    index: int
+    arrival_s: float
+    scheduled_s: float
+    ttft_s: float
+    tbt_s: array[float]
+    finished_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+
+    @property
+    def e2e_s(self) -> float:
+        return self.finished_s - self.arrival_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """A simulation that has ended, with all that was served or refused.
+
+    Attributes:
+        served: by index.
+        refused: why requests were not taken, by index.
+        makespan_s: from the start to the last token.
+        busy_s: of each instance, how long it had a step to run.
+        max_queue: most requests that waited at once after what could be started had been.
+    """
+
+    served: tuple[Served, ...]
+    refused: Mapping[int, str]
+    makespan_s: float
+    busy_s: tuple[float, ...]
+    max_queue: int
+    num_preemptions: int
+
+    @property
+    def ttfts_s(self) -> NDArray[np.float64]:
+        """Times to first token, in order of arrival."""
+        return np.array([one.ttft_s for one in self.served])
+
+    @property
+    def tbts_s(self) -> NDArray[np.float64]:
+        """Times between tokens, of all requests together."""
+        return np.concatenate([np.frombuffer(one.tbt_s) for one in self.served if one.tbt_s] or [np.empty(0)])
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(one.num_prompt_tokens + one.num_output_tokens for one in self.served)
+
+    def summary(self) -> dict[str, float | int | None]:
+        """Sums it up as `longspan simulate --json` does; a number is None where there is nothing to count.
+
+        Throughput counts the tokens of prompts and answers. Utilisation is the part of the makespan in which an
+        instance had a step to run, over all instances.
+        """
+        made_s, ttft, tbt = self.makespan_s, self.ttfts_s, self.tbts_s
+        return {
+            "ttft_p50_s": percentile(ttft, 50),
+            "ttft_p99_s": percentile(ttft, 99),
+            "tbt_p50_s": percentile(tbt, 50),
+            "tbt_p99_s": percentile(tbt, 99),
+            "e2e_p50_s": percentile(np.array([one.e2e_s for one in self.served]), 50),
+            "throughput_tokens_per_s": self.num_tokens / made_s if made_s else None,
+            "max_queue": self.max_queue,
+            "utilisation": sum(self.busy_s) / len(self.busy_s) / made_s if made_s else None,
+            "num_completed": len(self.served),
+            "makespan_s": made_s,
+            "num_refused": len(self.refused),
+            "num_preemptions": self.num_preemptions,
+            "num_prompt_tokens": sum(one.num_prompt_tokens for one in self.served),
+            "num_output_tokens": sum(one.num_output_tokens for one in self.served),
+            "num_cached_tokens": sum(one.num_cached_tokens for one in self.served),
+        }
+
+
+def percentile(values: NDArray[np.float64], percent: float) -> float | None:
+    """Interpolates as numpy does; returns None for no values."""
+    return float(np.percentile(values, percent)) if len(values) else None
+
+
 def simulate(
     arrivals: Sequence[Arrival],
     config: EngineConfig,
@@ -108,8 +153,7 @@ def simulate(
     """
     faults = faults or Faults()
     faults.check(config.cluster.num_instances)
-    slowed = SlowedCost(cost, faults.slow) if faults.slow else cost
-    simulation = _Simulation(arrivals, config, policy, slowed, faults, watch or Watch())
+    simulation = _Simulation(arrivals, config, policy, cost, faults, watch or Watch())
     with _garbage_left_alone(arrivals):
         return simulation.run()
 
@@ -128,14 +172,9 @@ def _garbage_left_alone(arrivals: Sequence[Arrival]) -> Iterator[None]:
         gc.unfreeze()
 
 
-@dataclass(kw_only=True)
-class _Counts:
-    max_queue: int = 0
-    served: list[Served] = field(default_factory=list)
-    refused: dict[int, str] = field(default_factory=dict)
-
-
 class _Simulation:
+    """The state of a simulation: what is still to come, and what has been served."""
+
     def __init__(
         self,
         arrivals: Sequence[Arrival],
@@ -145,15 +184,17 @@ class _Simulation:
         faults: Faults,
         watch: Watch,
     ) -> None:
-        self._arrivals, self._config, self._cost, self._faults, self._watch = arrivals, config, cost, faults, watch
+        self._arrivals, self._cost, self._faults, self._watch = arrivals, cost, faults, watch
         self._clock = VirtualClock()
         self._engine = Engine(policy=policy, executor=self._executor(0.0), clock=self._clock, config=config)
-        self._counts = _Counts()
+        self._served: list[Served] = []
+        self._refused: dict[int, str] = {}
         self._indices: dict[int, int] = {}
         self._num_to_come = len(arrivals)
         self._said: dict[int, tuple[Sequence[int], ...]] = {}  # before a further turn
         self._further: dict[int, list[int]] = defaultdict(list)
-        self._events: list[_Event] = [(at, _LOSS, 0) for at in faults.lost_at_s]
+        self._events: list[tuple[float, int, int]] = [(at_s, _LOSS, 0) for at_s in faults.lost_at_s]
+        """When, what, and for an arrival its index."""
         for index, arrival in enumerate(arrivals):
             if arrival.follows is None:
                 self._events.append((arrival.due_s, _ARRIVAL, index))
@@ -163,48 +204,49 @@ class _Simulation:
 
     def _executor(self, ready_s: float) -> SimExecutor:
         return SimExecutor(
-            clock=self._clock, vocab_size=_VOCAB_SIZE, cost=self._cost, ready_s=ready_s, watch=self._watch.ran
+            clock=self._clock,
+            vocab_size=_VOCAB_SIZE,
+            cost=self._cost,
+            slow=self._faults.slow,
+            ready_s=ready_s,
+            watch=self._watch.ran,
         )
 
     def run(self) -> Result:
-        """Until nothing is left to come or to do."""
-        engine, counts = self._engine, self._counts
+        """Steps the engine until nothing is left to come or to do."""
+        engine, clock, watch, max_queue = self._engine, self._clock, self._watch, 0
         while engine.has_unfinished or self._num_to_come:
             if not engine.has_unfinished:
-                self._clock.advance_to(max(self._clock.now(), self._events[0][0]))
+                clock.advance_to(max(clock.now(), self._events[0][0]))
             if not engine.has_ready:
                 self._deliver()
-            timeout_s = self._events[0][0] - self._clock.now() if self._events else None
+            timeout_s = self._events[0][0] - clock.now() if self._events else None
             for request in engine.step(timeout_s):
                 if request.finish_reason is not None:
                     self._finish(request)
-            counts.max_queue = max(counts.max_queue, engine.num_waiting)
-            if self._watch.moment is not None:
-                self._watch.moment(self._clock.now(), engine)
+            max_queue = max(max_queue, engine.num_waiting)
+            if watch.moment is not None:
+                watch.moment(clock.now(), engine)
         return Result(
-            served=tuple(sorted(counts.served, key=lambda one: one.index)),
-            refused=counts.refused,
-            num_arrivals=len(self._arrivals),
-            makespan_s=max((one.finished_s for one in counts.served), default=0.0),
+            served=tuple(sorted(self._served, key=lambda one: one.index)),
+            refused=self._refused,
+            makespan_s=max((one.finished_s for one in self._served), default=0.0),
             busy_s=tuple(engine.load().busy_s),
-            max_queue=counts.max_queue,
+            max_queue=max_queue,
             num_preemptions=engine.num_preemptions,
         )
 
     def _deliver(self) -> None:
         """Hands the engine all that is due by now."""
-        while self._events and self._events[0][0] <= self._clock.now():
+        now_s = self._clock.now()
+        while self._events and self._events[0][0] <= now_s:
             _, kind, index = heapq.heappop(self._events)
-            if kind == _LOSS:
-                self._lose()
-            else:
+            if kind == _ARRIVAL:
                 self._add(index)
-
-    def _lose(self) -> None:
-        now = self._clock.now()
-        if self._watch.lost is not None:
-            self._watch.lost(now)
-        self._engine.restart(self._executor(now + self._faults.seconds_to_restart))
+                continue
+            if self._watch.lost is not None:
+                self._watch.lost(now_s)
+            self._engine.restart(self._executor(now_s + self._faults.seconds_to_restart))
 
     def _add(self, index: int) -> None:
         arrival, said = self._arrivals[index], self._said.pop(index, None)
@@ -220,21 +262,32 @@ class _Simulation:
             self._watch.admitted(request.id, index)
 
     def _refuse(self, index: int, reason: str) -> None:
-        """Nor do further turns of its conversation come."""
-        self._counts.refused[index] = reason
+        """Refuses a request, and with it the further turns of its conversation."""
+        self._refused[index] = reason
         self._num_to_come -= 1
         for further in self._further.pop(index, ()):
             self._refuse(further, reason)
 
     def _finish(self, request: Request) -> None:
-        index = self._indices.pop(request.id)
-        served = Served.of(request, index)
-        self._counts.served.append(served)
+        index, metrics = self._indices.pop(request.id), request.metrics
+        assert metrics.ttft_s is not None and metrics.finished_s is not None and metrics.scheduled_s is not None
+        served = Served(
+            index=index,
+            arrival_s=metrics.arrival_s,
+            scheduled_s=metrics.scheduled_s,
+            ttft_s=metrics.ttft_s,
+            tbt_s=array("d", metrics.tbt_s),
+            finished_s=metrics.finished_s,
+            num_prompt_tokens=len(request.prompt),
+            num_output_tokens=len(request.output),
+            num_cached_tokens=metrics.num_cached_tokens,
+        )
+        self._served.append(served)
         for further in self._further.pop(index, ()):
             self._said[further] = (request.prompt, tuple(request.output))
             heapq.heappush(self._events, (served.finished_s + self._arrivals[further].due_s, _ARRIVAL, further))
         if self._watch.finished is not None:
-            self._watch.finished(len(self._counts.served) + len(self._counts.refused))
+            self._watch.finished(len(self._served) + len(self._refused))
 
 
 @cache

@@ -66,8 +66,7 @@ class FleetSpec:
         _cluster("A device such as a100-sxm-80g; an unknown name lists all. Or give --profile.", metavar="NAME"),
     ] = None
     profile: Annotated[
-        Path | None,
-        _cluster("Instead: what longspan profile measured; instances are of that machine.", metavar="FILE"),
+        Path | None, _cluster("Instead: what longspan profile measured; instances are of that machine.", metavar="FILE")
     ] = None
     hosts: Annotated[int, _cluster("How many hosts there are.")] = 1
     gpus_per_host: Annotated[
@@ -76,9 +75,7 @@ class FleetSpec:
     parallel: Annotated[
         str | None,
         _cluster(
-            "[N][xtpT]: N instances of T devices each; they take all devices.",
-            metavar="SPEC",
-            default="one per device",
+            "[N][xtpT]: N instances of T devices each; they take all devices.", metavar="SPEC", default="one per device"
         ),
     ] = None
     prefill_parallel: Annotated[

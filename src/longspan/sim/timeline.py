@@ -1,17 +1,28 @@
-"""A record of each instance's work, of the queue and of the KV pools: for pictures, and as a trace for Perfetto."""
+"""A record of each instance's work, of the queue and of the KV pools: as a trace for Perfetto, and as an HTML page."""
 
 from __future__ import annotations
 
+import html
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from longspan.core.cluster import Cluster
 from longspan.core.engine import Engine
 from longspan.core.steps import Part
+from longspan.errors import ParameterError
 from longspan.sim.executor import Ran
-from longspan.sim.result import Result
-from longspan.sim.run import Watch
+from longspan.sim.run import Result, Watch
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+
+_MOST_BLOCKS, _MOST_MOMENTS = 500_000, 2000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,26 +57,25 @@ class Timeline:
     """Writes down what a simulation does, through `watch`.
 
     Attributes:
-        blocks: in the order in which steps were planned; at most `most_blocks`, the first.
+        blocks: the first, in the order in which steps were planned.
         complete: whether that were all.
-        moments: at most `most_moments`, evenly spread over the whole time.
+        moments: a bounded number, evenly spread over the whole time.
     """
 
-    def __init__(self, *, most_blocks: int = 500_000, most_moments: int = 2000) -> None:
+    def __init__(self) -> None:
         self.blocks: list[Block] = []
         self.moments: list[Moment] = []
         self.complete = True
-        self._most_blocks, self._most_moments = most_blocks, most_moments
         self._every_s, self._next_s = 0.0, 0.0
         self._indices: dict[int, int] = {}
 
     @property
     def watch(self) -> Watch:
-        """To give to `simulate`."""
+        """Give this to `simulate`."""
         return Watch(ran=self._ran, moment=self._moment, admitted=self._indices.__setitem__, lost=self._lost)
 
     def _ran(self, ran: Ran) -> None:
-        if len(self.blocks) >= self._most_blocks:
+        if len(self.blocks) >= _MOST_BLOCKS:
             self.complete = False
             return
         for instance, end_s in ran.ends_s.items():
@@ -105,8 +115,7 @@ class Timeline:
 
     def _lost(self, at_s: float) -> None:
         """Cuts off all that had not ended then."""
-        cut = (replace(one, end_s=min(one.end_s, at_s)) for one in self.blocks if one.start_s < at_s)
-        self.blocks = list(cut)
+        self.blocks = [replace(one, end_s=min(one.end_s, at_s)) for one in self.blocks if one.start_s < at_s]
 
     def _moment(self, at_s: float, engine: Engine) -> None:
         if at_s < self._next_s:
@@ -114,7 +123,7 @@ class Timeline:
         pools = [engine.account.pool(i) for i in engine.config.cluster.instances]
         kv_used = 1 - sum(pool.num_free for pool in pools) / sum(pool.num_blocks for pool in pools)
         self.moments.append(Moment(at_s, engine.num_waiting, kv_used))
-        if len(self.moments) >= self._most_moments:
+        if len(self.moments) >= _MOST_MOMENTS:
             self.moments = self.moments[::2]
             self._every_s = at_s / len(self.moments)
         self._next_s = at_s + self._every_s
@@ -129,10 +138,10 @@ def chrome_trace(result: Result, timeline: Timeline) -> str:
 
 
 def _events(result: Result, timeline: Timeline) -> Iterator[dict[str, Any]]:
-    yield _named("process_name", _CLUSTER, 0, "instances")
-    yield _named("process_name", _REQUESTS, 0, "requests")
-    for instance in range(len(result.busy_s)):
-        yield _named("thread_name", _CLUSTER, instance, f"instance {instance}")
+    instances = [("thread_name", _CLUSTER, i, f"instance {i}") for i in range(len(result.busy_s))]
+    processes = [("process_name", _CLUSTER, 0, "instances"), ("process_name", _REQUESTS, 0, "requests")]
+    for kind, process, thread, name in processes + instances:
+        yield {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
     for block in timeline.blocks:
         yield _of_block(block)
     for one in result.served:
@@ -162,5 +171,170 @@ def _of_block(block: Block) -> dict[str, Any]:
     return event | {"name": f"request {block.index}", "cat": "prefill", "args": about}
 
 
-def _named(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
+# ---------------------------------------------------------------- the page
+
+_MOST_BARS = 20_000
+_SAME_TIME_S = 1e-9
+_LABELLED_PART = 0.005
+"""Of the whole time: shorter blocks have no room for a number."""
+_NUMBERS = {"minsize": 8, "mode": "hide"}
+_LAYOUT: dict[str, Any] = {"margin": {"l": 70, "r": 20, "t": 20, "b": 50}, "template": "plotly_white"}
+_GOLDEN_ANGLE = 137.508
+_PERCENTS = np.concatenate([np.linspace(0, 99, 199), np.linspace(99.1, 100, 10)])
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 1200px; padding: 0 1em; color: #222; }
+h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin: 1.6em 0 0; } p { color: #555; margin: .3em 0; }
+table { border-collapse: collapse; display: inline-table; vertical-align: top; margin-right: 3em; }
+td { padding: .1em 1em .1em 0; } td + td { text-align: right; font-variant-numeric: tabular-nums; }
+"""
+
+
+def check_report() -> None:
+    """Raises ValueError when the library that draws is not there, with the remedy."""
+    try:
+        import plotly.graph_objects  # noqa: F401, PLC0415  # optional, and slow to import
+    except ImportError:
+        raise ParameterError("report", "needs plotly: pip install 'longspan[report]'") from None
+
+
+def html_report(result: Result, timeline: Timeline, settings: Mapping[str, object], cluster: Cluster) -> str:
+    """Writes the page: what was simulated, the numbers, distributions of times, queue and KV, and instances."""
+    from plotly.offline import get_plotlyjs  # noqa: PLC0415  # optional
+
+    title = "longspan simulate: " + ", ".join(str(settings[key]) for key in ("model", "policy") if key in settings)
+    parts = [
+        "<!DOCTYPE html>",
+        f'<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>',
+        f"<style>{_STYLE}</style><script>{get_plotlyjs()}</script></head><body>",
+        f"<h1>{html.escape(title)}</h1>",
+        _table(settings),
+        _table(result.summary()),
+    ]
+    for name, note, figure in _figures(result, timeline, cluster):
+        drawn = figure.to_html(full_html=False, include_plotlyjs=False, div_id=name.lower().replace(" ", "-"))
+        parts.append(f"<h2>{name}</h2><p>{html.escape(note)}</p>{drawn}")
+    return "\n".join([*parts, "</body></html>"]) + "\n"
+
+
+def _figures(result: Result, timeline: Timeline, cluster: Cluster) -> list[tuple[str, str, Figure]]:
+    waiting = [(one.at_s, one.num_waiting) for one in timeline.moments]
+    held = [(one.at_s, 100 * one.kv_used) for one in timeline.moments]
+    bars, note = _shown(timeline)
+    return [
+        ("Instances", note, _gantt(bars, _names(cluster))),
+        ("TTFT", "Part of all requests whose first token came within so many seconds.", _distribution(result.ttfts_s)),
+        ("TBT", "Part of all times between tokens that were at most so long.", _distribution(result.tbts_s)),
+        ("Queue", "Requests that waited.", _line(waiting, "requests", shape="hv")),
+        ("KV", "Blocks that requests held, of all instances.", _line(held, "% of blocks", shape="hv")),
+    ]
+
+
+def _shown(timeline: Timeline) -> tuple[Sequence[Block], str]:
+    """Returns the first blocks, as many as can be drawn, and what to say about them."""
+    note = (
+        "Each request has a colour of its own, and its number where there is room; each block is what one step "
+        "computes of its prompt; grey are decodes."
+    )
+    blocks = _joined(sorted(timeline.blocks, key=lambda one: (one.start_s, one.instance)))
+    if timeline.complete and len(blocks) <= _MOST_BARS:
+        return blocks, note
+    blocks = blocks[:_MOST_BARS]
+    return blocks, f"{note} Shown are the first {blocks[-1].start_s:,.1f} seconds."
+
+
+def _joined(blocks: Sequence[Block]) -> list[Block]:
+    """Joins decodes that follow each other on an instance, if as many requests take part."""
+    found: list[Block] = []
+    last: dict[int, int] = {}
+    """The latest block of each instance, as its index."""
+    for one in blocks:
+        before = found[last[one.instance]] if one.instance in last else None
+        both_decode = before is not None and one.index is None is before.index and one.stop == before.stop
+        if before is not None and both_decode and one.start_s - before.end_s < _SAME_TIME_S:
+            found[last[one.instance]] = replace(before, end_s=one.end_s)
+        else:
+            last[one.instance] = len(found)
+            found.append(one)
+    return found
+
+
+def _names(cluster: Cluster) -> list[str]:
+    if not cluster.has_roles:
+        return [str(instance) for instance in cluster.instances]
+    return [*(f"prefill {one}" for one in cluster.prefill), *(f"decode {one}" for one in cluster.decode)]
+
+
+def _gantt(blocks: Sequence[Block], names: Sequence[str]) -> Figure:
+    from plotly.graph_objects import Bar, Figure  # noqa: PLC0415  # optional
+
+    wide_s = _LABELLED_PART * max((one.end_s for one in blocks), default=0.0)
+    figure = Figure(
+        Bar(
+            orientation="h",
+            y=[one.instance for one in blocks],
+            base=[one.start_s for one in blocks],
+            x=[one.end_s - one.start_s for one in blocks],
+            marker={
+                "color": [_colour(one) for one in blocks],
+                "line": {"width": [0.0 if one.index is None else 0.5 for one in blocks], "color": "white"},
+            },
+            text=["" if one.index is None or one.end_s - one.start_s <= wide_s else str(one.index) for one in blocks],
+            textposition="inside",
+            insidetextanchor="middle",
+            textangle=0,
+            hovertext=[_described(one) for one in blocks],
+            hoverinfo="text",
+        )
+    )
+    figure.update_layout(height=140 + 26 * len(names), bargap=0.12, uniformtext=_NUMBERS, **_LAYOUT)
+    figure.update_yaxes(title="instance", tickvals=list(range(len(names))), ticktext=names, autorange="reversed")
+    figure.update_xaxes(title="seconds")
+    return figure
+
+
+def _colour(block: Block) -> str:
+    """Gives neighbours in the order of arrival hues that are far apart; others differ at least in lightness."""
+    if block.index is None:
+        return "#ddd"
+    return f"hsl({block.index * _GOLDEN_ANGLE % 360:.0f}, 62%, {48 + 8 * (block.index % 3)}%)"
+
+
+def _described(block: Block) -> str:
+    when = f"{block.start_s:.3f} to {block.end_s:.3f} s"
+    if block.index is None:
+        return f"{block.stop} decodes<br>{when}"
+    tokens = f"tokens {block.start:,} to {block.stop:,}"
+    return f"request {block.index}<br>{tokens}<br>{len(block.group)} instances, {block.exchange}<br>{when}"
+
+
+def _distribution(times_s: NDArray[np.float64]) -> Figure:
+    points = np.percentile(times_s, _PERCENTS) if len(times_s) else np.empty(0)
+    figure = _line(list(zip(points.tolist(), _PERCENTS.tolist(), strict=False)), "%")
+    if len(points) and points[0] > 0:
+        figure.update_xaxes(type="log")
+    return figure
+
+
+def _line(points: Sequence[tuple[float, float]], unit: str, shape: str = "linear") -> Figure:
+    from plotly.graph_objects import Figure, Scatter  # noqa: PLC0415  # optional
+
+    figure = Figure(Scatter(x=[x for x, _ in points], y=[y for _, y in points], mode="lines", line={"shape": shape}))
+    figure.update_layout(height=320, **_LAYOUT)
+    figure.update_yaxes(title=unit, rangemode="tozero")
+    figure.update_xaxes(title="seconds")
+    return figure
+
+
+def _table(rows: Mapping[str, object]) -> str:
+    cells = (
+        f"<tr><td>{html.escape(name)}</td><td>{html.escape(_short(value))}</td></tr>" for name, value in rows.items()
+    )
+    return f"<table>{''.join(cells)}</table>"
+
+
+def _short(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else "" if value is None else str(value)

@@ -1,1 +1,322 @@
-"""Chunkwise dynamic sequence parallelism: the planner of Tetris, and what runs its plans."""
+"""Tetris (chunkwise dynamic sequence parallelism), and fixed groups, its baseline, on the same machinery."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Literal
+
+from longspan.core.cluster import hosts_of
+from longspan.core.exchange import RING_Q, Exchange, decoding, exchange_of, named, of_any_layout
+from longspan.cost.profile import fit_times
+from longspan.policy import PolicySettings, PolicySpec, option_text, parse_options
+from longspan.policy.choosing import Facts
+from longspan.policy.group_parts import GroupParts, SharingOptions, check_exchange
+from longspan.policy.tetris.execution import Cdsp
+from longspan.policy.tetris.planner import ChunkPlan, Planner, Prompt, SpTimes
+from longspan.policy.tetris.rates import RateTable, RateWatch, check_improvement_rate
+
+_ENOUGH_OF_A_HOST = 4
+"""With fewer instances to a host, groups that end there lose more for prompts than they win for decodes at low load."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupOptions:
+    """Options that tell how groups compute.
+
+    Attributes:
+        exchange, decode, layout, rotate: as of `context`, but for chains and `gather_hidden`.
+        balance: whether the KV of earlier chunks is spread evenly over a group that has grown.
+    """
+
+    exchange: str = "auto"
+    decode: str = RING_Q.kind
+    layout: Literal["auto", "zigzag", "striped"] = "auto"
+    rotate: Literal["block", "token"] = "block"
+    balance: bool = True
+
+    def __post_init__(self) -> None:
+        check_exchange("exchange", self.exchange, of_any_layout())
+        check_exchange("decode", self.decode, decoding(), automatic=False)
+
+    def sharing(self) -> SharingOptions:
+        layout = "zigzag" if self.layout == "auto" else self.layout
+        return SharingOptions(exchange=self.exchange, decode=self.decode, layout=layout, rotate=self.rotate)
+
+    def group_parts(self, instances: Sequence[int], facts: Facts) -> GroupParts:
+        return GroupParts(len(instances), self.sharing(), facts, balance=self.balance)
+
+    @property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        return of_any_layout() if self.exchange == "auto" else (exchange_of(self.exchange),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TetrisOptions(GroupOptions):
+    """Options of `tetris`: how prompts are planned, and how groups compute.
+
+    Attributes:
+        improvement_rate: by which part of the time a larger group must be quicker to be taken; `auto` goes by how many
+            requests arrive, and `improvement_rates`.
+        improvement_rates: by requests per second, such as `0.5:0.1,1:0.3`: the nearest counts, looked up every 30 s
+            and sooner after a start.
+        chunking: whether a prompt may be cut into chunks on growing groups.
+        sp_sizes: of groups; `auto` is powers of two, see also `_usual_size`.
+        min_chunk: tokens below which a chunk does not pay, unless it is the last.
+
+    Raises:
+        ValueError: for a value out of range.
+    """
+
+    improvement_rate: float | Literal["auto"] = "auto"
+    improvement_rates: str = ""
+    chunking: bool = True
+    sp_sizes: str = "auto"
+    min_chunk: int = 256
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.improvement_rate != "auto":
+            check_improvement_rate(self.improvement_rate)
+            if self.improvement_rates:
+                raise ValueError(
+                    f"improvement_rates are for improvement_rate auto, but {self.improvement_rate} given: leave one out"
+                )
+        if self.min_chunk < 1:
+            raise ValueError(f"min_chunk must be at least 1, but {self.min_chunk} given")
+
+    def rate_table(self, default: float) -> RateTable:
+        """Returns the table of improvement rates; `auto` without a table has the `default` alone.
+
+        Raises:
+            ValueError: when it cannot be read.
+        """
+        if self.improvement_rates:
+            return RateTable.parse(self.improvement_rates)
+        rate = default if self.improvement_rate == "auto" else self.improvement_rate
+        return RateTable(entries=((0.0, rate),))
+
+    def changed(self, options: Mapping[str, str]) -> TetrisOptions:
+        """Returns the options with other values. An improvement rate takes the place of a table, and the reverse.
+
+        Raises:
+            ValueError: for an unknown option or a bad value.
+        """
+        kept = asdict(self)
+        if options.get("improvement_rate", "auto") != "auto":
+            kept["improvement_rates"] = ""
+        if options.get("improvement_rates"):
+            kept["improvement_rate"] = "auto"
+        return parse_options("tetris", TetrisOptions, {**{name: option_text(kept[name]) for name in kept}, **options})
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedOptions(GroupOptions):
+    """Options of `fixed-sp`: how many instances a group has, `sp`, and how groups compute."""
+
+    sp: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sp < 1:
+            raise ValueError(f"sp must be at least 1, but {self.sp} given")
+
+
+class Tetris(Cdsp):
+    """Plans chunks by Algorithm 1; some options may change while it serves."""
+
+    def __init__(self, instances: tuple[int, ...], options: TetrisOptions, facts: Facts) -> None:
+        planner = planner_of(
+            facts,
+            instances,
+            options.exchanges,
+            options.sp_sizes,
+            min_chunk_tokens=options.min_chunk,
+            usual_size=_usual_size(facts, instances) if options.sp_sizes == "auto" else None,
+        )
+        self._default_rate = _default_improvement_rate(has_roles=facts.has_roles)
+        super().__init__(
+            instances,
+            planner,
+            options.group_parts(instances, facts),
+            RateWatch(options.rate_table(self._default_rate)),
+            chunking=options.chunking,
+            decode=facts.decode,
+        )
+        self._planner: Planner = planner
+
+    def change(self, options: TetrisOptions, given: Mapping[str, str]) -> TetrisOptions:
+        """Applies other options to prompts that are planned from now on, and returns all that are in force."""
+        changed = options.changed(given)
+        self._watch.use(changed.rate_table(self._default_rate))
+        self.chunking, self._planner.min_chunk_tokens = changed.chunking, changed.min_chunk
+        return changed
+
+
+class FixedGroups(Planner):
+    """Groups of `size` neighbours, in the order of `everyone`, who divide into such groups: to a planner, hosts."""
+
+    def __init__(self, times: SpTimes, everyone: Sequence[int], size: int) -> None:
+        assert len(everyone) % size == 0, "nobody is left over"
+        self._group_of = {instance: index // size for index, instance in enumerate(everyone)}
+        super().__init__({size: times}, [self._group_of[instance] for instance in sorted(everyone)])
+
+    def plan(self, prompt: Prompt, queue_s: Sequence[float]) -> ChunkPlan | None:
+        """Puts all tokens in one chunk, on the group with the shortest queue that has all of `prompt.held`."""
+        if len({self._group_of[instance] for instance in prompt.held}) > 1:
+            return None
+        return super().plan(prompt, queue_s)
+
+
+def hint_of_a_constant_rate(settings: PolicySettings, *, has_roles: bool) -> str | None:
+    """Tells people that the improvement rate is to go by the request rate, but nobody said how."""
+    told = settings.options
+    if settings.name != "tetris" or told["improvement_rate"] != "auto" or told["improvement_rates"]:
+        return None
+    rate = _default_improvement_rate(has_roles=has_roles)
+    return (
+        f"-o improvement_rate=auto is {rate:g} at every request rate without a table: find one with longspan simulate "
+        "--profile-improvement-rates, and give it as -o improvement_rates="
+    )
+
+
+def _default_improvement_rate(*, has_roles: bool) -> float:
+    """Returns the rate without a table: between what the paper finds best for few and for many requests.
+
+    Where instances also decode, the lowest: then most groups are as large as they get, and few wait for one of another
+    size that overlaps with them.
+    """
+    return 0.3 if has_roles else 0.05
+
+
+def _usual_size(facts: Facts, instances: Sequence[int]) -> int | None:
+    """Counts the most instances of a host, if that is enough of them and they also decode; None for no bound.
+
+    A decode steps together with all prompts on its group, and with their groups. Groups of one host end there; larger
+    ones overlap, until all instances of the cluster wait for each other in every step.
+    """
+    per_host = max(Counter(hosts_of([facts.location(i) for i in sorted(instances)])).values())
+    return per_host if not facts.has_roles and per_host >= _ENOUGH_OF_A_HOST else None
+
+
+def planner_of(
+    facts: Facts,
+    instances: Sequence[int],
+    exchanges: Collection[Exchange],
+    sizes: str,
+    *,
+    min_chunk_tokens: int = 1,
+    usual_size: int | None = None,
+) -> Planner:
+    """Plans by the times of `sp_times`; see `Planner`."""
+    return Planner(
+        sp_times(facts, exchanges, sizes, len(instances)),
+        hosts_of([facts.location(i) for i in sorted(instances)]),
+        min_chunk_tokens=min_chunk_tokens,
+        usual_size=usual_size,
+    )
+
+
+def _make_fixed(instances: tuple[int, ...], options: FixedOptions, facts: Facts) -> Cdsp:
+    size, number = options.sp, len(instances)
+    if size <= number and number % size:
+        raise ValueError(
+            f"sp({size}) does not divide {number} instances into groups: choose one that does, or give parallel "
+            "another number"
+        )
+    times = sp_times(facts, options.exchanges, str(size), number)[size]
+    planner = FixedGroups(times, instances, size)
+    return Cdsp(instances, planner, options.group_parts(instances, facts), decode=facts.decode)
+
+
+# ---------------------------------------------------------------- times of chunks
+
+
+_ONE_INSTANCE = SpTimes(start_s=0.02, token_s=1e-4, cached_s=2e-9, square_s=1e-9)
+"""Of nothing in particular: for want of everything, only that longer prompts take longer."""
+_HOP_S = 1e-3
+"""What each further member adds to a step, for want of measurements."""
+
+
+def sp_times(facts: Facts, exchanges: Collection[Exchange], given: str, num_instances: int) -> dict[int, SpTimes]:
+    """Predicts chunks, by measured seconds or expected ones, for the sizes of groups to choose from, ascending.
+
+    Those are the `given` ones (`1,2,4`), or with `auto` powers of two, so that groups of different sizes leave no odd
+    instances; with measurements only sizes that were measured.
+
+    Raises:
+        ValueError: for sizes that are no ascending numbers, larger than the cluster, or not measured when others were.
+    """
+    measured = measured_times(facts, exchanges)
+    if given == "auto":
+        powers = [1 << bit for bit in range(num_instances.bit_length())]
+        sizes = [size for size in powers if not measured or size in measured] or [1]
+    else:
+        parts = given.split(",")
+        if not all(part.strip().isdecimal() for part in parts):
+            raise ValueError(f"sp_sizes are numbers of instances such as 1,2,4, but {given!r} given")
+        sizes = [int(part) for part in parts]
+        if sizes != sorted(set(sizes)) or sizes[0] < 1:
+            raise ValueError(f"sp_sizes ascend from at least 1, such as 1,2,4, but {given} given")
+        if sizes[-1] > num_instances:
+            raise ValueError(f"sp size {sizes[-1]} is more than the {num_instances} instances: give a larger parallel")
+        if measured and (missing := [size for size in sizes if size not in measured]):
+            raise ValueError(
+                f"the profile of this machine has no times for sp size {missing[0]}, only for "
+                f"{', '.join(map(str, sorted(measured)))}: measure it with longspan profile, or leave the size out"
+            )
+    times = expected_times(facts, sizes) | measured
+    return {size: times[size] for size in sizes}
+
+
+def measured_times(facts: Facts, exchanges: Collection[Exchange]) -> dict[int, SpTimes]:
+    """Fits times for every number of instances measured, by the quickest of these exchanges; empty without
+    a profile.
+
+    Where none of these was measured with a number of instances, it is the quickest of all others.
+    """
+    prefills = facts.profile.prefills if facts.profile is not None else ()
+    quickest: dict[tuple[int, bool], dict[tuple[int, int], float]] = defaultdict(dict)
+    for one in prefills:
+        known, lengths = quickest[one.members, named(one.exchange) in exchanges], (one.new_tokens, one.cached_tokens)
+        known[lengths] = min(one.median_s, known.get(lengths, math.inf))
+    found: dict[int, SpTimes] = {}
+    for (members, _), seconds in sorted(quickest.items()):  # what was asked for comes last, and counts
+        fit = fit_times([(*lengths, s) for lengths, s in seconds.items()])
+        if fit is not None and fit.token_s + fit.square_s > 0:
+            found[members] = SpTimes(
+                start_s=fit.start_s, token_s=fit.token_s, cached_s=fit.cached_s, square_s=fit.square_s
+            )
+    return found
+
+
+def expected_times(facts: Facts, sizes: Collection[int]) -> dict[int, SpTimes]:
+    """Predicts unmeasured times: one instance by shape and hardware, several by even shares and a start for each."""
+    shape, hardware = facts.shape, facts.hardware
+    alone = _ONE_INSTANCE
+    if shape is not None and hardware is not None:
+        weights = 12 * shape.num_layers * shape.hidden_size**2  # of a usual layer, whatever the model's is
+        pair_s = 4 * shape.num_layers * shape.num_heads * shape.head_dim / hardware.flops_per_s
+        alone = replace(alone, token_s=2 * weights / hardware.flops_per_s, cached_s=pair_s, square_s=pair_s / 2)
+    return {
+        size: SpTimes(
+            start_s=alone.start_s + _HOP_S * (size - 1),
+            token_s=alone.token_s / size,
+            cached_s=alone.cached_s / size,
+            square_s=alone.square_s / size,
+        )
+        for size in sizes
+    }
+
+
+TETRIS = PolicySpec(
+    name="tetris",
+    options=TetrisOptions,
+    make=Tetris,
+    changeable=("improvement_rate", "improvement_rates", "chunking", "min_chunk"),
+    change=Tetris.change,
+    knows_roles=True,
+)
+FIXED_SP = PolicySpec(name="fixed-sp", options=FixedOptions, make=_make_fixed, knows_roles=True)

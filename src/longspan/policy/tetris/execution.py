@@ -8,18 +8,17 @@ decodes beside it, or leaves that to instances of their own. Who waits for room 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Protocol
 
 from longspan.core.owners import PrefixHit, coupled_instances
-from longspan.core.view import ClusterView, KvView, Plan, RequestView, RunningView, ScheduledPart
+from longspan.core.view import ClusterView, KvView, Plan, RequestView, ScheduledPart
 from longspan.policy.batching import Batch, Budget, Growing, single_part
 from longspan.policy.group_parts import GroupParts
 from longspan.policy.tetris.planner import ChunkPlan, Prompt
-from longspan.policy.tetris.rates import RateWatch
-from longspan.policy.tetris.times import QueueTimes
+from longspan.policy.tetris.rates import RateTable, RateWatch
 
 
 class ChunkPlanner(Protocol):
@@ -46,11 +45,7 @@ class Span:
 
 @dataclass(kw_only=True, slots=True)
 class Planned:
-    """A request with its chunks.
-
-    Attributes:
-        begun: whether it has held KV since it was planned.
-    """
+    """A request with its chunks; it has `begun` when it has held KV since it was planned."""
 
     request: RequestView
     start: int
@@ -59,7 +54,7 @@ class Planned:
 
     @property
     def group(self) -> tuple[int, ...]:
-        """Returns all instances of its chunks."""
+        """Returns the instances of the last chunk, which are those of all."""
         return self.spans[-1].group
 
     @property
@@ -69,11 +64,9 @@ class Planned:
 
     @property
     def is_scheduled(self) -> bool:
-        """Tells whether steps have been sent for all of it."""
         return self.request.num_scheduled >= self.spans[-1].stop
 
     def span(self, position: int) -> Span:
-        """Returns the chunk of a position."""
         return next(span for span in self.spans if span.stop > position)
 
     def left(self) -> list[tuple[int, int, tuple[int, ...]]]:
@@ -91,9 +84,9 @@ class Cdsp:
     """Prefills prompts chunk by chunk as a planner decides, and decodes beside that or on instances of their own.
 
     Args:
-        everyone: the instances in order of proximity.
-        watch: says the improvement rate.
-        decode: the instances that only decode, if there are any; all others are `everyone`.
+        everyone: the instances that prefill, in order of proximity.
+        watch: says the improvement rate; without one, a larger group need only be quicker.
+        decode: the instances that only decode.
 
     Attributes:
         chunking: prompts that are planned from now on may be cut into chunks.
@@ -103,16 +96,15 @@ class Cdsp:
         self,
         everyone: tuple[int, ...],
         planner: ChunkPlanner,
-        scheduled_parts: GroupParts,
-        watch: RateWatch,
+        group_parts: GroupParts,
+        watch: RateWatch | None = None,
         *,
         chunking: bool = True,
         decode: Sequence[int] = (),
     ) -> None:
         self._everyone, self._all = everyone, frozenset(everyone)
-        self._place = {i: place for place, i in enumerate(everyone)}
-        self._planner, self._group_parts, self._watch, self.chunking = planner, scheduled_parts, watch, chunking
-        self._decode = decode
+        self._planner, self._group_parts, self.chunking, self._decode = planner, group_parts, chunking, decode
+        self._watch = watch or RateWatch(RateTable(entries=((0.0, 0.0),)))
         self._queue = QueueTimes(len(everyone))
         self._plans: dict[int, Planned] = {}
         """By request id, in order of their turns."""
@@ -134,7 +126,7 @@ class Cdsp:
         if self._idle is not None and self._idle == self._seen(view):
             self._watch.renew(view.now_s)
             return decodes
-        self._look(view)
+        self._update_plans(view)
         plan, stuck = self._plan_turns(view)
         if stuck and self._let_running_pass() and not (plan.batches or plan.preempted):
             plan, _ = self._plan_turns(view)
@@ -142,12 +134,11 @@ class Cdsp:
         return Plan(preempted=plan.preempted + decodes.preempted, batches=plan.batches + decodes.batches)
 
     def _seen(self, view: ClusterView) -> tuple[KvView, int]:
-        """Returns what makes a difference to a plan."""
         return view.kv, view.changes(self._everyone)
 
     # ---------------------------------------------------------------- plans
 
-    def _look(self, view: ClusterView) -> None:
+    def _update_plans(self, view: ClusterView) -> None:
         """Forgets plans that are done, and plans what is new."""
         waiting = {r.id for r in view.waiting if r.id in self._plans and self._plans[r.id].still_waits}
         for request_id, planned in list(self._plans.items()):
@@ -162,17 +153,15 @@ class Cdsp:
                 self._watch.arrived(request.arrival_s)
         self._watch.renew(view.now_s)
         if arrived and self._queue.is_old(view.now_s):
-            self._queue.correct(view.now_s, (self._seconds(planned) for planned in self._plans.values()))
+            left = [
+                [(self._planner.seconds(len(group), new, cached), group) for new, cached, group in planned.left()]
+                for planned in self._plans.values()
+            ]
+            self._queue.correct(view.now_s, left)
         for request in arrived:
             self._plans[request.id] = self._planned(request, view)
             if request.was_admitted:
                 self._let_earlier_pass(request)
-
-    def _seconds(self, planned: Planned) -> list[tuple[float, tuple[int, ...]]]:
-        return [
-            (self._planner.seconds(len(group), new_tokens, cached_tokens), group)
-            for new_tokens, cached_tokens, group in planned.left()
-        ]
 
     def _planned(self, request: RequestView, view: ClusterView) -> Planned:
         """Plans a request with what is cached, unless the instances that hold it are too many or too busy."""
@@ -198,13 +187,14 @@ class Cdsp:
         return Planned(request=request, start=start, spans=self._spans(best, start, request.block_size))
 
     def _spans(self, plan: ChunkPlan, start: int, block_size: int) -> tuple[Span, ...]:
-        """Chunks end with blocks, so that none has two holders; one that has no whole block is left to the next."""
+        """Chunks end with blocks, so that none has two owners; one that has no whole block is left to the next."""
         stops = list(accumulate((chunk.num_tokens for chunk in plan.chunks), initial=start))
         ends = [stop // block_size * block_size for stop in stops[1:-1]] + stops[-1:]
         spans, before = [], start
         for end, chunk in zip(ends, plan.chunks, strict=True):
             if end > before:
-                spans.append(Span(stop=end, group=tuple(sorted(chunk.group, key=self._place.__getitem__))))
+                members = set(chunk.group)
+                spans.append(Span(stop=end, group=tuple([i for i in self._everyone if i in members])))
                 before = end
         return tuple(spans)
 
@@ -213,12 +203,8 @@ class Cdsp:
     def _plan_decodes(self, view: ClusterView) -> Plan:
         """Plans each instance that only decodes by itself; nobody is admitted there."""
         full, occupied = view.full, view.running.occupied
-        plans = []
-        for instance in [i for i in self._decode if i in occupied and i not in full]:
-            batch = Batch(view, frozenset((instance,)), coupled_sets=())
-            for request in batch.running():
-                batch.add(self._next(request, batch.budget))
-            plans.append(batch.plan())
+        alone = [frozenset((i,)) for i in self._decode if i in occupied and i not in full]
+        plans = [self._with_running(Batch(view, instance, coupled_sets=())).plan() for instance in alone]
         return Plan(
             preempted=tuple([request for plan in plans for request in plan.preempted]),
             batches=tuple([parts for plan in plans for parts in plan.batches]),
@@ -228,28 +214,27 @@ class Cdsp:
         """Plans for those whose turn it is, and tells whether one of them waits for room."""
         unscheduled = [planned for planned in self._plans.values() if not planned.is_scheduled]
         if not unscheduled:  # everybody decodes
-            decodes = Batch(view, self._all)
-            for request in decodes.running():
-                decodes.add(self._next(request, decodes.budget))
-            return decodes.plan(), False
+            return self._with_running(Batch(view, self._all)).plan(), False
         in_turn = self._in_turn(unscheduled)
-        groups = {planned.request.id: planned.group for planned in unscheduled if planned.begun}
         waiting = [planned for planned in in_turn if not planned.begun]
-        groups.update((planned.request.id, planned.group) for planned in waiting)
-        growing = _growing(view.running, groups)
-        able = _with_room(waiting, view, growing)
-        joining = [p.span(p.request.num_scheduled).group for p in in_turn if p.begun]
-        beginning = [planned.spans[0].group for planned in able]
-        batch = Batch(view, self._all, coupled_sets=_coupled(view, [*joining, *beginning]), growing=growing)
-        for request in batch.running():
-            batch.add(self._next(request, batch.budget))
+        growing = _growing([*(planned for planned in unscheduled if planned.begun), *waiting])
+        budget = Budget(view, (), growing)
+        able = [planned for planned in waiting if _has_room(planned, budget)]
+        groups = [planned.span(planned.request.num_scheduled).group for planned in in_turn if planned.begun]
+        groups += [planned.spans[0].group for planned in able]
+        batch = self._with_running(Batch(view, self._all, coupled_sets=_coupled(view, groups), growing=growing))
         router = Router(view, self._decode) if self._decode else None
-        tried = [planned for planned in able if batch.instances.issuperset(planned.spans[0].group)]
-        for request in batch.waiting([planned.request for planned in tried]):
+        tried = [planned.request for planned in able if batch.instances.issuperset(planned.spans[0].group)]
+        for request in batch.waiting(tried):
             batch.add(self._first_part(request, batch.budget, router))
         begun = {part.request.id for part in batch.parts}
-        refused = any(planned.request.id not in begun for planned in tried)
-        return batch.plan(), refused or len(able) < len(waiting)
+        return batch.plan(), len(able) < len(waiting) or any(request.id not in begun for request in tried)
+
+    def _with_running(self, batch: Batch) -> Batch:
+        """Adds the next tokens of all that run."""
+        for request in batch.running():
+            batch.add(self._next(request, batch.budget))
+        return batch
 
     def _in_turn(self, unscheduled: Iterable[Planned]) -> list[Planned]:
         """Returns those that are first in the queue of every instance of the chunk that comes next."""
@@ -267,6 +252,7 @@ class Cdsp:
         return found
 
     def _is_first(self, request_id: int, group: Iterable[int]) -> bool:
+        """Tells whether it is a request's turn on all these instances."""
         return all(self._first[instance] == request_id for instance in group)
 
     def _let_earlier_pass(self, request: RequestView) -> None:
@@ -281,7 +267,7 @@ class Cdsp:
         self._plans = dict(sorted(self._plans.items(), key=lambda item: not item[1].begun))
         return before != list(self._plans)
 
-    # ---------------------------------------------------------------- shares
+    # ---------------------------------------------------------------- parts
 
     def _first_part(self, request: RequestView, budget: Budget, router: Router | None) -> ScheduledPart | None:
         """Begins with the first chunk that is not all cached on its own group."""
@@ -309,54 +295,44 @@ class Cdsp:
             return None
         if not self._is_first(request.id, group):
             return None
-        most = self._most(group, budget.view)
+        # Those that decode there have their tokens first.
+        most = max(1, budget.view.max_num_batched_tokens - max(self._num_decodes(i, budget.view) for i in group))
         if len(group) > 1:
             return self._group_parts.chunk(request, budget, group, hit, most=most, end=span.stop)
         start = request.num_scheduled if hit is None else hit.num_tokens
         return single_part(request, group[0], start, budget, hit, most=most, end=span.stop)
 
-    def _most(self, group: Iterable[int], view: ClusterView) -> int:
-        """Counts the tokens of a prompt on each member: those that decode there have theirs first."""
-        return max(1, view.max_num_batched_tokens - max(self._num_decodes(i, view) for i in group))
-
     def _num_decodes(self, instance: int, view: ClusterView) -> int:
         return sum(request.id not in self._plans and request.target is None for request in view.running.on(instance))
 
 
-def _with_room(waiting: Sequence[Planned], view: ClusterView, growing: Growing) -> list[Planned]:
-    """Returns the requests that are likely to be admitted."""
-    if not waiting:
-        return []
-    budget = Budget(view, (), growing)
-    return [planned for planned in waiting if _has_room(planned, view, budget)]
-
-
-def _has_room(planned: Planned, view: ClusterView, budget: Budget) -> bool:
+def _has_room(planned: Planned, budget: Budget) -> bool:
     """Tells whether a request is likely to be admitted; `Budget.admit` has the last word."""
-    request, group = planned.request, planned.group
+    request, group, kv = planned.request, planned.group, budget.view.kv
     if any(budget.seqs[i] <= 0 for i in planned.spans[0].group):
         return False
     free, reserved = budget.blocks, budget.reserved
     room, whole = sum([free[i] - reserved[i] for i in group]), request.blocks_for(request.num_tokens)
     if whole <= room:
         return True
-    hit = view.kv.match(request, group)  # what others use, too, takes no room
-    return whole - len(hit.refs) + view.kv.hit_cost(hit, budget.claimed).total() <= room
+    hit = kv.match(request, group)  # what others use, too, takes no room
+    return whole - len(hit.refs) + kv.hit_cost(hit, budget.claimed).total() <= room
 
 
-def _growing(running: RunningView, groups: Mapping[int, tuple[int, ...]]) -> Growing:
-    """Counts the blocks that running requests will ask of these groups; those that wait ask for nothing yet."""
+def _growing(plans: Iterable[Planned]) -> Growing:
+    """Counts the blocks that these requests will ask of their last groups; those that wait ask for nothing yet."""
+    groups: dict[int, tuple[int, ...]] = {}
     more: Counter[int] = Counter()
-    for request_id, group in groups.items():
-        request = running.get(request_id)
-        if request is None:
-            continue
-        missing = request.blocks_for(request.num_tokens) - len(request.table)
-        for instances, sign in ((group, 1), (request.kv_owners, -1)):
-            each = sign * -(-missing // len(instances))
-            for instance in instances:
-                more[instance] += each
-    return Growing(groups=groups, more=more)
+    for planned in plans:
+        request = planned.request
+        groups[request.id] = planned.group
+        if planned.begun:
+            missing = request.blocks_for(request.num_tokens) - len(request.table)
+            for instances, sign in ((planned.group, 1), (request.kv_owners, -1)):
+                each = sign * -(-missing // len(instances))
+                for instance in instances:
+                    more[instance] += each
+    return Growing(groups, more)
 
 
 def _coupled(view: ClusterView, groups: Sequence[tuple[int, ...]]) -> Sequence[frozenset[int]]:
@@ -364,6 +340,11 @@ def _coupled(view: ClusterView, groups: Sequence[tuple[int, ...]]) -> Sequence[f
     coupled_sets = view.running.coupled_sets
     joined = [g for g in groups if len(g) > 1 and not any(coupled.issuperset(g) for coupled in coupled_sets)]
     return coupled_instances([*coupled_sets, *joined]) if joined else coupled_sets
+
+
+def goes_on(request: RequestView) -> bool:
+    """Tells whether it will have another token than the next one."""
+    return request.num_known - request.num_prompt + 1 < request.max_tokens
 
 
 class Router:
@@ -378,7 +359,7 @@ class Router:
 
         Returns None for a request that ends with its next token.
         """
-        if request.num_known - request.num_prompt + 1 >= request.max_tokens:
+        if not goes_on(request):
             return None
         target = max(self._decode, key=self._freeness)
         self._chosen[target] += request.blocks_for(request.num_tokens)
@@ -389,3 +370,40 @@ class Router:
         view = self._view
         free = view.kv.num_free(instance) - view.promised.get(instance, 0) - self._chosen.get(instance, 0)
         return free / max(1, len(view.running.on(instance))) if free > 0 else free
+
+
+_TOLERANCE = 0.02
+"""The part of the longest wait that estimates may be old: with many prompts waiting, looking at each takes time."""
+
+
+class QueueTimes:
+    """Keeps the second at which each instance is free of prompts. Estimates err; `correct` puts in what was seen."""
+
+    def __init__(self, num_instances: int) -> None:
+        self._free_at_s = [0.0] * num_instances
+        self._seen_at_s = 0.0
+
+    def waits_s(self, now_s: float) -> list[float]:
+        return [max(0.0, free_at_s - now_s) for free_at_s in self._free_at_s]
+
+    def book(self, group: Iterable[int], end_s: float) -> None:
+        """A group is given a prompt, and busy with it or waiting for it until `end_s`."""
+        for instance in group:
+            self._free_at_s[instance] = end_s
+
+    def is_old(self, now_s: float) -> bool:
+        return now_s - self._seen_at_s >= _TOLERANCE * max(self.waits_s(now_s))
+
+    def correct(self, now_s: float, prompts: Iterable[Sequence[tuple[float, tuple[int, ...]]]]) -> None:
+        """Starts afresh from what is left to do: for each prompt, in order of their turns, its chunks' seconds and
+        groups. A chunk begins when the one before is done and all of its group are.
+        """
+        self._seen_at_s = now_s
+        free_at_s = [now_s] * len(self._free_at_s)
+        for chunks in prompts:
+            end_s = now_s
+            for seconds, group in chunks:
+                end_s = max(end_s, *(free_at_s[instance] for instance in group)) + seconds
+                for instance in group:
+                    free_at_s[instance] = end_s
+        self._free_at_s = free_at_s

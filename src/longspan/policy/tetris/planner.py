@@ -3,133 +3,38 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
 
-from longspan.policy.tetris.times import SpTimes
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpTimes:
+    """T(L, C) = start_s + token_s L + cached_s C L + square_s L² for L tokens behind C earlier ones (Eq. 1).
 
-class Cluster:
-    """The hosts of instances and the sizes of groups, which stay the same from plan to plan.
-
-    Attributes:
-        sizes: ascending.
-        nested: whether smaller groups are the beginnings of larger ones, once they begin alike: hosts are equally
-            large, and every size is part of a host or whole hosts. Then few groups have to be looked for.
+    No coefficient is negative, and tokens take some time.
     """
 
-    def __init__(self, hosts: Sequence[int], sizes: Sequence[int]) -> None:
-        numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
-        self.host_of = [numbers[host] for host in hosts]
-        self.sizes = tuple(sizes)
-        lengths = {self.host_of.count(number) for number in numbers.values()}
-        per_host = max(lengths)
-        self.nested = len(lengths) == 1 and all(size <= per_host or size % per_host == 0 for size in sizes)
+    start_s: float
+    token_s: float
+    cached_s: float
+    square_s: float
 
-    def groups(self, queue_s: Sequence[float], initial: Sequence[int]) -> Groups:
-        """Returns all groups that begin with `initial`."""
-        return _Found(self, queue_s).groups(frozenset(range(len(queue_s))), tuple(initial))
+    def __post_init__(self) -> None:
+        assert min(self.start_s, self.token_s, self.cached_s, self.square_s) >= 0 < self.token_s + self.square_s
 
+    def seconds(self, new_tokens: float, cached_tokens: float = 0) -> float:
+        per_token = self.token_s + self.cached_s * cached_tokens + self.square_s * new_tokens
+        return self.start_s + per_token * new_tokens
 
-class _Found:
-    """The groups that were looked for in one plan: many ways to cut a prompt come to the same ones."""
-
-    def __init__(self, cluster: Cluster, queue_s: Sequence[float]) -> None:
-        self.cluster, self.queue_s = cluster, queue_s
-        by_queue = sorted(range(len(queue_s)), key=queue_s.__getitem__)
-        self.turn = dict(zip(by_queue, range(len(by_queue)), strict=True))
-        self._hosts: dict[frozenset[int], list[list[int]]] = {}
-        self._groups: dict[tuple[frozenset[int], frozenset[int]], Groups] = {}
-
-    def groups(self, pool: frozenset[int], initial: tuple[int, ...]) -> Groups:
-        """Returns the groups that extend `initial` by instances of `pool`."""
-        key = pool, frozenset(initial)
-        if key not in self._groups:
-            self._groups[key] = Groups(self, pool, initial)
-        return self._groups[key]
-
-    def hosts(self, pool: frozenset[int]) -> list[list[int]]:
-        """Lists the instances of each host, the soonest free first; in the order in which hosts are taken whole."""
-        if pool not in self._hosts:
-            hosts: dict[int, list[int]] = {}
-            for instance in sorted(pool, key=self.turn.__getitem__):
-                hosts.setdefault(self.cluster.host_of[instance], []).append(instance)
-            order = sorted((-len(members), self.queue_s[members[-1]], host) for host, members in hosts.items())
-            self._hosts[pool] = [hosts[host] for *_, host in order]
-        return self._hosts[pool]
-
-
-class Groups:
-    """The groups of all sizes that extend an `initial` one inside a pool; `k` counts sizes.
-
-    First come the soonest free on the hosts of `initial`. What is still missing lies on one other host if one has so
-    many, where the last of them is free soonest; else the largest hosts are taken whole, of equals the soonest free.
-
-    Attributes:
-        queue_s: by size, when the last member is free; for sizes that are smaller than `initial` it means nothing.
-    """
-
-    def __init__(self, found: _Found, pool: frozenset[int], initial: tuple[int, ...]) -> None:
-        self._found, self._pool, self._initial = found, pool, initial
-        self._inside: dict[int, Groups] = {}
-        self._after: dict[int, Groups] = {}
-        host_of, queue_s = found.cluster.host_of, found.queue_s
-        own = {host_of[instance] for instance in initial}
-        hosts = [members for members in found.hosts(pool) if host_of[members[0]] not in own]
-        near = [i for members in found.hosts(pool) if host_of[members[0]] in own for i in members if i not in initial]
-        near.sort(key=found.turn.__getitem__)
-        self._order = [*initial, *near]
-        self._lasts: list[Sequence[int]] = []  # of each size: who comes after the first ones in order
-        self.queue_s: list[float] = []
-        latest_s, num_counted, num_taken = 0.0, 0, 0
-        for size in found.cluster.sizes:
-            if size > len(pool):
-                break
-            while num_taken < len(hosts) and len(self._order) + len(hosts[num_taken]) <= size:
-                self._order += hosts[num_taken]
-                num_taken += 1
-            for instance in self._order[num_counted:size]:
-                latest_s = max(latest_s, queue_s[instance])
-            num_counted = min(size, len(self._order))
-            last = self._part_of_one(hosts[num_taken:], size - num_counted)
-            self._lasts.append(last)
-            self.queue_s.append(max(latest_s, queue_s[last[-1]]) if last else latest_s)
-
-    def _part_of_one(self, hosts: Sequence[Sequence[int]], missing: int) -> Sequence[int]:
-        """Returns the last members of a group."""
-        if not missing:
-            return ()
-        queue_s, host_of = self._found.queue_s, self._found.cluster.host_of
-        fitting = takewhile(lambda members: len(members) >= missing, hosts)
-        return min(fitting, key=lambda members: (queue_s[members[missing - 1]], host_of[members[0]]))[:missing]
-
-    def group(self, k: int) -> tuple[int, ...]:
-        """Returns the instances of one, the latest added last."""
-        last = self._lasts[k]
-        return (*self._order[: self._found.cluster.sizes[k] - len(last)], *last)
-
-    def inside(self, k: int) -> Groups:
-        """Returns the groups that remain when only the instances of group `k` are there to choose from."""
-        if self._found.cluster.nested and self._initial:
-            return self
-        if k not in self._inside:
-            self._inside[k] = self._found.groups(frozenset(self.group(k)), self._initial)
-        return self._inside[k]
-
-    def after(self, k: int) -> Groups:
-        """Returns the groups that extend group `k`."""
-        if self._found.cluster.nested and self._initial:
-            return self
-        if k not in self._after:
-            self._after[k] = self._found.groups(self._pool, self.group(k))
-        return self._after[k]
-
-
-_SLACK = 1 - 1e-9
-"""Bounds are cut by so much, so that rounding never hides a better plan."""
-_ROUNDING = 1e-6
-"""The part of a token that rounding may cost a chunk, which would then be one token shorter than it has time for."""
+    def most_tokens(self, budget_s: float, cached_tokens: float = 0) -> float:
+        """Returns the tokens that take so long: the root of the quadratic, in a form that does not cancel."""
+        rest = budget_s - self.start_s
+        if rest <= 0:
+            return 0.0
+        slope = self.token_s + self.cached_s * cached_tokens
+        return 2 * rest / (slope + math.sqrt(slope * slope + 4 * self.square_s * rest))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +58,6 @@ class Prompt:
     """A prompt that is to be cut into chunks.
 
     Attributes:
-        new_tokens: to compute.
         cached_tokens: that were computed before, and lie on the instances `held`.
         improvement_rate: a larger group must be quicker by this part of the time (Algorithm 2, line 13).
         chunking: whether there may be several chunks.
@@ -169,14 +73,16 @@ class Prompt:
 
 
 class Planner:
-    """Plans for instances on `hosts` (a number for each instance's), with groups of the sizes that `times` has.
+    """Plans for instances on `hosts` (a number for each), with groups of the sizes that `times` has.
 
     A chunk but the last is too short to pay (line 12 of Algorithm 1) below `min_chunk_tokens`, or when the next smaller
     group that it could have is as quick. Groups of more than `usual_size` instances are for prompts that fewer have no
     room for, or that more of them hold already.
 
-    Raises:
-        ValueError: without times, or for a size that is no number of these instances.
+    Attributes:
+        sizes: ascending.
+        nested: whether smaller groups are the beginnings of larger ones, once they begin alike: hosts are equally
+            large, and every size is part of a host or whole hosts. Then few groups have to be looked for.
     """
 
     def __init__(
@@ -187,27 +93,22 @@ class Planner:
         min_chunk_tokens: int = 1,
         usual_size: int | None = None,
     ) -> None:
-        sizes = sorted(times)
-        if not sizes or sizes[0] < 1 or sizes[-1] > len(hosts):
-            raise ValueError(f"groups have 1 to {len(hosts)} instances, but times are given for sizes {sizes}")
-        if min_chunk_tokens < 1:
-            raise ValueError(f"min_chunk_tokens must be at least 1, but {min_chunk_tokens} given")
-        self.times = dict(times)
+        sizes = self.sizes = sorted(times)
+        assert sizes and sizes[0] >= 1 and sizes[-1] <= len(hosts), f"{sizes} are numbers of {len(hosts)} instances"
         self.min_chunk_tokens = min_chunk_tokens
-        self.cluster = Cluster(hosts, sizes)
         self.by_size = [times[size] for size in sizes]
-        usual_size = sizes[-1] if usual_size is None else usual_size
-        self._usual = max(0, sum(size <= usual_size for size in sizes) - 1)
+        self._usual = max(0, sum(usual_size is None or size <= usual_size for size in sizes) - 1)
         self.floors = [_floors(self.by_size[low:]) for low in range(len(sizes))]
+        self.host_of, lengths = hosts, set(Counter(hosts).values())
+        per_host = max(lengths)
+        self.nested = len(lengths) == 1 and all(size <= per_host or size % per_host == 0 for size in sizes)
 
     @property
     def largest(self) -> int:
-        """Counts the instances that can have one prompt."""
-        return self.cluster.sizes[-1]
+        return self.sizes[-1]
 
     def seconds(self, size: int, new_tokens: int, cached_tokens: int) -> float:
-        """Predicts a chunk on so many instances."""
-        return self.times[size].seconds(new_tokens, cached_tokens)
+        return self.by_size[self.sizes.index(size)].seconds(new_tokens, cached_tokens)
 
     def plan(self, prompt: Prompt, queue_s: Sequence[float]) -> ChunkPlan | None:
         """Finds the chunks with the least time to first token, when each instance is free in `queue_s` seconds.
@@ -215,12 +116,10 @@ class Planner:
         None when more instances hold a part than a group can have.
         """
         assert prompt.new_tokens > 0, "there is something to compute"
-        sizes = self.cluster.sizes
-        low = next((k for k, size in enumerate(sizes) if size >= len(prompt.held)), None)
+        low = next((k for k, size in enumerate(self.sizes) if size >= len(prompt.held)), None)
         if low is None:
             return None
-        search = _Search(self, prompt)
-        groups = self.cluster.groups(queue_s, prompt.held)
+        search, groups = _Search(self, prompt), self.groups(queue_s, prompt.held)
         high = max(low, self._usual, search.fewest)
         ttft_s, chain = search.explore(groups, low, high, prompt.new_tokens, prompt.cached_tokens, 0.0)
         chunks: list[Chunk] = []
@@ -230,8 +129,16 @@ class Planner:
             chunks.append(Chunk(num_tokens=num_tokens, group=of_size.group(k)))
         return ChunkPlan(chunks=tuple(chunks), ttft_s=ttft_s)
 
+    def groups(self, queue_s: Sequence[float], initial: tuple[int, ...]) -> Groups:
+        """Returns all groups that begin with `initial`."""
+        return _Found(self, queue_s).groups(frozenset(range(len(queue_s))), initial)
 
-_Chain = tuple[int, Groups, int, "_Chain | None"]
+
+_SLACK = 1 - 1e-9
+"""Bounds are cut by so much, so that rounding never hides a better plan."""
+_ROUNDING = 1e-6
+"""The part of a token that rounding may cost a chunk, which would then be one token shorter than it has time for."""
+_Chain = tuple[int, "Groups", int, "_Chain | None"]
 """A chunk's tokens, its group (the k-th of some groups), and the chunks after it."""
 
 
@@ -247,7 +154,7 @@ class _Search:
         self._min_tokens = planner.min_chunk_tokens
         self._keep = 1 - prompt.improvement_rate
         self._chunking = prompt.chunking
-        sizes, room = planner.cluster.sizes, prompt.instance_tokens
+        sizes, room = planner.sizes, prompt.instance_tokens
         self._most = [math.inf if room is None else size * room for size in sizes]
         whole = prompt.cached_tokens + prompt.new_tokens
         self.fewest = next((k for k, most in enumerate(self._most) if most >= whole), len(sizes) - 1)
@@ -319,3 +226,93 @@ def _floors(times: Sequence[SpTimes]) -> list[tuple[float, float, float]]:
     pairs_s = (min(one.cached_s, 2 * one.square_s) for one in times)
     of_each = ((one.start_s for one in times), (one.token_s for one in times), pairs_s)
     return list(zip(*(accumulate(terms, min) for terms in of_each), strict=True))
+
+
+# ---------------------------------------------------------------- groups
+
+
+class _Found:
+    """The groups that were looked for in one plan: many ways to cut a prompt come to the same ones."""
+
+    def __init__(self, planner: Planner, queue_s: Sequence[float]) -> None:
+        self.planner, self.queue_s = planner, queue_s
+        by_queue = sorted(range(len(queue_s)), key=queue_s.__getitem__)
+        self.turn = dict(zip(by_queue, range(len(by_queue)), strict=True))
+        self._hosts: dict[frozenset[int], list[list[int]]] = {}
+        self._groups: dict[tuple[frozenset[int], frozenset[int]], Groups] = {}
+
+    def groups(self, pool: frozenset[int], initial: tuple[int, ...]) -> Groups:
+        """Returns the groups that extend `initial` by instances of `pool`."""
+        key = pool, frozenset(initial)
+        if key not in self._groups:
+            self._groups[key] = Groups(self, pool, initial)
+        return self._groups[key]
+
+    def hosts(self, pool: frozenset[int]) -> list[list[int]]:
+        """Lists the instances of each host, the soonest free first; in the order in which hosts are taken whole."""
+        if pool not in self._hosts:
+            hosts: dict[int, list[int]] = {}
+            for instance in sorted(pool, key=self.turn.__getitem__):
+                hosts.setdefault(self.planner.host_of[instance], []).append(instance)
+            order = sorted((-len(members), self.queue_s[members[-1]], host) for host, members in hosts.items())
+            self._hosts[pool] = [hosts[host] for *_, host in order]
+        return self._hosts[pool]
+
+
+class Groups:
+    """The groups of all sizes that extend an `initial` one inside a pool; `k` counts sizes.
+
+    First come the soonest free on the hosts of `initial`. What is still missing lies on one other host if one has so
+    many, where the last of them is free soonest; else the largest hosts are taken whole, of equals the soonest free.
+
+    Attributes:
+        queue_s: by size, when the last member is free; for sizes that are smaller than `initial` it means nothing.
+    """
+
+    def __init__(self, found: _Found, pool: frozenset[int], initial: tuple[int, ...]) -> None:
+        self._found, self._pool, self._initial = found, pool, initial
+        host_of, queue_s = found.planner.host_of, found.queue_s
+        own = {host_of[instance] for instance in initial}
+        hosts = [members for members in found.hosts(pool) if host_of[members[0]] not in own]
+        near = [i for members in found.hosts(pool) if host_of[members[0]] in own for i in members if i not in initial]
+        near.sort(key=found.turn.__getitem__)
+        self._order = [*initial, *near]
+        self._lasts: list[Sequence[int]] = []  # of each size: who comes after the first ones in order
+        self.queue_s: list[float] = []
+        latest_s, num_counted, num_taken = 0.0, 0, 0
+        for size in found.planner.sizes:
+            if size > len(pool):
+                break
+            while num_taken < len(hosts) and len(self._order) + len(hosts[num_taken]) <= size:
+                self._order += hosts[num_taken]
+                num_taken += 1
+            for instance in self._order[num_counted:size]:
+                latest_s = max(latest_s, queue_s[instance])
+            num_counted = min(size, len(self._order))
+            last = self._part_of_one(hosts[num_taken:], size - num_counted)
+            self._lasts.append(last)
+            self.queue_s.append(max(latest_s, queue_s[last[-1]]) if last else latest_s)
+
+    def _part_of_one(self, hosts: Sequence[Sequence[int]], missing: int) -> Sequence[int]:
+        if not missing:
+            return ()
+        queue_s, host_of = self._found.queue_s, self._found.planner.host_of
+        fitting = takewhile(lambda members: len(members) >= missing, hosts)
+        return min(fitting, key=lambda members: (queue_s[members[missing - 1]], host_of[members[0]]))[:missing]
+
+    def group(self, k: int) -> tuple[int, ...]:
+        """Returns the instances of one, the latest added last."""
+        last = self._lasts[k]
+        return (*self._order[: self._found.planner.sizes[k] - len(last)], *last)
+
+    def inside(self, k: int) -> Groups:
+        """Returns the groups that remain when only the instances of group `k` are there to choose from."""
+        if self._found.planner.nested and self._initial:
+            return self
+        return self._found.groups(frozenset(self.group(k)), self._initial)
+
+    def after(self, k: int) -> Groups:
+        """Returns the groups that extend group `k`."""
+        if self._found.planner.nested and self._initial:
+            return self
+        return self._found.groups(self._pool, self.group(k))

@@ -7,13 +7,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Self
 
-GRID_PER_S = 0.5
-"""Between the request rates of a profiled table."""
-IMPROVEMENT_RATES = tuple(round(0.05 * step, 2) for step in range(1, 16))
-"""What a profiler tries for each of them: 0.05 to 0.75."""
-WINDOW_S = 30.0
+_WINDOW_S = 30.0
 """Over which arrivals are counted, and how often the improvement rate is renewed."""
-
 _FEWEST = 8
 """Arrivals by which a rate is told before the first window is over."""
 
@@ -70,7 +65,7 @@ def check_improvement_rate(rate: float) -> None:
 
 
 class RateWatch:
-    """Counts arrivals, and renews the improvement rate by the table every `WINDOW_S` seconds.
+    """Counts arrivals, and renews the improvement rate by the table every 30 seconds.
 
     In the first window, before which nothing is known, it does so whenever twice as many have arrived as the last time.
     """
@@ -90,22 +85,21 @@ class RateWatch:
         self.improvement_rate = table.nearest(self._requests_per_s)
 
     def arrived(self, time_s: float) -> None:
-        """A request did."""
         self._arrivals.append(time_s)
 
     def renew(self, now_s: float) -> None:
         """Looks the rate up again if it is time."""
         if self._started_at_s is None:
             self._started_at_s = self._renewed_at_s = now_s
-        if (elapsed_s := now_s - self._started_at_s) < WINDOW_S:
+        if (elapsed_s := now_s - self._started_at_s) < _WINDOW_S:
             if elapsed_s > 0 and len(self._arrivals) >= self._next_look:
                 self._next_look = 2 * len(self._arrivals)
                 self._look_up((len(self._arrivals) - 1) / elapsed_s)
-        elif now_s - self._renewed_at_s >= WINDOW_S:
+        elif now_s - self._renewed_at_s >= _WINDOW_S:
             self._renewed_at_s = now_s
-            while self._arrivals and self._arrivals[0] <= now_s - WINDOW_S:
+            while self._arrivals and self._arrivals[0] <= now_s - _WINDOW_S:
                 self._arrivals.popleft()
-            self._look_up(len(self._arrivals) / WINDOW_S)
+            self._look_up(len(self._arrivals) / _WINDOW_S)
 
     def _look_up(self, requests_per_s: float) -> None:
         self._requests_per_s = requests_per_s

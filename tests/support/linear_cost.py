@@ -1,0 +1,37 @@
+"""A cost that can be computed in the head."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from longspan.core.steps import Forward, MoveKV
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearCost:
+    """`base_s` plus `per_token_s` for every token of the busiest instance; all take that long.
+
+    A transfer takes `per_block_s` for every block.
+    """
+
+    base_s: float = 0.01
+    per_token_s: float = 0.0005
+    num_layers: int = 1
+    per_block_s: float = 0.001
+
+    def seconds(self, forward: Forward) -> dict[int, float]:
+        """Prices it as `StepCost` says."""
+        tokens: Counter[int] = Counter()
+        for part in forward.parts:
+            for instance, runs in zip(part.group, part.runs, strict=True):
+                tokens[instance] += sum(len(run) for run in runs)
+        return dict.fromkeys(forward.instances, self.base_s + self.per_token_s * max(tokens.values()))
+
+    def move_s(self, move: MoveKV) -> float:
+        """Prices it as `StepCost` says."""
+        return self.per_block_s * len(move.copies)
+
+    def received_s(self, move: MoveKV) -> float:
+        """Prices it as `StepCost` says."""
+        return self.move_s(move)
