@@ -1,8 +1,9 @@
-"""Processes that are started run no code that happens to lie in the current folder."""
+"""Processes that are started run no code that happens to lie in the current folder, and leave no pipe open."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,15 @@ from longspan.runtime.executor.forkserver import _ForkServer
 from longspan.serve.client import EngineClient
 from longspan.serve.messages import EngineSetup
 from longspan.text import grammar_check
+
+
+def test_a_server_that_has_ended_leaves_no_pipe_open() -> None:
+    server = _ForkServer()
+    server.destroy()
+    deadline_s = time.monotonic() + 60
+    while not all(pipe is not None and pipe.closed for pipe in (server._process.stdin, server._process.stdout)):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
 
 
 def start_engine(events: Path) -> None:

@@ -175,13 +175,16 @@ class _ForkServer:
 
     def _listen(self) -> None:
         assert self._process.stdout is not None, "asked for a pipe"
-        for line in self._process.stdout:
-            match self._decoder.decode(line):
-                case Started(pid):
-                    self._latest = self._workers[pid] = WorkerProcess(self, pid)
-                    self._started.release()
-                case Ended(pid, code):
-                    self._workers.pop(pid).end(code)
+        with self._process.stdout as reports:
+            for line in reports:
+                match self._decoder.decode(line):
+                    case Started(pid):
+                        self._latest = self._workers[pid] = WorkerProcess(self, pid)
+                        self._started.release()
+                    case Ended(pid, code):
+                        self._workers.pop(pid).end(code)
+        with self._lock, suppress(BrokenPipeError):
+            self._pipe.close()
         self._latest = None
         self._started.release()
         for worker in self._workers.values():
