@@ -40,7 +40,11 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """In the small profile a test runs a quarter of the examples that its settings name."""
+    """Tests that share a server come first: nobody steals them from the process that has it, to start another.
+
+    In the small profile a test runs a quarter of the examples that its settings name.
+    """
+    items.sort(key=lambda item: "tetris_server" not in getattr(item, "fixturenames", ()))
     if settings.get_current_profile_name() != "small":
         return
     for test in {id(item.function): item.function for item in items if isinstance(item, pytest.Function)}.values():
