@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from engines import ThreadLLM
 from fake_llm import FakeLLM, run
 from test_profile import SUBJECT, num_prompts
 from tiny_models import make_tiny
@@ -18,7 +19,6 @@ from longspan.core.cluster import Cluster
 from longspan.core.sampling import SamplingParams
 from longspan.cost.architecture import ModelShape
 from longspan.cost.profile import Profile, Transfer
-from longspan.llm import LLM
 from longspan.policy.choosing import Facts
 from longspan.profiling import links
 from longspan.profiling.plan import SHARED, kinds_of_links
@@ -289,7 +289,7 @@ def test_times_of_another_revision_are_not_used() -> None:
 def test_a_real_engine_is_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(vars(longspan), "LLM", LLM)
+    monkeypatch.setitem(vars(longspan), "LLM", ThreadLLM)
     folder = make_tiny("llama", tmp_path / "tiny")
     engine = ("--parallel", "2", "--block-size", "16", "--max-model-len", "300")
     command = ("profile", str(folder), *engine, "--lengths", "64,128", "--repeats", "1", "--partitions", "--json")
@@ -304,7 +304,7 @@ def test_a_real_engine_is_measured(
     ]
     assert [(entry["members"], entry["length"]) for entry in shown["partitions"]] == [(2, 64), (2, 128)]
     sharing = {"partition": "searched", "threshold": "10"}
-    with LLM(
+    with ThreadLLM(
         str(folder), instances=2, skip_tokenizer_init=True, block_size=16, policy="runahead", policy_options=sharing
     ) as llm:
         [output] = llm.generate([[5] * 128], SamplingParams(max_tokens=2), use_tqdm=False)
@@ -313,6 +313,6 @@ def test_a_real_engine_is_measured(
             ValueError, match="partition=searched has none for 100 tokens on 2 instances, only for 64, 128"
         ):
             llm.generate([[5] * 100], use_tqdm=False)
-    with LLM(str(folder), instances=2, skip_tokenizer_init=True, block_size=16) as llm:
+    with ThreadLLM(str(folder), instances=2, skip_tokenizer_init=True, block_size=16) as llm:
         assert llm.facts.profile is not None
         assert num_prompts(llm.facts.profile) >= len(shown["prefills"]) + NUM_PROMPTS, "the quickest ones twice"

@@ -232,7 +232,7 @@ def test_a_slow_reader_gets_everything(events: Path) -> None:
 def test_requests_under_way_are_finished_and_new_ones_refused(events: Path) -> None:
     async def check() -> None:
         async with serving(events, shutdown_timeout_s=30) as face:
-            under_way = [asyncio.create_task(face.complete(PACED, 60, stream=stream)) for stream in (False, True)]
+            under_way = [asyncio.create_task(face.complete(PACED, 90, stream=stream)) for stream in (False, True)]
             await until(lambda: len(told(events, "Add")) == 1)  # the other follows when this one is told
             await asyncio.sleep(0.2)
             os.kill(os.getpid(), signal.SIGTERM)
@@ -243,7 +243,7 @@ def test_requests_under_way_are_finished_and_new_ones_refused(events: Path) -> N
                 assert "shutting down" in reply.body["error"]["message"]
             assert (await ask(face.port, "/live")).status == 200
             for reply in await asyncio.gather(*under_way):
-                assert reply.token_ids == [7] * 60
+                assert reply.token_ids == [7] * 90
             assert await asyncio.wait_for(face.running, 60) == 0
 
     asyncio.run(check())

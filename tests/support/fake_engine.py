@@ -154,7 +154,7 @@ def main() -> None:
     if events.name == NEVER_STARTS:
         time.sleep(600)
     if events.name == STARTS_LATE:
-        time.sleep(1.5)
+        time.sleep(2.5)
     engine = FakeEngine(sys.argv[1], events)
     if events.name == WRONG:
         engine.refuse()

@@ -117,6 +117,7 @@ def run(*arguments: str) -> int:
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Puts it in the place of `LLM`."""
+    """Puts it in the place of `LLM`, and lets nothing be started for it."""
     monkeypatch.setitem(vars(longspan), "LLM", FakeLLM)
+    monkeypatch.setattr("longspan.cli.options.start_server", lambda: None)
     monkeypatch.setattr(FakeLLM, "failure", None)
