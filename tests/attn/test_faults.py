@@ -8,6 +8,7 @@ from pathlib import Path
 import gloo_member
 import pytest
 import torch
+from engines import Row, pairwise
 from forked import run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -58,11 +59,10 @@ def three_layers(name: str, num_members: int, wires: Wires, **faults_of_rank_1: 
     return list(run_members(num_members, member, wires=wires, faults=faults))
 
 
-@ALL
-@pytest.mark.parametrize("num_members", [2, 3, 5])
-@pytest.mark.parametrize("die_at", [0, 1, 2, 3])
-def test_death_reaches_every_member(name: str, num_members: int, die_at: int) -> None:
+@pytest.mark.parametrize("row", pairwise({"name": EXCHANGES, "num_members": (2, 3, 5), "die_at": (0, 1, 2, 3)}))
+def test_death_reaches_every_member(row: Row) -> None:
     """Rank 1 dies in the first or second of three layers."""
+    name, num_members, die_at = row.values()
     starts = {"ring_kv": num_members - 1, "gather_kv": 1, "gather_kv, dense": 1}.get(name, 2)
     results = three_layers(name, num_members, Wires(timeout_s=60), die_at=min(die_at, 2 * starts - 1))
     assert isinstance(results.pop(1), DiedError)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import server_client
+from engines import Row, pairwise
 from server_client import Client, Reply, Wire, num_ended
 from server_process import ServerProcess
 
@@ -312,12 +313,13 @@ def test_clients_that_leave_before_they_have_said_all(client: Client, reset: boo
     assert len(ask(client, whole).token_ids) == 2
 
 
-@pytest.mark.parametrize("reset", [False, True])
-@pytest.mark.parametrize(
-    "ahead", [b"", b"G", b"GET /live HTTP/1.1\r\nhost: a\r\n\r\n"], ids=["", "a byte", "a request"]
-)
-@pytest.mark.parametrize("stream", [False, True])
-def test_work_for_clients_that_have_left_ends(client: Client, stream: bool, ahead: bytes, reset: bool) -> None:
+AHEAD = {"nothing": b"", "a byte": b"G", "a request": b"GET /live HTTP/1.1\r\nhost: a\r\n\r\n"}
+LEFT = {"stream": (False, True), "ahead": tuple(AHEAD), "reset": (False, True)}
+
+
+@pytest.mark.parametrize("row", pairwise(LEFT))
+def test_work_for_clients_that_have_left_ends(client: Client, row: Row) -> None:
+    stream, ahead, reset = row["stream"], AHEAD[row["ahead"]], row["reset"]
     before = client.wait_until_idle()
     with Wire(client) as wire:
         wire.send(post(json.dumps({**GOOD, "max_tokens": 4000, "ignore_eos": True, "stream": stream}).encode()))
