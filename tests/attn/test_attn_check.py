@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 
@@ -27,8 +26,7 @@ def run(arguments: tuple[str, ...], ring_q: Callable[[Call], None] | None = None
     """The command, with another `ring_q` if there is one; processes are forked, so they have it, too."""
     if ring_q is not None:
         exchanges.register(RING_Q, ring_q)
-    sys.argv = ["check", *arguments]
-    cyclopts.run(main)
+    cyclopts.App(default_command=main)(arguments)
 
 
 def check(
