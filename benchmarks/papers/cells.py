@@ -74,8 +74,8 @@ class Setting:
         """Returns what one device reaches in causal attention alone, over so many tokens with the heads of one rank."""
         layer = roofline(self._model, self._cluster, ParallelSpec.parse(parallel), self.kernels, self.constants).layer
         pairs, head_dim = tokens * (tokens + 1) / 2, layer.model.attention.head_dim
-        seconds = layer.chip.attention_s(
-            queries=tokens, pairs=pairs, keys=tokens, heads=layer.heads, kv_heads=layer.kv_heads, head_dim=head_dim
+        seconds = layer.attention_s(
+            queries=tokens, pairs=pairs, keys=tokens, heads=layer.heads, kv_heads=layer.kv_heads
         )
         return 4 * pairs * layer.heads * head_dim / seconds
 

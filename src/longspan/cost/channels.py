@@ -118,26 +118,24 @@ def cached_in_chain(channel: Channel) -> float:
 
 def attention_s(layer: Layer, share: Share, *, keys: float, pieces: int = 1, head_parts: int = 1) -> float:
     """Returns seconds of a member's attention over `keys`, as so many equal pieces, with its part of the heads."""
-    chip, head_dim = layer.chip, layer.model.attention.head_dim
     heads, kv_heads = layer.heads, layer.kv_heads
     if head_parts > 1:
         heads, kv_heads = math.ceil(heads / head_parts), math.ceil(kv_heads / head_parts)
-    if chip.attention.unfused:
-        return chip.scores_s(scores=share.scores, keys=keys, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
-    return pieces * chip.attention_s(
+    if layer.attention.unfused:
+        return layer.scores_s(scores=share.scores, keys=keys, heads=heads, kv_heads=kv_heads)
+    return pieces * layer.attention_s(
         queries=share.queries,
         pairs=share.pairs / pieces,
         keys=keys / pieces,
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=head_dim,
     )
 
 
 def copies_s(layer: Layer, keys: float) -> float:
     """Returns the seconds of making received keys and values contiguous."""
-    passes = layer.chip.attention.memory_passes
-    return layer.chip.stream_s(2 * passes * keys * layer.kv_bytes) if passes else 0.0
+    passes = layer.attention.memory_passes
+    return layer.stream_s(2 * passes * keys * layer.kv_bytes) if passes else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +226,7 @@ def _queries_s(
         The time of sending a member's queries on, that of returning partial outputs, and the overhead.
     """
     members = len(group)
-    width = layer.heads * layer.model.attention.head_dim * layer.chip.bytes_per_element
+    width = layer.heads * layer.model.attention.head_dim * layer.bytes_per_element
     returned = (queries - queries / members) * (width + 4 * layer.heads)
     return (
         topology.hop_s(most * width, group),
@@ -248,7 +246,7 @@ def _gather_kv(layer: Layer, topology: Topology, channel: Channel) -> ChannelTim
 
 def _alltoall(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
     members, shape, shares = len(channel.group), layer.model.attention, channel.shares
-    element = layer.chip.bytes_per_element
+    element = layer.bytes_per_element
     outputs = max(shares.queries) * math.ceil(layer.heads / members) * shape.head_dim * element * (members - 1)
     kv_heads = math.ceil(layer.kv_heads / members)
     keys = max(shares.held) * layer.kv_bytes * kv_heads / layer.kv_heads * (members - 1)
@@ -258,7 +256,7 @@ def _alltoall(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime
 
 def _gather_hidden(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
     members, most = len(channel.group), max(channel.shares.queries)
-    hidden = most * layer.model.attention.hidden_size * layer.chip.bytes_per_element
+    hidden = most * layer.model.attention.hidden_size * layer.bytes_per_element
     exposed_s = 2 * topology.gather_s(hidden, channel.group)
     exposed_s += topology.alltoall_s(most * layer.kv_bytes * (members - 1) / members, channel.group)
     return ChannelTime(attention_s=_by_heads_s(layer, channel), exposed_s=exposed_s)
@@ -278,7 +276,7 @@ def _ring_kv_bytes(layer: Layer, channel: Channel) -> float:
 def _ring_q_bytes(layer: Layer, channel: Channel) -> float:
     """Counts the bytes of queries and partial outputs, with a log-sum-exp of four bytes per head."""
     shape, queries = layer.model.attention, sum(channel.shares.queries)
-    per_query = shape.num_heads * (2 * shape.head_dim * layer.chip.bytes_per_element + 4)
+    per_query = shape.num_heads * (2 * shape.head_dim * layer.bytes_per_element + 4)
     return (len(channel.group) - 1) * queries * per_query
 
 
@@ -286,12 +284,12 @@ def _alltoall_bytes(layer: Layer, channel: Channel) -> float:
     members, shape = len(channel.group), layer.model.attention
     kv_heads = max(shape.num_kv_heads, min(members, shape.num_heads))
     rows = shape.num_heads * sum(channel.shares.queries) + kv_heads * sum(channel.shares.held)
-    return 2 * shape.head_dim * layer.chip.bytes_per_element * rows * ((members - 1) / members)
+    return 2 * shape.head_dim * layer.bytes_per_element * rows * ((members - 1) / members)
 
 
 def _gather_hidden_bytes(layer: Layer, channel: Channel) -> float:
     members, queries = len(channel.group), sum(channel.shares.queries)
-    hidden = layer.model.attention.hidden_size * layer.chip.bytes_per_element
+    hidden = layer.model.attention.hidden_size * layer.bytes_per_element
     return 2 * (members - 1) * queries * hidden + layer.model.attention.kv_bytes * queries * ((members - 1) / members)
 
 
@@ -301,12 +299,12 @@ def _chain_bytes(layer: Layer, channel: Channel) -> float:
 
 
 def _hop_s(layer: Layer, decode: bool) -> float:
-    return 0.0 if decode else layer.chip.attention.hop_us * 1e-6
+    return 0.0 if decode else layer.attention.hop_us * 1e-6
 
 
 def _merge_s(layer: Layer, queries: float) -> float:
     elements = queries * layer.heads * layer.model.attention.head_dim
-    return layer.chip.stream_s(elements * layer.chip.attention.merge_bytes)
+    return layer.stream_s(elements * layer.attention.merge_bytes)
 
 
 register_cost(RING_KV, ExchangeCost(num_bytes=_ring_kv_bytes, time=_ring_kv))

@@ -208,7 +208,7 @@ def estimate_decode(model: Roofline, instances: int, exchange: Exchange, length:
     embedding = 0.0 if layer.model.tied else layer.model.head_weights * shape.bytes_per_element
     read = (layer.model.weight_bytes - embedding) * instances + batch * length * shape.kv_bytes * shape.num_layers
     flops = batch * (2 * layer.model.num_parameters + 4 * length * shape.num_heads * shape.head_dim * shape.num_layers)
-    bound_s = read / (instances * layer.tp * layer.chip.device.bytes_per_s)
+    bound_s = read / (instances * layer.tp * layer.device.bytes_per_s)
     return _estimate(model, channel, phase="decode", breakdown=breakdown, lower_bound_s=bound_s, flops=flops)
 
 
@@ -289,7 +289,7 @@ def _estimate(
     layer, shape = model.layer, model.layer.model.attention
     queries = channel.shares.queries
     sums = 1 if layer.model.parallel else 2
-    reduced = sums * 2 * (layer.tp - 1) * sum(queries) * shape.hidden_size * layer.chip.bytes_per_element
+    reduced = sums * 2 * (layer.tp - 1) * sum(queries) * shape.hidden_size * layer.bytes_per_element
     seconds = breakdown.total_s
     rate = flops / seconds / (len(queries) * layer.tp)
     return Estimate(
@@ -300,7 +300,7 @@ def _estimate(
         bytes_exchanged=shape.num_layers * (exchanged_bytes(layer, channel) + reduced),
         memory=memory(layer, channel, max(queries)),
         flops_per_gpu_s=rate,
-        mfu=rate / layer.chip.device.peak(2),
+        mfu=rate / layer.device.peak(2),
         partition=tuple(queries),
     )
 
@@ -311,18 +311,18 @@ def memory(layer: Layer, channel: Channel, tokens: float) -> Memory:
     Args:
         tokens: that the busiest instance computes at once.
     """
-    shape, attention = layer.model.attention, layer.chip.attention
+    shape, attention = layer.model.attention, layer.attention
     held, copies = max(channel.shares.held), 1
     if attention.unfused and len(channel.group) > 1 and cost_of(channel.exchange).copies_kv:
         held, copies = max(held, channel.keys), attention.kv_copies
     scores = max(channel.shares.scores) * layer.heads * attention.score_buffer_bytes
-    hidden = _HIDDEN_COPIES * tokens * shape.hidden_size * layer.chip.bytes_per_element
+    hidden = _HIDDEN_COPIES * tokens * shape.hidden_size * layer.bytes_per_element
     matrices = 4 if layer.model.gated else 2
-    wide = matrices * tokens * layer.model.intermediate_size / layer.tp * layer.chip.bytes_per_element
+    wide = matrices * tokens * layer.model.intermediate_size / layer.tp * layer.bytes_per_element
     return Memory(
         weights=layer.model.weight_bytes / layer.tp,
         kv=copies * held * layer.kv_bytes * shape.num_layers,
         scores=scores,
         activations=hidden + max(0.0, wide - scores),
-        capacity=layer.chip.device.memory_bytes,
+        capacity=layer.device.memory_bytes,
     )

@@ -12,7 +12,7 @@ from longspan.cost.architecture import Architecture
 from longspan.cost.catalog import Efficiency, Kernels
 from longspan.cost.channels import Channel, attention_s, cached_in_chain, channel_time, copies_s, cost_of
 from longspan.cost.partitions import Member, skewed
-from longspan.cost.roofline import Chip, Layer
+from longspan.cost.roofline import Layer
 from longspan.cost.topology import Devices, Topology
 
 
@@ -112,7 +112,7 @@ class Roofline:
             if number or asked:
                 computed[instance] = self._computed(number, asked)
         _add(found, computed)
-        if self.layer.chip.attention.unfused or not all(channel.decode for channel in channels):
+        if self.layer.attention.unfused or not all(channel.decode for channel in channels):
             _add(found, self._waiting_for_host(found, channels))
         return found
 
@@ -130,7 +130,7 @@ class Roofline:
         if key not in self._known:
             layer, shape = self.layer, self.layer.model.attention
             before, behind = layer.before(tokens), layer.behind(tokens)
-            reduced = tokens * shape.hidden_size * layer.chip.bytes_per_element
+            reduced = tokens * shape.hidden_size * layer.bytes_per_element
             sums = 1 if layer.model.parallel else 2
             reduced_s = sums * self.topology.all_reduce_s(reduced) if tokens else 0.0
             self._known[key] = Breakdown(
@@ -143,14 +143,14 @@ class Roofline:
 
     def _waiting_for_host(self, found: Mapping[int, Breakdown], channels: Sequence[Channel]) -> dict[int, Breakdown]:
         """Finds how much longer it takes instances that do something, since the host has to start everything."""
-        chip, copies = self.layer.chip, Counter[int]()
-        for channel in channels if chip.attention.unfused else ():
+        layer, copies = self.layer, Counter[int]()
+        for channel in channels if layer.attention.unfused else ():
             if (members := len(channel.group)) > 1:
                 # Unfused code gathers into a list of tensors and joins them, keys and values apart.
                 joined = cost_of(channel.exchange).joins_all
                 copies.update(dict.fromkeys(channel.group, 2 * members if joined else 2))
-        launch_s = self.layer.model.attention.num_layers * chip.attention.launch_us * 1e-6
-        smooth = chip.efficiency.host_smooth
+        launch_s = layer.model.attention.num_layers * layer.attention.launch_us * 1e-6
+        smooth = layer.efficiency.host_smooth
         alike: dict[tuple[int, float], Breakdown] = {}
         waiting: dict[int, Breakdown] = {}
         for instance, one in found.items():
@@ -158,7 +158,7 @@ class Roofline:
                 continue
             kind = copies[instance], one.total_s
             if kind not in alike:
-                host_s = (self.layer.num_launches + copies[instance]) * launch_s
+                host_s = (layer.num_launches + copies[instance]) * launch_s
                 waiting_s = float((one.total_s**smooth + host_s**smooth) ** (1 / smooth)) - one.total_s
                 alike[kind] = Breakdown(launch_s=waiting_s)
             waiting[instance] = alike[kind]
@@ -190,7 +190,7 @@ class Roofline:
                 new = max(0.0, share.held - cached)
                 sent_s = self.topology.send_s(new * self.layer.kv_bytes, instance, receiver) - latency_s
             members.append(Member(before_s=before_s, behind_s=rest_s, message_s=sent_s, latency_s=latency_s))
-        ends = skewed(members, num_layers, rendezvous=self.layer.chip.attention.rendezvous)
+        ends = skewed(members, num_layers, rendezvous=self.layer.attention.rendezvous)
         for instance, end_s, own_s in zip(channel.group, ends, busy_s, strict=True):
             found[instance] += Breakdown(exchange_s=max(0.0, end_s - own_s))
 
@@ -237,12 +237,7 @@ def rooflines(
             )
     constants = constants or catalog.efficiency()
     inside, between = devices.links()
-    chip = Chip(
-        device=catalog.device(devices.hardware),
-        efficiency=constants,
-        attention=constants.attention[kernels],
-        bytes_per_element=model.attention.bytes_per_element,
-    )
+    device, attention = catalog.device(devices.hardware), constants.attention[kernels]
     found, num_instances, num_devices = [], 0, 0
     for spec in specs:
         topology = Topology(
@@ -253,6 +248,7 @@ def rooflines(
             first_instance=num_instances,
             first_device=num_devices,
         )
-        found.append(Roofline(layer=Layer(model=model, chip=chip, tp=spec.tp), topology=topology))
+        layer = Layer(model=model, device=device, efficiency=constants, attention=attention, tp=spec.tp)
+        found.append(Roofline(layer=layer, topology=topology))
         num_instances, num_devices = num_instances + spec.instances, num_devices + spec.num_ranks
     return tuple(found)

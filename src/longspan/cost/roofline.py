@@ -19,94 +19,21 @@ _TILE = 128 * 128
 _ROWS = 128
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Chip:
-    """A device that computes in one precision.
-
-    Attributes:
-        attention: how it computes attention.
-        bytes_per_element: of activations, keys and values.
-    """
-
-    device: Device
-    efficiency: Efficiency
-    attention: Attention
-    bytes_per_element: float
-
-    def stream_s(self, num_bytes: float, per_clock: float | None = None) -> float:
-        """Times an element-wise operator that reads and writes so many bytes, of which a unit does `per_clock` at
-        most.
-        """
-        byte_s = 1 / (self.efficiency.stream.add * self.device.bytes_per_s)
-        if per_clock is not None:  # memory and units slow each other down
-            byte_s = math.hypot(byte_s, 1 / (per_clock * self.device.units * self.device.clock_hz))
-        return self.start_s + num_bytes * byte_s
-
-    @cached_property
-    def start_s(self) -> float:
-        """The smallest operator takes so long."""
-        return self.efficiency.stream.start_us * 1e-6
-
-    def attention_s(
-        self, *, queries: float, pairs: float, keys: float, heads: float, kv_heads: float, head_dim: int
-    ) -> float:
-        """Times fused attention.
-
-        Args:
-            queries: rows, which fill the device together with the heads.
-            pairs: of queries and keys that see each other.
-            keys: that are read, of each KV head.
-        """
-        if not pairs:
-            return 0.0
-        memory_s = self._read_s(keys, kv_heads, head_dim)
-        # Few queries are packed by KV head, and long keys cut for the whole device, and joined by a second operator.
-        if queries * heads < _ROWS * kv_heads:
-            return 2 * self.start_s + memory_s
-        waves = max(queries, 1) * heads / (_ROWS * self.device.units)
-        filled = waves / (waves + self.efficiency.linear.half_wave)
-        compute_s = 4 * pairs * heads * head_dim / (self._peak * self.attention.attention * filled)
-        return 2 * self.start_s + max(compute_s, memory_s)
-
-    def scores_s(self, *, scores: float, keys: float, heads: float, kv_heads: float, head_dim: int) -> float:
-        """Times attention without fusion over so many scores of each head, hidden ones included, and keys of each KV
-        head.
-        """
-        if not scores:
-            return 0.0
-        traffic_s = scores * heads * self.attention.score_bytes / (self.device.bytes_per_s * self.attention.score_part)
-        products = 4 * scores * heads * head_dim
-        return (
-            traffic_s
-            + products / (self._peak * self.efficiency.linear.compute)
-            + self._read_s(keys, kv_heads, head_dim)
-        )
-
-    def _read_s(self, keys: float, kv_heads: float, head_dim: int) -> float:
-        """Times reading keys and values once."""
-        num_bytes = 2 * keys * kv_heads * head_dim * self.bytes_per_element
-        return num_bytes / (self.device.bytes_per_s * self.efficiency.linear.memory)
-
-    @cached_property
-    def _peak(self) -> float:
-        return self.device.peak(self.bytes_per_element)
-
-
 @lru_cache(maxsize=65536)
-def linear_s(chip: Chip, rows: float, inputs: float, outputs: float, weight_bytes: float) -> float:
+def linear_s(layer: Layer, rows: float, inputs: float, outputs: float, weight_bytes: float) -> float:
     """Times a product of [rows, inputs] and weights [inputs, outputs], of `weight_bytes` per element."""
     if not rows:
         return 0.0
     return product_s(
-        chip.efficiency.linear,
+        layer.efficiency.linear,
         rows,
         inputs,
         outputs,
         weight_bytes=weight_bytes,
-        bytes_per_element=chip.bytes_per_element,
-        peak=chip.device.peak(weight_bytes),
-        bytes_per_s=chip.device.bytes_per_s,
-        units=chip.device.units,
+        bytes_per_element=layer.bytes_per_element,
+        peak=layer.device.peak(weight_bytes),
+        bytes_per_s=layer.device.bytes_per_s,
+        units=layer.device.units,
     )
 
 
@@ -151,11 +78,22 @@ class LayerSeconds(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Layer:
-    """One layer of a model whose heads and feed-forward layers are split between `tp` ranks."""
+    """One layer of a model whose heads and feed-forward layers are split between `tp` devices.
+
+    Attributes:
+        attention: how it is computed.
+    """
 
     model: Architecture
-    chip: Chip
+    device: Device
+    efficiency: Efficiency
+    attention: Attention
     tp: int
+
+    @property
+    def bytes_per_element(self) -> float:
+        """Activations, keys and values take so many."""
+        return self.model.attention.bytes_per_element
 
     @cached_property
     def heads(self) -> float:
@@ -170,38 +108,38 @@ class Layer:
     @cached_property
     def kv_bytes(self) -> float:
         """One token has so many bytes of keys and values on one rank."""
-        return 2 * self.kv_heads * self.model.attention.head_dim * self.chip.bytes_per_element
+        return 2 * self.kv_heads * self.model.attention.head_dim * self.bytes_per_element
 
     def before(self, tokens: float) -> LayerSeconds:
         """Times the norm, projections to queries, keys and values, rotary embedding."""
-        shape, chip = self.model.attention, self.chip
+        shape = self.model.attention
         outputs = (self.heads + 2 * self.kv_heads) * shape.head_dim
         elementwise_s = self._norm_s(tokens)
         if self.model.rotary and tokens:
             elements = tokens * (self.heads + self.kv_heads) * shape.head_dim
-            if chip.attention.unfused:
-                elementwise_s += chip.stream_s(elements * _ROTARY_BYTES)
+            if self.attention.unfused:
+                elementwise_s += self.stream_s(elements * _ROTARY_BYTES)
             else:
-                elementwise_s += chip.stream_s(elements * (2 * chip.bytes_per_element), chip.efficiency.stream.rotary)
-        return LayerSeconds(linear_s(chip, tokens, shape.hidden_size, outputs, shape.bytes_per_element), elementwise_s)
+                elementwise_s += self.stream_s(elements * (2 * self.bytes_per_element), self.efficiency.stream.rotary)
+        return LayerSeconds(linear_s(self, tokens, shape.hidden_size, outputs, shape.bytes_per_element), elementwise_s)
 
     def behind(self, tokens: float) -> LayerSeconds:
         """Times the output projection, norm and feed-forward layers."""
-        model, shape, chip = self.model, self.model.attention, self.chip
+        model, shape = self.model, self.model.attention
         if not tokens:
             return LayerSeconds(0.0, 0.0)
         width, wide = model.intermediate_size / self.tp, 2 if model.gated else 1
         products_s = (
-            linear_s(chip, tokens, self.heads * shape.head_dim, shape.hidden_size, shape.bytes_per_element)
-            + linear_s(chip, tokens, shape.hidden_size, wide * width, model.ffn_bytes)
-            + linear_s(chip, tokens, width, shape.hidden_size, model.ffn_bytes)
+            linear_s(self, tokens, self.heads * shape.head_dim, shape.hidden_size, shape.bytes_per_element)
+            + linear_s(self, tokens, shape.hidden_size, wide * width, model.ffn_bytes)
+            + linear_s(self, tokens, width, shape.hidden_size, model.ffn_bytes)
         )
-        element, unfused = chip.bytes_per_element, chip.attention.unfused
+        element, unfused = self.bytes_per_element, self.attention.unfused
         # Norms are not limited by the memory, and take the addition before them along.
-        add_s = 2 * chip.stream_s(3 * tokens * shape.hidden_size * element) if unfused else 0.0
+        add_s = 2 * self.stream_s(3 * tokens * shape.hidden_size * element) if unfused else 0.0
         touched = 5 if unfused and model.gated else 1 + wide
-        limit = None if unfused else chip.efficiency.stream.activation
-        activation_s = chip.stream_s(touched * tokens * width * element, limit)
+        limit = None if unfused else self.efficiency.stream.activation
+        activation_s = self.stream_s(touched * tokens * width * element, limit)
         norm_s = 0.0 if model.parallel else self._norm_s(tokens)
         return LayerSeconds(products_s, add_s + activation_s + norm_s)
 
@@ -209,7 +147,7 @@ class Layer:
         """Times the output head and the last norm."""
         shape = self.model.attention
         outputs = self.model.vocab_size / self.tp
-        product_s = linear_s(self.chip, tokens, shape.hidden_size, outputs, shape.bytes_per_element)
+        product_s = linear_s(self, tokens, shape.hidden_size, outputs, shape.bytes_per_element)
         return product_s + self._norm_s(tokens)
 
     @cached_property
@@ -217,7 +155,7 @@ class Layer:
         """Counts the operators of the layer, attention included: what the host has to start."""
         model = self.model
         norms = 1 if model.parallel else 2
-        if not self.chip.attention.unfused:
+        if not self.attention.unfused:
             return norms + 10
         fewer_kv_heads = model.attention.num_kv_heads < model.attention.num_heads
         norm = 8 if model.rms_norm else 1
@@ -228,7 +166,59 @@ class Layer:
     def _norm_s(self, tokens: float) -> float:
         if not tokens:
             return 0.0
-        chip, elements = self.chip, tokens * self.model.attention.hidden_size
-        if chip.attention.unfused and self.model.rms_norm:
-            return chip.stream_s(elements * _NORM_BYTES)
-        return chip.stream_s(elements * (2 * chip.bytes_per_element), chip.efficiency.stream.norm)
+        elements = tokens * self.model.attention.hidden_size
+        if self.attention.unfused and self.model.rms_norm:
+            return self.stream_s(elements * _NORM_BYTES)
+        return self.stream_s(elements * (2 * self.bytes_per_element), self.efficiency.stream.norm)
+
+    def stream_s(self, num_bytes: float, per_clock: float | None = None) -> float:
+        """Times an element-wise operator that reads and writes so many bytes, of which a unit does `per_clock` at
+        most.
+        """
+        byte_s = 1 / (self.efficiency.stream.add * self.device.bytes_per_s)
+        if per_clock is not None:  # memory and units slow each other down
+            byte_s = math.hypot(byte_s, 1 / (per_clock * self.device.units * self.device.clock_hz))
+        return self.start_s + num_bytes * byte_s
+
+    @cached_property
+    def start_s(self) -> float:
+        """The smallest operator takes so long."""
+        return self.efficiency.stream.start_us * 1e-6
+
+    def attention_s(self, *, queries: float, pairs: float, keys: float, heads: float, kv_heads: float) -> float:
+        """Times fused attention.
+
+        Args:
+            queries: rows, which fill the device together with the heads.
+            pairs: of queries and keys that see each other.
+            keys: that are read, of each KV head.
+        """
+        if not pairs:
+            return 0.0
+        memory_s = self._read_s(keys, kv_heads)
+        # Few queries are packed by KV head, and long keys cut for the whole device, and joined by a second operator.
+        if queries * heads < _ROWS * kv_heads:
+            return 2 * self.start_s + memory_s
+        waves = max(queries, 1) * heads / (_ROWS * self.device.units)
+        filled = waves / (waves + self.efficiency.linear.half_wave)
+        compute_s = 4 * pairs * heads * self.model.attention.head_dim / (self._peak * self.attention.attention * filled)
+        return 2 * self.start_s + max(compute_s, memory_s)
+
+    def scores_s(self, *, scores: float, keys: float, heads: float, kv_heads: float) -> float:
+        """Times attention without fusion over so many scores of each head, hidden ones included, and keys of each KV
+        head.
+        """
+        if not scores:
+            return 0.0
+        traffic_s = scores * heads * self.attention.score_bytes / (self.device.bytes_per_s * self.attention.score_part)
+        products = 4 * scores * heads * self.model.attention.head_dim
+        return traffic_s + products / (self._peak * self.efficiency.linear.compute) + self._read_s(keys, kv_heads)
+
+    def _read_s(self, keys: float, kv_heads: float) -> float:
+        """Times reading keys and values once."""
+        num_bytes = 2 * keys * kv_heads * self.model.attention.head_dim * self.bytes_per_element
+        return num_bytes / (self.device.bytes_per_s * self.efficiency.linear.memory)
+
+    @cached_property
+    def _peak(self) -> float:
+        return self.device.peak(self.bytes_per_element)
