@@ -21,12 +21,9 @@ BLOCK_LEN = 512
 
 @dataclass(frozen=True, kw_only=True)
 class RequestSpec:
-    """One request's size, and its time if it is known.
+    """One request's size in tokens, and its time after the start if it is known.
 
     Attributes:
-        due_s: when it comes, in seconds after the start.
-        input_len: prompt tokens.
-        output_len: most output tokens.
         block_ids: names of the blocks of `BLOCK_LEN` tokens, if a trace has them. Equal names are equal tokens.
     """
 
@@ -99,13 +96,13 @@ def read_trace(path: Path, *, num: int | None = None) -> list[RequestSpec]:
     Raises:
         ValueError: when the file cannot be read, is in no known format, or holds fewer requests.
     """
+    opened = gzip.open if path.suffix == ".gz" else Path.open
     try:
-        with _opened(path) as file:
+        with opened(path, "rt", encoding="utf-8-sig", newline="") as file:
             requests = list(itertools.islice(_requests(path, file), num))
-    except OSError as error:
-        raise ValueError(f"trace {str(path)!r} cannot be read: {error.strerror or error}") from None
-    except (UnicodeDecodeError, EOFError, csv.Error, zlib.error) as error:
-        raise ValueError(f"trace {str(path)!r} cannot be read: {error}") from None
+    except (OSError, UnicodeDecodeError, EOFError, csv.Error, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"trace {str(path)!r} cannot be read: {reason}") from None
     if not requests or len(requests) < (num or 0):
         wanted = "at least 1" if num is None else str(num)
         raise ValueError(f"trace {str(path)!r} holds {len(requests)} requests, but {wanted} needed")
@@ -115,12 +112,6 @@ def read_trace(path: Path, *, num: int | None = None) -> list[RequestSpec]:
     start = min(times)
     moved = [replace(request, due_s=time - start) for request, time in zip(requests, times, strict=True)]
     return sorted(moved, key=lambda request: request.due_s or 0.0)
-
-
-def _opened(path: Path) -> IO[str]:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8-sig", newline="")
-    return path.open(encoding="utf-8-sig", newline="")
 
 
 def _requests(path: Path, file: IO[str]) -> Iterator[RequestSpec]:
