@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from longspan.core.cluster import ParallelSpec
+from longspan.core.cluster import Cluster
 from longspan.core.exchange import RING_Q, exchange_of
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture, from_config
 from longspan.cost.catalog import Efficiency, Kernels
 from longspan.cost.estimate import Estimate, Fractions, estimate_decode, estimate_prefill
-from longspan.cost.forward import roofline
+from longspan.cost.forward import Roofline, rooflines
 from longspan.cost.topology import Devices
 
 
@@ -61,23 +61,25 @@ class Setting:
     def prefill(
         self, parallel: str, exchange: str, length: int, cached: int = 0, fractions: Fractions = None
     ) -> Estimate:
-        spec = ParallelSpec.parse(parallel)
-        cost = roofline(self._model, self._cluster, spec, self.kernels, self.constants)
-        return estimate_prefill(cost, spec.instances, exchange_of(exchange), length, cached, fractions=fractions)
+        cluster = Cluster.of(parallel)
+        found = exchange_of(exchange)
+        return estimate_prefill(self._cost(cluster), cluster.num_instances, found, length, cached, fractions=fractions)
 
     def decode(self, parallel: str, length: int, batch: int = 1) -> Estimate:
-        spec = ParallelSpec.parse(parallel)
-        cost = roofline(self._model, self._cluster, spec, self.kernels, self.constants)
-        return estimate_decode(cost, spec.instances, RING_Q, length, batch)
+        cluster = Cluster.of(parallel)
+        return estimate_decode(self._cost(cluster), cluster.num_instances, RING_Q, length, batch)
 
     def attention_flops_per_s(self, parallel: str, tokens: int) -> float:
         """Returns what one device reaches in causal attention alone, over so many tokens with the heads of one rank."""
-        layer = roofline(self._model, self._cluster, ParallelSpec.parse(parallel), self.kernels, self.constants).layer
+        layer = self._cost(Cluster.of(parallel)).layer
         pairs, head_dim = tokens * (tokens + 1) / 2, layer.model.attention.head_dim
         seconds = layer.attention_s(
             queries=tokens, pairs=pairs, keys=tokens, heads=layer.heads, kv_heads=layer.kv_heads
         )
         return 4 * pairs * layer.heads * head_dim / seconds
+
+    def _cost(self, cluster: Cluster) -> Roofline:
+        return rooflines(self._model, self._cluster, cluster, self.kernels, self.constants)[0]
 
     @property
     def _model(self) -> Architecture:

@@ -19,7 +19,7 @@ from longspan.cost.architecture import from_config
 from longspan.cost.catalog import Kernels
 from longspan.cost.channels import Channel, Share, Shares, channel_time, exchanged_bytes, shares_of
 from longspan.cost.estimate import Estimate, decode_channel, estimate_decode, estimate_prefill
-from longspan.cost.forward import Roofline, roofline
+from longspan.cost.forward import Roofline, rooflines
 from longspan.cost.partitions import Member, skewed
 from longspan.cost.step_cost import RooflineCost
 from longspan.cost.topology import Devices
@@ -33,7 +33,7 @@ def model_on(
     cluster: Devices = A100S, instances: int = 1, tp: int = 1, kernels: Kernels = "flash", name: str = "llama-3-8b"
 ) -> Roofline:
     model = from_config(catalog.model_config(name), name=name)
-    return roofline(model, cluster, ParallelSpec(instances=instances, tp=tp), kernels)
+    return rooflines(model, cluster, Cluster(spec=ParallelSpec(instances=instances, tp=tp)), kernels)[0]
 
 
 def prefill(instances: int, exchange: Exchange, length: int, cached: int = 0, **options: object) -> Estimate:
@@ -209,7 +209,10 @@ def test_narrow_weights_are_smaller_and_faster_where_the_device_has_them() -> No
         cluster = Devices(hardware=hardware, gpus_per_host=8)
         wide, narrow = (
             estimate_prefill(
-                roofline(from_config(config, name="70b", ffn_bytes=size), cluster, ParallelSpec(tp=8)), 1, LOCAL, 8192
+                rooflines(from_config(config, name="70b", ffn_bytes=size), cluster, Cluster.of("tp8"))[0],
+                1,
+                LOCAL,
+                8192,
             )
             for size in (2, 1)
         )
@@ -246,7 +249,7 @@ def test_devices_of_a_host_share_a_network_that_is_the_host_s() -> None:
 def test_impossible_clusters_are_refused(spec: ParallelSpec, message: str) -> None:
     model = from_config(catalog.model_config("smollm2-135m"), name="smollm2-135m")
     with pytest.raises(ValueError, match=message):
-        roofline(model, A100S, spec)
+        rooflines(model, A100S, Cluster(spec=spec))
 
 
 def test_impossible_questions_are_refused() -> None:

@@ -93,11 +93,11 @@ def estimate(
     """
     from longspan.core.exchange import RING_KV, RING_Q, exchange_of  # noqa: PLC0415 - other verbs need none of it
     from longspan.cost.estimate import estimate_decode, estimate_prefill  # noqa: PLC0415
-    from longspan.cost.forward import roofline  # noqa: PLC0415
+    from longspan.cost.forward import rooflines  # noqa: PLC0415
     from longspan.cost.topology import Devices  # noqa: PLC0415
     from longspan.simulation import read_architecture  # noqa: PLC0415
 
-    spec = parse_parallel(parallel).spec
+    spec = parse_parallel(parallel)
     cluster = Devices(
         hardware=hardware,
         gpus_per_host=gpus_per_host,
@@ -106,15 +106,15 @@ def estimate(
         link_gbytes_per_s=sheets.link_gbytes_per_s,
     )
     sizes = read_architecture(model, dtype=sheets.dtype, ffn_dtype=sheets.ffn_dtype)
-    cost = roofline(sizes, cluster, spec, sheets.attention or "flash")
+    [cost] = rooflines(sizes, cluster, spec, sheets.attention or "flash")
     if phase == "prefill":
         chosen = RING_KV if exchange == "auto" else exchange_of(exchange)
-        found = estimate_prefill(cost, spec.instances, chosen, context, cached, fractions=fractions, batch=batch)
+        found = estimate_prefill(cost, spec.num_instances, chosen, context, cached, fractions=fractions, batch=batch)
     else:
         if fractions is not None or cached:
             raise ValueError("--fractions and --cached are of prompts: leave them out with --phase decode")
         chosen = RING_Q if exchange == "auto" else exchange_of(exchange)
-        found = estimate_decode(cost, spec.instances, chosen, context, batch)
+        found = estimate_decode(cost, spec.num_instances, chosen, context, batch)
     _print(found, cluster, as_json=as_json)
 
 

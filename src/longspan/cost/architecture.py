@@ -117,7 +117,6 @@ class Architecture:
 
     @property
     def head_weights(self) -> int:
-        """The output head has so many elements."""
         return self.vocab_size * self.attention.hidden_size
 
     @property

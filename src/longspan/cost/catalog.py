@@ -208,7 +208,6 @@ def names(file: Literal["hardware", "links", "models"]) -> tuple[str, ...]:
 
 @cache
 def efficiency() -> Efficiency:
-    """Returns the constants of efficiency.toml."""
     table = _table("efficiency")
     return Efficiency(
         linear=LinearCurve(**table["linear"]),

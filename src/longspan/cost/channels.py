@@ -51,7 +51,6 @@ class Shares(NamedTuple):
         return cls(*zip(*shares, strict=True))
 
     def of_member(self, member: int) -> Share:
-        """Returns the share of the member at an index of the ring."""
         return Share(self.queries[member], self.pairs[member], self.scores[member], self.held[member])
 
     @property
@@ -159,7 +158,6 @@ _COSTS: dict[str, ExchangeCost] = {}
 
 
 def register_cost(exchange: Exchange, cost: ExchangeCost) -> None:
-    """Says what a kind of exchange costs, with any parameters."""
     _COSTS[exchange.kind] = cost
 
 
@@ -263,7 +261,6 @@ def _gather_hidden(layer: Layer, topology: Topology, channel: Channel) -> Channe
 
 
 def _by_heads_s(layer: Layer, channel: Channel) -> float:
-    """Prices that each member attends with some heads for all tokens."""
     shares = channel.shares
     every = Share(queries=sum(shares.queries), pairs=sum(shares.pairs), scores=sum(shares.scores), held=channel.keys)
     return attention_s(layer, every, keys=channel.keys, head_parts=len(channel.group))

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
-from longspan.core.cluster import Cluster, ParallelSpec
+from longspan.core.cluster import Cluster
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture
 from longspan.cost.catalog import Efficiency, Kernels
@@ -117,7 +117,6 @@ class Roofline:
         return found
 
     def _exchanged(self, channel: Channel) -> Breakdown:
-        """Returns what each member of a channel spends on it."""
         time, num_layers = channel_time(self.layer, self.topology, channel), self.layer.model.attention.num_layers
         return Breakdown(
             attention_s=num_layers * time.attention_s,
@@ -195,22 +194,6 @@ class Roofline:
             found[instance] += Breakdown(exchange_s=max(0.0, end_s - own_s))
 
 
-def roofline(
-    model: Architecture,
-    devices: Devices,
-    spec: ParallelSpec,
-    kernels: Kernels = "flash",
-    constants: Efficiency | None = None,
-) -> Roofline:
-    """Makes the cost model of so many instances of a model on a cluster; `constants` replace those of efficiency.toml.
-
-    Raises:
-        ValueError: for unknown names, more ranks than devices, or heads that so many ranks cannot share.
-    """
-    [found] = rooflines(model, devices, Cluster(spec=spec), kernels, constants)
-    return found
-
-
 def rooflines(
     model: Architecture,
     devices: Devices,
@@ -220,8 +203,11 @@ def rooflines(
 ) -> tuple[Roofline, ...]:
     """Makes the cost model of each role: of all instances, or of those that prefill and those that decode.
 
+    Args:
+        constants: in place of those of efficiency.toml.
+
     Raises:
-        ValueError: see `roofline`.
+        ValueError: for unknown names, more ranks than devices, or heads that so many ranks cannot share.
     """
     specs = [cluster.spec] if cluster.decode_spec is None else [cluster.spec, cluster.decode_spec]
     if cluster.num_ranks > devices.num_gpus:

@@ -248,7 +248,6 @@ class Profile(Stored, frozen=True, kw_only=True):
 
 
 def _by_kind(samples: Iterable[tuple[Kind, Sample]]) -> dict[Kind, list[Sample]]:
-    """Groups samples, in ascending order of kinds."""
     found = defaultdict[Kind, list[Sample]](list)
     for kind, sample in samples:
         found[kind].append(sample)

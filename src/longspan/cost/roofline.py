@@ -92,7 +92,6 @@ class Layer:
 
     @property
     def bytes_per_element(self) -> float:
-        """Activations, keys and values take so many."""
         return self.model.attention.bytes_per_element
 
     @cached_property
@@ -182,7 +181,6 @@ class Layer:
 
     @cached_property
     def start_s(self) -> float:
-        """The smallest operator takes so long."""
         return self.efficiency.stream.start_us * 1e-6
 
     def attention_s(self, *, queries: float, pairs: float, keys: float, heads: float, kv_heads: float) -> float:
@@ -215,7 +213,6 @@ class Layer:
         return traffic_s + products / (self._peak * self.efficiency.linear.compute) + self._read_s(keys, kv_heads)
 
     def _read_s(self, keys: float, kv_heads: float) -> float:
-        """Times reading keys and values once."""
         num_bytes = 2 * keys * kv_heads * self.model.attention.head_dim * self.bytes_per_element
         return num_bytes / (self.device.bytes_per_s * self.efficiency.linear.memory)
 

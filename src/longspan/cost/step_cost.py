@@ -84,7 +84,7 @@ class RooflineCost:
         lines: the cost model of each role, prefill first.
 
     Raises:
-        ValueError: see `roofline`.
+        ValueError: see `rooflines`.
     """
 
     def __init__(
@@ -213,7 +213,6 @@ def _decodes_alone(forward: Forward) -> tuple[int, int, int] | None:
 
 
 def _find_alone_s(line: Roofline, num_decodes: int, num_keys: int, num_sampled: int) -> float:
-    """Times what `_decodes_alone` found."""
     shares = Shares(queries=(num_decodes,), pairs=(num_keys,), scores=(num_keys,), held=(num_keys,))
     channel = Channel(exchange=LOCAL, group=(0,), shares=shares, keys=num_keys, decode=True)
     return line.times([channel], {0: num_decodes}, {0: num_sampled})[0].total_s
@@ -230,12 +229,10 @@ def _wait_for_members(layers_s: dict[int, float], channels: Sequence[Channel]) -
 
 
 def _blocks(move: MoveKV) -> tuple[tuple[tuple[int, int], int], ...]:
-    """Counts the blocks that go from one instance to another."""
     return tuple(Counter([(source.instance, target.instance) for source, target in move.copies]).items())
 
 
 def _channel(parts: Sequence[Part]) -> Channel:
-    """Makes the channel of prompts."""
     first, keys = parts[0], sum(part.stop for part in parts)
     shares = shares_of(first.exchange, first.runs, first.start, first.stop)
     for part in parts[1:]:

@@ -66,7 +66,6 @@ class Room(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
 
     def holds(self, members: int, num_tokens: int) -> bool:
-        """Tells if so many instances together have room for a request."""
         return -(-num_tokens // self.block_size) <= members * self.num_blocks
 
 

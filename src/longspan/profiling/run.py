@@ -135,7 +135,6 @@ def _prompts(lengths: Sequence[int] | None, room: Room) -> list[tuple[int, int]]
 
 
 def _measured(llm: Instances, profile: Profile, task: Task | DecodeTask) -> Profile:
-    """Adds one more time to the profile."""
     fields = msgspec.structs.asdict(task) | {"exchange": str(task.exchange), "beside": _beside(llm, task)}
     if isinstance(task, DecodeTask):
         return profile.with_decode(Decode(**fields, seconds=(_timed_decode(llm, profile, task),)))
@@ -144,7 +143,6 @@ def _measured(llm: Instances, profile: Profile, task: Task | DecodeTask) -> Prof
 
 
 def _beside(llm: Instances, task: Task | DecodeTask) -> int:
-    """Counts the instances that are busy with something else."""
     return llm.engine.config.cluster.num_instances - task.members
 
 

@@ -121,12 +121,10 @@ _MOST = 2.0**40
 
 
 def draw_lengths(lengths: Lengths, num: int, rng: np.random.Generator) -> list[int]:
-    """Returns `num` whole numbers."""
     return [max(1, round(lengths(part))) for part in rng.random(num)]
 
 
 def named_lengths(workload: str) -> Lengths:
-    """Returns how long the prompts of a named workload are."""
     return _bounded(*_NAMED[workload])
 
 
