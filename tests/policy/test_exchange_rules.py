@@ -11,13 +11,8 @@ from hypothesis import strategies as st
 
 from longspan.core.exchange import RING_KV, RING_Q
 from longspan.cost.architecture import Hardware, ModelShape
-from longspan.cost.exchange_rules import (
-    cheaper_weights,
-    ring_kv_or_ring_q,
-    unsharded_elements,
-    unsharded_weights_pay,
-)
 from longspan.cost.profile import LinkFit
+from longspan.policy.choosing import cheaper_weights, ring_kv_or_ring_q, unsharded_elements, unsharded_weights_pay
 
 LLAMA_405B = ModelShape(
     num_layers=126, hidden_size=16384, num_heads=128, num_kv_heads=8, head_dim=128, bytes_per_element=2
