@@ -135,8 +135,8 @@ class Chooser:
 # ---------------------------------------------------------------- the rules of papers
 #
 # Context Parallelism (arXiv 2411.01783): its T is `new_tokens` here, P `cached_tokens`, N `num_members`, C
-# `flops_per_s`, BW `bytes_per_s`, e `bytes_per_element`; its D is `num_heads * head_dim`, which cancels. The fitted rule
-# of its Appendix D is in benchmarks/papers. CSPS counts the bytes of `alltoall` (its SP-NTP) in supplement A.
+# `flops_per_s`, BW `bytes_per_s`, e `bytes_per_element`; its D is `num_heads * head_dim`, which cancels. The fitted
+# rule of its Appendix D is in benchmarks/papers. CSPS counts the bytes of `alltoall` (its SP-NTP) in supplement A.
 
 
 def ring_kv_or_ring_q(
