@@ -64,7 +64,7 @@ def gather_rows(group: Group, mine: Tensor, counts: Sequence[int], *, hop: int =
 
     `hop` is the first of `gather_hops` hops.
     """
-    blocks = [Message([((count, mine.shape[1]), mine.dtype)], mine.device) for count in counts]
+    blocks = [Message.room([(count, mine.shape[1])], mine) for count in counts]
     blocks[group.rank].tensors[0].copy_(mine)
     all_gather(group, blocks, hop=hop)
     return torch.cat([block.tensors[0] for block in blocks])
@@ -86,7 +86,7 @@ def reduce_scatter(group: Group, blocks: Sequence[Tensor], *, hop: int = 0) -> T
     me, here = group.rank, group.hosts[group.rank]
     neighbours = [member for member in range(group.size) if group.hosts[member] == here and member != me]
     collected = {member: _collects(group, member) for member in (me, *neighbours)}
-    leaving = {member: _message([blocks[owner] for owner in collected[member]]) for member in neighbours}
+    leaving = {member: Message.of([blocks[owner] for owner in collected[member]]) for member in neighbours}
     coming = {member: _room([blocks[owner] for owner in collected[me]]) for member in neighbours}
     group.start(sends=leaving, receives=coming, hop=hop).wait()
     sums = {owner: blocks[owner].float() for owner in collected[me]}
@@ -94,7 +94,7 @@ def reduce_scatter(group: Group, blocks: Sequence[Tensor], *, hop: int = 0) -> T
         for owner, block in zip(collected[me], message.tensors, strict=True):
             sums[owner] = sums[owner] + block
     dtype = blocks[me].dtype
-    leaving = {owner: _message([total.to(dtype)]) for owner, total in sums.items() if owner != me}
+    leaving = {owner: Message.of([total.to(dtype)]) for owner, total in sums.items() if owner != me}
     coming = {_partner(group, me, host): _room([blocks[me]]) for host in sorted(set(group.hosts) - {here})}
     group.start(sends=leaving, receives=coming, hop=hop + 1).wait()
     return sum((message.tensors[0] for message in coming.values()), sums[me]).to(dtype)
@@ -125,14 +125,7 @@ def _partner(group: Group, member: int, host: int) -> int:
 
 
 def _room(blocks: Sequence[Tensor]) -> Message:
-    return Message([(tuple(block.shape), block.dtype) for block in blocks], blocks[0].device)
-
-
-def _message(blocks: Sequence[Tensor]) -> Message:
-    message = _room(blocks)
-    for room, block in zip(message.tensors, blocks, strict=True):
-        room.copy_(block)
-    return message
+    return Message.room([block.shape for block in blocks], blocks[0])
 
 
 def all_reduce(group: Group, tensor: Tensor) -> Tensor:
@@ -144,15 +137,15 @@ def all_reduce(group: Group, tensor: Tensor) -> Tensor:
     me, others = group.rank, [member for member in range(group.size) if member != group.rank]
     if group.size == 2:  # all that each has: no more bytes, and one hop instead of two
         heard = {other: _room([tensor]) for other in others}
-        group.start(sends=dict.fromkeys(others, _message([tensor])), receives=heard, hop=0).wait()
+        group.start(sends=dict.fromkeys(others, Message.of([tensor])), receives=heard, hop=0).wait()
         return (tensor.float() + heard[1 - me].tensors[0].float()).to(tensor.dtype)
     flat = tensor.reshape(-1)
     pieces = [flat[start:stop] for start, stop in cut_evenly(flat.numel(), group.size)]
     heard = {member: _room([pieces[me]]) for member in others}
-    group.start(sends={member: _message([pieces[member]]) for member in others}, receives=heard, hop=0).wait()
+    group.start(sends={member: Message.of([pieces[member]]) for member in others}, receives=heard, hop=0).wait()
     terms = [pieces[me] if member == me else heard[member].tensors[0] for member in range(group.size)]
     total = torch.stack([term.float() for term in terms]).sum(dim=0).to(tensor.dtype)
     heard = {member: _room([pieces[member]]) for member in others}
-    group.start(sends=dict.fromkeys(others, _message([total])), receives=heard, hop=1).wait()
+    group.start(sends=dict.fromkeys(others, Message.of([total])), receives=heard, hop=1).wait()
     sums = [total if member == me else heard[member].tensors[0] for member in range(group.size)]
     return torch.cat(sums).view(tensor.shape)

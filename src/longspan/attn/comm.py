@@ -10,10 +10,10 @@ import math
 import os
 import sys
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,19 @@ class Message:
             self.tensors.append(self.buffer[offset : offset + size].view(dtype).view(shape))
             offset += size
         self._trailer = self.buffer[trailer_at:].view(torch.int64)
+
+    @classmethod
+    def room(cls, shapes: Iterable[tuple[int, ...]], like: Tensor) -> Self:
+        """Makes room for tensors of these shapes, of the type of `like` and on its device."""
+        return cls([(shape, like.dtype) for shape in shapes], like.device)
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> Self:
+        """Makes a message of copies of some tensors."""
+        message = cls([(tuple(tensor.shape), tensor.dtype) for tensor in tensors], tensors[0].device)
+        for room, tensor in zip(message.tensors, tensors, strict=True):
+            room.copy_(tensor)
+        return message
 
     def seal(self, tag: int) -> None:
         """Writes the trailer. On a CUDA device this waits for the device, and so does `verify`."""

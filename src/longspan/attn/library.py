@@ -5,12 +5,10 @@ What callers give is checked, and brought into the form that exchanges take.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import platform
 from collections import Counter
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Self, TypedDict, Unpack
 
 import torch
@@ -84,9 +82,7 @@ class Members:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:  # else peers may be waiting for what will not come
             self.close()
 
@@ -121,18 +117,12 @@ def join(process_group: dist.ProcessGroup | None = None, *, hosts: Sequence[int]
         raise ValueError(f"hosts {tuple(hosts)} are {len(hosts)}, but the group has {size} members: one host for each")
     if backend == "nccl":  # connects ranks in its first call, which must be everybody's: exchanges leave some out
         dist.barrier(process_group)
-    hosts = _hosts(process_group, size, backend) if hosts is None else hosts
+    if hosts is None:
+        names = [""] * size
+        dist.all_gather_object(names, platform.node(), process_group)
+        hosts = [names.index(name) for name in names]
     transport = TorchTransport(process_group, staged=backend != "nccl")
     return Members(transport, dist.get_process_group_ranks(process_group), rank, hosts=hosts)
-
-
-def _hosts(process_group: dist.ProcessGroup | None, size: int, backend: str) -> tuple[int, ...]:
-    """Returns a number for each member's host, made from its name so that it has the same length everywhere."""
-    digest = hashlib.blake2b(platform.node().encode(), digest_size=7).digest()
-    mine = torch.tensor([int.from_bytes(digest)], device="cuda" if backend == "nccl" else "cpu")
-    found = [torch.empty_like(mine) for _ in range(size)]
-    dist.all_gather(found, mine, process_group)
-    return tuple(int(number) for number in found)
 
 
 class Options(TypedDict, total=False):

@@ -119,8 +119,7 @@ def num_tokens(runs: Sequence[Run]) -> int:
 
 def kv_room(all_runs: Sequence[Sequence[Run]], num_kv_heads: int, like: Tensor) -> Message:
     """Makes room for the keys, then the values, of some runs of each part, typed as `like [..., head_dim]`."""
-    shapes = [((num_kv_heads, num_tokens(runs), like.shape[-1]), like.dtype) for runs in all_runs for _ in ("k", "v")]
-    return Message(shapes, like.device)
+    return Message.room([(num_kv_heads, num_tokens(runs), like.shape[-1]) for runs in all_runs for _ in "kv"], like)
 
 
 def kv_message(parts: Sequence[MemberPart], all_runs: Sequence[Sequence[Run]], member: int, kv: PagedKv) -> Message:

@@ -99,7 +99,7 @@ class GatherHidden:
         num_heads = len(self._shares[receiver].kv_heads)
         for runs in self._cached(sender):
             shapes += [(num_heads, num_tokens(runs), dim)] * 2
-        return Message([(shape, like.dtype) for shape in shapes], like.device)
+        return Message.room(shapes, like)
 
     def _owned(self, member: int) -> range:
         """Returns the KV heads that `member` makes for all: the first of several that have a head makes it."""

@@ -138,44 +138,31 @@ class Inside:
 
         All are `[heads, tokens, head_dim]`.
         """
-        leaving = {rank: self._message(rank, q, k, v) for rank in self._others}
-        coming = {rank: self._room(rank, self._group.rank, q) for rank in self._others}
-        pending = self._group.start(sends=leaving, receives=coming, hop=0)
-        coming[self._group.rank] = self._message(self._group.rank, q, k, v)
-        pending.wait()
-        by_rank = [message.tensors for _, message in sorted(coming.items())]
+        me, dim = self._group.rank, self._spec.head_dim
+        cut = [[x[h.start : h.stop] for x, h in zip((q, k, v), _kinds(share), strict=True)] for share in self._shares]
+        leaving = {rank: Message.of(cut[rank]) for rank in self._others}
+        coming = {
+            rank: Message.room([(len(heads), self._counts[rank], dim) for heads in _kinds(self._shares[me])], q)
+            for rank in self._others
+        }
+        self._group.start(sends=leaving, receives=coming, hop=0).wait()
+        by_rank = [cut[me] if rank == me else coming[rank].tensors for rank in range(self._group.size)]
         queries, keys, values = (torch.cat(tensors, dim=1) for tensors in zip(*by_rank, strict=True))
         return queries, keys, values
 
     def to_tokens(self, out: Tensor) -> Tensor:
         """Swaps outputs of this rank's heads for all tokens against `[all heads, this rank's tokens, head_dim]`."""
-        me = self._group.rank
-        leaving = {rank: self._results(me, rank, out) for rank in self._others}
-        for rank, message in leaving.items():
-            message.tensors[0].copy_(out[:, self._slices[rank]])
-        coming = {rank: self._results(rank, me, out) for rank in self._others}
+        me, dim = self._group.rank, self._spec.head_dim
+        leaving = {rank: Message.of([out[:, self._slices[rank]]]) for rank in self._others}
+        shapes = [(len(share.heads), self._counts[me], dim) for share in self._shares]
+        coming = {rank: Message.room([shapes[rank]], out) for rank in self._others}
         self._group.start(sends=leaving, receives=coming, hop=1).wait()
-        found = {rank: message.tensors[0] for rank, message in coming.items()} | {me: out[:, self.mine]}
-        return torch.cat([tensor for _, tensor in sorted(found.items())])
+        ranks = range(self._group.size)
+        return torch.cat([out[:, self.mine] if rank == me else coming[rank].tensors[0] for rank in ranks])
 
     def gather(self, rows: Tensor) -> Tensor:
         """Gathers what every rank made of its tokens, `[tokens, width]`."""
         return gather_rows(self._group, rows, self._counts, hop=2)
-
-    def _message(self, receiver: int, q: Tensor, k: Tensor, v: Tensor) -> Message:
-        message = self._room(self._group.rank, receiver, q)
-        for room, made, heads in zip(message.tensors, (q, k, v), _kinds(self._shares[receiver]), strict=True):
-            room.copy_(made[heads.start : heads.stop])
-        return message
-
-    def _room(self, sender: int, receiver: int, like: Tensor) -> Message:
-        kinds = _kinds(self._shares[receiver])
-        shapes = [(len(heads), self._counts[sender], self._spec.head_dim) for heads in kinds]
-        return Message([(shape, like.dtype) for shape in shapes], like.device)
-
-    def _results(self, sender: int, receiver: int, like: Tensor) -> Message:
-        shape = (len(self._shares[sender].heads), self._counts[receiver], self._spec.head_dim)
-        return Message([(shape, like.dtype)], like.device)
 
 
 def _kinds(share: HeadShare) -> tuple[range, range, range]:
@@ -254,13 +241,11 @@ def share_room(shard: Shard, layer: int, like: Weights) -> Message:
 
 def share_message(shard: Shard, layer: int, share: Weights) -> Message:
     """Fills `share_room` from the rank's own share."""
-    message = share_room(shard, layer, share)
-    rooms = iter(message.tensors)
+    pieces = []
     for name, weight in share.items():
         dim, stretches = _stretches(shard, shard.specs[layer], name, weight)
-        for start, stop in stretches:
-            next(rooms).copy_(weight.narrow(dim, start, stop - start))
-    return message
+        pieces += [weight.narrow(dim, start, stop - start) for start, stop in stretches]
+    return Message.of(pieces)
 
 
 def join(shard: Shard, layer: int, share: Weights, messages: Sequence[Message]) -> dict[str, Tensor]:

@@ -66,8 +66,6 @@ def merge(outs: Tensor, lses: Tensor) -> Partial:
     Returns:
         `[H, T, D]` and `[H, T]`, both float32. A query that saw no key at all gets 0 and -inf.
     """
-    if len(outs) <= 2:
-        return merge_each([*zip(outs, lses, strict=True)])
     lse = torch.logsumexp(lses, dim=0)
     weights = torch.exp(lses - lse.masked_fill(lse == -torch.inf, 0.0))
     return (outs * weights[..., None]).sum(dim=0), lse

@@ -65,13 +65,13 @@ def _room(call: Call, member: int, share: HeadShare) -> Message:
     for part in call.parts:
         kv_shape = (len(share.kv_heads), num_tokens(part.needed(member, call.spec.window)), dim)
         shapes += [(len(share.heads), num_tokens(part.q_runs[member]), dim), kv_shape, kv_shape]
-    return Message([(shape, call.q.dtype) for shape in shapes], call.q.device)
+    return Message.room(shapes, call.q)
 
 
 def _results(call: Call, asker: int, share: HeadShare) -> Message:
     """Makes room for the outputs of some heads, for the queries of `asker`."""
-    shapes = [(len(share.heads), num_tokens(part.q_runs[asker]), call.spec.head_dim) for part in call.parts]
-    return Message([(shape, call.q.dtype) for shape in shapes], call.q.device)
+    dim = call.spec.head_dim
+    return Message.room([(len(share.heads), num_tokens(part.q_runs[asker]), dim) for part in call.parts], call.q)
 
 
 register(ALLTOALL, alltoall)

@@ -85,7 +85,7 @@ def _meet(call: Call, indices: tuple[int, ...], q: Tensor, asker: int) -> Partia
 
 def _question_room(call: Call, indices: Sequence[int], asker: int) -> Message:
     """Makes room for the queries of `asker` in these parts, one after the other."""
-    return Message([((*_rows_shape(call, indices, asker), call.spec.head_dim), call.q.dtype)], call.q.device)
+    return Message.room([(*_rows_shape(call, indices, asker), call.spec.head_dim)], call.q)
 
 
 def _answer_room(call: Call, indices: Sequence[int], asker: int) -> Message:
