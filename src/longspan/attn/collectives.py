@@ -35,10 +35,9 @@ class Gathering:
 
     def __init__(self, group: Group, blocks: Sequence[Message], *, hop: int = 0) -> None:
         self._group, self._blocks, self._hop = group, blocks, hop
-        self._others = [owner for owner in range(group.size) if owner != group.rank]
         self._first = group.start(
             sends=dict.fromkeys(_receivers(group, group.rank), blocks[group.rank]),
-            receives={owner: blocks[owner] for owner in self._others if group.rank in _receivers(group, owner)},
+            receives={owner: blocks[owner] for owner in group.others if group.rank in _receivers(group, owner)},
             hop=hop,
         )
 
@@ -47,9 +46,9 @@ class Gathering:
         self._first.wait()
         group, blocks, me = self._group, self._blocks, self._group.rank
         here = group.hosts[me]
-        neighbours = [member for member in self._others if group.hosts[member] == here]
+        neighbours = [member for member in group.others if group.hosts[member] == here]
         pending = []
-        for owner in self._others:
+        for owner in group.others:
             if group.hosts[owner] != here and neighbours:
                 carrier = _partner(group, owner, here)
                 sends = dict.fromkeys(neighbours, blocks[owner]) if carrier == me else {}
@@ -84,7 +83,7 @@ def reduce_scatter(group: Group, blocks: Sequence[Tensor], *, hop: int = 0) -> T
         CommError: when a peer is gone.
     """
     me, here = group.rank, group.hosts[group.rank]
-    neighbours = [member for member in range(group.size) if group.hosts[member] == here and member != me]
+    neighbours = [member for member in group.others if group.hosts[member] == here]
     collected = {member: _collects(group, member) for member in (me, *neighbours)}
     leaving = {member: Message.of([blocks[owner] for owner in collected[member]]) for member in neighbours}
     coming = {member: _room([blocks[owner] for owner in collected[me]]) for member in neighbours}
@@ -134,7 +133,7 @@ def all_reduce(group: Group, tensor: Tensor) -> Tensor:
     Every member sums its piece in float32, in the order of the members, and rounds once: the result does not depend on
     who is faster, and all members have the same.
     """
-    me, others = group.rank, [member for member in range(group.size) if member != group.rank]
+    me, others = group.rank, group.others
     if group.size == 2:  # all that each has: no more bytes, and one hop instead of two
         heard = {other: _room([tensor]) for other in others}
         group.start(sends=dict.fromkeys(others, Message.of([tensor])), receives=heard, hop=0).wait()

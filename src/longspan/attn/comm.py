@@ -127,6 +127,11 @@ class Group:
         self.sent = Counter() if sent is None else sent
         self._transport, self._members, self._name, self._first_tag = transport, tuple(members), name, first_tag
 
+    @property
+    def others(self) -> list[int]:
+        """Lists all members but this one."""
+        return [member for member in range(self.size) if member != self.rank]
+
     def start(self, *, sends: Mapping[int, Message], receives: Mapping[int, Message], hop: int) -> Pending:
         """Sends and receives between members; both ends skip empty messages. `hop` numbers the call in the exchange."""
         tag, transport = self._first_tag + hop, self._transport

@@ -128,7 +128,6 @@ class Inside:
     def __init__(self, group: Group, spec: AttnSpec, num_tokens: int) -> None:
         self._group, self._spec = group, spec
         self._shares = split_heads(spec.num_heads, spec.num_kv_heads, group.size)
-        self._others = [rank for rank in range(group.size) if rank != group.rank]
         self._slices = [slice(first, last) for first, last in cut_evenly(num_tokens, group.size)]
         self._counts = [tokens.stop - tokens.start for tokens in self._slices]
         self.mine = self._slices[group.rank]
@@ -140,10 +139,10 @@ class Inside:
         """
         me, dim = self._group.rank, self._spec.head_dim
         cut = [[x[h.start : h.stop] for x, h in zip((q, k, v), _kinds(share), strict=True)] for share in self._shares]
-        leaving = {rank: Message.of(cut[rank]) for rank in self._others}
+        leaving = {rank: Message.of(cut[rank]) for rank in self._group.others}
         coming = {
             rank: Message.room([(len(heads), self._counts[rank], dim) for heads in _kinds(self._shares[me])], q)
-            for rank in self._others
+            for rank in self._group.others
         }
         self._group.start(sends=leaving, receives=coming, hop=0).wait()
         by_rank = [cut[me] if rank == me else coming[rank].tensors for rank in range(self._group.size)]
@@ -153,9 +152,9 @@ class Inside:
     def to_tokens(self, out: Tensor) -> Tensor:
         """Swaps outputs of this rank's heads for all tokens against `[all heads, this rank's tokens, head_dim]`."""
         me, dim = self._group.rank, self._spec.head_dim
-        leaving = {rank: Message.of([out[:, self._slices[rank]]]) for rank in self._others}
+        leaving = {rank: Message.of([out[:, self._slices[rank]]]) for rank in self._group.others}
         shapes = [(len(share.heads), self._counts[me], dim) for share in self._shares]
-        coming = {rank: Message.room([shapes[rank]], out) for rank in self._others}
+        coming = {rank: Message.room([shapes[rank]], out) for rank in self._group.others}
         self._group.start(sends=leaving, receives=coming, hop=1).wait()
         ranks = range(self._group.size)
         return torch.cat([out[:, self.mine] if rank == me else coming[rank].tensors[0] for rank in ranks])

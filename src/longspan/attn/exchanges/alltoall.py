@@ -16,8 +16,7 @@ from longspan.core.heads import HeadShare, spread_heads, uniform_pieces
 def alltoall(call: Call) -> None:
     """Computes attention of several requests at once over the keys of all members."""
     group, parts, spec = call.group, call.parts, call.spec
-    me, members = group.rank, range(group.size)
-    others = [member for member in members if member != me]
+    me, members, others = group.rank, range(group.size), group.others
     shares = spread_heads(spec.num_heads, spec.num_kv_heads, group.size)
     leaving = {member: _tokens(call, shares[member]) for member in others}
     coming = {member: _room(call, member, shares[me]) for member in others}

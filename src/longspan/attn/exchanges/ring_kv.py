@@ -17,7 +17,7 @@ def ring_kv(call: Call) -> None:
     """Computes attention of several requests at once over the keys of all members."""
     group, parts, q, spec = call.group, call.parts, call.q, call.spec
     me, size = group.rank, group.size
-    found: list[Partial | None] = [None] * len(parts)
+    found: dict[int, Partial] = {}
     needed = [[part.needed(source, spec.window) for part in parts] for source in range(size)]
     message = kv_message(parts, needed[me], me, call.kv)
     for hop in range(size):
@@ -29,14 +29,12 @@ def ring_kv(call: Call) -> None:
         for index, (part, runs, k, v) in enumerate(visitors):
             if part.q_runs[me] and k.shape[1]:
                 partial = attend_runs(parts.backend, q[:, part.rows], part.q_runs[me], k, v, runs, spec)
-                before = found[index]
-                found[index] = partial if before is None else merge_each([before, partial])
+                found[index] = merge_each([found[index], partial]) if index in found else partial
         if hop + 1 < size:
             pending.wait()
             message = incoming
-    for part, result in zip(parts, found, strict=True):
-        if result is not None:
-            call.out[:, part.rows] = result[0]
+    for index, (out, _) in found.items():
+        call.out[:, parts[index].rows] = out
 
 
 register(RING_KV, ring_kv)

@@ -22,7 +22,7 @@ from longspan.core.exchange import RING_Q
 def ring_q(call: Call) -> None:
     """Computes attention of several requests at once over the keys of all members."""
     group, parts, q, window = call.group, call.parts, call.q, call.spec.window
-    me, others = group.rank, [member for member in range(group.size) if member != group.rank]
+    me, others = group.rank, group.others
     mine = {holder: parts.visits(me, holder, window) for holder in range(group.size)}
     theirs = {asker: parts.visits(asker, me, window) for asker in others}
     questions = {holder: _question_room(call, mine[holder], me) for holder in others}
