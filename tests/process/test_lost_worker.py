@@ -184,7 +184,7 @@ def test_what_was_begun_of_an_executor_is_ended_when_a_worker_does_not_start(
     def refuse(*_: object) -> NoReturn:
         raise OSError("no process")
 
-    monkeypatch.setattr(processes, "start_worker", refuse)
+    monkeypatch.setattr(processes, "start_server", refuse)
     config: Any = SimpleNamespace(cluster=Cluster.of("1"))
     with pytest.raises(OSError, match="no process"):
         WorkerExecutor(processes.ProcessLauncher(config), step_timeout_s=1.0)

@@ -16,7 +16,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         attention_kernel: the compiled `attn.native`; None to compute with PyTorch's kernels.
-        record_times: measure where the time goes, see `worker.timing`.
+        record_times: measure where the time goes, see `runtime.timing`.
     """
 
     files: ModelFiles

@@ -23,10 +23,8 @@ import msgspec
 from longspan.runtime.child import start_child
 from longspan.runtime.messages import WorkerConfig
 
-LOST = -9
+_LOST = -9
 """Exit code of workers whose server was lost: they end at once, but nobody learns how."""
-
-
 _START_TIMEOUT_S = 300.0
 """The server has imported everything and forked."""
 _END_TIMEOUT_S = 5.0
@@ -75,18 +73,12 @@ class WorkerProcess:
         self._ended = threading.Event()
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Returns its exit code once it has ended.
-
-        Raises:
-            TimeoutError: when it still runs after `timeout_s`.
-        """
         if not self._ended.wait(timeout_s):
             raise TimeoutError(f"worker process {self.pid} still runs after {timeout_s} s")
         assert self.returncode is not None, "set before the event"
         return self.returncode
 
     def kill(self) -> None:
-        """Ends it by force."""
         self._server.send(KillWorker(self.pid))
 
     def destroy(self) -> None:
@@ -134,6 +126,7 @@ class _ForkServer:
         return self._process.poll() is None and self.owner == os.getpid()
 
     def start(self, command: StartWorker) -> WorkerProcess:
+        """Starts a worker, which finds its controller in its `run_dir`; raises OSError when the server cannot."""
         with self._starting:
             self.send(command)
             if not self._started.acquire(timeout=_START_TIMEOUT_S):
@@ -188,7 +181,7 @@ class _ForkServer:
         self._latest = None
         self._started.release()
         for worker in self._workers.values():
-            worker.end(LOST)
+            worker.end(_LOST)
 
 
 @contextmanager
@@ -227,12 +220,3 @@ def start_server() -> _ForkServer:
         if _server is None or not _server.alive:
             _server = _ForkServer()
         return _server
-
-
-def start_worker(command: StartWorker) -> WorkerProcess:
-    """Starts a worker, which finds its controller in its `run_dir`.
-
-    Raises:
-        OSError: when the server cannot be started.
-    """
-    return start_server().start(command)

@@ -1,4 +1,4 @@
-"""The process that workers are forked from: see `runtime.forkserver`. Its one thread is what makes forking safe."""
+"""The process that workers are forked from: see `executor.forkserver`. Its one thread is what makes forking safe."""
 
 from __future__ import annotations
 

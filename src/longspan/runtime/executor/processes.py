@@ -11,7 +11,7 @@ import zmq
 
 from longspan.model.files import cache_root
 from longspan.runtime.child import make_run_dir
-from longspan.runtime.executor.forkserver import StartWorker, WorkerProcess, start_worker
+from longspan.runtime.executor.forkserver import StartWorker, WorkerProcess, start_server
 from longspan.runtime.messages import WorkerConfig
 
 _NUM_LOGS_KEPT = 20
@@ -28,7 +28,7 @@ class ProcessLauncher:
         self._log_dir.mkdir(parents=True, exist_ok=True)
 
     def start(self, rank: int) -> WorkerProcess:
-        return start_worker(StartWorker(self._config, rank, self._run_dir, self._log(rank)))
+        return start_server().start(StartWorker(self._config, rank, self._run_dir, self._log(rank)))
 
     def hint(self, rank: int) -> str:
         return f"log: {self._log(rank)}"
