@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from one_part import forward
 
-from longspan.core.cluster import Cluster
-from longspan.core.heads import split_heads
+from longspan.core.cluster import Cluster, split_heads
 from longspan.core.owners import BlockRef
 from longspan.core.steps import MoveKV
 from longspan.runtime.executor.control_plane import InFlight

@@ -26,9 +26,8 @@ from transports import FaultyTransport, Wires, run_members
 from longspan.attn.check import Request
 from longspan.attn.comm import NOBODY, Group, Transport
 from longspan.attn.spec import AttnSpec
-from longspan.core.cluster import Cluster, Location
+from longspan.core.cluster import Cluster, Location, cut_evenly, split_heads
 from longspan.core.exchange import ALLTOALL, CHAIN, GATHER_HIDDEN, LOCAL, RING_KV, RING_Q, Exchange
-from longspan.core.heads import cut_evenly, split_heads
 from longspan.core.owners import BlockRef, Owners
 from longspan.core.runs import positions, shard_span
 from longspan.core.steps import Forward, Part, Sample, Sampling

@@ -10,7 +10,7 @@ from engines import ThreadLLM
 from tiny_models import make_tiny
 
 from longspan import LLM, SamplingParams
-from longspan.core.heads import split_heads, spread_heads
+from longspan.core.cluster import split_heads, spread_heads
 from longspan.core.runs import shard_span
 
 HOSTS, MEMBERS, TOKENS, BLOCK = 2, 4, 200, 16

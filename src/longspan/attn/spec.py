@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from longspan.core.heads import HeadShare
+from longspan.core.cluster import HeadShare
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 """Of a configuration's `layer_types`, those that an AttnSpec can say."""

@@ -1,4 +1,4 @@
-"""The cluster as a value: instances, ranks by (instance, stage, shard), roles, locations and KV pools."""
+"""The cluster as a value: instances, ranks by (instance, stage, shard), their heads, roles, locations and KV pools."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from longspan.core.heads import HeadShare, cut_evenly, split_heads
 from longspan.core.options import at_least_one
 from longspan.errors import ParameterError
 
@@ -140,7 +139,6 @@ class Cluster:
         )
 
     def with_blocks(self, num_blocks: Sequence[int]) -> Cluster:
-        """Returns the cluster with a pool of so many KV blocks on the devices of each instance."""
         return replace(self, num_blocks=tuple(num_blocks))
 
     # ------------------------------------------------------------ instances and their roles
@@ -203,17 +201,15 @@ class Cluster:
         return range(first, first + self.tp(instance))
 
     def rank(self, instance: int, stage: int = 0, shard: int = 0) -> int:
-        """Numbers one rank, by its place in the grid."""
         return self.stage_ranks(instance, stage)[shard]
 
     def at(self, rank: int) -> Rank:
-        """Places a rank in the grid, by its number."""
         instance = bisect_right(self._first_ranks, rank) - 1
         stage, shard = divmod(rank - self._first_ranks[instance], self.tp(instance))
         return Rank(instance, stage, shard)
 
     def layers(self, instance: int, stage: int, num_layers: int) -> range:
-        """Returns the layers of a stage: `num_layers` are split over stages as evenly as possible, in order."""
+        """Returns the layers of a stage: they are split over stages as evenly as possible, in order."""
         first, last = cut_evenly(num_layers, self.pp(instance))[stage]
         return range(first, last)
 
@@ -230,7 +226,6 @@ class Cluster:
 
     @cached_property
     def hosts(self) -> tuple[int, ...]:
-        """The hosts of all ranks are numbered in order of appearance."""
         return hosts_of(self.locations) if self.locations else (0,) * self.num_ranks
 
     def __str__(self) -> str:
@@ -249,10 +244,8 @@ def parse_parallel(
 
     Args:
         parallel: the spec of instances that all do the same.
-        prefill_parallel: instead, with `decode_parallel`, the spec of instances that only prefill.
-        decode_parallel: the spec of instances that only decode, with the KV that is sent to them.
-        transfer_backends: how many transfers of KV a decode instance receives at once; by default one per prefill
-            instance.
+        prefill_parallel, decode_parallel: instead, the specs of instances that only prefill, and only decode.
+        transfer_backends: see `Cluster`.
         degrees: instead, `instances`, `tp` and `pp` by name.
 
     Raises:
@@ -308,3 +301,66 @@ def hosts_of(locations: Sequence[Location]) -> tuple[int, ...]:
     """Numbers the hosts of these locations in order of appearance; the same host has the same number."""
     numbers = {host: number for number, host in enumerate(dict.fromkeys(one.host_id for one in locations))}
     return tuple(numbers[one.host_id] for one in locations)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShare:
+    """The query heads of one member, and the KV heads that these read. Either may be empty, then both are."""
+
+    heads: range
+    kv_heads: range
+
+
+def split_heads(num_heads: int, num_kv_heads: int, num_members: int) -> tuple[HeadShare, ...]:
+    """Splits query heads over members, each to one, in order.
+
+    KV heads are split as evenly as possible, each with all query heads that read it. Where members outnumber them,
+    KV heads share out the members instead: those of one KV head share its query heads as evenly as possible, and each
+    reads a copy of it. With more members than query heads some have none.
+    """
+    readers = _readers(num_heads, num_kv_heads, num_members)
+    if num_members <= num_kv_heads:
+        return tuple(
+            HeadShare(range(first * readers, last * readers), range(first, last))
+            for first, last in cut_evenly(num_kv_heads, num_members)
+        )
+    return tuple(
+        HeadShare(range(head * readers + first, head * readers + last), range(head, head + (last > first)))
+        for head, (first_member, last_member) in enumerate(cut_evenly(num_members, num_kv_heads))
+        for first, last in cut_evenly(readers, last_member - first_member)
+    )
+
+
+def spread_heads(num_heads: int, num_kv_heads: int, num_members: int) -> tuple[HeadShare, ...]:
+    """Splits query heads over members as evenly as possible, in order; KV heads go to all who read them."""
+    readers = _readers(num_heads, num_kv_heads, num_members)
+    return tuple(
+        HeadShare(
+            range(first, last), range(first // readers, -(-last // readers) if last > first else first // readers)
+        )
+        for first, last in cut_evenly(num_heads, num_members)
+    )
+
+
+def uniform_pieces(share: HeadShare, readers: int) -> list[HeadShare]:
+    """Cuts a share so that in each piece all KV heads have equally many readers; a KV head has `readers` in all."""
+    first, last = share.heads.start, share.heads.stop
+    borders = (-(-first // readers) * readers, last // readers * readers)
+    cuts = sorted({first, last, *(border for border in borders if first < border < last)})
+    return [
+        HeadShare(range(start, stop), range(start // readers, -(-stop // readers))) for start, stop in pairwise(cuts)
+    ]
+
+
+def _readers(num_heads: int, num_kv_heads: int, num_members: int) -> int:
+    """Counts the query heads that read each KV head; raises ValueError when no whole number does."""
+    if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads or num_members < 1:
+        raise ValueError(
+            f"{num_heads} query heads on {num_kv_heads} KV heads cannot be split over {num_members} members"
+        )
+    return num_heads // num_kv_heads
+
+
+def cut_evenly(total: int, num_pieces: int) -> list[tuple[int, int]]:
+    """Cuts `[0, total)` into pieces whose lengths differ by at most one."""
+    return list(pairwise(-(-total * index // num_pieces) for index in range(num_pieces + 1)))

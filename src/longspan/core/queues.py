@@ -53,10 +53,12 @@ class Running:
 
     Attributes:
         changes: how often anything has changed of what runs on each instance.
+        occupied: the instances that take part in any request.
     """
 
     def __init__(self, num_instances: int) -> None:
         self.changes = [0] * num_instances
+        self.occupied: set[int] = set()
         self._all: dict[int, Request] = {}
         self._groups: dict[int, tuple[int, ...]] = {}
         self._by_group: dict[tuple[int, ...], dict[int, Request]] = {}
@@ -87,10 +89,6 @@ class Running:
     @property
     def shared(self) -> Iterator[Request]:
         return (request for group, found in self._by_group.items() if len(group) > 1 for request in found.values())
-
-    @property
-    def occupied(self) -> Collection[int]:
-        return {instance for instance, found in enumerate(self._on) if found}
 
     def within(self, instances: frozenset[int]) -> Iterator[Request]:
         if len(instances) == 1:
@@ -147,6 +145,7 @@ class Running:
         self._by_group[group][request.id] = request
         for instance in group:
             self._on[instance][request.id] = request
+        self.occupied.update(group)
         self.changed(group, (request.id,))
 
     def _unseat(self, request: Request) -> None:
@@ -155,6 +154,8 @@ class Running:
             return  # it was set aside
         for instance in group:
             del self._on[instance][request.id]
+            if not self._on[instance]:
+                self.occupied.discard(instance)
         del self._by_group[group][request.id]
         if not self._by_group[group]:
             del self._by_group[group]

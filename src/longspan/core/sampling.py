@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json as jsonlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
+from math import inf
 from numbers import Integral, Real
 from typing import Annotated, Any
 
@@ -20,10 +21,6 @@ LogitBias = Mapping[Any, float] | tuple[tuple[int, float], ...]
 
 MAX_BIAS = 100.0
 """OpenAI's bound, either way. It is ample to force a token or to rule one out."""
-
-_WHOLE = ("n", "top_k", "min_tokens")
-_WHOLE_OR_NONE = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
-_REAL = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +47,10 @@ class StructuredOutputsParams:
     def __post_init__(self) -> None:
         if not isinstance(self.json_object, bool):
             raise _form_error(f"json_object must be true or false, but {self.json_object!r} given", self.json_object)
-        given = [field.name for field in fields(self) if getattr(self, field.name) not in (None, False)]
+        all_names = [field.name for field in fields(self)]
+        given = [name for name in all_names if getattr(self, name) not in (None, False)]
         if len(given) != 1:
-            names = ", ".join(field.name for field in fields(self))
+            names = ", ".join(all_names)
             found = " and ".join(given) or "none"
             raise ParameterError("structured_outputs", f"must have exactly one of {names}, but {found} given", given)
         if isinstance(self.json, dict):
@@ -85,9 +83,9 @@ class SamplingParams:
     Attributes:
         n: how many outputs are drawn for the prompt, each from random numbers of its own.
         temperature: 0 is greedy; otherwise logits are divided by it.
-        top_k: only the k most likely tokens, and those exactly as likely as the last of them, stay; 0 or -1 keeps all.
-        top_p: only the smallest set of most likely tokens whose probability reaches p stays, with those exactly as
-            likely as its last.
+        top_k: the k most likely tokens stay, and those exactly as likely as the last of them; 0 or -1 keeps all.
+        top_p: the smallest set of most likely tokens whose probability reaches p stays, with those exactly as likely as
+            its last.
         min_p: tokens less likely than this fraction of the most likely token's probability go.
         repetition_penalty: positive logits of tokens in the prompt or the output are divided by it, negative ones
             multiplied; above 1 discourages them.
@@ -145,105 +143,60 @@ class SamplingParams:
     output_logits: bool = False
 
     def __post_init__(self) -> None:
-        for name in _WHOLE:
-            self._set(name, _whole(name, getattr(self, name)))
-        for name in _WHOLE_OR_NONE:
+        for name, (read, in_range, wanted) in _NUMBERS.items():
             value = getattr(self, name)
-            self._set(name, None if value is None else _whole(name, value))
-        for name in _REAL:
-            self._set(name, _real(name, getattr(self, name)))
+            if value is None and name in _MAY_BE_NONE:
+                continue
+            self._set(name, value := read(name, value))
+            if not in_range(value):
+                raise ParameterError(name, f"must be {wanted}, but {value} given", value)
+        if self.n > 1 and not self.temperature:
+            problem = f"must be 1 when using greedy sampling, but {self.n} given: set n=1 or a temperature above 0"
+            raise ParameterError("n", problem, self.n)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            problem = f"({self.min_tokens}) must not exceed max_tokens({self.max_tokens})"
+            raise ParameterError("min_tokens", problem, self.min_tokens)
         self._set("stop", _strings(self.stop))
         self._set("stop_token_ids", _token_ids(self.stop_token_ids))
         self._set("logit_bias", None if self.logit_bias is None else _biases(self.logit_bias))
-        for checks in (_distribution_checks, _penalty_checks, _length_checks, _report_checks):
-            for holds, name, problem in checks(self):
-                if not holds:
-                    raise ParameterError(name, problem, getattr(self, name))
+        form: object = self.structured_outputs
+        if not isinstance(form, StructuredOutputsParams | None):
+            raise ParameterError("structured_outputs", f"must be StructuredOutputsParams, but {form!r:.60} given", form)
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """Stop strings are a tuple here, whatever form they were given in."""
         assert isinstance(self.stop, tuple), "normalised in the constructor"
         return self.stop
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Stop token ids are a tuple here, whatever form they were given in."""
         assert isinstance(self.stop_token_ids, tuple), "normalised in the constructor"
         return self.stop_token_ids
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
-        """Biases are pairs of token id and bias here, by ascending id; empty for None."""
+        """Biases are pairs of token id and bias, by ascending id; there are none for None."""
         assert self.logit_bias is None or isinstance(self.logit_bias, tuple), "normalised in the constructor"
         return self.logit_bias or ()
 
     def check_vocab(self, vocab_size: int) -> None:
-        """Hold what names tokens against a model's vocabulary.
+        """Checks what names tokens against a model's vocabulary.
 
         Raises:
-            ValueError: for a token id that is not below `vocab_size`, or more logprobs than there are tokens.
+            ParameterError: for a token id that is not below `vocab_size`, or more logprobs than there are tokens.
         """
-        named = {"logit_bias": [token for token, _ in self.biases], "stop_token_ids": self.stop_ids}
-        for name, tokens in named.items():
-            for token in tokens:
-                if token >= vocab_size:
-                    problem = f"names token {token}, but this model's token ids are 0 to {vocab_size - 1}: remove it"
-                    raise ParameterError(name, problem, token)
+        for name, tokens in ("logit_bias", [token for token, _ in self.biases]), ("stop_token_ids", self.stop_ids):
+            token = max(tokens, default=0)
+            if token >= vocab_size:
+                problem = f"names token {token}, but this model's token ids are 0 to {vocab_size - 1}: remove it"
+                raise ParameterError(name, problem, token)
         for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if count is not None and count > vocab_size:
                 problem = f"must be at most this model's {vocab_size} tokens, but {count} given"
                 raise ParameterError(name, problem, count)
-
-
-_Check = tuple[bool, str, str]
-"""A condition, the parameter that it is about, and the problem if it does not hold."""
-
-
-def _distribution_checks(params: SamplingParams) -> Iterator[_Check]:
-    temperature, top_k, top_p, min_p = params.temperature, params.top_k, params.top_p, params.min_p
-    finite = 0.0 <= temperature < float("inf")
-    yield finite, "temperature", f"must be 0 or more and finite, but {temperature} given"
-    yield top_k >= -1, "top_k", f"must be -1 or 0 (all) or positive, but {top_k} given"
-    yield 0.0 < top_p <= 1.0, "top_p", f"must be above 0 and at most 1, but {top_p} given"
-    yield 0.0 <= min_p <= 1.0, "min_p", f"must be from 0 to 1, but {min_p} given"
-    seed = params.seed
-    yield seed is None or 0 <= seed < 2**63, "seed", f"must be at least 0 and below 2**63, but {seed} given"
-    yield params.n >= 1, "n", f"must be at least 1, but {params.n} given"
-    greedy = f"must be 1 when using greedy sampling, but {params.n} given: set n=1 or a temperature above 0"
-    yield params.n == 1 or temperature > 0, "n", greedy
-
-
-def _penalty_checks(params: SamplingParams) -> Iterator[_Check]:
-    repetition = params.repetition_penalty
-    in_range = 0.0 < repetition < float("inf")
-    yield in_range, "repetition_penalty", f"must be above 0 and finite, 1 for none, but {repetition} given"
-    for name in ("presence_penalty", "frequency_penalty"):
-        value = getattr(params, name)
-        yield -2.0 <= value <= 2.0, name, f"must be from -2 to 2, 0 for none, but {value} given"
-    for token, bias in params.biases:
-        in_range = -MAX_BIAS <= bias <= MAX_BIAS
-        yield in_range, "logit_bias", f"must be from {-MAX_BIAS:g} to {MAX_BIAS:g}, but {bias} given for token {token}"
-
-
-def _length_checks(params: SamplingParams) -> Iterator[_Check]:
-    longest, least = params.max_tokens, params.min_tokens
-    yield all(params.stop_strings), "stop", "must not be empty: leave it out"
-    yield longest is None or longest >= 1, "max_tokens", f"must be at least 1, but {longest} given"
-    yield least >= 0, "min_tokens", f"must be at least 0, but {least} given"
-    yield longest is None or least <= longest, "min_tokens", f"({least}) must not exceed max_tokens({longest})"
-
-
-def _report_checks(params: SamplingParams) -> Iterator[_Check]:
-    for name in ("logprobs", "prompt_logprobs"):
-        value = getattr(params, name)
-        yield value is None or value >= 0, name, f"must be at least 0, or None for no report, but {value} given"
-    form = params.structured_outputs
-    is_form = isinstance(form, StructuredOutputsParams | None)
-    yield is_form, "structured_outputs", f"must be StructuredOutputsParams, but {form!r:.60} given"
 
 
 def _whole(name: str, value: object, what: str = "") -> int:
@@ -259,13 +212,37 @@ def _real(name: str, value: object, what: str = "") -> float:
     return float(value)
 
 
+def _at_least(least: int) -> Callable[[Any], bool]:
+    return lambda value: value >= least
+
+
+_NUMBERS: dict[str, tuple[Callable[[str, object], float], Callable[[Any], bool], str]] = {
+    "temperature": (_real, lambda value: 0.0 <= value < inf, "0 or more and finite"),
+    "top_k": (_whole, _at_least(-1), "-1 or 0 (all) or positive"),
+    "top_p": (_real, lambda value: 0.0 < value <= 1.0, "above 0 and at most 1"),
+    "min_p": (_real, lambda value: 0.0 <= value <= 1.0, "from 0 to 1"),
+    "repetition_penalty": (_real, lambda value: 0.0 < value < inf, "above 0 and finite, 1 for none"),
+    "presence_penalty": (_real, lambda value: -2.0 <= value <= 2.0, "from -2 to 2, 0 for none"),
+    "frequency_penalty": (_real, lambda value: -2.0 <= value <= 2.0, "from -2 to 2, 0 for none"),
+    "seed": (_whole, lambda value: 0 <= value < 2**63, "at least 0 and below 2**63"),
+    "n": (_whole, _at_least(1), "at least 1"),
+    "logprobs": (_whole, _at_least(0), "at least 0, or None for no report"),
+    "prompt_logprobs": (_whole, _at_least(0), "at least 0, or None for no report"),
+    "max_tokens": (_whole, _at_least(1), "at least 1"),
+    "min_tokens": (_whole, _at_least(0), "at least 0"),
+}
+"""Numbers are read, then held against their range, which is given in words, too."""
+_MAY_BE_NONE = ("seed", "logprobs", "prompt_logprobs", "max_tokens")
+
+
 def _strings(stop: Sequence[str] | str | None) -> tuple[str, ...]:
-    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    strings: tuple[Any, ...] = (stop,) if isinstance(stop, str) else tuple(stop or ())
     for string in strings:
         if not isinstance(string, str):
-            raise ParameterError(
-                "stop", f"must be a string or several, but {string!r} given: token ids go to stop_token_ids", string
-            )
+            problem = f"must be a string or several, but {string!r} given: token ids go to stop_token_ids"
+            raise ParameterError("stop", problem, string)
+    if not all(strings):
+        raise ParameterError("stop", "must not be empty: leave it out", stop)
     return strings
 
 
@@ -293,7 +270,10 @@ def _biases(bias: object) -> tuple[tuple[int, float], ...]:
         token = _token_id("logit_bias", int(key) if digits else key)
         if token in biases:
             raise ParameterError("logit_bias", f"names token {token} twice: keep one", token)
-        biases[token] = _real("logit_bias", value, f"of token {token} ")
+        biases[token] = number = _real("logit_bias", value, f"of token {token} ")
+        if not -MAX_BIAS <= number <= MAX_BIAS:
+            problem = f"must be from {-MAX_BIAS:g} to {MAX_BIAS:g}, but {number} given for token {token}"
+            raise ParameterError("logit_bias", problem, number)
     return tuple(sorted(biases.items()))
 
 
@@ -311,10 +291,9 @@ def _json_text(schema: dict[str, Any]) -> str:
 def _choices(choices: object) -> tuple[str, ...]:
     if isinstance(choices, str) or not isinstance(choices, Iterable):
         raise _form_error(f"choice must be a list of texts, but {choices!r:.60} given", choices)
-    texts = tuple(choices)
+    if not (texts := tuple(choices)):
+        raise _form_error("choice must have at least one text, but none given", choices)
     for text in texts:
         if not isinstance(text, str) or not text:
             raise _form_error(f"choice must be texts that are not empty, but {text!r:.60} given", text)
-    if not texts:
-        raise _form_error("choice must have at least one text, but none given", choices)
     return texts

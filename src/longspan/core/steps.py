@@ -1,13 +1,13 @@
 """Steps: what the controller tells ranks. A policy's `ScheduledPart` becomes a `Part` once its blocks are fixed.
 
-Nobody changes one. Those that are made for every token are not `frozen` all the same: making them would take thrice as
-long.
+Nobody changes one. Those that are made for every token are not `frozen` all the same, which would take thrice as long.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, Protocol
 
 from longspan.core.exchange import Exchange
@@ -32,7 +32,6 @@ class Sampling:
 
     Attributes:
         choice: which of the `n` outputs of a prompt this request is.
-        logit_bias: added to the logits of these token ids.
         banned: token ids that are not sampled below `min_tokens` (end-of-sequence and stop tokens).
         prompt: the distinct token ids of the prompt, for the repetition penalty only.
         logprobs, prompt_logprobs: how many of the most likely tokens are reported beside the one that was chosen, or
@@ -70,11 +69,9 @@ class Sampling:
 
 @dataclass(kw_only=True, slots=True)
 class Sample:
-    """One token to sample: its position, and the instance that samples it.
+    """One token to sample, at `position`, on the `instance` that computes the span's last token.
 
     Attributes:
-        instance: the member that computes the span's last token and samples.
-        position: of the token to be sampled.
         below_minimum: whether `Sampling.banned` tokens are out of the question.
     """
 
@@ -105,7 +102,7 @@ class Part:
 
     Attributes:
         start, stop: the span of token positions computed.
-        group: the instances that work on it, in ring order. All that hold its KV are among them.
+        group: the instances that work on it and hold its KV, in ring order.
         runs: of the span, per member of `group`; ranks never shard anew.
         first_block, blocks: the request's block table is cut to `first_block` entries, then extended by `blocks`.
             `Owners` says what lies where. Who computes a token also holds it, but in a `chain` anybody after them can.
@@ -140,20 +137,8 @@ class Part:
     rotation: Rotation | None = None
 
 
-class _BetweenInstances:
-    """Derived fields of a MoveKV: recomputed by the receiver, not serialized.
-
-    Attributes:
-        sources, targets: the instances that send and receive, ascending.
-    """
-
-    __slots__ = ("sources", "targets")
-    sources: tuple[int, ...]
-    targets: tuple[int, ...]
-
-
-@dataclass(kw_only=True, slots=True)
-class MoveKV(_BetweenInstances):
+@dataclass(kw_only=True)
+class MoveKV:
     """Copies whole KV blocks of one request to other instances, every layer of them.
 
     By itself it is a step: sources send what they hold, targets write it into their pools while they compute, and a
@@ -169,24 +154,18 @@ class MoveKV(_BetweenInstances):
     request_id: int
     copies: tuple[tuple[BlockRef, BlockRef], ...]
 
-    def __post_init__(self) -> None:
-        self.sources = tuple(sorted({source.instance for source, _ in self.copies}))  # type: ignore[misc]  # of the base
-        self.targets = tuple(sorted({target.instance for _, target in self.copies}))  # type: ignore[misc]
+    @cached_property
+    def sources(self) -> tuple[int, ...]:
+        """Lists the instances that send, ascending."""
+        return tuple(sorted({source.instance for source, _ in self.copies}))
+
+    @cached_property
+    def targets(self) -> tuple[int, ...]:
+        return tuple(sorted({target.instance for _, target in self.copies}))
 
 
-class _OnInstances:
-    """Derived fields of a Forward: recomputed by the receiver, not serialized.
-
-    Attributes:
-        instances: those that take part, ascending: they compute, or pass on a token.
-    """
-
-    __slots__ = ("instances",)
-    instances: tuple[int, ...]
-
-
-@dataclass(kw_only=True, slots=True)
-class Forward(_OnInstances):
+@dataclass(kw_only=True)
+class Forward:
     """One forward pass over several parts, which may differ in group and exchange.
 
     Attributes:
@@ -202,13 +181,15 @@ class Forward(_OnInstances):
     rebalances: tuple[MoveKV, ...] = ()
     streams: tuple[MoveKV, ...] = ()
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def instances(self) -> tuple[int, ...]:
+        """Lists the instances that compute or pass on a token, ascending; the receiver of a message does so anew."""
         members: set[int] = set()
         for part in self.parts:
             members.update(part.group)
             if part.unknown_on is not None:
                 members.add(part.unknown_on)
-        self.instances = tuple(sorted(members))  # type: ignore[misc]  # a slot of the base
+        return tuple(sorted(members))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -143,7 +143,8 @@ class Transfers:
 
     def streams(self, parts: Sequence[Part]) -> tuple[MoveKV, ...]:
         """Makes moves of what these parts of a Forward complete, as far as backends are free."""
-        transfers = self._transfers
+        if not (transfers := self._transfers):
+            return ()
         known = [(part, transfers[part.request_id]) for part in parts if part.request_id in transfers]
         if not known:
             return ()

@@ -18,7 +18,7 @@ from longspan.attn.comm import Group, Message
 from longspan.attn.member import MemberParts, attend_all, gather_runs, num_tokens
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
-from longspan.core.heads import split_heads
+from longspan.core.cluster import split_heads
 from longspan.core.runs import Run
 from longspan.layerwise.layers import Channel, StepContext
 

@@ -22,8 +22,8 @@ from longspan.attn.exchanges import Call
 from longspan.attn.exchanges.alltoall import alltoall
 from longspan.attn.member import MemberParts
 from longspan.attn.spec import AttnSpec
+from longspan.core.cluster import HeadShare, cut_evenly, split_heads
 from longspan.core.exchange import ALLTOALL, WeightSource
-from longspan.core.heads import HeadShare, cut_evenly, split_heads
 from longspan.layerwise.layers import Channel, StepContext, UnshardedWeights, Weights
 from longspan.model.adapter import Model
 from longspan.model.sharding import Shard, attention_modules

@@ -1,6 +1,6 @@
 """Tensor parallelism inside an instance: which slice of each weight a rank computes with, and what must be summed.
 
-The rules are our own (heads by `core.heads.split_heads`, feed-forward layers by their inner dimension), since the plans
+The rules are our own (heads by `core.cluster.split_heads`, feed-forward layers by their inner dimension), since plans
 that come with models want sizes that divide. Slices are views of the mapped weights where that is possible: all but
 those of fused projections, which lie apart.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from longspan.attn.spec import AttnSpec
-from longspan.core.heads import HeadShare, cut_evenly, split_heads
+from longspan.core.cluster import HeadShare, cut_evenly, split_heads
 from longspan.model.files import ModelError, ModelFiles
 from longspan.model.info import build_skeleton, load_config
 

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from longspan.attn.comm import Group, Message, Pending, Transport
 from longspan.attn.spec import AttnSpec
-from longspan.core.cluster import Cluster
-from longspan.core.heads import split_heads
+from longspan.core.cluster import Cluster, split_heads
 from longspan.core.steps import Forward, Link, MoveKV
 from longspan.runtime.messages import Moved, Sent
 from longspan.runtime.pool import WINDOW_BYTES, KvPool
