@@ -45,8 +45,7 @@ class KvAccount:
         return sum([pools[instance].changes for instance in instances])
 
     def match(self, request: RequestView, group: Sequence[int]) -> PrefixHit:
-        """Finds the longest beginning of the request whose KV lies on members of `group`, one token short of it at
-        most.
+        """Finds the longest beginning of the request, one token short of it at most, whose KV lies on `group`.
 
         Full blocks are shared. The tail after them is taken over when nobody uses it, so that a following turn of a
         conversation recomputes no token of the turns before.
@@ -130,17 +129,14 @@ class KvAccount:
         return (*shared, *self._allocate(instance, num_blocks - len(shared))), len(shared)
 
     def hold(self, refs: Iterable[BlockRef]) -> None:
-        """Adds a reference to each of these blocks, for a copy under way."""
         for pool, blocks in _by_pool(refs):
             self._pools[pool].hold(*blocks)
 
     def let_go(self, refs: Iterable[BlockRef]) -> None:
-        """Drops the references that `hold` added, when the copy is done."""
         for pool, blocks in _by_pool(refs):
             self._pools[pool].let_go(*blocks)
 
     def give_back(self, refs: Iterable[BlockRef]) -> None:
-        """Drops a reference to each of these blocks, in this order."""
         for pool, blocks in _by_pool(refs):
             self._pools[pool].release(*blocks)
 
@@ -183,7 +179,6 @@ class KvAccount:
 
 
 def _by_pool(refs: Iterable[BlockRef]) -> Iterator[tuple[int, list[int]]]:
-    """Groups neighbouring blocks by their pool."""
     for pool, same in groupby(refs, attrgetter("pool")):
         yield pool, [block for _, block in same]
 
@@ -233,7 +228,6 @@ class BlockPool:
         return len(self._blank) + len(self._cached)
 
     def references(self, block: int) -> int:
-        """Counts the requests and copies under way that hold the block."""
         return self._references[block]
 
     def allocate(self, number: int) -> list[int]:
@@ -251,7 +245,6 @@ class BlockPool:
         return found
 
     def share(self, block: int) -> None:
-        """Adds a reference to a block whose content is known."""
         assert block in self._content, "only blocks with known content are shared"
         self._cached.pop(block, None)
         self._references[block] += 1
@@ -327,7 +320,8 @@ class BlockPool:
         best = (-1, 0)
         for block in sorted(self._tails.get(parent, ())):
             known = self._content[block].tokens
-            length = _common_prefix(known, tokens)
+            pairs = enumerate(zip(known, tokens, strict=False))
+            length = next((i for i, (one, other) in pairs if one != other), min(len(known), len(tokens)))
             if self._references[block] == 0 and 2 * length >= len(known):
                 best = max(best, (block, length), key=lambda candidate: candidate[1])
         return best
@@ -343,10 +337,3 @@ class BlockPool:
         siblings.discard(block)
         if not siblings:
             del self._tails[content.parent]
-
-
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    for index, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return index
-    return min(len(a), len(b))

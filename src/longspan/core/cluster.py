@@ -165,7 +165,7 @@ class Cluster:
 
     @property
     def backends(self) -> int:
-        """A decode instance receives so many transfers at once; none without roles."""
+        """A decode instance receives so many transfers at once."""
         if self.decode_spec is None:
             return 0
         return self.spec.instances if self.transfer_backends is None else self.transfer_backends
@@ -214,14 +214,12 @@ class Cluster:
         return range(first, last)
 
     def heads(self, rank: int, num_heads: int, num_kv_heads: int) -> HeadShare:
-        """Returns the heads of a rank in each of its layers, see `split_heads`."""
         found = self.at(rank)
         return split_heads(num_heads, num_kv_heads, self.tp(found.instance))[found.shard]
 
     # ------------------------------------------------------------ locations
 
     def location(self, instance: int) -> Location:
-        """Locates an instance by its first rank."""
         return self.locations[self.rank(instance)] if self.locations else Location(device=instance)
 
     @cached_property

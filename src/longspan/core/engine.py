@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import count, product
 from typing import Protocol, get_args
 
 from longspan.core.account import KvAccount
@@ -77,7 +77,7 @@ class Load:
     """The load: how much the engine has to do.
 
     Attributes:
-        num_waiting, num_waiting_tokens: requests that could run if there were room, and their tokens.
+        num_waiting: requests that could run if there were room.
         used_blocks: KV blocks per instance that requests hold.
         busy_s: seconds per instance in which it had a step to run, since the engine was made.
     """
@@ -97,7 +97,7 @@ class Engine:
         num_prefix_queries, num_prefix_hits: tokens of prompts looked up, and found, in the prefix cache.
 
     Raises:
-        ValueError: when `max_model_len` is more than the policy can place.
+        ParameterError: when `max_model_len` is more than the policy can place.
     """
 
     def __init__(self, *, policy: EnginePolicy, executor: Executor, clock: Clock, config: EngineConfig) -> None:
@@ -107,6 +107,7 @@ class Engine:
             raise ParameterError("max_model_len", problem, config.max_model_len)
         self.config = config
         self._running = Running(config.cluster.num_instances)
+        self._number = count(1).__next__  # numbers steps and moves
         self.account, self._transfers = self._empty()
         self.bytes_sent: Counter[tuple[str, Link]] = Counter(dict.fromkeys(product(shown_names(), get_args(Link)), 0))
         self.num_preemptions = self.num_prefix_queries = self.num_prefix_hits = 0
@@ -116,9 +117,7 @@ class Engine:
         self._steps = StepOrder()
         most_per_stage = config.max_steps_in_flight  # as many as a request may be in
         self._occupancy = Occupancy([most_per_stage * config.cluster.pp(i) for i in config.cluster.instances])
-        self._next_step = 0
-        self._next_request = 0
-        self._num_admissions = 0
+        self._request_ids, self._admissions = count(), count(1)
         self._seeds = random.Random(config.seed)
 
     def add(
@@ -141,7 +140,7 @@ class Engine:
         assert (leader is None) == (choice == 0), "the first choice leads the others"
         room = self.config.max_model_len - len(prompt)
         request = Request(
-            id=self._next_request,
+            id=next(self._request_ids),
             prompt=prompt,
             params=params,
             seed=leader.seed if leader else self._seeds.getrandbits(63) if params.seed is None else params.seed,
@@ -154,14 +153,12 @@ class Engine:
         )
         if request.scores_prompt:
             request.prompt_logprobs = [None] * len(prompt)
-        self._next_request += 1
         request.pin_rope_length(self.config.rope_length(len(prompt)))
         self._requests[request.id] = request
         self._waiting.add(request)
         return request
 
     def _empty(self) -> tuple[KvAccount, Transfers]:
-        """Makes empty pools, with no KV on its way."""
         config, cluster = self.config, self.config.cluster
         account = KvAccount(cluster.num_blocks, block_size=config.block_size, prefix_caching=config.prefix_caching)
         backends, max_num_seqs = cluster.backends, config.max_num_seqs
@@ -173,7 +170,6 @@ class Engine:
         return bool(self._requests) or self._transfers.in_flight
 
     def load(self) -> Load:
-        """Measures how much there is to do, and how busy the instances have been."""
         waiting = self._waiting.able()
         pools = [self.account.pool(i) for i in self.config.cluster.instances]
         return Load(
@@ -301,7 +297,6 @@ class Engine:
         return Forward(number=number, parts=parts, rebalances=rebalances, streams=self._transfers.streams(parts))
 
     def _rebalance(self, scheduled: ScheduledPart) -> MoveKV:
-        """Moves blocks of a request to other members, from this step on."""
         request = self._requests[scheduled.request.id]
         request.sent_blocks = request.sent_output = 0
         copies = self.account.relocate(request, scheduled.moves)
@@ -322,7 +317,6 @@ class Engine:
 
     @property
     def _can_emit(self) -> bool:
-        """A step could be planned: there are a request for it and an instance with room."""
         if self._occupancy.all_full:
             return False
         return bool(self._waiting) or not self._occupancy.full.issuperset(self._running.occupied)
@@ -334,11 +328,10 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that hold no KV and could run if there were room."""
+        """So many requests hold no KV and could run if there were room."""
         return len(self._waiting.able())
 
     def _leave(self, request: Request) -> None:
-        """Takes the request out of the queues: it neither waits nor runs."""
         if request.group:
             self._running.leave(request)
         else:
@@ -365,8 +358,7 @@ class Engine:
         self._leave(request)
         self.account.take(request, hit)
         request.group = scheduled.group
-        self._num_admissions += 1
-        request.admission = self._num_admissions
+        request.admission = next(self._admissions)
         self._running.join(request)
         if request.metrics.scheduled_s is None:
             request.metrics.scheduled_s = self._clock.now()
@@ -414,7 +406,7 @@ class Engine:
         self._running.changed(instances, [part.request_id for part in forward.parts])
 
     def _take(self, done: Completion) -> None:
-        """Moves are done as they come, Forwards in their order."""
+        """Takes moves as they come, Forwards in their order."""
         self.bytes_sent.update(done.bytes_sent)
         if not self._transfers.moved(done.number):
             self._steps.complete(done)
@@ -438,7 +430,7 @@ class Engine:
         return [self._append(sampled) for sampled in done.sampled if self._is_live(sampled.request_id)]
 
     def _is_live(self, request_id: int) -> bool:
-        """Tells whether anybody wants its tokens; what a request samples after its end is thrown away."""
+        """Tells whether anybody wants its tokens; those that it samples after its end are thrown away."""
         request = self._requests.get(request_id)
         return request is not None and request.finish_reason is None
 
@@ -481,7 +473,3 @@ class Engine:
         if request.group:
             self._retract(request)
         del self._requests[request.id]
-
-    def _number(self) -> int:
-        self._next_step += 1
-        return self._next_step

@@ -49,7 +49,6 @@ class Option:
 
 
 def option_of(hint: object) -> Option | None:
-    """Returns the option that annotates a type."""
     notes = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
     return next((note for note in notes if isinstance(note, Option)), None)
 
@@ -63,11 +62,7 @@ def options_of(kind: type[Any]) -> Iterator[tuple[str, Option, Any]]:
 
 
 def id_list(text: str) -> tuple[int, ...]:
-    """Reads token ids, or other whole numbers, with commas between.
-
-    Raises:
-        ValueError: when one is no whole number.
-    """
+    """Reads token ids, or other whole numbers, with commas between; raises ValueError for anything else."""
     try:
         return tuple(int(part) for part in text.split(",")) if text.strip() else ()
     except ValueError:
@@ -75,11 +70,7 @@ def id_list(text: str) -> tuple[int, ...]:
 
 
 def key_values(pairs: Sequence[str]) -> dict[str, str]:
-    """Reads texts of the form key=value.
-
-    Raises:
-        ValueError: for one without a key or `=`, or a key given twice.
-    """
+    """Reads texts of the form key=value; raises ValueError for one without a key or `=`, or a key given twice."""
     options: dict[str, str] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")

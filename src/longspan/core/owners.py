@@ -24,11 +24,10 @@ class BlockRef(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefixHit:
-    """KV found for the beginning of a request.
+    """KV found for the first `num_tokens` tokens of a request.
 
     Attributes:
         refs: the blocks, in order; all are full but perhaps the last.
-        num_tokens: tokens covered.
         adopts_last: the last block is only used up to `num_tokens` and will be written on in, so it is taken over.
     """
 
@@ -45,8 +44,8 @@ class PrefixHit:
 class Rotation:
     """Gives each token from `start` on to the member that holds the fewest; of equals to the first.
 
-    So the members with the fewest take turns until they hold as many as the next one, which then joins them. Who holds
-    a token is arithmetic, and what a member holds is one run for each such phase.
+    So the members with the fewest take turns until they hold as many as the next one, which then joins them. A member
+    holds one run for each such phase.
 
     Attributes:
         held: how many tokens before `start` each member of the group holds.
@@ -137,7 +136,6 @@ class Owners:
         return tuple([held[instance] for instance in self.group])
 
     def blocks(self, instance: int) -> tuple[int, ...]:
-        """Returns the blocks of one instance, in order of the tokens in them."""
         return tuple(ref.block for ref in self.table if ref.pool == instance)
 
     def slot(self, position: int) -> tuple[BlockRef, int]:

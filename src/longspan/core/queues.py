@@ -114,7 +114,6 @@ class Running:
         self._seat(request)
 
     def regroup(self, request: Request) -> None:
-        """Follows a request whose group is another than when it joined."""
         if self._groups[request.id] != request.group:
             self._unseat(request)
             self._seat(request)
@@ -171,7 +170,6 @@ class Running:
         self._stale.clear()
 
     def _ask(self, request_id: int, ask: _Ask | None) -> None:
-        """Replaces what a request asks of its instances."""
         before = self._asks.pop(request_id, None)
         if ask is not None:
             self._asks[request_id] = ask
@@ -240,7 +238,6 @@ class StepOrder:
 
     @property
     def has_ready(self) -> bool:
-        """A completion waits for no other, so that `take` can be called."""
         return bool(self._ready)
 
     def take(self) -> tuple[Forward, Completion]:
@@ -290,6 +287,5 @@ class Occupancy:
                 self._busy_s[i] += now_s - self._busy_since_s[i]
 
     def busy_s(self, now_s: float) -> list[float]:
-        """Counts the seconds in which each instance had a step to run."""
         since = enumerate(zip(self._busy_s, self._busy_since_s, strict=True))
         return [done + (now_s - begun if i in self.busy else 0.0) for i, (done, begun) in since]

@@ -122,8 +122,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        num_known = self.num_prompt + len(self.output)
-        return max(self.num_promised, num_known)
+        return max(self.num_promised, self.num_prompt + len(self.output))
 
     @property
     def arrival_s(self) -> float:
@@ -139,7 +138,6 @@ class Request:
 
     @property
     def must_wait(self) -> bool:
-        """Its leader has yet to compute their prompt."""
         leader = self.leader
         return leader is not None and not leader.output and leader.finish_reason is None
 
@@ -160,7 +158,6 @@ class Request:
         return known + (UNKNOWN,) * missing if missing else known
 
     def sampling(self, eos_token_ids: tuple[int, ...]) -> Sampling:
-        """Returns what ranks must know to sample its tokens."""
         params = self.params
         return Sampling(
             seed=self.seed,
@@ -194,19 +191,17 @@ class Request:
 
     def lose_kv(self) -> None:
         """It waits again, and no rank knows anything of it."""
-        self.group, self.rotation, self.kv_owner, self.target = (), None, None, None
+        self.move_to()
         self.table.clear()
         self.copying.clear()
         self.num_computed = self.num_scheduled = self.num_promised = 0
-        self.sent_blocks = self.sent_output = 0
 
-    def move_to(self, instance: int) -> None:
-        """All its KV is on that instance from now on, where nobody has heard of it."""
-        self.group, self.rotation, self.kv_owner, self.target = (instance,), None, None, None
+    def move_to(self, *group: int) -> None:
+        """All its KV is on these instances from now on, where nobody has heard of it."""
+        self.group, self.rotation, self.kv_owner, self.target = group, None, None, None
         self.sent_blocks = self.sent_output = 0
 
     def pin_rope_length(self, length: int) -> None:
-        """Changes the pinned length, and with it every prefix key."""
         self.rope_length = length
         self._keys.clear()
 
@@ -219,7 +214,7 @@ class Request:
         return Owners(table=self.table, group=self.group, block_size=self.block_size, rotation=self.rotation)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that so many tokens fill or begin: all there are, if tokens rotate."""
+        """Counts the blocks that so many tokens fill or begin: all there are, if tokens rotate."""
         if self.rotation is not None:
             return self.rotation.num_blocks(num_tokens, self.block_size)
         return -(-num_tokens // self.block_size)
@@ -227,9 +222,7 @@ class Request:
     # ------------------------------------------------------------ parts of steps
 
     def make_part(self, scheduled: ScheduledPart, eos_token_ids: tuple[int, ...]) -> Part:
-        """Makes its part of a step, whose new blocks its table has. The span counts as scheduled then, and what the
-        part says as known to the ranks.
-        """
+        """Makes its part of a step; its table has the new blocks. Ranks then know what the part says."""
         start, stop, group = scheduled.start, scheduled.stop, scheduled.group
         assert start == self.num_scheduled, "spans of a request follow each other"
         if group != self.group and not set(group) <= set(self.group):
@@ -301,11 +294,7 @@ class Request:
 
 
 def check_length(num_prompt_tokens: int, max_model_len: int) -> None:
-    """Checks that a prompt of this length can be served.
-
-    Raises:
-        ValueError: when it is empty or leaves no room for one output token.
-    """
+    """Raises ValueError for a prompt that is empty or leaves no room for one output token."""
     if num_prompt_tokens < 1:
         raise ValueError("the prompt is empty: at least 1 token is needed")
     if num_prompt_tokens >= max_model_len:
@@ -313,11 +302,7 @@ def check_length(num_prompt_tokens: int, max_model_len: int) -> None:
 
 
 def check_room(name: str, max_tokens: int, num_prompt_tokens: int, max_model_len: int) -> None:
-    """Checks that as many output tokens as are asked for have room behind a prompt; `name` is their field's.
-
-    Raises:
-        ValueError: when they do not.
-    """
+    """Raises ValueError when more output tokens are asked for, in the field `name`, than have room behind a prompt."""
     room = max_model_len - num_prompt_tokens
     if max_tokens > room:
         raise ValueError(
@@ -327,7 +312,6 @@ def check_room(name: str, max_tokens: int, num_prompt_tokens: int, max_model_len
 
 
 def too_long(length: str, max_model_len: int) -> ValueError:
-    """Says that a prompt of this length cannot be served."""
     return ValueError(
         f"the prompt has {length}, but prompt and output together can have at most {max_model_len} here "
         "(max_model_len: the model's context, or less where KV memory is short): shorten the prompt"

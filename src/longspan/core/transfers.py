@@ -219,8 +219,7 @@ class Transfers:
             self.dirty = True
 
     def _outgrown(self, full: Collection[int]) -> Iterator[Transfer]:
-        """Finds who has to give its blocks back, last come first, since its target can take a step and lacks blocks for
-        it.
+        """Finds who has to give its blocks back: the last come where a step can be taken, but lacks blocks.
 
         Who came last of those with blocks there gives way: one that decodes is preempted by the policy, not here.
         """

@@ -184,8 +184,8 @@ class ClusterView:
     arrivals: int = 0
 
     def changes(self, instances: Sequence[int]) -> int:
-        """Returns a number that grows with whatever can make a difference to these instances, as long as `kv` is the
-        same: who waits; who runs there and how far; what is in flight there; what their pools hold.
+        """Returns a number that grows with all that matters to these instances while `kv` is the same: who waits; who
+        runs there and how far; what is in flight there; what their pools hold.
         """
         changes = self.running.changes
         return self.arrivals + sum([changes[i] for i in instances]) + self.kv.changes(instances)
