@@ -18,6 +18,7 @@ import torch
 from draws import cases, changed, logits_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from linear_cost import LinearCost
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from longspan.cli.options import FormOptions
@@ -368,7 +369,7 @@ def test_a_request_that_cannot_go_on_ends_with_its_reason_and_harms_nobody() -> 
     clock = VirtualClock()
     engine = Engine(
         policy=make_policy("chunked", num_instances=1, options={}),
-        executor=_Stuck(clock=clock, vocab_size=64),
+        executor=_Stuck(clock=clock, vocab_size=64, cost=LinearCost()),
         clock=clock,
         config=EngineConfig(cluster=Cluster.of("1", num_blocks=[20]), block_size=4, max_model_len=80),
     )
