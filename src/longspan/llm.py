@@ -24,14 +24,14 @@ class Progress:
     A single prompt gets no bar.
     """
 
-    def __init__(self, request_state: Sequence[RequestState], *, wanted: bool) -> None:
-        self._request_states = request_state
+    def __init__(self, states: Sequence[RequestState], *, wanted: bool) -> None:
+        self._states = states
         self._bar = tqdm(
-            total=len(request_state),
+            total=len(states),
             desc="prompts",
             unit="prompt",
             dynamic_ncols=True,
-            disable=None if wanted and len(request_state) > 1 else True,  # None: unless stderr is no terminal
+            disable=None if wanted and len(states) > 1 else True,  # None: unless stderr is no terminal
         )
 
     def __enter__(self) -> Self:
@@ -44,21 +44,19 @@ class Progress:
         """Shows how far the prompts are."""
         if self._bar.disable:
             return
-        num_done = sum(one.finished for one in self._request_states)
+        num_done = sum(one.finished for one in self._states)
         elapsed_s = max(self._bar.format_dict["elapsed"], 1e-9)
-        speeds = (count / elapsed_s for count in num_tokens(self._request_states))
+        speeds = (count / elapsed_s for count in num_tokens(self._states))
         self._bar.set_postfix_str("input {:.1f} tok/s, output {:.1f} tok/s".format(*speeds), refresh=False)
         self._bar.update(num_done - self._bar.n)
 
 
-def num_tokens(request_state: Sequence[RequestState]) -> tuple[int, int]:
+def num_tokens(states: Sequence[RequestState]) -> tuple[int, int]:
     """Counts prompt tokens of requests that have put a token out, and output tokens so far."""
-    outputs = [one.num_taken for one in request_state]
-    prompts = [len(one.engine_request.token_ids) for one, taken in zip(request_state, outputs, strict=True) if taken]
-    return sum(prompts), sum(outputs)
+    prompts = (len(state.engine_request.token_ids) for state in states if state.num_taken)
+    return sum(prompts), sum(state.num_taken for state in states)
 
 
-ChoiceT = TypeVar("ChoiceT")
 TagT = TypeVar("TagT")
 
 
@@ -100,12 +98,9 @@ class LLM(Deployment):
     ) -> Iterator[RequestOutput]:
         """Does as `generate` does, but each output comes as soon as it and all before it are there."""
         every = _every(prompts)
-        params = _one_each(SamplingParams() if sampling_params is None else sampling_params, len(every))
-        engine_requests = [self.input_processor.process(prompt, p) for prompt, p in zip(every, params, strict=True)]
-        return self._in_order(
-            [RequestState(engine_request, self.input_processor.tokenizer) for engine_request in engine_requests],
-            use_tqdm=use_tqdm,
-        )
+        params = _one_each(sampling_params, len(every))
+        process = self.input_processor.process
+        return self._in_order([process(*one) for one in zip(every, params, strict=True)], use_tqdm=use_tqdm)
 
     def chat(
         self,
@@ -124,16 +119,10 @@ class LLM(Deployment):
             WorkerLostError: when a worker dies or raises.
         """
         all_messages = conversations(messages)
-        params = _one_each(SamplingParams() if sampling_params is None else sampling_params, len(all_messages))
-        engine_requests = [
-            self.input_processor.process_chat(one, p, template) for one, p in zip(all_messages, params, strict=True)
-        ]
-        return list(
-            self._in_order(
-                [RequestState(engine_request, self.input_processor.tokenizer) for engine_request in engine_requests],
-                use_tqdm=use_tqdm,
-            )
-        )
+        params = _one_each(sampling_params, len(all_messages))
+        process = self.input_processor.process_chat
+        requests = [process(messages, p, template) for messages, p in zip(all_messages, params, strict=True)]
+        return list(self._in_order(requests, use_tqdm=use_tqdm))
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Completes one prompt and yields its cumulative output whenever a token has come; see `generate`."""
@@ -166,13 +155,19 @@ class LLM(Deployment):
                 while len(running) < most and _waiting_tokens(running) < most_waiting_tokens:
                     if (group := next(source, None)) is None:
                         break
-                    running.append((group[0], [self._started(engine_request, choices) for engine_request in group[1]]))
+                    tag, engine_requests = group
+                    running.append((tag, [self._state(engine_request) for engine_request in engine_requests]))
+                    for state in running[-1][1]:
+                        self._start(state, choices)
                 done = [group for group in running if _finished(group[1])]
                 running = [group for group in running if not _finished(group[1])]
-                for tag, request_state in done:
-                    self._forget(request_state, choices)
-                    yield tag, request_state
-                    if any(choice.request.finish_reason == "abort" for one in request_state for choice in one.choices):
+                for tag, states in done:
+                    ended = [choice for state in states for choice in state.choices]
+                    for choice in ended:
+                        choices.remove(choice)
+                        del self._choices[choice.request.id]
+                    yield tag, states
+                    if any(choice.request.finish_reason == "abort" for choice in ended):
                         source = iter(())
                 if not running and not done:
                     return
@@ -210,33 +205,37 @@ class LLM(Deployment):
         self._closed = True
         super().shutdown()
 
-    def _in_order(self, request_state: Sequence[RequestState], *, use_tqdm: bool) -> Iterator[RequestOutput]:
+    def _in_order(self, engine_requests: Sequence[EngineRequest], *, use_tqdm: bool) -> Iterator[RequestOutput]:
+        states = [self._state(engine_request) for engine_request in engine_requests]
         num_out = 0
-        with Progress(request_state, wanted=use_tqdm) as progress, closing(self._drive(request_state)) as steps:
+        with Progress(states, wanted=use_tqdm) as progress, closing(self._drive(states)) as steps:
             for _ in steps:
                 progress.update()
-                while num_out < len(request_state) and request_state[num_out].finished:
-                    yield request_state[num_out].output()
+                while num_out < len(states) and states[num_out].finished:
+                    yield states[num_out].output()
                     num_out += 1
-        for one in request_state[num_out:]:  # finished while another call drove the engine
+        for one in states[num_out:]:  # finished while another call drove the engine
             yield one.output()
 
     def _stream(self, engine_request: EngineRequest) -> Iterator[RequestOutput]:
-        request_state, seen, told = RequestState(engine_request, self.input_processor.tokenizer), 0, False
-        with closing(self._drive([request_state])) as steps:
+        state, seen, told = self._state(engine_request), 0, False
+        with closing(self._drive([state])) as steps:
             for _ in steps:
-                if request_state.num_taken > seen or request_state.finished:
-                    seen, told = request_state.num_taken, request_state.finished
-                    yield request_state.output()
+                if state.num_taken > seen or state.finished:
+                    seen, told = state.num_taken, state.finished
+                    yield state.output()
         if not told:  # it ended while another call drove the engine
-            yield request_state.output()
+            yield state.output()
 
-    def _drive(self, request_state: Sequence[RequestState]) -> Generator[None, None, None]:
+    def _state(self, engine_request: EngineRequest) -> RequestState:
+        return RequestState(engine_request, self.input_processor.tokenizer)
+
+    def _drive(self, states: Sequence[RequestState]) -> Generator[None, None, None]:
         """Runs the engine until all of these are finished; what is left when the caller stops early is aborted."""
         with self._call() as choices:
-            for one in request_state:
-                self._start(one, choices)
-            while not _finished(request_state):
+            for state in states:
+                self._start(state, choices)
+            while not _finished(states):
                 self._check_up()
                 self._step()
                 yield
@@ -259,20 +258,10 @@ class LLM(Deployment):
                     # Whoever leaves early does not wait: a step in flight completes during later calls.
                     self.engine.finish(choice.request, "abort")
 
-    def _start(self, request_state: RequestState, choices: list[Choice]) -> None:
-        request_state.start(self.engine)
-        choices += request_state.choices
-        self._choices.update((choice.request.id, choice) for choice in request_state.choices)
-
-    def _started(self, engine_request: EngineRequest, choices: list[Choice]) -> RequestState:
-        request_state = RequestState(engine_request, self.input_processor.tokenizer)
-        self._start(request_state, choices)
-        return request_state
-
-    def _forget(self, finished: Sequence[RequestState], choices: list[Choice]) -> None:
-        for choice in (choice for one in finished for choice in one.choices):
-            choices.remove(choice)
-            del self._choices[choice.request.id]
+    def _start(self, state: RequestState, choices: list[Choice]) -> None:
+        state.start(self.engine)
+        choices += state.choices
+        self._choices.update((choice.request.id, choice) for choice in state.choices)
 
     def _complete_finished(self) -> None:
         """Takes in the steps that only finished requests are in, unless others run: their KV can be reused then."""
@@ -299,23 +288,21 @@ class LLM(Deployment):
             raise RuntimeError("this engine was shut down: make a new LLM")
 
 
-def _finished(request_state: Sequence[RequestState]) -> bool:
-    return all(one.finished for one in request_state)
+def _finished(states: Sequence[RequestState]) -> bool:
+    return all(state.finished for state in states)
 
 
 def _waiting_tokens(groups: Sequence[tuple[object, Sequence[RequestState]]]) -> int:
     """Counts prompt tokens of requests that have no output yet."""
-    return sum(
-        len(one.engine_request.token_ids) for _, request_state in groups for one in request_state if not one.num_taken
-    )
+    return sum(len(one.engine_request.token_ids) for _, states in groups for one in states if not one.num_taken)
 
 
-def _one_each(value: ChoiceT | Sequence[ChoiceT], number: int) -> list[ChoiceT]:
-    if not isinstance(value, Sequence):
-        return [value] * number
-    if len(value) != number:
-        raise ValueError(f"{number} prompts, but {len(value)} sampling params: give one for all, or one each")
-    return list(value)
+def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, number: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * number
+    if len(params) != number:
+        raise ValueError(f"{number} prompts, but {len(params)} sampling params: give one for all, or one each")
+    return list(params)
 
 
 def _every(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

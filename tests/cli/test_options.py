@@ -38,8 +38,14 @@ class Size:
             raise ParameterError("width", "must not be 13, since that brings bad luck", 13)
 
 
-@verb(configurable=True)
-def paint(color: Annotated[str, Option("Which one.")], *, size: Size = Size(width=7)) -> None:
+ENGINE = EngineArgs()
+
+
+@verb
+def paint(
+    color: Annotated[str, Option("Which one.")], *, size: Size = Size(width=7), engine: EngineArgs = ENGINE
+) -> None:
+    del engine  # verbs with an engine read variables
     print(f"{color} {size}")
 
 
@@ -93,7 +99,7 @@ def test_mistakes_are_told_with_the_flag(given: str, message: str) -> None:
 def test_two_options_of_one_name_are_our_mistake() -> None:
     with pytest.raises(AssertionError, match="width has no option, or two are called so"):
 
-        @verb()
+        @verb
         def _(*, width: Annotated[int, Option("")] = 1, size: Size = Size()) -> None: ...
 
 

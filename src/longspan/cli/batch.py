@@ -49,7 +49,6 @@ class BatchLine:
 
     @property
     def id(self) -> str:
-        """Names the answer, the same in every run."""
         return f"batch_req_{self.number}"
 
     @property
@@ -65,7 +64,7 @@ Answers = Callable[[Iterator[BatchLine]], Iterator[tuple[BatchLine, int, dict[st
 _ENGINE = EngineArgs()
 
 
-@verb(configurable=True)
+@verb
 def batch(
     model: ModelArgument = "smollm2-135m",
     *,
@@ -106,20 +105,23 @@ def run_lines(lines: Iterator[BatchLine], out: IO[bytes], answers: Answers, done
     """Writes an answer for each line as soon as there is one, calls `done`, and returns how many are no success."""
     num_bad = 0
 
-    def requests() -> Iterator[BatchLine]:
+    def write(line: BatchLine, *, response: dict[str, Any] | None, error: dict[str, str] | None) -> None:
         nonlocal num_bad
+        num_bad += response is None or response["status_code"] != 200
+        named = {"id": line.id, "custom_id": line.custom_id}
+        out.write(msgspec.json.encode({**named, "response": response, "error": error}) + b"\n")
+        out.flush()
+        done()
+
+    def requests() -> Iterator[BatchLine]:
         for line in lines:
             if line.error is None:
                 yield line
             else:
-                num_bad += 1
-                write_error(out, line)
-                done()
+                write(line, response=None, error={"code": "invalid_request", "message": line.error})
 
     for line, status, body in answers(requests()):
-        num_bad += status != 200
-        write_answer(out, line, status, body)
-        done()
+        write(line, response={"status_code": status, "request_id": uuid.uuid4().hex, "body": body}, error=None)
     return num_bad
 
 
@@ -137,11 +139,7 @@ def _answers(llm: LLM, model: str, names: list[str], engine: EngineArgs) -> Answ
 
 
 def read_batch(path: Path) -> Iterator[BatchLine]:
-    """Reads the requests of a file as they are taken, and skips empty lines.
-
-    Raises:
-        ValueError: when the file cannot be read.
-    """
+    """Reads the requests of a file as they are taken, and skips empty lines."""
     try:
         with path.open("rb") as file:
             for number, text in enumerate(file, start=1):
@@ -156,7 +154,7 @@ def parse_batch_line(text: bytes, number: int) -> BatchLine:
     try:
         given = msgspec.json.decode(text, type=_Given)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        return BatchLine(number=number, custom_id=_custom_id(text), error=f"line {number} is no request: {error}")
+        return BatchLine(number=number, custom_id=_named(text).custom_id, error=f"line {number} is no request: {error}")
     wrong = None
     if given.method != "POST":
         wrong = f"method must be 'POST', but {given.method!r:.40} given"
@@ -166,11 +164,7 @@ def parse_batch_line(text: bytes, number: int) -> BatchLine:
 
 
 def keys_in(path: Path) -> set[str]:
-    """Returns the keys of the requests in a file.
-
-    Raises:
-        ValueError: when two have the same custom_id, or the file cannot be read.
-    """
+    """Returns the keys of the requests in a file, which must differ."""
     if path.exists() and not path.is_file():
         raise ValueError(f"input file {str(path)!r} must be an ordinary file: it is read twice")
     numbers: dict[str, int] = {}
@@ -183,11 +177,7 @@ def keys_in(path: Path) -> set[str]:
 
 
 def answered_in(path: Path) -> set[str]:
-    """Returns the keys of the requests that a file of answers holds, and removes a last line that was cut off.
-
-    Raises:
-        ValueError: when the file cannot be read or written, or holds something else.
-    """
+    """Returns the keys of the requests that a file of answers holds, and removes a last line that was cut off."""
     answered: set[str] = set()
     try:
         with path.open("r+b") as file:
@@ -196,7 +186,12 @@ def answered_in(path: Path) -> set[str]:
                 if not text.endswith(b"\n"):
                     file.truncate(end)
                     break
-                answered.add(_answered(path, text, number))
+                if (found := _named(text)).id is None:
+                    raise ValueError(
+                        f"line {number} of output file {str(path)!r} is no answer of a batch: "
+                        "give another file, or move it away"
+                    )
+                answered.add(found.id if found.custom_id is None else found.custom_id)
                 end += len(text)
     except FileNotFoundError:
         return set()
@@ -207,11 +202,7 @@ def answered_in(path: Path) -> set[str]:
 
 @contextmanager
 def appended(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a file to append lines to, and keeps other processes from appending meanwhile.
-
-    Raises:
-        ValueError: when it cannot be written, or another process does so.
-    """
+    """Opens a file to append lines to, and keeps other processes from appending meanwhile."""
     try:
         file = path.open("ab")
     except OSError as error:
@@ -224,41 +215,12 @@ def appended(path: Path) -> Iterator[IO[bytes]]:
         yield file
 
 
-def write_answer(file: IO[bytes], line: BatchLine, status: int, body: dict[str, Any]) -> None:
-    """Appends the answer to a request, whole."""
-    response = {"status_code": status, "request_id": uuid.uuid4().hex, "body": body}
-    _write(file, line, response=response, error=None)
-
-
-def write_error(file: IO[bytes], line: BatchLine) -> None:
-    """Appends the reason why a line is no request."""
-    _write(file, line, response=None, error={"code": "invalid_request", "message": line.error})
-
-
-def _write(file: IO[bytes], line: BatchLine, **fields: object) -> None:
-    file.write(msgspec.json.encode({"id": line.id, "custom_id": line.custom_id, **fields}) + b"\n")
-    file.flush()
-
-
-def _answered(path: Path, text: bytes, number: int) -> str:
+def _named(text: bytes) -> _Named:
+    """Finds the names in a line, which may be anything."""
     try:
-        found = msgspec.json.decode(text, type=_Named)
+        return msgspec.json.decode(text, type=_Named)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        found = _Named()
-    key = found.id if found.custom_id is None else found.custom_id
-    if key is None or found.id is None:
-        raise ValueError(
-            f"line {number} of output file {str(path)!r} is no answer of a batch: give another file, or move it away"
-        )
-    return key
-
-
-def _custom_id(text: bytes) -> str | None:
-    """Finds the custom_id of a line that is wrong."""
-    try:
-        return msgspec.json.decode(text, type=_Named).custom_id
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None
+        return _Named()
 
 
 def _not_written(path: Path, error: OSError) -> ValueError:

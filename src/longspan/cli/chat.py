@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated
 from rich.console import Console
 
 from longspan.args import EngineArgs
+from longspan.cli.generate import stats_table, stream_to_stdout
 from longspan.cli.options import SAMPLING, FormOptions, ModelArgument, read_text, start, verb
-from longspan.cli.output import stats_table, stream_to_stdout
 from longspan.core.options import Option
 from longspan.core.sampling import SamplingParams
 
@@ -37,7 +37,7 @@ _HELP = """\
 Ctrl-C stops an answer."""
 
 
-@verb(configurable=True)
+@verb
 def chat(
     model: ModelArgument = "smollm2-135m",
     *,
@@ -58,70 +58,60 @@ def chat(
         raise ValueError("a chat shows one answer and no logprobs: leave --n, --logprobs and --prompt-logprobs out")
     template = None if chat_template is None else read_text(chat_template, "chat template")
     with start(model, engine, seed=sampling.seed) as llm:
-        Chat(llm, params, Conversation(llm, system=system, chat_template=template)).run()
+        _converse(llm, params, Conversation(llm, system=system, chat_template=template))
 
 
-class Chat:
-    """Takes lines, answers them, and obeys commands."""
-
-    def __init__(self, llm: LLM, params: SamplingParams, conversation: Conversation) -> None:
-        self._llm, self._params, self._conversation = llm, params, conversation
-        self._last: RequestOutput | None = None
-        self._commands: dict[str, Callable[[], None]] = {
-            "/reset": self._reset,
-            "/stats": self._stats,
-            "/help": lambda: _note(_HELP),
-        }
-
-    def run(self) -> None:
-        """Takes lines until the input ends or says /exit.
-
-        Raises:
-            ValueError: at once, when the model has no chat template or it refuses the system message.
-        """
-        self._conversation.prompt("Hello")
-        for line in _lines():
-            text = line.strip()
-            if text == "/exit":
+def _converse(llm: LLM, params: SamplingParams, conversation: Conversation) -> None:
+    """Takes lines, answers them and obeys commands, until the input ends or says /exit."""
+    conversation.prompt("Hello")  # raises at once when there is no template, or it refuses the system message
+    last: RequestOutput | None = None
+    for line in _lines():
+        match line.strip():
+            case "":
+                pass
+            case "/exit":
                 return
-            if text.startswith("/"):
-                self._commands.get(text, lambda: _note("unknown command: /help lists them"))()
-            elif text:
-                self._answer(text)
+            case "/reset":
+                conversation.reset()
+                last = None
+            case "/stats":
+                _show_stats(llm, conversation, last)
+            case "/help":
+                _note(_HELP)
+            case text if text.startswith("/"):
+                _note("unknown command: /help lists them")
+            case text:
+                last = _answer(llm, params, conversation, text) or last
 
-    def _answer(self, text: str) -> None:
-        prompt = self._conversation.prompt(text)
-        limit = self._llm.max_model_len
-        if len(prompt) >= limit:
-            _note(f"the context is full: this turn needs {len(prompt)} tokens, {limit} is the most; /reset empties it")
-            return
-        with _on_interrupt(self._llm.abort):
-            output = stream_to_stdout(self._llm, prompt, self._params)
-        self._conversation.add(text, output)
-        self._last = output
-        reason = output.outputs[0].finish_reason
-        if reason == "abort":
-            _note("stopped")
-        elif reason == "error":
-            _note(f"ended early: {output.outputs[0].stop_reason}")
-        elif reason == "length" and len(self._conversation.token_ids) >= limit:
-            _note(f"the context is full ({limit} tokens): /reset empties it")
-        elif reason == "length":
-            _note(f"cut off at {self._params.max_tokens} tokens (--max-tokens)")
 
-    def _reset(self) -> None:
-        self._conversation.reset()
-        self._last = None
+def _answer(llm: LLM, params: SamplingParams, conversation: Conversation, text: str) -> RequestOutput | None:
+    prompt, limit = conversation.prompt(text), llm.max_model_len
+    if len(prompt) >= limit:
+        _note(f"the context is full: this turn needs {len(prompt)} tokens, {limit} is the most; /reset empties it")
+        return None
+    with _on_interrupt(llm.abort):
+        output = stream_to_stdout(llm, prompt, params)
+    conversation.add(text, output)
+    reason = output.outputs[0].finish_reason
+    if reason == "abort":
+        _note("stopped")
+    elif reason == "error":
+        _note(f"ended early: {output.outputs[0].stop_reason}")
+    elif reason == "length" and len(conversation.token_ids) >= limit:
+        _note(f"the context is full ({limit} tokens): /reset empties it")
+    elif reason == "length":
+        _note(f"cut off at {params.max_tokens} tokens (--max-tokens)")
+    return output
 
-    def _stats(self) -> None:
-        if self._last is None:
-            _note("no answer yet")
-            return
-        table = stats_table(self._last.metrics, self._llm.bytes_exchanged, self._llm.bytes_between_hosts)
-        table.add_row("tokens in context", f"{len(self._conversation.token_ids):,} of {self._llm.max_model_len:,}")
-        cached, num_prompt = self._last.num_cached_tokens, len(self._last.prompt_token_ids)
-        table.add_row("cached tokens of the last turn", f"{cached:,} of {num_prompt:,}")
-        Console(stderr=True).print(table)
+
+def _show_stats(llm: LLM, conversation: Conversation, last: RequestOutput | None) -> None:
+    if last is None:
+        _note("no answer yet")
+        return
+    table = stats_table(last.metrics, llm.bytes_exchanged, llm.bytes_between_hosts)
+    table.add_row("tokens in context", f"{len(conversation.token_ids):,} of {llm.max_model_len:,}")
+    table.add_row("cached tokens of the last turn", f"{last.num_cached_tokens:,} of {len(last.prompt_token_ids):,}")
+    Console(stderr=True).print(table)
 
 
 class Conversation:

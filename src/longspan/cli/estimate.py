@@ -54,7 +54,7 @@ def _fractions(text: str) -> Fractions:
     return "search" if text == "search" else parse_fractions(text)
 
 
-@verb()
+@verb
 def estimate(
     model: NameArgument,
     *,

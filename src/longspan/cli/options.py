@@ -18,13 +18,13 @@ from cyclopts import App, ArgumentCollection, Group, Parameter, Token
 from cyclopts.validators import Number
 
 import longspan
+from longspan.args import EngineArgs
 from longspan.core.options import Option, option_of, options_of
 from longspan.core.sampling import SamplingParams, StructuredOutputsParams
 from longspan.errors import ParameterError, named
 from longspan.runtime.executor.forkserver import start_server
 
 if TYPE_CHECKING:
-    from longspan.args import EngineArgs
     from longspan.llm import LLM
 
 ReturnT = TypeVar("ReturnT")
@@ -107,21 +107,18 @@ _CONFIG = _Flag(
 )
 
 
-def verb(*, configurable: bool = False) -> Callable[[Callable[..., ReturnT]], Callable[..., ReturnT]]:
+def verb(function: Callable[..., ReturnT]) -> Callable[..., ReturnT]:
     """Makes a function for Cyclopts: a parameter whose default is a dataclass becomes a flag per field with an Option.
 
     That default has the defaults of the flags, so that two verbs can share options and differ in what they take for
     granted (Cyclopts itself takes the defaults of the class). A short flag belongs to the first option that has it.
 
-    If `configurable`, `max_model_len` can also be given as the environment variable `LONGSPAN_MAX_MODEL_LEN`, or in the
-    file that `--config` names.
+    A verb with `EngineArgs` takes `max_model_len` from the environment variable `LONGSPAN_MAX_MODEL_LEN`, too, or from
+    the file that `--config` names.
     """
-    return partial(_flat, configurable=configurable)
-
-
-def _flat(function: Callable[..., ReturnT], *, configurable: bool) -> Callable[..., ReturnT]:
     parameters, hints = inspect.signature(function).parameters, get_type_hints(function, include_extras=True)
     bundles: dict[str, Any] = {name: one.default for name, one in parameters.items() if is_dataclass(one.default)}
+    configurable = any(isinstance(default, EngineArgs) for default in bundles.values())
     flags: dict[str, _Flag] = {"config": _CONFIG} if configurable else {}
 
     def add(field: str, option: Option | None, kind: object, default: object, *, positional: bool = False) -> None:
@@ -261,14 +258,13 @@ class FormOptions:
         Raises:
             ValueError: for a file that cannot be read, or several forms.
         """
-        schema, regex, choice, grammar = self.json_schema, self.regex, self.choice, self.grammar
-        if schema is None and regex is None and not choice and grammar is None:
+        if self == FormOptions():
             return None
         return StructuredOutputsParams(
-            json=None if schema is None else _schema(schema),
-            regex=regex,
-            choice=choice or None,
-            grammar=None if grammar is None else _file_or_text("grammar", grammar),
+            json=None if self.json_schema is None else _schema(self.json_schema),
+            regex=self.regex,
+            choice=self.choice,
+            grammar=None if self.grammar is None else _file_or_text("grammar", self.grammar),
         )
 
 

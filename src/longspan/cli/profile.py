@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _ENGINE = EngineArgs()
 
 
-@verb(configurable=True)
+@verb
 def profile(
     model: ModelArgument = "smollm2-135m",
     *,
@@ -118,12 +118,7 @@ def _as_fields(profile: Profile, table: PartitionTable) -> dict[str, object]:
 
 
 def _tables(profile: Profile, table: PartitionTable) -> Iterator[Table]:
-    """Yields seconds by length, the fits, speeds of links, partitions."""
-    profile_key = profile.profile_key
-    yield _seconds(
-        profile,
-        f"{profile_key.model}, {profile_key.dtype}, {profile_key.threads} threads per rank, {profile_key.machine}",
-    )
+    yield _seconds(profile)
     yield _fits(profile)
     yield _decodes(profile)
     yield _links(profile)
@@ -131,13 +126,23 @@ def _tables(profile: Profile, table: PartitionTable) -> Iterator[Table]:
         yield _partitions(table)
 
 
-def _seconds(profile: Profile, title: str) -> Table:
-    kinds = sorted({(prefill.members, prefill.exchange) for prefill in profile.prefills})
-    table = Table(title=f"Median seconds to the first token: {title}", title_justify="left")
-    table.add_column("new", justify="right")
-    table.add_column("cached", justify="right")
-    for members, exchange in kinds:
-        table.add_column(_name(members, exchange), justify="right")
+def _table(title: str, *columns: str) -> Table:
+    """Makes a table of numbers; a column without a name says what they are of."""
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="right" if name else "left")
+    return table
+
+
+def _seconds(profile: Profile) -> Table:
+    key, kinds = profile.profile_key, sorted({(prefill.members, prefill.exchange) for prefill in profile.prefills})
+    about = f"{key.model}, {key.dtype}, {key.threads} threads per rank, {key.machine}"
+    table = _table(
+        f"Median seconds to the first token: {about}",
+        "new",
+        "cached",
+        *(_name(members, exchange) for members, exchange in kinds),
+    )
     for new, cached in sorted({(p.new_tokens, p.cached_tokens) for p in profile.prefills}, key=lambda at: at[::-1]):
         found = (profile.find(*kind, new, cached) for kind in kinds)
         table.add_row(f"{new:,}", f"{cached:,}", *("" if one is None else f"{one.median_s:.3f}" for one in found))
@@ -145,9 +150,8 @@ def _seconds(profile: Profile, title: str) -> Table:
 
 
 def _fits(profile: Profile) -> Table:
-    table = Table(title="Fits: a + b L + c P L + d L² for L new tokens behind P cached", title_justify="left")
-    for name in ("", "a, ms", "b, µs", "c, ns", "d, ns", "mean error", "largest"):
-        table.add_column(name, justify="right" if name else "left")
+    title = "Fits: a + b L + c P L + d L² for L new tokens behind P cached"
+    table = _table(title, "", "a, ms", "b, µs", "c, ns", "d, ns", "mean error", "largest")
     for (members, exchange), fit in profile.fits().items():
         terms = (fit.start_s * 1e3, fit.token_s * 1e6, fit.cached_s * 1e9, fit.square_s * 1e9)
         errors = (f"{fit.mean_error:.1%}", f"{fit.max_error:.1%}")
@@ -157,9 +161,8 @@ def _fits(profile: Profile) -> Table:
 
 def _decodes(profile: Profile) -> Table:
     title = "Seconds between tokens: a + b B + c B C for B requests behind C tokens, + w where several members compute"
-    table, waits_s = Table(title=title, title_justify="left"), profile.waits_s()
-    for name in ("", "a, ms", "b, ms", "c, µs", "mean error", "largest", "w, ms"):
-        table.add_column(name, justify="right" if name else "left")
+    table = _table(title, "", "a, ms", "b, ms", "c, µs", "mean error", "largest", "w, ms")
+    waits_s = profile.waits_s()
     for (members, exchange), fit in profile.decode_fits().items():
         terms = (fit.start_s * 1e3, fit.request_s * 1e3, fit.context_s * 1e6)
         errors, wait_s = (f"{fit.mean_error:.1%}", f"{fit.max_error:.1%}"), waits_s.get((members, exchange))
@@ -169,9 +172,7 @@ def _decodes(profile: Profile) -> Table:
 
 
 def _links(profile: Profile) -> Table:
-    table = Table(title="Links: what each rank sends in a call", title_justify="left")
-    for name in ("", "ranks", "µs per call", "GB/s", "largest error"):
-        table.add_column(name, justify="right" if name else "left")
+    table = _table("Links: what each rank sends in a call", "", "ranks", "µs per call", "GB/s", "largest error")
     for kind, members in profile.links:
         if (fit := profile.link(kind, members)) is not None:
             speeds = (f"{fit.start_s * 1e6:.1f}", f"{fit.bytes_per_s / 1e9:.2f}")
@@ -180,9 +181,7 @@ def _links(profile: Profile) -> Table:
 
 
 def _partitions(partitions: PartitionTable) -> Table:
-    table = Table(title="Partitions of prompts in chains", title_justify="left")
-    table.add_column("instances", justify="right")
-    table.add_column("tokens", justify="right")
+    table = _table("Partitions of prompts in chains", "instances", "tokens")
     table.add_column("parts")
     for entry in sorted(partitions.partitions, key=lambda entry: (entry.members, entry.length)):
         parts = ", ".join(f"{fraction:.3f}" for fraction in entry.fractions)

@@ -22,7 +22,7 @@ _LIMITS = RequestLimits()
 _ENGINE = EngineArgs()
 
 
-@verb(configurable=True)
+@verb
 def serve(
     model: ModelArgument = "smollm2-135m",
     *,

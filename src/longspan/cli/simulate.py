@@ -56,7 +56,7 @@ _IN_OTHER_WORDS = ("hardware", "transfer_backends", "policy", "policy_options", 
 _CLUSTER, _WORKLOAD, _FAULTS, _RESULTS = ClusterSpec(), WorkloadSpec(), Faults(), ResultOptions()
 
 
-@verb()
+@verb
 def simulate(
     model: NameArgument,
     *,
