@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
 from cyclopts import App, ArgumentCollection, Group, Parameter, Token
 from cyclopts.validators import Number
 
 import longspan
 from longspan.args import EngineArgs
-from longspan.core.options import Option, option_of, options_of
+from longspan.core.options import Option, options_of
 from longspan.core.sampling import SamplingParams, StructuredOutputsParams
 from longspan.errors import ParameterError, named
 from longspan.runtime.executor.forkserver import start_server
@@ -116,24 +116,24 @@ def verb(function: Callable[..., ReturnT]) -> Callable[..., ReturnT]:
     A verb with `EngineArgs` takes `max_model_len` from the environment variable `LONGSPAN_MAX_MODEL_LEN`, too, or from
     the file that `--config` names.
     """
-    parameters, hints = inspect.signature(function).parameters, get_type_hints(function, include_extras=True)
+    parameters, own = inspect.signature(function).parameters, options_of(function)
     bundles: dict[str, Any] = {name: one.default for name, one in parameters.items() if is_dataclass(one.default)}
     configurable = any(isinstance(default, EngineArgs) for default in bundles.values())
     flags: dict[str, _Flag] = {"config": _CONFIG} if configurable else {}
 
-    def add(field: str, option: Option | None, kind: object, default: object, *, positional: bool = False) -> None:
-        assert option is not None and field not in flags, f"{field} has no option, or two are called so"
+    def add(field: str, option: Option, kind: object, default: object, *, positional: bool = False) -> None:
+        assert field not in flags, f"two options are called {field}"
         if option.short in {other.option.short for other in flags.values()}:
             option = replace(option, short=None)
         flags[field] = _Flag(field=field, option=option, kind=kind, default=default, positional=positional)
 
     for name, one in parameters.items():
         if name in bundles:
-            for field, option, kind in options_of(type(bundles[name])):
+            for field, (option, kind) in options_of(type(bundles[name])).items():
                 add(field, option, kind, getattr(bundles[name], field))
         else:
             positional = one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-            add(name, option_of(hints[name]), get_args(hints[name])[0], one.default, positional=positional)
+            add(name, *own[name], one.default, positional=positional)
 
     @wraps(function)
     def flat(*args: object, **texts: object) -> ReturnT:
@@ -151,11 +151,9 @@ def verb(function: Callable[..., ReturnT]) -> Callable[..., ReturnT]:
                 raise
             raise ValueError(named(flags[error.parameter].name, error.problem)) from error
 
-    titles = dict.fromkeys(flag.option.group or "Options" for flag in flags.values())
+    titles = dict.fromkeys(flag.option.group for flag in flags.values())
     groups = {title: Group(title, sort_key=number) for number, title in enumerate(titles)}
-    shown = [
-        flag.parameter(groups[flag.option.group or "Options"], configurable=configurable) for flag in flags.values()
-    ]
+    shown = [flag.parameter(groups[flag.option.group], configurable=configurable) for flag in flags.values()]
     signature = inspect.Signature(sorted(shown, key=lambda one: one.kind))
     flat.__annotations__ = {one.name: one.annotation for one in shown}
     flat.__signature__ = signature  # type: ignore[attr-defined]  # read by inspect, so by Cyclopts

@@ -5,8 +5,8 @@ A field of a dataclass is an option if an `Option` annotates it. Its name, type 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -34,7 +34,7 @@ class Option:
     """
 
     help: str
-    group: str = ""
+    group: str = "Options"
     name: str | None = None
     short: str | None = None
     metavar: str | None = None
@@ -48,17 +48,11 @@ class Option:
         return (self.name or field).replace("_", "-")
 
 
-def option_of(hint: object) -> Option | None:
-    notes = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
-    return next((note for note in notes if isinstance(note, Option)), None)
-
-
-def options_of(kind: type[Any]) -> Iterator[tuple[str, Option, Any]]:
-    """Lists the fields of a dataclass that are options, each with its type."""
-    hints = get_type_hints(kind, include_extras=True)
-    for field in fields(kind):
-        if (option := option_of(hints[field.name])) is not None:
-            yield field.name, option, get_args(hints[field.name])[0]
+def options_of(owner: type[Any] | Callable[..., object]) -> dict[str, tuple[Option, Any]]:
+    """Finds the fields of a dataclass, or the parameters of a function, that are options, each with its type."""
+    hints = get_type_hints(owner, include_extras=True)
+    notes = ((name, get_args(hint)) for name, hint in hints.items() if get_origin(hint) is Annotated)
+    return {name: (note, kind) for name, (kind, *rest) in notes for note in rest if isinstance(note, Option)}
 
 
 def id_list(text: str) -> tuple[int, ...]:
