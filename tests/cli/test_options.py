@@ -14,8 +14,8 @@ from fake_llm import run
 from longspan.args import EngineArgs
 from longspan.cli.batch import batch
 from longspan.cli.chat import chat
-from longspan.cli.generate import generate
-from longspan.cli.options import FormOptions, verb
+from longspan.cli.generate import FormOptions, generate
+from longspan.cli.options import verb
 from longspan.cli.profile import profile
 from longspan.cli.serve import serve
 from longspan.cli.simulate import simulate

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from linear_cost import LinearCost
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from longspan.cli.options import FormOptions
+from longspan.cli.generate import FormOptions
 from longspan.core.cluster import Cluster
 from longspan.core.engine import Engine, EngineConfig
 from longspan.core.sampling import SamplingParams, StructuredOutputsParams

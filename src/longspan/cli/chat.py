@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated
 from rich.console import Console
 
 from longspan.args import EngineArgs
-from longspan.cli.generate import stats_table, stream_to_stdout
-from longspan.cli.options import SAMPLING, FormOptions, ModelArgument, read_text, start, verb
+from longspan.cli.generate import SAMPLING, FormOptions, read_text, stats_table, stream_to_stdout
+from longspan.cli.options import ModelArgument, start, verb
 from longspan.core.options import Option
 from longspan.core.sampling import SamplingParams
 

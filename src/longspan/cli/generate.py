@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import statistics
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,14 +16,50 @@ from rich.console import Console
 from rich.table import Table
 
 from longspan.args import EngineArgs
-from longspan.cli.options import SAMPLING, STDIN, FormOptions, ModelArgument, read_text, start, verb
+from longspan.cli.options import ModelArgument, start, verb
 from longspan.core.options import Option, id_list
-from longspan.core.sampling import SamplingParams
+from longspan.core.sampling import SamplingParams, StructuredOutputsParams
+from longspan.errors import ParameterError
 
 if TYPE_CHECKING:
     from longspan.core.request import RequestMetrics
     from longspan.llm import LLM
     from longspan.outputs import CompletionOutput, LogprobsOfToken, RequestOutput
+
+STDIN = "-"
+_form = partial(Option, group="Structured outputs: give one")
+SAMPLING = SamplingParams(temperature=0.0, max_tokens=128, seed=0)
+"""The command line takes these values for granted, unlike Python and the server."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormOptions:
+    """Describes the form of an output: the fields of `StructuredOutputsParams`, which may be in files."""
+
+    json_schema: Annotated[
+        str | None, _form("The output is JSON that this schema describes.", metavar="FILE_OR_TEXT")
+    ] = None
+    regex: Annotated[str | None, _form("The whole output matches this regular expression.")] = None
+    choice: Annotated[list[str] | None, _form("A text that the output may be; repeatable.")] = None
+    grammar: Annotated[
+        str | None, _form("The output follows this grammar, in Lark's notation.", metavar="FILE_OR_TEXT")
+    ] = None
+
+    def params(self) -> StructuredOutputsParams | None:
+        """Returns the parameter of a request.
+
+        Raises:
+            ValueError: for a file that cannot be read, or several forms.
+        """
+        if self == FormOptions():
+            return None
+        return StructuredOutputsParams(
+            json=None if self.json_schema is None else _schema(self.json_schema),
+            regex=self.regex,
+            choice=self.choice,
+            grammar=None if self.grammar is None else _file_or_text("grammar", self.grammar),
+        )
+
 
 _FORM, _ENGINE = FormOptions(), EngineArgs()
 
@@ -166,3 +204,42 @@ def _logprobs(token: LogprobsOfToken) -> list[dict[str, object]]:
         {"token_id": token_id, "token": one.decoded_token, "logprob": one.logprob, "rank": one.rank}
         for token_id, one in token.items()
     ]
+
+
+# ---------------------------------------------------------------- files
+
+
+def _schema(value: str) -> str:
+    text = _file_or_text("json_schema", value)
+    if not text.lstrip().startswith("{"):
+        problem = f"{value!r:.60} is neither a schema (an object such as {{...}}) nor a file with one"
+        raise ParameterError("json_schema", problem, value)
+    return text
+
+
+def _file_or_text(name: str, value: str) -> str:
+    """Returns the text of the file of this name, if there is one, or else the value itself."""
+    try:
+        return Path(value).read_text(encoding="utf-8") if Path(value).is_file() else value
+    except UnicodeDecodeError as error:
+        raise ParameterError(name, f": file {value!r} is not UTF-8: {error}", value) from None
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:  # so it is a text
+            return value
+        raise ParameterError(name, f": file {value!r} cannot be read: {error.strerror}", value) from None
+
+
+def read_text(path: Path, what: str) -> str:
+    """Returns the text of a file or, for the path `-`, of stdin without the line end that closes it.
+
+    Raises:
+        ValueError: when it cannot be read or is not UTF-8; the message calls it `what`.
+    """
+    try:
+        if str(path) == STDIN:
+            return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{what} {str(path)!r} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{what} {str(path)!r} is not UTF-8: {error}") from None

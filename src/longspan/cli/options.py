@@ -5,12 +5,10 @@ Verbs that start an engine take their values from environment variables and a fi
 
 from __future__ import annotations
 
-import errno
 import inspect
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
@@ -20,7 +18,6 @@ from cyclopts.validators import Number
 import longspan
 from longspan.args import EngineArgs
 from longspan.core.options import Option, options_of
-from longspan.core.sampling import SamplingParams, StructuredOutputsParams
 from longspan.errors import ParameterError, named
 from longspan.runtime.executor.forkserver import start_server
 
@@ -28,10 +25,8 @@ if TYPE_CHECKING:
     from longspan.llm import LLM
 
 ReturnT = TypeVar("ReturnT")
-STDIN = "-"
 ModelArgument = Annotated[str, Option("An alias (smollm2-135m), a local folder, or a Hugging Face hub id.")]
 NameArgument = Annotated[str, Option("A name such as llama-3-8b, a folder with a config.json, or a hub id.")]
-_form = partial(Option, group="Structured outputs: give one")
 
 
 def start(model: str, engine: EngineArgs, *, seed: int | None) -> LLM:
@@ -229,74 +224,3 @@ def _texts(where: str, value: object, *, repeatable: bool) -> list[str]:
     if any(isinstance(item, list | dict) for item in items):
         raise ValueError(f"{where} must be {'texts or numbers' if repeatable else 'one text or number'}")
     return [str(item) for item in items]
-
-
-# ---------------------------------------------------------------- how tokens are chosen
-
-SAMPLING = SamplingParams(temperature=0.0, max_tokens=128, seed=0)
-"""The command line takes these values for granted, unlike Python and the server."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FormOptions:
-    """Describes the form of an output: the fields of `StructuredOutputsParams`, which may be in files."""
-
-    json_schema: Annotated[
-        str | None, _form("The output is JSON that this schema describes.", metavar="FILE_OR_TEXT")
-    ] = None
-    regex: Annotated[str | None, _form("The whole output matches this regular expression.")] = None
-    choice: Annotated[list[str] | None, _form("A text that the output may be; repeatable.")] = None
-    grammar: Annotated[
-        str | None, _form("The output follows this grammar, in Lark's notation.", metavar="FILE_OR_TEXT")
-    ] = None
-
-    def params(self) -> StructuredOutputsParams | None:
-        """Returns the parameter of a request.
-
-        Raises:
-            ValueError: for a file that cannot be read, or several forms.
-        """
-        if self == FormOptions():
-            return None
-        return StructuredOutputsParams(
-            json=None if self.json_schema is None else _schema(self.json_schema),
-            regex=self.regex,
-            choice=self.choice,
-            grammar=None if self.grammar is None else _file_or_text("grammar", self.grammar),
-        )
-
-
-def _schema(value: str) -> str:
-    text = _file_or_text("json_schema", value)
-    if not text.lstrip().startswith("{"):
-        problem = f"{value!r:.60} is neither a schema (an object such as {{...}}) nor a file with one"
-        raise ParameterError("json_schema", problem, value)
-    return text
-
-
-def _file_or_text(name: str, value: str) -> str:
-    """Returns the text of the file of this name, if there is one, or else the value itself."""
-    try:
-        return Path(value).read_text(encoding="utf-8") if Path(value).is_file() else value
-    except UnicodeDecodeError as error:
-        raise ParameterError(name, f": file {value!r} is not UTF-8: {error}", value) from None
-    except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:  # so it is a text
-            return value
-        raise ParameterError(name, f": file {value!r} cannot be read: {error.strerror}", value) from None
-
-
-def read_text(path: Path, what: str) -> str:
-    """Returns the text of a file or, for the path `-`, of stdin without the line end that closes it.
-
-    Raises:
-        ValueError: when it cannot be read or is not UTF-8; the message calls it `what`.
-    """
-    try:
-        if str(path) == STDIN:
-            return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{what} {str(path)!r} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{what} {str(path)!r} is not UTF-8: {error}") from None
