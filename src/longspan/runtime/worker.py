@@ -1,6 +1,6 @@
 """One rank: a device, a model and a KV pool, and the steps that it is sent, computed first in first out.
 
-It is given its device, its transports and its sockets, so that the same worker runs in a process or in a thread.
+It is given all of them, so that the same worker runs in a process of its own or in a thread; see `load_worker`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import zmq
 from torch import Tensor
 
 from longspan.attn.comm import CommError, Transport
+from longspan.core.cluster import Cluster
 from longspan.core.steps import Forward, Sampled, Scored, TokenLogprobs
 from longspan.layerwise import Layerwise
 from longspan.model.adapter import Model
@@ -59,28 +60,29 @@ class Transports:
 
 
 class Worker:
-    """Computes the steps of one rank on `device`, with its share of the model and a KV pool of its own."""
+    """Computes the steps of one rank with its share of a model, a KV pool and transports that it is given."""
 
-    def __init__(self, config: WorkerConfig, rank: int, device: torch.device, transports: Transports) -> None:
-        files, self._cluster, self._rank, self._device = config.files, config.cluster, rank, device
-        self._instance, _, self._shard = self._cluster.at(rank)
-        self._model = Model(files, device, tp_index=self._shard, tp=self._cluster.tp(self._instance))
-        info, self._dtype = self._model.info, DTYPES[files.dtype]
-        self._pool = KvPool(
-            self._model.specs,
-            num_blocks=self._cluster.num_blocks[self._instance],
-            block_size=config.block_size,
-            dtype=self._dtype,
-            device=device,
-        )
-        self._layerwise = Layerwise(self._model)
-        vocabulary = Vocabulary(files, size=info.vocab_size, eos_token_ids=info.eos_token_ids)
-        self._requests = RankRequests(vocabulary, device)
-        self._watch = Stopwatch(enabled=config.record_times, device=device)
-        self._watch.watch_linear(self._model.module)
+    def __init__(
+        self,
+        rank: int,
+        cluster: Cluster,
+        model: Model,
+        pool: KvPool,
+        transports: Transports,
+        *,
+        vocabulary: Vocabulary,
+        record_times: bool,
+    ) -> None:
+        self._rank, self._cluster, self._model, self._pool = rank, cluster, model, pool
+        self._instance, _, self._shard = cluster.at(rank)
+        self._device, self._dtype = model.module.device, model.module.dtype
+        self._layerwise = Layerwise(model)
+        self._requests = RankRequests(vocabulary, self._device)
+        self._watch = Stopwatch(enabled=record_times, device=self._device)
+        self._watch.watch_linear(model.module)
         self._exchange = TimedTransport(transports.exchange, self._watch)
         self._rebalances = TimedTransport(transports.rebalances, self._watch)
-        self._messages = BlockMessages(self._pool, info.specs, self._cluster, rank)
+        self._messages = BlockMessages(pool, model.info.specs, cluster, rank)
         self._moves = Moves(self._messages, transports.moves)
 
     def serve(self, commands: zmq.Socket[bytes], reports: zmq.Socket[bytes]) -> bool:
@@ -183,6 +185,22 @@ class Worker:
             logits = self._model.logits(prompt.rows[start : start + _LOGITS_TILE])
             found += token_logprobs(logits, targets, [num_top] * len(targets))
         return Scored(request_id=prompt.request_id, positions=prompt.positions, logprobs=tuple(found))
+
+
+def load_worker(config: WorkerConfig, rank: int, device: torch.device, transports: Transports) -> Worker:
+    """Makes a worker with a model read from its files and an empty pool, on `device`."""
+    files, cluster = config.files, config.cluster
+    instance, _, shard = cluster.at(rank)
+    model = Model(files, device, tp_index=shard, tp=cluster.tp(instance))
+    pool = KvPool(
+        model.specs,
+        num_blocks=cluster.num_blocks[instance],
+        block_size=config.block_size,
+        dtype=DTYPES[files.dtype],
+        device=device,
+    )
+    vocabulary = Vocabulary(files, size=model.info.vocab_size, eos_token_ids=model.info.eos_token_ids)
+    return Worker(rank, cluster, model, pool, transports, vocabulary=vocabulary, record_times=config.record_times)
 
 
 def _logprobs(logits: Tensor, tokens: Sequence[int], requests: Sequence[RankRequest]) -> dict[int, TokenLogprobs]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from longspan.attn import native
 from longspan.attn.comm import NOBODY, Pending, TorchTransport, meet, peer_errors, start_receives, start_sends
 from longspan.runtime.messages import WorkerConfig, command_address, report_address
-from longspan.runtime.worker import Transports, Worker, failure, send_report
+from longspan.runtime.worker import Transports, Worker, failure, load_worker, send_report
 
 _log = logging.getLogger("longspan.worker")
 
@@ -62,7 +62,7 @@ def _load(config: WorkerConfig, rank: int, run_dir: str) -> Worker:
     if config.attention_kernel is not None:
         native.load(config.attention_kernel)
     device = open_device(config.device, rank)
-    worker = Worker(config, rank, device, _transports(config, rank, f"{run_dir}/rendezvous", device))
+    worker = load_worker(config, rank, device, _transports(config, rank, f"{run_dir}/rendezvous", device))
     _log.info("ready: %s on %s, %d threads", config.files.name, config.device, config.num_threads)
     return worker
 

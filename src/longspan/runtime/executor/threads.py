@@ -16,7 +16,7 @@ import zmq
 from longspan.attn import native
 from longspan.attn.memory import MemoryTransport, Wires
 from longspan.runtime.messages import WorkerConfig, command_address, report_address
-from longspan.runtime.worker import Transports, Worker, failure, send_report
+from longspan.runtime.worker import Transports, failure, load_worker, send_report
 
 _log = logging.getLogger("longspan.worker")
 _END_TIMEOUT_S = 5.0
@@ -95,7 +95,7 @@ class WorkerThread:
         )
         try:
             with _loading:
-                worker = Worker(self._config, self._rank, torch.device("cpu"), transports)
+                worker = load_worker(self._config, self._rank, torch.device("cpu"), transports)
             worker.serve(self._commands, self._reports)
             self._code = 0
         except Exception as error:  # noqa: BLE001 - whatever it is, the controller must hear of it
