@@ -35,17 +35,28 @@ def own_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def _left_behind(pids: tuple[int, ...]) -> tuple[list[int], set[str], set[str]]:
-    """Worker processes still there, and all run folders and shared-memory segments (but those of foreign OpenMPs)."""
-    alive = [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+def _names() -> set[str]:
+    """Lists run folders and shared-memory segments of this machine (but those of foreign OpenMPs)."""
     folders = {path.name for path in Path(tempfile.gettempdir()).glob("longspan-*")}
-    segments = {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("__KMP_")}
-    return alive, folders, segments
+    return folders | {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("__KMP_")}
+
+
+def _wait_until_gone(pids: tuple[int, ...], before: set[str]) -> None:
+    """Waits for the ends of processes and of all names but those of before; other tests' come and go meanwhile."""
+    deadline = time.monotonic() + 60
+    new = _names() - before
+    while True:
+        alive = [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+        new &= _names()
+        if not alive and not new:
+            return
+        assert time.monotonic() < deadline, (alive, new)
+        time.sleep(0.1)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_kill_in_mid_prefill_names_the_rank(rank: int) -> None:
-    _, folders, segments = _left_behind(())
+    before = _names()
     llm = LLM(instances=2)
     pids = llm.worker_pids
     killed = []
@@ -61,7 +72,7 @@ def test_kill_in_mid_prefill_names_the_rank(rank: int) -> None:
     with pytest.raises(WorkerLostError, match="make a new one"):
         llm.generate([[1, 2, 3]], LONG)
     llm.shutdown()
-    assert _left_behind(pids) == ([], folders, segments)
+    _wait_until_gone(pids, before)
 
 
 def control(model: str) -> None:
@@ -84,7 +95,7 @@ def control(model: str) -> None:
 )
 def test_workers_follow_their_controller(end: signal.Signals, hangs: bool, tiny: Path) -> None:
     """Even one that is stopped."""
-    _, folders, segments = _left_behind(())
+    before = _names()
     controller = Forked(control, str(tiny))
     deadline = time.monotonic() + 60
     while "\n" not in controller.stdout:
@@ -99,15 +110,12 @@ def test_workers_follow_their_controller(end: signal.Signals, hangs: bool, tiny:
     time.sleep(0.3)
     os.kill(controller.pid, end)
     assert controller.wait(60).returncode != 0
-    deadline = time.monotonic() + 60
-    while _left_behind(family) != ([], folders, segments):
-        assert time.monotonic() < deadline, _left_behind(family)
-        time.sleep(0.1)
+    _wait_until_gone(family, before)
 
 
 @pytest.mark.parametrize("with_forkserver", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_worker_that_hangs_is_lost_and_ended_with_the_others(tiny: Path, with_forkserver: bool) -> None:
-    _, folders, segments = _left_behind(())
+    before = _names()
     llm = LLM(str(tiny), instances=2, skip_tokenizer_init=True, step_timeout_s=2.0)
     llm.generate([[3, 4, 5], [6, 7, 8]], LONG, use_tqdm=False)
     time.sleep(2.5)  # while there is nothing to do, nobody is late
@@ -119,7 +127,7 @@ def test_a_worker_that_hangs_is_lost_and_ended_with_the_others(tiny: Path, with_
     with pytest.raises(WorkerLostError, match=r"rank 1 .* no step was completed by rank 1 for 2 s"):
         llm.generate([[3 + i, 4, 5] for i in range(4)], LONG, use_tqdm=False)
     llm.shutdown()
-    assert _left_behind(pids) == ([], folders, segments)
+    _wait_until_gone(pids, before)
     with LLM(str(tiny), skip_tokenizer_init=True) as again:
         assert again.generate([[3, 4, 5]], LONG)
 
