@@ -17,7 +17,7 @@ from openai.types.chat import ChatCompletion
 
 from longspan import LLM, SamplingParams
 from longspan.cli import app
-from longspan.serve.batch import answer_each
+from longspan.serve.answers import answer_each
 from longspan.serve.convert import ServedModel
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

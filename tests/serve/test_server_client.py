@@ -1,4 +1,4 @@
-"""The face's side of the engine core: nothing is lost, told twice, waited for in vain or left behind."""
+"""The API server's side of the engine core: nothing is lost, told twice, waited for in vain or left behind."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_an_engine_that_hangs_is_replaced_and_its_requests_are_not_lost(events: 
     assert len(told(events, "start")) == 2
 
 
-def test_a_face_that_was_stopped_does_not_take_its_engine_for_lost(events: Path) -> None:
+def test_an_api_server_that_was_stopped_does_not_take_its_engine_for_lost(events: Path) -> None:
     async def check() -> None:
         async with started(events, engine_timeout_s=1.5) as client:
             for _ in range(2):

@@ -41,7 +41,7 @@ def reference(speaking_model: Path) -> Iterator[LLM]:
         yield llm
 
 
-def test_answers_are_those_of_the_python_face(client: OpenAI, reference: LLM) -> None:
+def test_answers_are_those_of_python(client: OpenAI, reference: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=12)
     prompts = [PROMPT, "Once upon a time", "def add(a, b):"]
     expected = [output.outputs[0] for output in reference.generate(prompts, params)]
@@ -281,7 +281,7 @@ def test_large_headers_are_refused(server: ServerProcess) -> None:
     assert ask("GET", "/v1/models").status == 200
 
 
-def test_keys_are_known_to_the_http_face_only(server: ServerProcess) -> None:
+def test_keys_are_known_to_the_api_server_only(server: ServerProcess) -> None:
     assert len(server.family) >= 2, "an engine core and a worker"
     for process in server.family:
         assert KEY not in " ".join(process.cmdline())

@@ -38,7 +38,7 @@ def client(server: Server) -> TestClient:
     return client
 
 
-# ---------------------------------------------------------------- the HTTP face
+# ---------------------------------------------------------------- the API server
 
 
 def test_the_policy_is_told_and_changed(client: TestClient, server: Server) -> None:
@@ -72,7 +72,7 @@ def test_the_policy_is_told_and_changed(client: TestClient, server: Server) -> N
         ({}, 400, None, "give an option of policy tetris that is to change, and its value: improvement_rate, chunking"),
     ],
 )
-def test_what_the_face_refuses_never_reaches_the_engine(
+def test_what_the_api_server_refuses_never_reaches_the_engine(
     client: TestClient, server: Server, body: Any, status: int, param: str | None, words: str
 ) -> None:
     error = error_of(client.post("/admin/policy", json=body), status)
@@ -188,7 +188,7 @@ def test_nobody_waits_for_an_engine_that_is_lost(events: Path) -> None:
 
 
 def num_losses(server: ServerProcess) -> int:
-    """What the HTTP face has noticed; nobody is served until what was lost is replaced."""
+    """What the API server has noticed; nobody is served until what was lost is replaced."""
     return len(re.findall("new workers are being started|starting another engine core", server.text()))
 
 

@@ -295,13 +295,13 @@ def test_what_told_nothing_is_replayed_after_the_engine_process_was_killed(pair:
     check_metrics(client.wait_until_idle(), num_replayed=len(futures))
 
 
-def test_nothing_is_left_when_the_face_is_killed(pair: ServerProcess) -> None:
+def test_nothing_is_left_when_the_api_server_is_killed(pair: ServerProcess) -> None:
     client, [prompt] = pair.client, prompts_of(1500, 1)
     threads, futures = at_once([asking(client, prompt, 500, stream=False) for _ in range(4)])
     with threads:
         client.wait_until_running(2)
         assert len(pair.family) == 4, "the engine core, the one that forks workers, and two workers"
-        pair.kill("face")
+        pair.kill("API server")
         for future in futures:
             assert future.exception(timeout=60) is not None
     pair.close(60)

@@ -20,7 +20,7 @@ import pytest
 from fake_engine import SAY
 from fake_engine_install import until
 from server_client import completion, post
-from test_server_face import ask, serving
+from test_api_server import ask, serving
 
 from longspan.serve import app, server
 from longspan.serve.errors import QueueFullError
@@ -109,18 +109,18 @@ def test_what_is_given_up_before_it_has_begun_is_not_done_and_not_kept() -> None
 
 def test_large_texts_come_one_by_one_and_hold_nobody_up(events: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def check() -> None:
-        async with serving(events) as face, gate() as closed:
+        async with serving(events) as api, gate() as closed:
             monkeypatch.setattr(app, "tokenized", closed.work)
             waiting = [
-                asyncio.create_task(ask(face.port, "/tokenize", {"prompt": LARGE}, x_request_timeout="120"))
+                asyncio.create_task(ask(api.port, "/tokenize", {"prompt": LARGE}, x_request_timeout="120"))
                 for _ in range(5)
             ]
             await until(lambda: closed.num_begun == 1)
-            left = socket.create_connection(("127.0.0.1", face.port))
+            left = socket.create_connection(("127.0.0.1", api.port))
             left.sendall(post(json.dumps({"prompt": LARGE}).encode(), "/tokenize"))
             start_s = time.monotonic()
-            assert (await face.complete(SAY)).token_ids == [7, 7, 7]
-            late = await ask(face.port, "/tokenize", {"prompt": LARGE}, x_request_timeout="0.3")
+            assert (await api.complete(SAY)).token_ids == [7, 7, 7]
+            late = await ask(api.port, "/tokenize", {"prompt": LARGE}, x_request_timeout="0.3")
             assert (late.status, late.headers["x-should-retry"]) == (504, "false")
             assert time.monotonic() - start_s < 60
             left.close()
@@ -144,20 +144,20 @@ def test_grammars_hold_up_only_each_other_and_their_queue_is_bounded(
         check_open(found)
 
     async def check() -> None:
-        async with serving(events) as face, gate() as closed:
+        async with serving(events) as api, gate() as closed:
             monkeypatch.setattr(server, "grammar_of", closed.work)
             monkeypatch.setattr(Server, "check_open", seen)
             waiting = []
             for _ in range(34):
-                connection = socket.create_connection(("127.0.0.1", face.port))
+                connection = socket.create_connection(("127.0.0.1", api.port))
                 connection.sendall(post(json.dumps(constrained).encode()))
                 waiting.append(connection)
             await until(lambda: closed.num_begun == 2 and servers[0].grammars.num_waiting == 32)
             start_s = time.monotonic()
-            full = await ask(face.port, "/v1/completions", constrained)
+            full = await ask(api.port, "/v1/completions", constrained)
             assert (full.status, full.body["error"]["code"]) == (503, "queue_full")
             assert int(full.headers["retry-after"]) >= 1
-            assert (await face.complete(SAY)).token_ids == [7, 7, 7]
+            assert (await api.complete(SAY)).token_ids == [7, 7, 7]
             assert time.monotonic() - start_s < 60
             for connection in waiting:
                 connection.close()

@@ -48,7 +48,7 @@ class ServerProcess:
     """Use `running` to have one.
 
     Attributes:
-        process: the HTTP face.
+        process: the API server.
         client: asks it, with its API key if it has one.
         log: what all its processes have written to stdout and stderr.
     """
@@ -109,9 +109,9 @@ class ServerProcess:
         self.process.send_signal(signal.SIGTERM)
 
     def kill(self, what: str) -> None:
-        """SIGKILL to one of its processes, `face` included; from now on its log may tell of losses."""
+        """SIGKILL to one of its processes, `API server` included; from now on its log may tell of losses."""
         self._is_hurt = True
-        if what == "face":
+        if what == "API server":
             assert self.family
             self._exit_code = -signal.SIGKILL
             self.process.kill()

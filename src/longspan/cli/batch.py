@@ -126,7 +126,7 @@ def run_lines(lines: Iterator[BatchLine], out: IO[bytes], answers: Answers, done
 
 
 def _answers(llm: LLM, model: str, names: list[str], engine: EngineArgs) -> Answers:
-    from longspan.serve.batch import answer_each  # noqa: PLC0415  # loads transformers
+    from longspan.serve.answers import answer_each  # noqa: PLC0415  # loads transformers
     from longspan.serve.convert import ServedModel  # noqa: PLC0415
 
     names_of_it = tuple(dict.fromkeys([*names, model, llm.files.name]))

@@ -7,25 +7,35 @@ from __future__ import annotations
 
 import re
 import time
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec.structs import replace
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from longspan.outputs import Logprob, LogprobsOfToken
-from longspan.serve.convert import ServedModel, chat_request, completion_requests
-from longspan.serve.messages import Delta
+from longspan.serve.convert import ServedModel, chat_request, completion_requests, read_request
+from longspan.serve.errors import WireError, error_body
+from longspan.serve.messages import Delta, delta_of
 from longspan.serve.requests import ChatCompletionRequest, CompletionRequest
 from longspan.text.input_processor import EngineRequest
 from longspan.text.tokenizer import Detokenizer, token_text
 
+if TYPE_CHECKING:
+    from longspan.llm import LLM
+
+TagT = TypeVar("TagT")
 Body = dict[str, Any]
+_BODIES: dict[str, type[CompletionRequest | ChatCompletionRequest]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatCompletionRequest,
+}
 _LEAST = -9999.0
 """Stands for minus infinity, which JSON does not have."""
 _UNDECODED = "\N{REPLACEMENT CHARACTER}"
@@ -40,8 +50,8 @@ def prepared(
     request_id: str,
     model: str,
     grammar: str | None = None,
-) -> tuple[list[EngineRequest], Assembler]:
-    """Return the engine requests of a request, and what makes its answer, which calls the model by the name `model`.
+) -> Assembler:
+    """Make the engine requests of a request and return what makes its answer, which calls the model `model`.
 
     Raises:
         WireError: when the request asks for what this model or server cannot do; for `grammar` see
@@ -50,13 +60,44 @@ def prepared(
     head, tokenizer = {"created": int(time.time()), "model": model}, served.input_processor.tokenizer
     if isinstance(request, ChatCompletionRequest):
         engine_requests = [chat_request(request, served, grammar)]
-        return engine_requests, ChatAssembler(
-            request, engine_requests, tokenizer, {"id": f"chatcmpl-{request_id}", **head}
-        )
+        return ChatAssembler(request, engine_requests, tokenizer, {"id": f"chatcmpl-{request_id}", **head})
     engine_requests = completion_requests(request, served, grammar)
-    return engine_requests, CompletionAssembler(
-        request, engine_requests, tokenizer, {"id": f"cmpl-{request_id}", **head}
-    )
+    return CompletionAssembler(request, engine_requests, tokenizer, {"id": f"cmpl-{request_id}", **head})
+
+
+def answer_each(
+    llm: LLM, model: ServedModel, requests: Iterable[tuple[TagT, str, bytes]], *, most: int
+) -> Iterator[tuple[TagT, int, Body]]:
+    """Answer requests without HTTP, `most` at once, each as soon as it is done; takes them from `requests` as it goes.
+
+    A request is a tag of the caller's, its route and its JSON; an answer is the tag, its HTTP status and its body. A
+    request that cannot be served gets the answer that an HTTP server would have given, and stops nobody.
+
+    Raises:
+        WorkerLostError: when a worker dies or raises.
+    """
+
+    def group(tag: TagT, url: str, body: bytes) -> tuple[tuple[TagT, Assembler | WireError], Sequence[EngineRequest]]:
+        try:
+            request = read_request(_BODIES[url], body, model.limits)
+            model.check_name(request.model)
+            if request.stream:
+                raise WireError("answers in a batch file are not streamed: leave it out", "stream")
+            assembler = prepared(request, model, request_id=uuid.uuid4().hex, model=model.names[0])
+        except WireError as error:
+            return (tag, error), ()
+        return (tag, assembler), assembler.engine_requests
+
+    for (tag, prepared_or_wrong), states in llm.finish_each((group(*request) for request in requests), most=most):
+        stuck = next((state.stuck for state in states if state.stuck is not None), None)
+        answer = prepared_or_wrong if stuck is None else WireError(stuck, "structured_outputs")
+        if isinstance(answer, WireError):
+            yield tag, answer.status, error_body(answer.status, str(answer), param=answer.param)
+            continue
+        for index, state in enumerate(states):
+            for choice in range(len(state.choices)):
+                answer.add(index, delta_of(0, state, choice))
+        yield tag, 200, answer.whole()
 
 
 @dataclass(kw_only=True)
@@ -99,7 +140,7 @@ class Assembler(ABC):
         tokenizer: PreTrainedTokenizerBase | None,
         head: Body,
     ) -> None:
-        self.request, self.tokenizer = request, tokenizer
+        self.request, self.engine_requests, self.tokenizer = request, engine_requests, tokenizer
         self._n = engine_requests[0].params.n
         self.choices = [
             Choice(engine_request=engine_request, prompt=prompt, index=prompt * self._n + index)

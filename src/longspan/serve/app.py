@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
@@ -17,14 +17,14 @@ import longspan
 from longspan.serve.convert import detokenized, tokenized
 from longspan.serve.errors import (
     ClientGoneError,
-    DeadlineError,
     EngineLostError,
     QueueFullError,
     RequestFailedError,
+    ServeError,
     WireError,
     error_response,
 )
-from longspan.serve.middleware import OPEN_PATHS, ApiKeys, BodyLimit, HeaderLimit, RequestContext, path_of
+from longspan.serve.middleware import OPEN_PATHS, BodyLimit, Gate, RequestContext, path_of
 from longspan.serve.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -45,7 +45,6 @@ from longspan.serve.responses import (
 from longspan.serve.server import Server
 
 _log = logging.getLogger("longspan")
-_CLIENT_GONE = 499
 _NOT_ALLOWED = 405
 _ADMIN = "/admin/"
 
@@ -61,11 +60,9 @@ def make_app(server: Server) -> FastAPI:
         redirect_slashes=False,
         separate_input_output_schemas=False,
     )
-    router = APIRouter()
-    _add_state(router, server)
-    _add_text(router, server)
-    _add_policy(router, server)
-    app.include_router(router)
+    _add_state(app, server)
+    _add_text(app, server)
+    _add_policy(app, server)
     _describe(app, server)
     _handle_errors(app, server)
     # The last that is added is the first to see a request.
@@ -79,9 +76,8 @@ def make_app(server: Server) -> FastAPI:
         from longspan.serve.tracing import Tracing  # noqa: PLC0415 - it needs the extra `otel`
 
         app.add_middleware(Tracing, tracer=settings.tracer, model_name=settings.model_names[0])
-    app.add_middleware(ApiKeys, keys=settings.api_keys)
-    app.add_middleware(HeaderLimit, max_bytes=settings.max_header_bytes)
-    app.add_middleware(RequestContext, tally=server.tally, root_path=settings.root_path)
+    app.add_middleware(Gate, max_header_bytes=settings.max_header_bytes, keys=settings.api_keys)
+    app.add_middleware(RequestContext, root_path=settings.root_path, open_requests=server.open_requests)
     return app
 
 
@@ -103,10 +99,9 @@ def _describe(app: FastAPI, server: Server) -> None:
             name_what_is_there(
                 document, settings.model_names, input_processor.vocab_size, input_processor.max_model_len
             )
-            if (policy := server.engine.policy) is not None:
-                update = components["schemas"]["PolicyUpdate"]
-                update["properties"] = dict.fromkeys(policy.changeable, update["additionalProperties"])
-                update["additionalProperties"] = False
+            update, changeable = components["schemas"]["PolicyUpdate"], server.engine.policy.changeable
+            update["properties"] = dict.fromkeys(changeable, update["additionalProperties"])
+            update["additionalProperties"] = False
             app.openapi_schema = settings.limits.narrowed(document)
         return app.openapi_schema or {}
 
@@ -141,14 +136,20 @@ def name_what_is_there(
 
 
 def _handle_errors(app: FastAPI, server: Server) -> None:
-    async def refused(_: Request, error: Exception) -> Response:
-        response = _answer_to(error, server)
-        if isinstance(error, RequestFailedError | DeadlineError):
+    @app.exception_handler(ServeError)
+    async def refused(_: Request, error: ServeError) -> Response:
+        match error:
+            case ClientGoneError():
+                return Response(status_code=error.status)
+            case QueueFullError():
+                words, retry_after_s = f"the queue is full: {error}", server.retry_after_s()
+                return error_response(error.status, words, code="queue_full", retry_after_s=retry_after_s)
+            case EngineLostError() if not isinstance(error, RequestFailedError):
+                return error_response(503 if server.draining else error.status, str(error), retry_after_s=5)
+        response = error_response(error.status, str(error), param=error.param)
+        if not isinstance(error, WireError):
             response.headers["x-should-retry"] = "false"
         return response
-
-    for kind in (WireError, QueueFullError, EngineLostError, ClientGoneError, DeadlineError):
-        app.add_exception_handler(kind, refused)
 
     @app.exception_handler(HTTPException)
     async def other(request: Request, error: HTTPException) -> Response:
@@ -168,20 +169,6 @@ def _handle_errors(app: FastAPI, server: Server) -> None:
         response = error_response(500, f"internal error; the server's log has more about request {request_id}")
         response.headers["x-request-id"] = request_id  # this answer is made outside of all middleware
         return response
-
-
-def _answer_to(error: Exception, server: Server) -> Response:
-    match error:
-        case WireError() | RequestFailedError():
-            return error_response(error.status, str(error), param=error.param)
-        case QueueFullError():
-            words = f"the queue is full: {error}"
-            return error_response(503, words, code="queue_full", retry_after_s=server.retry_after_s())
-        case DeadlineError():
-            return error_response(504, str(error))
-        case ClientGoneError():
-            return Response(status_code=_CLIENT_GONE)
-    return error_response(503 if server.draining else 500, str(error), retry_after_s=5)
 
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -205,23 +192,23 @@ _EVENTS = {
 """The schema of an event of a stream."""
 
 
-def _add_state(router: APIRouter, server: Server) -> None:
-    @router.get("/live", tags=["state"])
+def _add_state(app: FastAPI, server: Server) -> None:
+    @app.get("/live", tags=["state"])
     async def live() -> dict[str, str]:
         """The process is up."""
         return {"status": "ok"}
 
-    @router.get("/health", tags=["state"], responses={503: {"model": ErrorBody}}, response_model=None)
+    @app.get("/health", tags=["state"], responses={503: {"model": ErrorBody}}, response_model=None)
     async def health() -> Response | dict[str, str]:
         """The engine computes, and new requests are taken."""
         return _not_serving(server) or {"status": "ok"}
 
-    @router.get("/version", tags=["state"])
+    @app.get("/version", tags=["state"])
     async def version() -> VersionInfo:
         """Return the version of longspan."""
         return VersionInfo(version=longspan.__version__)
 
-    @router.get(
+    @app.get(
         "/metrics",
         tags=["state"],
         responses={401: _ERRORS[401]},
@@ -232,31 +219,31 @@ def _add_state(router: APIRouter, server: Server) -> None:
         """Return the metrics for Prometheus."""
         return Response(server.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
-    @router.get("/v1/models", tags=["state"], responses={401: _ERRORS[401]})
+    @app.get("/v1/models", tags=["state"], responses={401: _ERRORS[401]})
     async def models() -> ModelList:
         """List the names by which the model goes."""
         return server.models
 
 
-def _add_text(router: APIRouter, server: Server) -> None:
-    @router.post("/v1/completions", **_described(CompletionRequest, CompletionResponse, streams=True))
+def _add_text(app: FastAPI, server: Server) -> None:
+    @app.post("/v1/completions", **_described(CompletionRequest, CompletionResponse, streams=True))
     async def completions(request: Request) -> Response:
         """Continue one or several prompts."""
         return await server.answer(request, await server.parse(request, CompletionRequest))
 
-    @router.post("/v1/chat/completions", **_described(ChatCompletionRequest, ChatCompletionResponse, streams=True))
+    @app.post("/v1/chat/completions", **_described(ChatCompletionRequest, ChatCompletionResponse, streams=True))
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
         return await server.answer(request, await server.parse(request, ChatCompletionRequest))
 
-    @router.post("/tokenize", **_described(TokenizeRequest, TokenizeResponse))
+    @app.post("/tokenize", **_described(TokenizeRequest, TokenizeResponse))
     async def tokenize(request: Request) -> Response:
         """Return the token ids of a text or a conversation."""
         body = await server.parse(request, TokenizeRequest)
         server.served.check_name(body.model)
         return _json(await server.in_thread(request, tokenized, body, server.served))
 
-    @router.post("/detokenize", **_described(DetokenizeRequest, DetokenizeResponse))
+    @app.post("/detokenize", **_described(DetokenizeRequest, DetokenizeResponse))
     async def detokenize(request: Request) -> Response:
         """Return the text of token ids."""
         body = await server.parse(request, DetokenizeRequest)
@@ -264,8 +251,8 @@ def _add_text(router: APIRouter, server: Server) -> None:
         return _json(await server.in_thread(request, detokenized, body, server.served))
 
 
-def _add_policy(router: APIRouter, server: Server) -> None:
-    @router.get(
+def _add_policy(app: FastAPI, server: Server) -> None:
+    @app.get(
         "/admin/policy",
         tags=["admin"],
         responses={200: {"model": PolicyInfo}, 401: _ERRORS[401], 503: _ERRORS[503]},
@@ -273,8 +260,6 @@ def _add_policy(router: APIRouter, server: Server) -> None:
     )
     async def policy() -> Response:
         """Return the policy that decides, and its options as they are in force."""
-        if server.engine.policy is None:
-            return error_response(503, f"the engine is {server.engine.state}", retry_after_s=5)
         return _json(PolicyInfo.of(server.engine.policy).model_dump())
 
     if not server.settings.api_keys:
@@ -283,7 +268,7 @@ def _add_policy(router: APIRouter, server: Server) -> None:
     described = _described(PolicyUpdate, PolicyInfo, tag="admin")
     described["responses"][409] = {"model": ErrorBody, "description": "Only a new start can change this option."}
 
-    @router.post("/admin/policy", **described)
+    @app.post("/admin/policy", **described)
     async def update_policy(request: Request) -> Response:
         """Change options of the policy between two steps: requests that run go on."""
         body = await server.parse(request, PolicyUpdate)

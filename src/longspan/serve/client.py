@@ -66,7 +66,7 @@ class EngineClient:
         state: `serving` when requests are computed; `down` when no engine core could be kept alive.
         started: what the first engine core said of the model.
         stats: the latest.
-        policy: the settings in force; None until an engine core has told them.
+        policy: the settings in force, once started.
         on_step: called with all that metrics are made of.
         on_loss: called when an engine core that has served is lost.
         down: set when the state is.
@@ -76,7 +76,7 @@ class EngineClient:
         self.state: Literal["starting", "serving", "restarting", "down"] = "starting"
         self.started: Started | None = None
         self.stats: Stats | None = None
-        self.policy: PolicySettings | None = None
+        self.policy: PolicySettings
         self.on_step: Callable[[StepOutputs], None] = lambda _: None
         self.on_loss: Callable[[], None] = lambda: None
         self.down = asyncio.Event()

@@ -48,18 +48,61 @@ _MAX_PARAM = 100
 _MAX_INT = 10**15
 
 
-class WireError(ValueError):
-    """A request that is not served, through its sender's mistake.
+class ServeError(Exception):
+    """A request that is not served.
 
     Attributes:
-        param: the field that is wrong, such as `messages[0].content`; None for the request as a whole.
         status: of the HTTP answer.
+        param: the field of the request that is the cause, such as `messages[0].content`; None if it is none of them.
     """
+
+    status = 500
+    param: str | None = None
+
+
+class WireError(ServeError, ValueError):
+    """A request that is not served, through its sender's mistake."""
 
     def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
         super().__init__(message)
-        self.param = param
-        self.status = status
+        self.param, self.status = param, status
+
+
+class QueueFullError(ServeError):
+    """The queue has no room for a request; it can be sent again later."""
+
+    status = 503
+
+
+class EngineLostError(ServeError):
+    """The engine cannot answer a request, through no fault of the request's sender."""
+
+
+class RequestFailedError(EngineLostError):
+    """The engine goes on, but this request cannot, and would not the next time either.
+
+    Its sender is not to blame unless there is a `param`.
+    """
+
+    def __init__(self, reason: str, param: str | None = None) -> None:
+        super().__init__(reason)
+        self.param, self.status = param, 500 if param is None else 400
+
+
+class PolicyRefusedError(ValueError):
+    """The engine core did not change an option; the message says why."""
+
+
+class ClientGoneError(ServeError):
+    """Nobody waits for the answer: the client has disconnected."""
+
+    status = 499
+
+
+class DeadlineError(ServeError):
+    """The request took longer than it may."""
+
+    status = 504
 
 
 @contextmanager
@@ -132,36 +175,3 @@ def _param(error: ErrorDetails, body: object) -> list[str | int]:
         if is_there or (index == len(location) - 1 and error["type"] == "missing"):
             path.append(step)
     return path
-
-
-class QueueFullError(Exception):
-    """The queue has no room for a request; it can be sent again later."""
-
-
-class EngineLostError(Exception):
-    """The engine cannot answer a request, through no fault of the request's sender."""
-
-
-class RequestFailedError(EngineLostError):
-    """The engine goes on, but this request cannot, and would not the next time either.
-
-    Attributes:
-        param: the field of the request that is the cause; None when its sender is not to blame.
-        status: of the HTTP answer.
-    """
-
-    def __init__(self, reason: str, param: str | None = None) -> None:
-        super().__init__(reason)
-        self.param, self.status = param, 500 if param is None else 400
-
-
-class PolicyRefusedError(ValueError):
-    """The engine core did not change an option; the message says why."""
-
-
-class ClientGoneError(Exception):
-    """Nobody waits for the answer: the client has disconnected."""
-
-
-class DeadlineError(Exception):
-    """The request took longer than it may."""

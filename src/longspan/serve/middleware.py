@@ -40,28 +40,22 @@ def path_of(scope: Scope) -> str:
     return path.removeprefix(scope.get("root_path", ""))
 
 
-class Tally:
-    """Counts open requests, from their first byte to the last one of their answers."""
-
-    def __init__(self) -> None:
-        self.num_open = 0
-
-
 class RequestContext:
     """Gives each request the id of its `x-request-id`, or a new one, tells it in the answer, and logs a line.
 
-    It also says which prefix a proxy in front takes off, as a server would that knows it.
+    It also says which prefix a proxy in front takes off, as a server would that knows it. Until the last byte of its
+    answer, a request has an element in `open_requests`.
     """
 
-    def __init__(self, app: ASGIApp, tally: Tally, root_path: str) -> None:
-        self._app, self._tally, self._root_path = app, tally, root_path
+    def __init__(self, app: ASGIApp, root_path: str, open_requests: set[object]) -> None:
+        self._app, self._root_path, self._open_requests = app, root_path, open_requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["root_path"] = self._root_path
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
-        begin_s, status = time.monotonic(), 0
+        begin_s, status, place = time.monotonic(), 0, object()
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -70,46 +64,38 @@ class RequestContext:
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
-        self._tally.num_open += 1
+        self._open_requests.add(place)
         try:
             await self._app(scope, receive, send_with_id)
         finally:
-            self._tally.num_open -= 1
+            self._open_requests.remove(place)
             spent_s = time.monotonic() - begin_s
             path = quote(scope["path"])  # so that nobody writes lines of their own into the log
             _log.info("%s %s %s %.3f s %s", scope["method"], path, status or "-", spent_s, request_id)
 
 
-class HeaderLimit:
-    """Answers 431 to a request whose headers have more than `max_bytes`, in whatever pieces they came."""
+class Gate:
+    """Looks at the head of a request: answers 431 when it is too large, 401 unless the bearer token is one of the keys.
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app, self._max_bytes = app, max_bytes
+    Without keys, everybody may ask.
+    """
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        size = len(scope["path"]) + len(scope["query_string"])
-        size += sum(len(name) + len(value) for name, value in scope["headers"])
-        if size > self._max_bytes:
-            words = f"the headers have {size} bytes, of at most {self._max_bytes}"
-            await error_response(431, f"{words} (--h11-max-incomplete-event-size)")(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
-
-
-class ApiKeys:
-    """Answers 401 unless the bearer token is one of the keys; without keys, everybody may ask."""
-
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, max_header_bytes: int, keys: Sequence[str]) -> None:
+        self._app, self._max_header_bytes = app, max_header_bytes
         self._digests = [_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._digests and not self._may_pass(scope):
-            response = error_response(401, "a valid key is needed: Authorization: Bearer KEY", code="invalid_api_key")
-            response.headers["www-authenticate"] = "Bearer"
-            await response(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
+        # The protocol bounds a head that comes in pieces, but not one that comes as a whole.
+        size = len(scope["path"]) + len(scope["query_string"])
+        size += sum(len(name) + len(value) for name, value in scope["headers"])
+        app = self._app
+        if size > self._max_header_bytes:
+            words = f"the headers have {size} bytes, of at most {self._max_header_bytes}"
+            app = error_response(431, f"{words} (--h11-max-incomplete-event-size)")
+        elif self._digests and not self._may_pass(scope):
+            app = error_response(401, "a valid key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+            app.headers["www-authenticate"] = "Bearer"
+        await app(scope, receive, send)
 
     def _may_pass(self, scope: Scope) -> bool:
         if path_of(scope) in OPEN_PATHS:
@@ -119,6 +105,10 @@ class ApiKeys:
         # All are compared, each in constant time: time tells nothing of how near a guess was, nor to which key.
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
         return scheme.lower() == "bearer" and any(matches)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
 
 
 class BodyLimit:
@@ -192,10 +182,6 @@ class BodyLimit:
 
 class _GoneError(Exception):
     """The client has left before the end of its request."""
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
 
 
 _MAX_AHEAD_BYTES = 64 * 1024

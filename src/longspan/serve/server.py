@@ -1,7 +1,4 @@
-"""State that the routes of the API server share: how it reads bodies, answers requests, and keeps the event loop free.
-
-Whoever leaves is noticed, and their work is cancelled.
-"""
+"""How the API server reads bodies and answers requests, beside the event loop, and cancels the work of who leaves."""
 
 from __future__ import annotations
 
@@ -13,12 +10,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from math import inf
 from typing import Any, TypeVar
 
 import msgspec
-from anyio import CapacityLimiter
+from anyio import CancelScope, CapacityLimiter
 from anyio.to_thread import run_sync
 from fastapi import Request
 from pydantic import BaseModel
@@ -34,7 +32,7 @@ from longspan.serve.errors import (
     DeadlineError,
     EngineLostError,
     QueueFullError,
-    RequestFailedError,
+    ServeError,
     WireError,
     blaming,
     cut,
@@ -42,11 +40,10 @@ from longspan.serve.errors import (
 )
 from longspan.serve.messages import StepOutputs
 from longspan.serve.metrics import Metrics
-from longspan.serve.middleware import Tally
 from longspan.serve.requests import ChatCompletionRequest, CompletionRequest, PolicyUpdate
 from longspan.serve.responses import ModelCard, ModelList
 from longspan.serve.settings import ServerSettings
-from longspan.text.input_processor import EngineRequest, InputProcessor
+from longspan.text.input_processor import InputProcessor
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 ResultT = TypeVar("ResultT")
@@ -77,7 +74,7 @@ class Server:
         )
         if input_processor.tokenizer is not None:
             _ = input_processor.max_prompt_chars  # now, and not while a request waits for it
-        self.tally = Tally()
+        self.open_requests: set[object] = set()
         self.metrics = Metrics(
             settings.metrics_prefix,
             names[0],
@@ -107,7 +104,8 @@ class Server:
         _check_content_type(request.headers.get("content-type"))
         body = await request.body()
         pool = self._bodies if len(body) > _LARGE_BYTES else self._quick
-        return await self._watched(request, partial(pool.run, read_request, model, body, self.settings.limits))
+        with self._watch(request).held():
+            return await pool.run(read_request, model, body, self.settings.limits)
 
     async def in_thread(self, request: Request, function: Callable[..., ResultT], *arguments: object) -> ResultT:
         """Render, tokenize or the like beside the event loop, as long as the client is there.
@@ -115,7 +113,9 @@ class Server:
         Raises:
             ClientGoneError, DeadlineError: see `Watch`.
         """
-        return await self._watched(request, partial((await self._texts_pool(request)).run, function, *arguments))
+        texts = await self._texts_pool(request)
+        with self._watch(request).held():
+            return await texts.run(function, *arguments)
 
     async def answer(self, request: Request, body: CompletionRequest | ChatCompletionRequest) -> Response:
         """Serve a request for text, whole or as a stream.
@@ -130,27 +130,20 @@ class Server:
         texts = await self._texts_pool(request)
         scores_prompts = body.prompt_logprobs is not None or (isinstance(body, CompletionRequest) and bool(body.echo))
         render = texts if scores_prompts else self._quick
-        watch = Watch(request.receive, self._timeout_s(request))
-        outputs: OutputQueue | None = None
-        try:
-            grammar = await watch.wait(self._grammar(body))
-            engine_requests, assembler = await watch.wait(texts.run(self._prepared, request, body, grammar))
+        watch = self._watch(request)
+        with watch.held(), contextlib.ExitStack() as unfinished:
+            grammar = await self._grammar(body)
+            assembler = await texts.run(self._prepared, request, body, grammar)
             self.check_open()
-            outputs = await watch.wait(self.engine.submit(engine_requests))
+            outputs = await self.engine.submit(assembler.engine_requests)
+            unfinished.callback(outputs.close)
             request.state.outputs = outputs  # for its span
             if body.stream:
-                first: Sequence[Output] = ()
-                with contextlib.suppress(TimeoutError):
-                    first = await watch.wait(outputs.get(), self.settings.keep_alive_s)
+                first = await _within(self.settings.keep_alive_s, outputs)
+                unfinished.pop_all()
                 return EventStream(self.settings, outputs, assembler, watch, render, first)
-            whole = await watch.wait(render.run(_whole, assembler, await watch.wait(outputs.get_all())))
-            watch.close()
-            return Response(whole, media_type="application/json")
-        except BaseException:
-            watch.close()
-            if outputs is not None:
-                outputs.close()
-            raise
+            whole = await render.run(_whole, assembler, await outputs.get_all())
+        return Response(whole, media_type="application/json")
 
     async def update_policy(self, request: Request, body: PolicyUpdate) -> PolicySettings:
         """Change options of the policy and return its settings.
@@ -159,20 +152,11 @@ class Server:
             WireError: when one cannot change, or not to that.
             EngineLostError: when the engine is lost before it says so.
         """
-        if self.engine.policy is None:
-            raise EngineLostError("the engine has not said what its policy is")
         options = body.options(self.engine.policy)
-        with blaming(next(iter(options)) if len(options) == 1 else None):
-            changed = await self._watched(request, partial(self.engine.update_policy, options))
+        with blaming(next(iter(options)) if len(options) == 1 else None), self._watch(request).held():
+            changed = await self.engine.update_policy(options)
         _log.info("policy %s has %s, by request %s", changed.name, options, request.state.request_id)
         return changed
-
-    async def _watched(self, request: Request, begin: Callable[[], Awaitable[ResultT]]) -> ResultT:
-        watch = Watch(request.receive, self._timeout_s(request))
-        try:
-            return await watch.wait(begin())
-        finally:
-            watch.close()
 
     async def _texts_pool(self, request: Request) -> WorkerPool:
         return self._texts if len(await request.body()) > _LARGE_BYTES else self._quick
@@ -185,32 +169,26 @@ class Server:
         pool = self._quick if kind == "json_object" else self.grammars
         return await pool.run(grammar_of, body, self.served)
 
-    def _prepared(
-        self, request: Request, body: CompletionRequest | ChatCompletionRequest, grammar: str
-    ) -> tuple[list[EngineRequest], Assembler]:
-        engine_requests, assembler = prepared(
-            body,
-            self.served,
-            request_id=request.state.request_id,
-            model=body.model or self.served.names[0],
-            grammar=grammar,
-        )
+    def _prepared(self, request: Request, body: CompletionRequest | ChatCompletionRequest, grammar: str) -> Assembler:
+        name = body.model or self.served.names[0]
+        assembler = prepared(body, self.served, request_id=request.state.request_id, model=name, grammar=grammar)
+        num_tokens = sum(len(one.token_ids) for one in assembler.engine_requests)
         with blaming("prompt"):
-            self.settings.check_queue(len(engine_requests), sum(len(one.token_ids) for one in engine_requests))
-        return engine_requests, assembler
+            self.settings.check_queue(len(assembler.engine_requests), num_tokens)
+        return assembler
 
-    def _timeout_s(self, request: Request) -> float | None:
-        """Return the server's limit, or the client's `x-request-timeout` if that is shorter."""
-        most, text = self.settings.request_timeout_s, request.headers.get("x-request-timeout")
-        if text is None:
-            return most
-        try:
-            wanted = float(text)
-        except ValueError:
-            wanted = 0.0
-        if not 0 < wanted < float("inf"):
-            raise WireError(f"x-request-timeout must be a number of seconds above 0, but {text[:100]!r} given")
-        return wanted if most is None else min(wanted, most)
+    def _watch(self, request: Request) -> Watch:
+        """Watch a client until the server's limit, or its own `x-request-timeout` if that is shorter."""
+        timeout_s, text = self.settings.request_timeout_s or inf, request.headers.get("x-request-timeout")
+        if text is not None:
+            try:
+                wanted_s = float(text)
+            except ValueError:
+                wanted_s = 0.0
+            if not 0 < wanted_s < inf:
+                raise WireError(f"x-request-timeout must be a number of seconds above 0, but {text[:100]!r} given")
+            timeout_s = min(timeout_s, wanted_s)
+        return Watch(request.receive, timeout_s)
 
 
 def _check_content_type(header: str | None) -> None:
@@ -225,45 +203,33 @@ def _check_content_type(header: str | None) -> None:
 
 
 class Watch:
-    """Waits on behalf of a client, as long as it is there and its time is not up."""
+    """Holds work for a client as long as it is there and its time, which begins now, is not up."""
 
-    def __init__(self, receive: Receive, timeout_s: float | None) -> None:
-        self._gone = asyncio.ensure_future(_disconnected(receive))
-        self._timeout_s = float("inf") if timeout_s is None else timeout_s
-        self._deadline_s = asyncio.get_running_loop().time() + self._timeout_s
+    def __init__(self, receive: Receive, timeout_s: float) -> None:
+        self._receive, self._timeout_s = receive, timeout_s
+        self._deadline_s = asyncio.get_running_loop().time() + timeout_s
 
-    async def wait(self, what: Awaitable[ResultT], at_most_s: float = float("inf")) -> ResultT:
-        """Return the result of `what`; cancel it when it does not come.
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Cancel the block when it is in vain.
 
         Raises:
             ClientGoneError: when the client disconnects first.
             DeadlineError: when its time is up first.
-            TimeoutError: when it has not come after `at_most_s`.
         """
-        task = asyncio.ensure_future(what)
-        left_s = self.left_s()
-        wait_s = min(left_s, at_most_s)
-        try:
-            if not self._gone.done():
-                timeout_s = None if wait_s == float("inf") else wait_s
-                await asyncio.wait({task, self._gone}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            if self._gone.done():
-                raise ClientGoneError
-            if at_most_s < left_s:
-                raise TimeoutError
-            raise DeadlineError(f"the request was not done within {self._timeout_s:g} s")
-        finally:
-            task.cancel()
-
-    def close(self) -> None:
-        """Stop watching the client."""
-        self._gone.cancel()
-
-    def left_s(self) -> float:
-        """Return the seconds until the client's time is up."""
-        return max(0.0, self._deadline_s - asyncio.get_running_loop().time())
+        with CancelScope(deadline=self._deadline_s) as scope:
+            gone = asyncio.ensure_future(_disconnected(self._receive))
+            gone.add_done_callback(lambda task: None if task.cancelled() else scope.cancel())
+            try:
+                yield
+            finally:
+                gone.cancel()
+        if scope.cancelled_caught:
+            raise (
+                ClientGoneError
+                if gone.done()
+                else DeadlineError(f"the request was not done within {self._timeout_s:g} s")
+            )
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -283,7 +249,7 @@ class EventStream(Response):
         assembler: Assembler,
         watch: Watch,
         pool: WorkerPool,
-        first: Sequence[Output],
+        first: Sequence[Output] | None,
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
@@ -293,50 +259,48 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the watch receives
         last = _END
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await self._send_events(send)
+            with self._watch.held():
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                await self._send_events(send)
         except (ClientGoneError, OSError):  # it left, or reads nothing
             return
-        except RequestFailedError as error:
+        except ServeError as error:
             last = _event(error_body(error.status, str(error), param=error.param))
-        except (DeadlineError, EngineLostError, QueueFullError) as error:
-            last = _event(error_body(504 if isinstance(error, DeadlineError) else 500, str(error)))
         finally:
             self._outputs.close()
-            self._watch.close()
         with contextlib.suppress(OSError):
             await self._send(send, last, is_last=True)
 
     async def _send_events(self, send: Send) -> None:
-        outputs = self._first or await self._next(send)
-        while outputs:
-            if any(delta.prompt_logprobs is not None for _, delta in outputs):  # those of a long prompt take long
-                data = await self._watch.wait(self._pool.run(_chunks, self._assembler, outputs))
-            else:
-                data = _chunks(self._assembler, outputs)
-            if data:
-                await self._send(send, data)
-            outputs = await self._next(send)
-        if data := b"".join(map(_event, self._assembler.last_chunks())):
-            await self._send(send, data)
-
-    async def _next(self, send: Send) -> Sequence[Output]:
-        """Return the next outputs, none when all were sent; send comments while waiting for them."""
-        while True:
-            try:
-                return await self._watch.wait(self._outputs.get(), self._settings.keep_alive_s)
-            except TimeoutError:
+        outputs: Sequence[Output] | None = self._first
+        while outputs is None or outputs:
+            if outputs is None:
                 await self._send(send, _KEEP_ALIVE)
+            elif any(delta.prompt_logprobs is not None for _, delta in outputs):  # those of a long prompt take long
+                await self._send(send, await self._pool.run(_chunks, self._assembler, outputs))
+            else:
+                await self._send(send, _chunks(self._assembler, outputs))
+            outputs = await _within(self._settings.keep_alive_s, self._outputs)
+        await self._send(send, b"".join(map(_event, self._assembler.last_chunks())))
 
     async def _send(self, send: Send, data: bytes, *, is_last: bool = False) -> None:
         """Wait for a slow reader, but not for ever; outputs that come meanwhile are then sent in one piece.
 
         Raises:
-            TimeoutError: when the client reads nothing for too long, or until its time is up.
+            TimeoutError: when the client reads nothing for too long.
         """
-        limit_s = self._settings.reader_timeout_s
-        async with asyncio.timeout(limit_s if is_last else min(limit_s, self._watch.left_s())):
-            await send({"type": "http.response.body", "body": data, "more_body": not is_last})
+        if data:
+            async with asyncio.timeout(self._settings.reader_timeout_s):
+                await send({"type": "http.response.body", "body": data, "more_body": not is_last})
+
+
+async def _within(timeout_s: float, outputs: OutputQueue) -> list[Output] | None:
+    """Return the next outputs, none when all have come; None if there is nothing for so long."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await outputs.get()
+    except TimeoutError:
+        return None
 
 
 def _whole(assembler: Assembler, outputs: Sequence[Output]) -> bytes:

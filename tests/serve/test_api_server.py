@@ -1,4 +1,4 @@
-"""The HTTP face over an engine that computes nothing: clients that leave, stall or wait; deadlines; how it stops."""
+"""The API server over an engine that computes nothing: clients that leave, stall or wait; deadlines; how it stops."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from longspan.serve.run import serve
 from longspan.serve.settings import ServerSettings
 
 
-class Face:
+class ApiServer:
     """A server in this process."""
 
     def __init__(self, port: int, running: asyncio.Task[int]) -> None:
@@ -67,13 +67,13 @@ class Face:
 
 
 @asynccontextmanager
-async def serving(events: Path, **settings: Any) -> AsyncIterator[Face]:
-    """A face that is up, and that leaves no task behind."""
+async def serving(events: Path, **settings: Any) -> AsyncIterator[ApiServer]:
+    """An API server that is up, and that leaves no task behind."""
     running = asyncio.create_task(serve_fake(events, **settings))
     try:
-        face = Face(await heard_port(), running)
-        assert (await ask(face.port, "/health")).status == 200
-        yield face
+        api = ApiServer(await heard_port(), running)
+        assert (await ask(api.port, "/health")).status == 200
+        yield api
     finally:
         if not running.done():
             os.kill(os.getpid(), signal.SIGTERM)
@@ -121,10 +121,10 @@ async def received(connection: socket.socket, words: bytes) -> bytes:
 
 def test_a_silent_stream_is_kept_alive_and_ends_at_its_deadline(events: Path) -> None:
     async def check() -> None:
-        async with serving(events, keep_alive_s=0.2) as face:
+        async with serving(events, keep_alive_s=0.2) as api:
             for what in (SILENT, BEGIN):
                 start_s = time.monotonic()
-                reply = await face.complete(what, stream=True, headers={"x-request-timeout": "1"})
+                reply = await api.complete(what, stream=True, headers={"x-request-timeout": "1"})
                 assert time.monotonic() - start_s > 0.9
                 assert reply.status == 200
                 assert 1 <= reply.data.count(b": still working\n\n") <= 5
@@ -140,13 +140,13 @@ def test_a_silent_stream_is_kept_alive_and_ends_at_its_deadline(events: Path) ->
 @pytest.mark.parametrize("by_header", [False, True])
 def test_a_deadline_before_the_first_token_is_a_504(events: Path, what: int, stream: bool, by_header: bool) -> None:
     async def check() -> None:
-        async with serving(events, request_timeout_s=60 if by_header else 0.4) as face:
+        async with serving(events, request_timeout_s=60 if by_header else 0.4) as api:
             headers = {"x-request-timeout": "0.4"} if by_header else {}
-            reply = await face.complete(what, stream=stream, headers=headers)
+            reply = await api.complete(what, stream=stream, headers=headers)
             assert reply.status == 504
             assert reply.headers["x-should-retry"] == "false"
             assert "within 0.4 s" in reply.body["error"]["message"]
-            assert (await face.complete(SAY)).token_ids == [7, 7, 7]
+            assert (await api.complete(SAY)).token_ids == [7, 7, 7]
 
     asyncio.run(check())
     assert len(told(events, "Cancel")) == 1
@@ -155,8 +155,8 @@ def test_a_deadline_before_the_first_token_is_a_504(events: Path, what: int, str
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon", ""])
 def test_a_deadline_that_makes_no_sense_is_refused(events: Path, text: str) -> None:
     async def check() -> None:
-        async with serving(events) as face:
-            reply = await face.complete(SAY, headers={"x-request-timeout": text})
+        async with serving(events) as api:
+            reply = await api.complete(SAY, headers={"x-request-timeout": text})
             assert reply.status == 400
             assert "x-request-timeout" in reply.body["error"]["message"]
 
@@ -168,16 +168,16 @@ def test_a_deadline_that_makes_no_sense_is_refused(events: Path, text: str) -> N
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_cancels_its_work(events: Path, what: int, stream: bool) -> None:
     async def check() -> None:
-        async with serving(events) as face:
-            await face.complete(SAY)
+        async with serving(events) as api:
+            await api.complete(SAY)
             await asyncio.sleep(0.1)
             before = asyncio.all_tasks()
             for _ in range(5):
-                with closing(face.send(what, stream=stream)):
+                with closing(api.send(what, stream=stream)):
                     await asyncio.sleep(0.05)
             await until(lambda: len(told(events, "Cancel")) == 5)
             await until(lambda: asyncio.all_tasks() == before)
-            assert (await face.complete(SAY)).token_ids == [7, 7, 7]
+            assert (await api.complete(SAY)).token_ids == [7, 7, 7]
 
     asyncio.run(check())
     assert {event["id"] for event in told(events, "Cancel")} == {1, 2, 3, 4, 5}
@@ -198,13 +198,13 @@ def test_who_reads_nothing_is_let_go_and_holds_nobody_up(events: Path, monkeypat
     monkeypatch.setattr(OutputQueue, "__init__", made)
 
     async def check() -> None:
-        async with serving(events, reader_timeout_s=1.0) as face:
-            await face.complete(SAY)
+        async with serving(events, reader_timeout_s=1.0) as api:
+            await api.complete(SAY)
             await asyncio.sleep(0.1)
             before = asyncio.all_tasks()
-            stalled = [face.send(FLOOD, 4000, stream=True) for _ in range(3)]
+            stalled = [api.send(FLOOD, 4000, stream=True) for _ in range(3)]
             start_s = time.monotonic()
-            assert (await face.complete(SAY, stream=True)).token_ids == [7, 7, 7]
+            assert (await api.complete(SAY, stream=True)).token_ids == [7, 7, 7]
             assert time.monotonic() - start_s < 30
             await until(lambda: asyncio.all_tasks() == before)
             await until(all_gone)
@@ -216,8 +216,8 @@ def test_who_reads_nothing_is_let_go_and_holds_nobody_up(events: Path, monkeypat
 
 def test_a_slow_reader_gets_everything(events: Path) -> None:
     async def check() -> None:
-        async with serving(events, reader_timeout_s=10.0) as face:
-            with closing(face.send(FLOOD, 2000, stream=True)) as connection:
+        async with serving(events, reader_timeout_s=10.0) as api:
+            with closing(api.send(FLOOD, 2000, stream=True)) as connection:
                 data = b""
                 while b"[DONE]" not in data:
                     await asyncio.sleep(0.002)
@@ -231,20 +231,20 @@ def test_a_slow_reader_gets_everything(events: Path) -> None:
 
 def test_requests_under_way_are_finished_and_new_ones_refused(events: Path) -> None:
     async def check() -> None:
-        async with serving(events, shutdown_timeout_s=30) as face:
-            under_way = [asyncio.create_task(face.complete(PACED, 90, stream=stream)) for stream in (False, True)]
+        async with serving(events, shutdown_timeout_s=30) as api:
+            under_way = [asyncio.create_task(api.complete(PACED, 90, stream=stream)) for stream in (False, True)]
             await until(lambda: len(told(events, "Add")) == 1)  # the other follows when this one is told
             await asyncio.sleep(0.2)
             os.kill(os.getpid(), signal.SIGTERM)
             await asyncio.sleep(0.2)
-            for reply in (await face.complete(SAY), await ask(face.port, "/health")):
+            for reply in (await api.complete(SAY), await ask(api.port, "/health")):
                 assert reply.status == 503
                 assert int(reply.headers["retry-after"]) > 0
                 assert "shutting down" in reply.body["error"]["message"]
-            assert (await ask(face.port, "/live")).status == 200
+            assert (await ask(api.port, "/live")).status == 200
             for reply in await asyncio.gather(*under_way):
                 assert reply.token_ids == [7] * 90
-            assert await asyncio.wait_for(face.running, 60) == 0
+            assert await asyncio.wait_for(api.running, 60) == 0
 
     asyncio.run(check())
     assert told(events, "Quit")
@@ -252,12 +252,12 @@ def test_requests_under_way_are_finished_and_new_ones_refused(events: Path) -> N
 
 def test_when_the_time_is_up_streams_end_with_an_error(events: Path) -> None:
     async def check() -> None:
-        async with serving(events, shutdown_timeout_s=0.5) as face:
-            with closing(face.send(BEGIN, stream=True)) as stream, closing(face.send(SILENT)) as whole:
+        async with serving(events, shutdown_timeout_s=0.5) as api:
+            with closing(api.send(BEGIN, stream=True)) as stream, closing(api.send(SILENT)) as whole:
                 await received(stream, b"data: ")
                 await until(lambda: len(told(events, "Add")) == 2)
                 start_s = time.monotonic()
-                assert await face.stopped(signal.SIGTERM) == 128 + signal.SIGTERM
+                assert await api.stopped(signal.SIGTERM) == 128 + signal.SIGTERM
                 assert time.monotonic() - start_s < 30
                 assert b"shutting down" in await received(stream, b'"error"')
                 assert b"HTTP/1.1 503" in await received(whole, b'"error"')
@@ -267,11 +267,11 @@ def test_when_the_time_is_up_streams_end_with_an_error(events: Path) -> None:
 
 def test_a_second_signal_ends_at_once(events: Path) -> None:
     async def check() -> None:
-        async with serving(events, shutdown_timeout_s=60) as face:
-            with closing(face.send(BEGIN, stream=True)) as stream, closing(face.send(FLOOD, 4000, stream=True)):
+        async with serving(events, shutdown_timeout_s=60) as api:
+            with closing(api.send(BEGIN, stream=True)) as stream, closing(api.send(FLOOD, 4000, stream=True)):
                 await received(stream, b"data: ")
                 start_s = time.monotonic()
-                assert await face.stopped(signal.SIGTERM, signal.SIGINT) == 128 + signal.SIGINT
+                assert await api.stopped(signal.SIGTERM, signal.SIGINT) == 128 + signal.SIGINT
                 assert time.monotonic() - start_s < 30
                 assert b"shutting down" in await received(stream, b'"error"')
 
@@ -280,14 +280,14 @@ def test_a_second_signal_ends_at_once(events: Path) -> None:
 
 def test_a_second_signal_ends_at_once_what_does_not_end_politely(events: Path) -> None:
     async def check() -> None:
-        async with serving(events.with_name(NEVER_QUITS)) as face:
+        async with serving(events.with_name(NEVER_QUITS)) as api:
             os.kill(os.getpid(), signal.SIGTERM)
             await until(lambda: bool(told(events.with_name(NEVER_QUITS), "Quit")))
             start_s = time.monotonic()
             for number in (signal.SIGTERM, signal.SIGINT):
                 os.kill(os.getpid(), number)
                 await asyncio.sleep(0)
-            assert await face.stopped() == 0
+            assert await api.stopped() == 0
             assert time.monotonic() - start_s < 30
         assert not [child for child in psutil.Process().children() if "fake_engine" in child.cmdline()]
 
@@ -308,8 +308,8 @@ def test_a_signal_while_the_engine_starts_ends_at_once(events: Path) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_grammar_that_cannot_go_on_is_its_senders_mistake(events: Path, stream: bool) -> None:
     async def check() -> None:
-        async with serving(events) as face:
-            reply = await face.complete(STUCK, stream=stream)
+        async with serving(events) as api:
+            reply = await api.complete(STUCK, stream=stream)
             assert reply.status == (200 if stream else 400)
             error = (reply.events[-1] if stream else reply.body)["error"]
             assert (error["type"], error["code"]) == ("invalid_request_error", "400")
@@ -319,7 +319,7 @@ def test_a_grammar_that_cannot_go_on_is_its_senders_mistake(events: Path, stream
     asyncio.run(check())
 
 
-def test_before_the_engine_has_started_only_the_face_is_alive(events: Path) -> None:
+def test_before_the_engine_has_started_only_the_api_server_is_alive(events: Path) -> None:
     async def check() -> None:
         running = asyncio.create_task(serve_fake(events.with_name(STARTS_LATE), port := free_port()))
         await until_alive(port)
@@ -340,7 +340,7 @@ def test_before_the_engine_has_started_only_the_face_is_alive(events: Path) -> N
 
 
 @pytest.mark.parametrize(("name", "error"), [(WRONG, ValueError), (ENDS_AT_ONCE, EngineLostError)])
-def test_a_face_whose_engine_does_not_start_ends_with_its_reason(
+def test_a_server_whose_engine_does_not_start_ends_with_its_reason(
     events: Path, name: str, error: type[Exception]
 ) -> None:
     async def check() -> None:
