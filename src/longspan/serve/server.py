@@ -1,4 +1,4 @@
-"""How the API server reads bodies and answers requests, beside the event loop, and cancels the work of who leaves."""
+"""The API server reads bodies and answers requests beside the event loop, and cancels the work of who leaves."""
 
 from __future__ import annotations
 
