@@ -222,18 +222,16 @@ class StepOrder:
     def complete(self, done: Completion) -> None:
         """Takes a completion; `take` gives it once it waits for no earlier step."""
         self._early[done.number] = done
-        candidates = [done.number]
+        candidates = [done.number]  # a heap: steps that are ready are taken in the order of their numbers
         while candidates:
             number = heapq.heappop(candidates)
-            if number not in self._early:
-                continue
             queues = [self._queues[instance] for instance in self._sent[number].instances]
-            if any(queue[0] != number for queue in queues):
+            if number not in self._early or any(queue[0] != number for queue in queues):
                 continue
             self._ready.append(self._early.pop(number))
             for queue in queues:
                 queue.popleft()
-                if queue:
+                if queue and queue[0] in self._early:
                     heapq.heappush(candidates, queue[0])
 
     @property

@@ -97,7 +97,10 @@ class Roofline:
             tokens: that each instance computes; those with none do not take part.
             sampled: for how many of them it computes the output head.
         """
-        found = dict.fromkeys(tokens, _IDLE)
+        found = {
+            instance: self._computed(number, asked) if (asked := sampled.get(instance, 0)) or number else _IDLE
+            for instance, number in tokens.items()
+        }
         chains: list[Channel] = []
         for channel in channels:
             if channel.exchange.traits.skewed and len(channel.group) > 1:
@@ -105,13 +108,7 @@ class Roofline:
             else:
                 _add(found, dict.fromkeys(channel.group, self._exchanged(channel)))
         for channel in chains:
-            self._chain(channel, found, tokens, sampled)
-        computed: dict[int, Breakdown] = {}
-        for instance, number in tokens.items():
-            asked = sampled.get(instance, 0)
-            if number or asked:
-                computed[instance] = self._computed(number, asked)
-        _add(found, computed)
+            self._chain(channel, found)
         if self.layer.attention.unfused or not all(channel.decode for channel in channels):
             _add(found, self._waiting_for_host(found, channels))
         return found
@@ -163,13 +160,7 @@ class Roofline:
             waiting[instance] = alike[kind]
         return waiting
 
-    def _chain(
-        self,
-        channel: Channel,
-        found: dict[int, Breakdown],
-        tokens: Mapping[int, float],
-        sampled: Mapping[int, float],
-    ) -> None:
+    def _chain(self, channel: Channel, found: dict[int, Breakdown]) -> None:
         """Adds a chain; all else that its members compute comes behind its attention, layer by layer."""
         num_layers = self.layer.model.attention.num_layers
         members, busy_s, cached = [], [], cached_in_chain(channel)
@@ -178,8 +169,7 @@ class Roofline:
             attended_s = num_layers * attention_s(self.layer, share, keys=share.held)
             copied_s = num_layers * copies_s(self.layer, share.held) if index else 0.0
             found[instance] += Breakdown(attention_s=attended_s, overhead_s=copied_s)
-            whole = found[instance] + self._computed(tokens[instance], sampled.get(instance, 0))
-            busy_s.append(whole.total_s - whole.head_s)
+            busy_s.append(found[instance].total_s - found[instance].head_s)
             before_s = self.layer.before(share.queries).total_s
             rest_s = busy_s[-1] / num_layers - before_s
             sent_s = latency_s = 0.0
