@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse, Response
 
 import longspan
+from longspan.serve import requests, responses
 from longspan.serve.convert import detokenized, tokenized
 from longspan.serve.errors import (
     ClientGoneError,
@@ -25,23 +26,6 @@ from longspan.serve.errors import (
     error_response,
 )
 from longspan.serve.middleware import OPEN_PATHS, BodyLimit, Gate, RequestContext, path_of
-from longspan.serve.requests import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    PolicyInfo,
-    PolicyUpdate,
-    TokenizeRequest,
-)
-from longspan.serve.responses import (
-    ChatCompletionResponse,
-    CompletionResponse,
-    DetokenizeResponse,
-    ErrorBody,
-    ModelList,
-    TokenizeResponse,
-    VersionInfo,
-)
 from longspan.serve.server import Server
 
 _log = logging.getLogger("longspan")
@@ -110,7 +94,13 @@ def _describe(app: FastAPI, server: Server) -> None:
 
 def body_schemas() -> dict[str, Any]:
     """Return the schemas of all bodies, for the components of the OpenAPI document."""
-    bodies = (CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest, PolicyUpdate)
+    bodies = (
+        requests.CompletionRequest,
+        requests.ChatCompletionRequest,
+        requests.TokenizeRequest,
+        requests.DetokenizeRequest,
+        requests.PolicyUpdate,
+    )
     wanted: Any = [(body, "validation") for body in bodies]
     _, schema = models_json_schema(wanted, ref_template="#/components/schemas/{model}")
     found: dict[str, Any] = schema["$defs"]
@@ -172,7 +162,7 @@ def _handle_errors(app: FastAPI, server: Server) -> None:
 
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorBody, "description": words}
+    status: {"model": responses.ErrorBody, "description": words}
     for status, words in {
         400: "The request is wrong; the message says what and how to mend it.",
         401: "A key is needed.",
@@ -198,15 +188,15 @@ def _add_state(app: FastAPI, server: Server) -> None:
         """The process is up."""
         return {"status": "ok"}
 
-    @app.get("/health", tags=["state"], responses={503: {"model": ErrorBody}}, response_model=None)
+    @app.get("/health", tags=["state"], responses={503: {"model": responses.ErrorBody}}, response_model=None)
     async def health() -> Response | dict[str, str]:
         """The engine computes, and new requests are taken."""
         return _not_serving(server) or {"status": "ok"}
 
     @app.get("/version", tags=["state"])
-    async def version() -> VersionInfo:
+    async def version() -> responses.VersionInfo:
         """Return the version of longspan."""
-        return VersionInfo(version=longspan.__version__)
+        return responses.VersionInfo(version=longspan.__version__)
 
     @app.get(
         "/metrics",
@@ -220,33 +210,36 @@ def _add_state(app: FastAPI, server: Server) -> None:
         return Response(server.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/v1/models", tags=["state"], responses={401: _ERRORS[401]})
-    async def models() -> ModelList:
+    async def models() -> responses.ModelList:
         """List the names by which the model goes."""
         return server.models
 
 
 def _add_text(app: FastAPI, server: Server) -> None:
-    @app.post("/v1/completions", **_described(CompletionRequest, CompletionResponse, streams=True))
+    @app.post("/v1/completions", **_described(requests.CompletionRequest, responses.CompletionResponse, streams=True))
     async def completions(request: Request) -> Response:
         """Continue one or several prompts."""
-        return await server.answer(request, await server.parse(request, CompletionRequest))
+        return await server.answer(request, await server.parse(request, requests.CompletionRequest))
 
-    @app.post("/v1/chat/completions", **_described(ChatCompletionRequest, ChatCompletionResponse, streams=True))
+    @app.post(
+        "/v1/chat/completions",
+        **_described(requests.ChatCompletionRequest, responses.ChatCompletionResponse, streams=True),
+    )
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        return await server.answer(request, await server.parse(request, ChatCompletionRequest))
+        return await server.answer(request, await server.parse(request, requests.ChatCompletionRequest))
 
-    @app.post("/tokenize", **_described(TokenizeRequest, TokenizeResponse))
+    @app.post("/tokenize", **_described(requests.TokenizeRequest, responses.TokenizeResponse))
     async def tokenize(request: Request) -> Response:
         """Return the token ids of a text or a conversation."""
-        body = await server.parse(request, TokenizeRequest)
+        body = await server.parse(request, requests.TokenizeRequest)
         server.served.check_name(body.model)
         return _json(await server.in_thread(request, tokenized, body, server.served))
 
-    @app.post("/detokenize", **_described(DetokenizeRequest, DetokenizeResponse))
+    @app.post("/detokenize", **_described(requests.DetokenizeRequest, responses.DetokenizeResponse))
     async def detokenize(request: Request) -> Response:
         """Return the text of token ids."""
-        body = await server.parse(request, DetokenizeRequest)
+        body = await server.parse(request, requests.DetokenizeRequest)
         server.served.check_name(body.model)
         return _json(await server.in_thread(request, detokenized, body, server.served))
 
@@ -255,26 +248,29 @@ def _add_policy(app: FastAPI, server: Server) -> None:
     @app.get(
         "/admin/policy",
         tags=["admin"],
-        responses={200: {"model": PolicyInfo}, 401: _ERRORS[401], 503: _ERRORS[503]},
+        responses={200: {"model": requests.PolicyInfo}, 401: _ERRORS[401], 503: _ERRORS[503]},
         response_model=None,
     )
     async def policy() -> Response:
         """Return the policy that decides, and its options as they are in force."""
-        return _json(PolicyInfo.of(server.engine.policy).model_dump())
+        return _json(requests.PolicyInfo.of(server.engine.policy).model_dump())
 
     if not server.settings.api_keys:
         return  # nobody may change a server without keys; `_handle_errors` says so to those who try
 
-    described = _described(PolicyUpdate, PolicyInfo, tag="admin")
-    described["responses"][409] = {"model": ErrorBody, "description": "Only a new start can change this option."}
+    described = _described(requests.PolicyUpdate, requests.PolicyInfo, tag="admin")
+    described["responses"][409] = {
+        "model": responses.ErrorBody,
+        "description": "Only a new start can change this option.",
+    }
 
     @app.post("/admin/policy", **described)
     async def update_policy(request: Request) -> Response:
         """Change options of the policy between two steps: requests that run go on."""
-        body = await server.parse(request, PolicyUpdate)
+        body = await server.parse(request, requests.PolicyUpdate)
         if (refusal := _not_serving(server)) is not None:
             return refusal
-        return _json(PolicyInfo.of(await server.update_policy(request, body)).model_dump())
+        return _json(requests.PolicyInfo.of(await server.update_policy(request, body)).model_dump())
 
 
 def _not_serving(server: Server) -> Response | None:

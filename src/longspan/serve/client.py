@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from collections import deque
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Literal
 
 import msgspec
@@ -20,30 +21,8 @@ from anyio.to_thread import run_sync
 
 from longspan.policy import PolicySettings, option_text
 from longspan.runtime.child import make_run_dir, start_child
+from longspan.serve import messages
 from longspan.serve.errors import EngineLostError, PolicyRefusedError, QueueFullError, RequestFailedError
-from longspan.serve.messages import (
-    Accepted,
-    Add,
-    Cancel,
-    Command,
-    Delta,
-    EngineSetup,
-    Failed,
-    FinishedChoice,
-    NotStarted,
-    PolicyRefused,
-    PolicySet,
-    QueueFull,
-    Quit,
-    Report,
-    Restarted,
-    Restarting,
-    SetPolicy,
-    Started,
-    Stats,
-    StepOutputs,
-    address,
-)
 from longspan.text.input_processor import EngineRequest
 
 _log = logging.getLogger("longspan")
@@ -55,8 +34,6 @@ _LAST_WORDS_S = 0.2
 """The last messages of an engine core that has ended may be on their way for so long."""
 _RESTART_TIMEOUT_S = 900.0
 """An engine core that starts new workers may say nothing for so long."""
-_NUM_TICKS = 8
-"""Silence is measured in so many parts: one is long if this process was stopped, but not all are."""
 
 
 class EngineClient:
@@ -69,32 +46,32 @@ class EngineClient:
         policy: the settings in force, once started.
         on_step: called with all that metrics are made of.
         on_loss: called when an engine core that has served is lost.
-        down: set when the state is.
+        down: set when the state is so.
     """
 
-    def __init__(self, setup: EngineSetup) -> None:
+    def __init__(self, setup: messages.EngineSetup) -> None:
         self.state: Literal["starting", "serving", "restarting", "down"] = "starting"
-        self.started: Started | None = None
-        self.stats: Stats | None = None
+        self.started: messages.Started | None = None
+        self.stats: messages.Stats | None = None
         self.policy: PolicySettings
-        self.on_step: Callable[[StepOutputs], None] = lambda _: None
+        self.on_step: Callable[[messages.StepOutputs], None] = lambda _: None
         self.on_loss: Callable[[], None] = lambda: None
         self.down = asyncio.Event()
         self._setup = setup
-        self._first: asyncio.Future[Started] = asyncio.get_running_loop().create_future()
+        self._first: asyncio.Future[messages.Started] = asyncio.get_running_loop().create_future()
         self._numbers = itertools.count()
         self._waiting: dict[int, tuple[OutputQueue, int]] = {}
         self._policy_changes: dict[str, str] = {}  # to set a new engine core as the last one was
         self._policy_answers: dict[int, asyncio.Future[PolicySettings]] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: zmq.asyncio.Socket | None = None
-        self._connected = self._was_heard = False
+        self._connected = False
         self._keeper: asyncio.Task[None] | None = None
         self._num_starts = 0
         self._closing = False
-        self._reports: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
+        self._reports: msgspec.msgpack.Decoder[messages.Report] = msgspec.msgpack.Decoder(messages.Report)
 
-    async def start(self) -> Started:
+    async def start(self) -> messages.Started:
         """Start the engine core and wait until it can serve.
 
         Raises:
@@ -119,7 +96,7 @@ class EngineClient:
             for index, engine_request in enumerate(engine_requests):
                 number = next(self._numbers)
                 self._waiting[number] = queue, index
-                self._send(Add(id=number, engine_request=engine_request))
+                self._send(messages.Add(id=number, engine_request=engine_request))
             await queue.accepted
         except BaseException:
             queue.close()
@@ -138,7 +115,7 @@ class EngineClient:
         number = next(self._numbers)
         answer: asyncio.Future[PolicySettings] = asyncio.get_running_loop().create_future()
         self._policy_answers[number] = answer
-        self._send(SetPolicy(number, options))
+        self._send(messages.SetPolicy(number, options))
         try:
             return await answer
         finally:
@@ -149,7 +126,7 @@ class EngineClient:
         self._closing = True
         self.fail_all("the server is shutting down")
         if self.state == "serving" and self._process is not None:  # else it would not listen: it is killed
-            self._send(Quit())
+            self._send(messages.Quit())
             waits = [asyncio.create_task(_ended(self._process))]
             if at_once is not None:
                 waits.append(asyncio.create_task(at_once.wait()))
@@ -172,27 +149,24 @@ class EngineClient:
         Raises:
             QueueFullError: when there is no room.
         """
-        setup, started, serving = self._setup, self.started, self.state == "serving"
+        setup, serving = self._setup, self.state == "serving"
         waiting = [
             queue.engine_requests[index]
             for queue, index in self._waiting.values()
             if not serving or not queue.accepted.done()
         ]
-        every = [*waiting, *engine_requests]
-        if setup.max_num_queued_reqs is not None:
-            most = setup.max_num_queued_reqs
-            if serving and started is not None:  # some may run at once
-                most += started.num_instances * started.max_num_seqs
-            if len(every) > most:
-                words = f"{len(every)} requests would wait for the engine, of at most {most}"
-                raise QueueFullError(f"{words} (--max-num-queued-reqs)")
-        if setup.max_num_queued_tokens is not None and waiting:
-            most, num_tokens = setup.max_num_queued_tokens, sum(len(one.token_ids) for one in every)
-            if serving and started is not None:
-                most += started.num_kv_blocks * started.block_size
-            if num_tokens > most:
-                words = f"prompts of {num_tokens} tokens would wait for the engine, of at most {most}"
-                raise QueueFullError(f"{words} (--max-num-queued-tokens)")
+        num_reqs = len(waiting) + len(engine_requests)
+        num_tokens = sum(len(one.token_ids) for one in (*waiting, *engine_requests))
+        room, room_tokens = setup.max_num_queued_reqs or inf, setup.max_num_queued_tokens or inf
+        if serving and self.started is not None:  # some may run at once
+            room += self.started.num_instances * self.started.max_num_seqs
+            room_tokens += self.started.num_kv_blocks * self.started.block_size
+        if num_reqs > room:
+            words = f"{num_reqs} requests would wait for the engine, of at most {room}"
+            raise QueueFullError(f"{words} (--max-num-queued-reqs)")
+        if waiting and num_tokens > room_tokens:
+            words = f"prompts of {num_tokens} tokens would wait for the engine, of at most {room_tokens}"
+            raise QueueFullError(f"{words} (--max-num-queued-tokens)")
 
     def _queues(self) -> set[OutputQueue]:
         return {queue for queue, _ in self._waiting.values()}
@@ -205,9 +179,9 @@ class EngineClient:
     def _cancel(self, queue: OutputQueue) -> None:
         for number in [number for number, (other, _) in self._waiting.items() if other is queue]:
             del self._waiting[number]
-            self._send(Cancel(number))
+            self._send(messages.Cancel(number))
 
-    def _send(self, command: Command) -> None:
+    def _send(self, command: messages.Command) -> None:
         """Put a command into the socket's own queue, which has no bound; a process that starts gets it later."""
         if self._socket is not None and self._connected:
             # The asyncio socket's own method: after a plain one, a message that comes meanwhile would wake nobody.
@@ -242,7 +216,7 @@ class EngineClient:
         try:
             socket = context.socket(zmq.PAIR)
             socket.sndhwm = socket.rcvhwm = 0
-            socket.bind(address(folder))
+            socket.bind(messages.address(folder))
             self._process = process = start_child(_ENGINE_MODULE, folder)
             assert process.stdin is not None, "a child has a pipe"
             try:
@@ -275,67 +249,59 @@ class EngineClient:
 
     async def _hear(self, process: subprocess.Popen[bytes], socket: zmq.asyncio.Socket) -> str:
         """Take all that an engine core says until it ends or falls silent; return which of the two."""
-        listener, silent = asyncio.create_task(self._listen(socket)), asyncio.create_task(self._silence())
-        ended = asyncio.create_task(_ended(process))
+        listener, ended = asyncio.create_task(self._listen(socket)), asyncio.create_task(_ended(process))
         try:
-            await asyncio.wait({listener, ended, silent}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({listener, ended}, return_when=asyncio.FIRST_COMPLETED)
             self.state = "restarting"
             if not listener.done():
                 await asyncio.wait({listener}, timeout=_LAST_WORDS_S)
             if listener.done():
-                listener.result()  # it ends by an error only
-            if silent.done():
-                return f"the engine core has said nothing for {silent.result():g} s (--engine-timeout)"
+                return f"the engine core has said nothing for {listener.result():g} s (--engine-timeout)"
             return f"the engine core ended with code {await ended}"
         finally:
-            for task in (listener, ended, silent):
-                task.cancel()
+            listener.cancel()
+            ended.cancel()
 
-    async def _silence(self) -> float:
-        """Wait until an engine core that has started says nothing for too long; return for how many seconds."""
-        silent_s, limit_s = 0.0, self._setup.engine_timeout_s
-        while silent_s < (limit_s if self.state == "serving" else _RESTART_TIMEOUT_S):
-            self._was_heard = False
-            await asyncio.sleep(limit_s / _NUM_TICKS)
-            silent_s = 0.0 if self._was_heard or not self._connected else silent_s + limit_s / _NUM_TICKS
-        return silent_s
+    async def _listen(self, socket: zmq.asyncio.Socket) -> float:
+        """Take what comes until an engine core that has started says nothing for too long; return how many seconds."""
+        limit_s = 0.0  # until it has started, which takes as long as it takes
+        # If this process was stopped, time was up before anything could come: the second wait is for that.
+        while not limit_s or await socket.poll(int(limit_s * 1000)) or await socket.poll(int(limit_s * 500)):
+            self._take(self._reports.decode(await socket.recv()))
+            if self._connected:
+                limit_s = self._setup.engine_timeout_s if self.state == "serving" else _RESTART_TIMEOUT_S
+        return limit_s
 
-    async def _listen(self, socket: zmq.asyncio.Socket) -> None:
-        while True:
-            report = self._reports.decode(await socket.recv())
-            self._was_heard = True
-            self._take(report)
-
-    def _take(self, report: Report) -> None:
+    def _take(self, report: messages.Report) -> None:
         match report:
-            case StepOutputs():
+            case messages.StepOutputs():
                 self._take_step(report)
-            case Accepted(number) if number in self._waiting:
+            case messages.Accepted(number) if number in self._waiting:
                 queue, index = self._waiting[number]
                 queue.accept(index)
-            case QueueFull(number, reason) if number in self._waiting:
+            case messages.QueueFull(number, reason) if number in self._waiting:
                 self._fail(self._waiting[number][0], QueueFullError(reason))
-            case Failed(number, reason, param) if number in self._waiting:
+            case messages.Failed(number, reason, param) if number in self._waiting:
                 self._fail(self._waiting[number][0], RequestFailedError(reason, param))
-            case PolicySet() | PolicyRefused():
+            case messages.PolicySet() | messages.PolicyRefused():
                 self._take_policy(report)
-            case Started():
+            case messages.Started():
                 self.started, self.state, self._connected = report, "serving", True
                 self.policy = report.policy
                 self._replay()
                 if not self._first.done():
                     self._first.set_result(report)
-            case NotStarted():
+            case messages.NotStarted():
                 error = ValueError(report.reason) if report.is_mistake else EngineLostError(report.reason)
                 if not self._first.done():
                     self._first.set_exception(error)
-            case Restarting(reason):
+            case messages.Restarting(reason):
                 _log.error("%s; new workers are being started", reason)
                 self.state = "restarting"
-            case Restarted():
+            case messages.Restarted():
                 self.state = "serving"
 
-    def _take_step(self, outputs: StepOutputs) -> None:
+    def _take_step(self, outputs: messages.StepOutputs) -> None:
         self.on_step(outputs)
         if outputs.deltas:
             self._num_starts = 1
@@ -351,18 +317,16 @@ class EngineClient:
         if outputs.stats is not None:
             self.stats = outputs.stats
 
-    def _take_policy(self, report: PolicySet | PolicyRefused) -> None:
+    def _take_policy(self, report: messages.PolicySet | messages.PolicyRefused) -> None:
         """Take the answer to a change, whether somebody waits for it or a new engine core was set as the last one."""
-        answer = None if report.id is None else self._policy_answers.get(report.id)
-        if answer is not None and answer.done():
-            answer = None  # nobody waits for it any more
-        if isinstance(report, PolicySet):
+        answer = self._policy_answers.get(report.id) if report.id is not None else None
+        if isinstance(report, messages.PolicySet):
             self.policy = settings = report.settings
             if report.id is not None:
                 self._policy_changes = {name: option_text(settings.options[name]) for name in settings.changeable}
-            if answer is not None:
+            if answer is not None and not answer.done():
                 answer.set_result(settings)
-        elif answer is not None:
+        elif answer is not None and not answer.done():
             answer.set_exception(PolicyRefusedError(report.reason))
         elif report.id is None:
             words = "the policy is set as it was at the start: the engine refused what was changed since"
@@ -371,10 +335,10 @@ class EngineClient:
     def _replay(self) -> None:
         """Send what waits to a new engine core; what was accepted once stays accepted."""
         if self._policy_changes:
-            self._send(SetPolicy(None, self._policy_changes))
+            self._send(messages.SetPolicy(None, self._policy_changes))
         for number, (queue, index) in self._waiting.items():
             engine_request, is_accepted = queue.engine_requests[index], queue.accepted.done()
-            self._send(Add(id=number, engine_request=engine_request, is_accepted=is_accepted))
+            self._send(messages.Add(id=number, engine_request=engine_request, is_accepted=is_accepted))
 
 
 async def _ended(process: subprocess.Popen[bytes]) -> int:
@@ -382,7 +346,7 @@ async def _ended(process: subprocess.Popen[bytes]) -> int:
     return await run_sync(process.wait, abandon_on_cancel=True, limiter=CapacityLimiter(1))
 
 
-Output = tuple[int, Delta]
+Output = tuple[int, messages.Delta]
 """The index of an engine request, and new tokens of one of its choices."""
 _MOST_OUTPUTS = 64
 """So many are handed out at once: making their chunks is not to hold up the event loop."""
@@ -399,7 +363,7 @@ class OutputQueue:
     def __init__(self, engine_requests: Sequence[EngineRequest], cancel: Callable[[OutputQueue], None]) -> None:
         self.engine_requests = engine_requests
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.finished: list[tuple[int, FinishedChoice]] = []
+        self.finished: list[tuple[int, messages.FinishedChoice]] = []
         self._cancel = cancel
         self._unaccepted = set(range(len(engine_requests)))
         self._num_open = {index: request.params.n for index, request in enumerate(engine_requests)}
@@ -448,7 +412,7 @@ class OutputQueue:
         if not self._unaccepted and not self.accepted.done():
             self.accepted.set_result(None)
 
-    def put(self, index: int, delta: Delta) -> bool:
+    def put(self, index: int, delta: messages.Delta) -> bool:
         """Add a delta; return whether it is the last one of its engine request."""
         self._outputs.append((index, delta))
         if delta.finish_reason is not None and index in self._num_open:

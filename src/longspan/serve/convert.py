@@ -1,6 +1,7 @@
 """Requests: bytes to pydantic models within limits, and these to engine requests.
 
-This tokenizes, which takes a while for long prompts: call it in a thread.
+What a request asks for and this model or server cannot do is a WireError. This tokenizes, which takes a while for long
+prompts: call it in a thread.
 """
 
 from __future__ import annotations
@@ -65,12 +66,7 @@ class ServedModel:
 
 
 def read_request(model: type[RequestT], body: bytes, limits: RequestLimits) -> RequestT:
-    """Read the request that a body holds.
-
-    Raises:
-        WireError: when it is too large, has too many elements, is no JSON, nested too deeply, or not what `model`
-            describes.
-    """
+    """Read the request that a body holds, if it is what `model` describes, not too large and not nested too deeply."""
     if len(body) > limits.max_body_bytes:
         raise WireError(f"the body has more than {limits.max_body_bytes} bytes (--max-body-bytes)", status=413)
     with blaming(None):
@@ -83,8 +79,7 @@ def read_request(model: type[RequestT], body: bytes, limits: RequestLimits) -> R
     if not isinstance(value, dict):
         raise WireError("the body must be a JSON object")
     with blaming(None):
-        depth = _depth(value, limits.max_nesting)
-        limits.check("max_nesting", depth, "lists and objects lie too deep in one another", "flatten them")
+        limits.check("max_nesting", _depth(value), "lists and objects lie too deep in one another", "flatten them")
     try:
         return model.model_validate(value)
     except ValidationError as error:
@@ -110,28 +105,16 @@ def _num_opened(text: bytes) -> int:
     return text.count(b"{") + text.count(b"[")
 
 
-def _depth(value: object, enough: int) -> int:
-    """Count how deep lists and objects lie in one another, at most to one more than `enough`."""
-    level, depth = _children([value]), 0
-    while level and depth <= enough:
-        level, depth = [child for node in level for child in _children(node)], depth + 1
-    return depth
-
-
-def _children(node: object) -> list[object]:
-    """Return the lists and objects in a list or an object."""
-    children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
-    return [child for child in children if isinstance(child, dict | list)]
+def _depth(value: object) -> int:
+    """Count how deep lists and objects lie in one another; the parser of JSON has bounded it already."""
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max((_depth(child) for child in children if isinstance(child, dict | list)), default=0)
 
 
 def completion_requests(
     request: CompletionRequest, served: ServedModel, grammar: str | None = None
 ) -> list[EngineRequest]:
-    """Make one engine request per prompt, in order; `grammar` is what `grammar_of` returned, if it was called.
-
-    Raises:
-        WireError: when the request asks for what this model or server cannot do.
-    """
+    """Make one engine request per prompt, in order; `grammar` is what `grammar_of` returned, if it was called."""
     _check_sizes(request, served.limits)
     scored = (request.prompt_logprobs, request.logprobs if request.echo else None)
     params = _params(
@@ -171,11 +154,7 @@ def completion_requests(
 
 
 def chat_request(request: ChatCompletionRequest, served: ServedModel, grammar: str | None = None) -> EngineRequest:
-    """Make a conversation's engine request; for `grammar` see `completion_requests`.
-
-    Raises:
-        WireError: when the request asks for what this model or server cannot do.
-    """
+    """Make a conversation's engine request; for `grammar` see `completion_requests`."""
     _check_sizes(request, served.limits)
     name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     most: int | None = getattr(request, name)
@@ -196,11 +175,7 @@ def chat_request(request: ChatCompletionRequest, served: ServedModel, grammar: s
 
 
 def tokenized(request: TokenizeRequest, served: ServedModel) -> dict[str, Any]:
-    """Answer a request for tokens.
-
-    Raises:
-        WireError: when there is no tokenizer, the text is too long, or the conversation is wrong.
-    """
+    """Answer a request for tokens."""
 
     def check_chars(length: int) -> None:
         served.limits.check("max_tokenize_length", length, f"it has length {length}", "send it in parts")
@@ -220,11 +195,7 @@ def tokenized(request: TokenizeRequest, served: ServedModel) -> dict[str, Any]:
 
 
 def detokenized(request: DetokenizeRequest, served: ServedModel) -> dict[str, Any]:
-    """Answer a request for text; special tokens have the text that stands for them.
-
-    Raises:
-        WireError: when there is no tokenizer, or there are too many tokens, or one is not in the vocabulary.
-    """
+    """Answer a request for text; special tokens have the text that stands for them."""
     length, vocab_size = len(request.tokens), served.input_processor.vocab_size
     with blaming("tokens"):
         served.limits.check("max_tokenize_length", length, f"it has length {length}", "send it in parts")
@@ -244,11 +215,7 @@ def grammar_kind(request: GenerationRequest) -> str:
 
 
 def grammar_of(request: GenerationRequest, served: ServedModel) -> str:
-    """Return the grammar that the request's outputs must follow; empty if they are free.
-
-    Raises:
-        WireError: when it cannot be followed.
-    """
+    """Return the grammar that the request's outputs must follow; empty if they are free."""
     with blaming(None, {} if request.structured_outputs else {"structured_outputs": "response_format"}):
         form = structured_outputs(request)
         return "" if form is None else served.input_processor.grammar(form)
@@ -270,7 +237,6 @@ def structured_outputs(request: GenerationRequest) -> StructuredOutputsParams | 
 def _params(
     request: GenerationRequest, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
 ) -> SamplingParams:
-    """Make sampling params; raise a WireError for values that do not go together."""
     given: dict[str, Any] = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
     least = request.min_tokens or 0
     with blaming(None):

@@ -27,29 +27,7 @@ import zmq
 from longspan.core.request import FinishReason, Request
 from longspan.errors import WorkerLostError
 from longspan.runtime.executor.forkserver import start_server
-from longspan.serve.messages import (
-    Accepted,
-    Add,
-    Cancel,
-    Command,
-    EngineSetup,
-    Failed,
-    FinishedChoice,
-    NotStarted,
-    PolicyRefused,
-    PolicySet,
-    QueueFull,
-    Quit,
-    Report,
-    Restarted,
-    Restarting,
-    SetPolicy,
-    Started,
-    Stats,
-    StepOutputs,
-    address,
-    delta_of,
-)
+from longspan.serve import messages
 from longspan.service import Deployment
 from longspan.text.input_processor import EngineRequest
 from longspan.text.output_processor import RequestState
@@ -72,29 +50,29 @@ def main() -> None:
     if not line:  # the API server is gone already
         shutil.rmtree(folder, ignore_errors=True)
         return
-    setup = msgspec.json.decode(line, type=EngineSetup)
+    setup = msgspec.json.decode(line, type=messages.EngineSetup)
     threading.Thread(target=_end_with_server, args=(folder,), daemon=True).start()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     _log.setLevel(logging.INFO)
     logging.getLogger().setLevel(logging.WARNING)
     with zmq.Context() as context, closing(context.socket(zmq.PAIR)) as socket:
         socket.sndhwm = socket.rcvhwm = 0
-        socket.connect(address(folder))
+        socket.connect(messages.address(folder))
         sys.exit(_serve(setup, socket))
 
 
-def _serve(setup: EngineSetup, socket: zmq.Socket[bytes]) -> int:
+def _serve(setup: messages.EngineSetup, socket: zmq.Socket[bytes]) -> int:
     start_server()  # it imports beside us
     try:
         deployment = Deployment(setup.model, **setup.arguments)
     except (ValueError, WorkerLostError) as error:
-        report = NotStarted(reason=str(error), is_mistake=isinstance(error, ValueError))
+        report = messages.NotStarted(reason=str(error), is_mistake=isinstance(error, ValueError))
         socket.send(msgspec.msgpack.encode(report))
         return 1
     with deployment:
         files, config = deployment.files, deployment.engine.config
         pools = [deployment.engine.account.pool(instance) for instance in config.cluster.instances]
-        started = Started(
+        started = messages.Started(
             name=files.name,
             tokenizer_dir=None if deployment.input_processor.tokenizer is None else str(files.tokenizer_dir),
             trust_remote_code=files.trust_remote_code,
@@ -130,7 +108,6 @@ class _Served:
     state: RequestState
     sent: list[_Sent]
     num_losses: int = 0
-    sent_prompt_logprobs: bool = False
 
 
 @dataclass(kw_only=True)
@@ -143,12 +120,12 @@ class _Sent:
 class EngineLoop:
     """Serves one API server over `socket` until it says `Quit`."""
 
-    def __init__(self, deployment: Deployment, setup: EngineSetup, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, deployment: Deployment, setup: messages.EngineSetup, socket: zmq.Socket[bytes]) -> None:
         self._deployment, self._setup, self._socket = deployment, setup, socket
         self._engine = deployment.engine
         self._served: dict[int, _Served] = {}
         self._choices: dict[int, tuple[_Served, int]] = {}  # by request id of the engine
-        self._commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+        self._commands: msgspec.msgpack.Decoder[messages.Command] = msgspec.msgpack.Decoder(messages.Command)
         self._encoder = msgspec.msgpack.Encoder()
         self._num_attempts = self._num_restarts = 0
         self._stats_due_s = 0.0
@@ -177,65 +154,59 @@ class EngineLoop:
         if self._engine.has_unfinished:
             self._step()
         else:
-            self._send_outputs(StepOutputs(), with_stats=True)  # the API server is to hear that we live
+            self._send_outputs(messages.StepOutputs(), with_stats=True)  # the API server is to hear that we live
             # Raises when a worker is lost, ends when there is a command.
             self._deployment.executor.poll(self._setup.engine_timeout_s / 4)
 
-    def _obey(self, command: Command) -> None:
+    def _obey(self, command: messages.Command) -> None:
         match command:
-            case Add():
+            case messages.Add():
                 self._add(command)
-            case Cancel(id):
+            case messages.Cancel(id):
                 if id in self._served:
                     self._drop(self._served[id], "abort")
-            case SetPolicy(id, options):
-                self._set_policy(id, options)
-            case Quit():
+            case messages.SetPolicy(id, options):
+                try:
+                    self._deployment.update_policy(options)
+                    self._send(messages.PolicySet(self._deployment.policy_settings, id))
+                except ValueError as error:
+                    self._send(messages.PolicyRefused(id, str(error)))
+            case messages.Quit():
                 self._quitting = True
 
-    def _add(self, command: Add) -> None:
-        number = command.id
+    def _add(self, command: messages.Add) -> None:
+        number, engine_request = command.id, command.engine_request
         try:
-            engine_request = command.engine_request
             if not command.is_accepted and (reason := self._why_full(engine_request)) is not None:
-                self._send(QueueFull(number, reason))
+                self._send(messages.QueueFull(number, reason))
                 return
             state = RequestState(engine_request, self._deployment.input_processor.tokenizer)
             state.start(self._engine)
         except ValueError as error:  # the API server has checked it; what it overlooked must not end all the others
-            self._send(Failed(number, f"the engine refused the request: {error}"))
+            self._send(messages.Failed(number, f"the engine refused the request: {error}"))
             return
         served = _Served(id=number, state=state, sent=[_Sent() for _ in state.choices])
         self._served[number] = served
         for index, choice in enumerate(state.choices):
             self._choices[choice.request.id] = served, index
-        self._send(Accepted(number))
+        self._send(messages.Accepted(number))
 
-    def _set_policy(self, number: int | None, options: dict[str, str]) -> None:
-        try:
-            self._deployment.update_policy(options)
-        except ValueError as error:
-            self._send(PolicyRefused(number, str(error)))
-        else:
-            self._send(PolicySet(self._deployment.policy_settings, number))
-
-    def _why_full(self, engine_request: EngineRequest) -> str | None:
+    def _why_full(self, engine_request: EngineRequest, *, is_retry: bool = False) -> str | None:
         """Return why the queue has no room for an engine request, or None if it has."""
-        if self._lack_of_room(engine_request) is None:
-            return None
-        self._engine.emit()  # some that were added just now need not wait
-        return self._lack_of_room(engine_request)
-
-    def _lack_of_room(self, engine_request: EngineRequest) -> str | None:
         most, most_tokens = self._setup.max_num_queued_reqs, self._setup.max_num_queued_tokens
         load, num_tokens = self._engine.load(), len(engine_request.token_ids)
         if most is not None and load.num_waiting >= most:
-            return f"{load.num_waiting} requests are waiting, of at most {most} (--max-num-queued-reqs)"
+            reason = f"{load.num_waiting} requests are waiting, of at most {most} (--max-num-queued-reqs)"
         # Whatever its length, a prompt may wait alone.
-        if most_tokens is not None and load.num_waiting and load.num_waiting_tokens + num_tokens > most_tokens:
+        elif most_tokens is not None and load.num_waiting and load.num_waiting_tokens + num_tokens > most_tokens:
             words = f"prompts of {load.num_waiting_tokens} tokens are waiting: with another {num_tokens} they would be"
-            return f"{words} more than {most_tokens} (--max-num-queued-tokens)"
-        return None
+            reason = f"{words} more than {most_tokens} (--max-num-queued-tokens)"
+        else:
+            return None
+        if is_retry:
+            return reason
+        self._engine.emit()  # some that were added just now need not wait
+        return self._why_full(engine_request, is_retry=True)
 
     def _step(self) -> None:
         """Take completions of the workers, or wait for one, and send what they brought."""
@@ -246,10 +217,10 @@ class EngineLoop:
                 served, index = self._choices[request.id]
                 served.state.choices[index].take_new_tokens(self._engine)
                 touched[served.id] = served
-        outputs = StepOutputs()
+        outputs = messages.StepOutputs()
         for served in touched.values():
             if (reason := served.state.stuck) is not None:  # an output without an end is no answer
-                self._send(Failed(served.id, reason, "structured_outputs"))
+                self._send(messages.Failed(served.id, reason, "structured_outputs"))
                 self._drop(served, "error")
                 continue
             self._add_deltas(served, outputs)
@@ -257,7 +228,7 @@ class EngineLoop:
                 self._forget(served)
         self._send_outputs(outputs)
 
-    def _send_outputs(self, outputs: StepOutputs, *, with_stats: bool = False) -> None:
+    def _send_outputs(self, outputs: messages.StepOutputs, *, with_stats: bool = False) -> None:
         now = time.monotonic()
         if with_stats or now >= self._stats_due_s:
             self._stats_due_s = now + self._most_wait_s
@@ -266,20 +237,19 @@ class EngineLoop:
             return
         self._send(outputs)
 
-    def _add_deltas(self, served: _Served, outputs: StepOutputs) -> None:
+    def _add_deltas(self, served: _Served, outputs: messages.StepOutputs) -> None:
         for index, (choice, sent) in enumerate(zip(served.state.choices, served.sent, strict=True)):
             if choice.num_taken == sent.num_tokens and choice.finished == sent.finished:
                 continue
-            delta = delta_of(
+            delta = messages.delta_of(
                 served.id,
                 served.state,
                 index,
                 text_start=sent.num_characters,
                 token_start=sent.num_tokens,
-                with_prompt=not served.sent_prompt_logprobs,
+                with_prompt=not any(other.num_tokens for other in served.sent),
             )
             outputs.deltas.append(delta)
-            served.sent_prompt_logprobs = True
             request = choice.request
             if request.choice == 0 and sent.num_tokens == 0 and request.metrics.ttft_s is not None:
                 outputs.ttft_s.append(request.metrics.ttft_s)
@@ -292,7 +262,7 @@ class EngineLoop:
 
     def _drop(self, served: _Served, reason: FinishReason) -> None:
         """End a request that nobody waits for; blocks that a step in flight names are freed when it completes."""
-        outputs = StepOutputs()
+        outputs = messages.StepOutputs()
         for choice, sent in zip(served.state.choices, served.sent, strict=True):
             if not sent.finished:
                 self._engine.finish(choice.request, reason)
@@ -307,20 +277,22 @@ class EngineLoop:
 
     def _restart(self, error: WorkerLostError) -> None:
         _log.error("%s; starting new workers", error)
-        self._send(Restarting(str(error)))
+        self._send(messages.Restarting(str(error)))
         failed = []
         for served in self._served.values():
             if any(choice.request.group for choice in served.state.choices):
                 served.num_losses += 1
                 if served.num_losses >= _MOST_LOSSES:
                     failed.append(served)
-                    self._send(Failed(served.id, f"workers were lost {_MOST_LOSSES} times while this request ran"))
+                    self._send(
+                        messages.Failed(served.id, f"workers were lost {_MOST_LOSSES} times while this request ran")
+                    )
         self._start_workers(error)
         for served in failed:  # not before: the engine tells workers to free what they hold, and there were none
             self._drop(served, "error")
         self._num_restarts += 1
-        self._send(Restarted())
-        self._send_outputs(StepOutputs(), with_stats=True)  # nothing runs any more
+        self._send(messages.Restarted())
+        self._send_outputs(messages.StepOutputs(), with_stats=True)  # nothing runs any more
 
     def _start_workers(self, error: Exception) -> None:
         while True:
@@ -337,9 +309,9 @@ class EngineLoop:
                 self._deployment.executor.wakeup = self._socket
                 return
 
-    def _stats(self) -> Stats:
+    def _stats(self) -> messages.Stats:
         load = self._engine.load()
-        return Stats(
+        return messages.Stats(
             num_running=load.num_running,
             num_waiting=load.num_waiting,
             num_restarts=self._num_restarts,
@@ -351,15 +323,15 @@ class EngineLoop:
             bytes_sent=dict(self._engine.bytes_sent),
         )
 
-    def _send(self, report: Report) -> None:
+    def _send(self, report: messages.Report) -> None:
         self._socket.send(self._encoder.encode(report))
 
 
-def _finished(request: Request, served: _Served) -> FinishedChoice:
+def _finished(request: Request, served: _Served) -> messages.FinishedChoice:
     metrics, reason = request.metrics, request.finish_reason
     assert reason is not None and metrics.finished_s is not None, "it has finished"
     arrival, scheduled, ttft = metrics.arrival_s, metrics.scheduled_s, metrics.ttft_s
-    return FinishedChoice(
+    return messages.FinishedChoice(
         id=served.id,
         reason=reason,
         num_prompt_tokens=len(request.prompt),

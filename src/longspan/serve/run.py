@@ -7,7 +7,7 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from pathlib import Path
 
 import uvicorn
@@ -141,9 +141,9 @@ async def _serve_until_stopped(server: Server, signals: _Signals) -> int:
     return 0 if drained else 128 + signals.numbers[-1]
 
 
-async def _first_of(*waits: object) -> object:
+async def _first_of(*waits: Awaitable[object]) -> object:
     """Return the result of whichever is done first, and cancel the others."""
-    tasks = [asyncio.ensure_future(wait) for wait in waits]  # type: ignore[call-overload]
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return done.pop().result()

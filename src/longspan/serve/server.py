@@ -57,10 +57,9 @@ _END = b"data: [DONE]\n\n"
 
 
 class Server:
-    """The engine client, the model and the limits that routes share.
+    """The engine client, the model and the limits that routes share. While it drains, it takes nothing new.
 
-    Attributes:
-        draining: whether the server is about to stop and takes nothing new.
+    What it does raises a `ServeError` where a request cannot be answered.
     """
 
     def __init__(self, engine: EngineClient, input_processor: InputProcessor, settings: ServerSettings) -> None:
@@ -108,23 +107,13 @@ class Server:
             return await pool.run(read_request, model, body, self.settings.limits)
 
     async def in_thread(self, request: Request, function: Callable[..., ResultT], *arguments: object) -> ResultT:
-        """Render, tokenize or the like beside the event loop, as long as the client is there.
-
-        Raises:
-            ClientGoneError, DeadlineError: see `Watch`.
-        """
+        """Render, tokenize or the like beside the event loop, as long as the client is there."""
         texts = await self._texts_pool(request)
         with self._watch(request).held():
             return await texts.run(function, *arguments)
 
     async def answer(self, request: Request, body: CompletionRequest | ChatCompletionRequest) -> Response:
-        """Serve a request for text, whole or as a stream.
-
-        Raises:
-            QueueFullError: when there is no place in the queue.
-            EngineLostError: when the engine cannot answer.
-            ClientGoneError, DeadlineError: see `Watch`.
-        """
+        """Serve a request for text, whole or as a stream."""
         self.check_open()
         self.served.check_name(body.model)
         texts = await self._texts_pool(request)
@@ -146,12 +135,7 @@ class Server:
         return Response(whole, media_type="application/json")
 
     async def update_policy(self, request: Request, body: PolicyUpdate) -> PolicySettings:
-        """Change options of the policy and return its settings.
-
-        Raises:
-            WireError: when one cannot change, or not to that.
-            EngineLostError: when the engine is lost before it says so.
-        """
+        """Change options of the policy and return its settings."""
         options = body.options(self.engine.policy)
         with blaming(next(iter(options)) if len(options) == 1 else None), self._watch(request).held():
             changed = await self.engine.update_policy(options)
@@ -284,11 +268,7 @@ class EventStream(Response):
         await self._send(send, b"".join(map(_event, self._assembler.last_chunks())))
 
     async def _send(self, send: Send, data: bytes, *, is_last: bool = False) -> None:
-        """Wait for a slow reader, but not for ever; outputs that come meanwhile are then sent in one piece.
-
-        Raises:
-            TimeoutError: when the client reads nothing for too long.
-        """
+        """Wait for a slow reader, but not for ever; outputs that come meanwhile are then sent in one piece."""
         if data:
             async with asyncio.timeout(self._settings.reader_timeout_s):
                 await send({"type": "http.response.body", "body": data, "more_body": not is_last})

@@ -16,7 +16,6 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from longspan.serve.client import OutputQueue
-from longspan.serve.messages import FinishedChoice
 from longspan.serve.middleware import path_of
 
 _TRACED = frozenset({"/v1/completions", "/v1/chat/completions"})
@@ -119,12 +118,7 @@ def _attributes(outputs: OutputQueue) -> Iterator[tuple[str, float]]:
         yield "gen_ai.latency.time_to_first_token", min(firsts)
     if queued := [one.queue_s for one in finished if one.queue_s is not None]:
         yield "gen_ai.latency.time_in_queue", max(queued)
-    if computed := [times for one in finished if (times := _computed_s(one)) is not None]:
+    if computed := [(one.prefill_s or 0.0, one.decode_s or 0.0) for one in finished if one.ttft_s is not None]:
         yield "gen_ai.latency.time_in_model_prefill", max(prefill_s for prefill_s, _ in computed)
         yield "gen_ai.latency.time_in_model_decode", max(decode_s for _, decode_s in computed)
         yield "gen_ai.latency.time_in_model_inference", max(map(sum, computed))
-
-
-def _computed_s(choice: FinishedChoice) -> tuple[float, float] | None:
-    """Return the seconds of prefill and decode."""
-    return None if choice.prefill_s is None or choice.decode_s is None else (choice.prefill_s, choice.decode_s)
