@@ -31,16 +31,11 @@ def error_body(status: int, message: str, *, param: str | None = None, code: str
 
 
 def error_response(
-    status: int,
-    message: str,
-    *,
-    param: str | None = None,
-    code: str | None = None,
-    retry_after_s: int | None = None,
+    status: int, message: str, *, retry_after_s: int | None = None, **fields: str | None
 ) -> JSONResponse:
-    """Return an answer with this HTTP status; `retry_after_s` says when to come again."""
+    """Return an answer with the body of `error_body`; `retry_after_s` says when to come again."""
     headers = {} if retry_after_s is None else {"retry-after": str(retry_after_s)}
-    return JSONResponse(error_body(status, message, param=param, code=code), status_code=status, headers=headers)
+    return JSONResponse(error_body(status, message, **fields), status_code=status, headers=headers)
 
 
 _MAX_ECHO = 60

@@ -35,8 +35,7 @@ class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
 class Add(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """An engine request under an id that the API server has chosen; its grammar stands for its structured output.
 
-    Attributes:
-        is_accepted: it had a place in the queue of an engine core that was lost, and has one now.
+    If it `is_accepted`, it had a place in the queue of an engine core that was lost, and has one now.
     """
 
     id: int
@@ -70,12 +69,7 @@ Command = Add | Cancel | SetPolicy | Quit
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """New tokens of one choice, from the engine core to the answer; see `outputs.CompletionOutput`.
 
-    Attributes:
-        id: the request.
-        choice: its number among the request's choices.
-        logprobs: of the new tokens; None unless asked for.
-        num_cached_tokens: prompt tokens whose KV was there already.
-        prompt_logprobs: with the first delta of a request, if asked for.
+    Logprobs are there if asked for, those of the prompt with the first delta of a request.
     """
 
     id: int
@@ -163,11 +157,7 @@ class QueueFull(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """A request ends with an error; the other ones go on.
-
-    Attributes:
-        param: the field of the request that is the cause; None when its sender is not to blame.
-    """
+    """A request ends with an error, of which its sender is not to blame unless there is a `param`; others go on."""
 
     id: int
     reason: str
@@ -175,11 +165,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class FinishedChoice(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A choice has finished: what metrics and traces say of it.
-
-    Attributes:
-        queue_s, prefill_s, decode_s, ttft_s, e2e_s: seconds per stage; None for a stage that it never reached.
-    """
+    """A choice has finished: what metrics and traces say of it. Of a stage that it never reached, seconds are None."""
 
     id: int
     reason: FinishReason
@@ -218,8 +204,7 @@ class StepOutputs(msgspec.Struct, tag=True, kw_only=True):
     """All that one engine step has brought.
 
     Attributes:
-        ttft_s: of requests that got their first token.
-        num_prompt_tokens: of these requests together.
+        ttft_s, num_prompt_tokens: of requests that got their first token, the latter of all together.
         tbt_s: between each new token and the one before it in its choice.
     """
 
@@ -241,18 +226,8 @@ class Restarted(msgspec.Struct, frozen=True, tag=True):
     """New workers have started, and requests go on."""
 
 
-Report = (
-    Started
-    | NotStarted
-    | PolicySet
-    | PolicyRefused
-    | Accepted
-    | QueueFull
-    | Failed
-    | StepOutputs
-    | Restarting
-    | Restarted
-)
+_Answer = Accepted | QueueFull | Failed | PolicySet | PolicyRefused
+Report = Started | NotStarted | Restarting | Restarted | StepOutputs | _Answer
 
 
 def address(folder: str) -> str:

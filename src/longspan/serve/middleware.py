@@ -132,7 +132,12 @@ class BodyLimit:
             refusal = await self._read(receive, chunks)
             if refusal is None:
                 chunks[:] = [b"".join(chunks)]  # it is kept once
-                await self._serve(chunks[0], scope, receive, send)
+                whole: list[Message] = [{"type": "http.request", "body": chunks[0], "more_body": False}]
+
+                async def receive_whole() -> Message:
+                    return whole.pop() if whole else await receive()
+
+                await self._app(scope, receive_whole, send)
             else:
                 await refusal(scope, receive, send)
         except _GoneError:  # nobody is left who could be answered
@@ -163,18 +168,6 @@ class BodyLimit:
             answer.headers["connection"] = "close"  # who is slow need not be listened to any longer
             return answer
         return None
-
-    async def _serve(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
-        given = False
-
-        async def receive_whole() -> Message:
-            nonlocal given
-            if given:
-                return await receive()
-            given = True
-            return {"type": "http.request", "body": body, "more_body": False}
-
-        await self._app(scope, receive_whole, send)
 
     def _too_large(self) -> Response:
         return error_response(413, f"the body has more than {self._max_bytes} bytes (--max-body-bytes)")

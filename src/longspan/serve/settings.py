@@ -171,9 +171,7 @@ class ServerSettings:
     ] = 8_000_000
     engine_timeout_s: Annotated[
         float,
-        _server(
-            "Seconds of silence after which the engine process is taken for lost.", name="engine-timeout", minimum=10
-        ),
+        _server("Seconds of silence after which the engine core is taken for lost.", name="engine-timeout", minimum=10),
     ] = 60.0
     request_timeout_s: Annotated[
         float | None,
