@@ -157,8 +157,8 @@ def _by_coupled(parts: Sequence[ScheduledPart]) -> tuple[tuple[ScheduledPart, ..
     """Returns a batch for each set of instances that these parts connect, in ascending order."""
     if not parts:
         return ()
-    groups = {_touched(part) for part in parts}
-    if len(groups) == 1:
+    groups = {_touched(part) for part in parts} if len(parts) > 1 else ()
+    if len(groups) <= 1:
         return (tuple(parts),)
     coupled_sets = coupled_instances(groups)
     coupled_with = {i: number for number, coupled in enumerate(coupled_sets) for i in coupled}
