@@ -40,7 +40,7 @@ _log = logging.getLogger("longspan")
 
 
 class Deployment:
-    """A model served by worker processes; close it with `shutdown`, or use it as a context manager.
+    """A model served by workers, in processes or threads; close it with `shutdown`, or use it as a context manager.
 
     Args:
         given: what `EngineArgs` has, `model` first and the others by name.

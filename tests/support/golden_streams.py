@@ -1,4 +1,4 @@
-"""Forty workloads and the steps that they took: `python tests/golden_streams.py` records them anew.
+"""Some 45 workloads and the steps that they took: `python tests/test_golden.py` records them anew.
 
 A change of the scheduling code that is meant to change no decision leaves every stream as it is.
 """

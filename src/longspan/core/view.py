@@ -162,7 +162,7 @@ class ClusterView:
     """The view: all that a policy may look at.
 
     Attributes:
-        max_num_batched_tokens, max_num_seqs: the bounds of a step, see `Limits`.
+        max_num_batched_tokens, max_num_seqs: the bounds of a step on one instance.
         waiting: requests that hold no KV, first come first.
         busy: instances that have a step in flight.
         full: instances that can be given no further step now.

@@ -1,1 +1,1 @@
-"""Costs: bytes and seconds of exchanges, from plain numbers, and the choices that follow from them."""
+"""Costs: bytes and seconds of exchanges and steps, from plain numbers."""

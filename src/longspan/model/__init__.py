@@ -1,1 +1,1 @@
-"""Models from Hugging Face transformers: sources, the shared weight store, the adapter and the tokenizer."""
+"""Models from Hugging Face transformers: sources, the shared weight store, sharding and the adapter."""

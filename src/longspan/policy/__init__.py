@@ -32,7 +32,7 @@ class PolicySpec(Generic[OptionsT, PolicyT]):
     Attributes:
         options: the dataclass of its options, which checks them.
         make: makes the policy for the instances that prefill, in order of proximity, with its options and the `Facts`
-            of model and hardware (not named here: a policy that prices nothing loads no cost model).
+            of model and hardware.
         capacity: counts the instances whose pools one request can fill; by default, the policy's attribute says so.
         check_prompt: raises ValueError for a prompt of a length that the policy cannot place.
         changeable: the options that may change while it serves.
@@ -153,7 +153,7 @@ def make_policy(
     Raises:
         ValueError: for an unknown name or option, a bad value, or a policy that cannot run on so many instances.
     """
-    from longspan.policy.choosing import Facts  # noqa: PLC0415 - a policy that prices nothing loads no cost model
+    from longspan.policy.choosing import Facts  # noqa: PLC0415 - importing the registry loads no cost model
 
     facts = facts or Facts()
     if name == "auto" and facts.has_roles:

@@ -1,4 +1,4 @@
-"""Child processes: all are started here, and each is to end when its standard input closes, so with its parent."""
+"""Long-lived child processes: each is to end when its standard input closes, so with its parent."""
 
 from __future__ import annotations
 
