@@ -208,12 +208,10 @@ class Watch:
                 yield
             finally:
                 gone.cancel()
+        if scope.cancelled_caught and gone.done():
+            raise ClientGoneError
         if scope.cancelled_caught:
-            raise (
-                ClientGoneError
-                if gone.done()
-                else DeadlineError(f"the request was not done within {self._timeout_s:g} s")
-            )
+            raise DeadlineError(f"the request was not done within {self._timeout_s:g} s")
 
 
 async def _disconnected(receive: Receive) -> None:
