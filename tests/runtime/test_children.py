@@ -27,7 +27,7 @@ def test_a_server_that_has_ended_leaves_no_pipe_open() -> None:
 def start_engine(events: Path) -> None:
     async def start() -> None:
         client = EngineClient(
-            EngineSetup(model=str(events), arguments={}, max_num_queued_reqs=None, max_num_queued_tokens=None)
+            EngineSetup(model=str(events), arguments={}, max_num_queued_reqs=1024, max_num_queued_tokens=2**20)
         )
         try:
             await client.start()

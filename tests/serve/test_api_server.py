@@ -82,7 +82,7 @@ async def serving(events: Path, **settings: Any) -> AsyncIterator[ApiServer]:
 
 
 async def serve_fake(events: Path, port: int = 0, **settings: Any) -> int:
-    setup = EngineSetup(model=str(events), arguments={}, max_num_queued_reqs=None, max_num_queued_tokens=None)
+    setup = EngineSetup(model=str(events), arguments={}, max_num_queued_reqs=1024, max_num_queued_tokens=2**20)
     return await serve(setup, ServerSettings(model_names=("fake",), port=port, **settings))
 
 

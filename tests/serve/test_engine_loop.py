@@ -123,7 +123,7 @@ class ApiServer:
         self.num_first = self.num_prompt_tokens = self.num_gaps = 0
         self.states: list[str] = []
         self._commands: deque[bytes] = deque()
-        setup = EngineSetup(model="", arguments={}, max_num_queued_reqs=3, max_num_queued_tokens=None)
+        setup = EngineSetup(model="", arguments={}, max_num_queued_reqs=3, max_num_queued_tokens=2**20)
         self.loop = EngineLoop(self.cluster, setup, self)  # type: ignore[arg-type]
         self._decoder = msgspec.msgpack.Decoder(Report)
 

@@ -40,7 +40,7 @@ def engine_request(what: int, max_tokens: int = 3) -> EngineRequest:
 
 @asynccontextmanager
 async def started(
-    events: Path, max_engine_requests: int | None = None, most_tokens: int | None = None, engine_timeout_s: float = 60.0
+    events: Path, max_engine_requests: int = 1024, most_tokens: int = 2**20, engine_timeout_s: float = 60.0
 ) -> AsyncIterator[EngineClient]:
     """A client whose engine runs; it must leave nothing behind."""
     client = EngineClient(

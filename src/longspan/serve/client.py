@@ -10,7 +10,6 @@ import shutil
 import subprocess
 from collections import deque
 from collections.abc import Callable, Sequence
-from math import inf
 from typing import Literal
 
 import msgspec
@@ -41,9 +40,7 @@ class EngineClient:
 
     Attributes:
         state: `serving` when requests are computed; `down` when no engine core could be kept alive.
-        started: what the first engine core said of the model.
-        stats: the latest.
-        policy: the settings in force, once started.
+        started, stats, policy: the latest that an engine core has said of them.
         on_step: called with all that metrics are made of.
         on_loss: called when an engine core that has served is lost.
         down: set when the state is so.
@@ -157,7 +154,7 @@ class EngineClient:
         ]
         num_reqs = len(waiting) + len(engine_requests)
         num_tokens = sum(len(one.token_ids) for one in (*waiting, *engine_requests))
-        room, room_tokens = setup.max_num_queued_reqs or inf, setup.max_num_queued_tokens or inf
+        room, room_tokens = setup.max_num_queued_reqs, setup.max_num_queued_tokens
         if serving and self.started is not None:  # some may run at once
             room += self.started.num_instances * self.started.max_num_seqs
             room_tokens += self.started.num_kv_blocks * self.started.block_size
@@ -266,7 +263,7 @@ class EngineClient:
         """Take what comes until an engine core that has started says nothing for too long; return how many seconds."""
         limit_s = 0.0  # until it has started, which takes as long as it takes
         # If this process was stopped, time was up before anything could come: the second wait is for that.
-        while not limit_s or await socket.poll(int(limit_s * 1000)) or await socket.poll(int(limit_s * 500)):
+        while not limit_s or await socket.poll(int(limit_s * 750)) or await socket.poll(int(limit_s * 250)):
             self._take(self._reports.decode(await socket.recv()))
             if self._connected:
                 limit_s = self._setup.engine_timeout_s if self.state == "serving" else _RESTART_TIMEOUT_S
@@ -355,6 +352,8 @@ _MOST_OUTPUTS = 64
 class OutputQueue:
     """Holds what came for an HTTP request and was not taken; close it to cancel what has not come.
 
+    Who takes from it when the rest cannot come gets an EngineLostError, or the QueueFullError that says why.
+
     Attributes:
         accepted: done when the engine core has queued all engine requests; its exception says why it has not.
         finished: the choices that have finished, each with the index of its engine request.
@@ -374,11 +373,7 @@ class OutputQueue:
         self._changed = asyncio.Event()
 
     async def get(self) -> list[Output]:
-        """Take what has come; wait if there is nothing; return nothing when all has been taken.
-
-        Raises:
-            EngineLostError, QueueFullError: when the rest cannot come.
-        """
+        """Take what has come; wait if there is nothing; return nothing when all has been taken."""
         while not self._outputs and self._error is None and self._num_open:
             await self._change()
         taken = [self._outputs.popleft() for _ in range(min(len(self._outputs), _MOST_OUTPUTS))]
@@ -388,11 +383,7 @@ class OutputQueue:
         return taken
 
     async def get_all(self) -> list[Output]:
-        """Wait until everything has come, and return it; until then nothing counts as taken.
-
-        Raises:
-            EngineLostError, QueueFullError: when it cannot be completed.
-        """
+        """Wait until everything has come, and return it; until then nothing counts as taken."""
         while self._num_open and self._error is None:
             await self._change()
         if self._error is not None:

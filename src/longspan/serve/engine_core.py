@@ -195,10 +195,10 @@ class EngineLoop:
         """Return why the queue has no room for an engine request, or None if it has."""
         most, most_tokens = self._setup.max_num_queued_reqs, self._setup.max_num_queued_tokens
         load, num_tokens = self._engine.load(), len(engine_request.token_ids)
-        if most is not None and load.num_waiting >= most:
+        if load.num_waiting >= most:
             reason = f"{load.num_waiting} requests are waiting, of at most {most} (--max-num-queued-reqs)"
         # Whatever its length, a prompt may wait alone.
-        elif most_tokens is not None and load.num_waiting and load.num_waiting_tokens + num_tokens > most_tokens:
+        elif load.num_waiting and load.num_waiting_tokens + num_tokens > most_tokens:
             words = f"prompts of {load.num_waiting_tokens} tokens are waiting: with another {num_tokens} they would be"
             reason = f"{words} more than {most_tokens} (--max-num-queued-tokens)"
         else:

@@ -20,15 +20,15 @@ class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         arguments: of `Deployment`, by name.
-        max_num_queued_reqs, max_num_queued_tokens: bounds of what waits; None for none.
+        max_num_queued_reqs, max_num_queued_tokens: bounds of what waits.
         engine_timeout_s: an engine core that serves and says nothing for so long is taken for lost; with nothing
             else to say, it sends `Stats` four times as often.
     """
 
     model: str
     arguments: dict[str, Any]
-    max_num_queued_reqs: int | None
-    max_num_queued_tokens: int | None
+    max_num_queued_reqs: int
+    max_num_queued_tokens: int
     engine_timeout_s: float = 60.0
 
 

@@ -171,11 +171,7 @@ def exactly_one(*names: str) -> Schema:
 
 
 def check_exactly_one(values: Mapping[str, object]) -> None:
-    """Check that one of these fields is given.
-
-    Raises:
-        WireError: if none is, or more than one.
-    """
+    """Raise a WireError unless one of these fields is given, and no other."""
     given = [name for name, value in values.items() if value is not None and value is not False]
     if len(given) != 1:
         raise WireError(f"exactly one of {', '.join(values)} must be given, but {' and '.join(given) or 'none'} is")

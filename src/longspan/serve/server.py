@@ -313,11 +313,7 @@ class WorkerPool:
         return self._limiter.statistics().tasks_waiting
 
     async def run(self, function: Callable[..., ResultT], *arguments: object) -> ResultT:
-        """Return the function's result.
-
-        Raises:
-            QueueFullError: when `max_waiting` others have not begun yet.
-        """
+        """Return the function's result; raise a QueueFullError when `max_waiting` others have not begun yet."""
         if self._max_waiting is not None and self.num_waiting >= self._max_waiting:
             raise QueueFullError(f"{self.num_waiting} {self._name} are waiting already")
         place = object()

@@ -218,10 +218,9 @@ class ServerSettings:
             )
 
     def check_queue(self, num_prompts: int, num_tokens: int) -> None:
-        """Check that the prompts of one request, which have so many tokens together, find room in an empty queue.
+        """Raise a ValueError if the prompts of one request would not fit into an empty queue.
 
-        Raises:
-            ValueError: if they do not: to come again later would not help.
+        To come again later would not help.
         """
         if num_prompts > self.max_num_queued_reqs:
             raise ValueError(
