@@ -12,7 +12,6 @@ from starlette.testclient import TestClient
 from longspan.policy import PolicySettings
 from longspan.serve.app import make_app
 from longspan.serve.client import EngineClient, OutputQueue
-from longspan.serve.errors import PolicyRefusedError
 from longspan.serve.messages import Delta, FinishedChoice, Started, Stats, StepOutputs
 from longspan.serve.server import Server
 from longspan.serve.settings import ServerSettings
@@ -67,7 +66,7 @@ class FakeEngine:
     async def update_policy(self, options: dict[str, str]) -> PolicySettings:
         self.updates.append(options)
         if self.failure is not None:
-            raise PolicyRefusedError(str(self.failure))
+            raise ValueError(str(self.failure))
         self.policy = PolicySettings(name="tetris", options=POLICY.options | options, changeable=POLICY.changeable)
         return self.policy
 

@@ -21,7 +21,7 @@ from anyio.to_thread import run_sync
 from longspan.policy import PolicySettings, option_text
 from longspan.runtime.child import make_run_dir, start_child
 from longspan.serve import messages
-from longspan.serve.errors import EngineLostError, PolicyRefusedError, QueueFullError, RequestFailedError
+from longspan.serve.errors import EngineLostError, QueueFullError, RequestFailedError
 from longspan.text.input_processor import EngineRequest
 
 _log = logging.getLogger("longspan")
@@ -104,7 +104,7 @@ class EngineClient:
         """Change options of the policy, also for engine cores to come; return its settings then.
 
         Raises:
-            PolicyRefusedError: when the engine refuses one; nothing has changed then.
+            ValueError: when the engine refuses one; nothing has changed then.
             EngineLostError: when there is no engine, or none any more.
         """
         if self._closing or not self._connected:
@@ -324,7 +324,7 @@ class EngineClient:
             if answer is not None and not answer.done():
                 answer.set_result(settings)
         elif answer is not None and not answer.done():
-            answer.set_exception(PolicyRefusedError(report.reason))
+            answer.set_exception(ValueError(report.reason))
         elif report.id is None:
             words = "the policy is set as it was at the start: the engine refused what was changed since"
             _log.warning("%s: %s", words, report.reason)

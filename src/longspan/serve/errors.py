@@ -84,10 +84,6 @@ class RequestFailedError(EngineLostError):
         self.param, self.status = param, 500 if param is None else 400
 
 
-class PolicyRefusedError(ValueError):
-    """The engine core did not change an option; the message says why."""
-
-
 class ClientGoneError(ServeError):
     """Nobody waits for the answer: the client has disconnected."""
 

@@ -54,13 +54,13 @@ class RequestContext:
         scope["root_path"] = self._root_path
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
-        begin_s, status, place = time.monotonic(), 0, object()
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
+        begin_s, place = time.monotonic(), object()
 
         async def send_with_id(message: Message) -> None:
-            nonlocal status
             if message["type"] == "http.response.start":
-                status = message["status"]
+                state["status"] = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
@@ -71,7 +71,7 @@ class RequestContext:
             self._open_requests.remove(place)
             spent_s = time.monotonic() - begin_s
             path = quote(scope["path"])  # so that nobody writes lines of their own into the log
-            _log.info("%s %s %s %.3f s %s", scope["method"], path, status or "-", spent_s, request_id)
+            _log.info("%s %s %s %.3f s %s", scope["method"], path, state.get("status", "-"), spent_s, request_id)
 
 
 class Gate:

@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import SpanKind, StatusCode, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from longspan.serve.client import OutputQueue
 from longspan.serve.middleware import path_of
@@ -62,21 +62,15 @@ class Tracing:
         if path_of(scope) not in _TRACED:
             await self._app(scope, receive, send)
             return
-        begin_ns, status = time.time_ns(), _SERVER_ERROR  # what is raised in here is answered so
-
-        async def send_seen(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
+        begin_ns = time.time_ns()
         try:
-            await self._app(scope, receive, send_seen)
+            await self._app(scope, receive, send)
         finally:
-            self._make_span(scope, begin_ns, status)
+            self._make_span(scope, begin_ns)
 
-    def _make_span(self, scope: Scope, begin_ns: int, status: int) -> None:
+    def _make_span(self, scope: Scope, begin_ns: int) -> None:
         """Make the span of one request; it is a child of the client's `traceparent`, if there is one."""
+        status = scope["state"].get("status", _SERVER_ERROR)  # what was raised is answered so
         outputs: OutputQueue | None = scope["state"].get("outputs")
         span = self._tracer.start_span(
             "llm_request",
