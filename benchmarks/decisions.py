@@ -15,7 +15,8 @@ import random
 import statistics
 import time
 
-from longspan.policy.tetris.planner import Planner, Prompt, SpTimes
+from longspan.cost.profile import PrefillTime
+from longspan.policy.tetris.planner import Planner, Prompt
 
 SIZES = (8, 16, 32, 64, 128)
 _PER_HOST = 8
@@ -23,9 +24,9 @@ _OTHER_HOSTS = (1, 3, 6, 7, 12, 16)
 """Instances of a host, of the last and most of `SIZES`."""
 
 
-def times_of(size: int) -> SpTimes:
+def times_of(size: int) -> PrefillTime:
     """Returns times of an 8B model on `size` A100: about those of Table 1."""
-    return SpTimes(
+    return PrefillTime(
         start_s=0.02 + 0.02 * (size - 1), token_s=6.5e-5 / size, cached_s=1.1e-9 / size, square_s=5e-10 / size
     )
 

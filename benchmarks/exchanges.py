@@ -85,7 +85,7 @@ class Runner:
                 chain = _chain(table.predict(model, 2, length) or ())
                 for (members, exchange), options in {(1, "local"): _SINGLE, **settings, (2, "chain"): chain}.items():
                     seconds = (self.ttft_s(length, options),)
-                    profile = profile.with_prefill(
+                    profile = profile.with_measured(
                         Prefill(members=members, exchange=exchange, new_tokens=length, cached_tokens=0, seconds=seconds)
                     )
         self._llm.facts = replace(self._llm.facts, profile=profile, partitions=table)

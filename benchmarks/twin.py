@@ -181,10 +181,8 @@ class Twin:
 
 def _joined(before: Profile, after: Profile) -> Profile:
     """Adds the times of another profile, but takes that one's of links."""
-    for prefill in after.prefills:
-        before = before.with_prefill(prefill)
-    for decode in after.decodes:
-        before = before.with_decode(decode)
+    for measured in after.prefills + after.decodes:
+        before = before.with_measured(measured)
     for transfer in after.transfers:
         before = before.with_transfer(transfer)
     return before
@@ -192,7 +190,7 @@ def _joined(before: Profile, after: Profile) -> Profile:
 
 def _drift(before: Profile, after: Profile) -> float:
     """Measures seconds of prefills on one instance, by seconds of the same before."""
-    pairs = [(one.median_s, after.find(1, "local", one.new_tokens, one.cached_tokens)) for one in before.prefills]
+    pairs = [(one.median_s, after.find(one)) for one in before.prefills if one.members == 1]
     return statistics.geometric_mean(other.median_s / seconds for seconds, other in pairs if other is not None)
 
 

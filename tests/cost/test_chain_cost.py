@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan.cost.partitions import chain_ttft_s, even, search
-from longspan.cost.profile import LinkFit, TimeFit
+from longspan.cost.profile import LinkFit, PrefillTime
 
 FREE = LayerCost(
     qkv_s=1.0, rest_s=2.0, attention_s=0.5, kv_bytes=0, bytes_per_s=1.0, latency_s=0.0, dense=True
@@ -58,7 +58,7 @@ def test_a_later_member_waits_for_the_keys_of_an_earlier_one() -> None:
 
 def test_a_chain_takes_what_one_instance_and_a_link_showed() -> None:
     """Alone, all layers together take the fitted time, but for what every prompt takes."""
-    alone = TimeFit(start_s=0.5, token_s=1e-3, cached_s=2e-6, square_s=1e-6, mean_error=0, max_error=0, num_samples=9)
+    alone = PrefillTime(start_s=0.5, token_s=1e-3, cached_s=2e-6, square_s=1e-6)
     link = LinkFit(start_s=1e-4, bytes_per_s=1e9, max_error=0)
     found_s = chain_ttft_s((4000,), alone, link, num_layers=6, kv_bytes=100)
     assert found_s == pytest.approx(alone.seconds(4000) - 0.5, rel=1e-3)

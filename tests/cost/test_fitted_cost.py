@@ -42,12 +42,12 @@ def profile(*, decodes: bool = True) -> Profile:
         for new in (200, 1000, 4000):
             for cached in (0, 500, 8000):
                 seconds = (prefill_s(members, new, cached),)
-                found = found.with_prefill(Prefill(new_tokens=new, cached_tokens=cached, seconds=seconds, **kind))
+                found = found.with_measured(Prefill(new_tokens=new, cached_tokens=cached, seconds=seconds, **kind))
         kind["exchange"] = "ring_q" if members > 1 else "local"
         for batch in (1, 4, 8) if decodes else ():
             for context in (100, 2000):
                 seconds = (decode_s(members, *[context] * batch),)
-                found = found.with_decode(Decode(batch=batch, context_tokens=context, seconds=seconds, **kind))
+                found = found.with_measured(Decode(batch=batch, context_tokens=context, seconds=seconds, **kind))
     return found
 
 
@@ -94,7 +94,7 @@ def test_a_chain_that_is_cut_unevenly_on_purpose_counts_as_it_is() -> None:
     chain = profile()
     for length in (200, 1000, 4000):
         took = Prefill(members=2, exchange="chain", new_tokens=length, cached_tokens=0, seconds=(length * 1e-3,))
-        chain = chain.with_prefill(took)
+        chain = chain.with_measured(took)
     even = part(0, 0, 500, 0, 1, exchange=CHAIN)
     assert [sum(map(len, runs)) for runs in even.runs] == [200, 300]
     uneven = replace(even, runs=shard_span("contiguous", 0, 500, 2, align=BLOCK_SIZE, fractions=(0.6, 0.4)))
@@ -105,7 +105,7 @@ def test_a_chain_that_is_cut_unevenly_on_purpose_counts_as_it_is() -> None:
 
 def test_measured_prompts_count_as_their_busiest_member_too() -> None:
     few = Prefill(members=2, exchange="ring_kv", new_tokens=60, cached_tokens=0, seconds=(0.5,))
-    same = fitted(profile().with_prefill(few)).seconds(
+    same = fitted(profile().with_measured(few)).seconds(
         Forward(number=0, parts=(part(0, 0, 60, 0, 1, exchange=RING_KV),))
     )
     assert same == dict.fromkeys((0, 1), pytest.approx(0.5, rel=0.02))
@@ -148,7 +148,7 @@ def test_members_that_compute_tokens_of_others_wait_for_each_other() -> None:
     for batch, more in ((1, 0.5), (2, 0.7), (4, 9.0)):
         took = decode_s(2, *[1000] * batch) + more
         sizes: dict[str, Any] = {"members": 2, "exchange": "ring_q", "batch": batch, "context_tokens": 1000}
-        measured = measured.with_decode(Decode(**sizes, singles=2, seconds=(took,)))
+        measured = measured.with_measured(Decode(**sizes, singles=2, seconds=(took,)))
     assert measured.decode_fits() == profile().decode_fits()
     cost = fitted(measured)
 
@@ -209,7 +209,7 @@ def test_old_profiles_are_read_and_decodes_are_kept() -> None:
     assert Profile.from_json(with_decodes.to_json()) == with_decodes
     old = profile(decodes=False).to_json().replace(',\n "decodes": []', "")
     assert '"decodes"' not in old and Profile.from_json(old) == profile(decodes=False)
-    twice = with_decodes.with_decode(with_decodes.decodes[0])
+    twice = with_decodes.with_measured(with_decodes.decodes[0])
     assert len(twice.decodes) == len(with_decodes.decodes) and len(twice.decodes[-1].seconds) == 2
 
 

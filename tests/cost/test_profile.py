@@ -26,9 +26,7 @@ from longspan.cost.profile import (
 )
 from longspan.profiling.plan import (
     SHARED,
-    DecodeTask,
     Room,
-    Task,
     all_missing,
     default_lengths,
     kinds_of_links,
@@ -128,12 +126,12 @@ def test_links_of_one_size_or_without_bytes_have_no_speed(samples: list[tuple[in
 
 
 def test_times_add_up_and_survive_the_file() -> None:
-    profile = Profile(profile_key=SUBJECT).with_prefill(prefill(512, 0, 3.0)).with_prefill(prefill(512, 0, 1.0, 2.0))
-    profile = profile.with_prefill(prefill(512, 8, 9.0))
-    found = profile.find(2, RING_KV, 512, 0)
+    profile = Profile(profile_key=SUBJECT).with_measured(prefill(512, 0, 3.0)).with_measured(prefill(512, 0, 1.0, 2.0))
+    profile = profile.with_measured(prefill(512, 8, 9.0))
+    found = profile.find(prefill(512, 0))
     assert found is not None and found.seconds == (3.0, 1.0, 2.0)
     assert (found.median_s, num_prompts(profile)) == (2.0, 4)
-    assert profile.find(3, RING_KV, 512, 0) is None
+    assert profile.find(prefill(512, 0, members=3)) is None
     assert Profile.from_json(profile.to_json()) == profile
 
 
@@ -172,10 +170,10 @@ def test_fits_are_of_groups() -> None:
     assert profile.fits() == {}
     for new, cached in PROMPTS:
         kv, q = 1e-4 * (new + cached), 3e-4 * new
-        profile = profile.with_prefill(prefill(new, cached, kv)).with_prefill(
+        profile = profile.with_measured(prefill(new, cached, kv)).with_measured(
             prefill(new, cached, q, exchange="ring_q")
         )
-        profile = profile.with_prefill(prefill(new, cached, 1e-3 * new, members=1, exchange="local"))
+        profile = profile.with_measured(prefill(new, cached, 1e-3 * new, members=1, exchange="local"))
     assert list(profile.fits()) == [(1, LOCAL), (2, RING_KV), (2, RING_Q)]
 
 
@@ -216,7 +214,7 @@ def test_hardware_as_it_showed() -> None:
     profile = Profile(profile_key=SUBJECT)
     for new, cached in PROMPTS:
         seconds = 1e-3 * new + pair_s * new * (cached + new / 2)
-        profile = profile.with_prefill(prefill(new, cached, seconds, members=1, exchange="local"))
+        profile = profile.with_measured(prefill(new, cached, seconds, members=1, exchange="local"))
     assert profile.hardware(shape) is None, "no link is known"
     for size in (1000, 2000):
         profile = profile.with_transfer(transfer("point_to_point", size, size / 1e8))
@@ -248,11 +246,11 @@ def test_what_is_missing_is_measured_in_turns_and_once() -> None:
     assert tasks == [*once, *once]
     alone, decodes = [LOCAL] * 2, [LOCAL] * 3  # batches of up to four of the longest
     with_singles = [RING_Q] * 3
-    assert [task.exchange for task in once] == [*alone, *decodes, *SHARED, *SHARED, *[RING_Q] * 3, *with_singles]
-    assert [task.singles for task in once if isinstance(task, DecodeTask)] == [*[0] * 6, *[2] * 3]
-    assert [task.batch for task in once[2:5] if isinstance(task, DecodeTask)] == [1, 2, 4]
+    assert [task.kind[1] for task in once] == [*alone, *decodes, *SHARED, *SHARED, *[RING_Q] * 3, *with_singles]
+    assert [task.singles for task in once if isinstance(task, Decode)] == [*[0] * 6, *[2] * 3]
+    assert [task.batch for task in once[2:5] if isinstance(task, Decode)] == [1, 2, 4]
     for task in tasks[:2]:
-        profile = profile.with_prefill(prefill(task.new_tokens, task.cached_tokens, 1.0, members=1, exchange="local"))
+        profile = profile.with_measured(timed(task, 1.0))
     assert all_missing(profile, {1, 2}, prompts, ROOM, 2) == tasks[2:]
     assert len(all_missing(profile, {1, 2}, prompts, ROOM, 3)) == 3 * len(once) - 2
 
@@ -262,55 +260,47 @@ def test_the_quickest_exchange_is_measured_twice_as_often() -> None:
     profile, prompts, room = Profile(profile_key=SUBJECT), [(512, 0), (16, 512)], ROOM
     seconds = {"ring_kv": 1.0, "ring_q": 0.9, "alltoall": 1.1, "gather_kv": 1.2, "chain": 1.3, "local": 2.0}
     for task in all_missing(profile, {1, 2}, prompts, room, 2):
-        if isinstance(task, Task):
-            profile = profile.with_prefill(timed_prefill(task, seconds[str(task.exchange)]))
-        else:
-            profile = profile.with_decode(timed_decode(task))
+        profile = profile.with_measured(timed(task, seconds[task.exchange]))
     assert {len(one.seconds) for one in (*profile.prefills, *profile.decodes)} == {2}
     again = all_missing(profile, {1, 2}, prompts, room, 2)
     wanted = [(RING_Q, 512, 0), (RING_Q, 16, 512)]
     assert named(again) == [*wanted, *wanted]
     for task in again:
-        assert isinstance(task, Task)
-        profile = profile.with_prefill(timed_prefill(task, 1.5 if task.cached_tokens else 0.9))
+        assert isinstance(task, Prefill)
+        profile = profile.with_measured(timed(task, 1.5 if task.cached_tokens else 0.9))
     again = all_missing(profile, {1, 2}, prompts, room, 2)
     assert named(again) == [(RING_KV, 16, 512)] * 2
-    profile = profile.with_prefill(timed_prefill(again[0], 1.0))
+    profile = profile.with_measured(timed(again[0], 1.0))
     assert all_missing(profile, {1, 2}, prompts, room, 2) == again[1:]
-    assert not all_missing(profile.with_prefill(timed_prefill(again[1], 1.0)), {1, 2}, prompts, room, 2)
+    assert not all_missing(profile.with_measured(timed(again[1], 1.0)), {1, 2}, prompts, room, 2)
 
 
-def timed_prefill(task: Task | DecodeTask, seconds: float) -> Prefill:
-    assert isinstance(task, Task)
-    return prefill(task.new_tokens, task.cached_tokens, seconds, members=task.members, exchange=str(task.exchange))
+def timed(task: Prefill | Decode, seconds: float) -> Prefill | Decode:
+    return msgspec.structs.replace(task, seconds=(seconds,))
 
 
-def timed_decode(task: DecodeTask) -> Decode:
-    return Decode(**{**msgspec.structs.asdict(task), "exchange": str(task.exchange)}, seconds=(0.1,))
-
-
-def named(tasks: list[Task | DecodeTask]) -> list[tuple[Exchange, int, int]]:
-    return [(task.exchange, task.new_tokens, task.cached_tokens) for task in tasks if isinstance(task, Task)]
+def named(tasks: list[Prefill | Decode]) -> list[tuple[Exchange, int, int]]:
+    return [(task.kind[1], task.new_tokens, task.cached_tokens) for task in tasks if isinstance(task, Prefill)]
 
 
 def test_one_instance_is_measured_anew_beside_another_number_of_busy_ones() -> None:
     profile, prompts = Profile(profile_key=SUBJECT), [(512, 0), (16, 512)]
     tasks = all_missing(profile, {1}, prompts, ROOM, 1)
     for one in (prefill(512, 0, 1.0, members=1, exchange="local"), prefill(16, 512, 1.0, members=1, exchange="local")):
-        profile = profile.with_prefill(msgspec.structs.replace(one, beside=1))
-    profile = profile.with_prefill(prefill(512, 0, 1.0))
+        profile = profile.with_measured(msgspec.structs.replace(one, beside=1))
+    profile = profile.with_measured(prefill(512, 0, 1.0))
     assert all_missing(profile.of_one_beside(1), {1}, prompts, ROOM, 1) == tasks[2:]
     for busy in (0, 3):
         kept = profile.of_one_beside(busy)
-        assert all_missing(kept, {1}, prompts, ROOM, 1) == tasks and kept.find(2, RING_KV, 512, 0) is not None
-    profile = profile.with_prefill(prefill(512, 0, 2.0, members=1, exchange="local"))
+        assert all_missing(kept, {1}, prompts, ROOM, 1) == tasks and kept.find(prefill(512, 0)) is not None
+    profile = profile.with_measured(prefill(512, 0, 2.0, members=1, exchange="local"))
     assert [(one.seconds, one.beside) for one in profile.prefills if one.members == 1] == [((1.0,), 1), ((2.0,), 0)]
 
 
 def test_prompts_that_a_group_cannot_hold_are_left_out() -> None:
     room = msgspec.structs.replace(ROOM, num_blocks=4)  # 1,024 tokens of each member
     found = all_missing(Profile(profile_key=SUBJECT), {1, 2}, [(1023, 0), (1024, 0), (128, 1024)], room, 1)
-    prompts = {(task.members, task.new_tokens, task.cached_tokens) for task in found if isinstance(task, Task)}
+    prompts = {(task.members, task.new_tokens, task.cached_tokens) for task in found if isinstance(task, Prefill)}
     assert prompts == {(1, 1023, 0), (2, 1023, 0), (2, 1024, 0), (2, 128, 1024)}
 
 
@@ -319,7 +309,7 @@ def test_decodes_are_measured_behind_as_many_tokens_as_there_is_room_for() -> No
 
     def decodes(members: int, room: Room) -> list[tuple[int, int]]:
         found = all_missing(Profile(profile_key=SUBJECT), {members}, prompts, room, 1)
-        return [(task.batch, task.context_tokens) for task in found if isinstance(task, DecodeTask)]
+        return [(task.batch, task.context_tokens) for task in found if isinstance(task, Decode)]
 
     whole = [(1, 100), (1, 1000), (1, 8000), (2, 100), (2, 1000), (2, 8000), (4, 100), (4, 1000), (4, 8000)]
     assert decodes(1, ROOM) == [*whole, (8, 100), (8, 1000)]

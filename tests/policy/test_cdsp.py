@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from tetris_paper import Instance, Paper, numbers
 from tetris_paper import get_group as group_of_paper
 
+from longspan.cost.profile import PrefillTime
 from longspan.policy.tetris import FixedGroups
 from longspan.policy.tetris.execution import QueueTimes
-from longspan.policy.tetris.planner import Groups, Planner, Prompt, SpTimes
+from longspan.policy.tetris.planner import Groups, Planner, Prompt
 
 COEFFICIENTS = st.builds(
-    SpTimes,
+    PrefillTime,
     start_s=st.sampled_from([0.0, 0.01, 0.2]),
     token_s=st.sampled_from([1e-6, 1e-5, 4e-5]),
     cached_s=st.sampled_from([0.0, 1e-9, 3e-9]),
@@ -25,9 +26,9 @@ COEFFICIENTS = st.builds(
 )
 
 
-def ideal(size: int, *, start_s: float = 0.0) -> SpTimes:
+def ideal(size: int, *, start_s: float = 0.0) -> PrefillTime:
     """10,000 tokens a second on one instance, and even shares."""
-    return SpTimes(start_s=start_s, token_s=1e-4 / size, cached_s=0.0, square_s=0.0)
+    return PrefillTime(start_s=start_s, token_s=1e-4 / size, cached_s=0.0, square_s=0.0)
 
 
 @st.composite
@@ -143,7 +144,9 @@ def test_groups_that_many_cuts_come_to_are_looked_for_once(per_host: int, monkey
 
     monkeypatch.setattr(Groups, "__init__", counted)
     sizes = [1 << bit for bit in range(8)]
-    times = {n: SpTimes(start_s=0.02 * n, token_s=6.5e-5 / n, cached_s=1.1e-9 / n, square_s=5e-10 / n) for n in sizes}
+    times = {
+        n: PrefillTime(start_s=0.02 * n, token_s=6.5e-5 / n, cached_s=1.1e-9 / n, square_s=5e-10 / n) for n in sizes
+    }
     planner = Planner(times, [instance // per_host for instance in range(128)])
     draw = Random(per_host)
     for _ in range(200):
@@ -229,7 +232,7 @@ def test_groups_that_are_larger_than_usual_are_for_prompts_that_need_them() -> N
 
 
 @given(COEFFICIENTS, st.floats(0, 100), st.integers(0, 300_000))
-def test_the_quadratic_is_solved(times: SpTimes, budget_s: float, cached: int) -> None:
+def test_the_quadratic_is_solved(times: PrefillTime, budget_s: float, cached: int) -> None:
     tokens = times.most_tokens(budget_s, cached)
     if budget_s <= times.start_s:
         assert tokens == 0

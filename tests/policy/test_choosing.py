@@ -35,11 +35,11 @@ def machine(members: int, *, link_s: float, start_s: float = 0.0, exchanges: tup
     profile = Profile(profile_key=SUBJECT)
     for new, cached in PROMPTS:
         compute_s = 1e-4 * new + 1e-8 * new * (cached + new / 2)
-        profile = profile.with_prefill(prefill(new, cached, 1e-3 + compute_s, members=1, exchange="local"))
+        profile = profile.with_measured(prefill(new, cached, 1e-3 + compute_s, members=1, exchange="local"))
         for exchange in exchanges:
             sent = 5 * new if exchange == RING_Q else (new + cached) * (1 if exchange == RING_KV else 1.5)
             seconds = 1e-3 + start_s + compute_s / members + link_s * sent
-            profile = profile.with_prefill(prefill(new, cached, seconds, members=members, exchange=str(exchange)))
+            profile = profile.with_measured(prefill(new, cached, seconds, members=members, exchange=str(exchange)))
     return profile
 
 
@@ -47,7 +47,7 @@ def two_or_four() -> Profile:
     """A group of four starts later than one of two, and is quicker in the end; three were not measured."""
     profile = machine(2, link_s=0.0, start_s=0.05)
     for one in machine(4, link_s=0.0, start_s=0.2).prefills:
-        profile = profile if one.members == 1 else profile.with_prefill(one)
+        profile = profile if one.members == 1 else profile.with_measured(one)
     return profile
 
 

@@ -49,7 +49,7 @@ def machine(*sizes: int, start_s: float = 0.01) -> Facts:
             cached_tokens=0,
             seconds=(start_s * size + new * 5e-4 / size,),
         )
-        profile = profile.with_prefill(times)
+        profile = profile.with_measured(times)
     return Facts(profile=profile)
 
 
@@ -327,7 +327,7 @@ def test_measured_times_are_those_of_the_quickest_exchange() -> None:
     profile = facts.profile
     for new in (100, 1000):
         slower = Prefill(members=2, exchange="ring_q", new_tokens=new, cached_tokens=0, seconds=(new * 4e-4,))
-        profile = profile.with_prefill(slower)
+        profile = profile.with_measured(slower)
     facts = Facts(profile=profile)
     seconds = {
         exchanges: measured_times(facts, exchanges)[2].seconds(1000)

@@ -45,12 +45,12 @@ def profile(tmp_path: Path) -> Path:
         for new, cached in ((1000, 0), (8000, 0), (1000, 8000)):
             seconds = 0.01 + 5e-5 * new / members + 1e-10 * new * cached
             sizes: dict[str, Any] = {"members": members, "exchange": exchange}
-            found = found.with_prefill(Prefill(new_tokens=new, cached_tokens=cached, seconds=(seconds,), **sizes))
+            found = found.with_measured(Prefill(new_tokens=new, cached_tokens=cached, seconds=(seconds,), **sizes))
         for batch in (1, 4):
             for context in (1000, 8000):
                 sizes = {"members": members, "exchange": "local" if members == 1 else "ring_q"}
                 seconds = 0.012 + 1e-9 * batch * context
-                found = found.with_decode(Decode(batch=batch, context_tokens=context, seconds=(seconds,), **sizes))
+                found = found.with_measured(Decode(batch=batch, context_tokens=context, seconds=(seconds,), **sizes))
     path = tmp_path / "profile.json"
     path.write_text(found.to_json())
     return path

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from longspan.policy.tetris.planner import SpTimes
+from longspan.cost.profile import PrefillTime
 
 Allocation = list[tuple[int, frozenset[int]]]
 """A: the tokens and the instances of every chunk."""
@@ -34,7 +34,7 @@ class Instance:
 class Paper:
     """What all calls share: the models of Eq. 1 by size, the improvement rate, and what counts as too short."""
 
-    times: Mapping[int, SpTimes]
+    times: Mapping[int, PrefillTime]
     improvement_rate: float
     min_chunk: int
     chunking: bool = True

@@ -57,7 +57,7 @@ def machine(num_instances: int) -> Profile:
                 cached_tokens=cached,
                 seconds=(seconds,),
             )
-            profile = profile.with_prefill(times)
+            profile = profile.with_measured(times)
     return profile
 
 

@@ -143,9 +143,10 @@ def _seconds(profile: Profile) -> Table:
         "cached",
         *(_name(members, exchange) for members, exchange in kinds),
     )
+    median_s = {prefill.key: prefill.median_s for prefill in profile.prefills}
     for new, cached in sorted({(p.new_tokens, p.cached_tokens) for p in profile.prefills}, key=lambda at: at[::-1]):
-        found = (profile.find(*kind, new, cached) for kind in kinds)
-        table.add_row(f"{new:,}", f"{cached:,}", *("" if one is None else f"{one.median_s:.3f}" for one in found))
+        found = (median_s.get((*kind, new, cached)) for kind in kinds)
+        table.add_row(f"{new:,}", f"{cached:,}", *("" if one is None else f"{one:.3f}" for one in found))
     return table
 
 

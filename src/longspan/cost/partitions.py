@@ -17,7 +17,7 @@ from typing import ClassVar
 import msgspec
 
 from longspan.core.runs import shard_span
-from longspan.cost.profile import Count, LinkFit, Stored, TimeFit
+from longspan.cost.profile import Count, LinkFit, PrefillTime, Stored
 from longspan.errors import ParameterError
 
 Partition = tuple[int, ...]
@@ -253,7 +253,7 @@ def skewed(members: Sequence[Member], num_layers: int, *, rendezvous: bool = Fal
     return free_s
 
 
-def chain_ttft_s(partition: Partition, alone: TimeFit, link: LinkFit, *, num_layers: int, kv_bytes: float) -> float:
+def chain_ttft_s(partition: Partition, alone: PrefillTime, link: LinkFit, *, num_layers: int, kv_bytes: float) -> float:
     """Predicts when the last member of a chain is done, from the times of one instance and of a link.
 
     Those times do not tell projections from what is behind attention, so all counts as that.

@@ -27,6 +27,8 @@ Array = NDArray[np.float64]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Seconds = Annotated[tuple[Annotated[float, msgspec.Meta(gt=0)], ...], msgspec.Meta(min_length=1)]
 """The same thing was measured time after time."""
+MeasuredKey = tuple[int | str, ...]
+"""All fields of a prefill or a decode but its times: those with equal keys are times of the same thing."""
 
 
 class Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -77,6 +79,7 @@ class _Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     Attributes:
         members: how many instances shared each request; with one, the exchange is `local`.
+        seconds: none while it is only planned to be measured.
         beside: how many other instances of the machine were busy meanwhile.
     """
 
@@ -104,6 +107,10 @@ class Prefill(_Measured, frozen=True, kw_only=True):
     new_tokens: Count
     cached_tokens: Annotated[int, msgspec.Meta(ge=0)]
 
+    @property
+    def key(self) -> MeasuredKey:
+        return self.members, self.exchange, self.new_tokens, self.cached_tokens
+
 
 class Decode(_Measured, frozen=True, kw_only=True):
     """Seconds between tokens of several requests that decode together.
@@ -118,15 +125,9 @@ class Decode(_Measured, frozen=True, kw_only=True):
     context_tokens: Count
     singles: int = 0
 
-
-_MeasuredT = TypeVar("_MeasuredT", bound=_Measured)
-
-
-def _with(known: Iterable[_MeasuredT], before: _MeasuredT | None, after: _MeasuredT) -> tuple[_MeasuredT, ...]:
-    """Adds times to those `before` of the same, or replaces them where other numbers of instances were busy."""
-    if before is not None and before.beside == after.beside:
-        after = msgspec.structs.replace(after, seconds=before.seconds + after.seconds)
-    return (*(one for one in known if one is not before), after)
+    @property
+    def key(self) -> MeasuredKey:
+        return self.members, self.exchange, self.batch, self.context_tokens, self.singles
 
 
 TransferKind = Literal["point_to_point", "alltoall", "all_gather", "host_copy"]
@@ -152,17 +153,14 @@ class Profile(Stored, frozen=True, kw_only=True):
     transfers: tuple[Transfer, ...] = ()
     decodes: tuple[Decode, ...] = ()
 
-    def with_prefill(self, prefill: Prefill) -> Self:
-        """Returns a profile that also has these times of such a prefill; in place of those beside more or fewer
-        instances.
-        """
-        before = self.find(prefill.members, prefill.exchange, prefill.new_tokens, prefill.cached_tokens)
-        return msgspec.structs.replace(self, prefills=_with(self.prefills, before, prefill))
-
-    def with_decode(self, decode: Decode) -> Self:
-        """Does the same with a decode."""
-        key = decode.members, decode.exchange, decode.batch, decode.context_tokens, decode.singles
-        return msgspec.structs.replace(self, decodes=_with(self.decodes, self.find_decode(*key), decode))
+    def with_measured(self, measured: Prefill | Decode) -> Self:
+        """Returns a profile that also has these times; in place of those beside more or fewer instances."""
+        if (before := self.find(measured)) is not None and before.beside == measured.beside:
+            measured = msgspec.structs.replace(measured, seconds=before.seconds + measured.seconds)
+        if isinstance(measured, Prefill):
+            prefills = (*(one for one in self.prefills if one is not before), measured)
+            return msgspec.structs.replace(self, prefills=prefills)
+        return msgspec.structs.replace(self, decodes=(*(one for one in self.decodes if one is not before), measured))
 
     def with_transfer(self, transfer: Transfer) -> Self:
         """Returns a profile with these times of such a transfer, in place of those that it has."""
@@ -179,17 +177,14 @@ class Profile(Stored, frozen=True, kw_only=True):
         prefills, decodes = tuple(filter(stays, self.prefills)), tuple(filter(stays, self.decodes))
         return msgspec.structs.replace(self, prefills=prefills, decodes=decodes)
 
-    def find(self, members: int, exchange: Exchange | str, new_tokens: int, cached_tokens: int) -> Prefill | None:
-        wanted = (members, str(exchange), new_tokens, cached_tokens)
-        found = (p for p in self.prefills if (p.members, p.exchange, p.new_tokens, p.cached_tokens) == wanted)
-        return next(found, None)
+    def find(self, wanted: Prefill | Decode) -> Prefill | Decode | None:
+        """Returns the same thing with the times that it has here; None when it was not measured."""
+        key = wanted.key
+        return next((one for one in self.prefills + self.decodes if one.key == key), None)
 
-    def find_decode(
-        self, members: int, exchange: Exchange | str, batch: int, context_tokens: int, singles: int = 0
-    ) -> Decode | None:
-        wanted = (members, str(exchange), batch, context_tokens, singles)
-        found = (d for d in self.decodes if (d.members, d.exchange, d.batch, d.context_tokens, d.singles) == wanted)
-        return next(found, None)
+    def num_times(self, wanted: Prefill | Decode) -> int:
+        """Counts how often something was measured."""
+        return 0 if (found := self.find(wanted)) is None else len(found.seconds)
 
     def times(self, new_tokens: Callable[[Prefill], int] | None = None) -> dict[Kind, Times]:
         """Fits prefills, as far as there are measurements enough; by new tokens, or whatever else is told to count as
@@ -285,9 +280,9 @@ class Fit:
 FitT = TypeVar("FitT", bound=Fit)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TimeFit(Fit):
-    """T(L, P) = start_s + token_s L + cached_s P L + square_s L², for L new tokens behind P cached ones.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillTime:
+    """T(L, P) = start_s + token_s L + cached_s P L + square_s L² for L new tokens behind P cached ones (Tetris, Eq. 1).
 
     No term is negative, so that predictions are monotone in both lengths, also beyond what was measured.
     """
@@ -304,9 +299,22 @@ class TimeFit(Fit):
         """
         return (self.cached_s + 2 * self.square_s) / 2
 
-    def seconds(self, new_tokens: int, cached_tokens: int = 0) -> float:
+    def seconds(self, new_tokens: float, cached_tokens: float = 0) -> float:
         per_token = self.token_s + self.cached_s * cached_tokens + self.square_s * new_tokens
         return self.start_s + per_token * new_tokens
+
+    def most_tokens(self, budget_s: float, cached_tokens: float = 0) -> float:
+        """Returns the tokens that take so long: the root of the quadratic, in a form that does not cancel."""
+        rest = budget_s - self.start_s
+        if rest <= 0:
+            return 0.0
+        slope = self.token_s + self.cached_s * cached_tokens
+        return 2 * rest / (slope + math.sqrt(slope * slope + 4 * self.square_s * rest))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeFit(Fit, PrefillTime):
+    """Seconds of prefills as they were fitted."""
 
 
 @dataclass(frozen=True, kw_only=True)

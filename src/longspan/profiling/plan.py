@@ -9,26 +9,6 @@ import msgspec
 from longspan.core.exchange import CHAIN, LOCAL, RING_Q, Exchange, of_any_layout
 from longspan.cost.profile import Decode, Prefill, Profile, TransferKind
 
-
-class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """One prefill to measure, once."""
-
-    members: int
-    exchange: Exchange
-    new_tokens: int
-    cached_tokens: int
-
-
-class DecodeTask(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests that decode together, to measure once; `singles` are those of one instance, one on each member."""
-
-    members: int
-    exchange: Exchange
-    batch: int
-    context_tokens: int
-    singles: int = 0
-
-
 SHARED: tuple[Exchange, ...] = (*of_any_layout(), CHAIN)
 """The exchanges of groups that are measured."""
 DECODE_STEPS = 8
@@ -53,11 +33,6 @@ def kinds_of_links(num_ranks: int) -> set[tuple[TransferKind, int]]:
     return kinds
 
 
-def num_times(found: Prefill | Decode | None) -> int:
-    """Counts how often something was measured."""
-    return 0 if found is None else len(found.seconds)
-
-
 class Room(msgspec.Struct, frozen=True, kw_only=True):
     """The KV memory of each instance, in blocks, and the longest request that the model takes."""
 
@@ -71,7 +46,7 @@ class Room(msgspec.Struct, frozen=True, kw_only=True):
 
 def all_missing(
     profile: Profile, sizes: Collection[int], prompts: Sequence[tuple[int, int]], room: Room, repeats: int
-) -> list[Task | DecodeTask]:
+) -> list[Prefill | Decode]:
     """Returns what is left to measure in groups of these sizes; ask again once that is measured.
 
     All of it once before anything a second time: what else the machine does for a while spoils one time of each. Then
@@ -79,7 +54,7 @@ def all_missing(
     does not fit into the KV memory of a group is left out.
     """
     whole = [new for new, cached in prompts if not cached]
-    left: list[Task | DecodeTask] = []
+    left: list[Prefill | Decode] = []
     for times in range(1, repeats + 1):
         for size in sorted(sizes):
             left += _missing_prefills(profile, size, prompts, room, times)
@@ -87,38 +62,41 @@ def all_missing(
     return left or [task for size in sorted(sizes) for task in _missing_quickest(profile, size, prompts, room, repeats)]
 
 
+def _prefill(members: int, exchange: Exchange, new_tokens: int, cached_tokens: int) -> Prefill:
+    return Prefill(
+        members=members, exchange=str(exchange), new_tokens=new_tokens, cached_tokens=cached_tokens, seconds=()
+    )
+
+
 def _missing_prefills(
     profile: Profile, members: int, prompts: Iterable[tuple[int, int]], room: Room, times: int
-) -> list[Task]:
+) -> list[Prefill | Decode]:
     """Lists the prefills that fit into such groups and were timed fewer than `times` times."""
-    return [
-        Task(members=members, exchange=exchange, new_tokens=new, cached_tokens=cached)
+    every = [
+        _prefill(members, exchange, new, cached)
         for new, cached in prompts
         for exchange in (SHARED if members > 1 else (LOCAL,))
-        if room.holds(members, new + cached + 1) and num_times(profile.find(members, exchange, new, cached)) < times
+        if room.holds(members, new + cached + 1)
     ]
+    return [one for one in every if profile.num_times(one) < times]
 
 
 def _missing_quickest(
     profile: Profile, members: int, prompts: Iterable[tuple[int, int]], room: Room, repeats: int
-) -> list[Task]:
+) -> list[Prefill | Decode]:
     """Lists the quickest exchange of each prompt, once for each time that it lacks of twice `repeats`."""
-    quickest: list[Prefill] = []
+    quickest = []
     for new, cached in prompts if members > 1 else ():
         if room.holds(members, new + cached + 1):
-            found = (profile.find(members, exchange, new, cached) for exchange in SHARED)
+            found = (profile.find(_prefill(members, exchange, new, cached)) for exchange in SHARED)
             quickest.append(min((one for one in found if one is not None), key=lambda one: one.median_s))
-    return [
-        Task(members=members, exchange=one.kind[1], new_tokens=one.new_tokens, cached_tokens=one.cached_tokens)
-        for times in range(repeats, 2 * repeats)
-        for one in quickest
-        if num_times(one) <= times
-    ]
+    lacking = [one for times in range(repeats, 2 * repeats) for one in quickest if len(one.seconds) <= times]
+    return [msgspec.structs.replace(one, seconds=(), beside=0) for one in lacking]
 
 
 def _missing_decodes(
     profile: Profile, members: int, lengths: Sequence[int], room: Room, times: int
-) -> list[DecodeTask]:
+) -> list[Prefill | Decode]:
     """Lists the decodes that such groups timed fewer than `times` times.
 
     These are small and large batches behind the shortest, the middle and the longest of `lengths`, of which each
@@ -128,17 +106,14 @@ def _missing_decodes(
     longest = max(1, room.max_model_len - _BATCHES[-1] - DECODE_STEPS)
     shortest = members * room.block_size if members > 1 else 1
     every = sorted({min(longest, max(shortest, length)) for length in lengths})
-    exchange: Exchange = RING_Q if members > 1 else LOCAL
-    middle, tasks = every[len(every) // 2], []
+    exchange = str(RING_Q if members > 1 else LOCAL)
+    middle, found = every[len(every) // 2], []
     kinds = [(batch, context, 0) for batch in _BATCHES for context in sorted({every[0], middle, every[-1]})]
     if members > 1:
         kinds += [(batch, middle, members) for batch in _BATCHES_WITH_SINGLES]
     for batch, context, singles in kinds:
-        known = num_times(profile.find_decode(members, exchange, batch, context, singles))
         num_blocks = (batch + singles) * -(-(context + batch + DECODE_STEPS) // room.block_size)
-        fits = num_blocks <= room.num_blocks and batch * context <= _MOST_OF_LONGEST * every[-1]
-        if fits and known < times:
-            tasks.append(
-                DecodeTask(members=members, exchange=exchange, batch=batch, context_tokens=context, singles=singles)
-            )
-    return tasks
+        if num_blocks <= room.num_blocks and batch * context <= _MOST_OF_LONGEST * every[-1]:
+            sizes = {"batch": batch, "context_tokens": context, "singles": singles}
+            found.append(Decode(members=members, exchange=exchange, seconds=(), **sizes))
+    return [one for one in found if profile.num_times(one) < times]

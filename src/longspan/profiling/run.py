@@ -23,13 +23,10 @@ from longspan.policy.choosing import Facts
 from longspan.profiling import links
 from longspan.profiling.plan import (
     DECODE_STEPS,
-    DecodeTask,
     Room,
-    Task,
     all_missing,
     default_lengths,
     kinds_of_links,
-    num_times,
 )
 from longspan.profiling.store import load_partitions, load_profile, save_partitions, save_profile
 
@@ -134,19 +131,18 @@ def _prompts(lengths: Sequence[int] | None, room: Room) -> list[tuple[int, int]]
     return profiled_prompts(lengths, room.max_model_len)
 
 
-def _measured(llm: Instances, profile: Profile, task: Task | DecodeTask) -> Profile:
-    fields = msgspec.structs.asdict(task) | {"exchange": str(task.exchange), "beside": _beside(llm, task)}
-    if isinstance(task, DecodeTask):
-        return profile.with_decode(Decode(**fields, seconds=(_timed_decode(llm, profile, task),)))
-    time = num_times(profile.find(*msgspec.structs.astuple(task)))
-    return profile.with_prefill(Prefill(**fields, seconds=(_timed(llm, task, seed=f"{task}, time {time}"),)))
+def _measured(llm: Instances, profile: Profile, task: Prefill | Decode) -> Profile:
+    """Measures something once more, and adds that time."""
+    time = profile.num_times(task)
+    seconds = _timed_decode(llm, task, time) if isinstance(task, Decode) else _timed(llm, task, f"{task.key}, {time}")
+    return profile.with_measured(msgspec.structs.replace(task, seconds=(seconds,), beside=_beside(llm, task)))
 
 
-def _beside(llm: Instances, task: Task | DecodeTask) -> int:
+def _beside(llm: Instances, task: Prefill | Decode) -> int:
     return llm.engine.config.cluster.num_instances - task.members
 
 
-def _timed_decode(llm: Instances, profile: Profile, task: DecodeTask) -> float:
+def _timed_decode(llm: Instances, task: Decode, time: int) -> float:
     """Returns median seconds between tokens of random prompts once all decode together.
 
     Their KV is computed before; a full last block would not be found again, so one token more follows. Sharded prompts
@@ -159,7 +155,6 @@ def _timed_decode(llm: Instances, profile: Profile, task: DecodeTask) -> float:
         WorkerLostError: when a worker dies.
     """
     vocabulary, config = range(llm.info.vocab_size), llm.engine.config
-    time = num_times(profile.find_decode(*msgspec.structs.astuple(task)))
     draw = random.Random(f"decodes of {task.members} behind {task.context_tokens} tokens, time {time}")
     behind_block = task.context_tokens % config.block_size == 0
     prompts = [draw.choices(vocabulary, k=task.context_tokens + behind_block) for _ in range(task.batch)]
@@ -167,7 +162,7 @@ def _timed_decode(llm: Instances, profile: Profile, task: DecodeTask) -> float:
     beside: list[list[int]] = []
     if task.members > 1:
         threshold = str(len(singles[0]) if singles else 0)
-        llm.set_policy("context", {"exchange": RING_KV.kind, "decode": str(task.exchange), "threshold": threshold})
+        llm.set_policy("context", {"exchange": RING_KV.kind, "decode": task.exchange, "threshold": threshold})
     else:
         llm.set_policy("chunked", {})
         room = config.cluster.num_blocks[0] * config.block_size
@@ -193,14 +188,14 @@ def _warm_up(llm: Instances, members: int) -> None:
     """Makes the first calls, which are slower: threads and connections start, memory is touched."""
     length = min(_WARM_UP_TOKENS, llm.max_model_len - 1)
     for exchange in (RING_KV, ALLTOALL) if members > 1 else (LOCAL,):
-        task = Task(members=members, exchange=exchange, new_tokens=length, cached_tokens=0)
-        _timed(llm, task, seed="warm-up")
+        task = Prefill(members=members, exchange=str(exchange), new_tokens=length, cached_tokens=0, seconds=())
+        _timed(llm, task, "warm-up")
 
 
-def _timed(llm: Instances, task: Task, *, seed: str) -> float:
+def _timed(llm: Instances, task: Prefill, seed: str) -> float:
     """Times one prefill; that of one instance while all others have such a prompt, too."""
     if task.members > 1:
-        llm.set_policy("context", {"exchange": str(task.exchange), "threshold": "0"})
+        llm.set_policy("context", {"exchange": task.exchange, "threshold": "0"})
         return timed(llm, task.new_tokens, task.cached_tokens, seed=seed)
     llm.set_policy("chunked", {})
     return timed(llm, task.new_tokens, task.cached_tokens, seed=seed, num_prompts=1 + _beside(llm, task))

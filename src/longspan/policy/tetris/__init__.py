@@ -10,12 +10,12 @@ from typing import Literal
 
 from longspan.core.cluster import hosts_of
 from longspan.core.exchange import RING_Q, Exchange, decoding, exchange_of, named, of_any_layout
-from longspan.cost.profile import fit_times
+from longspan.cost.profile import PrefillTime, fit_times
 from longspan.policy import PolicySettings, PolicySpec, option_text, parse_options
 from longspan.policy.choosing import Facts
 from longspan.policy.group_parts import GroupParts, SharingOptions, check_exchange
 from longspan.policy.tetris.execution import Cdsp
-from longspan.policy.tetris.planner import ChunkPlan, Planner, Prompt, SpTimes
+from longspan.policy.tetris.planner import ChunkPlan, Planner, Prompt
 from longspan.policy.tetris.rates import RateTable, RateWatch, check_improvement_rate
 
 _ENOUGH_OF_A_HOST = 4
@@ -158,7 +158,7 @@ class Tetris(Cdsp):
 class FixedGroups(Planner):
     """Groups of `size` neighbours, in the order of `everyone`, who divide into such groups: to a planner, hosts."""
 
-    def __init__(self, times: SpTimes, everyone: Sequence[int], size: int) -> None:
+    def __init__(self, times: PrefillTime, everyone: Sequence[int], size: int) -> None:
         assert len(everyone) % size == 0, "nobody is left over"
         self._group_of = {instance: index // size for index, instance in enumerate(everyone)}
         super().__init__({size: times}, [self._group_of[instance] for instance in sorted(everyone)])
@@ -234,13 +234,13 @@ def _make_fixed(instances: tuple[int, ...], options: FixedOptions, facts: Facts)
 # ---------------------------------------------------------------- times of chunks
 
 
-_ONE_INSTANCE = SpTimes(start_s=0.02, token_s=1e-4, cached_s=2e-9, square_s=1e-9)
+_ONE_INSTANCE = PrefillTime(start_s=0.02, token_s=1e-4, cached_s=2e-9, square_s=1e-9)
 """Of nothing in particular: for want of everything, only that longer prompts take longer."""
 _HOP_S = 1e-3
 """What each further member adds to a step, for want of measurements."""
 
 
-def sp_times(facts: Facts, exchanges: Collection[Exchange], given: str, num_instances: int) -> dict[int, SpTimes]:
+def sp_times(facts: Facts, exchanges: Collection[Exchange], given: str, num_instances: int) -> dict[int, PrefillTime]:
     """Predicts chunks, by measured seconds or expected ones, for the sizes of groups to choose from, ascending.
 
     Those are the `given` ones (`1,2,4`), or with `auto` powers of two, so that groups of different sizes leave no odd
@@ -271,9 +271,8 @@ def sp_times(facts: Facts, exchanges: Collection[Exchange], given: str, num_inst
     return {size: times[size] for size in sizes}
 
 
-def measured_times(facts: Facts, exchanges: Collection[Exchange]) -> dict[int, SpTimes]:
-    """Fits times for every number of instances measured, by the quickest of these exchanges; empty without
-    a profile.
+def measured_times(facts: Facts, exchanges: Collection[Exchange]) -> dict[int, PrefillTime]:
+    """Fits times for every number of instances measured, by the quickest of these exchanges; empty without a profile.
 
     Where none of these was measured with a number of instances, it is the quickest of all others.
     """
@@ -282,17 +281,15 @@ def measured_times(facts: Facts, exchanges: Collection[Exchange]) -> dict[int, S
     for one in prefills:
         known, lengths = quickest[one.members, named(one.exchange) in exchanges], (one.new_tokens, one.cached_tokens)
         known[lengths] = min(one.median_s, known.get(lengths, math.inf))
-    found: dict[int, SpTimes] = {}
+    found: dict[int, PrefillTime] = {}
     for (members, _), seconds in sorted(quickest.items()):  # what was asked for comes last, and counts
         fit = fit_times([(*lengths, s) for lengths, s in seconds.items()])
         if fit is not None and fit.token_s + fit.square_s > 0:
-            found[members] = SpTimes(
-                start_s=fit.start_s, token_s=fit.token_s, cached_s=fit.cached_s, square_s=fit.square_s
-            )
+            found[members] = fit
     return found
 
 
-def expected_times(facts: Facts, sizes: Collection[int]) -> dict[int, SpTimes]:
+def expected_times(facts: Facts, sizes: Collection[int]) -> dict[int, PrefillTime]:
     """Predicts unmeasured times: one instance by shape and hardware, several by even shares and a start for each."""
     shape, hardware = facts.shape, facts.hardware
     alone = _ONE_INSTANCE
@@ -301,7 +298,7 @@ def expected_times(facts: Facts, sizes: Collection[int]) -> dict[int, SpTimes]:
         pair_s = 4 * shape.num_layers * shape.num_heads * shape.head_dim / hardware.flops_per_s
         alone = replace(alone, token_s=2 * weights / hardware.flops_per_s, cached_s=pair_s, square_s=pair_s / 2)
     return {
-        size: SpTimes(
+        size: PrefillTime(
             start_s=alone.start_s + _HOP_S * (size - 1),
             token_s=alone.token_s / size,
             cached_s=alone.cached_s / size,

@@ -8,33 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SpTimes:
-    """T(L, C) = start_s + token_s L + cached_s C L + square_s L² for L tokens behind C earlier ones (Eq. 1).
-
-    No coefficient is negative, and tokens take some time.
-    """
-
-    start_s: float
-    token_s: float
-    cached_s: float
-    square_s: float
-
-    def __post_init__(self) -> None:
-        assert min(self.start_s, self.token_s, self.cached_s, self.square_s) >= 0 < self.token_s + self.square_s
-
-    def seconds(self, new_tokens: float, cached_tokens: float = 0) -> float:
-        per_token = self.token_s + self.cached_s * cached_tokens + self.square_s * new_tokens
-        return self.start_s + per_token * new_tokens
-
-    def most_tokens(self, budget_s: float, cached_tokens: float = 0) -> float:
-        """Returns the tokens that take so long: the root of the quadratic, in a form that does not cancel."""
-        rest = budget_s - self.start_s
-        if rest <= 0:
-            return 0.0
-        slope = self.token_s + self.cached_s * cached_tokens
-        return 2 * rest / (slope + math.sqrt(slope * slope + 4 * self.square_s * rest))
+from longspan.cost.profile import PrefillTime
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +61,7 @@ class Planner:
 
     def __init__(
         self,
-        times: Mapping[int, SpTimes],
+        times: Mapping[int, PrefillTime],
         hosts: Sequence[int],
         *,
         min_chunk_tokens: int = 1,
@@ -97,6 +71,7 @@ class Planner:
         assert sizes and sizes[0] >= 1 and sizes[-1] <= len(hosts), f"{sizes} are numbers of {len(hosts)} instances"
         self.min_chunk_tokens = min_chunk_tokens
         self.by_size = [times[size] for size in sizes]
+        assert all(one.token_s + one.square_s > 0 for one in self.by_size), "tokens take some time"
         self._usual = max(0, sum(usual_size is None or size <= usual_size for size in sizes) - 1)
         self.floors = [_floors(self.by_size[low:]) for low in range(len(sizes))]
         self.host_of, lengths = hosts, set(Counter(hosts).values())
@@ -218,7 +193,7 @@ class _Search:
         return k == low or self._times[k].seconds(tokens, cached) < self._times[k - 1].seconds(tokens, cached)
 
 
-def _floors(times: Sequence[SpTimes]) -> list[tuple[float, float, float]]:
+def _floors(times: Sequence[PrefillTime]) -> list[tuple[float, float, float]]:
     """The least coefficients of the first, the first two, and so on: of a start, a token, a query and a key.
 
     Chunks of L tokens behind C have LC + L²/2 pairs, which add up to the same however a prompt is cut.
