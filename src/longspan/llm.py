@@ -182,8 +182,9 @@ class LLM(Deployment):
         self._abort_asked = True
 
     def check(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> None:
-        """Raises the ValueError that `generate` would raise for this prompt, and generates nothing."""
-        self.input_processor.process(prompt, sampling_params or SamplingParams())
+        """Raises the ValueError that `generate` would raise for this prompt and policy, and generates nothing."""
+        engine_request = self.input_processor.process(prompt, sampling_params or SamplingParams())
+        self.engine.check(len(engine_request.token_ids))
 
     def render_chat(self, messages: Sequence[Message], **template: Unpack[TemplateOptions]) -> str:
         """Formats a chat by the model's template, see `InputProcessor.render_chat`."""

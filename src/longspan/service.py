@@ -13,10 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from longspan.args import EngineArgs, unpacked
 from longspan.attn import native
 from longspan.core.cluster import Cluster
-from longspan.core.engine import Engine, EngineConfig, capacity_tokens
+from longspan.core.engine import Engine, EngineConfig
 from longspan.core.exchange import GATHER_HIDDEN
 from longspan.core.steps import Link
-from longspan.core.view import EnginePolicy
 from longspan.cost.architecture import ModelShape, typical_hardware
 from longspan.cost.profile import ProfileKey
 from longspan.errors import ParameterError
@@ -79,8 +78,19 @@ class Deployment:
         if (hint := hint_of_a_constant_rate(self._policy.settings, has_roles=cluster.has_roles)) is not None:
             _log.info(hint)
         self._cluster = cluster.with_blocks(_blocks_per_instance(self.info, files, given, cluster))
-        config = _config(given, self.info, self._policy, self._cluster)
+        config = EngineConfig.of(
+            given,
+            self._cluster,
+            self._policy,
+            context_length=self.info.context_length,
+            eos_token_ids=self.info.eos_token_ids,
+            rope_switch_length=self.info.rope_switch_length,
+            seed=given.seed,
+        )
         self.max_model_len = config.max_model_len
+        if given.max_model_len is None and self.max_model_len < self.info.context_length:
+            words = "the KV pools hold %d tokens, less than the model's context of %d"
+            _log.info(words, self.max_model_len, self.info.context_length)
         self.input_processor = InputProcessor(
             tokenizer=tokenizer, vocab_size=self.info.vocab_size, max_model_len=self.max_model_len
         )
@@ -197,22 +207,6 @@ def _facts(profile_key: ProfileKey, shape: ModelShape, cluster: Cluster) -> Fact
     )
 
 
-def _config(given: EngineArgs, info: ModelInfo, policy: EnginePolicy, cluster: Cluster) -> EngineConfig:
-    capacity = capacity_tokens(policy, cluster, given.block_size)
-    return EngineConfig(
-        cluster=cluster,
-        block_size=given.block_size,
-        max_model_len=_max_model_len(info.context_length, capacity, given.max_model_len),
-        eos_token_ids=info.eos_token_ids,
-        rope_switch_length=info.rope_switch_length,
-        max_num_batched_tokens=given.max_num_batched_tokens,
-        max_num_seqs=given.max_num_seqs,
-        prefix_caching=given.enable_prefix_caching,
-        max_steps_in_flight=2 if given.async_scheduling else 1,
-        seed=given.seed,
-    )
-
-
 def _check_split(info: ModelInfo, files: ModelFiles, cluster: Cluster, policy_options: Mapping[str, str]) -> None:
     """Raises ValueError when the model cannot be split between ranks as wanted."""
     shares_layers = policy_options.get("exchange") == GATHER_HIDDEN.kind
@@ -282,16 +276,3 @@ def _num_blocks(info: ModelInfo, files: ModelFiles, tp: int, block_size: int, kv
     if kv_bytes < per_block:
         raise ValueError(f"{kv_bytes} bytes of KV memory per rank hold no block of {per_block} bytes: allow more")
     return kv_bytes // per_block
-
-
-def _max_model_len(context_length: int, capacity: int, wanted: int | None) -> int:
-    """Returns the length of the longest request, in tokens."""
-    if wanted is not None and wanted > context_length:
-        problem = f"{wanted} exceeds the model's context of {context_length} tokens"
-        raise ParameterError("max_model_len", problem, wanted)
-    if wanted is not None and wanted > capacity:
-        problem = f"{wanted} does not fit: the KV pools hold {capacity} tokens; allow more memory"
-        raise ParameterError("max_model_len", problem, wanted)
-    if capacity < context_length and wanted is None:
-        _log.info("the KV pools hold %d tokens, less than the model's context of %d", capacity, context_length)
-    return wanted or min(context_length, capacity)

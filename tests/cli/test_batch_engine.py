@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from engines import ThreadLLM
 from fake_llm import run
 from forked import Forked
 from openai.types import Completion
@@ -123,6 +124,20 @@ def test_a_refusal_is_what_a_server_would_say(
     assert (first.status, last.status) == (200, 200)
     assert (refused.status, refused.body["error"]["param"]) == (status, param)
     assert words in refused.body["error"]["message"]
+
+
+def test_a_prompt_that_the_policy_refuses_stops_nobody(tiny: Path) -> None:
+    short, long = ({"prompt": [5] * length, "max_tokens": 1, "return_token_ids": True} for length in (9, 100))
+    with ThreadLLM(
+        str(tiny), instances=2, skip_tokenizer_init=True, block_size=16, num_gpu_blocks_override=4, policy="context"
+    ) as llm:
+        llm.check(long["prompt"])
+        llm.set_policy("chunked", {})  # a request has to fit one of two instances now
+        with pytest.raises(ValueError, match=r"has 100 tokens.*at most 64"):
+            llm.check(long["prompt"])
+        first, refused, last = answers(llm, (COMPLETIONS, short), (COMPLETIONS, long), (COMPLETIONS, short), most=1)
+    assert (first.status, refused.status, last.status) == (200, 400, 200)
+    assert refused.body["error"]["param"] == "prompt"
 
 
 @pytest.mark.usefixtures("thread_llm")

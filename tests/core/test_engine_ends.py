@@ -11,6 +11,7 @@ from workloads import in_flight
 from longspan.core.options import SchedulingArgs
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Forward, Free
+from longspan.policy import make_policy
 
 # ---------------------------------------------------------------- endings
 
@@ -49,6 +50,21 @@ def test_prompts_that_cannot_be_served_are_refused(length: int, message: str) ->
     cluster = Cluster(Setup(max_model_len=50))
     with pytest.raises(ValueError, match=message):
         cluster.engine.add(tuple(range(length)), cluster.add([1]).params)
+
+
+def test_requests_are_as_long_as_the_policy_of_the_moment_can_place() -> None:
+    cluster = Cluster(Setup(num_instances=2, num_blocks=4, policy="context"))
+    assert cluster.engine.config.max_model_len == 128
+    cluster.engine.set_policy(make_policy("chunked", num_instances=2, options={}))
+    with pytest.raises(ValueError, match=r"has 100 tokens.*at most 64"):
+        cluster.add(range(100))
+    request = cluster.add(range(40), max_tokens=100)
+    cluster.run()
+    assert request.num_tokens == 64
+    cluster.engine.set_policy(make_policy("context", num_instances=2, options={}))
+    request = cluster.add(range(100), max_tokens=100)
+    cluster.run()
+    assert request.num_tokens == 128
 
 
 @pytest.mark.parametrize("name", ["max_num_batched_tokens", "max_num_seqs"])

@@ -16,6 +16,8 @@ from workloads import assert_lawful, finishes_lawfully, repeats, setups_of
 
 from longspan.core.cluster import Cluster as Instances
 from longspan.core.cluster import Location
+from longspan.core.engine import EngineConfig
+from longspan.core.options import SchedulingArgs
 from longspan.core.request import Request
 from longspan.core.steps import MoveKV
 from longspan.policy import make_policy
@@ -402,5 +404,8 @@ def test_groups_are_of_instances_that_prefill() -> None:
 
 
 def test_a_request_has_to_fit_the_instance_that_decodes_it() -> None:
-    with pytest.raises(ValueError, match="max_model_len 200 exceeds the 160 tokens"):
-        disaggregated(decode_blocks=10, max_model_len=200)
+    roles = disaggregated(decode_blocks=10).engine
+    assert roles.config.max_model_len == 160
+    wanted = SchedulingArgs(block_size=16, max_model_len=200)
+    with pytest.raises(ValueError, match="max_model_len 200 does not fit: the KV pools hold 160 tokens"):
+        EngineConfig.of(wanted, roles.config.cluster, roles._policy)

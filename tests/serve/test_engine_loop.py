@@ -182,6 +182,7 @@ class ApiServer:
                 assert not self.asked[number].was_accepted
                 self._end(number, "full")
             case Failed(number, reason, param):
+                assert ("refused" in reason) == (param == "prompt"), "its sender is told what to mend"
                 self._end(number, "refused" if "refused" in reason else "failed" if param is None else param)
             case StepOutputs() as step:
                 for delta in step.deltas:

@@ -12,6 +12,7 @@ from typing import Protocol, get_args
 from longspan.core.account import KvAccount
 from longspan.core.cluster import Cluster
 from longspan.core.exchange import shown_names
+from longspan.core.options import SchedulingArgs
 from longspan.core.queues import Occupancy, Running, StepOrder, Waiting
 from longspan.core.request import FinishReason, Request, RequestMetrics, check_length
 from longspan.core.sampling import SamplingParams
@@ -58,6 +59,43 @@ class EngineConfig:
         # With 3, a token could be needed (by penalties, as a prefix key) that two steps ago was not known yet.
         assert self.max_steps_in_flight in (1, 2)
 
+    @classmethod
+    def of(
+        cls,
+        scheduling: SchedulingArgs,
+        cluster: Cluster,
+        policy: EnginePolicy,
+        *,
+        context_length: int | None = None,
+        eos_token_ids: tuple[int, ...] = (),
+        rope_switch_length: int | None = None,
+        seed: int = 0,
+    ) -> EngineConfig:
+        """Returns what the options mean with this policy, for a model with the other facts; without, for any model.
+
+        Raises:
+            ParameterError: when `max_model_len` is more than the policy can place, or than the context.
+        """
+        capacity, wanted = capacity_tokens(policy, cluster, scheduling.block_size), scheduling.max_model_len
+        if wanted is not None and context_length is not None and wanted > context_length:
+            problem = f"{wanted} exceeds the model's context of {context_length} tokens"
+            raise ParameterError("max_model_len", problem, wanted)
+        if wanted is not None and wanted > capacity:
+            problem = f"{wanted} does not fit: the KV pools hold {capacity} tokens; allow more memory"
+            raise ParameterError("max_model_len", problem, wanted)
+        return cls(
+            cluster=cluster,
+            block_size=scheduling.block_size,
+            max_model_len=wanted or min(capacity, context_length or capacity),
+            eos_token_ids=eos_token_ids,
+            rope_switch_length=rope_switch_length,
+            max_num_batched_tokens=scheduling.max_num_batched_tokens,
+            max_num_seqs=scheduling.max_num_seqs,
+            prefix_caching=scheduling.enable_prefix_caching,
+            max_steps_in_flight=2 if scheduling.async_scheduling else 1,
+            seed=seed,
+        )
+
     def rope_length(self, num_tokens: int) -> int:
         """Returns the length that rotary embeddings of such a request are pinned to; 0 for most models."""
         switch = self.rope_switch_length
@@ -95,23 +133,16 @@ class Engine:
     Attributes:
         num_preemptions: how often a request gave up its KV to others.
         num_prefix_queries, num_prefix_hits: tokens of prompts looked up, and found, in the prefix cache.
-
-    Raises:
-        ParameterError: when `max_model_len` is more than the policy can place.
     """
 
     def __init__(self, *, policy: EnginePolicy, executor: Executor, clock: Clock, config: EngineConfig) -> None:
-        capacity = capacity_tokens(policy, config.cluster, config.block_size)
-        if config.max_model_len > capacity:
-            problem = f"{config.max_model_len} exceeds the {capacity} tokens that the KV pools hold"
-            raise ParameterError("max_model_len", problem, config.max_model_len)
         self.config = config
+        self._executor, self._clock = executor, clock
         self._running = Running(config.cluster.num_instances)
         self._number = count(1).__next__  # numbers steps and moves
         self.account, self._transfers = self._empty()
         self.bytes_sent: Counter[tuple[str, Link]] = Counter(dict.fromkeys(product(shown_names(), get_args(Link)), 0))
         self.num_preemptions = self.num_prefix_queries = self.num_prefix_hits = 0
-        self._policy, self._executor, self._clock = policy, executor, clock
         self._requests: dict[int, Request] = {}
         self._waiting = Waiting()
         self._steps = StepOrder()
@@ -119,6 +150,12 @@ class Engine:
         self._occupancy = Occupancy([most_per_stage * config.cluster.pp(i) for i in config.cluster.instances])
         self._request_ids, self._admissions = count(), count(1)
         self._seeds = random.Random(config.seed)
+        self.set_policy(policy)
+
+    def check(self, num_prompt_tokens: int) -> None:
+        """Raises ValueError for a prompt that is empty, leaves no room for an output, or is refused by the policy."""
+        check_length(num_prompt_tokens, self._max_len)
+        self._policy.check(num_prompt_tokens)
 
     def add(
         self,
@@ -133,12 +170,11 @@ class Engine:
         `grammar` is what `params.structured_outputs` asks for, see `Sampling`.
 
         Raises:
-            ValueError: when the prompt is empty, leaves no room for one output token, or is refused by the policy.
+            ValueError: see `check`.
         """
-        check_length(len(prompt), self.config.max_model_len)
-        self._policy.check(len(prompt))
+        self.check(len(prompt))
         assert (leader is None) == (choice == 0), "the first choice leads the others"
-        room = self.config.max_model_len - len(prompt)
+        room = self._max_len - len(prompt)
         request = Request(
             id=next(self._request_ids),
             prompt=prompt,
@@ -196,12 +232,15 @@ class Engine:
 
     def set_policy(self, policy: EnginePolicy) -> None:
         """Lets another policy decide from now on; only between requests, whose groups and layouts are the old one's.
+        Requests can be as long as it can place, up to `max_model_len`.
 
         Raises:
             RuntimeError: when some are unfinished.
         """
         self._check_idle("the policy cannot change")
         self._policy = policy
+        capacity = capacity_tokens(policy, self.config.cluster, self.config.block_size)
+        self._max_len = min(self.config.max_model_len, capacity)
 
     def reset_prefix_cache(self) -> None:
         """Forgets the KV of finished requests.
@@ -253,7 +292,10 @@ class Engine:
             num_preemptions = self.num_preemptions
             if self._can_emit and (batches := self._plan()):
                 self._emit_batches(batches)
-            elif num_preemptions == self.num_preemptions or not self._hand_over():
+                continue
+            # A plan that only preempted may have freed backends, or room for KV that waits.
+            has_preempted = self.num_preemptions > num_preemptions
+            if not (has_preempted and self._hand_over()):
                 return
 
     def _hand_over(self) -> bool:

@@ -21,7 +21,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from longspan.outputs import Logprob, LogprobsOfToken
 from longspan.serve.convert import ServedModel, chat_request, completion_requests, read_request
-from longspan.serve.errors import WireError, error_body
+from longspan.serve.errors import WireError, blaming, error_body
 from longspan.serve.messages import Delta, delta_of
 from longspan.serve.requests import ChatCompletionRequest, CompletionRequest
 from longspan.text.input_processor import EngineRequest
@@ -84,6 +84,9 @@ def answer_each(
             if request.stream:
                 raise WireError("answers in a batch file are not streamed: leave it out", "stream")
             assembler = prepared(request, model, request_id=uuid.uuid4().hex, model=model.names[0])
+            with blaming("messages" if isinstance(request, ChatCompletionRequest) else "prompt"):
+                for engine_request in assembler.engine_requests:
+                    llm.engine.check(len(engine_request.token_ids))
         except WireError as error:
             return (tag, error), ()
         return (tag, assembler), assembler.engine_requests

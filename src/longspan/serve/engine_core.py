@@ -183,7 +183,7 @@ class EngineLoop:
             state = RequestState(engine_request, self._deployment.input_processor.tokenizer)
             state.start(self._engine)
         except ValueError as error:  # the API server has checked it; what it overlooked must not end all the others
-            self._send(messages.Failed(number, f"the engine refused the request: {error}"))
+            self._send(messages.Failed(number, f"the engine refused the request: {error}", "prompt"))
             return
         served = _Served(id=number, state=state, sent=[_Sent() for _ in state.choices])
         self._served[number] = served

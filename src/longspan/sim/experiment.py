@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from longspan.core.cluster import Cluster
-from longspan.core.engine import EngineConfig, capacity_tokens
+from longspan.core.engine import EngineConfig
 from longspan.core.exchange import CHAIN, LOCAL, Exchange, of_any_layout
 from longspan.core.options import SchedulingArgs
 from longspan.core.runs import Run, shard_span
@@ -105,16 +105,10 @@ class Experiment:
         Raises:
             ValueError: for a policy or options that cannot be.
         """
-        policy, options = self.policy(), self.scheduling
-        config = EngineConfig(
-            cluster=self.cluster,
-            block_size=options.block_size,
-            max_model_len=options.max_model_len or capacity_tokens(policy, self.cluster, options.block_size),
-            max_num_batched_tokens=options.max_num_batched_tokens,
-            max_num_seqs=options.max_num_seqs,
-            prefix_caching=options.enable_prefix_caching and workload.shares,  # else nothing would be found
-            max_steps_in_flight=2 if options.async_scheduling else 1,
-        )
+        policy, scheduling = self.policy(), self.scheduling
+        if not workload.shares:
+            scheduling = replace(scheduling, enable_prefix_caching=False)  # it would find nothing
+        config = EngineConfig.of(scheduling, self.cluster, policy)
         with self.progress(title, len(workload.arrivals)) as finished:
             watch = replace(timeline.watch if timeline else Watch(), finished=finished)
             return simulate(workload.arrivals, config, policy, self.cost, faults=self.faults, watch=watch)
