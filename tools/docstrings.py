@@ -1,8 +1,9 @@
 """Check that docstrings open with a sentence; `--list` prints the number of fragments per package.
 
-A function's docstring must open with a verb, or have a verb before its first subordinate clause. Modules and classes
-may open with a noun phrase of five words or more. Nothing may open with a preposition or a question word. This is a
-heuristic over word lists: extend them when a good sentence fails.
+A function's docstring must open with a verb, or have a verb before its first subordinate clause. Properties may open
+with a noun phrase of two words or more, or with "whether" or "why"; modules and classes with a noun phrase of five.
+Nothing else may open with a preposition or a question word. This is a heuristic over word lists: extend them when a
+good sentence fails.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ OPENERS = VERBS | _words(
     abort account add adjust admit advance align allocate allow answer append arrange assemble assign attach attend
     attribute average await bind block bound break bring broadcast buffer build cache call cancel carry cast change
     check choose chunk clamp clear close collect combine compare compile complete compute connect construct
-    continue convert copy count cover create cut deal decide declare decode delay deliver derive describe detect
-    determine detokenize dispatch drain draw drop emit empty encode end enforce enqueue ensure enter estimate
+    continue convert copy count cover create cut deal decide declare decode decorate delay deliver derive describe
+    detect determine detokenize dispatch drain draw drop emit empty encode end enforce enqueue ensure enter estimate
     evaluate evict exchange execute exit expect export expose extend fail fill filter find finish fix flatten flush
     forget format free gather generate group guard hand handle hide identify ignore implement import include inform
     initialize insert inspect install join kill launch lead leave lift limit link list listen load locate lock log
@@ -72,12 +73,17 @@ OPENERS = VERBS | _words(
 
 
 def fault(node: ast.AST, text: str) -> str | None:
-    """Return why a docstring's first sentence is a fragment, or None when it is a sentence."""
+    """Returns why a docstring's first sentence is a fragment, or None when it is a sentence."""
     summary = " ".join(text.partition("\n\n")[0].split())
     sentence = re.split(r"(?<=\w\.)\s", re.sub(r"`+[^`]*`+", "x", summary), maxsplit=1)[0]
     words = [word.lower() for word in re.findall(r"[\w'-]+", sentence)]
-    if not words or words[0] in FORBIDDEN:
-        return f"opens with {words[0].capitalize()!r}" if words else "is empty"
+    if not words:
+        return "is empty"
+    is_property = _is_property(node)
+    if words[0] in FORBIDDEN and not (is_property and words[0] in {"whether", "why"}):
+        return f"opens with {words[0].capitalize()!r}"
+    if is_property:
+        return None if len(words) >= 2 else "says too little"
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return None if words == ["x"] or len(words) >= 5 or _is_verb(words[0]) else "says too little"
     if len(words) < 3:
@@ -85,6 +91,12 @@ def fault(node: ast.AST, text: str) -> str | None:
     end = next((index for index, word in enumerate(words) if index and word in SUBORDINATORS), len(words))
     has_verb = _is_verb(words[0]) or not VERBS.isdisjoint(words[1:end])
     return None if has_verb else "has no verb before a subordinate clause"
+
+
+def _is_property(node: ast.AST) -> bool:
+    """Tells whether a function is a property, which is described by a noun phrase (PEP 257)."""
+    decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []
+    return any(ast.unparse(one) in {"property", "cached_property"} for one in decorators)
 
 
 def _is_verb(word: str) -> bool:

@@ -103,7 +103,7 @@ class EngineArgs(SchedulingArgs, DeviceArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedArgs:
-    """Says what `EngineArgs` mean on this machine.
+    """The meaning of `EngineArgs` on this machine.
 
     Attributes:
         cluster: its KV pools have no sizes yet, since these depend on the model.
@@ -131,7 +131,7 @@ def locations(num_ranks: int) -> tuple[Location, ...]:
 def unpacked(
     kind: Callable[ParametersT, ValueT],
 ) -> Callable[[Callable[[SelfT, ValueT], None]], Callable[Concatenate[SelfT, ParametersT], None]]:
-    """Lets a method that takes a `kind` be called with what makes one."""
+    """Decorates a method that takes a `kind`, so that it takes the arguments of its constructor."""
     signature = inspect.signature(kind)
 
     def unpack(method: Callable[[SelfT, ValueT], None]) -> Callable[Concatenate[SelfT, ParametersT], None]:

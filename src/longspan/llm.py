@@ -1,4 +1,4 @@
-"""The Python face: `LLM` loads a model on one or several instances and generates."""
+"""`LLM`, the Python API: loads a model on one or several instances and generates."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ class Progress:
         self._bar.close()
 
     def update(self) -> None:
-        """Shows how far the prompts are."""
         if self._bar.disable:
             return
         num_done = sum(one.finished for one in self._states)
@@ -69,7 +68,7 @@ class LLM(Deployment):
 
     @cached_property
     def _choices(self) -> dict[int, Choice]:
-        """Maps request ids to the choices of calls under way."""
+        """The choices of calls under way, by request id."""
         return {}
 
     def generate(
@@ -96,7 +95,7 @@ class LLM(Deployment):
         *,
         use_tqdm: bool = True,
     ) -> Iterator[RequestOutput]:
-        """Does as `generate` does, but each output comes as soon as it and all before it are there."""
+        """Generates like `generate`, but yields each output as soon as it and all before it have finished."""
         every = _every(prompts)
         params = _one_each(sampling_params, len(every))
         process = self.input_processor.process
@@ -115,7 +114,7 @@ class LLM(Deployment):
         A message is a mapping with `role` and `content`; see `TemplateOptions` for the other arguments.
 
         Raises:
-            ValueError: see `generate`; also when there is no template, or it or a message is wrong.
+            ValueError: see `generate`; also for a missing template, or one that refuses the messages.
             WorkerLostError: when a worker dies or raises.
         """
         all_messages = conversations(messages)
@@ -140,7 +139,7 @@ class LLM(Deployment):
     def finish_each(
         self, groups: Iterable[tuple[TagT, Sequence[EngineRequest]]], *, most: int, most_waiting_tokens: int = 2**21
     ) -> Iterator[tuple[TagT, list[RequestState]]]:
-        """Runs the jobs of groups and yields each group when its jobs are finished, whichever is first.
+        """Runs groups of engine requests and yields each group as soon as all of it has finished.
 
         Groups are taken from `groups` while there is room: fewer than `most` are under way, and the prompts of those
         that have no token yet hold fewer than `most_waiting_tokens`. After `abort` no more are taken.
@@ -232,7 +231,7 @@ class LLM(Deployment):
         return RequestState(engine_request, self.input_processor.tokenizer)
 
     def _drive(self, states: Sequence[RequestState]) -> Generator[None, None, None]:
-        """Runs the engine until all of these are finished; what is left when the caller stops early is aborted."""
+        """Runs the engine until all of these have finished; aborts what is left when the caller stops early."""
         with self._call() as choices:
             for state in states:
                 self._start(state, choices)
@@ -265,7 +264,9 @@ class LLM(Deployment):
         self._choices.update((choice.request.id, choice) for choice in state.choices)
 
     def _complete_finished(self) -> None:
-        """Takes in the steps that only finished requests are in, unless others run: their KV can be reused then."""
+        """Takes the completions of steps that only finished requests are in, unless others run: their KV can be reused
+        then.
+        """
         if not self._choices:
             self._abort_asked = False
             while self.engine.has_unfinished:
@@ -307,7 +308,6 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, number: 
 
 
 def _every(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Returns the prompts of a list, or a list of the one there is."""
     if isinstance(prompts, str):
         return [prompts]
     if len(prompts) and isinstance(prompts[0], Integral):

@@ -1,4 +1,4 @@
-"""`LLM` returns the values that stand here. Their names and shapes are vLLM's."""
+"""The values that `LLM` returns. Their names and shapes are vLLM's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from longspan.core.request import FinishReason, RequestMetrics
 
 @dataclass(frozen=True, kw_only=True)
 class Logprob:
-    """Says how likely a token was by the model's own logits.
+    """The likelihood of a token by the model's own logits.
 
     Attributes:
         logprob: natural logarithm of its probability.
@@ -74,5 +74,5 @@ class RequestOutput:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Counts prompt tokens whose KV was there already."""
+        """Prompt tokens whose KV was there already."""
         return self.metrics.num_cached_tokens

@@ -112,12 +112,12 @@ class Deployment:
 
     @property
     def bytes_exchanged(self) -> dict[str, int]:
-        """Counts payload bytes that the ranks have sent so far, per exchange and in `total`."""
+        """Payload bytes sent by all ranks so far, per exchange and in `total`."""
         return self._bytes_over(get_args(Link))
 
     @property
     def bytes_between_hosts(self) -> dict[str, int]:
-        """Counts the `bytes_exchanged` that went from one host to another."""
+        """The part of `bytes_exchanged` that went from one host to another."""
         return self._bytes_over(("other_host",))
 
     def _bytes_over(self, links: Collection[str]) -> dict[str, int]:
@@ -153,7 +153,7 @@ class Deployment:
 
     @property
     def policy_settings(self) -> PolicySettings:
-        """Returns the policy's name and options."""
+        """The policy's name and options."""
         return self._policy.settings
 
     def update_policy(self, options: Mapping[str, str]) -> None:
@@ -208,7 +208,7 @@ def _facts(profile_key: ProfileKey, shape: ModelShape, cluster: Cluster) -> Fact
 
 
 def _check_split(info: ModelInfo, files: ModelFiles, cluster: Cluster, policy_options: Mapping[str, str]) -> None:
-    """Raises ValueError when the model cannot be split between ranks as wanted."""
+    """Raises ValueError when ranks cannot share the model so."""
     shares_layers = policy_options.get("exchange") == GATHER_HIDDEN.kind
     if shares_layers and cluster.has_roles:
         raise ValueError(
@@ -257,7 +257,6 @@ def _require_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
 
 
 def _blocks_per_instance(info: ModelInfo, files: ModelFiles, given: EngineArgs, cluster: Cluster) -> tuple[int, ...]:
-    """Returns the KV blocks of each instance."""
     kv_bytes = given.kv_cache_memory_bytes
     if given.num_gpu_blocks_override is not None:
         return (given.num_gpu_blocks_override,) * cluster.num_instances

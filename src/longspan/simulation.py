@@ -47,8 +47,8 @@ def simulate(
         timeline: writes down what every instance did; see `longspan.sim.timeline`.
 
     Returns:
-        What became of each request; `Result.summary` has percentiles and rates. Times are seconds of a virtual clock,
-        and the same arguments give the same numbers.
+        The outcome of each request; `Result.summary` has percentiles and rates. Times are seconds of a virtual clock,
+            and the same arguments give the same numbers.
 
     Raises:
         ValueError: for values that are not possible, or files that cannot be read.

@@ -51,7 +51,6 @@ _Found = tuple[dict[str, float], Counter[tuple[str, Link]]]
 
 
 def _checked() -> dict[str, Exchange]:
-    """Returns every exchange by the name that the command prints, in its order."""
     first = (RING_KV, RING_Q, GATHER_KV)
     found = {}
     for kind in (*first, *(one for one in exchanges() if one not in first)):
@@ -107,7 +106,7 @@ def _failed(message: str, *, code: int) -> int:
 
 
 def _run(hosts: Sequence[int], names: Sequence[str], seed: int, num_cases: int) -> _Found:
-    """Runs a process per rank; returns what all of them found. None is left when it returns or raises."""
+    """Runs a process per rank; returns what all of them found. No process is left when it returns or raises."""
     context = multiprocessing.get_context("fork")  # whatever was imported is there at once
     errors, sent = dict.fromkeys(names, 0.0), Counter[tuple[str, Link]]()
     processes = []
@@ -144,7 +143,6 @@ def _run(hosts: Sequence[int], names: Sequence[str], seed: int, num_cases: int) 
 def _work(
     rank: int, num_ranks: int, store: str, compare: Callable[[TorchTransport], _Found], report: Connection
 ) -> None:
-    """Runs in the process of one rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
@@ -159,7 +157,6 @@ def _work(
 def _compare(
     rank: int, hosts: Sequence[int], names: Sequence[str], seed: int, num_cases: int, transport: TorchTransport
 ) -> _Found:
-    """Compares each exchange in each case on this rank."""
     errors, sent = dict.fromkeys(names, 0.0), Counter[tuple[str, Link]]()
     tags = itertools.count(step=hidden_hops(len(hosts)))  # no exchange has more
     for number, in_order in itertools.product(range(num_cases), (False, True)):
@@ -183,7 +180,6 @@ def _exit_with_parent() -> None:
 
 
 def attend(call: Call) -> Tensor:
-    """Runs an exchange on one member; returns its output."""
     if call.exchange == GATHER_HIDDEN:
         return _gather_hidden(call)
     attention_exchange(call.exchange).attend(call)
@@ -215,7 +211,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Counts cached tokens and those of the span."""
+        """Cached tokens and those of the span."""
         return max((run.stop for runs in self.kv_runs for run in runs), default=0)
 
     def tensors(self, spec: AttnSpec) -> list[Tensor]:

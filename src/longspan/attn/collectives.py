@@ -23,9 +23,6 @@ def all_gather(group: Group, blocks: Sequence[Message], *, hop: int = 0) -> None
         blocks: a message per member, all of the shapes that its owner has; this member's own is filled, the others are
             when the call returns. Empty ones are not sent.
         hop: the first of `gather_hops` hops.
-
-    Raises:
-        CommError: when a peer is gone.
     """
     Gathering(group, blocks, hop=hop).wait()
 
@@ -42,7 +39,7 @@ class Gathering:
         )
 
     def wait(self) -> None:
-        """Returns when all blocks are there, some of which are only now spread on this host."""
+        """Waits until all blocks are there, some of which are only now spread on this host."""
         self._first.wait()
         group, blocks, me = self._group, self._blocks, self._group.rank
         here = group.hosts[me]
@@ -78,9 +75,6 @@ def reduce_scatter(group: Group, blocks: Sequence[Tensor], *, hop: int = 0) -> T
     Args:
         blocks: for each member what this one adds to its sum. All members have the same shapes and type.
         hop: the first of two hops.
-
-    Raises:
-        CommError: when a peer is gone.
     """
     me, here = group.rank, group.hosts[group.rank]
     neighbours = [member for member in group.others if group.hosts[member] == here]

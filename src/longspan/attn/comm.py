@@ -129,7 +129,7 @@ class Group:
 
     @property
     def others(self) -> list[int]:
-        """Lists all members but this one."""
+        """All members but this one."""
         return [member for member in range(self.size) if member != self.rank]
 
     def start(self, *, sends: Mapping[int, Message], receives: Mapping[int, Message], hop: int) -> Pending:
@@ -158,11 +158,10 @@ class _Nobody:
     tagged = False
 
     def start(self, sends: Calls, receives: Calls, tag: int) -> Pending:
-        """Is never called: groups of one member have nothing to send."""
+        """Never runs: groups of one member have nothing to send."""
         raise AssertionError(f"nobody else is there: {len(sends)} sends, {len(receives)} receives, tag {tag}")
 
-    def complete_sends(self) -> None:
-        """Returns at once."""
+    def complete_sends(self) -> None: ...
 
 
 NOBODY = _Nobody()
@@ -230,7 +229,6 @@ class TorchTransport:
         self._outbox_bytes = 0
 
     def start(self, sends: Calls, receives: Calls, tag: int) -> Pending:
-        """Sends and receives one by one with gloo, in one grouped launch with NCCL."""
         if not self.tagged:
             return self._start_grouped(sends, receives)
         with peer_errors():
@@ -243,7 +241,6 @@ class TorchTransport:
         return arrival
 
     def complete_sends(self) -> None:
-        """Waits until every send has left, the oldest first."""
         with peer_errors():
             while self._outbox:
                 self._await_oldest()
@@ -263,7 +260,6 @@ class TorchTransport:
 
 
 def start_receives(receives: Calls, group: dist.ProcessGroup | None, tag: int, *, staged: bool) -> Pending:
-    """Starts each by itself, see `TorchTransport`."""
     works = []
     for peer, buffer in receives:
         host = torch.empty_like(buffer, device="cpu") if staged else buffer
@@ -274,7 +270,7 @@ def start_receives(receives: Calls, group: dist.ProcessGroup | None, tag: int, *
 def start_sends(
     sends: Calls, group: dist.ProcessGroup | None, tag: int, *, staged: bool
 ) -> Iterator[tuple[dist.Work, Tensor]]:
-    """Starts each by itself; what it returns of one must be kept until it has been waited for."""
+    """Starts each send by itself; keep what it returns of one until that has been waited for."""
     for peer, buffer in sends:
         host = buffer.cpu() if staged else buffer
         yield _work(dist.isend(host, peer, group, tag)), host

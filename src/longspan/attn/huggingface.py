@@ -66,7 +66,7 @@ class Split:
 
     @property
     def positions(self) -> list[int]:
-        """Returns the positions of this member's tokens, for `position_ids`."""
+        """The positions of this member's tokens, for `position_ids`."""
         return [position for shard_span in self.runs for position in positions(shard_span[self.group.rank])]
 
 
@@ -96,7 +96,7 @@ def _attention(
 
 
 def _check_rope(module: nn.Module, runs: Sequence[SpanShards]) -> None:
-    """Some kinds of RoPE go by the largest position of a call, which each member has one of its own."""
+    """Refuses kinds of RoPE that go by the largest position of a call, since each member has another one."""
     for rope in rope_dicts(getattr(module, "config", None)):
         if rope.get("rope_type") == "dynamic":
             raise ValueError("dynamic RoPE differs between members: choose yarn, or none")

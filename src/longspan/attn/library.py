@@ -244,7 +244,9 @@ def _exchange(
 
 
 def _new(tensor: Tensor, counts: Sequence[tuple[int, int]]) -> Tensor:
-    """Returns keys or values of the queries alone, out of all that a member has: so many of each sequence."""
+    """Returns keys or values of the queries alone, out of all that a member has; `counts` has both numbers per
+    sequence.
+    """
     pieces = tensor.split([num_keys for _, num_keys in counts], dim=1)
     last = [piece[:, num_keys - num :] for piece, (num, num_keys) in zip(pieces, counts, strict=True)]
     return torch.cat(last, dim=1)
@@ -268,7 +270,7 @@ def _blocks(tensor: Tensor, counts: Sequence[int]) -> Tensor:
 def _spec(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, window: int | None, softcap: float | None
 ) -> AttnSpec:
-    """Reads off what is to be computed. Raises ValueError when that makes no sense, or gradients are wanted."""
+    """Reads what is to be computed. Raises ValueError when that makes no sense, or gradients are wanted."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.ndim == k.ndim == v.ndim == 3:
         raise ValueError(f"{shapes}: each must be [heads, tokens, head_dim], of this member's tokens and no batch")
@@ -299,11 +301,7 @@ def _spec(
 
 
 def checked_runs(runs: Runs, kv_runs: Runs, size: int) -> list[tuple[SpanShards, SpanShards]]:
-    """Returns the queries and keys of each sequence, in as few runs as can be.
-
-    Raises:
-        ValueError: when the runs are not those of `size` members, or do not cover a sequence exactly once.
-    """
+    """Returns the queries and keys of each sequence, in as few runs as can be."""
     if any(isinstance(item, Run) for sharded in (*runs, *kv_runs) for item in sharded) or not runs:
         raise ValueError(
             "runs and kv_runs are lists with what shard_span() gives for each sequence, also for one: [shard_span(...)]"
@@ -319,7 +317,6 @@ def checked_runs(runs: Runs, kv_runs: Runs, size: int) -> list[tuple[SpanShards,
 
 
 def _checked(name: str, sharded: SpanShards, size: int) -> SpanShards:
-    """Returns the same runs, joined where they touch."""
     if len(sharded) != size:
         raise ValueError(
             f"{name} shards over {len(sharded)} members, but the group has {size}: shard_span(layout, 0, n, group.size)"
@@ -333,7 +330,7 @@ def _checked(name: str, sharded: SpanShards, size: int) -> SpanShards:
 
 
 def _check_cover(index: int, queries: SpanShards, keys: SpanShards) -> None:
-    """Queries are one span, and keys everything up to its end, each with one member."""
+    """Checks that queries are one span, and keys everything up to its end, each with one member."""
     span, held = _union(queries), _union(keys)
     if len(span) > 1 or num_tokens(span) != sum(map(num_tokens, queries)):
         raise ValueError(f"runs[{index}] {_text(queries)}: members must have all queries of one span, each once")

@@ -34,7 +34,7 @@ class MemberPart:
 
     @property
     def span_start(self) -> int | None:
-        """Returns the position of the group's first query; None without queries."""
+        """The position of the group's first query; None without queries."""
         return min((runs[0].start for runs in self.q_runs if runs), default=None)
 
     def needed(self, member: int, window: int | None) -> tuple[Run, ...]:
@@ -50,13 +50,12 @@ class MemberPart:
 
     @property
     def is_in_order(self) -> bool:
-        """Tells whether the members' queries follow each other, as in a chain."""
+        """Whether the members' queries follow each other, as in a chain."""
         runs = [run for member_runs in self.q_runs for run in member_runs]
         return all(one.stop == following.start for one, following in itertools.pairwise(runs))
 
 
 def _first_seen(query: int, window: int | None) -> int:
-    """Returns the first position that a query may see."""
     return 0 if window is None else max(0, query - window + 1)
 
 
@@ -85,7 +84,7 @@ class MemberParts(Sequence[MemberPart]):
         return self._visits[key]
 
     def rows(self, indices: tuple[int, ...], device: torch.device) -> slice | Tensor:
-        """Finds this member's tokens that are queries of these parts: a slice if they are neighbours."""
+        """Returns this member's tokens that are queries of these parts: a slice if they are neighbours."""
         if indices not in self._rows:
             places = [self[index].rows for index in indices]
             if all(one.stop == following.start for one, following in itertools.pairwise(places)):
@@ -113,12 +112,11 @@ def _num_before(runs: Sequence[Run], position: int) -> int:
 
 
 def num_tokens(runs: Sequence[Run]) -> int:
-    """Counts the tokens of some runs."""
     return sum(len(run) for run in runs)
 
 
 def kv_room(all_runs: Sequence[Sequence[Run]], num_kv_heads: int, like: Tensor) -> Message:
-    """Makes room for the keys, then the values, of some runs of each part, typed as `like [..., head_dim]`."""
+    """Allocates a message for the keys, then the values, of some runs of each part, typed as `like [..., head_dim]`."""
     return Message.room([(num_kv_heads, num_tokens(runs), like.shape[-1]) for runs in all_runs for _ in "kv"], like)
 
 
@@ -186,7 +184,6 @@ def attend_all(  # noqa: PLR0917 - queries, keys and values, and whose they are
 def attend_held(  # noqa: PLR0917 - those of a part, and who reads it
     backend: AttentionBackend, part: MemberPart, q: Tensor, asker: int, holder: int, kv: PagedKv, spec: AttnSpec
 ) -> Partial:
-    """Computes queries `q` of `asker` over the keys that `holder`, which is this member, copies out of its pool."""
     needed = part.needed(holder, spec.window)
     k = q.new_empty(spec.num_kv_heads, num_tokens(needed), spec.head_dim)
     v = k.new_empty(k.shape)

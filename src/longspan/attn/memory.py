@@ -81,7 +81,6 @@ class Wires:
                 changed.notify_all()
 
     def left(self) -> int:
-        """Counts the messages that nobody received."""
         return sum(len(box) for box in self._boxes.values())
 
 
@@ -99,7 +98,6 @@ class MemoryTransport:
         self._outbox: list[_Sent] = []
 
     def start(self, sends: Calls, receives: Calls, tag: int) -> Pending:
-        """Posts all sends at once."""
         sent = [self._wires.post(self._rank, peer, tag, buffer) for peer, buffer in sends]
         if not self._waits_for_sends:
             self._outbox += [one for one in sent if not one.is_taken]
@@ -107,12 +105,11 @@ class MemoryTransport:
         return _Taking(self._wires, self._rank, receives, tag, sent)
 
     def complete_sends(self) -> None:
-        """Waits until peers have copied what was sent."""
         self._wires.await_taken(self._rank, self._outbox)
         self._outbox.clear()
 
     def close(self) -> None:
-        """Does what the end of a process does: whoever waits for this rank is told."""
+        """Tells all who wait for this rank that it is gone, as the end of a process does."""
         self._wires.close(self._rank)
 
 

@@ -26,11 +26,9 @@ class PagedKv:
 
     @property
     def block_size(self) -> int:
-        """Returns the tokens per block."""
         return self.keys.shape[2]
 
     def heads(self, kv_heads: range) -> PagedKv:
-        """Returns a view of some heads."""
         chosen = slice(kv_heads.start, kv_heads.stop)
         return PagedKv(keys=self.keys[:, chosen], values=self.values[:, chosen])
 
@@ -77,7 +75,7 @@ class PagedPlan:
 
     @cached_property
     def batch(self) -> PagedBatch:
-        """Returns the items as PyTorch's kernels take them, made when a kernel first asks."""
+        """The items as PyTorch's kernels take them, made when a kernel first asks."""
         return PagedBatch(self.items, self._kv)
 
 

@@ -34,7 +34,7 @@ class AttnSpec:
     softcap: float | None
 
     def of_heads(self, share: HeadShare) -> AttnSpec:
-        """Returns the same for some of the heads."""
+        """Returns the same for the heads of a share."""
         return replace(self, num_heads=len(share.heads), num_kv_heads=len(share.kv_heads))
 
 

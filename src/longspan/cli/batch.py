@@ -53,7 +53,7 @@ class BatchLine:
 
     @property
     def key(self) -> str:
-        """Tells this request from others of the file."""
+        """The key that tells this request from others of the file."""
         return self.id if self.custom_id is None else self.custom_id
 
 

@@ -30,11 +30,7 @@ _HARDWARE = HardwareSpec()
 
 
 def length(text: str) -> int:
-    """Reads `8192`, `8K` (8 * 1,024), `8k` (8 * 1,000), `1M` and `25.6k`, as vLLM does.
-
-    Raises:
-        ValueError: for anything else, such as a fraction of a token or of a binary unit, and for more than 2^40.
-    """
+    """Reads `8192`, `8K` (8 * 1,024), `8k` (8 * 1,000), `1M` and `25.6k`, as vLLM does."""
     match = _LENGTH.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"must be a number of tokens such as 8192, 8K (8192) or 8k (8000), but {text!r} given")

@@ -34,7 +34,7 @@ SAMPLING = SamplingParams(temperature=0.0, max_tokens=128, seed=0)
 
 @dataclass(frozen=True, kw_only=True)
 class FormOptions:
-    """Describes the form of an output: the fields of `StructuredOutputsParams`, which may be in files."""
+    """The form of an output: the fields of `StructuredOutputsParams`, which may be in files."""
 
     json_schema: Annotated[
         str | None, _form("The output is JSON that this schema describes.", metavar="FILE_OR_TEXT")
@@ -98,11 +98,7 @@ def generate(
 
 
 def _prompt(prompt: str | None, prompt_file: Path | None, token_ids: tuple[int, ...] | None) -> str | list[int]:
-    """Reads the prompt from whichever of its sources was given; from stdin, if none was and it is no terminal.
-
-    Raises:
-        ValueError: when several were given, or none, or it cannot be read.
-    """
+    """Reads the prompt from whichever of its sources was given; from stdin, if none was and it is no terminal."""
     given = sum(source is not None for source in (prompt, prompt_file, token_ids))
     if given > 1 or (given == 0 and sys.stdin.isatty()):
         raise ValueError(f"exactly one of --prompt, --prompt-file and --token-ids is needed, but {given} given")

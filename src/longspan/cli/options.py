@@ -83,7 +83,7 @@ class _Flag:
         return inspect.Parameter(self.field, side, default=default, annotation=Annotated[kind, note])
 
     def read(self, value: object) -> object:
-        """Returns what the option's own reader makes of the text or texts, if it has one."""
+        """Applies the option's own reader to the text or texts, if it has one."""
         if self.option.read is None:
             return value
         try:
@@ -105,8 +105,8 @@ _CONFIG = _Flag(
 def verb(function: Callable[..., ReturnT]) -> Callable[..., ReturnT]:
     """Makes a function for Cyclopts: a parameter whose default is a dataclass becomes a flag per field with an Option.
 
-    That default has the defaults of the flags, so that two verbs can share options and differ in what they take for
-    granted (Cyclopts itself takes the defaults of the class). A short flag belongs to the first option that has it.
+    That default has the defaults of the flags, so that two verbs can share options and differ in their defaults
+    (Cyclopts itself takes the defaults of the class). A short flag belongs to the first option that has it.
 
     A verb with `EngineArgs` takes `max_model_len` from the environment variable `LONGSPAN_MAX_MODEL_LEN`, too, or from
     the file that `--config` names.

@@ -85,7 +85,7 @@ def _check(engine: EngineArgs) -> None:
 
 
 def _start(model: str, engine: EngineArgs, spec: ParallelSpec, instances: int) -> LLM:
-    """Starts so many of the instances, with as many threads per rank as if all were there, and without a tokenizer."""
+    """Starts some instances, with as many threads per rank as if all were there, and without a tokenizer."""
     alike = replace(engine, parallel=str(replace(spec, instances=instances)), skip_tokenizer_init=True)
     return start(model, alike, seed=0)
 

@@ -159,7 +159,7 @@ def _check_results(results: ResultOptions, workload: WorkloadSpec) -> None:
 
 
 def _settings(model: str, experiment: Experiment, given: Sequence[object]) -> dict[str, object]:
-    """Says what the run was, for its page: what was found, then all options by their flags, but those not given."""
+    """Lists what the run was, for its page: what was found, then all options by their flags, but those not given."""
     cluster, policy = experiment.cluster, [experiment.scheduling.policy]
     policy += (f"{key}={value}" for key, value in experiment.scheduling.all_policy_options().items())
     instances, blocks = str(cluster.num_instances), f"{cluster.num_blocks[0]:,}"

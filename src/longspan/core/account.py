@@ -251,7 +251,7 @@ class BlockPool:
         self.changes += 1
 
     def hold(self, *blocks: int) -> None:
-        """Adds a reference to blocks that have one, for a copy of each under way."""
+        """Adds a reference to blocks that have one, for a copy under way of each."""
         references, held = self._references, self._held
         for block in blocks:
             assert references[block] > 0, "only blocks in use are held"
@@ -269,7 +269,7 @@ class BlockPool:
 
     @property
     def num_leaving(self) -> int:
-        """So many blocks are held by copies under way alone; they are free when these are done."""
+        """Blocks that only copies under way hold; they are free when these are done."""
         return sum(self._references[block] == number for block, number in self._held.items())
 
     def adopt(self, block: int) -> None:

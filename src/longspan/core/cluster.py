@@ -74,7 +74,7 @@ class Location:
 
     @property
     def host_id(self) -> tuple[int, int]:
-        """The rack and the host together name a host: hosts are counted anew in each rack."""
+        """The rack and the host in it, which together name a host."""
         return self.rack, self.host
 
 
@@ -165,7 +165,7 @@ class Cluster:
 
     @property
     def backends(self) -> int:
-        """A decode instance receives so many transfers at once."""
+        """Transfers that a decode instance receives at once; 0 without roles."""
         if self.decode_spec is None:
             return 0
         return self.spec.instances if self.transfer_backends is None else self.transfer_backends

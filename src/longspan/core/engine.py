@@ -23,10 +23,9 @@ from longspan.errors import ParameterError
 
 
 class Clock(Protocol):
-    """Time in seconds from any origin."""
+    """Time in seconds from any origin, which never goes back."""
 
-    def now(self) -> float:
-        """Returns seconds, which never go back."""
+    def now(self) -> float: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +38,8 @@ class EngineConfig:
         rope_switch_length: requests longer than this use other rotary factors; None for most models.
         max_num_batched_tokens: tokens that one instance computes in one step, at most.
         max_num_seqs: requests that one instance takes part in at once, at most.
-        max_steps_in_flight: a request may be in so many steps that are not complete. With 2, instances never wait for
-            the controller: the next step is there before the present one ends.
+        max_steps_in_flight: the most incomplete steps that a request may be in. With 2, instances never wait for the
+            controller: the next step is there before the present one ends.
     """
 
     cluster: Cluster
@@ -202,7 +201,7 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """A request still runs or waits, or KV is still on its way."""
+        """Whether a request runs or waits, or KV is still on its way."""
         return bool(self._requests) or self._transfers.in_flight
 
     def load(self) -> Load:
@@ -231,8 +230,7 @@ class Engine:
             self._drop(request)
 
     def set_policy(self, policy: EnginePolicy) -> None:
-        """Lets another policy decide from now on; only between requests, whose groups and layouts are the old one's.
-        Requests can be as long as it can place, up to `max_model_len`.
+        """Lets another policy decide from now on; only between requests, since groups and layouts are the old one's.
 
         Raises:
             RuntimeError: when some are unfinished.
@@ -299,7 +297,7 @@ class Engine:
                 return
 
     def _hand_over(self) -> bool:
-        """Sends KV that waits and can be sent, and tells whether a request goes on elsewhere, where all has arrived."""
+        """Sends pending KV, and hands over requests whose KV has arrived; returns whether there were any."""
         if not self._transfers.dirty:
             return False
         self._send_waiting()
@@ -365,12 +363,12 @@ class Engine:
 
     @property
     def has_ready(self) -> bool:
-        """The next `step` takes a completion that is there already."""
+        """Whether the next `step` takes a completion that is there already."""
         return self._steps.has_ready
 
     @property
     def num_waiting(self) -> int:
-        """So many requests hold no KV and could run if there were room."""
+        """Requests that hold no KV and could run if there were room."""
         return len(self._waiting.able())
 
     def _leave(self, request: Request) -> None:
@@ -448,7 +446,7 @@ class Engine:
         self._running.changed(instances, [part.request_id for part in forward.parts])
 
     def _take(self, done: Completion) -> None:
-        """Takes moves as they come, Forwards in their order."""
+        """Takes a completion: of a move at once, of a Forward in the order of steps."""
         self.bytes_sent.update(done.bytes_sent)
         if not self._transfers.moved(done.number):
             self._steps.complete(done)
@@ -472,7 +470,7 @@ class Engine:
         return [self._append(sampled) for sampled in done.sampled if self._is_live(sampled.request_id)]
 
     def _is_live(self, request_id: int) -> bool:
-        """Tells whether anybody wants its tokens; those that it samples after its end are thrown away."""
+        """Tells whether anybody wants its tokens; tokens sampled after its end are thrown away."""
         request = self._requests.get(request_id)
         return request is not None and request.finish_reason is None
 
@@ -499,7 +497,7 @@ class Engine:
         metrics.last_token_s = now_s
 
     def _retract(self, request: Request) -> None:
-        """The request gives up its KV and waits again; what it computed is found again by its prefix keys."""
+        """Makes the request give up its KV and wait again; what it computed is found again by its prefix keys."""
         assert not request.in_flight, "a step in flight names the request"
         self._transfers.give_up(request)
         self.account.release(request)

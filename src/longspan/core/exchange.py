@@ -43,7 +43,7 @@ class Traits:
 
     @property
     def in_order(self) -> bool:
-        """Each member's tokens must follow those of the member before it."""
+        """Whether each member's tokens must follow those of the member before it."""
         return self.layouts == ("contiguous",)
 
 
@@ -66,7 +66,7 @@ class Exchange(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """The name in metrics and reports does not tell where weights are from."""
+        """The name in metrics and reports, which does not tell where weights are from."""
         return f"{self.kind}_dense" if self.dense else self.kind
 
     @property
@@ -75,7 +75,7 @@ class Exchange(NamedTuple):
 
     @property
     def is_layerwise(self) -> bool:
-        """It computes whole attention layers instead of exchanging inside the model's own."""
+        """Whether it computes whole attention layers instead of exchanging inside the model's own."""
         return self.weights is not None or self.traits.level == "layer"
 
     @property

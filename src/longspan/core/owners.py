@@ -18,7 +18,7 @@ class BlockRef(NamedTuple):
 
     @property
     def instance(self) -> int:
-        """The owner has the same number as its pool: so far each instance has one, on its devices."""
+        """The instance that owns the block; pool ids are instance numbers so far."""
         return self.pool
 
 

@@ -109,7 +109,6 @@ class Running:
         return self._blocks
 
     def join(self, request: Request) -> None:
-        """Adds a request that was admitted after all others."""
         self._all[request.id] = request
         self._seat(request)
 
@@ -119,12 +118,11 @@ class Running:
             self._seat(request)
 
     def set_aside(self, request: Request) -> None:
-        """Keeps a request that holds KV on its group, but asks nothing of it until it gets another."""
+        """Keeps a request that holds KV on its group, but gives it no step until it gets another group."""
         self._unseat(request)
         self._groups[request.id] = ()
 
     def leave(self, request: Request) -> None:
-        """Removes a request that has ended, or waits again."""
         if self._all.pop(request.id, None) is not None:
             self._unseat(request)
             self.changed(request.group, ())
@@ -184,7 +182,7 @@ class Running:
 
 
 class _Ask(NamedTuple):
-    """A running request will still ask so much of each instance of its group, and of those that keep its KV."""
+    """Tokens and blocks that a running request still needs of each instance."""
 
     group: tuple[int, ...]
     tokens: int
@@ -214,7 +212,7 @@ class StepOrder:
         return bool(self._sent)
 
     def send(self, forward: Forward) -> None:
-        """Takes note of a step with the highest number so far."""
+        """Records an emitted step; numbers ascend."""
         self._sent[forward.number] = forward
         for instance in forward.instances:
             self._queues[instance].append(forward.number)
@@ -239,12 +237,12 @@ class StepOrder:
         return bool(self._ready)
 
     def take(self) -> tuple[Forward, Completion]:
-        """Returns the next completion, and its step, which is over."""
+        """Returns the next completion, and the step that it completes."""
         done = self._ready.popleft()
         return self._sent.pop(done.number), done
 
     def clear(self) -> list[Forward]:
-        """Forgets everything; returns the steps that were not over."""
+        """Forgets everything; returns the steps in flight."""
         steps = list(self._sent.values())
         self._sent.clear()
         self._queues.clear()

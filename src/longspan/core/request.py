@@ -64,7 +64,7 @@ class Request:
         keeps_history: whether ranks must know its output tokens, for penalties or a grammar.
         num_promised: tokens there will be when all steps in flight are done; they can be scheduled already.
         num_steps: how many steps in flight name it.
-        group: empty while it waits. It can shrink, and grow while no `rotation` counts on it: then all members are told
+        group: empty while it waits. It can shrink, and grow while no `rotation` counts on it: then all members are sent
             everything again.
         copying: blocks of its table that steps in flight fill, and the blocks that they copy.
         target: it takes no step between the end of its prefill and the arrival of all of its KV there.
@@ -190,14 +190,14 @@ class Request:
         return self._keys[index - 1]
 
     def lose_kv(self) -> None:
-        """It waits again, and no rank knows anything of it."""
+        """Resets it to waiting: its KV is gone, and ranks must be sent everything again."""
         self.move_to()
         self.table.clear()
         self.copying.clear()
         self.num_computed = self.num_scheduled = self.num_promised = 0
 
     def move_to(self, *group: int) -> None:
-        """All its KV is on these instances from now on, where nobody has heard of it."""
+        """Makes these instances its only owners, whose ranks must be sent all of it."""
         self.group, self.rotation, self.kv_owner, self.target = group, None, None, None
         self.sent_blocks = self.sent_output = 0
 
@@ -214,7 +214,7 @@ class Request:
         return Owners(table=self.table, group=self.group, block_size=self.block_size, rotation=self.rotation)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Counts the blocks that so many tokens fill or begin: all there are, if tokens rotate."""
+        """Counts the blocks that `num_tokens` tokens fill or begin: all there are, if tokens rotate."""
         if self.rotation is not None:
             return self.rotation.num_blocks(num_tokens, self.block_size)
         return -(-num_tokens // self.block_size)

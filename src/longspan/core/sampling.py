@@ -99,7 +99,7 @@ class SamplingParams:
             request; end-of-sequence and stop tokens are not sampled at all.
         max_tokens: at most so many output tokens; None means up to the model's context.
         ignore_eos: generate on past end-of-sequence tokens.
-        logprobs: report the log-probability of each output token, and of so many of the most likely tokens beside it.
+        logprobs: report the log-probability of each output token, and of this many of the most likely tokens beside it.
         prompt_logprobs: the same for the tokens of the prompt.
         structured_outputs: what form the output must have. It counts before `min_tokens`: an output that can only end
             ends. With `ignore_eos`, end-of-sequence tokens follow until `max_tokens`.
@@ -178,12 +178,12 @@ class SamplingParams:
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
-        """Biases are pairs of token id and bias, by ascending id; there are none for None."""
+        """Pairs of token id and bias, by ascending id; none for None."""
         assert self.logit_bias is None or isinstance(self.logit_bias, tuple), "normalised in the constructor"
         return self.logit_bias or ()
 
     def check_vocab(self, vocab_size: int) -> None:
-        """Checks what names tokens against a model's vocabulary.
+        """Checks token ids and counts of logprobs against a vocabulary.
 
         Raises:
             ParameterError: for a token id that is not below `vocab_size`, or more logprobs than there are tokens.
@@ -200,7 +200,7 @@ class SamplingParams:
 
 
 def _whole(name: str, value: object, what: str = "") -> int:
-    """The number; `what` says which one of several that the parameter holds."""
+    """Returns the number; `what` says which one of several that the parameter holds."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise ParameterError(name, f"{what}must be a whole number, but {value!r} given", value)
     return int(value)

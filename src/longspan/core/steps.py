@@ -26,7 +26,8 @@ UNKNOWN = -1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """Everything that stays the same whenever a token of one request is sampled. Ranks are told once and remember it.
+    """Everything that stays the same whenever a token of one request is sampled. Ranks are sent it once and remember
+    it.
 
     Random numbers are keyed by (seed, choice, position), so that neither batch nor layout can change them.
 
@@ -59,7 +60,7 @@ class Sampling:
 
     @property
     def penalised(self) -> bool:
-        """The choice of a token depends on the tokens before it beyond their logits."""
+        """Whether the choice of a token depends on earlier tokens beyond their logits."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
     @property
@@ -115,7 +116,7 @@ class Part:
         targets: when prompt logprobs are wanted, the token that follows each of the span's tokens inside the prompt.
         sample: None when the span does not reach the request's last token.
         rope_length: the length that length-dependent rotary embeddings of this request are pinned to.
-        rotation: by which the request's latest tokens are homed; None when they are homed block by block.
+        rotation: the rule that assigns single new tokens to owners; None while owners take whole blocks.
     """
 
     request_id: int
@@ -156,7 +157,7 @@ class MoveKV:
 
     @cached_property
     def sources(self) -> tuple[int, ...]:
-        """Lists the instances that send, ascending."""
+        """The instances that send, ascending."""
         return tuple(sorted({source.instance for source, _ in self.copies}))
 
     @cached_property
@@ -172,7 +173,7 @@ class Forward:
         rebalances: moves between members of a part, whose table names the targets already: a layer's KV is there before
             its attention, and that of the next layer is under way meanwhile. Done when the Forward is.
         streams: moves of blocks that this Forward completes, to instances outside: sources send a layer as soon as its
-            KV is computed. Targets are told by the executor. Each has a `Completion` of its own, after the Forward's or
+            KV is computed. The executor informs targets. Each has a `Completion` of its own, after the Forward's or
             before.
     """
 
@@ -183,7 +184,7 @@ class Forward:
 
     @cached_property
     def instances(self) -> tuple[int, ...]:
-        """Lists the instances that compute or pass on a token, ascending; the receiver of a message does so anew."""
+        """The instances that compute or pass on a token, ascending; the receiver of a message derives them anew."""
         members: set[int] = set()
         for part in self.parts:
             members.update(part.group)
@@ -247,7 +248,7 @@ class Executor(Protocol):
     wakeup: Any
 
     def submit(self, step: Step) -> None:
-        """Sends a step to its ranks; returns at once."""
+        """Sends a step to its ranks; does not wait for them."""
 
     def poll(self, timeout_s: float | None) -> list[Completion]:
         """Waits for completions: at least one, at most one per request, none when `timeout_s` (None: no limit) passes.

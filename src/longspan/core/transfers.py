@@ -26,7 +26,7 @@ class Transfer:
         num_shared: so many of these, the first, held its beginning already: they are not moved.
         num_arrived: blocks that are there.
         moves: the sources of those in flight, by number.
-        busy: instances that it moves from now.
+        busy: instances that are sending it now.
         sources: instances that send any of it, or still have to: each can use one backend.
     """
 
@@ -47,7 +47,7 @@ class Transfer:
 
     @property
     def is_there(self) -> bool:
-        """The target has all of it."""
+        """Whether the target has all of it."""
         return bool(self.blocks) and self.num_shared + self.num_arrived == self.num_blocks
 
     def can_send(self, source: int) -> bool:
@@ -81,14 +81,14 @@ class Transfer:
         self._count(len(table))
 
     def begin(self, number: int, source: int, indices: Collection[int]) -> None:
-        """A move of these entries of the table is sent."""
+        """Records that a move of these entries of the table is sent."""
         self.moves[number] = source
         self.sent.update(indices)
         self._unsent[source] -= len(indices)
         self._count(self._num_placed)
 
     def end(self, number: int) -> int:
-        """A move is done; returns the instance that sent it."""
+        """Records that a move is done; returns the instance that sent it."""
         source = self.moves.pop(number)
         self._count(self._num_placed)
         return source
@@ -134,7 +134,7 @@ class Transfers:
         return bool(self._moves)
 
     def shake(self, request: Request, target: int) -> None:
-        """The first chunk of a request is about to be dispatched: behind what is cached of it, and waits already."""
+        """Opens a transfer when the first chunk is about to be sent; cached blocks can move at once."""
         transfer = Transfer(request, target, num_tokens=request.num_tokens, num_computed=request.num_scheduled)
         request.target = target
         self._transfers[request.id] = self._order.setdefault(target, {})[request.id] = transfer
@@ -173,7 +173,7 @@ class Transfers:
                 self.dirty = True
 
     def moved(self, number: int) -> bool:
-        """Takes in that a step is done, if it is a move; tells whether it is."""
+        """Takes the completion of a step if it is a move; returns whether it is."""
         if number not in self._moves:
             return False
         move, transfer = self._moves.pop(number)
@@ -198,7 +198,7 @@ class Transfers:
         return ready
 
     def give_up(self, request: Request) -> None:
-        """A request ends, or loses its KV: there is more room for others, too."""
+        """Drops the transfer of a request that ends or loses its KV; this leaves more room for others."""
         self.dirty = True
         if (transfer := self._transfers.get(request.id)) is not None:
             self._end(transfer)
@@ -219,7 +219,8 @@ class Transfers:
             self.dirty = True
 
     def _outgrown(self, full: Collection[int]) -> Iterator[Transfer]:
-        """Finds who has to give its blocks back: the last come where a step can be taken, but lacks blocks.
+        """Yields transfers that must give their blocks back, last admitted first, so that requests decoding on the
+        target can go on.
 
         Who came last of those with blocks there gives way: one that decodes is preempted by the policy, not here.
         """
@@ -286,7 +287,7 @@ class Transfers:
         transfer.backends = number
 
     def _allocate(self, transfer: Transfer) -> bool:
-        """Blocks for all of it, and a seat, or nothing; not tried again before more are free.
+        """Reserves all its blocks and a seat, or nothing. After a refusal it waits until more blocks are free.
 
         What those need at once who came earlier and decode there is left to them. Another choice of a prompt that is on
         its way there waits for it, and then shares its blocks.
@@ -313,6 +314,6 @@ class Transfers:
 
 
 def _asks(request: Request) -> bool:
-    """Tells whether the next token of one that decodes begins a block."""
+    """Tells whether a decoding request needs a new block for its next token."""
     num_scheduled = request.num_scheduled
     return num_scheduled < request.num_tokens and request.blocks_for(num_scheduled + 1) > len(request.table)

@@ -86,10 +86,9 @@ class RequestView(Protocol):
     def scores_prompt(self) -> bool: ...
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Counts the blocks that so many tokens fill or begin."""
+        """Counts the blocks that `num_tokens` tokens fill or begin."""
 
-    def tokens(self, start: int, stop: int) -> Sequence[int]:
-        """Returns the token ids at positions `[start, stop)`."""
+    def tokens(self, start: int, stop: int) -> Sequence[int]: ...
 
     def parent_key(self, index: int) -> bytes:
         """Names all tokens before block `index`, as the prefix cache does."""
@@ -123,11 +122,9 @@ class RunningView(Protocol):
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[RequestView]: ...
 
-    def get(self, request_id: int) -> RequestView | None:
-        """Returns the request of that id, if it runs."""
+    def get(self, request_id: int) -> RequestView | None: ...
 
-    def on(self, instance: int) -> Collection[RequestView]:
-        """Returns the requests that an instance takes part in."""
+    def on(self, instance: int) -> Collection[RequestView]: ...
 
     def within(self, instances: frozenset[int]) -> Iterator[RequestView]:
         """Iterates, in no order, over the requests that no other instances take part in."""
@@ -159,7 +156,7 @@ class KvView(Protocol):
 
 @dataclass(kw_only=True, slots=True)
 class ClusterView:
-    """The view: all that a policy may look at.
+    """Everything that a policy may look at.
 
     Attributes:
         max_num_batched_tokens, max_num_seqs: the bounds of a step on one instance.
@@ -193,7 +190,7 @@ class ClusterView:
 
 @dataclass(kw_only=True, slots=True)
 class ScheduledPart:
-    """One request's share of a step, as a policy wishes it.
+    """A part as a policy asks for it, of one request in one step; the engine makes a `Part` of it.
 
     Attributes:
         runs: of the span `[start, stop)`, per member of `group`.
@@ -222,13 +219,13 @@ class ScheduledPart:
 
     @property
     def new_blocks(self) -> Counter[int]:
-        """Counts the blocks that the part asks of each instance."""
+        """Blocks that the part asks of each instance."""
         return Counter([*self.block_owners, *(instance for _, instance in self.moves)])
 
 
 @dataclass(kw_only=True, slots=True)
 class Plan:
-    """A plan of what happens next: first the preemptions, then one Forward per batch; batches share no instance."""
+    """The next preemptions, and then one Forward per batch; batches share no instance."""
 
     preempted: tuple[RequestView, ...] = ()
     batches: tuple[tuple[ScheduledPart, ...], ...] = ()
@@ -246,7 +243,7 @@ class Policy(Protocol):
 
 
 class EnginePolicy(Policy, Protocol):
-    """A policy, and what an engine must know of it beside its plans."""
+    """A policy, and what an engine must know of it besides its plans."""
 
     def check(self, num_prompt_tokens: int) -> None:
         """Raises ValueError for a prompt that it cannot place as its options say."""

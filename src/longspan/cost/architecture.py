@@ -27,12 +27,12 @@ class ModelShape:
 
     @property
     def kv_bytes(self) -> float:
-        """One token has so many bytes of keys and values in one layer."""
+        """Bytes of keys and values per token and layer."""
         return 2 * self.num_kv_heads * self.head_dim * self.bytes_per_element
 
     @property
     def attention_weights(self) -> int:
-        """The four projections of one layer have so many elements."""
+        """Elements of the four projections of one layer."""
         return 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.hidden_size
 
     def __post_init__(self) -> None:
@@ -56,7 +56,7 @@ class Hardware:
 
 
 def typical_hardware(device: str, threads: int) -> Hardware:
-    """Speeds within a factor of a few, for want of measurements.
+    """Returns rough speeds for a machine without a profile.
 
     Of CPU threads that attend in float32, and messages between processes; of accelerators of 2023, and their links.
     """
@@ -112,7 +112,7 @@ class Architecture:
 
     @property
     def ffn_weights(self) -> int:
-        """The feed-forward matrices of one layer have so many elements."""
+        """Elements of the feed-forward matrices of one layer."""
         return (3 if self.gated else 2) * self.attention.hidden_size * self.intermediate_size
 
     @property
@@ -121,13 +121,13 @@ class Architecture:
 
     @property
     def num_parameters(self) -> int:
-        """All matrices have so many elements; norms and biases are left out."""
+        """Elements of all matrices; norms and biases are left out."""
         layers = self.attention.num_layers * (self.attention.attention_weights + self.ffn_weights)
         return layers + self.head_weights * (1 if self.tied else 2)
 
     @property
     def weight_bytes(self) -> float:
-        """All matrices take so many bytes in their precisions."""
+        """Bytes of all matrices in their precisions."""
         shape = self.attention
         layer = shape.attention_weights * shape.bytes_per_element + self.ffn_weights * self.ffn_bytes
         ends = self.head_weights * (1 if self.tied else 2) * shape.bytes_per_element

@@ -19,7 +19,7 @@ class LinearCurve:
     Attributes:
         compute: the part of the peak that large products reach.
         half_wave: products whose tiles fill the device so many times reach half of that.
-        half_depth: and those whose sums have so many terms.
+        half_depth: how many terms its sums must have to reach half of it.
         memory: the part of the memory's speed that weights are read with.
         smooth: how sharp the edge of the roof is.
         start_us: of the smallest product.
@@ -122,8 +122,8 @@ class Device:
     network: str
 
     def peak(self, bytes_per_weight: float) -> float:
-        """Returns operations per second with weights of so many bytes: those of 16 bits where narrower ones cannot be
-        used.
+        """Returns operations per second with weights of `bytes_per_weight`: those of 16 bits where narrower ones cannot
+        be used.
         """
         if bytes_per_weight >= 4:
             return self.fp32_flops_per_s
@@ -151,11 +151,11 @@ class Link:
     collective_s: float
 
     def send_s(self, num_bytes: float, flows: int = 1) -> float:
-        """Times a message, of so many that leave a host at once."""
+        """Times a message, one of `flows` that leave a host at once."""
         return self.latency_s + num_bytes / self.flow(flows)
 
     def flow(self, flows: int) -> float:
-        """Returns bytes per second of each of so many messages that leave a host at once."""
+        """Returns bytes per second of each of `flows` messages that leave a host at once."""
         return self.bytes_per_s / flows if self.shared else self.bytes_per_s
 
 
@@ -178,11 +178,7 @@ def device(name: str) -> Device:
 
 
 def link(name: str, bytes_per_s: float | None = None) -> Link:
-    """Finds a link by its name, such as `nvlink3`; of another nominal speed if one is given.
-
-    Raises:
-        ValueError: for an unknown name, with all known ones.
-    """
+    """Finds a link by its name, such as `nvlink3`; of another nominal speed if one is given."""
     entry = _entry("links", "link", name)
     nominal = entry["gbytes_per_s"] * 1e9 if bytes_per_s is None else bytes_per_s
     return Link(

@@ -19,7 +19,7 @@ from longspan.cost.topology import Topology
 
 
 class Share(NamedTuple):
-    """The part of a channel that one member has.
+    """One member's part of a channel.
 
     Attributes:
         queries: tokens it computes.
@@ -34,7 +34,6 @@ class Share(NamedTuple):
     held: float
 
     def times(self, number: int) -> Share:
-        """Multiplies the share by so many requests alike."""
         return Share(number * self.queries, number * self.pairs, number * self.scores, number * self.held)
 
 
@@ -55,7 +54,7 @@ class Shares(NamedTuple):
 
     @property
     def busiest(self) -> Share:
-        """The busiest share has the most pairs; it is the first of equals."""
+        """The share with the most pairs; the first of equals."""
         return self.of_member(self.pairs.index(max(self.pairs)))
 
 
@@ -111,12 +110,12 @@ def shares_of(exchange: Exchange, runs: SpanShards, start: int, stop: int) -> li
 
 
 def cached_in_chain(channel: Channel) -> float:
-    """The keys of earlier steps go to all readers at once, and do not run through the chain."""
+    """Returns the keys of earlier steps, which go to all readers at once and do not run through the chain."""
     return max(0.0, channel.shares.held[0] - channel.shares.queries[0])
 
 
 def attention_s(layer: Layer, share: Share, *, keys: float, pieces: int = 1, head_parts: int = 1) -> float:
-    """Returns seconds of a member's attention over `keys`, as so many equal pieces, with its part of the heads."""
+    """Returns seconds of a member's attention over `keys`, as `pieces` equal ones, with its part of the heads."""
     heads, kv_heads = layer.heads, layer.kv_heads
     if head_parts > 1:
         heads, kv_heads = math.ceil(heads / head_parts), math.ceil(kv_heads / head_parts)
@@ -132,7 +131,6 @@ def attention_s(layer: Layer, share: Share, *, keys: float, pieces: int = 1, hea
 
 
 def copies_s(layer: Layer, keys: float) -> float:
-    """Returns the seconds of making received keys and values contiguous."""
     passes = layer.attention.memory_passes
     return layer.stream_s(2 * passes * keys * layer.kv_bytes) if passes else 0.0
 
@@ -180,7 +178,7 @@ def exchanged_bytes(layer: Layer, channel: Channel) -> float:
 
 
 def _ring_kv(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
-    """In each hop keys and values travel while those before them are used; the last are not sent on."""
+    """Prices keys and values that travel, hop by hop, while those before them are used; the last are not sent on."""
     members = len(channel.group)
     busiest = channel.shares.busiest
     attended_s = attention_s(layer, busiest, keys=channel.keys, pieces=members)
@@ -193,7 +191,9 @@ def _ring_kv(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
 
 
 def _ring_q(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
-    """Queries travel while those before them are used; partial outputs go back at once, which nothing hides."""
+    """Prices queries that travel while those before them are used; partial outputs go back at once, which nothing
+    hides.
+    """
     members, shares = len(channel.group), channel.shares
     queries, largest = sum(shares.queries), max(shares.held)
     part = largest / max(1.0, sum(shares.held))
@@ -234,7 +234,7 @@ def _queries_s(
 
 
 def _gather_kv(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
-    """Everybody waits until everybody has all keys and values."""
+    """Prices a wait of every member for all keys and values."""
     return ChannelTime(
         attention_s=attention_s(layer, channel.shares.busiest, keys=channel.keys),
         exposed_s=topology.gather_s(max(channel.shares.held) * layer.kv_bytes, channel.group),

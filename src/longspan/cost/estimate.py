@@ -53,7 +53,7 @@ class Memory:
 
     @property
     def arithmetic(self) -> str:
-        """The sum is written out, in GiB."""
+        """The sum as text, in GiB."""
         parts = {
             "weights": self.weights,
             "KV": self.kv,
@@ -90,7 +90,6 @@ class Estimate:
     partition: tuple[int, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """Returns what `--json` prints."""
         communication_s = self.breakdown.all_reduce_s + self.breakdown.exchange_s
         return {
             "ttft_s" if self.phase == "prefill" else "tbt_s": self.seconds,

@@ -66,7 +66,7 @@ _IDLE = Breakdown()
 
 
 def _add(found: dict[int, Breakdown], more: Mapping[int, Breakdown]) -> None:
-    """Adds something to instances; those that were alike and get the same object still share one."""
+    """Adds something to instances; instances alike that get the same object still share one."""
     befores = []  # are kept, so that none has another's id
     alike: dict[tuple[int, int], Breakdown] = {}
     for instance, extra in more.items():

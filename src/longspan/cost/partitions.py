@@ -34,7 +34,7 @@ def even(length: int, members: int, align: int) -> Partition:
 
 
 def cut(fractions: Sequence[float], length: int, align: int) -> Partition:
-    """The partition nearest to these fractions; in a short prompt, members may get nothing."""
+    """Returns the partition nearest to these fractions; in a short prompt, members may get nothing."""
     return _cut(length, len(fractions), align, fractions)
 
 
@@ -131,7 +131,7 @@ def search(
 def _shifts(members: int) -> list[tuple[int, ...]]:
     """Lists what members gain, in strides, when one or two change hands, but not two between the same two members.
 
-    One, for more than `_MANY` members.
+    Only one changes hands between more than `_MANY` members.
     """
     gifts = list(itertools.permutations(range(members), 2))
     pairs = itertools.combinations(gifts, 2) if members <= _MANY else ()
@@ -186,7 +186,7 @@ class PartitionTable(Stored, frozen=True):
         return PartitionTable((*(other for other in self.partitions if other.key != entry.key), entry))
 
     def lengths(self, model: str, members: int) -> tuple[int, ...]:
-        """The table has entries for prompts of these lengths, ascending."""
+        """Returns the lengths of prompts that the table has entries for, ascending."""
         return tuple(entry.length for entry in self._known(model, members))
 
     def predict(self, model: str, members: int, length: int) -> tuple[float, ...] | None:
@@ -228,7 +228,7 @@ class Member:
 
 
 def skewed(members: Sequence[Member], num_layers: int, *, rendezvous: bool = False) -> list[float]:
-    """When each member of a chain is done (§4.1, Fig. 7).
+    """Returns when each member of a chain is done (§4.1, Fig. 7).
 
     In every layer a member projects its tokens while its predecessor's message is under way, and attends once all KV up
     to its own is there; it leaves for the successor at that moment, while attention runs. So layers run skewed, and

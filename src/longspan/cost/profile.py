@@ -32,12 +32,12 @@ MeasuredKey = tuple[int | str, ...]
 
 
 class Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Its fields are those of an object of JSON; `called` is what errors call it."""
+    """A base of what is stored as JSON, whose fields are those of the object; `called` is what errors call it."""
 
     called: ClassVar[str]
 
     def to_json(self) -> str:
-        """Writes text for a file, a value per line."""
+        """Writes the text of a file, a value per line."""
         return msgspec.json.format(msgspec.json.encode(self), indent=1).decode() + "\n"
 
     @classmethod
@@ -54,7 +54,7 @@ class Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ProfileKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Names what a profile is of. Times under one key say nothing of another.
+    """The model and machine that a profile is of. Times under one key say nothing of another.
 
     Attributes:
         tp: ranks of an instance.
@@ -135,7 +135,7 @@ TransferKind = Literal["point_to_point", "alltoall", "all_gather", "host_copy"]
 
 
 class Transfer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds of a call in which each rank that sends anything sends so many bytes, time after time."""
+    """Seconds of a call in which each rank that sends anything sends `num_bytes`, one per repetition."""
 
     kind: TransferKind
     members: int
@@ -163,7 +163,6 @@ class Profile(Stored, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, decodes=(*(one for one in self.decodes if one is not before), measured))
 
     def with_transfer(self, transfer: Transfer) -> Self:
-        """Returns a profile with these times of such a transfer, in place of those that it has."""
         key = transfer.kind, transfer.members, transfer.num_bytes
         kept = tuple(one for one in self.transfers if (one.kind, one.members, one.num_bytes) != key)
         return msgspec.structs.replace(self, transfers=(*kept, transfer))
@@ -187,9 +186,7 @@ class Profile(Stored, frozen=True, kw_only=True):
         return 0 if (found := self.find(wanted)) is None else len(found.seconds)
 
     def times(self, new_tokens: Callable[[Prefill], int] | None = None) -> dict[Kind, Times]:
-        """Fits prefills, as far as there are measurements enough; by new tokens, or whatever else is told to count as
-        that.
-        """
+        """Fits prefills, as far as there are measurements enough; `new_tokens` counts those of one otherwise."""
         samples = _by_kind(
             (one.kind, (new_tokens(one) if new_tokens else one.new_tokens, one.cached_tokens, one.median_s))
             for one in self.prefills
@@ -201,7 +198,6 @@ class Profile(Stored, frozen=True, kw_only=True):
         return {kind: times.fit for kind, times in self.times().items()}
 
     def decode_fits(self) -> dict[Kind, DecodeFit]:
-        """Fits decodes, as far as there are measurements enough."""
         alone = (one for one in self.decodes if not one.singles)
         samples = _by_kind((one.kind, (one.batch, one.context_tokens, one.median_s)) for one in alone)
         fits = ((kind, fit_decodes(of_kind)) for kind, of_kind in samples.items())
@@ -223,16 +219,16 @@ class Profile(Stored, frozen=True, kw_only=True):
 
     @property
     def links(self) -> list[tuple[TransferKind, int]]:
-        """Transfers of these kinds, among so many ranks, have times."""
+        """(kind, ranks) of all measured transfers."""
         return sorted({(transfer.kind, transfer.members) for transfer in self.transfers})
 
     def link(self, kind: TransferKind, members: int) -> LinkFit | None:
-        """Returns how fast such transfers are among so many ranks; None when that was not measured."""
+        """Returns how fast such transfers are among `members` ranks; None when that was not measured."""
         found = (t for t in self.transfers if (t.kind, t.members) == (kind, members))
         return fit_link([(t.num_bytes, statistics.median(t.seconds)) for t in found])
 
     def hardware(self, shape: ModelShape) -> Hardware | None:
-        """Returns the speeds that one instance showed, and the links of all its ranks together; None where one was not
+        """Returns the measured speeds of one instance, and the links of all its ranks together; None where one was not
         measured.
         """
         alone, link = self.fits().get((1, LOCAL)), self.link("point_to_point", 2)
@@ -254,8 +250,8 @@ _PARTIAL_PARTS = (32, 4)
 
 
 def profiled_prompts(lengths: Iterable[int], max_model_len: int) -> list[tuple[int, int]]:
-    """Returns new and cached tokens of the prefills that a profile has: every length, and as many cached tokens with a
-    part of them behind.
+    """Returns new and cached tokens of a profile's prefills: every length alone; and, behind every length as cached
+    tokens, one new token per 32 and one per 4 of them.
     """
     every = sorted(set(lengths))
     partial = [(max(1, cached // part), cached) for cached in every for part in _PARTIAL_PARTS]
@@ -339,7 +335,7 @@ class Times:
 
     @cached_property
     def _known(self) -> tuple[tuple[tuple[int, int], ...], tuple[float, ...], tuple[float, ...]]:
-        """Lists for each sample that takes time: its new and cached tokens, seconds, and what was fitted."""
+        """New and cached tokens, seconds, and fitted seconds of the samples that take time."""
         fitted = [(new, cached, seconds, self.fit.seconds(new, cached)) for new, cached, seconds in self.samples]
         known = [sample for sample in fitted if sample[-1]]
         return (
@@ -351,7 +347,7 @@ class Times:
 
 @lru_cache(maxsize=1024)
 def _nearness(places: tuple[tuple[int, int], ...], new_tokens: int, cached_tokens: int) -> tuple[list[float], float]:
-    """Returns how much each sample weighs for a prefill of so many tokens, and all together.
+    """Returns how much each sample weighs for a prefill of these tokens, and the sum of the weights.
 
     It is cached, since fits of all groups and exchanges have samples at the same places.
     """
@@ -412,7 +408,6 @@ def fit_times(samples: Sequence[Sample]) -> TimeFit | None:
 
 
 def fit_decodes(samples: Sequence[Sample]) -> DecodeFit | None:
-    """Fits decodes as `fit_times` fits prefills."""
     return _fit(DecodeFit, samples, _DECODE_TERMS)
 
 
@@ -444,7 +439,7 @@ def _fit(
 
 
 def _least_squares(terms: Array, seconds: Array) -> tuple[list[float], Array]:
-    """Finds what each column of `terms` [samples, terms] weighs, none below 0, and the relative error of each sample.
+    """Finds the weight of each column of `terms` [samples, terms], none below 0, and the relative error of each sample.
 
     Few terms are solved outright: of the ordinary fits of all subsets of them, the best one in which none is negative
     is the solution. Where samples do not tell terms apart, the fewest are used.

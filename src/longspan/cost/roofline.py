@@ -66,7 +66,7 @@ _ROTARY_BYTES = 18
 
 
 class LayerSeconds(NamedTuple):
-    """Seconds of all that is computed for some tokens before attention, or behind it."""
+    """Seconds of what is computed for some tokens before attention, or behind it."""
 
     linear_s: float
     elementwise_s: float
@@ -96,17 +96,17 @@ class Layer:
 
     @cached_property
     def heads(self) -> float:
-        """A rank has so many query heads."""
+        """Query heads of a rank."""
         return self.model.attention.num_heads / self.tp
 
     @cached_property
     def kv_heads(self) -> float:
-        """A rank has so many KV heads: where there are fewer than ranks, several ranks have the same one."""
+        """KV heads of a rank: where there are fewer than ranks, several ranks have the same one."""
         return max(1.0, self.model.attention.num_kv_heads / self.tp)
 
     @cached_property
     def kv_bytes(self) -> float:
-        """One token has so many bytes of keys and values on one rank."""
+        """Bytes of keys and values of one token on one rank."""
         return 2 * self.kv_heads * self.model.attention.head_dim * self.bytes_per_element
 
     def before(self, tokens: float) -> LayerSeconds:
@@ -151,7 +151,7 @@ class Layer:
 
     @cached_property
     def num_launches(self) -> int:
-        """Counts the operators of the layer, attention included: what the host has to start."""
+        """Operators of the layer, attention included: what the host has to start."""
         model = self.model
         norms = 1 if model.parallel else 2
         if not self.attention.unfused:
@@ -171,9 +171,7 @@ class Layer:
         return self.stream_s(elements * (2 * self.bytes_per_element), self.efficiency.stream.norm)
 
     def stream_s(self, num_bytes: float, per_clock: float | None = None) -> float:
-        """Times an element-wise operator that reads and writes so many bytes, of which a unit does `per_clock` at
-        most.
-        """
+        """Times an element-wise operator that reads and writes `num_bytes`, at most `per_clock` per clock and unit."""
         byte_s = 1 / (self.efficiency.stream.add * self.device.bytes_per_s)
         if per_clock is not None:  # memory and units slow each other down
             byte_s = math.hypot(byte_s, 1 / (per_clock * self.device.units * self.device.clock_hz))
@@ -203,8 +201,8 @@ class Layer:
         return 2 * self.start_s + max(compute_s, memory_s)
 
     def scores_s(self, *, scores: float, keys: float, heads: float, kv_heads: float) -> float:
-        """Times attention without fusion over so many scores of each head, hidden ones included, and keys of each KV
-        head.
+        """Times attention without fusion over `scores` of each head, hidden ones included, and `keys` of each
+        KV head.
         """
         if not scores:
             return 0.0

@@ -28,7 +28,7 @@ class StepCost(Protocol):
 
     @property
     def num_layers(self) -> int:
-        """The model has so many layers: what goes layer by layer goes in so many pieces."""
+        """Layers of the model."""
         ...
 
     def seconds(self, forward: Forward) -> dict[int, float]:
@@ -97,14 +97,13 @@ class RooflineCost:
         self._alone_s = lru_cache(maxsize=2**17)(_find_alone_s)
 
     def move_s(self, move: MoveKV) -> float:
-        """Messages between two instances on one host stay inside."""
         return self._sent_s(_blocks(move))[0]
 
     def received_s(self, move: MoveKV) -> float:
         return self._sent_s(_blocks(move))[1]
 
     def _find_sent_s(self, blocks: tuple[tuple[tuple[int, int], int], ...]) -> tuple[float, float]:
-        """Times sending so many blocks from one instance to another, for all these pairs at once.
+        """Times sending blocks from one instance to another, for all these pairs and numbers at once.
 
         Each rank of a target gets its own heads, and the ranks of a source send equal parts of all that the target
         gets. The busiest device, or host where the devices of one share a link, says how long it takes; both directions
@@ -180,7 +179,6 @@ class _Decodes:
         self._seen = dict.fromkeys(group, 0)
 
     def add(self, part: Part) -> int:
-        """Counts one; returns the instance that computes it."""
         instance = next(compress(self._group, part.runs))
         self._queries[instance] += 1
         self._seen[instance] += part.stop
@@ -221,7 +219,7 @@ def _find_alone_s(line: Roofline, num_decodes: int, num_keys: int, num_sampled: 
 def _wait_for_members(layers_s: dict[int, float], channels: Sequence[Channel]) -> None:
     """Gives all members of a group the time of all layers of the slowest: they wait for each other in every layer.
 
-    Not those of a chain, whose first may be ahead.
+    Members of a chain keep their own, since the first may be ahead.
     """
     groups = {channel.group for channel in channels if len(channel.group) > 1 and not channel.exchange.traits.skewed}
     for coupled in groups if len(groups) == 1 else coupled_instances(groups):
@@ -276,7 +274,6 @@ class FittedCost:
             raise ParameterError("profile", problem)
 
     def move_s(self, move: MoveKV) -> float:
-        """The ranks of an instance send and receive equal parts."""
         return self._moved_s(move, "out", "in")
 
     def received_s(self, move: MoveKV) -> float:

@@ -59,7 +59,7 @@ class Devices:
 
     @property
     def slowest_link(self) -> str:
-        """It is named as in links.toml."""
+        """The name, in links.toml, of the slowest link in use."""
         device = catalog.device(self.hardware)
         if self.link is not None:
             return self.link
@@ -132,7 +132,9 @@ class Topology:
         )
 
     def gather_s(self, num_bytes: float, group: tuple[int, ...]) -> float:
-        """Each rank gets `num_bytes` from each of its counterparts; a reduce-scatter of such shares takes as long."""
+        """Times that each rank gets `num_bytes` from each of its counterparts; a reduce-scatter of such shares takes as
+        long.
+        """
         return self._ring_s((len(group) - 1) * num_bytes, len(group), self._num_hosts(group), self._flows)
 
     def all_reduce_s(self, num_bytes: float) -> float:
@@ -144,11 +146,13 @@ class Topology:
 
     @property
     def _flows(self) -> int:
-        """So many ranks of an instance are on one host."""
+        """Ranks of an instance on one host."""
         return min(self.tp, self.gpus_per_host)
 
     def _ring_s(self, num_bytes: float, members: int, hosts: int, rings: int) -> float:
-        """`num_bytes` pass through every rank, in so many rings at once. A host's devices feed the network together."""
+        """Times `num_bytes` that pass through every rank, in `rings` rings at once. A host's devices feed the network
+        together.
+        """
         here = -(-members // hosts)
         speeds, latency_s = [], 0.0
         if here > 1:

@@ -76,7 +76,7 @@ class GatherHidden:
         return out, keys, values
 
     def scatter(self, partial: Tensor) -> Tensor:
-        """Returns the sum over members `[tokens, hidden]` of their `[all tokens, hidden]`, for this member's tokens."""
+        """Returns this member's rows `[tokens, hidden]` of the sum over members of their `[all tokens, hidden]`."""
         blocks = partial.split(self._counts)
         return reduce_scatter(self._group, blocks, hop=gather_hops(self._group.size) + 1)
 
@@ -119,11 +119,10 @@ class HiddenLayers:
         self._context = context
         self._rotary = {c.number: context.rotary(c, range(len(c.parts[0].q_runs))) for c in channels}
 
-    def begin(self, layer: int) -> None:
-        """Implements `LayerwiseExchange`: a layer needs no preparation."""
+    def begin(self, layer: int) -> None: ...
 
     def output(self, layer: int, channel: Channel, hidden: Tensor) -> Tensor:
-        """Implements `LayerwiseExchange`: gathers, computes this member's heads, and scatters the sums."""
+        """Gathers, computes this member's heads, and scatters the sums."""
         context = self._context
         group, kv = context.comm.channel(layer, channel), context.pool.layer(layer)
         gathered = GatherHidden(group, channel.parts, kv, context.model.specs[layer])

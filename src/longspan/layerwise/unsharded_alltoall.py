@@ -42,12 +42,12 @@ class UnshardedLayers:
         self._start(0)
 
     def begin(self, layer: int) -> None:
-        """Implements `LayerwiseExchange`: waits for the weights of a layer, and sends for those of the next."""
+        """Waits for the weights of a layer, and starts to fetch those of the next."""
         self._weights = {source: fetched.take(layer) for source, fetched in self._sources.items()}
         self._start(layer + 1)
 
     def output(self, layer: int, channel: Channel, hidden: Tensor) -> Tensor:
-        """Implements `LayerwiseExchange` on the slice of the tokens that this rank computes."""
+        """Computes the slice of the tokens that is this rank's, and gathers the rest."""
         context = self._context
         model, pool, comm = context.model, context.pool, context.comm
         spec = model.info.specs[layer]
@@ -165,7 +165,6 @@ class Inside:
 
 
 def _kinds(share: HeadShare) -> tuple[range, range, range]:
-    """Returns the heads of its queries, keys and values."""
     return share.heads, share.kv_heads, share.kv_heads
 
 
@@ -227,7 +226,7 @@ class PeerWeights:
 
 
 def share_room(shard: Shard, layer: int, like: Weights) -> Message:
-    """Makes room for what a rank has of a layer that no rank before it has; `like` is the share of any rank."""
+    """Allocates a message for the part of a layer that this rank sends: what no lower rank has."""
     shapes = []
     for name, weight in like.items():
         dim, stretches = _stretches(shard, shard.specs[layer], name, weight)

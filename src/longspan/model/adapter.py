@@ -36,7 +36,7 @@ class Model:
         specs: what each layer's attention computes here.
         shard: which share this is.
         stored_attention: the unsharded parameters of each attention module in the weight file; empty for a whole model.
-        reduce: of a share of a model: what sums outputs over the ranks of the instance. All of them call it equally
+        reduce: sums the outputs of a share of a model over the ranks of the instance. All of them call it equally
             often, in the same order.
 
     Raises:
@@ -194,7 +194,6 @@ class _PinnedLongRope(nn.Module):
         self._is_long = lengths > self.switch_length
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns cos and sin, `[1, tokens, rotary_dim]`, for `position_ids` `[1, tokens]`."""
         assert self._is_long is not None, "pin() comes before every call"
         is_long, self._is_long = self._is_long, None
         if not is_long.any():

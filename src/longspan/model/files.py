@@ -28,12 +28,12 @@ class ModelFiles:
 
 
 def one_line(error: BaseException) -> str:
-    """The kind and the beginning of the message of someone else's error, for use within a line of ours."""
+    """Returns the kind and the beginning of the message of someone else's error, for use within a line of ours."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
 
 
 def cache_root() -> Path:
-    """The folder for everything longspan keeps between runs: `LONGSPAN_CACHE`, else the user's cache folder."""
+    """Returns the folder for everything longspan keeps between runs: `LONGSPAN_CACHE`, else the user's cache folder."""
     if chosen := os.environ.get("LONGSPAN_CACHE"):
         return Path(chosen).expanduser().resolve()
     user_cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"

@@ -31,7 +31,7 @@ PROBE = "longspan_probe"
 
 
 def check_supported(config_dir: Path, trust_remote_code: bool) -> None:
-    """Raise ModelError, with the first reason found, unless longspan can serve the model of this folder."""
+    """Raises ModelError, with the first reason found, unless longspan can serve the model of this folder."""
     config = load_config(config_dir, trust_remote_code)
     for problem in _config_problems(config):
         raise ModelError(f"{config.model_type} is not supported: {problem}")
@@ -54,7 +54,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def load_config(config_dir: Path, trust_remote_code: bool) -> PreTrainedConfig:
-    """Read the configuration; ModelError when transformers does not know it."""
+    """Reads the configuration; ModelError when transformers does not know it."""
     try:
         with quiet_transformers():
             return AutoConfig.from_pretrained(config_dir, trust_remote_code=trust_remote_code)
@@ -63,7 +63,7 @@ def load_config(config_dir: Path, trust_remote_code: bool) -> PreTrainedConfig:
 
 
 def build_skeleton(config: PreTrainedConfig, trust_remote_code: bool, **options: object) -> PreTrainedModel:
-    """Build the causal language model of a configuration on the meta device: modules, no numbers.
+    """Builds the causal language model of a configuration on the meta device: modules, no numbers.
 
     `options` go to `from_config` (`dtype`, `attn_implementation`). Raises ModelError when there is no such model.
     """
@@ -143,12 +143,10 @@ class ModelInfo:
         )
 
     def to_json(self) -> str:
-        """Writes all facts as JSON, for `from_json`."""
         return msgspec.json.encode(self).decode()
 
     @classmethod
     def from_json(cls, text: str) -> ModelInfo:
-        """Reads what `to_json` wrote."""
         return msgspec.json.decode(text, type=cls)
 
 

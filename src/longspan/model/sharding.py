@@ -38,11 +38,10 @@ class Shard:
 
     @property
     def local_specs(self) -> tuple[AttnSpec, ...]:
-        """Returns what each layer's attention computes on this rank."""
+        """The attention of each layer on this rank."""
         return tuple(spec.of_heads(self.share(spec)) for spec in self.specs)
 
     def share(self, spec: AttnSpec) -> HeadShare:
-        """Returns this rank's heads of a layer."""
         return split_heads(spec.num_heads, spec.num_kv_heads, self.size)[self.index]
 
     def cut(self, name: str, weight: Tensor) -> Tensor:
@@ -144,14 +143,13 @@ def sum_partial_results(module: PreTrainedModel, shard: Shard, reduce: Callable[
 
 
 def attention_modules(module: PreTrainedModel) -> list[Any]:
-    """Returns the attention modules, one per layer, in order."""
     found: list[Any] = [layer for layer in module.modules() if hasattr(layer, "o_proj") and hasattr(layer, "layer_idx")]
     return sorted(found, key=lambda attention: attention.layer_idx)
 
 
 @contextmanager
 def head_counts(attention: Any, spec: AttnSpec) -> Iterator[None]:  # noqa: ANN401 - a module, whatever its class
-    """Gives an attention module so many heads for a while."""
+    """Sets an attention module's head counts to those of `spec` for a while."""
     before = {name: vars(attention)[name] for name in ("config", "num_key_value_heads") if name in vars(attention)}
     _tell_head_counts(attention, spec)
     try:

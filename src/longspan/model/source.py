@@ -26,11 +26,11 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 def prepare(
     model: str, *, dtype: str, load_format: str = "auto", seed: int = 0, trust_remote_code: bool = False
 ) -> ModelFiles:
-    """Find or fetch a model, check that it can be served, and put its weights into the store.
+    """Finds or fetches a model, checks that it can be served, and puts its weights into the store.
 
-    `model` is the alias `smollm2-135m`, a local folder in Hugging Face's format, or a hub id. `load_format`
-    "dummy" draws random weights from `seed` and needs a configuration only. Runs in the parent process, before any
-    worker starts. Raises ModelError for everything that the user can cause.
+    `model` is the alias `smollm2-135m`, a local folder in Hugging Face's format, or a hub id. `load_format` "dummy"
+    draws random weights from `seed` and needs a configuration only. Runs in the parent process, before any worker
+    starts. Raises ModelError for everything that the user can cause.
     """
     _check_choice("dtype", dtype, tuple(DTYPES))
     _check_choice("load format", load_format, ("auto", "dummy"))
@@ -88,7 +88,7 @@ def _download(model: str, *, with_weights: bool) -> Path:
 
 
 def smollm2_folder() -> Path:
-    """The folder of SmolLM2-135M-Instruct in Hugging Face's format, made at first use (some 15 s, 540 MB).
+    """Returns the folder of SmolLM2-135M-Instruct in Hugging Face's format, made at first use (some 15 s, 540 MB).
 
     Raises ModelError when the package that carries the model is not installed.
     """
@@ -120,7 +120,7 @@ def _find_gguf() -> Path:
 
 
 def _repair(tokenizer: TokenizersBackend) -> TokenizersBackend:
-    """Put back what the GGUF conversion loses: digits are split off one by one before anything else."""
+    """Restores what the GGUF conversion loses: digits are split off one by one before anything else."""
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),

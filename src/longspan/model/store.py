@@ -33,10 +33,10 @@ log = logging.getLogger(__name__)
 def ensure_weights(
     config_dir: Path, *, dtype: str, dummy_seed: int | None = None, trust_remote_code: bool = False
 ) -> Path:
-    """Return the weight file of the model in `config_dir`, writing it to the cache at first use.
+    """Returns the weight file of the model in `config_dir`, writing it to the cache at first use.
 
-    With `dummy_seed` the weights are random, drawn as transformers initialises a new model, and the folder needs
-    no weights. Raises ModelError for a checkpoint that does not match its configuration.
+    With `dummy_seed` the weights are random, drawn as transformers initialises a new model, and the folder needs no
+    weights. Raises ModelError for a checkpoint that does not match its configuration.
     """
     key = _key(config_dir, dtype, dummy_seed)
 
@@ -50,13 +50,13 @@ def ensure_weights(
 
 
 def read_info(weights: Path) -> ModelInfo:
-    """Return the facts stored with a weight file; reads its header only."""
+    """Returns the facts stored with a weight file; reads its header only."""
     with safe_open(weights, framework="pt") as file:
         return ModelInfo.from_json(file.metadata()["info"])
 
 
 def map_tensors(weights: Path) -> dict[str, Tensor]:
-    """Map a weight file: name in the module tree -> CPU tensor.
+    """Maps a weight file: name in the module tree -> CPU tensor.
 
     The tensors are views of the mapped file, so their pages are shared by all processes of the host for as long as
     nobody writes to them. Tied names share one tensor object.
@@ -68,11 +68,11 @@ def map_tensors(weights: Path) -> dict[str, Tensor]:
 
 
 def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
-    """Return `folder`, filled by `build` if it does not exist yet.
+    """Returns `folder`, filled by `build` if it does not exist yet.
 
-    `build` gets an empty folder beside it, which is renamed when complete: other processes see all of it or
-    nothing, and a lock lets one of several that start together do the work. Raises ModelError when the cache cannot
-    be written to.
+    `build` gets an empty folder beside it, which is renamed when complete: other processes see all of it or nothing,
+    and a lock lets one of several that start together do the work. Raises ModelError when the cache cannot be written
+    to.
     """
     if folder.is_dir():
         return folder

@@ -83,17 +83,15 @@ class ChosenPolicy:
             self.options = self.spec.change(self.policy, self.options, options)
 
     def check(self, num_prompt_tokens: int) -> None:
-        """Raises ValueError for a prompt that the policy cannot place as its options say."""
         if self.spec.check_prompt is not None:
             self.spec.check_prompt(self.policy, num_prompt_tokens)
 
     def capacity_tokens(self, *, num_blocks: int, block_size: int) -> int:
-        """Returns the longest request, in tokens, that is sure to fit when it is alone and pools have `num_blocks`."""
         return self.spec.capacity(self.policy) * num_blocks * block_size
 
 
 class SettledError(ValueError):
-    """An option that only a new start can change."""
+    """The option cannot change while the policy serves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +107,7 @@ class PolicySettings:
     changeable: tuple[str, ...] = ()
 
     def check_changes(self, names: Iterable[str]) -> None:
-        """Checks that options of these names may change while the policy serves.
+        """Checks that these options may change while the policy serves.
 
         Raises:
             SettledError: when it has one of them, but it may not.
@@ -185,7 +183,6 @@ def _spec(name: str) -> PolicySpec[Any, Any]:
 
 
 def option_text(value: OptionValue) -> str:
-    """Writes an option's value as the command line takes it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -217,7 +214,6 @@ def _explained(error: msgspec.ValidationError, kind: type, options: Mapping[str,
 
 
 def _wanted(hint: Any) -> Iterator[str]:  # noqa: ANN401 - a type, a union, a literal or what it lists
-    """Lists in words what may be given for a type."""
     if isinstance(hint, str):
         yield hint
     elif choices := get_args(hint):

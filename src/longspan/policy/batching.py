@@ -31,7 +31,7 @@ class Growing(NamedTuple):
 
     Attributes:
         groups: the instances that will hold what is still to come, by request id.
-        more: how many more blocks each instance will be asked for then.
+        more: how many more blocks that will need of each instance.
     """
 
     groups: Mapping[int, tuple[int, ...]]
@@ -142,7 +142,7 @@ class Batch:
 
 
 def _can_wait(part: ScheduledPart, view: ClusterView) -> bool:
-    """Tells whether a part that lacks a block, and for which nobody who came later can give way, will get one in time.
+    """Tells whether a part that lacks a block, and for which no later request can give way, will get one in time.
 
     A token that rotates can take no other member's block, but does while others hold blocks there: they come first. An
     owner whose pool is full of the request's own blocks means that the request outgrows its group.
@@ -177,7 +177,7 @@ def _touched(part: ScheduledPart) -> tuple[int, ...]:
 
 
 class PerInstance(dict[int, int]):
-    """A number for each instance, found out when somebody first asks for it."""
+    """A number for each instance, computed at first use."""
 
     def __init__(self, find: Callable[[int], int]) -> None:
         self._find = find
@@ -188,7 +188,7 @@ class PerInstance(dict[int, int]):
 
 
 class Budget:
-    """Counts what is left to give away in the step being planned, by instance.
+    """The tokens, blocks and seats left to give away in the step being planned, by instance.
 
     Attributes:
         tokens: that can still be computed, only of the `instances` that compute.
@@ -205,18 +205,18 @@ class Budget:
 
     @cached_property
     def seqs(self) -> PerInstance:
-        """Counts the requests that may still join."""
+        """Requests that may still join, by instance."""
         running, most = self.view.running, self.view.max_num_seqs
         return PerInstance(lambda i: most - len(running.on(i)))
 
     @cached_property
     def load(self) -> list[int]:
-        """Counts the tokens that running and admitted requests still have to compute."""
+        """Tokens that running and admitted requests still have to compute, by instance."""
         return list(self.view.running.due_tokens)
 
     @cached_property
     def reserved(self) -> PerInstance:
-        """Counts free blocks that running requests will need for the tokens they have; admissions leave them alone."""
+        """Free blocks that running requests will need for the tokens they have; admissions leave them alone."""
         due, more = self.view.running.due_blocks, self._growing.more
         return PerInstance(lambda i: max(0, due[i] + more.get(i, 0)))
 

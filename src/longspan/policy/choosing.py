@@ -17,7 +17,7 @@ _MOST_KNOWN = 100_000
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """The knowledge of a model and its hardware that a policy is made with.
+    """The known facts of a model and its hardware, from which a policy is made.
 
     Attributes:
         model: what the table of partitions calls it.
@@ -34,7 +34,7 @@ class Facts:
 
     @property
     def tp(self) -> int | None:
-        """Each prefill instance has so many shards; None when that is not known yet."""
+        """Shards of each prefill instance; None while that is not known."""
         return None if self.cluster is None else self.cluster.spec.tp
 
     @property
@@ -46,7 +46,7 @@ class Facts:
 
     @property
     def decode(self) -> range:
-        """Returns the instances that only decode, none without roles."""
+        """The instances that only decode, none without roles."""
         return range(0) if self.cluster is None else self.cluster.decode
 
     def location(self, instance: int) -> Location:
@@ -59,7 +59,7 @@ class Chooser:
     Args:
         exchange: the only candidate; None for all that a layout can be computed with.
         chains: whether prompts may be cut into consecutive pieces, as a chain needs.
-        weights: whence `alltoall` gets unsharded weights on instances that are split.
+        weights: where `alltoall` gets unsharded weights from on instances that are split.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Chooser:
         """Every length is predicted once: it is asked of all that wait, at every step."""
 
     def _members(self, new_tokens: int, cached_tokens: int = 0) -> int | None:
-        """Returns the number of instances expected to be done with a prompt first; the fewest of equals.
+        """Returns the number of instances expected to finish a prompt first; the fewest of equals.
 
         None when that was not measured.
         """
@@ -99,7 +99,7 @@ class Chooser:
         return min(seconds, key=seconds.__getitem__)
 
     def exchange(self, new_tokens: int, cached_tokens: int, members: int) -> Exchange:
-        """The one expected to be quickest for a step of a prompt, in a group of so many.
+        """Returns the exchange that is expected to be quickest for this chunk on `members` instances.
 
         Without measurements `ring_kv`, or behind cached tokens what Algorithm 5 says of a known model and hardware.
         """
@@ -111,8 +111,8 @@ class Chooser:
         return ring_kv_or_ring_q(shape, hardware, new_tokens, cached_tokens, members)
 
     def of_step(self, exchange: Exchange, new_tokens: int, members: int) -> Exchange:
-        """Chooses where a step gets weights from: `alltoall` of several with unsharded weights where these are
-        wanted, or send less; every other exchange as it is.
+        """Sets where a step gets weights from: `alltoall` of several uses unsharded weights where these are wanted, or
+        send less; every other exchange stays as it is.
         """
         shape, tp, weights = self._facts.shape, self._facts.tp or 1, self._weights
         if "weights" not in exchange.traits.parameters or new_tokens == 1 or tp == 1:
@@ -186,7 +186,7 @@ def unsharded_elements(shape: ModelShape, length: int, num_members: int, tp: int
 
 
 def cheaper_weights(shape: ModelShape, tp: int, *, host: LinkFit | None, peers: LinkFit | None) -> WeightSource:
-    """Whence the unsharded weights of a layer come sooner; the host where either link was not measured.
+    """Returns the quicker source of a layer's unsharded weights; `host` where a link was not measured.
 
     Args:
         host: copies from a rank's host.

@@ -19,13 +19,15 @@ class ChunkedOptions:
 
 
 class Chunked:
-    """Running requests in the order of admission, then waiting ones, as long as the tokens of the step last."""
+    """Schedules running requests in the order of admission, then waiting ones, as long as the tokens of the
+    step last.
+    """
 
     def __init__(self, instances: tuple[int, ...]) -> None:
         self._instances = instances
 
     def plan(self, view: ClusterView) -> Plan:
-        """Gives every running request what the token budget leaves for it, and then admits those that wait."""
+        """Gives every running request what the token budget leaves for it, and then admits waiting requests."""
         batch = Batch(view, frozenset(self._instances))
         for request in batch.running():
             batch.add(single_part(request, request.group[0], request.num_scheduled, batch.budget))

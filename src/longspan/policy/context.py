@@ -51,11 +51,7 @@ class LengthOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ContextOptions(LengthOptions, SharingOptions):
-    """Options of `context`: which prompts are shared, and how.
-
-    Raises:
-        ValueError: for a value out of range, or options that contradict each other.
-    """
+    """Options of `context`: which prompts are shared, and how."""
 
     def __post_init__(self) -> None:
         LengthOptions.__post_init__(self)
@@ -75,11 +71,10 @@ class Context:
 
     @property
     def capacity(self) -> int:
-        """Counts all instances: a request that outgrows one is sharded over all."""
+        """All instances: a request that outgrows one is sharded over all."""
         return len(self._everyone)
 
     def check_prompt(self, num_prompt_tokens: int) -> None:
-        """Raises ValueError for a prompt that is to be cut as a search found, when nobody searched."""
         if self._partitions is not None:
             self._partitions.check(num_prompt_tokens, self._num_members(num_prompt_tokens))
 
@@ -138,7 +133,7 @@ class Context:
         return everyone if members > 1 and self._options.fractions else members
 
     def _first(self, request: RequestView, budget: Budget) -> ScheduledPart | None:
-        """Shards a long prompt over a group; gives a short one to where its prefill is expected to end first."""
+        """Shards a long prompt over a group; puts a short one where its prefill is expected to end first."""
         view = budget.view
         if (members := self._group_size(request, view)) == 1:
             return admit_alone(request, budget, self._everyone)
@@ -152,8 +147,8 @@ class Context:
         return self._group_parts.chunk(request, budget, group, hit, most=self._long_share(view), end=request.num_tokens)
 
     def _group(self, request: RequestView, budget: Budget, members: int) -> tuple[int, ...]:
-        """Chooses so many that can take it now, if there are, in order of proximity: who holds most of its prefix, has
-        the least to do, then hosts with most of them.
+        """Returns up to `members` instances that can take it now, in order of proximity. Prefers those with most of its
+        prefix, then the least load, then hosts with most candidates.
         """
         able = [i for i in self._everyone if i in budget.tokens and budget.seqs[i] > 0]
         held = Counter(ref.instance for ref in budget.view.kv.match(request, self._everyone).refs)
@@ -168,7 +163,9 @@ class Context:
 
 
 def _ending_at_owner(group: tuple[int, ...], hit: PrefixHit, budget: Budget) -> tuple[int, ...]:
-    """Turns the ring so that it ends with who is to keep the KV: who has most of it, then who has most room."""
+    """Rotates the ring so that it ends with the member that keeps the KV: the one that holds most of it, then the one
+    with most room.
+    """
     held = Counter(ref.instance for ref in hit.refs)
     owner = max(reversed(group), key=lambda i: (held[i], budget.blocks[i] - budget.reserved[i]))
     after = group.index(owner) + 1

@@ -99,12 +99,12 @@ class SharingOptions:
 
     @cached_property
     def fractions_by_member(self) -> tuple[float, ...]:
-        """Returns the fractions in order of the members, empty for even pieces."""
+        """The fractions in order of the members, empty for even pieces."""
         return parse_fractions(self.fractions) if self.fractions else ()
 
     @cached_property
     def shape(self) -> Shape:
-        """Returns the layout of prompts for all exchanges but chains."""
+        """The layout of prompts for all exchanges but chains."""
         layout = self.layout
         if layout == "auto":
             layout = "contiguous" if self.fractions else "zigzag"
@@ -112,7 +112,7 @@ class SharingOptions:
 
     @cached_property
     def wanted(self) -> Exchange | None:
-        """Returns the exchange of prefill; None when it is to be chosen."""
+        """The exchange of prefill; None when it is to be chosen."""
         return None if self.exchange == "auto" else exchange_of(self.exchange)._replace(dense=self.dense)
 
 
@@ -144,7 +144,7 @@ class Partitions:
             )
 
     def check(self, length: int, members: int) -> None:
-        """Raises ValueError when a prompt of this length was to be searched for so many members, and was not."""
+        """Raises ValueError when searched pieces are wanted for a prompt of this length, and there are none."""
         known = self._table.lengths(self._model, members)
         if self._kind == "searched" and members > 1 and length not in known:
             lengths = ", ".join(f"{length:,}" for length in known) or "none"
@@ -154,7 +154,7 @@ class Partitions:
             )
 
     def fractions(self, length: int, members: int) -> tuple[float, ...]:
-        """Returns the fractions of a prompt of this length for so many members; empty for even pieces.
+        """Returns the fractions of a prompt of `length` tokens for `members` members; empty for even pieces.
 
         A request that gave its KV up and comes back longer than its prompt was has no entry of its own: a searched
         partition is then a predicted one.
@@ -334,7 +334,7 @@ def is_too_large(request: RequestView, view: ClusterView, members: int) -> bool:
 def even_moves(
     blocks: Sequence[BlockRef], group: Sequence[int], room: Mapping[int, int]
 ) -> tuple[tuple[int, int], ...]:
-    """Chooses pairs of an index into `blocks` and the member it goes to; members then differ by one block at most.
+    """Chooses pairs of an index into `blocks` and its new owner; members then differ by one block at most.
 
     There are as few moves as can be: whoever has most keeps the odd blocks, and only the last blocks of a member leave
     it. No member is given more blocks than it has `room` for.
@@ -367,7 +367,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """The tokens to compute and free KV blocks that each member of a group can still take in this step."""
+    """Tokens to compute and free KV blocks that each member of a group can still take in this step."""
 
     tokens: tuple[int, ...]
     blocks: tuple[int, ...]
@@ -456,5 +456,4 @@ def block_owners(shards: SpanShards, first: int, last: int, block_size: int) -> 
 
 
 def _begun(run: Run, block_size: int) -> range:
-    """Returns the blocks whose first token lies in the run."""
     return range(-(-run.start // block_size), -(-run.stop // block_size))

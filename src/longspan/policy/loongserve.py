@@ -32,7 +32,7 @@ class AloneParts(GroupParts):
     """Schedules decodes that nobody else takes part in.
 
     Attributes:
-        spare: instances that do nothing, which a request can grow to that lacks room.
+        spare: idle instances, to which a request that lacks room can grow.
     """
 
     spare: Sequence[int] = ()
@@ -112,22 +112,21 @@ class LoongServeOptions:
 
 
 class _Reserved(QueueTimes):
-    """Instances that decode are not free at any time that is known."""
+    """Instances that decode, of which nobody knows when they will be free."""
 
     reserved: frozenset[int] = frozenset()
 
     def waits_s(self, now_s: float) -> list[float]:
-        """Returns no known time for instances that decode."""
         return [math.inf if i in self.reserved else wait for i, wait in enumerate(super().waits_s(now_s))]
 
     def is_old(self, now_s: float) -> bool:
-        """Always: few prompts are planned, but often."""
+        """Returns True: correcting is cheap, since few prompts are planned."""
         del now_s
         return True
 
 
 class LoongServe(Cdsp):
-    """One prompt at a time per group, one answer at a time per instance."""
+    """Runs one prompt at a time per group, and one answer at a time per instance."""
 
     def __init__(self, instances: tuple[int, ...], options: LoongServeOptions, facts: Facts) -> None:
         parts = AloneParts(len(instances), options.group.sharing(), facts)
@@ -138,7 +137,7 @@ class LoongServe(Cdsp):
         """Instances on which no other prompt begins: decode there has them, or still has to leave them."""
 
     def plan(self, view: ClusterView) -> Plan:
-        """Plans only so many prompts as could begin; the others may find all changed."""
+        """Plans only as many prompts as could begin; by the time of the others all may have changed."""
         return super().plan(replace(view, waiting=view.waiting[: len(self._everyone)]))
 
     def _update_plans(self, view: ClusterView) -> None:

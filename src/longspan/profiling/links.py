@@ -31,7 +31,7 @@ _TIMEOUT_S = 60.0
 
 
 def time_links(num_ranks: int, device: str) -> list[Transfer]:
-    """Transfers of every kind and some sizes between so many ranks.
+    """Returns transfers of every kind and some sizes between `num_ranks` ranks.
 
     Raises:
         WorkerLostError: when a rank fails; the reason is the last that it said.
@@ -94,7 +94,7 @@ def _between(links: Links) -> Iterator[Transfer]:
 
 
 class Links:
-    """One rank's view of all; every method sends messages of so many bytes and returns seconds."""
+    """One rank's view of all links; every method sends messages of `num_bytes` and returns seconds."""
 
     def __init__(self, transport: TorchTransport, rank: int, size: int, device: torch.device) -> None:
         self.size, self._rank, self._device, self._transport = size, rank, device, transport

@@ -26,7 +26,7 @@ def default_lengths(max_model_len: int) -> tuple[int, ...]:
 
 
 def kinds_of_links(num_ranks: int) -> set[tuple[TransferKind, int]]:
-    """Returns the transfers to measure between so many ranks, and among how many of them each is."""
+    """Returns pairs of a kind of transfer to measure and the number of ranks that take part."""
     kinds: set[tuple[TransferKind, int]] = {("host_copy", 1)}
     if num_ranks > 1:
         kinds |= {("point_to_point", 2), ("alltoall", num_ranks), ("all_gather", num_ranks)}
@@ -84,7 +84,7 @@ def _missing_prefills(
 def _missing_quickest(
     profile: Profile, members: int, prompts: Iterable[tuple[int, int]], room: Room, repeats: int
 ) -> list[Prefill | Decode]:
-    """Lists the quickest exchange of each prompt, once for each time that it lacks of twice `repeats`."""
+    """Lists the quickest exchange of each prompt, once for each measurement that it lacks of twice `repeats`."""
     quickest = []
     for new, cached in prompts if members > 1 else ():
         if room.holds(members, new + cached + 1):

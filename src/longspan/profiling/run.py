@@ -105,7 +105,7 @@ def _measure_missing(
 
 
 def measure_links(profile: Profile, num_ranks: int) -> Profile:
-    """Adds the speeds of links between so many ranks, measured unless they were."""
+    """Adds the speeds of links between `num_ranks` ranks unless they were measured."""
     if kinds_of_links(num_ranks) <= set(profile.links):
         return profile
     for transfer in links.time_links(num_ranks, profile.profile_key.device):
@@ -147,12 +147,8 @@ def _timed_decode(llm: Instances, task: Decode, time: int) -> float:
 
     Their KV is computed before; a full last block would not be found again, so one token more follows. Sharded prompts
     still start one after the other. Larger batches have the prompts of smaller ones, too, whose KV is still there.
-    Singles, shorter than a block, go to whom has the least to do. Of one instance, the others compute prompts of a
-    full step meanwhile: all of a host share its memory, and where many requests wait, they do that most of the time.
-
-    Raises:
-        ValueError: when those of one instance did not stay there.
-        WorkerLostError: when a worker dies.
+    Singles, shorter than a block, go to whom has the least to do. Of one instance, the others compute prompts of a full
+    step meanwhile: all of a host share its memory, and where many requests wait, they do that most of the time.
     """
     vocabulary, config = range(llm.info.vocab_size), llm.engine.config
     draw = random.Random(f"decodes of {task.members} behind {task.context_tokens} tokens, time {time}")

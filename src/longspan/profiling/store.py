@@ -20,7 +20,7 @@ _REVISION = 1
 
 
 def profile_key_of(files: ModelFiles, device: str, *, tp: int, threads: int, native: bool) -> ProfileKey:
-    """Names what a profile that is measured here is of; `native`: with the attention kernel of our own."""
+    """Returns the key of what is measured here; `native`: with the attention kernel of our own."""
     folder = Path(files.name)
     return ProfileKey(
         model=str(folder.resolve()) if folder.is_dir() else files.name,
@@ -73,12 +73,10 @@ def _partitions_file(profile_key: ProfileKey) -> Path:
 
 
 def save_partitions(profile_key: ProfileKey, table: PartitionTable) -> None:
-    """Replaces the table. Raises ModelError when the cache cannot be written to."""
     write_file(_partitions_file(profile_key), table.to_json())
 
 
 def save_profile(profile: Profile) -> None:
-    """Replaces the profile with its key. Raises ModelError when the cache cannot be written to."""
     write_file(profile_file(profile.profile_key), profile.to_json())
 
 
@@ -88,7 +86,7 @@ def _cpu_name() -> str:
 
 
 def _gpu_name() -> str:
-    """Asks its driver: asking CUDA would take memory of the device, in a process that computes nothing."""
+    """Asks the driver: asking CUDA would take memory of the device, in a process that computes nothing."""
     files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
     return _found(files[0], r"^Model:\s*(.+)$") or "cuda" if files else "cuda"
 

@@ -98,7 +98,7 @@ class StepAttention:
                 self._layerwise.without_tokens(layer, dtype, device)
 
     def finish(self) -> None:
-        """Sends what is still left after the last layer."""
+        """Sends what is left to send after the last layer."""
         self._stream(len(self._specs) - 1)
 
     def _attend_nothing(self, layer: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -166,7 +166,6 @@ class StepComm:
         return self._group(self._cluster.ranks(self._instance), self._shard, name, tag)
 
     def all_reduce(self, partial: Tensor) -> Tensor:
-        """Returns the sum over the ranks of this instance."""
         return all_reduce(self.inside("all_reduce"), partial)
 
     def _is_alike(self, instance: int) -> bool:

@@ -70,7 +70,7 @@ class Channel:
 
     @property
     def num_tokens(self) -> int:
-        """Counts this member's tokens, which follow each other."""
+        """This member's tokens, which follow each other."""
         return sum(num_tokens(part.q_runs[self.rank]) for part in self.parts)
 
     def store(self, pool: KvPool, layer: int, k: Tensor, v: Tensor) -> None:
@@ -179,7 +179,6 @@ def _layerwise_last(parts: Sequence[Part]) -> list[Part]:
 
 
 def _has_afterwards(part: Part, me: int) -> list[int]:
-    """Lists the new tokens that a member has after the exchange: its own, or all up to its own."""
     if part.exchange.traits.keeps == "computed":
         return [position for run in part.runs[me] for position in run.positions]
     ends = (run.stop for runs in part.runs[: me + 1] for run in runs)
@@ -282,7 +281,7 @@ class RankRequest:
 
     @property
     def error(self) -> str:
-        """Says why it cannot go on; empty while it can."""
+        """Why it cannot go on; empty while it can."""
         return "" if self.matcher is None else self.matcher.error
 
 
@@ -297,7 +296,6 @@ class RankRequests:
         return self._requests[request_id]
 
     def apply(self, part: Part) -> RankRequest:
-        """Brings a request up to date and returns it."""
         sampling, vocabulary = part.sampling, self._vocabulary
         if sampling is not None and part.request_id not in self._requests:
             self._requests[part.request_id] = RankRequest(

@@ -13,11 +13,7 @@ _MAX_PARENT = 70
 def start_child(
     module: str, *arguments: str, stdout: int | None = None, env: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start `python -m module` with a pipe as its standard input; keep that open for as long as it is wanted.
-
-    Raises:
-        OSError: when it cannot be started.
-    """
+    """Starts `python -m module` with a pipe as its standard input; keep that open for as long as it is wanted."""
     return subprocess.Popen(
         [sys.executable, "-P", "-m", module, *arguments],  # -P: no code from the current folder
         stdin=subprocess.PIPE,
@@ -28,6 +24,6 @@ def start_child(
 
 
 def make_run_dir() -> str:
-    """Make a private folder for sockets, whose paths may have some 100 characters: not below a long TMPDIR."""
+    """Makes a private folder for sockets, whose paths may have some 100 characters: not below a long TMPDIR."""
     parent = tempfile.gettempdir()
     return tempfile.mkdtemp(prefix="longspan-", dir=parent if len(parent) < _MAX_PARENT else "/tmp")  # noqa: S108 - private

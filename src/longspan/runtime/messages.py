@@ -12,7 +12,7 @@ from longspan.model.files import ModelFiles
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Says what the workers of an engine are to load, wherever they run.
+    """The model and options that workers load, wherever they run.
 
     Attributes:
         attention_kernel: the compiled `attn.native`; None to compute with PyTorch's kernels.
@@ -35,7 +35,7 @@ class RunForward(msgspec.Struct, frozen=True, tag="forward"):
 
 
 class RunMoves(msgspec.Struct, frozen=True, tag="moves"):
-    """Send and receive KV; of moves that stream out of a Forward only their targets hear so."""
+    """Sends and receives KV; of moves that stream out of a Forward only their targets hear so."""
 
     moves: tuple[MoveKV, ...]
 
@@ -60,7 +60,9 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """A rank's share of a Forward is computed. `times` are seconds per category since the start, if recorded."""
+    """Reports that a rank's share of a Forward is computed. `times` are seconds per category since the start, if
+    recorded.
+    """
 
     rank: int
     number: int
@@ -104,10 +106,8 @@ Report = Ready | Done | Moved | Sent | Failed | Exited
 
 
 def command_address(endpoint: str, rank: int) -> str:
-    """Says where a worker receives commands; `endpoint` is the engine's own, `ipc://FOLDER` or `inproc://NAME`."""
     return f"{endpoint}/commands-{rank}"
 
 
 def report_address(endpoint: str) -> str:
-    """Says where the controller receives reports."""
     return f"{endpoint}/reports"

@@ -51,10 +51,8 @@ class Route(NamedTuple):
 
 @lru_cache
 def head_routes(num_heads: int, num_kv_heads: int, source_tp: int, target_tp: int) -> tuple[Route, ...]:
-    """Lists the routes of a layer. A target gets each head once; sources with the same head share its targets evenly.
-
-    Raises:
-        ValueError: see `split_heads`.
+    """Lists the routes of a layer. A target gets each head once; sources with the same head share its targets
+    evenly.
     """
     has = [share.kv_heads for share in split_heads(num_heads, num_kv_heads, source_tp)]
     needs = [share.kv_heads for share in split_heads(num_heads, num_kv_heads, target_tp)]
@@ -71,7 +69,6 @@ def head_routes(num_heads: int, num_kv_heads: int, source_tp: int, target_tp: in
 
 
 def _within(share: range, heads: list[int]) -> range:
-    """Counts neighbouring heads from the first of a share."""
     assert heads == list(range(heads[0], heads[-1] + 1)), "a rank has neighbouring heads, or a single one"
     return range(heads[0] - share.start, heads[-1] + 1 - share.start)
 
@@ -160,7 +157,7 @@ class BlockMessages:
         return made
 
     def room(self, blocks: BlockSlice) -> Message:
-        """Makes an empty message for keys and values `[blocks, heads, block_size, head_dim]`."""
+        """Allocates a message for keys and values `[blocks, heads, block_size, head_dim]`."""
         keys = self._pool.layer(blocks.layer).keys
         shape = (len(blocks.blocks), len(blocks.heads), *keys.shape[2:])
         return Message([(shape, keys.dtype)] * 2, keys.device)
@@ -260,7 +257,7 @@ class MoveChannel:
         self._given.put(blocks)
 
     def free(self, blocks: BlockSlice) -> None:
-        """Frees the memory of a message that nobody needs any more."""
+        """Frees the memory of a message."""
         with self._room:
             self._num_bytes -= blocks.num_bytes
             self._room.notify()
@@ -334,7 +331,7 @@ class Moves:
 
     @property
     def is_idle(self) -> bool:
-        """Tells whether nothing is under way."""
+        """Whether nothing is under way."""
         return not self._missing and not self._leaving
 
     def close(self) -> None:
@@ -434,7 +431,6 @@ class Moves:
 
 
 def _is_last(counts: Counter[int], number: int) -> bool:
-    """Takes one off; tells whether it was the last."""
     counts[number] -= 1
     if counts[number]:
         return False
@@ -487,7 +483,6 @@ class StepMoves:
             self._num_streamed += 1
 
     def _start(self, layer: int) -> None:
-        """Starts the sends and receives of a layer's rebalancing."""
         self._coming = []
         for move in self._rebalances if layer < self._messages.num_layers else ():
             group = self._messages.group(self._transport, "kv_balance", move.number, layer, 0, self._sent)

@@ -1,4 +1,4 @@
-"""Chooses tokens, and tells how likely they were. A row's token depends on that row alone."""
+"""Samples tokens, and computes how likely they were. A row's token depends on that row alone."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
 
 
 def _drawn(logits: Tensor, draws: Sequence[Draw]) -> dict[int, int]:
-    """Maps row to token, for the rows that are not greedy and have a distribution."""
+    """Samples the rows that are not greedy and have a distribution; returns their tokens by row."""
     random = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
     # Rows with the same filters are worked on together, so that few are sorted for their neighbours' sake.
     wishes = [draw.sampling for draw in draws]
@@ -326,20 +326,20 @@ class Vocabulary:
 
     @cached_property
     def tokens(self) -> LLTokenizer:
-        """Maps every token to its bytes."""
+        """The bytes of every token."""
         _log.info("structured outputs: reading the vocabulary")
         tokenizer = load_tokenizer(self._files)
         return grammar_vocabulary(tokenizer, vocab_size=self.size, eos_token_ids=self._eos_token_ids)
 
     @cached_property
     def has_logits(self) -> npt.NDArray[np.uint32]:
-        """Bits `[1, words]` are set for the token ids that the model gives logits for."""
+        """Bits `[1, words]`, set for the token ids that the model gives logits for."""
         num_words = -(-self.tokens.vocab_size // 32)
         return _bits(np.arange(num_words * 32) < self.size)
 
     @cached_property
     def ends(self) -> npt.NDArray[np.uint32]:
-        """Bits `[1, words]` are set for the end-of-sequence tokens."""
+        """Bits `[1, words]`, set for the end-of-sequence tokens."""
         return _bits(np.isin(np.arange(self.has_logits.size * 32), self.tokens.eos_tokens))
 
 

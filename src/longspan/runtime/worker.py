@@ -113,7 +113,7 @@ class Worker:
         self._moves.close()
 
     def _run(self, forward: Forward) -> Done:
-        """Computes this rank's share and samples what it is asked to."""
+        """Computes this rank's share of a step and samples."""
         packed = pack(
             forward, self._requests, instance=self._instance, block_size=self._pool.block_size, device=self._device
         )
@@ -204,7 +204,6 @@ def load_worker(config: WorkerConfig, rank: int, device: torch.device, transport
 
 
 def _logprobs(logits: Tensor, tokens: Sequence[int], requests: Sequence[RankRequest]) -> dict[int, TokenLogprobs]:
-    """Returns logprobs by row, of the rows that are to report them."""
     wanted = {row: request.sampling.logprobs for row, request in enumerate(requests)}
     num_top = {row: number for row, number in wanted.items() if number is not None}
     if not num_top:

@@ -56,7 +56,6 @@ def main(config: WorkerConfig, rank: int, run_dir: str, lifeline: int) -> None:
 
 
 def _load(config: WorkerConfig, rank: int, run_dir: str) -> Worker:
-    """Meets the other ranks and loads the model."""
     torch.set_num_threads(config.num_threads)
     keep_to_cores(config.device, rank, config.cluster.num_ranks)
     if config.attention_kernel is not None:
@@ -91,7 +90,6 @@ class MoveTransport:
         self.tagged = dist.get_backend(process_group) != "nccl"
 
     def start(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int) -> Pending:
-        """Starts all and waits for nothing."""
         with peer_errors():
             arrival = start_receives(receives, self._group, tag, staged=self._staged)
             return _ArrivedAndLeft(arrival, list(start_sends(sends, self._group, tag, staged=self._staged)))

@@ -21,7 +21,6 @@ class VirtualClock:
         self._now_s = 0.0
 
     def now(self) -> float:
-        """Returns the seconds since the start of the simulation."""
         return self._now_s
 
     def advance_to(self, time_s: float) -> None:
@@ -40,7 +39,7 @@ class Ran:
 
 
 class SimExecutor:
-    """Implements `Executor` on a virtual clock. Instances work one step at a time, in order of step numbers.
+    """Runs steps on a virtual clock. Instances work one step at a time, in order of step numbers.
 
     All instances of a step start together, once the last is free, and each ends by its own time. The step is complete
     when the last has ended; of steps that end at the same moment the one with the lower number completes first.
@@ -89,8 +88,7 @@ class SimExecutor:
             for request_id in step.request_ids:
                 self._banned.pop(request_id, None)
 
-    def close(self) -> None:
-        """Has nothing to end."""
+    def close(self) -> None: ...
 
     def poll(self, timeout_s: float | None) -> list[Completion]:
         """Moves the clock to the next completion, but no further than `timeout_s`."""
@@ -131,7 +129,7 @@ class SimExecutor:
             self._watch(Ran(forward=forward, start_s=start, ends_s=ends))
 
     def _move(self, move: MoveKV, ready_s: float, forward_end_s: float) -> None:
-        """It begins now or when those before it have ended, and takes its lanes for the time of its bytes."""
+        """Schedules a move behind earlier ones of its source and target, for as long as its bytes take."""
         seconds, received_s = self._cost.move_s(move), self._cost.received_s(move)
         start = max(ready_s, *(self._sent_at.get(source, 0.0) for source in move.sources))
         received_at = max(start, *(self._received_at.get(target, 0.0) for target in move.targets)) + received_s

@@ -60,7 +60,7 @@ def _unseen(_title: str, _total: int) -> AbstractContextManager[Callable[[int], 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """A simulated cluster, who decides on it, and what goes wrong; any workload can be run on it.
+    """A simulated cluster, its policy, and its faults; any workload can be run on it.
 
     Attributes:
         cost: seconds of its steps.
@@ -96,7 +96,7 @@ class Experiment:
         )
 
     def hint(self) -> str | None:
-        """Tells users what they might have forgotten to say, if anything."""
+        """Returns what users might have forgotten to say, if anything."""
         return hint_of_a_constant_rate(self.policy().settings, has_roles=self.cluster.has_roles)
 
     def run(self, workload: Workload, timeline: Timeline | None = None, *, title: str = "requests") -> Result:
@@ -325,7 +325,7 @@ def predicted_profile(
     Prefills of (new, cached) tokens are one step each, on one instance and on groups of 2, 4, 8 and so on to all.
 
     Args:
-        sizes: of further groups, as far as there are so many instances.
+        sizes: of further groups; those larger than the cluster are left out.
     """
     powers = {2**power for power in range(num_instances.bit_length())}
     wanted = {size for size in powers.union(sizes) if 1 <= size <= num_instances}

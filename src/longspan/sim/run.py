@@ -31,7 +31,7 @@ _MANY = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Watch:
-    """Callables that are told what happens.
+    """Callbacks about a simulation's progress.
 
     Attributes:
         ran: of each step, when its times are settled.
@@ -50,7 +50,7 @@ class Watch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Served:
-    """A request that was served, in seconds of the virtual clock; `index` is its index among the arrivals.
+    """A request that was served, in seconds of the virtual clock; `index` counts arrivals.
 
     Attributes:
         scheduled_s: when its first step was planned.
@@ -81,7 +81,7 @@ class Result:
         served: by index.
         refused: why requests were not taken, by index.
         makespan_s: from the start to the last token.
-        busy_s: of each instance, how long it had a step to run.
+        busy_s: seconds per instance in which it had a step to run.
         max_queue: most requests that waited at once after what could be started had been.
     """
 
@@ -107,7 +107,7 @@ class Result:
         return sum(one.num_prompt_tokens + one.num_output_tokens for one in self.served)
 
     def summary(self) -> dict[str, float | int | None]:
-        """Sums it up as `longspan simulate --json` does; a number is None where there is nothing to count.
+        """Returns the numbers that `longspan simulate --json` prints; a number is None where there is nothing to count.
 
         Throughput counts the tokens of prompts and answers. Utilisation is the part of the makespan in which an
         instance had a step to run, over all instances.
@@ -133,7 +133,7 @@ class Result:
 
 
 def percentile(values: NDArray[np.float64], percent: float) -> float | None:
-    """Interpolates as numpy does; returns None for no values."""
+    """Interpolates as numpy does; None for no values."""
     return float(np.percentile(values, percent)) if len(values) else None
 
 
@@ -160,7 +160,7 @@ def simulate(
 
 @contextmanager
 def _garbage_left_alone(arrivals: Sequence[Arrival]) -> Iterator[None]:
-    """Keeps what is there already from being searched for garbage again and again, if there are many arrivals."""
+    """Keeps the garbage collector from searching existing objects again and again, if there are many arrivals."""
     if len(arrivals) < _MANY:
         yield
         return
@@ -237,7 +237,7 @@ class _Simulation:
         )
 
     def _deliver(self) -> None:
-        """Hands the engine all that is due by now."""
+        """Gives the engine all that is due by now."""
         now_s = self._clock.now()
         while self._events and self._events[0][0] <= now_s:
             _, kind, index = heapq.heappop(self._events)

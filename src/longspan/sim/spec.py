@@ -26,7 +26,7 @@ _faults = partial(Option, group="What goes wrong")
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareSpec:
-    """Refines what data sheets say of devices, for whoever computes times from them.
+    """Refines data sheets, for times that are computed from them.
 
     Attributes:
         link_gbytes_per_s: the nominal speed of the link, one way, in 10^9 bytes per second.
@@ -110,7 +110,7 @@ class ClusterSpec(HardwareSpec, FleetSpec):
         self._check_devices()
 
     def _check_measured(self) -> None:
-        """Refuses what data sheets are asked for."""
+        """Refuses options of data sheets beside a profile."""
         for name in ("link", "link_gbytes_per_s", "dtype", "ffn_dtype", "attention"):
             if (value := getattr(self, name)) not in (None, "auto"):
                 problem = f"{value} refines data sheets: with a profile all is as it was measured; leave it out"
@@ -130,7 +130,7 @@ class ClusterSpec(HardwareSpec, FleetSpec):
 
     @property
     def cluster(self) -> Cluster:
-        """Returns all instances, on all devices. By data sheets, hosts are filled one after the other."""
+        """All instances, on all devices. By data sheets, hosts are filled one after the other."""
         found = self._instances
         if self.profile is not None:
             return replace(found, locations=locations_of_ranks(found.num_ranks, str(self.hosts)))
@@ -146,7 +146,7 @@ class ClusterSpec(HardwareSpec, FleetSpec):
 
     @property
     def devices_per_host(self) -> int:
-        """Hosts are filled one after the other, so the last one may have fewer devices."""
+        """Devices of the first host; hosts are filled one after the other, so the last may have fewer."""
         return self.gpus_per_host or math.ceil(self._instances.num_ranks / self.hosts)
 
 
@@ -166,7 +166,7 @@ def _moments(texts: Sequence[str]) -> tuple[float, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Faults:
-    """Slow instances and lost workers: all that goes wrong.
+    """Slow instances and lost workers.
 
     Attributes:
         slow: by which factor an instance takes longer than its cost, for each that is slow.

@@ -58,7 +58,7 @@ class Timeline:
 
     Attributes:
         blocks: the first, in the order in which steps were planned.
-        complete: whether that were all.
+        complete: whether `blocks` are all.
         moments: a bounded number, evenly spread over the whole time.
     """
 
@@ -71,7 +71,7 @@ class Timeline:
 
     @property
     def watch(self) -> Watch:
-        """Give this to `simulate`."""
+        """The callbacks to give to `simulate`."""
         return Watch(ran=self._ran, moment=self._moment, admitted=self._indices.__setitem__, lost=self._lost)
 
     def _ran(self, ran: Ran) -> None:
@@ -114,7 +114,7 @@ class Timeline:
             )
 
     def _lost(self, at_s: float) -> None:
-        """Cuts off all that had not ended then."""
+        """Cuts off all that had not ended at that time."""
         self.blocks = [replace(one, end_s=min(one.end_s, at_s)) for one in self.blocks if one.start_s < at_s]
 
     def _moment(self, at_s: float, engine: Engine) -> None:
@@ -230,7 +230,7 @@ def _figures(result: Result, timeline: Timeline, cluster: Cluster) -> list[tuple
 
 
 def _shown(timeline: Timeline) -> tuple[Sequence[Block], str]:
-    """Returns the first blocks, as many as can be drawn, and what to say about them."""
+    """Returns the first blocks, as many as can be drawn, and a note about them."""
     note = (
         "Each request has a colour of its own, and its number where there is room; each block is what one step "
         "computes of its prompt; grey are decodes."

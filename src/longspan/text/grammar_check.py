@@ -26,7 +26,7 @@ _STACK_BYTES = 2 << 20
 
 
 def check(grammar: str) -> None:
-    """Try to make a parser of a grammar in llguidance's serialised form, once as long as the outcome is remembered.
+    """Tries to make a parser of a grammar in llguidance's serialised form, once as long as the outcome is remembered.
 
     Raises:
         ValueError: when that fails or takes too much time, memory or stack; one line that says why.
@@ -37,7 +37,7 @@ def check(grammar: str) -> None:
 
 @lru_cache(maxsize=256)
 def _fault(grammar: str) -> str:
-    """Say why the grammar cannot be used; empty if it can.
+    """Returns why the grammar cannot be used; empty if it can.
 
     Raises:
         ValueError: when the trial got too little of the CPU to tell, which is not remembered.
@@ -57,12 +57,12 @@ def _fault(grammar: str) -> str:
 
 
 def one_line(reason: str) -> str:
-    """Return the beginning of what llguidance says, without the line breaks of its pictures."""
+    """Returns the beginning of llguidance's message, without the line breaks of its pictures."""
     return " ".join(reason.replace("<non-verbose/>", "").split())[:300]
 
 
 def main() -> None:
-    """Read a grammar from stdin and write why it cannot be used, if so, to stdout; die of one that is too much."""
+    """Reads a grammar from stdin and writes why it cannot be used, if so, to stdout; dies of one that is too much."""
     grammar = sys.stdin.buffer.read().decode(errors="replace")
     resource.setrlimit(resource.RLIMIT_CPU, (_MAX_CPU_S, _MAX_CPU_S))
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))

@@ -43,7 +43,7 @@ class TemplateOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRequest:
-    """A prompt that was checked.
+    """A prompt that was checked, with its parameters.
 
     Attributes:
         text: None when token ids were given.
@@ -69,7 +69,7 @@ class InputProcessor:
     max_model_len: int
 
     def process(self, prompt: Prompt, params: SamplingParams) -> EngineRequest:
-        """Make the engine request of a prompt.
+        """Makes the engine request of a prompt.
 
         Raises:
             ValueError: when it is empty, too long, or not of a known form, or the parameters do not fit the model.
@@ -85,7 +85,7 @@ class InputProcessor:
     def process_chat(
         self, messages: Sequence[Message], params: SamplingParams, template: TemplateOptions
     ) -> EngineRequest:
-        """Make the engine request of a conversation.
+        """Makes the engine request of a conversation.
 
         Raises:
             ValueError: see `process` and `render_chat`.
@@ -96,7 +96,7 @@ class InputProcessor:
     def checked(
         self, text: str | None, token_ids: Sequence[int], params: SamplingParams, grammar: str | None = None
     ) -> EngineRequest:
-        """Make the engine request of token ids that stand for `text`; `grammar` is that of `params`, if it is known.
+        """Makes the engine request of token ids that stand for `text`; `grammar` is that of `params`, if it is known.
 
         Raises:
             ValueError: see `process`.
@@ -114,14 +114,14 @@ class InputProcessor:
 
     @cached_property
     def max_prompt_chars(self) -> int:
-        """Texts with more characters are too long: no token has more of them than the longest name in the vocabulary.
+        """The most characters of a text that may fit: no token has more than the longest name in the vocabulary.
 
         That tokenizers may drop blanks, or take an unknown word for one token, is left out of account.
         """
         return self.max_model_len * max(map(len, self._need_tokenizer().get_vocab()))
 
     def check_chars(self, num_chars: int) -> None:
-        """Check that a text of this length may fit, which is known without the cost of tokenizing it.
+        """Checks that a text of this length may fit, which is known without the cost of tokenizing it.
 
         Raises:
             ValueError: if it cannot, or there is no tokenizer.
@@ -130,7 +130,7 @@ class InputProcessor:
             raise too_long(f"{num_chars} characters, so more than {self.max_model_len} tokens", self.max_model_len)
 
     def render_chat(self, messages: Sequence[Message], **template: Unpack[TemplateOptions]) -> str:
-        """Return the text that stands for a conversation; tokenize it without adding special tokens.
+        """Returns the text that stands for a conversation; tokenize it without adding special tokens.
 
         Raises:
             ValueError: when a message is not of a known form, or there is no template, or it refuses the messages.
@@ -155,12 +155,12 @@ class InputProcessor:
         return cast("str", rendered)
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Tokenize a text, with the special tokens that the tokenizer adds at its ends."""
+        """Tokenizes a text, with the special tokens that the tokenizer adds at its ends."""
         ids: list[int] = self._need_tokenizer()(text, add_special_tokens=add_special_tokens)["input_ids"]
         return ids
 
     def grammar(self, form: StructuredOutputsParams) -> str:
-        """Return the grammar that outputs of that form follow, see `Sampling`.
+        """Returns the grammar that outputs of that form follow, see `Sampling`.
 
         Raises:
             ValueError: when it cannot be followed, or there is no tokenizer.
@@ -180,14 +180,14 @@ class InputProcessor:
 
 
 def conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
-    """Return one conversation, or a list of them, as a list."""
+    """Returns one conversation, or a list of them, as a list."""
     if messages and isinstance(messages[0], Mapping):
         return [cast("Sequence[Message]", messages)]
     return list(cast("Sequence[Sequence[Message]]", messages))
 
 
 def _checked_message(where: str, message: object) -> dict[str, object]:
-    """Return the message with its content as one text; parts of a content are those of OpenAI's API."""
+    """Returns the message with its content as one text; parts of a content are those of OpenAI's API."""
     if not isinstance(message, Mapping):
         raise ValueError(f"{where} must have a role and a content, but {message!r:.60} given")
     role, content = message.get("role"), message.get("content")

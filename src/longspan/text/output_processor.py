@@ -26,7 +26,7 @@ class RequestState:
         self._prompt_logprobs: list[LogprobsOfToken | None] | None = None
 
     def start(self, engine: Engine) -> None:
-        """Add its requests to the engine; all but the first share the first one's prompt."""
+        """Adds its requests to the engine; all but the first share the first one's prompt."""
         ids, params = self.engine_request.token_ids, self.engine_request.params
         leader = engine.add(ids, params, grammar=self.engine_request.grammar)
         others = [
@@ -37,17 +37,17 @@ class RequestState:
 
     @property
     def finished(self) -> bool:
-        """Tell whether all its choices have ended."""
+        """Whether all its choices have ended."""
         return all(choice.finished for choice in self.choices)
 
     @property
     def num_taken(self) -> int:
-        """Count the tokens of all choices so far."""
+        """Tokens of all choices so far."""
         return sum(choice.num_taken for choice in self.choices)
 
     @property
     def stuck(self) -> str | None:
-        """Say why there is no answer, if an output cannot go on: no token fits what its grammar demands."""
+        """Why an output cannot go on, if one cannot: no token fits what its grammar demands."""
         for choice in self.choices:
             if choice.request.finish_reason == "error":
                 form = "the form that structured_outputs or response_format asks for"
@@ -55,7 +55,6 @@ class RequestState:
         return None
 
     def output(self) -> RequestOutput:
-        """Return what there is so far."""
         leader = self.choices[0].request
         return RequestOutput(
             request_id=leader.id,
@@ -68,7 +67,7 @@ class RequestState:
         )
 
     def prompt_logprobs(self) -> list[LogprobsOfToken | None] | None:
-        """Return those of the prompt once the first token is out; None before, or if not asked for."""
+        """Logprobs of the prompt once the first token is out; None before, or if not asked for."""
         leader = self.choices[0].request
         if self.engine_request.params.prompt_logprobs is not None and self._prompt_logprobs is None and leader.output:
             text_of = _texts_by(self._tokenizer)
@@ -95,22 +94,22 @@ class Choice:
 
     @property
     def finished(self) -> bool:
-        """Tell whether no more tokens will come."""
+        """Whether no more tokens will come."""
         return self.request.finish_reason is not None
 
     @property
     def text(self) -> str:
-        """Return the text so far, without what may still turn out to belong to a stop string."""
+        """The text so far, without what may still turn out to belong to a stop string."""
         return "" if self._detokenizer is None else self._detokenizer.text
 
     @property
     def stop_reason(self) -> int | str | None:
-        """Name the stop string or token that ended it, or what went wrong."""
+        """The stop string or token that ended it, or what went wrong."""
         stopped_by = None if self._detokenizer is None else self._detokenizer.stopped_by
         return self.request.stop_reason if stopped_by is None else stopped_by
 
     def take_new_tokens(self, engine: Engine) -> None:
-        """Turn new tokens into text and end the request at a stop string."""
+        """Turns new tokens into text and ends the request at a stop string."""
         request, start = self.request, self.num_taken
         self.num_taken = len(request.output)
         for token, report in zip(request.output[start:], request.logprobs[start:], strict=False):
@@ -125,13 +124,12 @@ class Choice:
             engine.finish(request, "stop")
 
     def abort(self, engine: Engine) -> None:
-        """End the request now, if it still runs, and release all of its text."""
+        """Ends the request now, if it still runs, and releases all of its text."""
         if not self.finished:
             engine.finish(self.request, "abort")
             self.take_new_tokens(engine)
 
     def output(self, index: int) -> CompletionOutput:
-        """Return what there is so far."""
         request, params = self.request, self.request.params
         logits = [np.frombuffer(data, dtype=np.float32) for data in request.logits]
         return CompletionOutput(
@@ -147,7 +145,7 @@ class Choice:
 
 
 def by_token(token: int, report: TokenLogprobs, text: Callable[[int], str | None]) -> LogprobsOfToken:
-    """Map token ids to logprobs: `token` itself, then the most likely ones, best first; `text` names each."""
+    """Maps token ids to logprobs: `token` itself, then the most likely ones, best first; `text` names each."""
     found = {token: Logprob(logprob=report.logprob, rank=report.rank, decoded_token=text(token))}
     for rank, (other, logprob) in enumerate(zip(report.top_ids, report.top_logprobs, strict=True), start=1):
         if other != token:

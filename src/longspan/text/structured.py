@@ -20,7 +20,7 @@ _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 
 
 def compile_grammar(params: StructuredOutputsParams, vocabulary: LLTokenizer) -> str:
-    """Return the grammar in llguidance's serialised form.
+    """Returns the grammar in llguidance's serialised form.
 
     Raises:
         ValueError: when it is too large, not valid, asks for something that is not supported, or allows no output.
@@ -68,7 +68,7 @@ def _checked_schema(text: str) -> str:
 
 
 def _check_start(grammar: str, vocabulary: LLTokenizer) -> None:
-    """Find mistakes that show only when the first token is asked for."""
+    """Finds mistakes that show only when the first token is asked for."""
     matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=grammar_check.LIMITS)
     allowed = allocate_token_bitmask(1, vocabulary.vocab_size)
     fill_next_token_bitmask(matcher, allowed)

@@ -24,14 +24,14 @@ _MIN_WINDOW, _FULL_WINDOW, _MAX_WINDOW = 12, 32, 256
 
 
 def load_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a prepared model; ModelError when it comes without tokenizer files."""
+    """Loads the tokenizer of a prepared model; ModelError when it comes without tokenizer files."""
     if files.tokenizer_dir is None:
         raise ModelError(f"model {files.name!r} has no tokenizer files; pass token ids and skip_tokenizer_init=True")
     return tokenizer_in(files.tokenizer_dir, files.name, trust_remote_code=files.trust_remote_code)
 
 
 def tokenizer_in(folder: Path, name: str, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """Load the tokenizer in a folder, that of the model `name`; ModelError when that fails."""
+    """Loads the tokenizer in a folder, that of the model `name`; ModelError when that fails."""
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as error:
@@ -79,7 +79,7 @@ class Detokenizer:
         self._start = 0  # where in _pending a stop string may begin
 
     def add(self, token_ids: Sequence[int], finished: bool = False) -> str:
-        """Take the next output tokens and return the text that they release; `finished` releases the rest."""
+        """Takes the next output tokens and returns the text that they release; `finished` releases the rest."""
         if self.stopped_by is not None:
             return ""
         self._pending += self._stream.add(token_ids, finished)
@@ -92,7 +92,7 @@ class Detokenizer:
         return self._release(len(self._pending) - (0 if finished else self._num_held()))
 
     def _first_stop(self) -> tuple[int, str] | None:
-        """Return where in the pending text the first stop string begins, and which it is."""
+        """Returns where in the pending text the first stop string begins, and which it is."""
         found = [(at, stop) for stop in self._stop if (at := self._pending.find(stop, self._start)) >= 0]
         return min(found, key=lambda hit: hit[0], default=None)
 
@@ -123,7 +123,7 @@ class _TextStream:
         self._window, self._num_taken = self._begin(self._plain(prompt_token_ids[-2 * _FULL_WINDOW :])[-_FULL_WINDOW:])
 
     def add(self, token_ids: Sequence[int], finished: bool) -> str:
-        """Return the text decided by these tokens; all that is left when finished."""
+        """Returns the text decided by these tokens; all that is left when finished."""
         self._window += self._plain(token_ids)
         text = self._decode(self._window)
         num_decided = len(text) if finished else self._num_decided(text)
@@ -138,7 +138,7 @@ class _TextStream:
         return len(text) - (num_held if len(self._window) <= _MAX_WINDOW else min(num_held, _MAX_UNFINISHED))
 
     def _shorten(self, text: str) -> None:
-        """Cut the window where a character begins, which is one of any four places; anywhere if it is too long."""
+        """Cuts the window where a character begins, which is one of any four places; anywhere if it is too long."""
         num_held = len(text) - self._num_taken
         for length in range(_MIN_WINDOW, _MIN_WINDOW + _MAX_UNFINISHED + 1):
             tail = self._decode(self._window[-length:])
@@ -148,7 +148,7 @@ class _TextStream:
                 return
 
     def _begin(self, prompt: list[int]) -> tuple[list[int], int]:
-        """Return the first window, which begins with a whole character, and the length of the prompt's text in it.
+        """Returns the first window, which begins with a whole character, and the length of the prompt's text in it.
 
         A character that the prompt leaves unfinished is not the prompt's: it comes when the output finishes it.
         """
@@ -171,7 +171,7 @@ class _TextStream:
 def grammar_vocabulary(
     tokenizer: PreTrainedTokenizerBase, *, vocab_size: int, eos_token_ids: Sequence[int] = ()
 ) -> LLTokenizer:
-    """The vocabulary of a tokenizer for a model with `vocab_size` logits; takes up to a second.
+    """Returns the vocabulary of a tokenizer for a model with `vocab_size` logits; takes up to a second.
 
     `eos_token_ids` are the model's; if there are none, the tokenizer's own counts.
 

@@ -49,7 +49,7 @@ class Workload:
         return self._first_turns_at([one.due_s * factor for one in self.arrivals])
 
     def one_by_one(self, gap_s: float) -> Workload:
-        """Puts so much time between the conversations that none meets another."""
+        """Puts `gap_s` seconds between the conversations, so that none meets another."""
         return self._first_turns_at([index * gap_s for index in range(len(self.arrivals))])
 
     def _first_turns_at(self, times_s: Sequence[float]) -> Workload:
@@ -109,7 +109,7 @@ _SPACE = 2**40
 
 
 def text(name: int, num_tokens: int) -> range:
-    """The tokens of a text: equal names, equal tokens; of different names, none is the same."""
+    """Returns the tokens of a text: equal names, equal tokens; of different names, none is the same."""
     assert 0 <= num_tokens <= _SPACE, "a text fits into its space"
     return range(name * _SPACE, name * _SPACE + num_tokens)
 

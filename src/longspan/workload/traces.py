@@ -35,7 +35,7 @@ class RequestSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class _Format:
-    """Names the columns of a known format. `seconds` makes seconds of what is in the column `arrival`."""
+    """The columns of a known format. `seconds` makes seconds of what is in the column `arrival`."""
 
     name: str
     input_len: str
@@ -55,7 +55,7 @@ def _of_milliseconds(value: float | str) -> float:
 
 
 def _of_date(value: str) -> float:
-    """A date without a zone is taken for UTC."""
+    """Reads a date; one without a zone is taken for UTC."""
     date = datetime.fromisoformat(value)
     return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
 

@@ -39,7 +39,6 @@ class TorchBackend(ABC):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, relation: Relation, spec: AttnSpec, *, dense: bool = False
     ) -> Partial:
-        """Implements `AttentionBackend` by rectangles and squares, see the module."""
         if dense:
             return self._band(q, k, v, relation.lower, relation.upper, spec, dense=True)
         if relation.kind == "full":
@@ -59,11 +58,10 @@ class TorchBackend(ABC):
         return out, lse
 
     def plan(self, reads: Sequence[Reads], kv: PagedKv) -> PagedPlan:
-        """Implements `AttentionBackend`: plans list what their queries read."""
         return PagedPlan(reads, kv)
 
     def attend_paged(self, q: Tensor, kv: PagedKv, plan: PagedPlan, spec: AttnSpec) -> Partial:
-        """Implements `AttentionBackend` by one kernel call for all items, and merges the items of a query."""
+        """Makes one kernel call for all items, and merges the items of a query."""
         num_heads, num_queries, dim = q.shape
         assert num_queries == plan.num_queries, "the plan is for these queries"
         if not len(plan.items.blocks):

@@ -64,12 +64,12 @@ _REGISTERED: dict[str, AttentionExchange] = {}
 
 
 def register(exchange: Exchange, attend: Attend, *, start: Start | None = None) -> None:
-    """Says how a kind of exchange computes attention, with any parameters."""
+    """Registers how a kind of exchange computes attention, with any parameters."""
     _REGISTERED[exchange.kind] = AttentionExchange(attend=attend, start=start)
 
 
 def attention_exchange(exchange: Exchange) -> AttentionExchange:
-    """Returns what `register` was told of a kind."""
+    """Returns the registered operations of a kind."""
     if exchange.kind not in _REGISTERED:
         importlib.import_module(f"{__name__}.{exchange.kind}")
     return _REGISTERED[exchange.kind]

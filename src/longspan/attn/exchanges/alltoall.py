@@ -43,7 +43,7 @@ def alltoall(call: Call) -> None:
 
 
 def _inside(some: range, of: range) -> slice:
-    """Finds heads among those of a share."""
+    """Returns the slice of `of` that `some` heads are."""
     return slice(some.start - of.start, some.stop - of.start)
 
 
@@ -68,7 +68,7 @@ def _room(call: Call, member: int, share: HeadShare) -> Message:
 
 
 def _results(call: Call, asker: int, share: HeadShare) -> Message:
-    """Makes room for the outputs of some heads, for the queries of `asker`."""
+    """Allocates a message for the outputs of some heads, for the queries of `asker`."""
     dim = call.spec.head_dim
     return Message.room([(len(share.heads), num_tokens(part.q_runs[asker]), dim) for part in call.parts], call.q)
 

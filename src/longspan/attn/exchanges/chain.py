@@ -84,7 +84,6 @@ def chain(call: Call) -> list[KeysAndValues]:
 
 
 def _new(part: MemberPart, num_members: int) -> tuple[Run, ...]:
-    """Returns the new tokens of the first members."""
     return coalesce(run for runs in part.q_runs[:num_members] for run in runs)
 
 

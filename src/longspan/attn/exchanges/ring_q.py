@@ -51,7 +51,7 @@ def ring_q(call: Call) -> None:
 
 
 def _write(call: Call, found: Sequence[tuple[tuple[int, ...], Partial]]) -> None:
-    """Merges partial results into the queries' rows. Each is of some parts: those that a holder has met."""
+    """Merges partial results into the queries' rows. Each is of the parts that one holder attended."""
     if not found:
         return
     parts, q = call.parts, call.q
@@ -84,12 +84,12 @@ def _meet(call: Call, indices: tuple[int, ...], q: Tensor, asker: int) -> Partia
 
 
 def _question_room(call: Call, indices: Sequence[int], asker: int) -> Message:
-    """Makes room for the queries of `asker` in these parts, one after the other."""
+    """Allocates a message for the queries of `asker` in these parts, one after the other."""
     return Message.room([(*_rows_shape(call, indices, asker), call.spec.head_dim)], call.q)
 
 
 def _answer_room(call: Call, indices: Sequence[int], asker: int) -> Message:
-    """Makes room for the log-sum-exps and the outputs of these queries."""
+    """Allocates a message for the log-sum-exps and the outputs of these queries."""
     shape = _rows_shape(call, indices, asker)
     return Message([(shape, torch.float32), ((*shape, call.spec.head_dim), call.q.dtype)], call.q.device)
 

@@ -99,7 +99,6 @@ def load(library: Path) -> None:
 
 
 def is_loaded() -> bool:
-    """Tells whether `load` was called in this process."""
     return _library is not None
 
 
@@ -109,7 +108,6 @@ class NativeCpu(TorchCpu):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, relation: Relation, spec: AttnSpec, *, dense: bool = False
     ) -> Partial:
-        """Implements `AttentionBackend` by our own kernel where it applies."""
         if q.shape[1] < _FEWEST_QUERIES or not _applies(q, spec, multiple=2):
             return super().attend(q, k, v, relation, spec, dense=dense)
         is_full = relation.kind == "full"  # maybe of several runs of keys, of which the relation is that of the last
@@ -129,7 +127,7 @@ class NativeCpu(TorchCpu):
         return out, lse
 
     def attend_paged(self, q: Tensor, kv: PagedKv, plan: PagedPlan, spec: AttnSpec) -> Partial:
-        """Implements `AttentionBackend` by our own kernel where it applies; the pool must be dense."""
+        """Uses our own kernel for a dense pool, and PyTorch's otherwise."""
         if not _applies(q, spec, multiple=32):
             return super().attend_paged(q, kv, plan, spec)
         assert q.shape[1] == plan.num_queries, "the plan is for these queries"

@@ -156,7 +156,7 @@ class Tetris(Cdsp):
 
 
 class FixedGroups(Planner):
-    """Groups of `size` neighbours, in the order of `everyone`, who divide into such groups: to a planner, hosts."""
+    """Plans on fixed groups of `size` neighbours: to the planner, each group is a host."""
 
     def __init__(self, times: PrefillTime, everyone: Sequence[int], size: int) -> None:
         assert len(everyone) % size == 0, "nobody is left over"
@@ -171,7 +171,7 @@ class FixedGroups(Planner):
 
 
 def hint_of_a_constant_rate(settings: PolicySettings, *, has_roles: bool) -> str | None:
-    """Tells people that the improvement rate is to go by the request rate, but nobody said how."""
+    """Returns the hint that the improvement rate should go by the request rate, when no option says how."""
     told = settings.options
     if settings.name != "tetris" or told["improvement_rate"] != "auto" or told["improvement_rates"]:
         return None
@@ -210,7 +210,7 @@ def planner_of(
     min_chunk_tokens: int = 1,
     usual_size: int | None = None,
 ) -> Planner:
-    """Plans by the times of `sp_times`; see `Planner`."""
+    """Makes a `Planner` by the times of `sp_times`."""
     return Planner(
         sp_times(facts, exchanges, sizes, len(instances)),
         hosts_of([facts.location(i) for i in sorted(instances)]),

@@ -26,13 +26,13 @@ class ChunkPlanner(Protocol):
 
     @property
     def largest(self) -> int:
-        """Counts the instances that can have one prompt."""
+        """The number of instances that can share one prompt."""
 
     def plan(self, prompt: Prompt, queue_s: Sequence[float]) -> ChunkPlan | None:
         """Plans chunks on instances that are free `queue_s` seconds from now; None when no group has all owners."""
 
     def seconds(self, size: int, new_tokens: int, cached_tokens: int) -> float:
-        """Predicts a chunk on so many instances."""
+        """Predicts a chunk on `size` instances."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,12 +54,12 @@ class Planned:
 
     @property
     def group(self) -> tuple[int, ...]:
-        """Returns the instances of the last chunk, which are those of all."""
+        """The instances of the last chunk, which are those of all."""
         return self.spans[-1].group
 
     @property
     def still_waits(self) -> bool:
-        """Tells whether a waiting request has waited since it was planned, and did not run and lose its KV."""
+        """Whether a waiting request has waited since it was planned, and did not run and lose its KV."""
         return not self.begun and self.request.num_tokens == self.spans[-1].stop
 
     @property
@@ -115,7 +115,7 @@ class Cdsp:
 
     @property
     def capacity(self) -> int:
-        """The largest group can have one request."""
+        """The size of the largest group, which can have one request."""
         return self._planner.largest
 
     def plan(self, view: ClusterView) -> Plan:
@@ -187,7 +187,9 @@ class Cdsp:
         return Planned(request=request, start=start, spans=self._spans(best, start, request.block_size))
 
     def _spans(self, plan: ChunkPlan, start: int, block_size: int) -> tuple[Span, ...]:
-        """Chunks end with blocks, so that none has two owners; one that has no whole block is left to the next."""
+        """Rounds chunk ends down to whole blocks, so that no block has two owners; a chunk without one joins
+        the next.
+        """
         stops = list(accumulate((chunk.num_tokens for chunk in plan.chunks), initial=start))
         ends = [stop // block_size * block_size for stop in stops[1:-1]] + stops[-1:]
         spans, before = [], start
@@ -211,7 +213,7 @@ class Cdsp:
         )
 
     def _plan_turns(self, view: ClusterView) -> tuple[Plan, bool]:
-        """Plans for those whose turn it is, and tells whether one of them waits for room."""
+        """Plans the requests whose turn it is, and returns whether one of them waits for room."""
         unscheduled = [planned for planned in self._plans.values() if not planned.is_scheduled]
         if not unscheduled:  # everybody decodes
             return self._with_running(Batch(view, self._all)).plan(), False
@@ -343,12 +345,11 @@ def _coupled(view: ClusterView, groups: Sequence[tuple[int, ...]]) -> Sequence[f
 
 
 def goes_on(request: RequestView) -> bool:
-    """Tells whether it will have another token than the next one."""
     return request.num_known - request.num_prompt + 1 < request.max_tokens
 
 
 class Router:
-    """Chooses the instances that are to decode the requests which one plan admits."""
+    """Chooses the decode instances of the requests that one plan admits."""
 
     def __init__(self, view: ClusterView, decode: Sequence[int]) -> None:
         self._view, self._decode = view, decode
@@ -387,7 +388,7 @@ class QueueTimes:
         return [max(0.0, free_at_s - now_s) for free_at_s in self._free_at_s]
 
     def book(self, group: Iterable[int], end_s: float) -> None:
-        """A group is given a prompt, and busy with it or waiting for it until `end_s`."""
+        """Books a prompt: the group is busy with it, or waits for it, until `end_s`."""
         for instance in group:
             self._free_at_s[instance] = end_s
 

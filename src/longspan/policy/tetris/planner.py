@@ -32,7 +32,7 @@ class Prompt:
     """A prompt that is to be cut into chunks.
 
     Attributes:
-        cached_tokens: that were computed before, and lie on the instances `held`.
+        cached_tokens: tokens that were computed before, and lie on the instances `held`.
         improvement_rate: a larger group must be quicker by this part of the time (Algorithm 2, line 13).
         chunking: whether there may be several chunks.
         instance_tokens: how many tokens one instance has room for; None is plenty.
@@ -194,7 +194,7 @@ class _Search:
 
 
 def _floors(times: Sequence[PrefillTime]) -> list[tuple[float, float, float]]:
-    """The least coefficients of the first, the first two, and so on: of a start, a token, a query and a key.
+    """Returns the least coefficients of the first, the first two, and so on: of a start, a token, a query and a key.
 
     Chunks of L tokens behind C have LC + L²/2 pairs, which add up to the same however a prompt is cut.
     """
@@ -207,7 +207,7 @@ def _floors(times: Sequence[PrefillTime]) -> list[tuple[float, float, float]]:
 
 
 class _Found:
-    """The groups that were looked for in one plan: many ways to cut a prompt come to the same ones."""
+    """The groups looked up in one plan: many ways to cut a prompt come to the same ones."""
 
     def __init__(self, planner: Planner, queue_s: Sequence[float]) -> None:
         self.planner, self.queue_s = planner, queue_s
@@ -276,7 +276,7 @@ class Groups:
         return min(fitting, key=lambda members: (queue_s[members[missing - 1]], host_of[members[0]]))[:missing]
 
     def group(self, k: int) -> tuple[int, ...]:
-        """Returns the instances of one, the latest added last."""
+        """Returns the instances of a group, the latest added last."""
         last = self._lasts[k]
         return (*self._order[: self._found.planner.sizes[k] - len(last)], *last)
 

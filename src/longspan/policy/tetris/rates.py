@@ -40,11 +40,7 @@ class RateTable:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Reads `0.5:0.1,1:0.3`: at 0.5 requests per second 0.1, at 1 request per second 0.3.
-
-        Raises:
-            ValueError: for anything else.
-        """
+        """Reads `0.5:0.1,1:0.3`: at 0.5 requests per second 0.1, at 1 request per second 0.3."""
         try:
             pairs = [tuple(map(float, entry.split(":"))) for entry in text.split(",")]
             entries = tuple((requests, improvement) for requests, improvement in pairs)
@@ -59,7 +55,6 @@ class RateTable:
 
 
 def check_improvement_rate(rate: float) -> None:
-    """Raises ValueError for one outside [0, 1)."""
     if not 0 <= rate < 1:
         raise ValueError(f"improvement_rate must be at least 0 and below 1, but {rate} given")
 

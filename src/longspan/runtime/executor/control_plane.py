@@ -46,15 +46,14 @@ _LEAST_WAIT_S = 0.1
 
 
 class MonotonicClock:
-    """Implements `Clock` by the host's monotonic clock."""
+    """Reads the host's monotonic clock."""
 
     def now(self) -> float:
-        """Returns seconds since an arbitrary moment."""
         return time.monotonic()
 
 
 class WorkerHandle(Protocol):
-    """A worker as its controller sees it. `pid` is the process that it runs in."""
+    """A worker as its controller sees it."""
 
     pid: int
 
@@ -62,7 +61,7 @@ class WorkerHandle(Protocol):
         """Returns its exit code once it has ended; raises TimeoutError when it still runs after `timeout_s`."""
 
     def kill(self) -> None:
-        """Ends it by force, or what it waits for, and returns at once."""
+        """Ends it by force, or what it waits for, without waiting."""
 
     def destroy(self) -> None:
         """Ends it by force and waits for that, though not for ever."""
@@ -80,17 +79,16 @@ class Launcher(Protocol):
     endpoint: str
 
     def start(self, rank: int) -> WorkerHandle:
-        """Starts a worker; it reports when it is ready."""
+        """Starts a worker, which reports when it is ready."""
 
-    def hint(self, rank: int) -> str:
-        """Says in a few words where to read more of what a worker did."""
+    def hint(self, rank: int) -> str: ...
 
     def clean_up(self) -> None:
         """Removes what is left when all workers have ended."""
 
 
 class WorkerExecutor:
-    """Implements `Executor` on workers, the ranks of a `Cluster`.
+    """Runs steps on workers, the ranks of a `Cluster`.
 
     A rank that has a step to run and reports none for `step_timeout_s` is lost: it hangs, or waits for one that does.
     Commands and reports go over zmq sockets, tensors over the transports between the workers. Close it, or use it as a
@@ -130,7 +128,6 @@ class WorkerExecutor:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids by rank."""
         return tuple(worker.pid for worker in self._workers)
 
     def submit(self, step: Step) -> None:
@@ -148,7 +145,7 @@ class WorkerExecutor:
             self._send(RunMoves(step.streams), self._in_flight.ranks(targets))
 
     def poll(self, timeout_s: float | None) -> list[Completion]:
-        """Implements `Executor.poll`; a lost worker closes this executor."""
+        """Waits for completions; a lost worker closes this executor."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -195,7 +192,7 @@ class WorkerExecutor:
                 self._take(report)
 
     def _patience_s(self, timeout_s: float | None) -> float | None:
-        """Returns how long to wait for a report before it is time to look for ranks that hang."""
+        """Returns how long to wait for a report before looking for ranks that hang."""
         since_s = self._in_flight.first_due_s()
         if since_s is None:
             return timeout_s
@@ -234,7 +231,7 @@ class WorkerExecutor:
         return None
 
     def _blame(self, rank: int, reason: str) -> NoReturn:
-        """A rank lost a peer: waits shortly for the word of the one that was lost."""
+        """Waits shortly, when a rank lost a peer, for the report of the peer itself."""
         deadline = time.monotonic() + _BLAME_TIMEOUT_S
         while (report := self._receive(deadline - time.monotonic())) is not None:
             if isinstance(report, Failed) and not report.peer:
@@ -287,11 +284,9 @@ class InFlight:
         self._since_s: dict[int, float] = {}  # by rank that works: when it reported, or got a step while it had none
 
     def ranks(self, instances: Iterable[int]) -> list[int]:
-        """Lists the ranks of some instances."""
         return [rank for instance in instances for rank in self._cluster.ranks(instance)]
 
     def begin(self, step: Forward | MoveKV, now_s: float) -> None:
-        """Notes that a step was sent to its ranks."""
         instances = step.sources if isinstance(step, MoveKV) else step.instances
         carried = (step,) if isinstance(step, MoveKV) else step.streams
         workers = self.ranks(instances)

@@ -122,7 +122,7 @@ class _ForkServer:
 
     @property
     def alive(self) -> bool:
-        """Tells whether it runs and is this process's own, not that of a parent that forked."""
+        """Whether it runs and is this process's own, not that of a parent that forked."""
         return self._process.poll() is None and self.owner == os.getpid()
 
     def start(self, command: StartWorker) -> WorkerProcess:
@@ -137,7 +137,7 @@ class _ForkServer:
             return self._latest
 
     def send(self, command: ServerCommand) -> None:
-        """Says nothing to a server that is gone: its workers are, too."""
+        """Sends a command; a server that is gone is ignored, since its workers are gone, too."""
         with self._lock:
             try:
                 self._pipe.write(msgspec.json.encode(command, enc_hook=os.fspath) + b"\n")
@@ -214,7 +214,7 @@ _server_lock = threading.Lock()
 
 
 def start_server() -> _ForkServer:
-    """Starts the server unless it runs already; returns at once, while it is still importing."""
+    """Starts the server unless it runs already; does not wait while it is still importing."""
     global _server  # noqa: PLW0603 - one per process is its point
     with _server_lock:
         if _server is None or not _server.alive:

@@ -56,7 +56,6 @@ def _log_dir(run_dir: str) -> Path:
 
 
 def _in_use(folder: Path) -> bool:
-    """Tells whether a worker still writes to a log, which it has locked."""
     for path in folder.glob("*.log"):
         try:
             with path.open("rb") as log:
