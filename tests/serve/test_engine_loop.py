@@ -31,7 +31,6 @@ from longspan.serve.messages import (
     Delta,
     EngineSetup,
     Failed,
-    QueueFull,
     Quit,
     Report,
     Restarted,
@@ -178,10 +177,10 @@ class ApiServer:
                 choices = self.loop._choices.items()
                 ids = sorted((index, request) for request, (served, index) in choices if served.id == number)
                 self.asked[number].request_ids = [request for _, request in ids]
-            case QueueFull(number):
+            case Failed(int(number), is_full=True):
                 assert not self.asked[number].was_accepted
                 self._end(number, "full")
-            case Failed(number, reason, param):
+            case Failed(int(number), reason, param):
                 assert ("refused" in reason) == (param == "prompt"), "its sender is told what to mend"
                 self._end(number, "refused" if "refused" in reason else "failed" if param is None else param)
             case StepOutputs() as step:

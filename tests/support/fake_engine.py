@@ -109,7 +109,7 @@ class FakeEngine:
             self._die()
         rate = options.get("rate")
         if rate == "refuse" or (rate == "once" and not self._is_first):
-            self._send({"type": "PolicyRefused", "id": number, "reason": f"rate {rate} is not possible"})
+            self._send({"type": "Failed", "id": number, "reason": f"rate {rate} is not possible"})
             return
         settings = {**_SETTINGS, "options": {**_SETTINGS["options"], **options}}
         self._send({"type": "PolicySet", "settings": settings, "id": number})

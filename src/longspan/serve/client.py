@@ -276,12 +276,10 @@ class EngineClient:
             case messages.Accepted(number) if number in self._waiting:
                 queue, index = self._waiting[number]
                 queue.accept(index)
-            case messages.QueueFull(number, reason) if number in self._waiting:
-                self._fail(self._waiting[number][0], QueueFullError(reason))
-            case messages.Failed(number, reason, param) if number in self._waiting:
-                self._fail(self._waiting[number][0], RequestFailedError(reason, param))
-            case messages.PolicySet() | messages.PolicyRefused():
-                self._take_policy(report)
+            case messages.Failed():
+                self._take_failure(report)
+            case messages.PolicySet(settings, number):
+                self._take_settings(settings, number)
             case messages.Started():
                 self.started, self.state, self._connected = report, "serving", True
                 self.policy = report.policy
@@ -314,20 +312,22 @@ class EngineClient:
         if outputs.stats is not None:
             self.stats = outputs.stats
 
-    def _take_policy(self, report: messages.PolicySet | messages.PolicyRefused) -> None:
-        """Take the answer to a change, whether somebody waits for it or a new engine core was set as the last one."""
-        answer = self._policy_answers.get(report.id) if report.id is not None else None
-        if isinstance(report, messages.PolicySet):
-            self.policy = settings = report.settings
-            if report.id is not None:
-                self._policy_changes = {name: option_text(settings.options[name]) for name in settings.changeable}
-            if answer is not None and not answer.done():
-                answer.set_result(settings)
-        elif answer is not None and not answer.done():
-            answer.set_exception(ValueError(report.reason))
-        elif report.id is None:
+    def _take_failure(self, failed: messages.Failed) -> None:
+        if failed.id is None:
             words = "the policy is set as it was at the start: the engine refused what was changed since"
-            _log.warning("%s: %s", words, report.reason)
+            _log.warning("%s: %s", words, failed.reason)
+        elif failed.id in self._waiting:
+            error = QueueFullError(failed.reason) if failed.is_full else RequestFailedError(failed.reason, failed.param)
+            self._fail(self._waiting[failed.id][0], error)
+        elif failed.id in self._policy_answers and not self._policy_answers[failed.id].done():
+            self._policy_answers[failed.id].set_exception(ValueError(failed.reason))
+
+    def _take_settings(self, settings: PolicySettings, number: int | None) -> None:
+        self.policy = settings
+        if number is not None:  # else a new engine core was set as the last one
+            self._policy_changes = {name: option_text(settings.options[name]) for name in settings.changeable}
+            if number in self._policy_answers and not self._policy_answers[number].done():
+                self._policy_answers[number].set_result(settings)
 
     def _replay(self) -> None:
         """Send what waits to a new engine core; what was accepted once stays accepted."""

@@ -170,7 +170,7 @@ class EngineLoop:
                     self._deployment.update_policy(options)
                     self._send(messages.PolicySet(self._deployment.policy_settings, id))
                 except ValueError as error:
-                    self._send(messages.PolicyRefused(id, str(error)))
+                    self._send(messages.Failed(id, str(error)))
             case messages.Quit():
                 self._quitting = True
 
@@ -178,7 +178,7 @@ class EngineLoop:
         number, engine_request = command.id, command.engine_request
         try:
             if not command.is_accepted and (reason := self._why_full(engine_request)) is not None:
-                self._send(messages.QueueFull(number, reason))
+                self._send(messages.Failed(number, reason, is_full=True))
                 return
             state = RequestState(engine_request, self._deployment.input_processor.tokenizer)
             state.start(self._engine)

@@ -50,7 +50,7 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 
 class SetPolicy(msgspec.Struct, frozen=True, tag=True):
-    """Change options of the policy; the answer is `PolicySet` or `PolicyRefused` with the same id.
+    """Change options of the policy; the answer is `PolicySet` or `Failed` with the same id.
 
     There is no id when a new engine core is set as the last one was.
     """
@@ -136,32 +136,24 @@ class PolicySet(msgspec.Struct, frozen=True, tag=True):
     id: int | None
 
 
-class PolicyRefused(msgspec.Struct, frozen=True, tag=True):
-    """The engine core refused a change of options: none was changed."""
-
-    id: int | None
-    reason: str
-
-
 class Accepted(msgspec.Struct, frozen=True, tag=True):
     """The engine core has queued a request."""
 
     id: int
 
 
-class QueueFull(msgspec.Struct, frozen=True, tag=True):
-    """The queue has no room for a request."""
-
-    id: int
-    reason: str
-
-
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """A request ends with an error, of which its sender is not to blame unless there is a `param`; others go on."""
+    """A command ends with an error, a request perhaps long after it was accepted; others go on.
 
-    id: int
+    Attributes:
+        param: the field of the request that is the cause; None when its sender is not to blame.
+        is_full: the queue has no room for the request.
+    """
+
+    id: int | None
     reason: str
     param: str | None = None
+    is_full: bool = False
 
 
 class FinishedChoice(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -226,8 +218,7 @@ class Restarted(msgspec.Struct, frozen=True, tag=True):
     """New workers have started, and requests go on."""
 
 
-_Answer = Accepted | QueueFull | Failed | PolicySet | PolicyRefused
-Report = Started | NotStarted | Restarting | Restarted | StepOutputs | _Answer
+Report = Started | NotStarted | PolicySet | Accepted | Failed | StepOutputs | Restarting | Restarted
 
 
 def address(folder: str) -> str:
