@@ -23,7 +23,7 @@ from longspan.outputs import Logprob, LogprobsOfToken
 from longspan.serve.convert import ServedModel, chat_request, completion_requests, read_request
 from longspan.serve.errors import WireError, blaming, error_body
 from longspan.serve.messages import Delta, delta_of
-from longspan.serve.requests import ChatCompletionRequest, CompletionRequest
+from longspan.serve.requests import ChatCompletionRequest, CompletionRequest, TextRequest
 from longspan.text.input_processor import EngineRequest
 from longspan.text.tokenizer import Detokenizer, token_text
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 TagT = TypeVar("TagT")
 Body = dict[str, Any]
-_BODIES: dict[str, type[CompletionRequest | ChatCompletionRequest]] = {
+_BODIES: dict[str, type[TextRequest]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatCompletionRequest,
 }
@@ -44,18 +44,11 @@ _BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
 
 
 def prepared(
-    request: CompletionRequest | ChatCompletionRequest,
-    served: ServedModel,
-    *,
-    request_id: str,
-    model: str,
-    grammar: str | None = None,
+    request: TextRequest, served: ServedModel, *, request_id: str, model: str, grammar: str | None = None
 ) -> Assembler:
     """Make the engine requests of a request and return what makes its answer, which calls the model `model`.
 
-    Raises:
-        WireError: when the request asks for what this model or server cannot do; for `grammar` see
-            `completion_requests`.
+    For `grammar` and errors see `completion_requests`.
     """
     head, tokenizer = {"created": int(time.time()), "model": model}, served.input_processor.tokenizer
     if isinstance(request, ChatCompletionRequest):
@@ -134,11 +127,11 @@ class Assembler(ABC):
 
     whole_object: str
     chunk_object: str
-    request: CompletionRequest | ChatCompletionRequest
+    request: TextRequest
 
     def __init__(
         self,
-        request: CompletionRequest | ChatCompletionRequest,
+        request: TextRequest,
         engine_requests: Sequence[EngineRequest],
         tokenizer: PreTrainedTokenizerBase | None,
         head: Body,

@@ -395,6 +395,9 @@ class ChatCompletionRequest(GenerationRequest, TemplateFields):
         return self
 
 
+TextRequest = CompletionRequest | ChatCompletionRequest
+
+
 class TokenizeRequest(TemplateFields):
     """`POST /tokenize`: a prompt, or a conversation."""
 

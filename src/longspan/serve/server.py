@@ -40,7 +40,7 @@ from longspan.serve.errors import (
 )
 from longspan.serve.messages import StepOutputs
 from longspan.serve.metrics import Metrics
-from longspan.serve.requests import ChatCompletionRequest, CompletionRequest, PolicyUpdate
+from longspan.serve.requests import CompletionRequest, PolicyUpdate, TextRequest
 from longspan.serve.responses import ModelCard, ModelList
 from longspan.serve.settings import ServerSettings
 from longspan.text.input_processor import InputProcessor
@@ -112,7 +112,7 @@ class Server:
         with self._watch(request).held():
             return await texts.run(function, *arguments)
 
-    async def answer(self, request: Request, body: CompletionRequest | ChatCompletionRequest) -> Response:
+    async def answer(self, request: Request, body: TextRequest) -> Response:
         """Serve a request for text, whole or as a stream."""
         self.check_open()
         self.served.check_name(body.model)
@@ -145,7 +145,7 @@ class Server:
     async def _texts_pool(self, request: Request) -> WorkerPool:
         return self._texts if len(await request.body()) > _LARGE_BYTES else self._quick
 
-    async def _grammar(self, body: CompletionRequest | ChatCompletionRequest) -> str:
+    async def _grammar(self, body: TextRequest) -> str:
         """Return the grammar that outputs must follow; requests without one do not wait for its check."""
         kind = grammar_kind(body)
         if kind == "text":
@@ -153,7 +153,7 @@ class Server:
         pool = self._quick if kind == "json_object" else self.grammars
         return await pool.run(grammar_of, body, self.served)
 
-    def _prepared(self, request: Request, body: CompletionRequest | ChatCompletionRequest, grammar: str) -> Assembler:
+    def _prepared(self, request: Request, body: TextRequest, grammar: str) -> Assembler:
         name = body.model or self.served.names[0]
         assembler = prepared(body, self.served, request_id=request.state.request_id, model=name, grammar=grammar)
         num_tokens = sum(len(one.token_ids) for one in assembler.engine_requests)
