@@ -20,7 +20,6 @@ from longspan.serve.errors import (
     ClientGoneError,
     EngineLostError,
     QueueFullError,
-    RequestFailedError,
     ServeError,
     WireError,
     error_response,
@@ -134,7 +133,7 @@ def _handle_errors(app: FastAPI, server: Server) -> None:
             case QueueFullError():
                 words, retry_after_s = f"the queue is full: {error}", server.retry_after_s()
                 return error_response(error.status, words, code="queue_full", retry_after_s=retry_after_s)
-            case EngineLostError() if not isinstance(error, RequestFailedError):
+            case EngineLostError():
                 return error_response(503 if server.draining else error.status, str(error), retry_after_s=5)
         response = error_response(error.status, str(error), param=error.param)
         if not isinstance(error, WireError):
@@ -189,9 +188,10 @@ def _add_state(app: FastAPI, server: Server) -> None:
         return {"status": "ok"}
 
     @app.get("/health", tags=["state"], responses={503: {"model": responses.ErrorBody}}, response_model=None)
-    async def health() -> Response | dict[str, str]:
+    async def health() -> dict[str, str]:
         """The engine computes, and new requests are taken."""
-        return _not_serving(server) or {"status": "ok"}
+        server.check_serving()
+        return {"status": "ok"}
 
     @app.get("/version", tags=["state"])
     async def version() -> responses.VersionInfo:
@@ -268,18 +268,8 @@ def _add_policy(app: FastAPI, server: Server) -> None:
     async def update_policy(request: Request) -> Response:
         """Change options of the policy between two steps: requests that run go on."""
         body = await server.parse(request, requests.PolicyUpdate)
-        if (refusal := _not_serving(server)) is not None:
-            return refusal
+        server.check_serving()
         return _json(requests.PolicyInfo.of(await server.update_policy(request, body)).model_dump())
-
-
-def _not_serving(server: Server) -> Response | None:
-    """Return the refusal while the engine computes nothing, or nothing new is taken; None otherwise."""
-    if server.draining:
-        return error_response(503, "the server is shutting down", retry_after_s=5)
-    if server.engine.state != "serving":
-        return error_response(503, f"the engine is {server.engine.state}", retry_after_s=5)
-    return None
 
 
 def _json(body: dict[str, Any]) -> Response:

@@ -21,7 +21,7 @@ from anyio.to_thread import run_sync
 from longspan.policy import PolicySettings, option_text
 from longspan.runtime.child import make_run_dir, start_child
 from longspan.serve import messages
-from longspan.serve.errors import EngineLostError, QueueFullError, RequestFailedError
+from longspan.serve.errors import EngineLostError, QueueFullError, RequestFailedError, ServeError
 from longspan.text.input_processor import EngineRequest
 
 _log = logging.getLogger("longspan")
@@ -168,7 +168,7 @@ class EngineClient:
     def _queues(self) -> set[OutputQueue]:
         return {queue for queue, _ in self._waiting.values()}
 
-    def _fail(self, queue: OutputQueue, error: QueueFullError | EngineLostError) -> None:
+    def _fail(self, queue: OutputQueue, error: ServeError) -> None:
         """End a request with an error, before or after it was accepted."""
         self._cancel(queue)
         queue.fail(error)
@@ -317,8 +317,8 @@ class EngineClient:
             words = "the policy is set as it was at the start: the engine refused what was changed since"
             _log.warning("%s: %s", words, failed.reason)
         elif failed.id in self._waiting:
-            error = QueueFullError(failed.reason) if failed.is_full else RequestFailedError(failed.reason, failed.param)
-            self._fail(self._waiting[failed.id][0], error)
+            reason, queue = failed.reason, self._waiting[failed.id][0]
+            self._fail(queue, QueueFullError(reason) if failed.is_full else RequestFailedError(reason, failed.param))
         elif failed.id in self._policy_answers and not self._policy_answers[failed.id].done():
             self._policy_answers[failed.id].set_exception(ValueError(failed.reason))
 
@@ -352,7 +352,7 @@ _MOST_OUTPUTS = 64
 class OutputQueue:
     """Holds what came for an HTTP request and was not taken; close it to cancel what has not come.
 
-    Who takes from it when the rest cannot come gets an EngineLostError, or the QueueFullError that says why.
+    Who takes from it when the rest cannot come gets the error that says why.
 
     Attributes:
         accepted: done when the engine core has queued all engine requests; its exception says why it has not.
@@ -369,7 +369,7 @@ class OutputQueue:
         self._taken: set[int] = set()  # engine requests of which somebody has taken outputs
         self._was_repeated = False
         self._outputs: deque[Output] = deque()
-        self._error: QueueFullError | EngineLostError | None = None
+        self._error: ServeError | None = None
         self._changed = asyncio.Event()
 
     async def get(self) -> list[Output]:
@@ -413,7 +413,7 @@ class OutputQueue:
         self._changed.set()
         return index not in self._num_open
 
-    def fail(self, error: QueueFullError | EngineLostError) -> None:
+    def fail(self, error: ServeError) -> None:
         """Raise `error` to whoever takes the rest: nothing more will come."""
         self._error = error
         self._changed.set()

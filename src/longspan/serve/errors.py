@@ -73,7 +73,13 @@ class EngineLostError(ServeError):
     """The engine cannot answer a request, through no fault of the request's sender."""
 
 
-class RequestFailedError(EngineLostError):
+class NotServingError(EngineLostError):
+    """The engine computes nothing now, or nothing new is taken any more."""
+
+    status = 503
+
+
+class RequestFailedError(ServeError):
     """The engine goes on, but this request cannot, and would not the next time either.
 
     Its sender is not to blame unless there is a `param`.

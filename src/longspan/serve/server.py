@@ -30,7 +30,7 @@ from longspan.serve.convert import ServedModel, grammar_kind, grammar_of, read_r
 from longspan.serve.errors import (
     ClientGoneError,
     DeadlineError,
-    EngineLostError,
+    NotServingError,
     QueueFullError,
     ServeError,
     WireError,
@@ -94,9 +94,15 @@ class Server:
         return min(60, 1 + (0 if stats is None else stats.num_waiting) // 50)
 
     def check_open(self) -> None:
-        """Raise an EngineLostError when nothing new is taken."""
+        """Raise a NotServingError when nothing new is taken."""
         if self.draining:
-            raise EngineLostError("the server is shutting down")
+            raise NotServingError("the server is shutting down")
+
+    def check_serving(self) -> None:
+        """Raise a NotServingError also while the engine computes nothing."""
+        self.check_open()
+        if self.engine.state != "serving":
+            raise NotServingError(f"the engine is {self.engine.state}")
 
     async def parse(self, request: Request, model: type[ModelT]) -> ModelT:
         """Read the body as `model`, beside the event loop."""
