@@ -117,11 +117,7 @@ class ResolvedArgs:
 
 
 def locations(num_ranks: int) -> tuple[Location, ...]:
-    """Locates every rank on this host, or where LONGSPAN_HOSTS pretends, see `locations_of_ranks`.
-
-    Raises:
-        ValueError: when it is neither a number of hosts nor a host for each rank.
-    """
+    """Locates every rank on this host, or where LONGSPAN_HOSTS pretends, see `locations_of_ranks`."""
     try:
         return locations_of_ranks(num_ranks, os.environ.get(_HOSTS) or "1")
     except ValueError as error:

@@ -19,10 +19,7 @@ from longspan.text.output_processor import Choice, RequestState
 
 
 class Progress:
-    """Prompts done, with their input and output tokens per second, on stderr if it is a terminal.
-
-    A single prompt gets no bar.
-    """
+    """Shows finished prompts and tokens per second on stderr if it is a terminal and there are several prompts."""
 
     def __init__(self, states: Sequence[RequestState], *, wanted: bool) -> None:
         self._states = states
@@ -143,9 +140,6 @@ class LLM(Deployment):
 
         Groups are taken from `groups` while there is room: fewer than `most` are under way, and the prompts of those
         that have no token yet hold fewer than `most_waiting_tokens`. After `abort` no more are taken.
-
-        Raises:
-            WorkerLostError: when a worker dies or raises.
         """
         source, running = iter(groups), list[tuple[TagT, list[RequestState]]]()
         with self._call() as choices:
@@ -201,7 +195,7 @@ class LLM(Deployment):
         return tuple(account.pool(i).num_free for i in self.engine.config.cluster.instances)
 
     def shutdown(self) -> None:
-        """Stops the workers; nothing of them is left. May be called again."""
+        """Stops the workers; can be called again."""
         self._closed = True
         super().shutdown()
 
@@ -242,7 +236,7 @@ class LLM(Deployment):
 
     @contextmanager
     def _call(self) -> Iterator[list[Choice]]:
-        """Opens a call; the choices that it starts are in the list until it ends."""
+        """Opens a call; the list has the choices that it starts until it ends."""
         self._check_up()
         choices: list[Choice] = []
         try:
@@ -295,7 +289,6 @@ def _finished(states: Sequence[RequestState]) -> bool:
 
 
 def _waiting_tokens(groups: Sequence[tuple[object, Sequence[RequestState]]]) -> int:
-    """Counts prompt tokens of requests that have no output yet."""
     return sum(len(one.engine_request.token_ids) for _, states in groups for one in states if not one.num_taken)
 
 

@@ -183,7 +183,7 @@ class Deployment:
         self.engine.restart(self.executor)
 
     def shutdown(self) -> None:
-        """Stops the workers; nothing of them is left. May be called again."""
+        """Stops the workers; can be called again."""
         self.executor.close()
 
     def __enter__(self) -> Self:
@@ -222,7 +222,6 @@ def _check_split(info: ModelInfo, files: ModelFiles, cluster: Cluster, policy_op
 
 
 def _check_device(device: str) -> None:
-    """Raises ValueError for a kind of device that does not exist, or not here."""
     if device not in ("cpu", "cuda"):
         raise ParameterError("device", f"must be cpu or cuda, but {device!r} given", device)
     if device == "cuda" and not torch.cuda.is_available():
@@ -230,7 +229,7 @@ def _check_device(device: str) -> None:
 
 
 def _attention_kernel(backend: str, device: str, dtype: str) -> Path | None:
-    """Returns the compiled kernel of our own, if it is to be used."""
+    """Returns the compiled kernel of our own, if it is used."""
     if backend not in ("auto", "native", "torch"):
         raise ParameterError("attention_backend", f"must be auto, native or torch, but {backend!r} given", backend)
     fits = (device, dtype) == ("cpu", "bfloat16")
@@ -269,7 +268,6 @@ def _blocks_per_instance(info: ModelInfo, files: ModelFiles, given: EngineArgs, 
 
 
 def _num_blocks(info: ModelInfo, files: ModelFiles, tp: int, block_size: int, kv_bytes: int) -> int:
-    """Counts the blocks of an instance of `tp` ranks with `kv_bytes` of memory each."""
     largest = Shard(index=0, size=tp, specs=info.specs).local_specs
     per_block = bytes_per_block(largest, block_size, DTYPES[files.dtype])
     if kv_bytes < per_block:

@@ -126,7 +126,6 @@ def _read_profile(path: Path) -> Profile:
 
 
 def _last_name(model: str) -> str:
-    """Returns the last name of a folder, a file in it, a hub id or an alias."""
     path = Path(model).expanduser()
     folder = path.resolve() if path.is_dir() else path.parent if path.is_file() else path
     return folder.name.lower()

@@ -215,11 +215,10 @@ class Request:
         return max((run.stop for runs in self.kv_runs for run in runs), default=0)
 
     def tensors(self, spec: AttnSpec) -> list[Tensor]:
-        """Draws `q, k, v` of all its tokens."""
         return random_qkv(spec, self.num_tokens, self.num_tokens, torch.float32, self.seed)
 
     def wanted(self, member: int, spec: AttnSpec) -> Tensor:
-        """Computes the queries of a member on one device, in float64."""
+        """Computes a member's queries on one device, in float64."""
         q, k, v = self.tensors(spec)
         rows = positions(self.q_runs[member])
         return reference(q[:, rows], rows, k, v, range(self.num_tokens), spec)[0]
@@ -228,7 +227,7 @@ class Request:
 def member_call(
     exchange: Exchange, group: Group, batch: Sequence[Request], spec: AttnSpec, *, block_size: int = 16, seed: int = 0
 ) -> Call:
-    """Makes the call of one member for some requests: keys in blocks of a pool, scattered for odd seeds, among noise.
+    """Makes the call of one member for some requests: keys lie in blocks among noise, scattered for odd seeds.
 
     Where the exchange stores after it, the pool has noise for the keys and values of the spans, too.
     """
@@ -288,7 +287,6 @@ def reference(
 
 
 def random_spec(draw: random.Random) -> AttnSpec:
-    """Draws MHA, GQA or MQA, with and without softcap and window."""
     num_heads, num_kv_heads = draw.choice(_HEADS)
     head_dim = draw.choice(_HEAD_DIMS)
     return AttnSpec(
@@ -321,7 +319,6 @@ def random_batch(draw: random.Random, num_members: int, *, in_order: bool) -> li
 
 
 def _random_cuts(draw: random.Random, start: int, stop: int, num_members: int) -> SpanShards:
-    """Draws neighbouring runs in the order of the members, even ones or not."""
     if draw.random() < 0.5:
         return shard_span("contiguous", start, stop, num_members)
     bounds = [start, *sorted(draw.randint(start, stop) for _ in range(num_members - 1)), stop]
@@ -329,7 +326,6 @@ def _random_cuts(draw: random.Random, start: int, stop: int, num_members: int) -
 
 
 def _random_shards(draw: random.Random, start: int, stop: int, num_members: int) -> SpanShards:
-    """Draws pieces, and gives each to any member."""
     pieces: list[list[Run]] = [[] for _ in range(num_members)]
     for runs in _random_cuts(draw, start, stop, draw.randint(1, 6)):
         pieces[draw.randrange(num_members)] += runs

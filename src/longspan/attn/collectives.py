@@ -12,7 +12,7 @@ from longspan.core.cluster import cut_evenly
 
 
 def gather_hops(size: int) -> int:
-    """Counts the hops that one `all_gather` numbers in a group of `size` members; a `reduce_scatter` has two."""
+    """Counts the hops of one `all_gather`; a `reduce_scatter` has two."""
     return 1 + size
 
 
@@ -56,9 +56,8 @@ class Gathering:
 
 
 def gather_rows(group: Group, mine: Tensor, counts: Sequence[int], *, hop: int = 0) -> Tensor:
-    """Gathers the rows `[all rows, width]` of all members, in their order; `counts` says how many each has.
-
-    `hop` is the first of `gather_hops` hops.
+    """Gathers the rows `[all rows, width]` of all members; `counts` has their numbers, `hop` is the first of
+    `gather_hops`.
     """
     blocks = [Message.room([(count, mine.shape[1])], mine) for count in counts]
     blocks[group.rank].tensors[0].copy_(mine)

@@ -34,7 +34,7 @@ class CommError(RuntimeError):
 
 
 class Message:
-    """One buffer with a view per tensor. `tensors` alias the buffer: fill them before sending, read after receiving."""
+    """One buffer with a view per tensor: fill `tensors` before sending, read them after receiving."""
 
     def __init__(self, shapes: Sequence[Shape], device: torch.device) -> None:
         sizes = [dtype.itemsize * math.prod(shape) for shape, dtype in shapes]
@@ -51,12 +51,11 @@ class Message:
 
     @classmethod
     def room(cls, shapes: Iterable[tuple[int, ...]], like: Tensor) -> Self:
-        """Makes room for tensors of these shapes, of the type of `like` and on its device."""
+        """Allocates a message for tensors of these shapes, with the type and device of `like`."""
         return cls([(shape, like.dtype) for shape in shapes], like.device)
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> Self:
-        """Makes a message of copies of some tensors."""
         message = cls([(tuple(tensor.shape), tensor.dtype) for tensor in tensors], tensors[0].device)
         for room, tensor in zip(message.tensors, tensors, strict=True):
             room.copy_(tensor)
@@ -67,7 +66,7 @@ class Message:
         self._trailer.copy_(torch.tensor([tag, self.payload_bytes]))
 
     def verify(self, tag: int) -> None:
-        """Raises CommError when the trailer is not that of message `tag`."""
+        """Raises CommError unless the trailer is that of message `tag`."""
         found = self._trailer.tolist()
         if found != [tag, self.payload_bytes]:
             raise CommError(f"expected message {tag} of {self.payload_bytes} bytes, but its trailer says {found}")
@@ -81,7 +80,7 @@ class Pending(Protocol):
     """A transfer that has started and may not be done yet."""
 
     def wait(self) -> None:
-        """Returns when the receives are done; raises CommError when a peer is gone."""
+        """Waits until the receives are done; raises CommError when a peer is gone."""
 
 
 class Transport(Protocol):
@@ -97,7 +96,7 @@ class Transport(Protocol):
         """Starts all sends and receives as one grouped call; blocks only to bound the memory of old sends."""
 
     def complete_sends(self) -> None:
-        """Waits until every send has left; its peers receive it in the same step."""
+        """Waits until every send has left; its peer receives it in the same step."""
 
 
 class Group:
@@ -158,7 +157,6 @@ class _Nobody:
     tagged = False
 
     def start(self, sends: Calls, receives: Calls, tag: int) -> Pending:
-        """Never runs: groups of one member have nothing to send."""
         raise AssertionError(f"nobody else is there: {len(sends)} sends, {len(receives)} receives, tag {tag}")
 
     def complete_sends(self) -> None: ...

@@ -253,7 +253,7 @@ def _new(tensor: Tensor, counts: Sequence[tuple[int, int]]) -> Tensor:
 
 
 def _blocks(tensor: Tensor, counts: Sequence[int]) -> Tensor:
-    """Cuts packed sequences `[kv_heads, tokens, head_dim]` into blocks. A single one is a block as it is."""
+    """Cuts packed sequences `[kv_heads, tokens, head_dim]` into blocks; a single sequence is one block as it is."""
     if len(counts) == 1:
         return tensor.contiguous()[None]
     num_heads, _, dim = tensor.shape
@@ -342,7 +342,6 @@ def _check_cover(index: int, queries: SpanShards, keys: SpanShards) -> None:
 
 
 def _union(sharded: SpanShards) -> tuple[Run, ...]:
-    """Joins the positions of all members into as few runs as can be."""
     found: list[Run] = []
     for run in sorted((run for runs in sharded for run in runs), key=lambda run: run.start):
         if found and run.start <= found[-1].stop:
@@ -361,7 +360,7 @@ def _check_count(tensor: str, name: str, given: int, wanted: Sequence[int]) -> N
 
 
 def _check_chain(parts: Sequence[MemberPart]) -> None:
-    """Raises ValueError unless members have neighbouring runs in their order, and hold the keys of their queries."""
+    """Checks that members have neighbouring runs in their order, and hold the keys of their queries."""
     for index, part in enumerate(parts):
         if not part.is_in_order:
             raise ValueError(
@@ -378,7 +377,7 @@ def _check_chain(parts: Sequence[MemberPart]) -> None:
 
 
 def _text(sharded: Sequence[Sequence[Run]]) -> str:
-    """Writes the runs of members for people, and leaves out some of very many."""
+    """Writes the runs of members for a message; leaves out some of very many."""
     members = ["+".join(f"[{run.start}, {run.stop})" for run in runs) or "none" for runs in sharded]
     text = "; ".join(members)
     return text if len(text) <= 200 else f"{text[:200]} ..."

@@ -129,7 +129,7 @@ def kv_message(parts: Sequence[MemberPart], all_runs: Sequence[Sequence[Run]], m
 
 
 def gather_runs(part: MemberPart, runs: Sequence[Run], member: int, kv: PagedKv, k_out: Tensor, v_out: Tensor) -> None:
-    """Copies keys and values out of the pool of `member`: neighbours among those that it holds."""
+    """Copies keys and values of neighbouring `runs` out of the pool of `member`."""
     if runs:
         start = _num_before(part.kv_runs[member], runs[0].start)
         kv.gather(part.blocks, start, start + num_tokens(runs), k_out, v_out)
@@ -149,7 +149,7 @@ def by_position(all_runs: Sequence[Sequence[Run]], tensors: Sequence[Tensor]) ->
 
 
 def split_runs(tensor: Tensor, runs: Sequence[Run]) -> Iterator[tuple[Run, Tensor]]:
-    """Yields the stretch `[heads, len(run), head_dim]` of each run."""
+    """Yields the slice `[heads, len(run), head_dim]` of each run."""
     offset = 0
     for run in runs:
         yield run, tensor[:, offset : offset + len(run)]
@@ -166,7 +166,7 @@ def attend_all(  # noqa: PLR0917 - queries, keys and values, and whose they are
     spec: AttnSpec,
     results: Sequence[Tensor],
 ) -> None:
-    """Computes the queries of all members over the keys of all, and fills `results`, which have the shapes of `q`.
+    """Attends the queries of all members to the keys of all, and fills `results`, shaped as `q`.
 
     Queries together leave no gap, nor do keys. `held` says which keys `k` and `v` are.
     """
@@ -200,7 +200,7 @@ def attend_runs(  # noqa: PLR0917 - what, of which positions, over what
     kv_runs: Sequence[Run],
     spec: AttnSpec,
 ) -> Partial:
-    """Computes attention of queries over keys `[kv_heads, tokens, head_dim]`, both given with their positions."""
+    """Attends queries to keys `[kv_heads, tokens, head_dim]`, both at the positions of their runs."""
     results = []
     for q_run, rows in split_runs(q, q_runs):
         partials = [

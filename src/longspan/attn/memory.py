@@ -35,7 +35,6 @@ class Wires:
         self._closed: set[int] = set()
 
     def post(self, source: int, destination: int, tag: int, buffer: Tensor) -> _Sent:
-        """Puts a message into a mailbox; raises CommError when its owner is gone."""
         with self._lock:
             for rank in {source, destination} & self._closed:
                 raise CommError(f"rank {rank} is gone")
@@ -74,7 +73,6 @@ class Wires:
                     raise CommError(f"rank {sent.destination} has not taken a message of rank {source}")
 
     def close(self, rank: int) -> None:
-        """Tells all who wait for a rank that it is gone."""
         with self._lock:
             self._closed.add(rank)
             for changed in self._changed.values():

@@ -139,7 +139,7 @@ def _views(blocks: Numbers, device: torch.device) -> list[slice] | list[Tensor]:
 
 
 def _adjacent(blocks: Sequence[int], index: int, end: int) -> int:
-    """Counts how many of `blocks[index:end]` follow each other in the pool."""
+    """Counts how many of `blocks[index:end]` are neighbours in the pool."""
     count = 0
     while index + count < end and blocks[index + count] == blocks[index] + count:
         count += 1

@@ -139,7 +139,6 @@ def _answers(llm: LLM, model: str, names: list[str], engine: EngineArgs) -> Answ
 
 
 def read_batch(path: Path) -> Iterator[BatchLine]:
-    """Reads the requests of a file as they are taken, and skips empty lines."""
     try:
         with path.open("rb") as file:
             for number, text in enumerate(file, start=1):
@@ -150,7 +149,7 @@ def read_batch(path: Path) -> Iterator[BatchLine]:
 
 
 def parse_batch_line(text: bytes, number: int) -> BatchLine:
-    """Reads the request in a line, or finds out why there is none."""
+    """Reads the request in a line, or why there is none."""
     try:
         given = msgspec.json.decode(text, type=_Given)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -164,7 +163,7 @@ def parse_batch_line(text: bytes, number: int) -> BatchLine:
 
 
 def keys_in(path: Path) -> set[str]:
-    """Returns the keys of the requests in a file, which must differ."""
+    """Returns the keys of the requests in a file; they must differ."""
     if path.exists() and not path.is_file():
         raise ValueError(f"input file {str(path)!r} must be an ordinary file: it is read twice")
     numbers: dict[str, int] = {}
@@ -216,7 +215,7 @@ def appended(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _named(text: bytes) -> _Named:
-    """Finds the names in a line, which may be anything."""
+    """Finds the names in a line of any content."""
     try:
         return msgspec.json.decode(text, type=_Named)
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -115,7 +115,7 @@ def _show_stats(llm: LLM, conversation: Conversation, last: RequestOutput | None
 
 
 class Conversation:
-    """Keeps the messages, and the token ids that stand for them.
+    """The messages and the token ids that stand for them.
 
     An answer stays as the tokens that were sampled: its text, tokenized again, can give others, whose keys and values
     are nowhere. What a turn adds is what the template renders behind the answer's text.
@@ -126,7 +126,6 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets everything but the system message."""
         self._messages: list[Message] = []
         if self._system is not None:
             self._messages.append({"role": "system", "content": self._system})
@@ -134,11 +133,7 @@ class Conversation:
         self.token_ids: list[int] = []
 
     def prompt(self, user: str) -> list[int]:
-        """Returns the token ids that ask for the answer to `user`, and changes nothing.
-
-        Raises:
-            ValueError: when the template refuses the messages.
-        """
+        """Returns the token ids that ask for the answer to `user`, and changes nothing."""
         text = self._rendered(user)
         if self._text and text.startswith(self._text):
             return self.token_ids + self._llm.tokenize(text[len(self._text) :], add_special_tokens=False)
@@ -162,7 +157,7 @@ class Conversation:
 
 
 def _lines() -> Iterator[str]:
-    """Yields the lines of stdin; on a terminal users edit them with readline."""
+    """Yields the lines of stdin, edited with readline on a terminal."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         yield from sys.stdin
         return

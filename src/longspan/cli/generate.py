@@ -46,11 +46,7 @@ class FormOptions:
     ] = None
 
     def params(self) -> StructuredOutputsParams | None:
-        """Returns the parameter of a request.
-
-        Raises:
-            ValueError: for a file that cannot be read, or several forms.
-        """
+        """Returns the parameter of a request."""
         if self == FormOptions():
             return None
         return StructuredOutputsParams(
@@ -135,7 +131,6 @@ def stream_to_stdout(
 def _json_result(
     output: RequestOutput, bytes_exchanged: Mapping[str, int], bytes_between_hosts: Mapping[str, int]
 ) -> dict[str, object]:
-    """Returns what `--json` prints: the first of the outputs, all if there are several, and measurements."""
     found = {**_completion(output.outputs[0]), "prompt_tokens": len(output.prompt_token_ids)}
     if output.prompt_logprobs is not None:
         found["prompt_logprobs"] = [None if token is None else _logprobs(token) for token in output.prompt_logprobs]
@@ -155,7 +150,6 @@ def _json_result(
 def stats_table(
     metrics: RequestMetrics, bytes_exchanged: Mapping[str, int], bytes_between_hosts: Mapping[str, int]
 ) -> Table:
-    """Returns the table that ends a run: tokens per instance, TTFT, median TBT, bytes per exchange."""
     table = Table(show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column(justify="right")
@@ -214,7 +208,7 @@ def _schema(value: str) -> str:
 
 
 def _file_or_text(name: str, value: str) -> str:
-    """Returns the text of the file of this name, if there is one, or else the value itself."""
+    """Returns the text of this file if it exists, or else the value itself."""
     try:
         return Path(value).read_text(encoding="utf-8") if Path(value).is_file() else value
     except UnicodeDecodeError as error:

@@ -30,11 +30,7 @@ NameArgument = Annotated[str, Option("A name such as llama-3-8b, a folder with a
 
 
 def start(model: str, engine: EngineArgs, *, seed: int | None) -> LLM:
-    """Starts the workers of a model. They import beside us.
-
-    Raises:
-        ValueError: for options that are wrong whatever the model is, before anything is imported for it.
-    """
+    """Starts the workers of a model. They import beside us."""
     engine.resolve()
     start_server()
     return longspan.LLM(**{**vars(engine), "model": model, "seed": seed or 0})
@@ -217,7 +213,7 @@ def _mapping_in(path: str) -> dict[Any, object]:
 
 
 def _texts(where: str, value: object, *, repeatable: bool) -> list[str]:
-    """Writes a value of a YAML file as the command line would; a mapping stands for texts of the form key=value."""
+    """Writes a YAML value as the command line would; a mapping stands for texts of the form key=value."""
     if repeatable and isinstance(value, dict):
         value = [f"{key}={item}" for key, item in value.items()]
     items = value if repeatable and isinstance(value, list) else [value]

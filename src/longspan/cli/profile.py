@@ -91,7 +91,6 @@ def _start(model: str, engine: EngineArgs, spec: ParallelSpec, instances: int) -
 
 
 def _as_fields(profile: Profile, table: PartitionTable) -> dict[str, object]:
-    """Returns what `--json` prints: all that was measured, and what follows from it."""
     import msgspec  # noqa: PLC0415 - other verbs need none of it
 
     links = [
@@ -127,7 +126,6 @@ def _tables(profile: Profile, table: PartitionTable) -> Iterator[Table]:
 
 
 def _table(title: str, *columns: str) -> Table:
-    """Makes a table of numbers; a column without a name says what they are of."""
     table = Table(title=title, title_justify="left")
     for name in columns:
         table.add_column(name, justify="right" if name else "left")

@@ -85,7 +85,7 @@ class KvAccount:
         request.table.extend(hit.refs)
 
     def extend(self, request: Request, block_owners: Sequence[int]) -> None:
-        """Appends a block to the request's table per entry of `block_owners`, on that instance."""
+        """Appends a block on each instance of `block_owners` to the request's table."""
         for instance, same in groupby(block_owners):
             request.table += self._allocate(instance, len(list(same)))
 
@@ -107,7 +107,7 @@ class KvAccount:
         return tuple(copies)
 
     def complete_copies(self, request: Request, copies: Sequence[tuple[BlockRef, BlockRef]]) -> None:
-        """Gives the old blocks back after a copy, and offers the new ones."""
+        """Frees the old blocks after a copy, and offers the new ones."""
         self.let_go([old for old, _ in copies])
         for _, new in copies:
             del request.copying[new]
@@ -118,7 +118,7 @@ class KvAccount:
     ) -> tuple[tuple[BlockRef, ...], int] | None:
         """Reserves blocks for a request on one more instance: those that hold its beginning there, and new ones.
 
-        Returns them, and how many hold something; None when there is no room for them beside `num_left` others.
+        Returns them and how many are cached; None without room for them beside `num_left` others.
         """
         pool, shared = self.pool(instance), self.match(request, (instance,)).shared
         num_cached = sum(pool.references(ref.block) == 0 for ref in shared)
@@ -141,7 +141,7 @@ class KvAccount:
             self._pools[pool].release(*blocks)
 
     def hand_over(self, request: Request, blocks: Iterable[BlockRef]) -> None:
-        """Gives the request these blocks, which hold the same; its old ones stay cached where they are."""
+        """Gives the request these blocks of the same content; its old ones stay cached."""
         self.release(request)
         request.table.extend(blocks)
         self.publish(request, 0)
@@ -153,7 +153,7 @@ class KvAccount:
                 self._publish(request, index)
 
     def release(self, request: Request) -> None:
-        """Gives all the request's blocks back, last first; what they hold stays cached until they are needed."""
+        """Frees the request's blocks, last first; what they hold stays cached until they are needed."""
         if self.prefix_caching and _num_namable(request) % self.block_size:
             self._publish(request, _num_namable(request) // self.block_size)
         self.give_back(reversed(request.table))
@@ -203,9 +203,9 @@ class Content:
 class BlockPool:
     """Accounts for `num_blocks` blocks of `block_size` tokens.
 
-    A block is either in use (referenced), cached (unreferenced, content known) or blank. Cached blocks count as free:
-    they are evicted, least recently used first, when no blank one is left. Blank blocks are handed out lowest number
-    first, so that a request's blocks tend to be adjacent and can be read in place.
+    A block is in use (referenced), cached (unreferenced, content known) or blank. Cached blocks are free: they are
+    evicted, least recently used first, when no blank one is left. Blank blocks are handed out lowest number first, so
+    that a request's blocks tend to be adjacent and can be read in place.
 
     Attributes:
         changes: how often anything has changed that others can see.
@@ -231,7 +231,7 @@ class BlockPool:
         return self._references[block]
 
     def allocate(self, number: int) -> list[int]:
-        """Returns blank blocks with one reference each. The caller has checked `num_free`."""
+        """Returns blank blocks with one reference each; the caller has checked `num_free`."""
         blank = self._blank
         found = [heappop(blank) for _ in range(min(number, len(blank)))]
         while len(found) < number:
@@ -281,7 +281,6 @@ class BlockPool:
         self.changes += 1
 
     def release(self, *blocks: int) -> None:
-        """Drops a reference to each, in this order."""
         references, content = self._references, self._content
         for block in blocks:
             assert references[block] > 0, "a block is released once per reference"
@@ -295,7 +294,7 @@ class BlockPool:
         self.changes += 1
 
     def publish(self, block: int, content: Content) -> None:
-        """Offers a block's content for reuse. Of two blocks with the same content the first stays the one offered."""
+        """Offers a block's content for reuse; of two with the same content the first stays offered."""
         full = len(content.tokens) == self.block_size
         key = chain_key(content.parent, content.tokens) if full else None
         if key is not None and key in self._by_key:

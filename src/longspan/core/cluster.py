@@ -18,11 +18,7 @@ _SPEC = re.compile(r"(?:(?P<n>\d+)(?:x(?=[tp]))?)?(?:tp(?P<tp>\d+))?(?:pp(?P<pp>
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSpec:
-    """`instances` copies of the model, each on `tp * pp` ranks.
-
-    Raises:
-        ParameterError: when a degree is below 1.
-    """
+    """`instances` copies of the model, each on `tp * pp` ranks."""
 
     instances: int = 1
     tp: int = 1
@@ -98,9 +94,6 @@ class Cluster:
             there; None for as many as there are prefill instances.
         locations: one per rank; empty when all ranks share a host.
         num_blocks: the KV blocks of each instance's pool, whose id is the instance. Empty until they are known.
-
-    Raises:
-        ParameterError: when transfers cannot be received.
     """
 
     spec: ParallelSpec
@@ -277,9 +270,6 @@ def locations_of_ranks(num_ranks: int, hosts: str) -> tuple[Location, ...]:
     Args:
         hosts: on how many hosts of one rack the ranks lie, neighbours together and as evenly as possible: `2`. Or rack
             and host of every rank: `0-0,0-1,1-0`.
-
-    Raises:
-        ValueError: for neither, more hosts than ranks, or not one host for each rank.
     """
     if hosts.isascii() and hosts.strip().isdecimal():
         num_hosts = int(hosts)
@@ -296,14 +286,14 @@ def locations_of_ranks(num_ranks: int, hosts: str) -> tuple[Location, ...]:
 
 
 def hosts_of(locations: Sequence[Location]) -> tuple[int, ...]:
-    """Numbers the hosts of these locations in order of appearance; the same host has the same number."""
+    """Numbers the hosts of these locations in order of appearance."""
     numbers = {host: number for number, host in enumerate(dict.fromkeys(one.host_id for one in locations))}
     return tuple(numbers[one.host_id] for one in locations)
 
 
 @dataclass(frozen=True, slots=True)
 class HeadShare:
-    """The query heads of one member, and the KV heads that these read. Either may be empty, then both are."""
+    """The query heads of one member and the KV heads that these read; both or neither may be empty."""
 
     heads: range
     kv_heads: range
@@ -351,7 +341,7 @@ def uniform_pieces(share: HeadShare, readers: int) -> list[HeadShare]:
 
 
 def _readers(num_heads: int, num_kv_heads: int, num_members: int) -> int:
-    """Counts the query heads that read each KV head; raises ValueError when no whole number does."""
+    """Returns the query heads per KV head; raises ValueError when that is no whole number."""
     if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads or num_members < 1:
         raise ValueError(
             f"{num_heads} query heads on {num_kv_heads} KV heads cannot be split over {num_members} members"
@@ -360,5 +350,4 @@ def _readers(num_heads: int, num_kv_heads: int, num_members: int) -> int:
 
 
 def cut_evenly(total: int, num_pieces: int) -> list[tuple[int, int]]:
-    """Cuts `[0, total)` into pieces whose lengths differ by at most one."""
     return list(pairwise(-(-total * index // num_pieces) for index in range(num_pieces + 1)))

@@ -70,11 +70,7 @@ class EngineConfig:
         rope_switch_length: int | None = None,
         seed: int = 0,
     ) -> EngineConfig:
-        """Returns what the options mean with this policy, for a model with the other facts; without, for any model.
-
-        Raises:
-            ParameterError: when `max_model_len` is more than the policy can place, or than the context.
-        """
+        """Returns what the options mean with this policy, for a model with the other facts; without, for any model."""
         capacity, wanted = capacity_tokens(policy, cluster, scheduling.block_size), scheduling.max_model_len
         if wanted is not None and context_length is not None and wanted > context_length:
             problem = f"{wanted} exceeds the model's context of {context_length} tokens"
@@ -96,7 +92,7 @@ class EngineConfig:
         )
 
     def rope_length(self, num_tokens: int) -> int:
-        """Returns the length that rotary embeddings of such a request are pinned to; 0 for most models."""
+        """Returns the length that such a request's rotary embeddings are pinned to; 0 for most models."""
         switch = self.rope_switch_length
         if switch is None:
             return 0
@@ -111,12 +107,12 @@ def capacity_tokens(policy: EnginePolicy, cluster: Cluster, block_size: int) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """The load: how much the engine has to do.
+    """The work that the engine has to do.
 
     Attributes:
         num_waiting: requests that could run if there were room.
-        used_blocks: KV blocks per instance that requests hold.
-        busy_s: seconds per instance in which it had a step to run, since the engine was made.
+        used_blocks: KV blocks that requests hold, per instance.
+        busy_s: seconds since the engine was made in which each instance had a step to run.
     """
 
     num_running: int
@@ -230,22 +226,14 @@ class Engine:
             self._drop(request)
 
     def set_policy(self, policy: EnginePolicy) -> None:
-        """Lets another policy decide from now on; only between requests, since groups and layouts are the old one's.
-
-        Raises:
-            RuntimeError: when some are unfinished.
-        """
+        """Lets another policy decide from now on; only between requests, since groups and layouts are the old one's."""
         self._check_idle("the policy cannot change")
         self._policy = policy
         capacity = capacity_tokens(policy, self.config.cluster, self.config.block_size)
         self._max_len = min(self.config.max_model_len, capacity)
 
     def reset_prefix_cache(self) -> None:
-        """Forgets the KV of finished requests.
-
-        Raises:
-            RuntimeError: when some are unfinished.
-        """
+        """Forgets the KV of finished requests; raises RuntimeError when some are unfinished."""
         self._check_idle("KV cannot be forgotten")
         self.account, self._transfers = self._empty()
 
@@ -284,7 +272,7 @@ class Engine:
         return self._complete(*self._steps.take()) if self._steps.has_ready else []
 
     def emit(self) -> None:
-        """Emits what the policy plans, until no instance can be given another step; `step` does so first."""
+        """Emits what the policy plans, until no instance can be given another step."""
         self._hand_over()
         while True:
             num_preemptions = self.num_preemptions

@@ -110,7 +110,7 @@ CHAIN = register("chain", Traits(layouts=("contiguous",), stores="after", decode
 
 
 def exchanges() -> Iterator[Exchange]:
-    """Yields every kind by which a group can exchange, without parameters."""
+    """Yields every kind between several members, without parameters."""
     return (Exchange(kind) for kind in _TRAITS if kind != LOCAL.kind)
 
 
@@ -148,7 +148,6 @@ def named(text: str) -> Exchange:
 
 
 def _variants(one: Exchange) -> Iterator[Exchange]:
-    """Yields a kind without parameters, then with every value of each."""
     yield one
     if "dense" in one.traits.parameters:
         yield one._replace(dense=True)

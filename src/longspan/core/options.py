@@ -44,12 +44,11 @@ class Option:
     read: Callable[[Any], object] | None = None
 
     def flag(self, field: str) -> str:
-        """Returns the name of its flag, without the dashes in front."""
         return (self.name or field).replace("_", "-")
 
 
 def options_of(owner: type[Any] | Callable[..., object]) -> dict[str, tuple[Option, Any]]:
-    """Finds the fields of a dataclass, or the parameters of a function, that are options, each with its type."""
+    """Returns the fields of a dataclass, or the parameters of a function, that are options, with their types."""
     hints = get_type_hints(owner, include_extras=True)
     notes = ((name, get_args(hint)) for name, hint in hints.items() if get_origin(hint) is Annotated)
     return {name: (note, kind) for name, (kind, *rest) in notes for note in rest if isinstance(note, Option)}
@@ -148,11 +147,7 @@ class SchedulingArgs:
         )
 
     def all_policy_options(self) -> dict[str, str]:
-        """Returns the options of the policy, also those that are options of their own.
-
-        Raises:
-            ParameterError: for one that is given twice.
-        """
+        """Returns the options of the policy, also those that are options of their own; raises for one given twice."""
         options = dict(self.policy_options or {})
         for name in _SHARING:
             value = getattr(self, name)

@@ -55,13 +55,13 @@ class Rotation:
     held: tuple[int, ...]
 
     def place(self, position: int) -> tuple[int, int]:
-        """Returns the member that holds a token at `start` or later, and how many tokens that one holds before it."""
+        """Returns the member that holds a token from `start` on, and how many tokens it holds before that."""
         phase = next(phase for phase in reversed(_phases(self)) if phase.start <= position)
         rounds, turn = divmod(position - phase.start, len(phase.members))
         return phase.members[turn], phase.level + rounds
 
     def runs(self, member: int, stop: int) -> tuple[Run, ...]:
-        """Returns what a member holds of `[start, stop)`, ascending: one run at most for each member of the group."""
+        """Returns what a member holds of `[start, stop)`, ascending."""
         runs = []
         for phase in _phases(self):
             if member in phase.members:
@@ -124,7 +124,6 @@ class Owners:
         return tuple((*runs, *self.rotation.runs(member, num_tokens)) for member, runs in enumerate(before))
 
     def counts(self, num_tokens: int) -> tuple[int, ...]:
-        """Counts those of the first `num_tokens` tokens that each member of the group holds."""
         if self.rotation is not None and num_tokens > self.rotation.start:
             return tuple(sum(len(run) for run in runs) for runs in self.held(num_tokens))
         held, size = dict.fromkeys(self.group, 0), self.block_size
@@ -139,7 +138,6 @@ class Owners:
         return tuple(ref.block for ref in self.table if ref.pool == instance)
 
     def slot(self, position: int) -> tuple[BlockRef, int]:
-        """Returns the block of a token, and its offset there."""
         if self.rotation is None or position < self.rotation.start:
             return self.table[position // self.block_size], position % self.block_size
         member, index = self.rotation.place(position)

@@ -128,7 +128,7 @@ class Running:
             self.changed(request.group, ())
 
     def changed(self, instances: Iterable[int], request_ids: Iterable[int]) -> None:
-        """Notes that counters of these requests have changed, or what these instances have in flight."""
+        """Records that counters of these requests, or what these instances have in flight, have changed."""
         for instance in instances:
             self.changes[instance] += 1
         self._stale.update(request_ids)
@@ -252,7 +252,7 @@ class StepOrder:
 
 
 class Occupancy:
-    """Counts steps in flight per instance; `most` has for each instance the number with which it is full."""
+    """Steps in flight per instance, which is full with the number in `most`."""
 
     def __init__(self, most: Sequence[int]) -> None:
         self._most, self._counts = most, [0] * len(most)

@@ -34,7 +34,7 @@ class RequestMetrics:
         ttft_s: from arrival to the first output token; None before it.
         tbt_s: the times between consecutive output tokens.
         num_cached_tokens: prompt tokens whose KV was reused when the request was first admitted.
-        num_computed_tokens: tokens run through the model, recomputation after preemption included.
+        num_computed_tokens: tokens run through the model, recomputed ones included.
         exchanges: how its attention travelled: by kind of step (`prefill`; `partial_prefill`, behind tokens that were
             cached or computed before; `decode`) the number of steps with each exchange.
         kv_tokens_per_instance: KV tokens that each instance held when the prompt was done.
@@ -179,7 +179,7 @@ class Request:
         )
 
     def parent_key(self, index: int) -> bytes:
-        """Names all tokens before block `index`; every block before it must be full of known tokens."""
+        """Names all tokens before block `index`, which must be known."""
         if index == 0:
             return ROOT if not self.rope_length else b"rope%d" % self.rope_length
         while len(self._keys) < index:
@@ -266,7 +266,6 @@ class Request:
         return Sample(instance=self.sampler, position=position, below_minimum=below_minimum)
 
     def take_part(self, part: Part) -> None:
-        """Counts the tokens of a part that is computed."""
         assert self.num_computed == part.start, "steps complete in order"
         self.num_computed = part.stop
         self.metrics.num_computed_tokens += part.stop - part.start
@@ -294,7 +293,6 @@ class Request:
 
 
 def check_length(num_prompt_tokens: int, max_model_len: int) -> None:
-    """Raises ValueError for a prompt that is empty or leaves no room for one output token."""
     if num_prompt_tokens < 1:
         raise ValueError("the prompt is empty: at least 1 token is needed")
     if num_prompt_tokens >= max_model_len:

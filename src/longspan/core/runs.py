@@ -19,11 +19,7 @@ RelationKind = Literal["skip", "full", "diagonal", "band"]
 
 @dataclass(slots=True, unsafe_hash=True)  # not frozen: there is one for every token
 class Run:
-    """Token positions `start, start + step, ...` below `stop`; nobody changes them.
-
-    Raises:
-        ValueError: when the bounds are negative or reversed, or the step is below 1.
-    """
+    """Token positions `start, start + step, ...` below `stop`; nobody changes them."""
 
     start: int
     stop: int
@@ -59,10 +55,8 @@ class Relation:
 
 
 def relate(queries: Run, keys: Run, window: int | None = None) -> Relation:
-    """Relates two runs under the causal mask, with a sliding window of `window` tokens (query - key < window) if given.
-
-    Raises:
-        ValueError: when the runs have different steps; such pairs must be split into runs of one step first.
+    """Relates two runs of one step under the causal mask, with a sliding window of `window` tokens (query - key <
+    window) if given.
     """
     if len(queries) > 1 and len(keys) > 1 and queries.step != keys.step:
         raise ValueError(f"runs of steps {queries.step} and {keys.step} have no common diagonal: {queries}, {keys}")
@@ -187,7 +181,6 @@ def _append(pieces: list[tuple[int, int]], first: int, last: int) -> None:
 
 
 def positions(runs: Iterable[Run]) -> list[int]:
-    """Lists the positions of some runs, in their order."""
     return [position for run in runs for position in run.positions]
 
 
@@ -203,7 +196,7 @@ def clip(runs: Iterable[Run], start: int, stop: int | None = None) -> tuple[Run,
 
 
 def stretch(runs: Iterable[Run]) -> Run:
-    """Joins disjoint runs, which together have no gap."""
+    """Joins disjoint runs that have no gap together."""
     filled = [run.positions for run in runs if len(run)]
     start, stop = min(run[0] for run in filled), max(run[-1] for run in filled) + 1
     assert sum(len(run) for run in filled) == stop - start, "the runs together are one"

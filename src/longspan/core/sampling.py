@@ -95,9 +95,9 @@ class SamplingParams:
         seed: of this request's random numbers; None draws one from the engine's seed.
         stop: strings that end the output; they are not part of it.
         stop_token_ids: tokens that end the output.
-        min_tokens: until so many tokens are out, end-of-sequence tokens, stop tokens and stop strings do not end the
+        min_tokens: until this many tokens are out, end-of-sequence tokens, stop tokens and stop strings do not end the
             request; end-of-sequence and stop tokens are not sampled at all.
-        max_tokens: at most so many output tokens; None means up to the model's context.
+        max_tokens: the most output tokens; None means up to the model's context.
         ignore_eos: generate on past end-of-sequence tokens.
         logprobs: report the log-probability of each output token, and of this many of the most likely tokens beside it.
         prompt_logprobs: the same for the tokens of the prompt.
@@ -183,11 +183,7 @@ class SamplingParams:
         return self.logit_bias or ()
 
     def check_vocab(self, vocab_size: int) -> None:
-        """Checks token ids and counts of logprobs against a vocabulary.
-
-        Raises:
-            ParameterError: for a token id that is not below `vocab_size`, or more logprobs than there are tokens.
-        """
+        """Checks token ids and counts of logprobs against a vocabulary."""
         for name, tokens in ("logit_bias", [token for token, _ in self.biases]), ("stop_token_ids", self.stop_ids):
             token = max(tokens, default=0)
             if token >= vocab_size:

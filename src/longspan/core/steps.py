@@ -220,7 +220,7 @@ class Sampled:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scored:
-    """The likelihood of the prompt tokens at `positions`; a rank reports those that follow tokens it computed."""
+    """The likelihood of the prompt tokens at `positions`, by the rank that computed the tokens before them."""
 
     request_id: int
     positions: tuple[int, ...]
@@ -229,7 +229,7 @@ class Scored:
 
 @dataclass(kw_only=True, slots=True)
 class Completion:
-    """A Forward or MoveKV is done on all its ranks, which have sent `bytes_sent`."""
+    """A Forward or MoveKV that is done on all its ranks, which have sent `bytes_sent`."""
 
     number: int
     sampled: tuple[Sampled, ...]

@@ -23,8 +23,8 @@ class Transfer:
         sent: indices of blocks that are sent.
         backends: reserved for it.
         blocks: on the target, by place in the request's table; none before the first backend.
-        num_shared: so many of these, the first, held its beginning already: they are not moved.
-        num_arrived: blocks that are there.
+        num_shared: the first `num_shared` blocks were cached on the target, and are not moved.
+        num_arrived: blocks that have arrived.
         moves: the sources of those in flight, by number.
         busy: instances that are sending it now.
         sources: instances that send any of it, or still have to: each can use one backend.
@@ -64,7 +64,7 @@ class Transfer:
         return range(part.start // size, part.stop // size if part.sample is None else self.num_blocks)
 
     def to_send(self, indices: Iterable[int]) -> dict[int, list[int]]:
-        """Groups by source the blocks that the target lacks and their instance has; first come first."""
+        """Groups by source the blocks that the target lacks and their instance has."""
         request, found = self.request, defaultdict[int, list[int]](list)
         for index in indices:
             if index >= self.num_shared and (ref := request.table[index]) not in request.copying:
@@ -81,7 +81,6 @@ class Transfer:
         self._count(len(table))
 
     def begin(self, number: int, source: int, indices: Collection[int]) -> None:
-        """Records that a move of these entries of the table is sent."""
         self.moves[number] = source
         self.sent.update(indices)
         self._unsent[source] -= len(indices)
@@ -207,7 +206,7 @@ class Transfers:
     def make_room(self, full: Collection[int]) -> None:
         """Takes blocks back from KV on its way, for those that decode on instances that are not full and came before.
 
-        What was sent is sent again when there is room: its old blocks are kept until the request is handed over.
+        What was sent is sent again later: its old blocks are kept until the request is handed over.
         """
         for transfer in list(self._outgrown(full)) if self._transfers else ():
             request, target = transfer.request, transfer.target

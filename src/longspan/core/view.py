@@ -249,4 +249,4 @@ class EnginePolicy(Policy, Protocol):
         """Raises ValueError for a prompt that it cannot place as its options say."""
 
     def capacity_tokens(self, *, num_blocks: int, block_size: int) -> int:
-        """Returns the longest request, in tokens, that is sure to fit when it is alone and pools have `num_blocks`."""
+        """Returns the longest request, in tokens, that fits alone when each pool has `num_blocks`."""

@@ -13,9 +13,6 @@ class ModelShape:
 
     Attributes:
         bytes_per_element: of queries, keys, values, hidden states and attention weights: 2 for bfloat16.
-
-    Raises:
-        ValueError: for query heads that do not divide into groups by KV head.
     """
 
     num_layers: int

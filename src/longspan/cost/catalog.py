@@ -18,7 +18,7 @@ class LinearCurve:
 
     Attributes:
         compute: the part of the peak that large products reach.
-        half_wave: products whose tiles fill the device so many times reach half of that.
+        half_wave: how many times the tiles of a product must fill the device to reach half of that.
         half_depth: how many terms its sums must have to reach half of it.
         memory: the part of the memory's speed that weights are read with.
         smooth: how sharp the edge of the roof is.
@@ -198,7 +198,6 @@ def model_config(name: str) -> dict[str, Any]:
 
 
 def names(file: Literal["hardware", "links", "models"]) -> tuple[str, ...]:
-    """Lists what a data file of this package has."""
     return tuple(_table(file))
 
 

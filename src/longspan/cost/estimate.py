@@ -19,7 +19,7 @@ from longspan.errors import ParameterError
 Phase = Literal["prefill", "decode"]
 Fractions = tuple[float, ...] | Literal["search"] | None
 _BLOCK = 128
-"""Pieces of a chain are whole blocks of so many tokens."""
+"""Tokens of a block; pieces of a chain are whole blocks."""
 _SEARCHED = 16
 _RESERVED_BYTES = 1.5 * 2**30
 """Of each device, for the driver's context, libraries' workspaces and buffers of links."""
@@ -109,11 +109,7 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """`batch` prompts alike, of `new` tokens behind `cached` ones, sharded over a group.
-
-    Raises:
-        ValueError: without new tokens or prompts, or for a group without an exchange.
-    """
+    """`batch` prompts alike, of `new` tokens behind `cached` ones, sharded over a group."""
 
     exchange: Exchange
     group: tuple[int, ...]
@@ -131,7 +127,6 @@ class Prompt:
             raise ValueError(f"{len(self.group)} instances share a prompt by an exchange: choose one, such as ring_kv")
 
     def channel(self, partition: Sequence[int] | None) -> Channel:
-        """Shards a prompt into pieces of `partition` tokens one after the other, or into a zigzag."""
         members, total = len(self.group), self.new + self.cached
         if partition is None:
             runs = shard_span("zigzag" if members > 1 else "single", self.cached, total, members)
@@ -212,7 +207,7 @@ def estimate_decode(model: Roofline, instances: int, exchange: Exchange, length:
 
 
 def decode_channel(exchange: Exchange, group: tuple[int, ...], length: int, batch: int) -> Channel:
-    """Makes the channel of one token of each request; keys and owners lie evenly on all members."""
+    """Makes the channel of one token per request; keys and owners lie evenly on all members."""
     members, keys = len(group), batch * length
     queries = [batch // members + (member < batch % members) for member in range(members)]
     seen = [number * length for number in queries]
@@ -254,7 +249,7 @@ def _searched(model: Roofline, prompt: Prompt) -> tuple[int, ...]:
 
 
 def _levelled(model: Roofline, prompt: Prompt, block: int) -> tuple[int, ...]:
-    """Finds pieces whose tokens and scores together cost the same: earlier ones see fewer keys, so they are longer."""
+    """Finds pieces whose tokens and scores cost the same: earlier ones see fewer keys, so they are longer."""
     layer, members = model.layer, len(prompt.group)
     token_s = (layer.before(prompt.new).total_s + layer.behind(prompt.new).total_s) / prompt.new
     whole = Share(queries=prompt.new, pairs=prompt.new**2, scores=prompt.new**2, held=prompt.new)

@@ -138,7 +138,7 @@ class Roofline:
         return self._known[key]
 
     def _waiting_for_host(self, found: Mapping[int, Breakdown], channels: Sequence[Channel]) -> dict[int, Breakdown]:
-        """Finds how much longer it takes instances that do something, since the host has to start everything."""
+        """Adds the time that instances wait for the host to start operators."""
         layer, copies = self.layer, Counter[int]()
         for channel in channels if layer.attention.unfused else ():
             if (members := len(channel.group)) > 1:

@@ -29,7 +29,7 @@ _MANY = 8
 
 
 def even(length: int, members: int, align: int) -> Partition:
-    """Cuts pieces whose numbers of blocks differ by at most one, as the `contiguous` layout cuts them."""
+    """Cuts pieces that differ by at most one block, as the `contiguous` layout does."""
     return _cut(length, members, align)
 
 
@@ -144,11 +144,7 @@ def _shifts(members: int) -> list[tuple[int, ...]]:
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A searched partition: what part of a prompt of `length` tokens each member takes.
-
-    Raises:
-        ValueError: for fractions that are not positive, do not add up to 1, or are not one per member.
-    """
+    """A searched partition: what part of a prompt of `length` tokens each member takes."""
 
     model: str
     members: int
@@ -166,11 +162,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class PartitionTable(Stored, frozen=True):
-    """Entries, at most one for a model, number of members and length.
-
-    Raises:
-        ValueError: for two entries of the same.
-    """
+    """Entries, at most one for a model, number of members and length."""
 
     called: ClassVar[str] = "table of partitions"
 
@@ -182,7 +174,7 @@ class PartitionTable(Stored, frozen=True):
                 raise ValueError(f"two partitions for model {key[0]!r}, {key[1]} members and {key[2]} tokens: keep one")
 
     def with_entry(self, entry: Entry) -> PartitionTable:
-        """Returns a table that also has this entry, in place of one for the same model, members and length."""
+        """Returns a table with this entry, in place of one for the same model, members and length."""
         return PartitionTable((*(other for other in self.partitions if other.key != entry.key), entry))
 
     def lengths(self, model: str, members: int) -> tuple[int, ...]:

@@ -37,7 +37,6 @@ class Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     called: ClassVar[str]
 
     def to_json(self) -> str:
-        """Writes the text of a file, a value per line."""
         return msgspec.json.format(msgspec.json.encode(self), indent=1).decode() + "\n"
 
     @classmethod
@@ -246,7 +245,7 @@ def _by_kind(samples: Iterable[tuple[Kind, Sample]]) -> dict[Kind, list[Sample]]
 
 
 _PARTIAL_PARTS = (32, 4)
-"""Of so many cached tokens, one part in so many is new."""
+"""Partial prefills have one new token per 32 cached ones, and one per 4."""
 
 
 def profiled_prompts(lengths: Iterable[int], max_model_len: int) -> list[tuple[int, int]]:
@@ -266,7 +265,7 @@ _SAME_PLACE = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Errors of a fit over its samples, relative to what was measured."""
+    """Errors of a fit over its samples, relative to the measurements."""
 
     mean_error: float
     max_error: float

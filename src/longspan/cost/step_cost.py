@@ -82,9 +82,6 @@ class RooflineCost:
 
     Attributes:
         lines: the cost model of each role, prefill first.
-
-    Raises:
-        ValueError: see `rooflines`.
     """
 
     def __init__(
@@ -367,5 +364,5 @@ class FittedCost:
 
 
 def _as_even(sharded: SpanShards) -> int:
-    """Counts the tokens there would be if each member had as many as the busiest."""
+    """Counts tokens as if each member had as many as the busiest."""
     return len(sharded) * max(sum(map(len, runs)) for runs in sharded)

@@ -107,7 +107,6 @@ class Topology:
     _known: dict[tuple[int, ...], int] = field(default_factory=dict, repr=False)
 
     def host(self, instance: int) -> int:
-        """Returns the host of an instance's first rank."""
         return (self.first_device + (instance - self.first_instance) * self.tp) // self.gpus_per_host
 
     def send_s(self, num_bytes: float, sender: int, receiver: int) -> float:

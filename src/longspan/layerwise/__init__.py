@@ -24,8 +24,7 @@ from longspan.model.sharding import attention_modules
 class LayerwiseExchange(Protocol):
     """The channels of one step with one kind of layerwise exchange. Every rank of their groups calls it alike."""
 
-    def begin(self, layer: int) -> None:
-        """Prepares the outputs of a layer."""
+    def begin(self, layer: int) -> None: ...
 
     def output(self, layer: int, channel: Channel, hidden: Tensor) -> Tensor:
         """Returns the output `[tokens, hidden]` of a layer's attention for this instance's tokens of a channel."""

@@ -24,7 +24,6 @@ from longspan.layerwise.layers import Channel, StepContext
 
 
 def hidden_hops(size: int) -> int:
-    """Counts the hops that one layer numbers in a group of `size` members."""
     return gather_hops(size) + 3
 
 
@@ -108,7 +107,7 @@ class GatherHidden:
         return range(max(heads.start, taken), max(heads.start, taken, heads.stop))
 
     def _cached(self, holder: int) -> list[tuple[Run, ...]]:
-        """Returns the runs of `holder` before the span that some query may still see, for each part."""
+        """Returns the cached runs of `holder` that some query may see, for each part."""
         return [part.cached(holder, self._spec.window) for part in self._parts]
 
 

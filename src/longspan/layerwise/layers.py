@@ -63,7 +63,7 @@ class Comm(Protocol):
     """The groups of ranks of one step."""
 
     def channel(self, layer: int, channel: Any) -> Group:  # noqa: ANN401 - a channel of the runtime
-        """Connects the members of a channel in one layer."""
+        ...
 
     def inside(self, name: str) -> Group:
         """Connects the ranks of this instance, which ask for it in the same order."""
@@ -72,8 +72,7 @@ class Comm(Protocol):
 class Watch(Protocol):
     """Counts where the time goes."""
 
-    def during(self, category: str) -> AbstractContextManager[None]:
-        """Counts a block as `category`."""
+    def during(self, category: str) -> AbstractContextManager[None]: ...
 
 
 class UnshardedWeights(Protocol):

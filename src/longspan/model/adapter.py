@@ -38,9 +38,6 @@ class Model:
         stored_attention: the unsharded parameters of each attention module in the weight file; empty for a whole model.
         reduce: sums the outputs of a share of a model over the ranks of the instance. All of them call it equally
             often, in the same order.
-
-    Raises:
-        ModelError: when the weights of this architecture cannot be split.
     """
 
     def __init__(self, files: ModelFiles, device: torch.device, *, tp_index: int = 0, tp: int = 1) -> None:

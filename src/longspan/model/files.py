@@ -41,7 +41,7 @@ def cache_root() -> Path:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Puts a file into the cache, or replaces it: others see the old text or the new. Raises as `build_once` does."""
+    """Puts a file into the cache atomically. Raises as `build_once` does."""
     make_writable(path.parent)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     unfinished.write_text(text, encoding="utf-8")
@@ -49,7 +49,7 @@ def write_file(path: Path, text: str) -> None:
 
 
 def make_writable(folder: Path) -> None:
-    """Makes a folder of the cache unless it exists; raises ModelError when it cannot be written to."""
+    """Makes a folder of the cache unless it exists; raises ModelError when that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

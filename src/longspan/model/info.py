@@ -172,7 +172,6 @@ def gather_info(model: PreTrainedModel, config_dir: Path) -> ModelInfo:
 
 
 def _probe_specs(model: PreTrainedModel) -> tuple[AttnSpec, ...]:
-    """Runs two tokens through the model and returns what each layer's attention computes."""
     pair = torch.tensor([[0, 1]], device=model.device)
     specs: dict[int, AttnSpec] = {}
     with torch.no_grad():

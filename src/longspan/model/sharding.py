@@ -45,11 +45,7 @@ class Shard:
         return split_heads(spec.num_heads, spec.num_kv_heads, self.size)[self.index]
 
     def cut(self, name: str, weight: Tensor) -> Tensor:
-        """Returns this rank's slice of a parameter.
-
-        Raises:
-            ModelError: when it is not known how to cut it.
-        """
+        """Returns this rank's slice of a parameter."""
         layer = _LAYER.search(name)
         if self.size == 1 or layer is None:
             return weight
@@ -103,11 +99,7 @@ def _of_heads(weight: Tensor, heads: range, spec: AttnSpec, dim: int = 0) -> Ten
 
 
 def check_degree(specs: Sequence[AttnSpec], tp: int, num_sharing: int = 1) -> None:
-    """Checks that heads can be split between `tp` ranks, and each rank's again between `num_sharing` instances.
-
-    Raises:
-        ModelError: when somebody would have no query head.
-    """
+    """Raises ModelError when `tp` ranks, each shared by `num_sharing` instances, would leave somebody without heads."""
     for spec in specs:
         for share in split_heads(spec.num_heads, spec.num_kv_heads, tp):
             if not share.heads:
@@ -123,7 +115,7 @@ def check_degree(specs: Sequence[AttnSpec], tp: int, num_sharing: int = 1) -> No
 
 
 def check_can_be_split(files: ModelFiles, specs: tuple[AttnSpec, ...]) -> None:
-    """Raises ModelError unless it is known how to split every weight of a layer, and where its attention is."""
+    """Raises ModelError unless the rules know every weight of a layer, and where its attention is."""
     skeleton = build_skeleton(load_config(files.config_dir, files.trust_remote_code), files.trust_remote_code)
     shard = Shard(index=0, size=2, specs=specs)
     for name, weight in skeleton.named_parameters():
@@ -134,7 +126,7 @@ def check_can_be_split(files: ModelFiles, specs: tuple[AttnSpec, ...]) -> None:
 
 
 def sum_partial_results(module: PreTrainedModel, shard: Shard, reduce: Callable[[Tensor], Tensor]) -> None:
-    """Makes a model of sharded weights pass the outputs of its summed layers through `reduce`."""
+    """Makes a model pass the partial outputs of its sharded layers through `reduce`."""
     for name, layer in module.named_modules():
         if _LAYER.search(name) and _SUMMED.search(name):
             layer.register_forward_hook(lambda _module, _inputs, output: reduce(output))

@@ -72,12 +72,7 @@ class ChosenPolicy:
         return PolicySettings(name=self.spec.name, options=asdict(self.options), changeable=self.spec.changeable)
 
     def update(self, options: Mapping[str, str]) -> None:
-        """Changes options between two plans; requests that run stay as they are.
-
-        Raises:
-            ValueError: for an option that it lacks or that may not change, see `PolicySettings.check_changes`, or a bad
-                value. Nothing has changed then.
-        """
+        """Changes options between two plans; requests that run stay as they are."""
         self.settings.check_changes(options)
         if self.spec.change is not None:
             self.options = self.spec.change(self.policy, self.options, options)
@@ -96,23 +91,14 @@ class SettledError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class PolicySettings:
-    """The name of a policy and all its options in force, for people and over the wire.
-
-    Attributes:
-        changeable: the options that may change while it serves.
-    """
+    """The name of a policy and its options in force; `changeable` ones may change while it serves."""
 
     name: str
     options: Mapping[str, OptionValue]
     changeable: tuple[str, ...] = ()
 
     def check_changes(self, names: Iterable[str]) -> None:
-        """Checks that these options may change while the policy serves.
-
-        Raises:
-            SettledError: when it has one of them, but it may not.
-            ValueError: when it has no such option.
-        """
+        """Raises ValueError unless these options exist and may change, SettledError if one may not."""
         others = f"that may change while it serves: {', '.join(self.changeable) or 'none'}"
         for name in names:
             if name not in self.options:
@@ -137,7 +123,6 @@ _REGISTRY: dict[str, str | PolicySpec[Any, Any]] = {
 
 
 def register(spec: PolicySpec[Any, Any]) -> None:
-    """Lets people choose a policy by the name in its spec."""
     _REGISTRY[spec.name] = spec
 
 
@@ -190,7 +175,7 @@ def parse_options(policy: str, kind: type[OptionsT], options: Mapping[str, str])
     """Reads texts into the dataclass `kind`.
 
     Raises:
-        ValueError: for a key that `kind` lacks or a value of the wrong type; the message lists the valid keys.
+        ValueError: for an unknown key or a value of the wrong type.
     """
     known = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # every options class is a dataclass
     for key in options:
@@ -204,7 +189,6 @@ def parse_options(policy: str, kind: type[OptionsT], options: Mapping[str, str])
 
 
 def _explained(error: msgspec.ValidationError, kind: type, options: Mapping[str, str]) -> str:
-    """Says what is wrong with a value, and what would be right where that can be listed."""
     key = str(error).rpartition("$.")[2].rstrip("`")
     if key not in options:
         return str(error)

@@ -94,7 +94,7 @@ class Batch:
                 return
 
     def waiting(self, candidates: Iterable[RequestView] | None = None) -> Iterator[RequestView]:
-        """Yields requests that hold no KV, or those of them that are `candidates`, until one cannot be admitted."""
+        """Yields waiting requests, or those of `candidates`, until one cannot be admitted."""
         if self._preempted or self._blocked or not self.instances:
             return
         for request in self._view.waiting if candidates is None else candidates:
@@ -117,7 +117,6 @@ class Batch:
             self.parts.append(part)
 
     def plan(self) -> Plan:
-        """Returns the plan: one batch per set of instances that parts connect."""
         return Plan(preempted=tuple(self._preempted), batches=_by_coupled(self.parts))
 
     def _make_way(self, part: ScheduledPart) -> None:
@@ -154,7 +153,7 @@ def _can_wait(part: ScheduledPart, view: ClusterView) -> bool:
 
 
 def _by_coupled(parts: Sequence[ScheduledPart]) -> tuple[tuple[ScheduledPart, ...], ...]:
-    """Returns a batch for each set of instances that these parts connect, in ascending order."""
+    """Returns a batch per set of instances that these parts connect, ascending."""
     if not parts:
         return ()
     groups = {_touched(part) for part in parts} if len(parts) > 1 else ()
@@ -240,8 +239,7 @@ class Budget:
     def admit(self, part: ScheduledPart, hit: PrefixHit) -> bool:
         """Gives a request's first part its tokens and blocks, and reserves the rest of its prompt.
 
-        Returns False, and gives nothing, when its first blocks are not free, its tail is taken, or its whole prompt has
-        no room.
+        Returns False, and gives nothing, when its first blocks, its tail or room for its prompt are not free.
         """
         if self.adopted.intersection(hit.refs):
             return False

@@ -31,12 +31,9 @@ class LengthOptions:
     """Options that tell which prompts are long, and how they get on with others.
 
     Attributes:
-        threshold: prompts of more tokens than this are sharded over all instances; `auto` takes as many as pay
-            off by the profile of this machine, and is 1024 without one.
+        threshold: prompts of more tokens than this are sharded over all instances; `auto` takes as many as pay off by
+            the profile of this machine, and is 1024 without one.
         long_share: the part of a step's token budget that a sharded prompt may take while other requests are there.
-
-    Raises:
-        ValueError: for a value out of range.
     """
 
     threshold: int | Literal["auto"] = "auto"

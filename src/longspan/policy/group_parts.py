@@ -20,7 +20,7 @@ from longspan.policy.choosing import Chooser, Facts
 
 
 def check_exchange(key: str, given: str, choices: Sequence[Exchange], *, automatic: bool = True) -> None:
-    """Raises ValueError unless an option names one of these kinds of exchange, or `auto` where that is possible."""
+    """Raises ValueError unless an option names one of these exchanges, or `auto` where that is possible."""
     kinds = ["auto"] * automatic + [one.kind for one in choices]
     if given not in kinds:
         raise ValueError(f"option {key} is one of {', '.join(kinds)}, but {given!r} given")
@@ -36,18 +36,15 @@ class SharingOptions:
         layout: of prefill; `auto` is zigzag, or contiguous for a chain or when fractions are given.
         fractions: of a contiguous layout, one per instance (`0.6,0.4`); empty for even pieces.
         dense: with `gather_kv`, compute the scores that causality hides, too, as KV-Runahead's baseline does.
-        weights: with `alltoall` and tensor parallelism, every rank prefills with the unsharded weights of a layer,
-            and gets them from the `host`, whose copy CPUs map, or from the `peers` in its instance; `auto` does so
-            where it sends fewer bytes than summing outputs, and takes what is quicker.
+        weights: with `alltoall` and tensor parallelism, every rank prefills with the unsharded weights of a layer, and
+            gets them from the `host`, whose copy CPUs map, or from the `peers` in its instance; `auto` does so where it
+            sends fewer bytes than summing outputs, and takes what is quicker.
         home: where a chain leaves the KV: all of it with the `last` instance while that has room, which then decodes
             alone, or each token's where it was `computed`; `auto` is last.
         rotate: who holds new tokens of a decode: by `block`, the member with the fewest blocks takes the next block; by
             `token`, the one with the fewest tokens takes the next token. What members hold then differs by one token at
             most once it has evened out, but the next turn of a conversation computes the answer again: only blocks with
             neighbouring tokens are found again.
-
-    Raises:
-        ValueError: for options that contradict each other.
     """
 
     exchange: str = "auto"
@@ -82,12 +79,7 @@ class SharingOptions:
             parse_fractions(self.fractions)
 
     def check_instances(self, number: int, tp: int | None) -> None:
-        """Checks the options against the instances; `tp` is None when it is not known yet.
-
-        Raises:
-            ValueError: when there are not as many fractions as instances, or unsharded weights are wanted on instances
-                of one rank, whose weights are not sharded.
-        """
+        """Checks the options against the instances; `tp` is None while it is not known."""
         if self.fractions and (given := len(self.fractions_by_member)) != number:
             problem = f"{self.fractions} are {given}, but there are {number} instances: give one for each"
             raise ParameterError("fractions", problem, self.fractions)
@@ -319,7 +311,7 @@ class GroupParts:
 
 
 def _alone(request: RequestView, *, is_single: bool) -> int | None:
-    """Returns the instance that goes on by itself: the only one, or for single tokens the owner of all KV."""
+    """Returns the instance that goes on alone: the only one, or for single tokens the owner of all KV."""
     if len(request.group) == 1:
         return request.group[0]
     kv_owner = request.kv_owner

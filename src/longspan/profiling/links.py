@@ -31,11 +31,7 @@ _TIMEOUT_S = 60.0
 
 
 def time_links(num_ranks: int, device: str) -> list[Transfer]:
-    """Returns transfers of every kind and some sizes between `num_ranks` ranks.
-
-    Raises:
-        WorkerLostError: when a rank fails; the reason is the last that it said.
-    """
+    """Returns transfers of every kind and some sizes between `num_ranks` ranks."""
     processes: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="longspan-links-") as folder:
         logs = [Path(folder, f"log{rank}") for rank in range(num_ranks)]

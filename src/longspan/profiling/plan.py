@@ -19,7 +19,7 @@ _MOST_OF_LONGEST = 4
 
 
 def default_lengths(max_model_len: int) -> tuple[int, ...]:
-    """Returns 512, 1024, 2048 and so on up to the longest prompt, which leaves room for one token."""
+    """Returns 512, 1024, 2048, ... up to the longest prompt, which leaves room for one token."""
     doubled = (512 * 2**power for power in range(max_model_len.bit_length()))
     shorter = [length for length in doubled if length < max_model_len - 1]
     return tuple(sorted({*(shorter or [max(1, max_model_len // 2 - 1)]), max_model_len - 1}))
@@ -71,7 +71,6 @@ def _prefill(members: int, exchange: Exchange, new_tokens: int, cached_tokens: i
 def _missing_prefills(
     profile: Profile, members: int, prompts: Iterable[tuple[int, int]], room: Room, times: int
 ) -> list[Prefill | Decode]:
-    """Lists the prefills that fit into such groups and were timed fewer than `times` times."""
     every = [
         _prefill(members, exchange, new, cached)
         for new, cached in prompts

@@ -52,7 +52,7 @@ class Instances(Protocol):
 
 
 Start = Callable[[int], AbstractContextManager[Instances]]
-"""Starts so many instances."""
+"""Starts a number of instances."""
 
 _ONE_TOKEN = SamplingParams(max_tokens=1)
 _WARM_UP_TOKENS = 256
@@ -115,7 +115,7 @@ def measure_links(profile: Profile, num_ranks: int) -> Profile:
 
 
 def _prompts(lengths: Sequence[int] | None, room: Room) -> list[tuple[int, int]]:
-    """Returns new and cached tokens of all prefills; by default of all that the model takes."""
+    """Returns new and cached tokens of all prefills; by default all that the model takes."""
     longest = room.max_model_len - 1
     if lengths is None:
         return profiled_prompts(default_lengths(room.max_model_len), room.max_model_len)
@@ -198,12 +198,7 @@ def _timed(llm: Instances, task: Prefill, seed: str) -> float:
 
 
 def timed(llm: Instances, new_tokens: int, cached_tokens: int, *, seed: int | str, num_prompts: int = 1) -> float:
-    """Returns mean seconds to the first token of random prompts at once, behind `cached_tokens` computed before.
-
-    Raises:
-        ValueError: when those did not stay.
-        WorkerLostError: when a worker dies.
-    """
+    """Returns mean seconds to the first token of random prompts at once, behind `cached_tokens` computed before."""
     draw, vocabulary = random.Random(seed), range(llm.info.vocab_size)
     prompts = [draw.choices(vocabulary, k=cached_tokens + new_tokens) for _ in range(num_prompts)]
     if cached_tokens:

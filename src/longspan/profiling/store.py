@@ -35,27 +35,18 @@ def profile_key_of(files: ModelFiles, device: str, *, tp: int, threads: int, nat
 
 
 def profile_file(profile_key: ProfileKey) -> Path:
-    """Returns where the profile with this key is, or would be."""
     digest = hashlib.sha256(msgspec.json.encode(profile_key)).hexdigest()[:12]
     name = re.sub(r"[^A-Za-z0-9.]+", "-", Path(profile_key.model).name)
     return cache_root() / "profiles" / f"{name}-{digest}.json"
 
 
 def load_profile(profile_key: ProfileKey) -> Profile | None:
-    """Reads the profile with this key, if there is one.
-
-    Raises:
-        ModelError: when the file is there and is none.
-    """
+    """Reads the profile with this key, if there is one; raises ModelError for a file that is none."""
     return _load(Profile, profile_file(profile_key))
 
 
 def load_partitions(profile_key: ProfileKey) -> PartitionTable:
-    """Reads the partitions that were searched with this key; none if nobody did.
-
-    Raises:
-        ModelError: when the file is there and is no table.
-    """
+    """Reads the partitions searched with this key, if any; raises ModelError for a file that is none."""
     return _load(PartitionTable, _partitions_file(profile_key)) or PartitionTable()
 
 

@@ -119,7 +119,6 @@ class StepAttention:
                 self._started[channel.number] = exchange.start(group, channel.parts, kv, self._specs[layer])
 
     def _stream(self, layer: int) -> None:
-        """Sends on what is in the pool up to this layer."""
         if self._moves is not None:
             self._moves.stream(layer)
 
@@ -144,7 +143,6 @@ class StepComm:
         self._first_tag = number % (FIRST_MOVE_TAG // per_step) * per_step
 
     def channel(self, layer: int, channel: Channel) -> Group:
-        """Connects the members of a channel in one layer."""
         if len(channel.members) == 1:
             return ALONE
         assert all(self._is_alike(instance) for instance in channel.members), "instances that exchange are split alike"

@@ -186,7 +186,7 @@ def _has_afterwards(part: Part, me: int) -> list[int]:
 
 
 def _slots(tokens: Iterable[tuple[int, BlockRef, int]], instance: int, device: torch.device) -> Slots:
-    """Keeps the tokens, given as row, block and offset, whose block is this instance's."""
+    """Keeps the tokens (row, block, offset) whose block is this instance's."""
     own = [(row, ref.block, offset) for row, ref, offset in tokens if ref.instance == instance]
     rows, blocks, offsets = torch.tensor(own, dtype=torch.int64, device=device).view(-1, 3).unbind(1)
     return Slots(rows=rows, blocks=blocks, offsets=offsets)
@@ -202,7 +202,7 @@ def _unknown(part: Part, instance: int, last_row: int) -> Iterator[UnknownToken]
 
 
 def _prompt_rows(part: Part, runs: Sequence[Run], first_row: int) -> PromptRows:
-    """Finds the rows of this member whose next token lies in the prompt, on whichever member that is."""
+    """Finds this member's rows whose next token is part of the prompt."""
     before = [position for run in runs for position in run.positions if position - part.start < len(part.targets)]
     return PromptRows(
         request_id=part.request_id,
@@ -308,7 +308,7 @@ class RankRequests:
         return request
 
     def forget(self, request_ids: Iterable[int]) -> None:
-        """Drops requests; unknown ones belong to other ranks."""
+        """Drops requests; ignores those of other ranks."""
         for request_id in request_ids:
             self._requests.pop(request_id, None)
 

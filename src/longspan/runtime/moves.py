@@ -151,7 +151,6 @@ class BlockMessages:
                     yield self._slice(move, layer, peer, blocks, route.taken)
 
     def filled(self, leaving: BlockSlice) -> Message:
-        """Makes a message and copies the blocks from the pool to it."""
         made = self.room(leaving)
         self._pool.read_blocks(leaving.layer, leaving.blocks, leaving.heads, *made.tensors)
         return made
@@ -163,7 +162,6 @@ class BlockMessages:
         return Message([(shape, keys.dtype)] * 2, keys.device)
 
     def store(self, blocks: BlockSlice, arrived: Message) -> None:
-        """Writes the blocks of a message that has come to the pool."""
         if arrived.buffer.is_cuda:
             arrived.buffer.record_stream(torch.cuda.current_stream())
         self._pool.write_blocks(blocks.layer, blocks.blocks, blocks.heads, *arrived.tensors)
@@ -286,7 +284,7 @@ class MoveChannel:
             self._under_way.put((blocks, message, pending))
 
     def _reserve(self, num_bytes: int) -> None:
-        """Waits until there is memory for so many bytes, or nothing is under way."""
+        """Waits until there is memory for `num_bytes`, or nothing is under way."""
         with self._room:
             self._room.wait_for(lambda: not self._num_bytes or self._num_bytes + num_bytes <= WINDOW_BYTES)
             self._num_bytes += num_bytes
@@ -344,7 +342,7 @@ class Moves:
             self._wake = -1
 
     def expect(self, moves: Sequence[MoveKV]) -> None:
-        """Receives moves to this rank, if any, in the order in which they are sent: layer by layer."""
+        """Receives moves to this rank, layer by layer, in the order in which they are sent."""
         taken = [self._messages.part(move) for move in moves]
         for layer in range(self._messages.num_layers):
             for move in taken:

@@ -49,7 +49,6 @@ class KvPool:
             own.index_copy_(0, blocks, copy)
 
     def layer(self, layer: int) -> PagedKv:
-        """Returns all blocks of one layer."""
         return self._layers[layer]
 
     def _heads(self, layer: int, heads: range) -> tuple[Tensor, Tensor]:
@@ -66,7 +65,6 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def bytes_per_block(specs: Sequence[AttnSpec], block_size: int, dtype: torch.dtype) -> int:
-    """Returns the memory of one block in all layers."""
     return sum(2 * spec.num_kv_heads * block_size * spec.head_dim * dtype.itemsize for spec in specs)
 
 
@@ -85,7 +83,6 @@ def default_kv_bytes(cluster: Cluster, device: str, weight_bytes: int) -> int:
 
 
 def _move_bytes(cluster: Cluster) -> int:
-    """Returns the memory that a rank may take for KV that moves."""
     if cluster.decode_spec is None:
         return 0
     sources = min(cluster.backends, cluster.spec.instances) * cluster.spec.tp

@@ -27,7 +27,7 @@ _GPU_NUMBERS = 2**26
 """Bounds the memory of temporary copies: 512 MiB in float64."""
 
 _PREFIX = 2048
-"""top_p looks at so many of the best tokens first; only if they do not suffice is the whole row sorted."""
+"""The best tokens that top_p looks at first; only if they do not suffice is the whole row sorted."""
 
 Weigh = Callable[[Tensor], Tensor]
 
@@ -119,7 +119,7 @@ def largest(logits: Tensor, count: int) -> Tensor:
 
 
 def _weigher(logits: Tensor, wishes: Sequence[Sampling]) -> Weigh:
-    """Makes a function from some of the rows' logits `[rows, some]` to their weights, after temperature and min_p."""
+    """Makes a function from logits `[rows, some]` of some rows to their weights, after temperature and min_p."""
     best = logits.amax(dim=-1, keepdim=True).double()
     temperature = best.new_tensor([wish.temperature for wish in wishes])[:, None]
     min_p = best.new_tensor([wish.min_p for wish in wishes])[:, None]
@@ -277,7 +277,7 @@ def _penalise(flat: Tensor, vocab: int, penalised: Sequence[tuple[int, Sampling,
 
 
 def forbid(logits: Tensor, rows: Sequence[int], allowed: Sequence[Tensor]) -> None:
-    """Sets the logits `[all rows, vocab]` of some rows to -inf, in place, but for `allowed` tokens."""
+    """Sets logits `[all rows, vocab]` of some rows to -inf, in place, but for `allowed` tokens."""
     bits = torch.stack(list(allowed)).to(logits.device)
     of_byte = torch.arange(8, dtype=torch.uint8, device=logits.device)
     kept = ((bits[:, :, None] >> of_byte) & 1).flatten(1)[:, : logits.shape[-1]].bool()
@@ -301,7 +301,6 @@ class TokenCounts:
         self._see(prompt)
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Counts more tokens of the output."""
         if not tokens:
             return
         self._see(tokens)
@@ -365,7 +364,6 @@ class GrammarMatcher:
         self._ended = False
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Advances by more tokens of the output."""
         self._new.extend(tokens)
 
     def allowed(self, banned: Sequence[int] = ()) -> Tensor | None:

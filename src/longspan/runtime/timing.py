@@ -27,7 +27,7 @@ class Stopwatch:
         self._current, self._since = "controller", time.perf_counter()
 
     def switch(self, category: str) -> str:
-        """Counts time from now on as `category`; returns the category before."""
+        """Counts time from now on as `category`; returns the one before."""
         before = self._current
         if self._enabled and category != before:
             if self._is_cuda:
@@ -39,7 +39,6 @@ class Stopwatch:
 
     @contextmanager
     def during(self, category: str) -> Iterator[None]:
-        """Counts a block as `category`."""
         before = self.switch(category)
         try:
             yield
@@ -51,7 +50,6 @@ class Stopwatch:
         return dict(self._seconds) if self._enabled else {}
 
     def watch_linear(self, module: nn.Module) -> None:
-        """Counts all linear layers of a model."""
         for layer in module.modules() if self._enabled else ():
             if isinstance(layer, nn.Linear):
                 layer.register_forward_pre_hook(self._enter_linear)

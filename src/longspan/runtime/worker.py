@@ -159,7 +159,6 @@ class Worker:
         )
 
     def _sample(self, packed: Packed, logits: Tensor) -> Iterator[Sampled]:
-        """Samples one token per row of `logits [n, vocab]`, reported with what its request wants to know of it."""
         if not packed.samples:
             return
         requests = [self._requests[request_id] for request_id in packed.request_ids]
@@ -188,7 +187,6 @@ class Worker:
 
 
 def load_worker(config: WorkerConfig, rank: int, device: torch.device, transports: Transports) -> Worker:
-    """Makes a worker with a model read from its files and an empty pool, on `device`."""
     files, cluster = config.files, config.cluster
     instance, _, shard = cluster.at(rank)
     model = Model(files, device, tp_index=shard, tp=cluster.tp(instance))
@@ -223,7 +221,7 @@ class Inbox:
             self._poller.register(source, zmq.POLLIN)
 
     def receive(self) -> list[Command]:
-        """Takes the commands that have come since; waits for something if there is nothing to do."""
+        """Takes the commands that have come; waits for something if there is nothing to do."""
         self._poller.poll(0 if self._waiting else None)
         new = []
         with suppress(zmq.Again):
@@ -233,7 +231,6 @@ class Inbox:
         return new
 
     def next(self) -> Command | None:
-        """Takes what to do now, if anything."""
         return self._waiting.popleft() if self._waiting else None
 
 
@@ -242,5 +239,4 @@ def send_report(reports: zmq.Socket[bytes], report: Report) -> None:
 
 
 def failure(rank: int, error: Exception) -> Failed:
-    """Says why a worker ends, and whether another one is to blame."""
     return Failed(rank=rank, reason=f"{type(error).__name__}: {error}", peer=isinstance(error, CommError))

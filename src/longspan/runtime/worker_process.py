@@ -117,7 +117,7 @@ def _exit_with_controller(run_dir: str, lifeline: int) -> None:
 
 
 def open_device(kind: str, rank: int) -> torch.device:
-    """Returns the device of a rank; several ranks share one when there are fewer."""
+    """Returns the device of a rank; ranks share one when there are fewer."""
     if kind == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", rank % torch.cuda.device_count())

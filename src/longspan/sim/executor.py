@@ -76,7 +76,6 @@ class SimExecutor:
         self._banned: dict[int, tuple[int, ...]] = {}
 
     def submit(self, step: Step) -> None:
-        """Plans the completions of a Forward or a MoveKV; a Free costs nothing."""
         if isinstance(step, Forward):
             for part in step.parts:
                 if part.sampling is not None and part.sampling.banned:
@@ -141,7 +140,7 @@ class SimExecutor:
         heapq.heappush(self._due, (end, move.number, move))
 
     def _invent(self, part: Part, sample: Sample) -> Sampled:
-        """Makes up a token by request and position only, so that recomputation gives it again."""
+        """Derives a token from request and position only, so that recomputation gives the same."""
         token = zlib.crc32(b"%d %d" % (part.request_id, sample.position)) % self._vocab_size
         while sample.below_minimum and token in self._banned.get(part.request_id, ()):
             token = (token + 1) % self._vocab_size
@@ -149,7 +148,7 @@ class SimExecutor:
 
 
 def slowed(forward: Forward, own_s: Mapping[int, float], factors: Mapping[int, float]) -> dict[int, float]:
-    """Prices a step whose instances take so many times as long, by all of their time, also what they wait and sample.
+    """Prices a step whose instances take longer by `factors`, in all of their time, also what they wait and sample.
 
     Links are as quick as ever. Whoever shares a ring with a slow one ends with it, and those behind it in a chain are
     as late; who is late only for that does not make others of a further chain in the same step late.

@@ -35,12 +35,12 @@ from longspan.sim.timeline import Timeline
 from longspan.workload.arrivals import Workload
 
 MOST_TIMES_LIGHT = 25
-"""A rate is too high when the 99th percentile of TTFT is so many times that of light load (Tetris §7.2)."""
+"""A rate is too high when the 99th percentile of TTFT is this many times that of light load (Tetris §7.2)."""
 
 IMPROVEMENT_RATES = tuple(round(0.05 * step, 2) for step in range(1, 16))
 """These are tried for each request rate: 0.05 to 0.75."""
 _PROFILED_TOKENS = 2**20
-"""KV tokens of an instance whose memory nobody told."""
+"""KV tokens of an instance whose memory is not known."""
 _USED_MEMORY = 0.9
 """How much of a device's memory is used, as vLLM's gpu_memory_utilization."""
 _PREDICTED_LENGTHS = tuple(2048 * 2**power for power in range(8))
@@ -83,11 +83,7 @@ class Experiment:
         return replace(self, scheduling=replace(self.scheduling, policy_options=options))
 
     def policy(self) -> ChosenPolicy:
-        """Makes the policy as it is before the first request.
-
-        Raises:
-            ValueError: for a policy or options that cannot be.
-        """
+        """Makes the policy as it is before the first request."""
         return make_policy(
             self.scheduling.policy,
             num_instances=self.cluster.num_instances,
@@ -120,10 +116,8 @@ class Experiment:
     def max_rate(
         self, workload: Workload, light_s: float, *, start: float, precision: float = _PRECISION
     ) -> float | None:
-        """Finds the highest rate whose P99 of TTFT stays below `MOST_TIMES_LIGHT` times `light_s`.
-
-        Raises:
-            ValueError: see `find_max_rate`.
+        """Finds, as `find_max_rate` does, the highest rate whose P99 of TTFT stays below `MOST_TIMES_LIGHT` times
+        `light_s`.
         """
 
         def keeps_up(rate: float) -> bool:
@@ -176,9 +170,6 @@ def find_max_rate(keeps_up: Callable[[float], bool], *, start: float, precision:
     """Finds the highest rate, to a `precision` of 2 %, at which `keeps_up` holds, by doubling and halving `start`.
 
     None when all requests at once are not too many either: it takes more of them to find a rate.
-
-    Raises:
-        ValueError: when no rate does.
     """
     if keeps_up(math.inf):
         return None
@@ -199,11 +190,7 @@ def find_max_rate(keeps_up: Callable[[float], bool], *, start: float, precision:
 
 
 def request_rates(highest: float) -> tuple[float, ...]:
-    """Lists the rates of the grid, up to the first that is not below `highest`.
-
-    Raises:
-        ValueError: when there is none.
-    """
+    """Lists the rates of the grid, up to the first that is not below `highest`."""
     if not 0 < highest <= 1000:
         raise ValueError(f"request rates to profile are above 0 and at most 1000 per second, but {highest:g} given")
     rates = [_GRID_PER_S]
@@ -218,11 +205,7 @@ def request_rates(highest: float) -> tuple[float, ...]:
 def computed_experiment(
     model: Architecture, spec: ClusterSpec, scheduling: SchedulingArgs, faults: Faults
 ) -> Experiment:
-    """Makes an experiment on a cluster that costs what data sheets say.
-
-    Raises:
-        ValueError: for unknown names, degrees that do not fit the model, or one that does not fit the memory.
-    """
+    """Makes an experiment on a cluster that costs what data sheets say."""
     if spec.hardware is None:
         raise ParameterError("hardware", "must be a name that longspan estimate knows, if no profile is given")
     cluster, hardware = spec.cluster, spec.hardware
@@ -275,11 +258,7 @@ def computed_experiment(
 def measured_experiment(
     model: Architecture, profile: Profile, spec: ClusterSpec, scheduling: SchedulingArgs, faults: Faults
 ) -> Experiment:
-    """Makes an experiment on a cluster of instances that cost what was measured of one.
-
-    Raises:
-        ValueError: for instances of another size than was measured, or a profile that says too little.
-    """
+    """Makes an experiment on a cluster of instances that cost what was measured of one."""
     cluster, key = spec.cluster, profile.profile_key
     if {cluster.tp(instance) for instance in cluster.instances} != {key.tp}:
         raise ParameterError("profile", f"is of instances with tp {key.tp}, but {cluster} given", spec.profile)
@@ -296,7 +275,7 @@ def measured_experiment(
 
 
 def _num_blocks(line: Roofline, scheduling: SchedulingArgs) -> int:
-    """Counts the blocks that the memory holds beside weights and the activations of a full step."""
+    """Counts the blocks that fit beside weights and the activations of a full step."""
     tokens, layer = scheduling.max_num_batched_tokens, line.layer
     shares = Shares.of(shares_of(LOCAL, ((Run(0, tokens),),), 0, tokens))
     whole = Channel(exchange=LOCAL, group=(0,), shares=shares, keys=tokens, decode=False)
@@ -345,7 +324,6 @@ def predicted_profile(
 
 
 def _prefill(members: int, exchange: Exchange, new: int, cached: int) -> Forward:
-    """Makes the step of a prompt, sharded as policies shard it."""
     part = Part(
         request_id=0,
         start=cached,

@@ -26,7 +26,7 @@ from longspan.workload.arrivals import Arrival, Texts
 _VOCAB_SIZE = 2**15
 _LOSS, _ARRIVAL = 0, 1
 _MANY = 1000
-"""From so many arrivals on, searching them for garbage takes a notable part of a simulation."""
+"""Arrivals from which on searching them for garbage takes a notable part of a simulation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +78,8 @@ class Result:
     """A simulation that has ended, with all that was served or refused.
 
     Attributes:
-        served: by index.
-        refused: why requests were not taken, by index.
+        served: by arrival index.
+        refused: reasons, by arrival index.
         makespan_s: from the start to the last token.
         busy_s: seconds per instance in which it had a step to run.
         max_queue: most requests that waited at once after what could be started had been.
@@ -94,7 +94,7 @@ class Result:
 
     @property
     def ttfts_s(self) -> NDArray[np.float64]:
-        """Times to first token, in order of arrival."""
+        """Times to first token, by arrival."""
         return np.array([one.ttft_s for one in self.served])
 
     @property
@@ -173,8 +173,6 @@ def _garbage_left_alone(arrivals: Sequence[Arrival]) -> Iterator[None]:
 
 
 class _Simulation:
-    """The state of a simulation: what is still to come, and what has been served."""
-
     def __init__(
         self,
         arrivals: Sequence[Arrival],
@@ -213,7 +211,7 @@ class _Simulation:
         )
 
     def run(self) -> Result:
-        """Steps the engine until nothing is left to come or to do."""
+        """Steps the engine until all is served."""
         engine, clock, watch, max_queue = self._engine, self._clock, self._watch, 0
         while engine.has_unfinished or self._num_to_come:
             if not engine.has_unfinished:

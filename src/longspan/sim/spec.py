@@ -17,7 +17,7 @@ from longspan.core.options import Option, SchedulingArgs, at_least_one, key_valu
 from longspan.errors import ParameterError
 
 SIMULATED_SCHEDULING = SchedulingArgs(max_num_batched_tokens=8192)
-"""Devices that have data sheets take so many tokens at once; CPUs, for which `EngineArgs` is set, take fewer."""
+"""Tokens that devices with data sheets take at once; CPUs, for which `EngineArgs` is set, take fewer."""
 _GPUS_PER_HOST = 8
 _RESTART_S = 10.0
 _cluster = partial(Option, group="Cluster")

@@ -133,7 +133,7 @@ _CLUSTER, _REQUESTS = 1, 2  # the two processes that viewers show
 
 
 def chrome_trace(result: Result, timeline: Timeline) -> str:
-    """Writes its JSON: a row per instance with what it did, a row per request from arrival to end, and counters."""
+    """Writes a row per instance with what it did, a row per request from arrival to end, and counters, as JSON."""
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": list(_events(result, timeline))}) + "\n"
 
 
@@ -190,7 +190,7 @@ td { padding: .1em 1em .1em 0; } td + td { text-align: right; font-variant-numer
 
 
 def check_report() -> None:
-    """Raises ValueError when the library that draws is not there, with the remedy."""
+    """Raises ValueError when the drawing library is missing, with the remedy."""
     try:
         import plotly.graph_objects  # noqa: F401, PLC0415  # optional, and slow to import
     except ImportError:
@@ -243,7 +243,7 @@ def _shown(timeline: Timeline) -> tuple[Sequence[Block], str]:
 
 
 def _joined(blocks: Sequence[Block]) -> list[Block]:
-    """Joins decodes that follow each other on an instance, if as many requests take part."""
+    """Joins neighbouring decodes of an instance in which as many requests take part."""
     found: list[Block] = []
     last: dict[int, int] = {}
     """The latest block of each instance, as its index."""

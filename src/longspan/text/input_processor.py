@@ -85,21 +85,15 @@ class InputProcessor:
     def process_chat(
         self, messages: Sequence[Message], params: SamplingParams, template: TemplateOptions
     ) -> EngineRequest:
-        """Makes the engine request of a conversation.
-
-        Raises:
-            ValueError: see `process` and `render_chat`.
-        """
+        """Makes the engine request of a conversation."""
         text = self.render_chat(messages, **template)
         return self.checked(text, self.tokenize(text, add_special_tokens=False), params)
 
     def checked(
         self, text: str | None, token_ids: Sequence[int], params: SamplingParams, grammar: str | None = None
     ) -> EngineRequest:
-        """Makes the engine request of token ids that stand for `text`; `grammar` is that of `params`, if it is known.
-
-        Raises:
-            ValueError: see `process`.
+        """Makes the engine request of token ids that stand for `text`; `grammar` is that of `params`, if it
+        is known.
         """
         check_length(len(token_ids), self.max_model_len)  # first: looking at every token of too many takes long
         wrong = next((token for token in token_ids if not 0 <= token < self.vocab_size), None)
@@ -121,11 +115,7 @@ class InputProcessor:
         return self.max_model_len * max(map(len, self._need_tokenizer().get_vocab()))
 
     def check_chars(self, num_chars: int) -> None:
-        """Checks that a text of this length may fit, which is known without the cost of tokenizing it.
-
-        Raises:
-            ValueError: if it cannot, or there is no tokenizer.
-        """
+        """Raises ValueError for a text that is too long whatever its tokens are, or when there is no tokenizer."""
         if num_chars > self.max_prompt_chars:
             raise too_long(f"{num_chars} characters, so more than {self.max_model_len} tokens", self.max_model_len)
 

@@ -92,12 +92,10 @@ class Detokenizer:
         return self._release(len(self._pending) - (0 if finished else self._num_held()))
 
     def _first_stop(self) -> tuple[int, str] | None:
-        """Returns where in the pending text the first stop string begins, and which it is."""
         found = [(at, stop) for stop in self._stop if (at := self._pending.find(stop, self._start)) >= 0]
         return min(found, key=lambda hit: hit[0], default=None)
 
     def _num_held(self) -> int:
-        """Returns the length of the longest end of the pending text that begins a stop string."""
         longest = min(max(map(len, self._stop), default=0) - 1, len(self._pending) - self._start)
         ends = (self._pending[-length:] for length in range(longest, 0, -1))
         return next((len(end) for end in ends if any(stop.startswith(end) for stop in self._stop)), 0)

@@ -43,7 +43,7 @@ class Workload:
     shares: bool
 
     def at_rate(self, rate: float) -> Workload:
-        """Scales the times of first turns, so that all turns together come at this rate."""
+        """Scales the times of first turns so that all turns together come at this rate."""
         last_s = max(one.due_s for one in self.arrivals if one.follows is None)
         factor = len(self.arrivals) / rate / last_s if last_s else 0.0
         return self._first_turns_at([one.due_s * factor for one in self.arrivals])
@@ -70,12 +70,9 @@ def conversations(arrivals: Sequence[Arrival], *, turns: int, think_s: float) ->
 def arrival_times(num: int, *, rate: float, burstiness: float, rng: np.random.Generator) -> list[float]:
     """Draws `num` times in seconds from the start, ascending; all 0 for an infinite rate.
 
-    Gaps are gamma distributed with shape `burstiness` and mean `1 / rate`: 1 is a Poisson process, less comes
-    in bursts, more is steadier, infinity is regular. As in vLLM, times are stretched so that the last one is at
-    `num / rate` whatever the seed, or throughputs of different seeds would differ by chance.
-
-    Raises:
-        ParameterError: for a burstiness so small that all gaps are 0.
+    Gaps are gamma distributed with shape `burstiness` and mean `1 / rate`: 1 is a Poisson process, less comes in
+    bursts, more is steadier, infinity is regular. As in vLLM, times are stretched so that the last one is at `num /
+    rate` whatever the seed, or throughputs of different seeds would differ by chance.
     """
     if math.isinf(rate):
         return [0.0] * num

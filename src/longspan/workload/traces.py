@@ -135,7 +135,6 @@ def _requests(path: Path, file: IO[str]) -> Iterator[RequestSpec]:
 
 
 def _rows(path: Path, file: IO[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yields lines as mappings, with their numbers from 1."""
     name = path.name.removesuffix(".gz")
     if name.endswith(".csv"):
         reader = csv.DictReader(file)

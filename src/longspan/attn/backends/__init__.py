@@ -52,7 +52,6 @@ def backend_of(device: torch.device) -> AttentionBackend:
 
 
 def nothing_seen(q: Tensor) -> Partial:
-    """Returns the result of queries `q [H, T, D]` that see no key."""
     return torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
 
 

@@ -24,7 +24,7 @@ _TILE = 256
 _EAGER_KEYS = 8192
 """Keys per tile where no fused kernel applies (softcap): bounds the memory of the scores."""
 _FEW_QUERIES = 16
-"""Up to so many queries, long keys are split into pieces that are computed in parallel and merged."""
+"""The most queries for which long keys are split into pieces that are computed in parallel and merged."""
 _PIECE = 512
 """Keys per such piece."""
 
@@ -189,7 +189,7 @@ def _split(k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _eager(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, *, causal: bool, mask: Tensor | None) -> Partial:
-    """Scores by plain products, tile by tile: for softcap, which no fused kernel has, and masks on CUDA."""
+    """Computes scores tile by tile: for softcap, which no fused kernel has, and masks on CUDA."""
     num_queries, num_keys = q.shape[2], k.shape[2]
     rows = []
     for start in range(0, num_queries, _TILE):

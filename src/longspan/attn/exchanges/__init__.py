@@ -26,7 +26,7 @@ class Call:
     """The arguments of one member for one layer.
 
     Attributes:
-        parts: the same on every member, in the same order; members without queries call, too.
+        parts: alike on every member; members without queries call, too.
         q: this member's queries `[heads, tokens, head_dim]`; `rows` of a part are its own.
         k, v: the new keys and values `[kv_heads, tokens, head_dim]`, packed like `q`.
         kv: this layer of the pool. It has the new keys and values, too, unless the exchange stores them after.

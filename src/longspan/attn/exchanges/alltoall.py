@@ -14,7 +14,6 @@ from longspan.core.exchange import ALLTOALL
 
 
 def alltoall(call: Call) -> None:
-    """Computes attention of several requests at once over the keys of all members."""
     group, parts, spec = call.group, call.parts, call.spec
     me, members, others = group.rank, range(group.size), group.others
     shares = spread_heads(spec.num_heads, spec.num_kv_heads, group.size)

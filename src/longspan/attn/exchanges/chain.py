@@ -88,7 +88,7 @@ def _new(part: MemberPart, num_members: int) -> tuple[Run, ...]:
 
 
 def _cached(parts: MemberParts, holder: int, asker: int, spec: AttnSpec) -> list[tuple[Run, ...]]:
-    """Returns the tokens of `holder` from before the span that some query of `asker` may still see, for each part."""
+    """Returns the cached tokens of `holder` that some query of `asker` may see, for each part."""
     return [part.cached(holder, spec.window, asker) for part in parts]
 
 

@@ -14,11 +14,7 @@ from longspan.core.runs import relate, stretch
 
 
 def gather_kv(call: Call) -> None:
-    """Computes attention of several requests at once over the keys of all members.
-
-    With `dense` all scores of a member's queries with all gathered keys are computed and those that causality hides
-    are masked, as in the paper; else what is hidden is skipped.
-    """
+    """Masks the scores that causality hides with `dense`, as in the paper; otherwise skips them."""
     group, parts, spec, me = call.group, call.parts, call.spec, call.group.rank
     needed = [[part.needed(holder, spec.window) for part in parts] for holder in range(group.size)]
     blocks = [

@@ -14,7 +14,6 @@ from longspan.core.exchange import RING_KV
 
 
 def ring_kv(call: Call) -> None:
-    """Computes attention of several requests at once over the keys of all members."""
     group, parts, q, spec = call.group, call.parts, call.q, call.spec
     me, size = group.rank, group.size
     found: dict[int, Partial] = {}

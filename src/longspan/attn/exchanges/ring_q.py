@@ -20,7 +20,6 @@ from longspan.core.exchange import RING_Q
 
 
 def ring_q(call: Call) -> None:
-    """Computes attention of several requests at once over the keys of all members."""
     group, parts, q, window = call.group, call.parts, call.q, call.spec.window
     me, others = group.rank, group.others
     mine = {holder: parts.visits(me, holder, window) for holder in range(group.size)}
@@ -70,7 +69,7 @@ def _write(call: Call, found: Sequence[tuple[tuple[int, ...], Partial]]) -> None
 
 
 def _meet(call: Call, indices: tuple[int, ...], q: Tensor, asker: int) -> Partial:
-    """Computes the queries of `asker` in these parts over this member's keys."""
+    """Attends the queries of `asker` in these parts to this member's keys."""
     parts, kv, spec, me = call.parts, call.kv, call.spec, call.group.rank
     counts = [num_tokens(parts[index].q_runs[asker]) for index in indices]
     if max(counts) == 1:

@@ -43,7 +43,7 @@ class UnavailableError(Exception):
 
 
 class _Flash(ctypes.Structure):
-    """The struct `Problem` of flash.cpp, field by field."""
+    """`Problem` of flash.cpp, field by field."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "lse")),
@@ -55,7 +55,7 @@ class _Flash(ctypes.Structure):
 
 
 class _Paged(ctypes.Structure):
-    """The struct `Problem` of paged.cpp, field by field."""
+    """`Problem` of paged.cpp, field by field."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "keys", "values", "out", "lse")),
@@ -69,10 +69,10 @@ _library: ctypes.CDLL | None = None
 
 
 def build(folder: Path) -> Path:
-    """Compiles the kernels into `folder`, if they are not there yet.
+    """Compiles the kernels into `folder` unless they are there.
 
     Raises:
-        UnavailableError: when the processor or the compiler is missing what is needed.
+        UnavailableError: when the processor or the compiler lacks what is needed.
     """
     if "avx512_bf16" not in _processor_flags():
         raise UnavailableError("the processor has no AVX512_BF16")

@@ -60,14 +60,11 @@ class TetrisOptions(GroupOptions):
     Attributes:
         improvement_rate: by which part of the time a larger group must be quicker to be taken; `auto` goes by how many
             requests arrive, and `improvement_rates`.
-        improvement_rates: by requests per second, such as `0.5:0.1,1:0.3`: the nearest counts, looked up every 30 s
-            and sooner after a start.
+        improvement_rates: by requests per second, such as `0.5:0.1,1:0.3`: the nearest counts, looked up every 30 s and
+            sooner after a start.
         chunking: whether a prompt may be cut into chunks on growing groups.
         sp_sizes: of groups; `auto` is powers of two, see also `_usual_size`.
         min_chunk: tokens below which a chunk does not pay, unless it is the last.
-
-    Raises:
-        ValueError: for a value out of range.
     """
 
     improvement_rate: float | Literal["auto"] = "auto"
@@ -88,22 +85,14 @@ class TetrisOptions(GroupOptions):
             raise ValueError(f"min_chunk must be at least 1, but {self.min_chunk} given")
 
     def rate_table(self, default: float) -> RateTable:
-        """Returns the table of improvement rates; `auto` without a table has the `default` alone.
-
-        Raises:
-            ValueError: when it cannot be read.
-        """
+        """Returns the table of improvement rates; `auto` without a table has the `default` alone."""
         if self.improvement_rates:
             return RateTable.parse(self.improvement_rates)
         rate = default if self.improvement_rate == "auto" else self.improvement_rate
         return RateTable(entries=((0.0, rate),))
 
     def changed(self, options: Mapping[str, str]) -> TetrisOptions:
-        """Returns the options with other values. An improvement rate takes the place of a table, and the reverse.
-
-        Raises:
-            ValueError: for an unknown option or a bad value.
-        """
+        """Returns the options with other values. An improvement rate takes the place of a table, and the reverse."""
         kept = asdict(self)
         if options.get("improvement_rate", "auto") != "auto":
             kept["improvement_rates"] = ""
@@ -114,7 +103,7 @@ class TetrisOptions(GroupOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class FixedOptions(GroupOptions):
-    """Options of `fixed-sp`: how many instances a group has, `sp`, and how groups compute."""
+    """Options of `fixed-sp`: the size of groups, and how they compute."""
 
     sp: int = 1
 
@@ -245,9 +234,6 @@ def sp_times(facts: Facts, exchanges: Collection[Exchange], given: str, num_inst
 
     Those are the `given` ones (`1,2,4`), or with `auto` powers of two, so that groups of different sizes leave no odd
     instances; with measurements only sizes that were measured.
-
-    Raises:
-        ValueError: for sizes that are no ascending numbers, larger than the cluster, or not measured when others were.
     """
     measured = measured_times(facts, exchanges)
     if given == "auto":

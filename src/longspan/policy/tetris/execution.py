@@ -70,7 +70,7 @@ class Planned:
         return next(span for span in self.spans if span.stop > position)
 
     def left(self) -> list[tuple[int, int, tuple[int, ...]]]:
-        """Lists what is still to be computed: new tokens, earlier tokens, and group of each chunk."""
+        """Lists new tokens, earlier tokens, and group of each chunk still to compute."""
         done = self.request.num_computed if self.begun else self.start
         found = []
         for span in self.spans:
@@ -139,7 +139,7 @@ class Cdsp:
     # ---------------------------------------------------------------- plans
 
     def _update_plans(self, view: ClusterView) -> None:
-        """Forgets plans that are done, and plans what is new."""
+        """Forgets plans that are done, and plans new requests."""
         waiting = {r.id for r in view.waiting if r.id in self._plans and self._plans[r.id].still_waits}
         for request_id, planned in list(self._plans.items()):
             request = view.running.get(request_id)
@@ -233,7 +233,6 @@ class Cdsp:
         return batch.plan(), len(able) < len(waiting) or any(request.id not in begun for request in tried)
 
     def _with_running(self, batch: Batch) -> Batch:
-        """Adds the next tokens of all that run."""
         for request in batch.running():
             batch.add(self._next(request, batch.budget))
         return batch
@@ -254,7 +253,6 @@ class Cdsp:
         return found
 
     def _is_first(self, request_id: int, group: Iterable[int]) -> bool:
-        """Tells whether it is a request's turn on all these instances."""
         return all(self._first[instance] == request_id for instance in group)
 
     def _let_earlier_pass(self, request: RequestView) -> None:
@@ -284,7 +282,6 @@ class Cdsp:
         return replace(part, target=router.route(request))
 
     def _next(self, request: RequestView, budget: Budget) -> ScheduledPart | None:
-        """Schedules the next tokens of the chunk at hand, or the next token of a decode."""
         planned = self._plans.get(request.id)
         if planned is None or planned.is_scheduled:
             return self._group_parts.next(request, budget, budget.view.max_num_batched_tokens)

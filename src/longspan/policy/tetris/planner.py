@@ -105,7 +105,6 @@ class Planner:
         return ChunkPlan(chunks=tuple(chunks), ttft_s=ttft_s)
 
     def groups(self, queue_s: Sequence[float], initial: tuple[int, ...]) -> Groups:
-        """Returns all groups that begin with `initial`."""
         return _Found(self, queue_s).groups(frozenset(range(len(queue_s))), initial)
 
 
@@ -281,13 +280,12 @@ class Groups:
         return (*self._order[: self._found.planner.sizes[k] - len(last)], *last)
 
     def inside(self, k: int) -> Groups:
-        """Returns the groups that remain when only the instances of group `k` are there to choose from."""
+        """Returns the groups when only the instances of group `k` are available."""
         if self._found.planner.nested and self._initial:
             return self
         return self._found.groups(frozenset(self.group(k)), self._initial)
 
     def after(self, k: int) -> Groups:
-        """Returns the groups that extend group `k`."""
         if self._found.planner.nested and self._initial:
             return self
         return self._found.groups(self._pool, self.group(k))

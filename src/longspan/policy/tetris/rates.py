@@ -19,9 +19,6 @@ class RateTable:
 
     Attributes:
         entries: pairs of requests per second, ascending, and improvement rate.
-
-    Raises:
-        ValueError: for no entry, request rates that do not ascend from 0 or more, or improvement rates outside [0, 1).
     """
 
     entries: tuple[tuple[float, float], ...]
@@ -35,7 +32,7 @@ class RateTable:
             check_improvement_rate(improvement_rate)
 
     def nearest(self, requests_per_s: float) -> float:
-        """Returns the improvement rate of the nearest request rate; of two equally near the lower one's."""
+        """Returns the improvement rate of the nearest request rate, the lower of two."""
         return min(self.entries, key=lambda entry: abs(entry[0] - requests_per_s))[1]
 
     @classmethod

@@ -58,13 +58,13 @@ class WorkerHandle(Protocol):
     pid: int
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Returns its exit code once it has ended; raises TimeoutError when it still runs after `timeout_s`."""
+        """Returns its exit code once it has ended; raises TimeoutError after `timeout_s`."""
 
     def kill(self) -> None:
         """Ends it by force, or what it waits for, without waiting."""
 
     def destroy(self) -> None:
-        """Ends it by force and waits for that, though not for ever."""
+        """Ends it by force and waits for that, with a time limit."""
 
 
 class Launcher(Protocol):
@@ -83,8 +83,7 @@ class Launcher(Protocol):
 
     def hint(self, rank: int) -> str: ...
 
-    def clean_up(self) -> None:
-        """Removes what is left when all workers have ended."""
+    def clean_up(self) -> None: ...
 
 
 class WorkerExecutor:
@@ -158,7 +157,7 @@ class WorkerExecutor:
                 return [completion]
 
     def close(self) -> None:
-        """Stops the workers, by force if they do not stop; nothing is left of them. May be called again."""
+        """Stops the workers, by force if need be; can be called again."""
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -320,12 +319,12 @@ class InFlight:
         return _completion(number, step.reports)
 
     def sent(self, rank: int, number: int) -> None:
-        """Notes that a rank's share of a move has left it. The move may be done already."""
+        """Records that a rank's share of a move has left it; the move may be done already."""
         if number in self._steps:
             self._steps[number].leaving.discard(rank)
 
     def first_due_s(self) -> float | None:
-        """Returns since when the rank works that has not reported for longest; None when none works."""
+        """Returns since when a rank has worked longest without a report; None when none works."""
         return min(self._since_s.values(), default=None)
 
     def stalled(self, late_s: float) -> list[int]:

@@ -82,7 +82,7 @@ class WorkerProcess:
         self._server.send(KillWorker(self.pid))
 
     def destroy(self) -> None:
-        """Ends it by force and waits for that, though not for ever: a server that does not do it ends, too."""
+        """Ends it by force and waits, with a time limit: a server that does not kill it is ended, too."""
         self.kill()
         try:
             self.wait(_END_TIMEOUT_S)
@@ -90,7 +90,6 @@ class WorkerProcess:
             self._server.destroy()
 
     def end(self, code: int) -> None:
-        """Notes its exit code and wakes those who wait for it."""
         self.returncode = code
         self._ended.set()
 
@@ -146,7 +145,7 @@ class _ForkServer:
                 return
 
     def close(self) -> None:
-        """Ends the server and with it all its workers."""
+        """Ends the server and with it its workers."""
         if self.owner == os.getpid():
             with self._lock, suppress(BrokenPipeError):  # what was said last to one that is gone is not said
                 self._pipe.close()
@@ -156,7 +155,7 @@ class _ForkServer:
                 self.destroy()
 
     def destroy(self) -> None:
-        """Ends the server and all its workers by force, for one that hangs."""
+        """Ends a server that hangs, and all its workers, by force."""
         workers = list(self._workers)
         with _watched(workers) as wait:
             for pid in workers:  # they are the server's to reap, so these numbers are still theirs

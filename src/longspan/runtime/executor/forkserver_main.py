@@ -44,7 +44,7 @@ class _Children:
             os.kill(pid, signal.SIGKILL)
 
     def end(self) -> None:
-        """Ends them by closing their lifelines; those that do not, since they hang, by force."""
+        """Closes the lifelines of all; kills those that hang."""
         for lifeline in self._lifelines.values():
             os.close(lifeline)
         deadline_s = time.monotonic() + _END_TIMEOUT_S
@@ -69,7 +69,6 @@ class _Children:
 
 
 def main() -> None:
-    """Starts workers as it is told until its controller closes the pipe."""
     gc.collect()
     gc.freeze()  # so that collections in the workers do not copy shared pages
     signal.signal(signal.SIGINT, signal.SIG_IGN)

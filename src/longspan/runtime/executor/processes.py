@@ -34,7 +34,6 @@ class ProcessLauncher:
         return f"log: {self._log(rank)}"
 
     def clean_up(self) -> None:
-        """Removes the run folder; the logs stay."""
         shutil.rmtree(self._run_dir, ignore_errors=True)
 
     def _log(self, rank: int) -> Path:
@@ -42,7 +41,7 @@ class ProcessLauncher:
 
 
 def _log_dir(run_dir: str) -> Path:
-    """Names a folder for the logs of this engine's workers; of those that nobody writes to only the latest are kept."""
+    """Names a folder for this engine's logs; of those that nobody writes to only the latest are kept."""
     logs = cache_root() / "logs"
     if logs.is_dir():
         times = {}

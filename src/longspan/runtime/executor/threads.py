@@ -29,9 +29,6 @@ class ThreadLauncher:
     """Runs a thread per rank, which talk by mailboxes in memory.
 
     PyTorch has one number of threads for the whole process: that of the workers, as long as there are any.
-
-    Raises:
-        ValueError: for a device other than the CPU.
     """
 
     def __init__(self, config: WorkerConfig) -> None:
@@ -73,7 +70,7 @@ class WorkerThread:
         return self._code
 
     def kill(self) -> None:
-        """Closes its transports, so that it and its peers wait for each other no longer."""
+        """Closes its transports, so that nobody waits for it, nor it for others."""
         for wires in self._wires:
             wires.close(self._rank)
 
