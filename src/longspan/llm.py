@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from functools import cached_property
 from numbers import Integral
-from typing import Self, TypeVar, Unpack, cast
+from typing import ClassVar, Self, TypeVar, Unpack, cast, get_args
 
 from tqdm import tqdm
 
+from longspan.args import EngineArgs, unpacked
 from longspan.core.sampling import SamplingParams
+from longspan.core.steps import Link
 from longspan.errors import WorkerLostError
 from longspan.outputs import RequestOutput
-from longspan.service import Deployment
+from longspan.service import Service
 from longspan.text.input_processor import EngineRequest, Message, Prompt, TemplateOptions, conversations
 from longspan.text.output_processor import Choice, RequestState
 
@@ -56,17 +57,34 @@ def num_tokens(states: Sequence[RequestState]) -> tuple[int, int]:
 TagT = TypeVar("TagT")
 
 
-class LLM(Deployment):
-    """Generates, for one caller after the other or for streams read in turns; see `EngineArgs` for its arguments."""
+class LLM:
+    """Generates, for one caller after the other or for streams read in turns; close it with `shutdown`, or use `with`.
 
-    _abort_asked = False
-    _lost: WorkerLostError | None = None
-    _closed = False
+    Args:
+        given: what `EngineArgs` has, `model` first and the others by name.
 
-    @cached_property
-    def _choices(self) -> dict[int, Choice]:
-        """The choices of calls under way, by request id."""
-        return {}
+    Raises:
+        ValueError: for a wrong argument, an unknown or unsupported model, or too little memory.
+        WorkerLostError: when a worker does not start.
+    """
+
+    make_service: ClassVar[Callable[[EngineArgs], Service]] = Service
+    """A subclass may start the workers in another way."""
+
+    @unpacked(EngineArgs)
+    def __init__(self, given: EngineArgs) -> None:
+        self.service = service = type(self).make_service(given)
+        self.engine, self.input_processor, self.info = service.engine, service.input_processor, service.info
+        self.facts, self.profile_key, self.max_model_len = service.facts, service.profile_key, service.max_model_len
+        self._choices: dict[int, Choice] = {}  # of calls under way, by request id
+        self._abort_asked = self._closed = False
+        self._lost: WorkerLostError | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
 
     def generate(
         self,
@@ -187,17 +205,45 @@ class LLM(Deployment):
         """Returns the token ids of a text, see `InputProcessor.tokenize`."""
         return self.input_processor.tokenize(text, add_special_tokens=add_special_tokens)
 
+    def set_policy(self, policy: str, options: Mapping[str, str]) -> None:
+        """Changes the policy between calls, see `Service.set_policy`; cached KV stays."""
+        self.service.set_policy(policy, options)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets the KV of finished requests, so that no prompt starts from any of it.
+
+        Raises:
+            RuntimeError: when requests are unfinished.
+        """
+        self.engine.reset_prefix_cache()
+
     @property
-    def num_free_blocks(self) -> tuple[int, ...]:
-        """Free KV blocks per instance, cached ones included; waits for steps that only finished requests are in."""
-        self._complete_finished()
-        account = self.engine.account
-        return tuple(account.pool(i).num_free for i in self.engine.config.cluster.instances)
+    def bytes_exchanged(self) -> dict[str, int]:
+        """Payload bytes sent by all ranks so far, per exchange and in `total`."""
+        return self._bytes_over(get_args(Link))
+
+    @property
+    def bytes_between_hosts(self) -> dict[str, int]:
+        """The part of `bytes_exchanged` that went from one host to another."""
+        return self._bytes_over(("other_host",))
+
+    def _bytes_over(self, links: Collection[str]) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for (exchange, link), num_bytes in self.engine.bytes_sent.items():
+            found[exchange] = found.get(exchange, 0) + (num_bytes if link in links else 0)
+        return {**found, "total": sum(found.values())}
+
+    def worker_times(self) -> list[dict[str, float]]:
+        """Returns seconds by rank: attention, linear layers, waiting for messages and for the controller, and the rest.
+
+        They count from the start to the latest step; empty without `record_times`.
+        """
+        return [dict(times) for times in self.service.executor.worker_times]
 
     def shutdown(self) -> None:
         """Stops the workers; can be called again."""
         self._closed = True
-        super().shutdown()
+        self.service.close()
 
     def _in_order(self, engine_requests: Sequence[EngineRequest], *, use_tqdm: bool) -> Iterator[RequestOutput]:
         states = [self._state(engine_request) for engine_request in engine_requests]

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import ClassVar, Self, get_args
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from longspan.args import EngineArgs, unpacked
+from longspan.args import EngineArgs
 from longspan.attn import native
 from longspan.core.cluster import Cluster
 from longspan.core.engine import Engine, EngineConfig
 from longspan.core.exchange import GATHER_HIDDEN
-from longspan.core.steps import Link
 from longspan.cost.architecture import ModelShape, typical_hardware
 from longspan.cost.profile import ProfileKey
 from longspan.errors import ParameterError
@@ -38,22 +36,19 @@ from longspan.text.tokenizer import load_tokenizer
 _log = logging.getLogger("longspan")
 
 
-class Deployment:
-    """A model served by workers, in processes or threads; close it with `shutdown`, or use it as a context manager.
+class Service:
+    """A model served by workers, in processes or threads; `close` stops them.
 
     Args:
-        given: what `EngineArgs` has, `model` first and the others by name.
+        given: the options of its engine.
+        launcher: starts the workers: as processes, or as threads of this one.
 
     Raises:
         ValueError: for a wrong argument, an unknown or unsupported model, or too little memory.
         WorkerLostError: when a worker does not start.
     """
 
-    launcher: ClassVar[Callable[[WorkerConfig], Launcher]] = ProcessLauncher
-    """How workers are started; a subclass with `ThreadLauncher` has them in this process."""
-
-    @unpacked(EngineArgs)
-    def __init__(self, given: EngineArgs) -> None:
+    def __init__(self, given: EngineArgs, *, launcher: Callable[[WorkerConfig], Launcher] = ProcessLauncher) -> None:
         resolved = given.resolve()
         _check_device(given.device)
         cluster, options = resolved.cluster, resolved.policy_options
@@ -94,7 +89,7 @@ class Deployment:
         self.input_processor = InputProcessor(
             tokenizer=tokenizer, vocab_size=self.info.vocab_size, max_model_len=self.max_model_len
         )
-        self._worker_config = WorkerConfig(
+        worker_config = WorkerConfig(
             files=files,
             cluster=self._cluster,
             device=given.device,
@@ -103,40 +98,11 @@ class Deployment:
             attention_kernel=kernel,
             record_times=given.record_times,
         )
-        self._step_timeout_s = given.step_timeout_s
-        self.executor: WorkerExecutor = self._start_workers()
+        self._start_workers: Callable[[], WorkerExecutor] = lambda: WorkerExecutor(
+            launcher(worker_config), step_timeout_s=given.step_timeout_s
+        )
+        self.executor = self._start_workers()
         self.engine = Engine(policy=self._policy, executor=self.executor, clock=MonotonicClock(), config=config)
-
-    def _start_workers(self) -> WorkerExecutor:
-        return WorkerExecutor(type(self).launcher(self._worker_config), step_timeout_s=self._step_timeout_s)
-
-    @property
-    def bytes_exchanged(self) -> dict[str, int]:
-        """Payload bytes sent by all ranks so far, per exchange and in `total`."""
-        return self._bytes_over(get_args(Link))
-
-    @property
-    def bytes_between_hosts(self) -> dict[str, int]:
-        """The part of `bytes_exchanged` that went from one host to another."""
-        return self._bytes_over(("other_host",))
-
-    def _bytes_over(self, links: Collection[str]) -> dict[str, int]:
-        found: dict[str, int] = {}
-        for (exchange, link), num_bytes in self.engine.bytes_sent.items():
-            found[exchange] = found.get(exchange, 0) + (num_bytes if link in links else 0)
-        return {**found, "total": sum(found.values())}
-
-    @property
-    def worker_pids(self) -> tuple[int, ...]:
-        """Process ids of the workers, by rank."""
-        return self.executor.pids
-
-    def worker_times(self) -> list[dict[str, float]]:
-        """Returns seconds by rank: attention, linear layers, waiting for messages and for the controller, and the rest.
-
-        They count from the start to the latest step; empty without `record_times`.
-        """
-        return [dict(times) for times in self.executor.worker_times]
 
     def set_policy(self, policy: str, options: Mapping[str, str]) -> None:
         """Changes the policy between requests; cached KV stays.
@@ -164,14 +130,6 @@ class Deployment:
         """
         self._policy.update(options)
 
-    def reset_prefix_cache(self) -> None:
-        """Forgets the KV of finished requests, so that no prompt starts from any of it.
-
-        Raises:
-            RuntimeError: when requests are unfinished.
-        """
-        self.engine.reset_prefix_cache()
-
     def restart(self) -> None:
         """Starts new workers in place of lost ones; every request goes on where it was.
 
@@ -182,15 +140,9 @@ class Deployment:
         self.executor = self._start_workers()
         self.engine.restart(self.executor)
 
-    def shutdown(self) -> None:
+    def close(self) -> None:
         """Stops the workers; can be called again."""
         self.executor.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
 
 
 def _facts(profile_key: ProfileKey, shape: ModelShape, cluster: Cluster) -> Facts:

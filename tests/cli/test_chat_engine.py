@@ -6,6 +6,7 @@ import math
 from itertools import pairwise
 
 import pytest
+from engines import num_free_blocks
 
 from longspan import LLM, SamplingParams
 from longspan.cli.chat import Conversation
@@ -73,7 +74,7 @@ def test_n_outputs_are_reproducible_and_differ(llm: LLM) -> None:
     assert len(set(tokens)) == 3
     *_, streamed = llm.stream("Once upon a time", params)
     assert [tuple(completion.token_ids) for completion in streamed.outputs] == tokens
-    assert llm.num_free_blocks[0] == llm.engine.config.cluster.num_blocks[0]
+    assert num_free_blocks(llm)[0] == llm.engine.config.cluster.num_blocks[0]
 
 
 def test_logprobs_are_dictionaries_by_token(llm: LLM) -> None:

@@ -171,9 +171,9 @@ def test_flags_count_before_variables_before_the_file(
     monkeypatch.setenv("LONGSPAN_MAX_NUM_SEQS", "2")
     monkeypatch.setenv("LONGSPAN_MAX_NUM_BATCHED_TOKENS", "20")
     assert run("serve", "--max-num-seqs", "3", "--enable-prefix-caching") == 0
-    found = started[0][0].arguments
-    assert (found["max_num_seqs"], found["max_num_batched_tokens"], found["block_size"]) == (3, 20, 32)
-    assert (found["enable_prefix_caching"], found["max_model_len"]) == (True, None)
+    found = started[0][0].engine
+    assert (found.max_num_seqs, found.max_num_batched_tokens, found.block_size) == (3, 20, 32)
+    assert (found.enable_prefix_caching, found.max_model_len) == (True, None)
 
 
 def test_a_file_may_say_a_repeatable_flag_once_or_as_a_mapping(started: list[Started], tmp_path: Path) -> None:
@@ -185,18 +185,18 @@ def test_a_file_may_say_a_repeatable_flag_once_or_as_a_mapping(started: list[Sta
     setup, settings, *_ = started[0]
     assert settings.model_names == ("only",)
     assert settings.request_timeout_s is None
-    assert setup.arguments["policy_options"] == {"threshold": "2000"}
-    assert setup.arguments["parallel"] == "2"
+    assert setup.engine.policy_options == {"threshold": "2000"}
+    assert setup.engine.parallel == "2"
 
 
 def test_defaults_bind_to_this_machine_and_bound_the_queue(started: list[Started]) -> None:
     assert run("serve") == 0
     setup, settings = started[0]
-    assert (setup.model, settings.model_names) == ("smollm2-135m", ("smollm2-135m",))
+    assert (setup.engine.model, settings.model_names) == ("smollm2-135m", ("smollm2-135m",))
     assert (settings.host, settings.port) == ("127.0.0.1", 8000)
     assert setup.max_num_queued_reqs
     assert setup.max_num_queued_tokens
-    assert not setup.arguments["trust_remote_code"]
+    assert not setup.engine.trust_remote_code
 
 
 def failure(capsys: pytest.CaptureFixture[str], *given: str, code: int = 2) -> str:
@@ -357,4 +357,4 @@ def test_the_setup_of_the_engine_is_plain_data(started: list[Started]) -> None:
     assert run("serve", "--parallel", "2", "-o", "threshold=5", "--policy", "context") == 0
     setup = started[0][0]
     assert msgspec.json.decode(msgspec.json.encode(setup), type=type(setup)) == setup
-    assert json.loads(msgspec.json.encode(setup))["model"] == "smollm2-135m"
+    assert json.loads(msgspec.json.encode(setup))["engine"]["model"] == "smollm2-135m"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from engines import Engines, ThreadLLM
+from engines import Engines, ThreadLLM, num_free_blocks
 from linear_cost import LinearCost
 from oracle import Expected, Oracle, assert_exact
 from texts import topic_tokens
@@ -75,7 +75,7 @@ def test_many_requests_in_little_memory_equal_their_solo_runs(
         str(tiny), instances=instances, skip_tokenizer_init=True, block_size=16, num_gpu_blocks_override=num_blocks
     ) as llm:
         outputs = llm.generate([prompt for prompt, _ in jobs], [params for _, params in jobs])
-        assert llm.num_free_blocks == (num_blocks,) * instances
+        assert num_free_blocks(llm) == [num_blocks] * instances
     assert sum(output.metrics.num_preemptions for output in outputs) > 0
     for output, expected in zip(outputs, alone, strict=True):
         assert output.outputs[0].finish_reason == "length"
@@ -87,7 +87,7 @@ def test_weights_are_in_memory_once() -> None:
     with LLM(instances=2) as llm:
         tokens = list(topic_tokens()[:300])
         llm.generate([tokens[place::2] for place in range(2)], SamplingParams(temperature=0, max_tokens=2))
-        mapped = [_mapped_weights(pid) for pid in llm.worker_pids]
+        mapped = [_mapped_weights(pid) for pid in llm.service.executor.pids]
     assert {path for maps in mapped for path in maps} == set(mapped[0])
     for maps in mapped:
         # 135 M parameters in float32, nearly all of which a forward touches
@@ -206,7 +206,7 @@ def test_a_stream_is_cumulative_and_can_be_left(smollm2: LLM) -> None:
         if len(output.outputs[0].token_ids) == 3:
             break
     assert smollm2.generate(["The capital of France is"], params)[0].outputs[0].text == whole.outputs[0].text
-    assert smollm2.num_free_blocks[0] == smollm2.engine.config.cluster.num_blocks[0]
+    assert num_free_blocks(smollm2)[0] == smollm2.engine.config.cluster.num_blocks[0]
 
 
 def test_streams_can_be_read_in_turns_with_other_calls(smollm2: LLM) -> None:

@@ -58,7 +58,7 @@ def _wait_until_gone(pids: tuple[int, ...], before: set[str]) -> None:
 def test_kill_in_mid_prefill_names_the_rank(rank: int) -> None:
     before = _names()
     llm = LLM(instances=2)
-    pids = llm.worker_pids
+    pids = llm.service.executor.pids
     killed = []
 
     def kill() -> None:
@@ -79,7 +79,7 @@ def control(model: str) -> None:
     """Starts two workers, says who they are, and computes until it is ended."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background has it ignored
     llm = LLM(model, instances=2, skip_tokenizer_init=True, threads_per_rank=1)
-    print(*llm.worker_pids, flush=True)
+    print(*llm.service.executor.pids, flush=True)
     while True:
         llm.generate([list(range(3, 190)) * 10], SamplingParams(temperature=0, max_tokens=500, ignore_eos=True))
 
@@ -120,7 +120,7 @@ def test_a_worker_that_hangs_is_lost_and_ended_with_the_others(tiny: Path, with_
     llm.generate([[3, 4, 5], [6, 7, 8]], LONG, use_tqdm=False)
     time.sleep(2.5)  # while there is nothing to do, nobody is late
     llm.generate([[3, 4, 5]], LONG)
-    pids = llm.worker_pids
+    pids = llm.service.executor.pids
     os.kill(pids[1], signal.SIGSTOP)
     if with_forkserver:
         os.kill(psutil.Process(pids[1]).ppid(), signal.SIGSTOP)
@@ -169,7 +169,7 @@ def test_a_loss_is_reported_while_another_request_waits_for_its_turn() -> None:
     """A request may hold KV without being in flight; ending it must not hide what happened."""
     prompts = [list(range(10, 2900)), [5, 6, 7, 8], list(range(10, 3500))]
     llm = LLM(instances=2, policy_options={"threshold": "3000"}, max_num_seqs=1)
-    timer = threading.Timer(1.0, os.kill, (llm.worker_pids[0], signal.SIGKILL))
+    timer = threading.Timer(1.0, os.kill, (llm.service.executor.pids[0], signal.SIGKILL))
     timer.start()
     with pytest.raises(WorkerLostError, match=r"rank 0 .*SIGKILL"):
         llm.generate(prompts, SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))

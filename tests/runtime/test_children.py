@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from longspan.args import EngineArgs
 from longspan.runtime.executor.forkserver import _ForkServer
 from longspan.serve.client import EngineClient
 from longspan.serve.messages import EngineSetup
@@ -27,7 +28,7 @@ def test_a_server_that_has_ended_leaves_no_pipe_open() -> None:
 def start_engine(events: Path) -> None:
     async def start() -> None:
         client = EngineClient(
-            EngineSetup(model=str(events), arguments={}, max_num_queued_reqs=1024, max_num_queued_tokens=2**20)
+            EngineSetup(engine=EngineArgs(str(events)), max_num_queued_reqs=1024, max_num_queued_tokens=2**20)
         )
         try:
             await client.start()

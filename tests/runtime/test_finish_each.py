@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from engines import ThreadLLM
+from engines import ThreadLLM, num_free_blocks
 from tiny_models import make_tiny
 
 from longspan import LLM, SamplingParams
@@ -65,11 +65,11 @@ def test_groups_of_several_jobs_give_what_generate_gives(llm: LLM) -> None:
 
 
 def test_who_leaves_early_leaves_nothing_behind(llm: LLM) -> None:
-    free = llm.num_free_blocks
+    free = num_free_blocks(llm)
     steps = llm.finish_each(groups(llm, [1, 900, 900], []), most=3)
     assert next(steps)[0] == 0
     steps.close()  # type: ignore[attr-defined]  # a generator
-    assert llm.num_free_blocks == free
+    assert num_free_blocks(llm) == free
     assert [tag for tag, _ in llm.finish_each(groups(llm, [1, 1], []), most=3)] == [0, 1]
 
 

@@ -149,10 +149,10 @@ def test_workers_that_are_lost_in_mid_transfer(tiny: Path, oracle: Oracle, rank:
         requests = [llm.engine.add(prompt, GREEDY) for prompt in prompts]
         for _ in range(9):
             llm.engine.step()
-        os.kill(llm.worker_pids[rank], signal.SIGKILL)
+        os.kill(llm.service.executor.pids[rank], signal.SIGKILL)
         with pytest.raises(WorkerLostError, match=f"rank {rank} .*SIGKILL"):
             run_all(llm)
-        llm.restart()
+        llm.service.restart()
         run_all(llm)
     for prompt, request in zip(prompts, requests, strict=True):
         expected = oracle.complete(prompt, 8)

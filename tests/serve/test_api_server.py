@@ -36,6 +36,7 @@ from fake_engine_install import told, until
 from forked import free_port
 from server_client import Client, Reply, completion, send_completion
 
+from longspan.args import EngineArgs
 from longspan.serve.client import OutputQueue
 from longspan.serve.errors import EngineLostError
 from longspan.serve.messages import EngineSetup
@@ -82,7 +83,7 @@ async def serving(events: Path, **settings: Any) -> AsyncIterator[ApiServer]:
 
 
 async def serve_fake(events: Path, port: int = 0, **settings: Any) -> int:
-    setup = EngineSetup(model=str(events), arguments={}, max_num_queued_reqs=1024, max_num_queued_tokens=2**20)
+    setup = EngineSetup(engine=EngineArgs(str(events)), max_num_queued_reqs=1024, max_num_queued_tokens=2**20)
     return await serve(setup, ServerSettings(model_names=("fake",), port=port, **settings))
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from linear_cost import LinearCost
 
 from longspan import SamplingParams
+from longspan.args import EngineArgs
 from longspan.core.cluster import Cluster as Instances
 from longspan.core.engine import Engine, EngineConfig
 from longspan.core.steps import Completion, Step
@@ -71,7 +72,7 @@ class Workers:
 
 
 class Cluster:
-    """In place of a `Deployment`."""
+    """In place of a `Service`."""
 
     def __init__(self) -> None:
         self._clock = VirtualClock()
@@ -122,7 +123,7 @@ class ApiServer:
         self.num_first = self.num_prompt_tokens = self.num_gaps = 0
         self.states: list[str] = []
         self._commands: deque[bytes] = deque()
-        setup = EngineSetup(model="", arguments={}, max_num_queued_reqs=3, max_num_queued_tokens=2**20)
+        setup = EngineSetup(engine=EngineArgs(), max_num_queued_reqs=3, max_num_queued_tokens=2**20)
         self.loop = EngineLoop(self.cluster, setup, self)  # type: ignore[arg-type]
         self._decoder = msgspec.msgpack.Decoder(Report)
 

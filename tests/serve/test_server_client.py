@@ -28,6 +28,7 @@ from fake_engine_install import told, until
 from msgspec.structs import replace
 
 from longspan import SamplingParams
+from longspan.args import EngineArgs
 from longspan.serve.client import EngineClient, Output, OutputQueue
 from longspan.serve.errors import EngineLostError, QueueFullError
 from longspan.serve.messages import Delta, EngineSetup
@@ -45,8 +46,7 @@ async def started(
     """A client whose engine runs; it must leave nothing behind."""
     client = EngineClient(
         EngineSetup(
-            model=str(events),
-            arguments={},
+            engine=EngineArgs(str(events)),
             max_num_queued_reqs=max_engine_requests,
             max_num_queued_tokens=most_tokens,
             engine_timeout_s=engine_timeout_s,

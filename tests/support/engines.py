@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from longspan import LLM
 from longspan.runtime.executor.threads import ThreadLauncher
+from longspan.service import Service
 
 Row = dict[str, Any]
 """A value for each factor."""
@@ -20,7 +22,15 @@ Row = dict[str, Any]
 class ThreadLLM(LLM):
     """An `LLM` whose workers run in this process: it starts in a tenth of a second."""
 
-    launcher = ThreadLauncher
+    make_service = partial(Service, launcher=ThreadLauncher)
+
+
+def num_free_blocks(llm: LLM) -> list[int]:
+    """KV blocks per instance that no request holds, once the steps of finished ones are done."""
+    while llm.engine.has_unfinished:
+        llm.engine.step()
+    account = llm.engine.account
+    return [account.pool(instance).num_free for instance in llm.engine.config.cluster.instances]
 
 
 class Engines:

@@ -1,7 +1,7 @@
 """An engine core that computes nothing: what it does with a request is what the prompt's first token says.
 
-`EngineSetup.model` is a file to which it appends a line of JSON per event; so a test sees what it was told, and each
-process knows how many there were before it. It starts in a blink, since it imports neither torch nor longspan.
+The model of its `EngineSetup` is a file to which it appends a line of JSON per event; so a test sees what it was told,
+and each process knows how many there were before it. It starts in a blink, since it imports neither torch nor longspan.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _end_with_server() -> None:
 
 
 def main() -> None:
-    events = Path(json.loads(sys.stdin.buffer.readline())["model"])
+    events = Path(json.loads(sys.stdin.buffer.readline())["engine"]["model"])
     threading.Thread(target=_end_with_server, daemon=True).start()
     if events.name == ENDS_AT_ONCE:
         sys.exit(3)

@@ -10,7 +10,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from engines import ThreadLLM
+from engines import ThreadLLM, num_free_blocks
 
 from longspan import LLM, SamplingParams, StructuredOutputsParams
 from longspan.outputs import CompletionOutput
@@ -169,7 +169,7 @@ def test_a_grammar_that_gets_stuck_ends_its_own_request_alone(llm: LLM) -> None:
     assert "too many items" in str(stuck.outputs[0].stop_reason).lower()
     assert free.outputs[0].finish_reason == "length"
     assert only(llm, structured_outputs=form(choice=["red"])).text == "red"
-    assert llm.num_free_blocks == (llm.engine.config.cluster.num_blocks[0],)
+    assert num_free_blocks(llm) == [llm.engine.config.cluster.num_blocks[0]]
 
 
 def test_streams_and_chats_have_a_form_too(llm: LLM) -> None:

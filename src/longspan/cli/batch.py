@@ -129,7 +129,7 @@ def _answers(llm: LLM, model: str, names: list[str], engine: EngineArgs) -> Answ
     from longspan.serve.answers import answer_each  # noqa: PLC0415  # loads transformers
     from longspan.serve.convert import ServedModel  # noqa: PLC0415
 
-    names_of_it = tuple(dict.fromkeys([*names, model, llm.files.name]))
+    names_of_it = tuple(dict.fromkeys([*names, model, llm.service.files.name]))
     served = ServedModel(input_processor=llm.input_processor, names=names_of_it)
     most = min(2 * engine.max_num_seqs, _MOST_AT_ONCE)
     return lambda lines: answer_each(llm, served, ((line, line.url, line.body) for line in lines), most=most)

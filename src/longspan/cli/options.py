@@ -33,7 +33,7 @@ def start(model: str, engine: EngineArgs, *, seed: int | None) -> LLM:
     """Starts the workers of a model. They import beside us."""
     engine.resolve()
     start_server()
-    return longspan.LLM(**{**vars(engine), "model": model, "seed": seed or 0})
+    return longspan.LLM(**vars(replace(engine, model=model, seed=seed or 0)))
 
 
 # ---------------------------------------------------------------- flags from dataclasses

@@ -51,8 +51,7 @@ def serve(
     logging.getLogger("longspan").setLevel(logging.INFO)
     engine.resolve()  # mistakes end it here, not in the engine core
     setup = messages.EngineSetup(
-        model=model,
-        arguments={**{name: value for name, value in vars(engine).items() if name != "model"}, "seed": seed},
+        engine=replace(engine, model=model, seed=seed),
         max_num_queued_reqs=server.max_num_queued_reqs,
         max_num_queued_tokens=server.max_num_queued_tokens,
         engine_timeout_s=server.engine_timeout_s,

@@ -28,7 +28,7 @@ from longspan.core.request import FinishReason, Request
 from longspan.errors import WorkerLostError
 from longspan.runtime.executor.forkserver import start_server
 from longspan.serve import messages
-from longspan.service import Deployment
+from longspan.service import Service
 from longspan.text.input_processor import EngineRequest
 from longspan.text.output_processor import RequestState
 
@@ -64,29 +64,29 @@ def main() -> None:
 def _serve(setup: messages.EngineSetup, socket: zmq.Socket[bytes]) -> int:
     start_server()  # it imports beside us
     try:
-        deployment = Deployment(setup.model, **setup.arguments)
+        service = Service(setup.engine)
     except (ValueError, WorkerLostError) as error:
         report = messages.NotStarted(reason=str(error), is_mistake=isinstance(error, ValueError))
         socket.send(msgspec.msgpack.encode(report))
         return 1
-    with deployment:
-        files, config = deployment.files, deployment.engine.config
-        pools = [deployment.engine.account.pool(instance) for instance in config.cluster.instances]
+    with closing(service):
+        files, config = service.files, service.engine.config
+        pools = [service.engine.account.pool(instance) for instance in config.cluster.instances]
         started = messages.Started(
             name=files.name,
-            tokenizer_dir=None if deployment.input_processor.tokenizer is None else str(files.tokenizer_dir),
+            tokenizer_dir=None if service.input_processor.tokenizer is None else str(files.tokenizer_dir),
             trust_remote_code=files.trust_remote_code,
-            vocab_size=deployment.input_processor.vocab_size,
+            vocab_size=service.input_processor.vocab_size,
             max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
             num_instances=config.cluster.num_instances,
             num_kv_blocks=sum(pool.num_blocks for pool in pools),
             block_size=config.block_size,
-            policy=deployment.policy_settings,
+            policy=service.policy_settings,
         )
         socket.send(msgspec.msgpack.encode(started))
         try:
-            EngineLoop(deployment, setup, socket).run()
+            EngineLoop(service, setup, socket).run()
         except (WorkerLostError, OSError):
             _log.exception("workers do not come back")
             return 1
@@ -120,9 +120,9 @@ class _Sent:
 class EngineLoop:
     """Serves one API server over `socket` until it says `Quit`."""
 
-    def __init__(self, deployment: Deployment, setup: messages.EngineSetup, socket: zmq.Socket[bytes]) -> None:
-        self._deployment, self._setup, self._socket = deployment, setup, socket
-        self._engine = deployment.engine
+    def __init__(self, service: Service, setup: messages.EngineSetup, socket: zmq.Socket[bytes]) -> None:
+        self._service, self._setup, self._socket = service, setup, socket
+        self._engine = service.engine
         self._served: dict[int, _Served] = {}
         self._choices: dict[int, tuple[_Served, int]] = {}  # by request id of the engine
         self._commands: msgspec.msgpack.Decoder[messages.Command] = msgspec.msgpack.Decoder(messages.Command)
@@ -131,7 +131,7 @@ class EngineLoop:
         self._stats_due_s = 0.0
         self._quitting = False
         self._most_wait_s = min(_STATS_INTERVAL_S, setup.engine_timeout_s / 4)
-        deployment.executor.wakeup = socket
+        service.executor.wakeup = socket
 
     def run(self) -> None:
         """Serve until told to quit.
@@ -156,7 +156,7 @@ class EngineLoop:
         else:
             self._send_outputs(messages.StepOutputs(), with_stats=True)  # the API server is to hear that we live
             # Raises when a worker is lost, ends when there is a command.
-            self._deployment.executor.poll(self._setup.engine_timeout_s / 4)
+            self._service.executor.poll(self._setup.engine_timeout_s / 4)
 
     def _obey(self, command: messages.Command) -> None:
         match command:
@@ -167,8 +167,8 @@ class EngineLoop:
                     self._drop(self._served[id], "abort")
             case messages.SetPolicy(id, options):
                 try:
-                    self._deployment.update_policy(options)
-                    self._send(messages.PolicySet(self._deployment.policy_settings, id))
+                    self._service.update_policy(options)
+                    self._send(messages.PolicySet(self._service.policy_settings, id))
                 except ValueError as error:
                     self._send(messages.Failed(id, str(error)))
             case messages.Quit():
@@ -180,7 +180,7 @@ class EngineLoop:
             if not command.is_accepted and (reason := self._why_full(engine_request)) is not None:
                 self._send(messages.Failed(number, reason, is_full=True))
                 return
-            state = RequestState(engine_request, self._deployment.input_processor.tokenizer)
+            state = RequestState(engine_request, self._service.input_processor.tokenizer)
             state.start(self._engine)
         except ValueError as error:  # the API server has checked it; what it overlooked must not end all the others
             self._send(messages.Failed(number, f"the engine refused the request: {error}", "prompt"))
@@ -300,13 +300,13 @@ class EngineLoop:
             if self._num_attempts > _MOST_ATTEMPTS:
                 raise error
             try:
-                self._deployment.restart()
+                self._service.restart()
             except (WorkerLostError, OSError) as again:  # OSError: the process that forks them was lost, too
                 error = again
                 _log.exception("workers did not start")
                 time.sleep(_PAUSE_S)
             else:
-                self._deployment.executor.wakeup = self._socket
+                self._service.executor.wakeup = self._socket
                 return
 
     def _stats(self) -> messages.Stats:

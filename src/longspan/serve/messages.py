@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
+from longspan.args import EngineArgs
 from longspan.core.request import FinishReason
 from longspan.core.steps import BytesSent
 from longspan.outputs import LogprobsOfToken
@@ -19,14 +19,12 @@ class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
     """Settings with which the engine core starts.
 
     Attributes:
-        arguments: of `Deployment`, by name.
         max_num_queued_reqs, max_num_queued_tokens: bounds of what waits.
         engine_timeout_s: an engine core that serves and says nothing for so long is taken for lost; with nothing
             else to say, it sends `Stats` four times as often.
     """
 
-    model: str
-    arguments: dict[str, Any]
+    engine: EngineArgs
     max_num_queued_reqs: int
     max_num_queued_tokens: int
     engine_timeout_s: float = 60.0
