@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -17,6 +16,7 @@ import cyclopts
 import golden_streams
 import pytest
 from fake_server import make_server
+from rich.console import Console
 
 from longspan.attn import check
 from longspan.cli import app
@@ -36,8 +36,9 @@ def shown_help(name: str) -> str:
     attn_check = cyclopts.App(name="python -m longspan.attn.check", default_command=check.main)
     run = attn_check if name == "attn-check" else app.main
     verb = [] if name in ("longspan", "attn-check") else [name]
-    environment = {"COLUMNS": "400", "TERM": "dumb", "NO_COLOR": "1"}
-    with patch.dict(os.environ, environment), redirect_stdout(io.StringIO()) as shown, pytest.raises(SystemExit) as end:
+    wide = Console(width=400, color_system=None)
+    consoles = patch.object(attn_check, "_console", wide), patch.object(app.app, "_console", wide)
+    with consoles[0], consoles[1], redirect_stdout(io.StringIO()) as shown, pytest.raises(SystemExit) as end:
         run([*verb, "--help"])
     assert end.value.code == 0
     lines = (re.sub(r"[╭─╮│╰╯\s]+", " ", line).strip() for line in shown.getvalue().splitlines())
