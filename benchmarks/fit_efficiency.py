@@ -287,7 +287,8 @@ def _topology(name: str, ranks: int, per_host: int) -> Topology:
     """Builds one instance of so many ranks, or two of one rank each, on hosts with such a link inside or between."""
     kind = catalog.link(name)
     inside = catalog.link("nvlink3") if kind.where == "between" else kind
-    return Topology(tp=ranks, gpus_per_host=per_host, inside=inside, between=kind)
+    hosts = [instance * ranks // per_host for instance in range(2)]
+    return Topology(tp=ranks, gpus_per_host=per_host, inside=inside, between=kind, hosts=hosts)
 
 
 if __name__ == "__main__":

@@ -93,8 +93,8 @@ def test_roles_lie_on_their_own_devices() -> None:
     prefill, decode = rooflines(
         MODEL, HOSTS, Cluster(spec=ParallelSpec(instances=16), decode_spec=ParallelSpec(instances=2, tp=8))
     )
-    assert [prefill.topology.host(i) for i in (0, 7, 8, 15)] == [0, 0, 1, 1]
-    assert [decode.topology.host(i) for i in (16, 17)] == [2, 3]
+    assert [prefill.topology.hosts[i] for i in (0, 7, 8, 15)] == [0, 0, 1, 1]
+    assert [decode.topology.hosts[i] for i in (16, 17)] == [2, 3]
     with pytest.raises(ValueError, match=r"16 \* 1 \+ 3 \* 8 = 40 GPUs"):
         rooflines(MODEL, HOSTS, Cluster(spec=ParallelSpec(instances=16), decode_spec=ParallelSpec(instances=3, tp=8)))
 

@@ -131,6 +131,11 @@ class Cluster:
             num_blocks=tuple(num_blocks),
         )
 
+    def on_hosts(self, devices_per_host: int) -> Cluster:
+        """Returns the cluster with its ranks on hosts of one rack, which are filled one after the other."""
+        locations = (Location(host=rank // devices_per_host, device=rank) for rank in range(self.num_ranks))
+        return replace(self, locations=tuple(locations))
+
     def with_blocks(self, num_blocks: Sequence[int]) -> Cluster:
         return replace(self, num_blocks=tuple(num_blocks))
 

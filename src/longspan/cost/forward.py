@@ -214,17 +214,11 @@ def rooflines(
     constants = constants or catalog.efficiency()
     inside, between = devices.links()
     device, attention = catalog.device(devices.hardware), constants.attention[kernels]
-    found, num_instances, num_devices = [], 0, 0
+    per_host, located = devices.gpus_per_host, cluster if cluster.locations else cluster.on_hosts(devices.gpus_per_host)
+    hosts = [located.hosts[located.rank(instance)] for instance in located.instances]
+    found = []
     for spec in specs:
-        topology = Topology(
-            tp=spec.tp,
-            gpus_per_host=devices.gpus_per_host,
-            inside=inside,
-            between=between,
-            first_instance=num_instances,
-            first_device=num_devices,
-        )
+        topology = Topology(tp=spec.tp, gpus_per_host=per_host, inside=inside, between=between, hosts=hosts)
         layer = Layer(model=model, device=device, efficiency=constants, attention=attention, tp=spec.tp)
         found.append(Roofline(layer=layer, topology=topology))
-        num_instances, num_devices = num_instances + spec.instances, num_devices + spec.num_ranks
     return tuple(found)

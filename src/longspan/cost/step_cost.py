@@ -89,7 +89,7 @@ class RooflineCost:
     ) -> None:
         self.lines = rooflines(model, devices, cluster, kernels)
         self.num_layers = model.attention.num_layers
-        self._block_size = block_size
+        self._block_size, self._num_prefill = block_size, cluster.spec.instances
         self._sent_s = lru_cache(maxsize=2**16)(self._find_sent_s)
         self._alone_s = lru_cache(maxsize=2**17)(_find_alone_s)
 
@@ -115,7 +115,7 @@ class RooflineCost:
             sender, receiver = self._line(source), self._line(target)
             layer, topology = receiver.layer, receiver.topology
             num_bytes = number * self._block_size * layer.kv_bytes * layer.tp * layer.model.attention.num_layers
-            out_of, into = sender.topology.host(source), topology.host(target)
+            out_of, into = topology.hosts[source], topology.hosts[target]
             link = topology.inside if out_of == into else topology.between
             latency_s = max(latency_s, link.latency_s)
             if link.shared:
@@ -129,8 +129,7 @@ class RooflineCost:
         return latency_s + max(busy_s.values(), default=0.0), received_s
 
     def _line(self, instance: int) -> Roofline:
-        last = self.lines[-1]
-        return last if instance >= last.topology.first_instance else self.lines[0]
+        return self.lines[-1 if instance >= self._num_prefill else 0]
 
     def seconds(self, forward: Forward) -> dict[int, float]:
         if (decodes_alone := _decodes_alone(forward)) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from longspan.cost import catalog
@@ -91,27 +92,23 @@ class Devices:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Topology:
-    """Instances of `tp` ranks, one after the other on hosts of `gpus_per_host` devices.
+    """Instances of `tp` ranks on hosts of `gpus_per_host` devices.
 
     Attributes:
         inside, between: how messages of one host, and of different hosts, travel.
-        first_instance, first_device: the number of the first of these instances, and where it begins.
+        hosts: the host of each instance's first rank, also of those with another role.
     """
 
     tp: int
     gpus_per_host: int
     inside: Link
     between: Link
-    first_instance: int = 0
-    first_device: int = 0
+    hosts: Sequence[int]
     _known: dict[tuple[int, ...], int] = field(default_factory=dict, repr=False)
-
-    def host(self, instance: int) -> int:
-        return (self.first_device + (instance - self.first_instance) * self.tp) // self.gpus_per_host
 
     def send_s(self, num_bytes: float, sender: int, receiver: int) -> float:
         """Times messages from each rank of an instance to its counterpart in another, all at once."""
-        if self.host(sender) == self.host(receiver):
+        if self.hosts[sender] == self.hosts[receiver]:
             return self.inside.send_s(num_bytes)
         return self.between.send_s(num_bytes, self._flows)
 
@@ -165,5 +162,5 @@ class Topology:
 
     def _num_hosts(self, group: tuple[int, ...]) -> int:
         if group not in self._known:
-            self._known[group] = len({self.host(instance) for instance in group})
+            self._known[group] = len({self.hosts[instance] for instance in group})
         return self._known[group]

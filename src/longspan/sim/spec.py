@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-from longspan.core.cluster import Cluster, Location, locations_of_ranks, parse_parallel
+from longspan.core.cluster import Cluster, locations_of_ranks, parse_parallel
 from longspan.core.options import Option, SchedulingArgs, at_least_one, key_values
 from longspan.errors import ParameterError
 
@@ -134,9 +134,7 @@ class ClusterSpec(HardwareSpec, FleetSpec):
         found = self._instances
         if self.profile is not None:
             return replace(found, locations=locations_of_ranks(found.num_ranks, str(self.hosts)))
-        per_host = self.devices_per_host
-        locations = (Location(host=rank // per_host, device=rank) for rank in range(found.num_ranks))
-        return replace(found, locations=tuple(locations))
+        return found.on_hosts(self.devices_per_host)
 
     @property
     def _instances(self) -> Cluster:
