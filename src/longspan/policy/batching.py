@@ -65,37 +65,39 @@ class Batch:
     ) -> None:
         self._view, self._everyone, self._growing = view, everyone, growing
         self._coupled_sets = view.running.coupled_sets if coupled_sets is None else coupled_sets
-        self._begin(view.full)
+        self._begin_without(view.full)
 
-    def _begin(self, taken: frozenset[int]) -> None:
-        coupled = [coupled for coupled in self._coupled_sets if not coupled.isdisjoint(taken)]
-        self.instances = self._everyone.difference(taken, *coupled)
+    def _begin_without(self, excluded: frozenset[int]) -> None:
+        """Begins a plan for all instances but these and those coupled with them."""
+        coupled = [coupled for coupled in self._coupled_sets if not coupled.isdisjoint(excluded)]
+        self.instances = self._everyone.difference(excluded, *coupled)
         self.budget = Budget(self._view, self.instances, self._growing)
         self.parts: list[ScheduledPart] = []
         self._preempted: list[RequestView] = []
         self._later: deque[RequestView] = deque()
-        self._blocked = False
+        self._must_restart = False
 
     def running(self) -> Iterator[RequestView]:
         """Yields requests that hold KV and have something to compute, first admitted first.
 
         A request comes again when another one has given way for the part that was added for it.
         """
-        for taken in (self._view.full, self._view.busy):
-            if self._blocked:
-                self._begin(taken)
-            runnable = [r for r in self._view.running.within(self.instances) if r.num_scheduled < r.num_tokens]
-            if len(runnable) > 1:
-                runnable.sort(key=lambda r: r.admission)
-            self._later = deque(runnable)
-            while self._later:
-                yield self._later.popleft()
-            if not self._blocked:
-                return
+        yield from self._runnable()
+        if self._must_restart:
+            self._begin_without(self._view.busy)
+            yield from self._runnable()
+
+    def _runnable(self) -> Iterator[RequestView]:
+        runnable = [r for r in self._view.running.within(self.instances) if r.num_scheduled < r.num_tokens]
+        if len(runnable) > 1:
+            runnable.sort(key=lambda r: r.admission)
+        self._later = deque(runnable)
+        while self._later:
+            yield self._later.popleft()
 
     def waiting(self, candidates: Iterable[RequestView] | None = None) -> Iterator[RequestView]:
         """Yields waiting requests, or those of `candidates`, until one cannot be admitted."""
-        if self._preempted or self._blocked or not self.instances:
+        if self._preempted or not self.instances:
             return
         for request in self._view.waiting if candidates is None else candidates:
             num_parts = len(self.parts)
@@ -130,7 +132,8 @@ class Batch:
         if victim is request and _can_wait(part, self._view):
             return
         if victim.in_flight:
-            self.parts, self._preempted, self._later, self._blocked = [], [], deque(), True
+            self._later.clear()
+            self._must_restart = True
             return
         self._preempted.append(victim)
         for instance, number in kv.reclaimable(victim).items():

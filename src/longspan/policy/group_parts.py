@@ -237,14 +237,17 @@ class GroupParts:
 
         When the group has grown, what the request holds is spread over it first, if there is room for that.
         """
-        if hit is None and self._balance and not set(group) <= set(request.group):
-            full = request.table[: request.num_scheduled // request.block_size]
-            moves = even_moves(full, group, {i: budget.blocks[i] - budget.reserved[i] for i in group})
-            if moves:
-                part = self._chunk(request, budget, group, None, most=most, end=end, moves=moves)
-                if part is not None and budget.fits(part.new_blocks):
-                    return part
+        if hit is None and (moves := self._even_moves(request, budget, group)):
+            part = self._chunk(request, budget, group, None, most=most, end=end, moves=moves)
+            if part is not None and budget.fits(part.new_blocks):
+                return part
         return self._chunk(request, budget, group, hit, most=most, end=end)
+
+    def _even_moves(self, request: RequestView, budget: Budget, group: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+        if not self._balance or set(group) <= set(request.group):
+            return ()
+        full = request.table[: request.num_scheduled // request.block_size]
+        return even_moves(full, group, {i: budget.blocks[i] - budget.reserved[i] for i in group})
 
     def _chunk(
         self,
@@ -270,36 +273,35 @@ class GroupParts:
         if request.num_tokens - start > 1:
             exchange = self.exchange(min(end - start, sum(room.tokens)), start, len(group))
             shape = self._shape(exchange, request.num_tokens, len(group))
-        owners = [group.index(ref.instance) for ref in table]
-        for index, instance in moves:
-            owners[index] = group.index(instance)
+        moved = dict(moves)
+        owners = [group.index(moved.get(index, ref.instance)) for index, ref in enumerate(table)]
         shards: SpanShards | None = None
-        later = exchange.traits.keeps == "later" and self._options.home != "computed"
-        if later and not is_too_large(request, budget.view, 1):
+        if self._leaves_kv_with_last(exchange) and not is_too_large(request, budget.view, 1):
             shards = _shard_to_last(start, end, owners, room, shape)
         kv_owner = None if shards is None else group[-1]
-        if shards is None:
-            shards = shard_chunk(start, end, owners, room, shape)
+        shards = shards or shard_chunk(start, end, owners, room, shape)
         if shards is None:
             return None
         stop = max([run.stop for runs in shards for run in runs])
-        num_blocks = request.blocks_for(stop)
-        if kv_owner is None:
-            new_owners = [group[member] for member in block_owners(shards, len(table), num_blocks, request.block_size)]
-        else:
-            new_owners = [kv_owner] * (num_blocks - len(table))
+        first, last = len(table), request.blocks_for(stop)
+        members = block_owners(shards, first, last, request.block_size)
         return ScheduledPart(
             request=request,
             group=group,
             start=start,
             stop=stop,
             runs=shards,
-            block_owners=tuple(new_owners),
+            block_owners=tuple([group[member] for member in members])
+            if kv_owner is None
+            else (kv_owner,) * (last - first),
             exchange=self.chooser.of_step(exchange, stop - start, len(group)),
             kv_owner=kv_owner,
             hit=hit,
             moves=moves,
         )
+
+    def _leaves_kv_with_last(self, exchange: Exchange) -> bool:
+        return exchange.traits.keeps == "later" and self._options.home != "computed"
 
     def _shape(self, exchange: Exchange, num_tokens: int, members: int) -> Shape:
         if not exchange.traits.in_order:

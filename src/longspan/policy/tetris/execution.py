@@ -66,6 +66,11 @@ class Planned:
     def is_scheduled(self) -> bool:
         return self.request.num_scheduled >= self.spans[-1].stop
 
+    @property
+    def next_group(self) -> tuple[int, ...]:
+        """Returns the instances of the chunk that comes next."""
+        return (self.span(self.request.num_scheduled) if self.begun else self.spans[0]).group
+
     def span(self, position: int) -> Span:
         return next(span for span in self.spans if span.stop > position)
 
@@ -218,19 +223,18 @@ class Cdsp:
         if not unscheduled:  # everybody decodes
             return self._with_running(Batch(view, self._all)).plan(), False
         in_turn = self._in_turn(unscheduled)
-        waiting = [planned for planned in in_turn if not planned.begun]
-        growing = _growing([*(planned for planned in unscheduled if planned.begun), *waiting])
+        growing = _growing([p for p in unscheduled if p.begun] + [p for p in in_turn if not p.begun])
         budget = Budget(view, (), growing)
-        able = [planned for planned in waiting if _has_room(planned, budget)]
-        groups = [planned.span(planned.request.num_scheduled).group for planned in in_turn if planned.begun]
-        groups += [planned.spans[0].group for planned in able]
-        batch = self._with_running(Batch(view, self._all, coupled_sets=_coupled(view, groups), growing=growing))
+        able = [planned for planned in in_turn if planned.begun or _has_room(planned, budget)]
+        coupled_sets = _coupled(view, [planned.next_group for planned in able])
+        batch = self._with_running(Batch(view, self._all, coupled_sets=coupled_sets, growing=growing))
         router = Router(view, self._decode) if self._decode else None
-        tried = [planned.request for planned in able if batch.instances.issuperset(planned.spans[0].group)]
+        tried = [p.request for p in able if not p.begun and batch.instances.issuperset(p.next_group)]
         for request in batch.waiting(tried):
             batch.add(self._first_part(request, batch.budget, router))
         begun = {part.request.id for part in batch.parts}
-        return batch.plan(), len(able) < len(waiting) or any(request.id not in begun for request in tried)
+        stuck = len(able) < len(in_turn) or any(request.id not in begun for request in tried)
+        return batch.plan(), stuck
 
     def _with_running(self, batch: Batch) -> Batch:
         for request in batch.running():
@@ -244,11 +248,9 @@ class Cdsp:
         for planned in unscheduled:
             if len(first) == len(self._everyone):
                 break
-            request = planned.request
             for instance in planned.group:
-                first.setdefault(instance, request.id)
-            span = planned.span(request.num_scheduled) if planned.begun else planned.spans[0]
-            if self._is_first(request.id, span.group):
+                first.setdefault(instance, planned.request.id)
+            if self._is_first(planned.request.id, planned.next_group):
                 found.append(planned)
         return found
 

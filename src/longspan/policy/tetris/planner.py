@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
+from typing import NamedTuple
 
 from longspan.cost.profile import PrefillTime
 
@@ -100,8 +101,8 @@ class Planner:
         chunks: list[Chunk] = []
         found: _Chain | None = chain
         while found is not None:
-            num_tokens, of_size, k, found = found
-            chunks.append(Chunk(num_tokens=num_tokens, group=of_size.group(k)))
+            chunks.append(Chunk(num_tokens=found.num_tokens, group=found.groups.group(found.k)))
+            found = found.rest
         return ChunkPlan(chunks=tuple(chunks), ttft_s=ttft_s)
 
     def groups(self, queue_s: Sequence[float], initial: tuple[int, ...]) -> Groups:
@@ -112,8 +113,15 @@ _SLACK = 1 - 1e-9
 """Bounds are cut by so much, so that rounding never hides a better plan."""
 _ROUNDING = 1e-6
 """The part of a token that rounding may cost a chunk, which would then be one token shorter than it has time for."""
-_Chain = tuple[int, "Groups", int, "_Chain | None"]
-"""A chunk's tokens, its group (the k-th of some groups), and the chunks after it."""
+
+
+class _Chain(NamedTuple):
+    """A chunk for the k-th of some groups, and the chunks after it."""
+
+    num_tokens: int
+    groups: Groups
+    k: int
+    rest: _Chain | None = None
 
 
 class _Search:
@@ -143,7 +151,7 @@ class _Search:
         """
         ttft_s, k = self._single_chunk(groups.queue_s, low, high, new, cached, elapsed_s)
         best_s = elapsed_s + ttft_s
-        best: _Chain = (new, groups, k, None)
+        best = _Chain(new, groups, k)
         self._best_s = min(self._best_s, best_s)
         latest_s = groups.queue_s[k]  # when all groups inside this one are free
         if not self._chunking or k <= low or latest_s <= elapsed_s:
@@ -162,13 +170,12 @@ class _Search:
                 if tokens >= new or not self._pays(current, low, tokens, cached):
                     continue
                 end_s, left = start_s + times.seconds(tokens, cached), new - tokens
-                least_s, token_s, pair_s = self._floors[following][k - following]
-                least_s += (token_s + pair_s * (cached + tokens + left / 2)) * left
+                least_s = self._floors[following][k - following].seconds(left, cached + tokens)
                 if end_s + least_s * _SLACK >= self._best_s:
                     continue
                 found_s, rest = self.explore(extended, following, k, left, cached + tokens, end_s)
                 if found_s < best_s:
-                    best_s, best = found_s, (tokens, groups, current, rest)
+                    best_s, best = found_s, _Chain(tokens, groups, current, rest)
         return best_s, best
 
     def _single_chunk(
@@ -192,14 +199,17 @@ class _Search:
         return k == low or self._times[k].seconds(tokens, cached) < self._times[k - 1].seconds(tokens, cached)
 
 
-def _floors(times: Sequence[PrefillTime]) -> list[tuple[float, float, float]]:
-    """Returns the least coefficients of the first, the first two, and so on: of a start, a token, a query and a key.
+def _floors(times: Sequence[PrefillTime]) -> list[PrefillTime]:
+    """Returns the least that chunks take on the first, the first two, and so on of these sizes of groups.
 
     Chunks of L tokens behind C have LC + L²/2 pairs, which add up to the same however a prompt is cut.
     """
     pairs_s = (min(one.cached_s, 2 * one.square_s) for one in times)
     of_each = ((one.start_s for one in times), (one.token_s for one in times), pairs_s)
-    return list(zip(*(accumulate(terms, min) for terms in of_each), strict=True))
+    return [
+        PrefillTime(start_s=start_s, token_s=token_s, cached_s=pair_s, square_s=pair_s / 2)
+        for start_s, token_s, pair_s in zip(*(accumulate(terms, min) for terms in of_each), strict=True)
+    ]
 
 
 # ---------------------------------------------------------------- groups
@@ -268,6 +278,7 @@ class Groups:
             self.queue_s.append(max(latest_s, queue_s[last[-1]]) if last else latest_s)
 
     def _part_of_one(self, hosts: Sequence[Sequence[int]], missing: int) -> Sequence[int]:
+        """Returns the soonest free on one host that has as many as are missing; hosts with most come first."""
         if not missing:
             return ()
         queue_s, host_of = self._found.queue_s, self._found.planner.host_of
