@@ -201,7 +201,8 @@ class Budget:
 
     def __init__(self, view: ClusterView, instances: Iterable[int], growing: Growing = _NONE_GROWS) -> None:
         self.view, self._growing = view, growing
-        self.claimed, self.adopted = set[BlockRef](), set[BlockRef]()
+        self.claimed: set[BlockRef] = set()
+        self.adopted: set[BlockRef] = set()
         self.tokens = dict.fromkeys(instances, view.max_num_batched_tokens)
         self.blocks = PerInstance(view.kv.num_free)
 
