@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
-from longspan.core.exchange import CHAIN, GATHER_HIDDEN, LOCAL, Exchange
+from longspan.core.exchange import LOCAL, Exchange, decoding
 from longspan.core.runs import Run, shard_span
 from longspan.cost.channels import Channel, Share, Shares, attention_s, cost_of, exchanged_bytes, shares_of
 from longspan.cost.forward import Breakdown, Roofline
@@ -192,10 +192,11 @@ def estimate_decode(model: Roofline, instances: int, exchange: Exchange, length:
     """
     if length < 1 or batch < 1:
         raise ValueError(f"decoding is of at least 1 request behind 1 token, but {batch} behind {length} given")
-    if exchange == GATHER_HIDDEN and instances > 1:
-        raise ValueError("exchange gather_hidden is of prompts: decode by ring_q, ring_kv, alltoall or gather_kv")
-    if exchange == CHAIN:
+    if exchange.traits.keeps == "later":
         instances = 1
+    if instances > 1 and not exchange.traits.decodes:
+        able = ", ".join(one.kind for one in decoding())
+        raise ValueError(f"exchange {exchange.kind} is of prompts: decode by one of {able}")
     channel = decode_channel(LOCAL if instances == 1 else exchange, tuple(range(instances)), length, batch)
     breakdown = max(_times(model, channel).values(), key=lambda one: one.total_s)
     layer, shape = model.layer, model.layer.model.attention

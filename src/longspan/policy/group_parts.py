@@ -74,7 +74,8 @@ class SharingOptions:
         if self.weights != "auto" and "weights" not in parameters:
             raise ValueError(f"weights are for exchange {takers('weights')}, {but_given}")
         if self.home != "auto" and traits is not None and traits.keeps != "later":
-            raise ValueError(f"home is for exchange chain, {but_given}")
+            able = ", ".join(one.kind for one in exchanges() if one.traits.keeps == "later")
+            raise ValueError(f"home is for exchange {able}, {but_given}")
         if self.fractions:
             parse_fractions(self.fractions)
 
