@@ -7,10 +7,10 @@ import os
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial, wraps
-from typing import Annotated, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Annotated, Concatenate, Literal, ParamSpec, TypeVar, get_args, get_origin
 
 from longspan.core.cluster import Cluster, Location, locations_of_ranks, parse_parallel
-from longspan.core.options import Option, SchedulingArgs, at_least_one
+from longspan.core.options import Option, SchedulingArgs, at_least_one, options_of
 from longspan.errors import ParameterError
 
 _HOSTS = "LONGSPAN_HOSTS"
@@ -82,6 +82,11 @@ class EngineArgs(SchedulingArgs, DeviceArgs):
             ValueError: for an option that is out of range, or options that exclude each other.
         """
         at_least_one(threads_per_rank=self.threads_per_rank)
+        for name, (_, kind) in options_of(DeviceArgs).items():
+            value, choices = getattr(self, name), get_args(kind)
+            if get_origin(kind) is Literal and value not in choices:
+                one_of = f"{', '.join(choices[:-1])} or {choices[-1]}"
+                raise ParameterError(name, f"must be {one_of}, but {value!r} given", value)
         if not self.step_timeout_s > 0:
             problem = f"must be more than 0, but {self.step_timeout_s} given"
             raise ParameterError("step_timeout_s", problem, self.step_timeout_s)

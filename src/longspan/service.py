@@ -7,13 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from longspan.args import EngineArgs
 from longspan.attn import native
 from longspan.core.cluster import Cluster
 from longspan.core.engine import Engine, EngineConfig
-from longspan.core.exchange import GATHER_HIDDEN
 from longspan.cost.architecture import ModelShape, typical_hardware
 from longspan.cost.profile import ProfileKey
 from longspan.errors import ParameterError
@@ -22,9 +20,8 @@ from longspan.model.info import ModelInfo
 from longspan.model.sharding import Shard, check_can_be_split, check_degree
 from longspan.model.source import prepare
 from longspan.model.store import DTYPES, read_info
-from longspan.policy import PolicySettings, make_policy
+from longspan.policy import ChosenPolicy, PolicySettings, make_policy
 from longspan.policy.choosing import Facts
-from longspan.policy.tetris import hint_of_a_constant_rate
 from longspan.profiling.store import load_partitions, load_profile, profile_key_of
 from longspan.runtime.executor.control_plane import Launcher, MonotonicClock, WorkerExecutor
 from longspan.runtime.executor.processes import ProcessLauncher
@@ -50,10 +47,12 @@ class Service:
 
     def __init__(self, given: EngineArgs, *, launcher: Callable[[WorkerConfig], Launcher] = ProcessLauncher) -> None:
         resolved = given.resolve()
-        _check_device(given.device)
+        if given.device == "cuda" and not torch.cuda.is_available():
+            problem = "cuda was asked for, but PyTorch finds no CUDA device here: use cpu"
+            raise ParameterError("device", problem, given.device)
         cluster, options = resolved.cluster, resolved.policy_options
-        cheap = Facts(cluster=cluster)
-        make_policy(given.policy, num_instances=cluster.num_instances, options=options, facts=cheap)
+        early_facts = Facts(cluster=cluster)
+        wanted = make_policy(given.policy, num_instances=cluster.num_instances, options=options, facts=early_facts)
         kernel = _attention_kernel(given.attention_backend, given.device, given.dtype)  # compiles: checks first
         self.files = files = prepare(
             given.model,
@@ -62,16 +61,16 @@ class Service:
             seed=given.seed,
             trust_remote_code=given.trust_remote_code,
         )
-        tokenizer = None if given.skip_tokenizer_init else _require_tokenizer(files)
+        tokenizer = None if given.skip_tokenizer_init else load_tokenizer(files)
         self.info = read_info(files.weights)
-        _check_split(self.info, files, cluster, options)
+        _check_split(self.info, files, cluster, wanted)
         self.profile_key = profile_key_of(
             files, given.device, tp=cluster.spec.tp, threads=resolved.threads, native=kernel is not None
         )
         self.facts = _facts(self.profile_key, self.info.shape(DTYPES[given.dtype].itemsize), cluster)
         self._policy = make_policy(given.policy, num_instances=cluster.num_instances, options=options, facts=self.facts)
-        if (hint := hint_of_a_constant_rate(self._policy.settings, has_roles=cluster.has_roles)) is not None:
-            _log.info(hint)
+        if self._policy.hint is not None:
+            _log.info(self._policy.hint)
         self._cluster = cluster.with_blocks(_blocks_per_instance(self.info, files, given, cluster))
         config = EngineConfig.of(
             given,
@@ -111,9 +110,9 @@ class Service:
             ValueError: for an unknown policy, or options that it cannot work with.
             RuntimeError: when requests are unfinished.
         """
-        _check_split(self.info, self.files, self._cluster, options)
         num_instances = self._cluster.num_instances
         chosen = make_policy(policy, num_instances=num_instances, options=options, facts=self.facts)
+        _check_split(self.info, self.files, self._cluster, chosen)
         self.engine.set_policy(chosen)
         self._policy = chosen
 
@@ -159,13 +158,9 @@ def _facts(profile_key: ProfileKey, shape: ModelShape, cluster: Cluster) -> Fact
     )
 
 
-def _check_split(info: ModelInfo, files: ModelFiles, cluster: Cluster, policy_options: Mapping[str, str]) -> None:
+def _check_split(info: ModelInfo, files: ModelFiles, cluster: Cluster, policy: ChosenPolicy) -> None:
     """Raises ValueError when ranks cannot share the model so."""
-    shares_layers = policy_options.get("exchange") == GATHER_HIDDEN.kind
-    if shares_layers and cluster.has_roles:
-        raise ValueError(
-            "exchange gather_hidden is not for instances that prefill only, whose KV goes to others: choose another"
-        )
+    shares_layers = policy.exchange is not None and policy.exchange.traits.level == "layer"
     degrees = sorted({cluster.tp(instance) for instance in cluster.instances})
     for tp in degrees:
         check_degree(info.specs, tp, cluster.num_instances if shares_layers else 1)
@@ -173,17 +168,8 @@ def _check_split(info: ModelInfo, files: ModelFiles, cluster: Cluster, policy_op
         check_can_be_split(files, info.specs)
 
 
-def _check_device(device: str) -> None:
-    if device not in ("cpu", "cuda"):
-        raise ParameterError("device", f"must be cpu or cuda, but {device!r} given", device)
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ParameterError("device", "cuda was asked for, but PyTorch finds no CUDA device here: use cpu", device)
-
-
 def _attention_kernel(backend: str, device: str, dtype: str) -> Path | None:
     """Returns the compiled kernel of our own, if it is used."""
-    if backend not in ("auto", "native", "torch"):
-        raise ParameterError("attention_backend", f"must be auto, native or torch, but {backend!r} given", backend)
     fits = (device, dtype) == ("cpu", "bfloat16")
     if backend == "native" and not fits:
         problem = f"native is for bfloat16 on cpu, not for {dtype} on {device}: choose auto"
@@ -197,14 +183,6 @@ def _attention_kernel(backend: str, device: str, dtype: str) -> Path | None:
             raise ParameterError("attention_backend", f"native is not possible here: {error}; choose auto") from error
         _log.info("attention by PyTorch's kernels, since %s", error)
         return None
-
-
-def _require_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
-    if files.tokenizer_dir is None:
-        raise ValueError(
-            f"model {files.name!r} comes without tokenizer files: add them, or skip_tokenizer_init and use token ids"
-        )
-    return load_tokenizer(files)
 
 
 def _blocks_per_instance(info: ModelInfo, files: ModelFiles, given: EngineArgs, cluster: Cluster) -> tuple[int, ...]:

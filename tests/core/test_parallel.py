@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from longspan import LLM, args
 from longspan.args import EngineArgs
 from longspan.core.cluster import Location, ParallelSpec, hosts_of, locations_of_ranks
+from longspan.errors import ParameterError
 
 
 @given(st.integers(1, 10_000))
@@ -107,6 +108,20 @@ def test_impossible_hosts_are_refused(given: str, monkeypatch: pytest.MonkeyPatc
 )
 def test_roles_that_cannot_be(named: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
+        EngineArgs(**named).resolve()
+
+
+@pytest.mark.parametrize(
+    ("named", "says"),
+    [
+        ({"device": "tpu"}, "device must be cpu or cuda, but 'tpu' given"),
+        ({"dtype": "float16"}, "dtype must be float32 or bfloat16, but 'float16' given"),
+        ({"load_format": "gguf"}, "load_format must be auto or dummy, but 'gguf' given"),
+        ({"attention_backend": "fast"}, "attention_backend must be auto, native or torch, but 'fast' given"),
+    ],
+)
+def test_choices_that_there_are_not(named: dict[str, Any], says: str) -> None:
+    with pytest.raises(ParameterError, match=says):
         EngineArgs(**named).resolve()
 
 

@@ -106,8 +106,6 @@ def test_a_folder_with_an_unknown_model_type_is_refused(tmp_path: Path) -> None:
         ("~/nowhere", {}, "'~/nowhere' does not exist"),
         ("", {}, "'' does not exist"),
         (str(Path(__file__).parent), {}, "no config.json"),
-        ("smollm2-135m", {"dtype": "int8"}, "'int8'; choose one of float32, bfloat16, float16"),
-        ("smollm2-135m", {"load_format": "gguf"}, "'gguf'; choose one of auto, dummy"),
     ],
 )
 def test_mistakes_get_one_clear_line(model: str, options: dict[str, str], message: str) -> None:

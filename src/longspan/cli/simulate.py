@@ -84,7 +84,7 @@ def simulate(
         assert workload.rate is not None, "it was checked"
         _print_improvement_rates(experiment, requests, workload.rate, as_json=results.as_json)
         return 0
-    if (hint := experiment.hint()) is not None:
+    if (hint := experiment.policy().hint) is not None:
         print(f"longspan: {hint}", file=sys.stderr)
     timeline = Timeline() if results.report or results.trace else None
     result = experiment.run(requests, timeline)

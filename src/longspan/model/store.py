@@ -24,7 +24,7 @@ from longspan.model.files import ModelError, cache_root, make_writable, one_line
 from longspan.model.info import PROBE, ModelInfo, gather_info, load_config, quiet_transformers
 
 FORMAT = 2
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _SOURCES = ("*.json", "*.safetensors", "*.bin", "*.py")
 
 log = logging.getLogger(__name__)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args, get_type_hint
 
 import msgspec
 
+from longspan.core.exchange import Exchange, exchange_of
 from longspan.core.view import ClusterView, Plan, Policy
 from longspan.errors import ParameterError
 
@@ -38,6 +39,7 @@ class PolicySpec(Generic[OptionsT, PolicyT]):
         changeable: the options that may change while it serves.
         change: changes such options, and returns all options that are then in force.
         knows_roles: tells whether some instances may only prefill, or only decode.
+        hint: tells users what they might have forgotten to say, if anything.
     """
 
     name: str
@@ -48,10 +50,12 @@ class PolicySpec(Generic[OptionsT, PolicyT]):
     changeable: tuple[str, ...] = ()
     change: Callable[[PolicyT, OptionsT, Mapping[str, str]], OptionsT] | None = None
     knows_roles: bool = False
+    hint: Callable[[OptionsT, Any], str | None] | None = None
 
     def chosen(self, instances: tuple[int, ...], options: OptionsT, facts: object) -> ChosenPolicy:
         policy = self.make(instances, options, facts)
-        return ChosenPolicy(spec=self, options=options, policy=policy, plan=policy.plan)
+        hint = None if self.hint is None else self.hint(options, facts)
+        return ChosenPolicy(spec=self, options=options, policy=policy, plan=policy.plan, hint=hint)
 
 
 @dataclass(kw_only=True)
@@ -60,12 +64,20 @@ class ChosenPolicy:
 
     Attributes:
         plan: the policy's own; whoever wants to see its plans puts a function of theirs around it.
+        hint: what users might have forgotten to say.
     """
 
     spec: PolicySpec[Any, Any]
     options: Any
     policy: Policy
     plan: Callable[[ClusterView], Plan]
+    hint: str | None = None
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """Returns the exchange of prompts that an option names; None when the policy chooses, or has no such option."""
+        kind = getattr(self.options, "exchange", "auto")
+        return None if kind == "auto" else exchange_of(kind)
 
     @property
     def settings(self) -> PolicySettings:

@@ -27,7 +27,6 @@ from longspan.cost.topology import Devices
 from longspan.errors import ParameterError
 from longspan.policy import ChosenPolicy, make_policy
 from longspan.policy.choosing import Facts
-from longspan.policy.tetris import hint_of_a_constant_rate
 from longspan.policy.tetris.rates import RateTable
 from longspan.sim.run import Result, Watch, percentile, simulate
 from longspan.sim.spec import ClusterSpec, Faults
@@ -90,10 +89,6 @@ class Experiment:
             options=self.scheduling.all_policy_options(),
             facts=self.facts,
         )
-
-    def hint(self) -> str | None:
-        """Returns what users might have forgotten to say, if anything."""
-        return hint_of_a_constant_rate(self.policy().settings, has_roles=self.cluster.has_roles)
 
     def run(self, workload: Workload, timeline: Timeline | None = None, *, title: str = "requests") -> Result:
         """Serves all requests of a workload.

@@ -26,7 +26,9 @@ _MIN_WINDOW, _FULL_WINDOW, _MAX_WINDOW = 12, 32, 256
 def load_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
     """Loads the tokenizer of a prepared model; ModelError when it comes without tokenizer files."""
     if files.tokenizer_dir is None:
-        raise ModelError(f"model {files.name!r} has no tokenizer files; pass token ids and skip_tokenizer_init=True")
+        raise ModelError(
+            f"model {files.name!r} has no tokenizer files: add them, or use skip_tokenizer_init and token ids"
+        )
     return tokenizer_in(files.tokenizer_dir, files.name, trust_remote_code=files.trust_remote_code)
 
 

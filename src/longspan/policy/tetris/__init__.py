@@ -11,7 +11,7 @@ from typing import Literal
 from longspan.core.cluster import hosts_of
 from longspan.core.exchange import RING_Q, Exchange, decoding, exchange_of, named, of_any_layout
 from longspan.cost.profile import PrefillTime, fit_times
-from longspan.policy import PolicySettings, PolicySpec, option_text, parse_options
+from longspan.policy import PolicySpec, option_text, parse_options
 from longspan.policy.choosing import Facts
 from longspan.policy.group_parts import GroupParts, SharingOptions, check_exchange
 from longspan.policy.tetris.execution import Cdsp
@@ -159,12 +159,11 @@ class FixedGroups(Planner):
         return super().plan(prompt, queue_s)
 
 
-def hint_of_a_constant_rate(settings: PolicySettings, *, has_roles: bool) -> str | None:
+def _hint(options: TetrisOptions, facts: Facts) -> str | None:
     """Returns the hint that the improvement rate should go by the request rate, when no option says how."""
-    told = settings.options
-    if settings.name != "tetris" or told["improvement_rate"] != "auto" or told["improvement_rates"]:
+    if options.improvement_rate != "auto" or options.improvement_rates:
         return None
-    rate = _default_improvement_rate(has_roles=has_roles)
+    rate = _default_improvement_rate(has_roles=facts.has_roles)
     return (
         f"-o improvement_rate=auto is {rate:g} at every request rate without a table: find one with longspan simulate "
         "--profile-improvement-rates, and give it as -o improvement_rates="
@@ -301,5 +300,6 @@ TETRIS = PolicySpec(
     changeable=("improvement_rate", "improvement_rates", "chunking", "min_chunk"),
     change=Tetris.change,
     knows_roles=True,
+    hint=_hint,
 )
 FIXED_SP = PolicySpec(name="fixed-sp", options=FixedOptions, make=_make_fixed, knows_roles=True)
