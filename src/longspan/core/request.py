@@ -232,7 +232,8 @@ class Request:
         self.group, self.rotation, self.kv_owner = group, scheduled.rotation, scheduled.kv_owner
         unknown_on = self.sampler if tokens[-1] == UNKNOWN else None
         first_block, self.sent_blocks = self.sent_blocks, len(self.table)
-        first_output, new_output = 0, tuple[int, ...]()
+        first_output = 0
+        new_output: tuple[int, ...] = ()
         if self.keeps_history:
             first_output, self.sent_output = self.sent_output, len(self.output)
             new_output = tuple(self.output[first_output:])

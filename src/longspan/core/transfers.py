@@ -65,7 +65,8 @@ class Transfer:
 
     def to_send(self, indices: Iterable[int]) -> dict[int, list[int]]:
         """Groups by source the blocks that the target lacks and their instance has."""
-        request, found = self.request, defaultdict[int, list[int]](list)
+        request = self.request
+        found: defaultdict[int, list[int]] = defaultdict(list)
         for index in indices:
             if index >= self.num_shared and (ref := request.table[index]) not in request.copying:
                 found[ref.instance].append(index)

@@ -109,7 +109,7 @@ class RooflineCost:
         Returns:
             How long it takes, and how long it keeps the busiest link of a target busy.
         """
-        loads = defaultdict[_End, float](float)
+        loads: defaultdict[_End, float] = defaultdict(float)
         latency_s = 0.0
         for (source, target), number in blocks:
             sender, receiver = self._line(source), self._line(target)

@@ -92,7 +92,8 @@ class SimExecutor:
     def poll(self, timeout_s: float | None) -> list[Completion]:
         """Moves the clock to the next completion, but no further than `timeout_s`."""
         limit = math.inf if timeout_s is None else self._clock.now() + timeout_s
-        due, done = self._due, list[Completion]()
+        due = self._due
+        done: list[Completion] = []
         while not done and due and due[0][0] <= limit:
             at_s = due[0][0]
             self._clock.advance_to(at_s)
