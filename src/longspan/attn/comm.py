@@ -131,18 +131,21 @@ class Group:
         """All members but this one."""
         return [member for member in range(self.size) if member != self.rank]
 
+    def link(self, member: int) -> Link:
+        """Tells whether what goes to a member leaves this host."""
+        return "same_host" if self.hosts[member] == self.hosts[self.rank] else "other_host"
+
     def start(self, *, sends: Mapping[int, Message], receives: Mapping[int, Message], hop: int) -> Pending:
         """Sends and receives between members; both ends skip empty messages. `hop` numbers the call in the exchange."""
         tag, transport = self._first_tag + hop, self._transport
         outgoing = {member: message for member, message in sends.items() if message.payload_bytes}
         incoming = {member: message for member, message in receives.items() if message.payload_bytes}
         if not outgoing and not incoming:
-            return _Receives(())
+            return _Transfers(())
         for member, message in outgoing.items():
             if transport.tagged:
                 message.seal(tag)
-            link: Link = "same_host" if self.hosts[member] == self.hosts[self.rank] else "other_host"
-            self.sent[self._name, link] += message.payload_bytes
+            self.sent[self._name, self.link(member)] += message.payload_bytes
         pending = transport.start(
             [(self._members[member], message.buffer) for member, message in outgoing.items()],
             [(self._members[member], message.buffer) for member, message in incoming.items()],
@@ -217,26 +220,41 @@ class TorchTransport:
     """Point-to-point on a torch.distributed process group.
 
     gloo matches messages by tag. NCCL has no tags: each call is one grouped launch, and ranks make their calls in the
-    same order. With `staged`, buffers pass through host memory: for ranks on CUDA devices that gloo connects.
+    same order.
+
+    Args:
+        staged: buffers pass through host memory: for ranks on CUDA devices that gloo connects.
+        waits_for_sends: for a thread that has nothing else to do: `start` waits for nothing, makes no grouped launch,
+            and what it returns waits for its sends, too; else `complete_sends` does.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None, *, staged: bool = False) -> None:
-        self._group, self.staged = process_group, staged
+    def __init__(
+        self, process_group: dist.ProcessGroup | None = None, *, staged: bool = False, waits_for_sends: bool = False
+    ) -> None:
+        self._group, self.staged, self._waits_for_sends = process_group, staged, waits_for_sends
         self.tagged = dist.get_backend(process_group) != "nccl"
         self._outbox: deque[tuple[dist.Work, Tensor]] = deque()
         self._outbox_bytes = 0
 
     def start(self, sends: Calls, receives: Calls, tag: int) -> Pending:
-        if not self.tagged:
+        """Sends and receives one by one with gloo, in one grouped launch with NCCL."""
+        if not self.tagged and not self._waits_for_sends:
             return self._start_grouped(sends, receives)
+        coming = []
+        leaving = deque[tuple[dist.Work, Tensor]]() if self._waits_for_sends else self._outbox
         with peer_errors():
-            arrival = start_receives(receives, self._group, tag, staged=self.staged)
-            for work, host in start_sends(sends, self._group, tag, staged=self.staged):
-                self._outbox.append((work, host))
-                self._outbox_bytes += host.nbytes
+            for peer, buffer in receives:
+                host = torch.empty_like(buffer, device="cpu") if self.staged else buffer
+                coming.append((_work(dist.irecv(host, peer, self._group, tag)), host, buffer))
+            for peer, buffer in sends:
+                host = buffer.cpu() if self.staged else buffer
+                leaving.append((_work(dist.isend(host, peer, self._group, tag)), host))
+            if self._waits_for_sends:
+                return _Transfers([*coming, *((work, host, host) for work, host in leaving)])
+            self._outbox_bytes += sum(buffer.nbytes for _, buffer in sends)
             while self._outbox_bytes > _OUTBOX_BYTES and len(self._outbox) > len(sends):
                 self._await_oldest()
-        return arrival
+        return _Transfers(coming)
 
     def complete_sends(self) -> None:
         with peer_errors():
@@ -254,27 +272,12 @@ class TorchTransport:
         with peer_errors():
             works = dist.batch_isend_irecv(ops)
         buffers = [buffer for _, buffer in (*sends, *receives)]
-        return _Receives(list(zip(works, buffers, buffers, strict=False)))
+        return _Transfers(list(zip(works, buffers, buffers, strict=False)))
 
 
-def start_receives(receives: Calls, group: dist.ProcessGroup | None, tag: int, *, staged: bool) -> Pending:
-    works = []
-    for peer, buffer in receives:
-        host = torch.empty_like(buffer, device="cpu") if staged else buffer
-        works.append((_work(dist.irecv(host, peer, group, tag)), host, buffer))
-    return _Receives(works)
+class _Transfers:
+    """Waits for transfers, in their order; each has a buffer on the host and the one that it was asked for."""
 
-
-def start_sends(
-    sends: Calls, group: dist.ProcessGroup | None, tag: int, *, staged: bool
-) -> Iterator[tuple[dist.Work, Tensor]]:
-    """Starts each send by itself; keep what it returns of one until that has been waited for."""
-    for peer, buffer in sends:
-        host = buffer.cpu() if staged else buffer
-        yield _work(dist.isend(host, peer, group, tag)), host
-
-
-class _Receives:
     def __init__(self, works: Sequence[tuple[dist.Work, Tensor, Tensor]]) -> None:
         self._works = works
 

@@ -86,7 +86,7 @@ class MemoryTransport:
     """One rank's end of the wires.
 
     Args:
-        waits_for_sends: what `start` returns waits for its sends, as `MoveTransport`; else `complete_sends` waits.
+        waits_for_sends: what `start` returns waits for its sends; else `complete_sends` waits.
     """
 
     tagged = True

@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -23,6 +21,7 @@ from longspan.attn.collectives import all_gather, gather_hops
 from longspan.attn.comm import Group, Message, TorchTransport
 from longspan.cost.profile import Transfer, TransferKind
 from longspan.errors import WorkerLostError
+from longspan.runtime.child import end_with_parent, start_child
 from longspan.runtime.worker_process import connect, keep_to_cores, open_device
 
 _SIZES = (2**12, 2**16, 2**20, 2**24)
@@ -39,17 +38,10 @@ def time_links(num_ranks: int, device: str) -> list[Transfer]:
             for rank, log in enumerate(logs):
                 arguments = [str(rank), str(num_ranks), f"{folder}/store", device]
                 with log.open("wb") as stderr:
-                    process = subprocess.Popen(
-                        [sys.executable, "-m", "longspan.profiling.links", *arguments],
-                        stdin=subprocess.PIPE,  # closes with us, however we end
-                        stdout=subprocess.PIPE,
-                        stderr=stderr,
-                        start_new_session=True,  # Ctrl-C is ours to handle
-                    )
-                processes.append(process)
+                    processes.append(start_child(__name__, *arguments, stdout=subprocess.PIPE, stderr=stderr))
             stdout = processes[0].stdout
             assert stdout is not None, "it is a pipe"
-            told = stdout.read()
+            output = stdout.read()
             for rank, process in enumerate(processes):
                 if process.wait(_TIMEOUT_S) != 0:
                     said = logs[rank].read_text(errors="replace").strip().split("\n")
@@ -58,7 +50,7 @@ def time_links(num_ranks: int, device: str) -> list[Transfer]:
             for process in processes:
                 process.kill()
                 process.communicate()  # closes the pipes
-    return msgspec.json.decode(told, type=list[Transfer])
+    return msgspec.json.decode(output, type=list[Transfer])
 
 
 def main(rank: int, num_ranks: int, store: str, device_kind: str) -> list[Transfer]:
@@ -154,13 +146,8 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - begin
 
 
-def _exit_with_parent() -> None:
-    os.read(sys.stdin.fileno(), 1)  # nothing is ever written
-    os._exit(1)
-
-
 if __name__ == "__main__":
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    end_with_parent(sys.stdin.fileno())
     seen = main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
     with suppress(BrokenPipeError):
         sys.stdout.buffer.write(msgspec.json.encode(seen))

@@ -176,10 +176,6 @@ class BlockMessages:
         hosts = self._cluster.hosts
         return Group(transport, range(len(hosts)), self.rank, hosts=hosts, name=name, first_tag=tag, sent=sent)
 
-    def link(self, peer: int) -> Link:
-        hosts = self._cluster.hosts
-        return "same_host" if hosts[peer] == hosts[self.rank] else "other_host"
-
     def _tensors(self, blocks: Mapping[int, Sequence[int]]) -> dict[int, Tensor]:
         return {inst: torch.tensor(own, dtype=torch.int64, device=self.device) for inst, own in blocks.items()}
 
@@ -367,7 +363,7 @@ class Moves:
         is_last = layer + 1 == self._messages.num_layers
         for blocks in self._messages.leaving(move, layer):
             self._leaving[move.number] += is_last
-            sent["kv_transfer", self._messages.link(blocks.peer)] += blocks.num_bytes
+            sent["kv_transfer", self._group(blocks).link(blocks.peer)] += blocks.num_bytes
             for chunk in blocks.cut(_mark(self._messages.device)):
                 self._sending[chunk.peer].put(chunk)
         if is_last and move.to:  # of which this rank may have nothing to send

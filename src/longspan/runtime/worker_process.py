@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
 import sys
-import threading
-from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
 import torch.distributed as dist
 import zmq
-from torch import Tensor
 
 from longspan.attn import native
-from longspan.attn.comm import NOBODY, Pending, TorchTransport, meet, peer_errors, start_receives, start_sends
+from longspan.attn.comm import NOBODY, TorchTransport, meet
+from longspan.runtime.child import end_with_parent
 from longspan.runtime.messages import WorkerConfig, command_address, report_address
 from longspan.runtime.worker import Transports, Worker, failure, load_worker, send_report
 
@@ -38,7 +35,7 @@ def main(config: WorkerConfig, rank: int, run_dir: str, lifeline: int) -> None:
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format=f"%(asctime)s rank {rank} %(levelname)s %(message)s"
     )
-    threading.Thread(target=_exit_with_controller, args=(run_dir, lifeline), daemon=True).start()
+    end_with_parent(lifeline, remove=run_dir)
     context, endpoint = zmq.Context(), f"ipc://{run_dir}"
     commands, reports = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     commands.bind(command_address(endpoint, rank))
@@ -75,45 +72,8 @@ def _transports(config: WorkerConfig, rank: int, store: str, device: torch.devic
     return Transports(
         exchange=exchange,
         rebalances=TorchTransport(rebalances, staged=exchange.staged),
-        moves=MoveTransport(moves, staged=exchange.staged),
+        moves=TorchTransport(moves, staged=exchange.staged, waits_for_sends=True),
     )
-
-
-class MoveTransport:
-    """A `Transport` whose sends take as long as they take: what `start` returns keeps their buffers and waits for them.
-
-    `start` itself waits for nothing. Both are for threads that have nothing else to do.
-    """
-
-    def __init__(self, process_group: dist.ProcessGroup | None, *, staged: bool) -> None:
-        self._group, self._staged = process_group, staged
-        self.tagged = dist.get_backend(process_group) != "nccl"
-
-    def start(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int) -> Pending:
-        with peer_errors():
-            arrival = start_receives(receives, self._group, tag, staged=self._staged)
-            return _ArrivedAndLeft(arrival, list(start_sends(sends, self._group, tag, staged=self._staged)))
-
-    def complete_sends(self) -> None:
-        """Waits for nothing: peers may be in other steps."""
-
-
-class _ArrivedAndLeft:
-    def __init__(self, arrival: Pending, leaving: Sequence[tuple[dist.Work, Tensor]]) -> None:
-        self._arrival, self._leaving = arrival, leaving
-
-    def wait(self) -> None:
-        self._arrival.wait()
-        with peer_errors():
-            for work, _ in self._leaving:
-                work.wait()
-
-
-def _exit_with_controller(run_dir: str, lifeline: int) -> None:
-    os.read(lifeline, 1)  # nothing is ever written
-    _log.warning("the controller is gone")
-    shutil.rmtree(run_dir, ignore_errors=True)
-    os._exit(1)
 
 
 def open_device(kind: str, rank: int) -> torch.device:

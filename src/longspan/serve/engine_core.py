@@ -11,12 +11,10 @@ losses is taken for their cause and fails.
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 from contextlib import closing
 from dataclasses import dataclass
@@ -26,6 +24,7 @@ import zmq
 
 from longspan.core.request import FinishReason, Request
 from longspan.errors import WorkerLostError
+from longspan.runtime.child import end_with_parent
 from longspan.runtime.executor.forkserver import start_server
 from longspan.serve import messages
 from longspan.service import Service
@@ -51,7 +50,7 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True)
         return
     setup = msgspec.json.decode(line, type=messages.EngineSetup)
-    threading.Thread(target=_end_with_server, args=(folder,), daemon=True).start()
+    end_with_parent(sys.stdin.fileno(), remove=folder)  # and workers end with us
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     _log.setLevel(logging.INFO)
     logging.getLogger().setLevel(logging.WARNING)
@@ -91,13 +90,6 @@ def _serve(setup: messages.EngineSetup, socket: zmq.Socket[bytes]) -> int:
             _log.exception("workers do not come back")
             return 1
     return 0
-
-
-def _end_with_server(folder: str) -> None:
-    while os.read(sys.stdin.fileno(), 1):  # not by its buffer, whose lock would be held when the process ends
-        pass
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(1)  # workers end with their controller
 
 
 @dataclass(kw_only=True, eq=False)
