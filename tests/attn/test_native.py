@@ -165,6 +165,17 @@ def test_a_model_is_as_exact_with_it_as_without(smollm2_oracle: Oracle, monkeypa
     assert error("native", 1) <= limit and error("native", 2) <= limit
 
 
+def test_kernels_that_another_engine_has_loaded_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that are threads share a process, and so the library."""
+    used: list[str] = []
+    monkeypatch.setattr(native, "_library", object())
+    for name in ("attend", "attend_paged"):
+        monkeypatch.setattr(NativeCpu, name, lambda *_, name=name, **__: used.append(name))
+    with ThreadLLM(attention_backend="torch", threads_per_rank=1) as llm:
+        llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=2))
+    assert not used
+
+
 def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_processor_flags", lambda: {"avx2"})
     with pytest.raises(native.UnavailableError, match="AVX512_BF16"):

@@ -10,6 +10,7 @@ from cluster import Cluster, Setup, Slots, rank_requests
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from longspan.attn.backends import backend_of
 from longspan.core.exchange import LOCAL, RING_KV, RING_Q
 from longspan.core.owners import BlockRef
 from longspan.core.runs import Run, SpanShards
@@ -17,6 +18,7 @@ from longspan.core.steps import UNKNOWN, Forward, Free, Part, Sample, Sampling
 from longspan.runtime.batch import Packed, pack
 
 CPU = torch.device("cpu")
+BACKEND = backend_of(CPU)
 
 
 @given(
@@ -59,7 +61,7 @@ def test_ranks_see_what_the_parts_say(
             tables[part.request_id] = [*tables.get(part.request_id, [])[: part.first_block], *part.blocks]
             slots.setdefault(part.request_id, Slots(size=size)).follow(part, tables[part.request_id])
         for instance in step.instances:
-            packed = pack(step, ranks[instance], instance=instance, block_size=size, device=CPU)
+            packed = pack(step, ranks[instance], instance=instance, block_size=size, device=CPU, backend=BACKEND)
             check(packed, step, instance, tables, slots)
 
 
@@ -123,7 +125,7 @@ def part_of(
 
 
 def packed_for(forward: Forward, instance: int) -> Packed:
-    return pack(forward, rank_requests(), instance=instance, block_size=4, device=CPU)
+    return pack(forward, rank_requests(), instance=instance, block_size=4, device=CPU, backend=BACKEND)
 
 
 def test_members_without_tokens_still_take_part() -> None:
@@ -193,7 +195,14 @@ def test_the_target_of_a_prompt_token_may_lie_elsewhere() -> None:
     )
     seen = []
     for instance in range(2):
-        packed = pack(Forward(number=1, parts=(part,)), rank_requests(), instance=instance, block_size=1, device=CPU)
+        packed = pack(
+            Forward(number=1, parts=(part,)),
+            rank_requests(),
+            instance=instance,
+            block_size=1,
+            device=CPU,
+            backend=BACKEND,
+        )
         (prompt,) = packed.prompts
         seen += list(zip(prompt.positions, prompt.targets, packed.tokens[list(prompt.rows)].tolist(), strict=True))
     assert sorted(seen) == [(1, 11, 10), (2, 12, 11), (3, 13, 12)]

@@ -23,6 +23,7 @@ from tiny_models import TINY
 from torch import Tensor
 from transports import FaultyTransport, Wires, run_members
 
+from longspan.attn.backends import backend_of
 from longspan.attn.check import Request
 from longspan.attn.comm import NOBODY, Group, Transport
 from longspan.attn.spec import AttnSpec
@@ -44,6 +45,7 @@ from longspan.runtime.timing import Stopwatch
 pytestmark = pytest.mark.usefixtures("one_thread")
 BLOCK = 16
 CPU = torch.device("cpu")
+BACKEND = backend_of(CPU)
 
 
 def inside_bytes(spec: AttnSpec, num_tokens: int, tp: int, width: int) -> int:
@@ -194,17 +196,17 @@ def run_ranks(folder: Path, tp: int, forwards: Sequence[Forward]) -> tuple[dict[
         pool = KvPool(model.specs, num_blocks=64, block_size=BLOCK, dtype=torch.float32, device=CPU)
         requests, watch, layerwise = rank_requests(), Stopwatch(enabled=False, device=CPU), Layerwise(model)
         for forward in forwards:
-            packed = pack(forward, requests, instance=instance, block_size=BLOCK, device=CPU)
+            packed = pack(forward, requests, instance=instance, block_size=BLOCK, device=CPU, backend=BACKEND)
             layers = model.info.num_layers
             comm = StepComm(transport, forward.number, cluster=cluster, rank=me, num_layers=layers)
-            model.reduce = comm.all_reduce
             attention = StepAttention(packed, comm, pool=pool, specs=model.specs, watch=watch, layerwise=layerwise)
-            if len(packed.tokens):
-                row = packed.tokens, packed.positions, packed.keep
-                found = model.forward(*row, attention, packed.rope_lengths)
-                logits[me].update(zip(packed.request_ids, found, strict=True))
-            else:
-                attention.without_tokens(torch.float32, CPU)
+            with model.summed_by(comm.all_reduce):
+                if len(packed.tokens):
+                    row = packed.tokens, packed.positions, packed.keep
+                    found = model.forward(*row, attention, packed.rope_lengths)
+                    logits[me].update(zip(packed.request_ids, found, strict=True))
+                else:
+                    attention.without_tokens(torch.float32, CPU)
             for (kind, _), num_bytes in comm.sent.items():
                 sent[forward.number][kind] += num_bytes
 
@@ -287,7 +289,7 @@ def test_a_step_without_layerwise_parts_leaves_the_layers_alone(folders: dict[st
     requests, watch, cluster = rank_requests(), Stopwatch(enabled=False, device=CPU), Cluster.of("1")
     for kind, is_taken in ((LOCAL, False), (GATHER_HIDDEN, True)):
         [chat] = [index for index, chat in enumerate(CHATS) if chat.exchanges[0] == kind]
-        packed = pack(steps_of([chat])[0], requests, instance=0, block_size=BLOCK, device=CPU)
+        packed = pack(steps_of([chat])[0], requests, instance=0, block_size=BLOCK, device=CPU, backend=BACKEND)
         comm = StepComm(NOBODY, 0, cluster=cluster, rank=0, num_layers=model.info.num_layers)
         StepAttention(packed, comm, pool=pool, specs=model.specs, watch=watch, layerwise=layerwise)
         assert all(("forward" in vars(module)) == is_taken for module in modules)

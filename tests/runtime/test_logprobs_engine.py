@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +15,10 @@ from engines import Engines
 from oracle import Oracle
 
 from longspan import SamplingParams
+from longspan.core.steps import TokenLogprobs
 from longspan.outputs import LogprobsOfToken, RequestOutput
+from longspan.runtime import worker
+from longspan.runtime.sampling import token_logprobs
 
 TOLERANCE = 1e-3
 
@@ -122,3 +127,16 @@ def test_survive_preemption(engines: Engines, tiny: Path, oracle: Oracle, instan
 
 def preempted(outputs: Sequence[RequestOutput]) -> int:
     return sum(output.metrics.num_preemptions for output in outputs)
+
+
+def test_one_rank_of_an_instance_reports(engines: Engines, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def found(*arguments: Any) -> list[TokenLogprobs]:
+        asked.append(threading.current_thread().name)
+        return token_logprobs(*arguments)
+
+    monkeypatch.setattr(worker, "token_logprobs", found)
+    llm = engines(tiny, tensor_parallel_size=2)
+    llm.generate([[5, 6, 7]], sampled(logprobs=1, prompt_logprobs=1))
+    assert set(asked) == {"longspan rank 0"}

@@ -16,6 +16,7 @@ from test_exchanges import LAW, spec_of
 from torch import Tensor
 from transports import Wires, run_members
 
+from longspan.attn.backends import backend_of
 from longspan.attn.check import random_qkv, reference
 from longspan.attn.comm import Transport
 from longspan.core.cluster import Cluster
@@ -32,6 +33,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 BLOCK = 8
 CLUSTER = Cluster.of("3")
 CPU = torch.device("cpu")
+BACKEND = backend_of(CPU)
 
 
 @dataclass
@@ -109,7 +111,7 @@ def test_steps_of_mixed_groups(chats: list[Chat], draw: random.Random) -> None:
         pool = KvPool(specs, num_blocks=64, block_size=BLOCK, dtype=torch.float32, device=CPU)
         tables = rank_requests()
         for forward in forwards:
-            packed = pack(forward, tables, instance=instance, block_size=BLOCK, device=CPU)
+            packed = pack(forward, tables, instance=instance, block_size=BLOCK, device=CPU, backend=BACKEND)
             comm = StepComm(transport, forward.number, cluster=CLUSTER, rank=instance, num_layers=len(specs))
             attention = StepAttention(packed, comm, pool=pool, specs=specs, watch=Stopwatch(enabled=False, device=CPU))
             if not len(packed.tokens):

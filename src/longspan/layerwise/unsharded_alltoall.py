@@ -8,8 +8,7 @@ the host's copy, or from the rank's peers, a layer ahead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -25,7 +24,6 @@ from longspan.attn.spec import AttnSpec
 from longspan.core.cluster import HeadShare, cut_evenly, split_heads
 from longspan.core.exchange import ALLTOALL, WeightSource
 from longspan.layerwise.layers import Channel, StepContext, UnshardedWeights, Weights
-from longspan.model.adapter import Model
 from longspan.model.sharding import Shard, attention_modules
 
 
@@ -79,7 +77,7 @@ class UnshardedLayers:
         rotary = self._rotary[channel.number]
         own = rotary[0][:, inside.mine], rotary[1][:, inside.mine]
         weights = self._weights[channel.exchange.weights]
-        with _without_sums(model):
+        with model.summed_by(lambda complete: complete):  # nothing to sum over the ranks of the instance
             made = context.layers[layer].compute_with(weights, spec, mine, own, attend)
         return inside.gather(made)
 
@@ -94,16 +92,6 @@ class UnshardedLayers:
         if layer < self._context.model.info.num_layers:
             for source in self._sources.values():
                 source.start(layer)
-
-
-@contextmanager
-def _without_sums(model: Model) -> Iterator[None]:
-    """Outputs of unsharded weights are complete: for a while, nothing is summed over the ranks of the instance."""
-    before, model.reduce = model.reduce, lambda complete: complete
-    try:
-        yield
-    finally:
-        model.reduce = before
 
 
 def _from_zero(parts: MemberParts) -> MemberParts:

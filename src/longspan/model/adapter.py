@@ -7,7 +7,8 @@ call comes with the call's keyword arguments, which transformers' models hand do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +37,9 @@ class Model:
         specs: what each layer's attention computes here.
         shard: which share this is.
         stored_attention: the unsharded parameters of each attention module in the weight file; empty for a whole model.
-        reduce: sums the outputs of a share of a model over the ranks of the instance. All of them call it equally
-            often, in the same order.
+
+    Raises:
+        ModelError: when the weights of this architecture cannot be split.
     """
 
     def __init__(self, files: ModelFiles, device: torch.device, *, tp_index: int = 0, tp: int = 1) -> None:
@@ -52,7 +54,7 @@ class Model:
         _fill(self.module, stored, device, self.shard)
         switch_length = self.info.rope_switch_length
         self._longrope = None if switch_length is None else _pin_longrope(self.module, switch_length)
-        self.reduce: Reduce | None = None
+        self._reduce: Reduce | None = None
         self.stored_attention: list[dict[str, Tensor]] = []
         if tp > 1:
             sum_partial_results(self.module, self.shard, self._sum)
@@ -103,9 +105,21 @@ class Model:
         cos, sin = layers.rotary_emb(like, positions[None])
         return cos, sin
 
+    @contextmanager
+    def summed_by(self, reduce: Reduce) -> Iterator[None]:
+        """Sums the layers' outputs over the ranks of the instance by `reduce` inside a block; a whole model sums none.
+
+        All ranks call it equally often, in the same order.
+        """
+        before, self._reduce = self._reduce, reduce
+        try:
+            yield
+        finally:
+            self._reduce = before
+
     def _sum(self, partial: Tensor) -> Tensor:
-        assert self.reduce is not None, "a share of a model needs the sums over all shares"
-        return self.reduce(partial)
+        assert self._reduce is not None, "a share of a model needs the sums over all shares"
+        return self._reduce(partial)
 
     def _keep_output(self, _layers: nn.Module, _inputs: object, output: object) -> None:
         self._output = output

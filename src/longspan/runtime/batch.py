@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from longspan.attn.backends import AttentionBackend, backend_of
+from longspan.attn.backends import AttentionBackend
 from longspan.attn.comm import Group, Message
 from longspan.attn.member import MemberPart, MemberParts, num_tokens
 from longspan.core.exchange import Exchange
@@ -111,7 +111,15 @@ class PromptRows:
     targets: tuple[int, ...]
 
 
-def pack(forward: Forward, requests: RankRequests, *, instance: int, block_size: int, device: torch.device) -> Packed:
+def pack(
+    forward: Forward,
+    requests: RankRequests,
+    *,
+    instance: int,
+    block_size: int,
+    device: torch.device,
+    backend: AttentionBackend,
+) -> Packed:
     """Packs the parts in which `instance` is a member, and brings `requests` up to date."""
     tokens: list[int] = []
     positions: list[int] = []
@@ -160,7 +168,7 @@ def pack(forward: Forward, requests: RankRequests, *, instance: int, block_size:
         rope_lengths=torch.tensor(rope_lengths, dtype=torch.int64, device=device),
         num_alone=num_alone,
         slots=_slots(stored, instance, device),
-        channels=_channels(forward, channels, instance, backend_of(device)),
+        channels=_channels(forward, channels, instance, backend),
         keep=torch.tensor([row for _, _, row in sampled], dtype=torch.int64, device=device),
         samples=tuple(wish for _, wish, _ in sampled),
         request_ids=tuple(request_id for request_id, _, _ in sampled),

@@ -15,6 +15,7 @@ import torch
 import zmq
 from torch import Tensor
 
+from longspan.attn.backends import AttentionBackend, backend_of
 from longspan.attn.comm import CommError, Transport
 from longspan.core.cluster import Cluster
 from longspan.core.steps import Forward, Sampled, Scored, TokenLogprobs
@@ -70,13 +71,14 @@ class Worker:
         pool: KvPool,
         transports: Transports,
         *,
+        backend: AttentionBackend,
         vocabulary: Vocabulary,
         record_times: bool,
     ) -> None:
         self._rank, self._cluster, self._model, self._pool = rank, cluster, model, pool
         self._instance, _, self._shard = cluster.at(rank)
         self._device, self._dtype = model.module.device, model.module.dtype
-        self._layerwise = Layerwise(model)
+        self._backend, self._layerwise = backend, Layerwise(model)
         self._requests = RankRequests(vocabulary, self._device)
         self._watch = Stopwatch(enabled=record_times, device=self._device)
         self._watch.watch_linear(model.module)
@@ -115,7 +117,12 @@ class Worker:
     def _run(self, forward: Forward) -> Done:
         """Computes this rank's share of a step and samples."""
         packed = pack(
-            forward, self._requests, instance=self._instance, block_size=self._pool.block_size, device=self._device
+            forward,
+            self._requests,
+            instance=self._instance,
+            block_size=self._pool.block_size,
+            device=self._device,
+            backend=self._backend,
         )
         comm = StepComm(
             self._exchange,
@@ -126,7 +133,6 @@ class Worker:
         )
         moves = StepMoves(forward, self._messages, rebalances=self._rebalances, moves=self._moves, sent=comm.sent)
         resolve(packed, self._requests, comm.everyone())
-        self._model.reduce = comm.all_reduce
         attention = StepAttention(
             packed,
             comm,
@@ -138,14 +144,16 @@ class Worker:
         )
         sampled: tuple[Sampled, ...] = ()
         scored: tuple[Scored, ...] = ()
-        if len(packed.tokens):
-            logits = self._model.forward(packed.tokens, packed.positions, packed.keep, attention, packed.rope_lengths)
-            sampled = tuple(self._sample(packed, logits))
-            scored = tuple(self._score(prompt) for prompt in packed.prompts)
-            if self._shard > 0:  # every rank of an instance knows its tokens; one tells them
-                sampled, scored = (), ()
-        else:
-            attention.without_tokens(self._dtype, self._device)
+        with self._model.summed_by(comm.all_reduce):
+            if len(packed.tokens):
+                row = packed.tokens, packed.positions, packed.keep
+                logits = self._model.forward(*row, attention, packed.rope_lengths)
+                tokens = self._sample(packed, logits)
+                if self._shard == 0:  # every rank of an instance knows its tokens; one reports them
+                    sampled = tuple(self._sampled(packed, logits, tokens))
+                    scored = tuple(self._score(prompt) for prompt in packed.prompts)
+            else:
+                attention.without_tokens(self._dtype, self._device)
         attention.finish()
         for transport in (self._exchange, self._rebalances):  # whose peers receive in the same step
             transport.complete_sends()
@@ -158,14 +166,21 @@ class Worker:
             times=self._watch.seconds(),
         )
 
-    def _sample(self, packed: Packed, logits: Tensor) -> Iterator[Sampled]:
+    def _sample(self, packed: Packed, logits: Tensor) -> list[int]:
+        """Samples one token per row of `logits [n, vocab]`."""
         if not packed.samples:
-            return
+            return []
         requests = [self._requests[request_id] for request_id in packed.request_ids]
-        tokens = sample(logits, [r.draw(wish) for r, wish in zip(requests, packed.samples, strict=True)])
+        tokens = sample(logits, [r.draw(one) for r, one in zip(requests, packed.samples, strict=True)])
+        for request, token in zip(requests, tokens, strict=True):
+            request.last_token = token
+        return tokens
+
+    def _sampled(self, packed: Packed, logits: Tensor, tokens: Sequence[int]) -> Iterator[Sampled]:
+        """Reports sampled tokens, each with what its request wants to know of it."""
+        requests = [self._requests[request_id] for request_id in packed.request_ids]
         logprobs = _logprobs(logits, tokens, requests)
         for row, (request, token) in enumerate(zip(requests, tokens, strict=True)):
-            request.last_token = token
             data = logits[row].cpu().numpy().tobytes() if request.sampling.output_logits else b""
             yield Sampled(
                 request_id=packed.request_ids[row],
@@ -198,7 +213,16 @@ def load_worker(config: WorkerConfig, rank: int, device: torch.device, transport
         device=device,
     )
     vocabulary = Vocabulary(files, size=model.info.vocab_size, eos_token_ids=model.info.eos_token_ids)
-    return Worker(rank, cluster, model, pool, transports, vocabulary=vocabulary, record_times=config.record_times)
+    return Worker(
+        rank,
+        cluster,
+        model,
+        pool,
+        transports,
+        backend=backend_of(device, compiled=config.attention_kernel is not None),
+        vocabulary=vocabulary,
+        record_times=config.record_times,
+    )
 
 
 def _logprobs(logits: Tensor, tokens: Sequence[int], requests: Sequence[RankRequest]) -> dict[int, TokenLogprobs]:

@@ -41,14 +41,14 @@ class AttentionBackend(Protocol):
         """Computes attention of single queries `q [H, T, D]`, each over the tokens that the plan says it reads."""
 
 
-def backend_of(device: torch.device) -> AttentionBackend:
-    """Returns the fastest backend for a device: our own CPU kernels where they are loaded, else PyTorch's."""
+def backend_of(device: torch.device, *, compiled: bool | None = None) -> AttentionBackend:
+    """Returns the backend of a device. On CPUs it is our own `compiled` kernels, by default if they are loaded."""
     from longspan.attn import native  # noqa: PLC0415 - backends import this module
     from longspan.attn.backends.pytorch import TorchCpu, TorchCuda  # noqa: PLC0415
 
     if device.type == "cuda":
         return TorchCuda()
-    return native.NativeCpu() if native.is_loaded() else TorchCpu()
+    return native.NativeCpu() if (native.is_loaded() if compiled is None else compiled) else TorchCpu()
 
 
 def nothing_seen(q: Tensor) -> Partial:
