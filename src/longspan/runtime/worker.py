@@ -22,20 +22,9 @@ from longspan.core.steps import Forward, Sampled, Scored, TokenLogprobs
 from longspan.layerwise import Layerwise
 from longspan.model.adapter import Model
 from longspan.model.store import DTYPES
+from longspan.runtime import messages
 from longspan.runtime.attention import StepAttention, StepComm
 from longspan.runtime.batch import Packed, PromptRows, RankRequest, RankRequests, pack, resolve
-from longspan.runtime.messages import (
-    Command,
-    Done,
-    Failed,
-    Ready,
-    Report,
-    RunForward,
-    RunFree,
-    RunMoves,
-    Stop,
-    WorkerConfig,
-)
 from longspan.runtime.moves import BlockMessages, Moves, StepMoves
 from longspan.runtime.pool import KvPool
 from longspan.runtime.sampling import Vocabulary, sample, token_logprobs
@@ -89,33 +78,33 @@ class Worker:
 
     def serve(self, commands: zmq.Socket[bytes], reports: zmq.Socket[bytes]) -> bool:
         """Works until it is told to stop; returns whether no KV was on its way then."""
-        send_report(reports, Ready(rank=self._rank))
+        send_report(reports, messages.Ready(rank=self._rank))
         inbox = Inbox(commands, self._moves.wakeup)
         while True:
             with self._watch.during("controller"):
                 new = inbox.receive()
             for command in new:
-                if isinstance(command, RunMoves):  # what will come is received whatever is computed meanwhile
+                if isinstance(command, messages.RunMoves):  # what will come is received whatever is computed meanwhile
                     self._moves.expect(command.moves)
             for report in self._moves.take_arrived():
                 send_report(reports, report)
             match inbox.next():
-                case RunForward(step):
+                case messages.RunForward(step):
                     send_report(reports, self._run(step))
-                case RunMoves(moves):
+                case messages.RunMoves(moves):
                     for report in self._moves.send(moves):
                         send_report(reports, report)
-                case RunFree(step):
+                case messages.RunFree(step):
                     self._requests.forget(step.request_ids)
-                case Stop():
+                case messages.Stop():
                     return self._moves.is_idle
 
     def close(self) -> None:
         """Ends the threads that move KV, once its transports are closed. A process that ends need not call it."""
         self._moves.close()
 
-    def _run(self, forward: Forward) -> Done:
-        """Computes this rank's share of a step and samples."""
+    def _run(self, forward: Forward) -> messages.Done:
+        """Computes this rank's share and samples what it is asked to."""
         packed = pack(
             forward,
             self._requests,
@@ -157,7 +146,7 @@ class Worker:
         attention.finish()
         for transport in (self._exchange, self._rebalances):  # whose peers receive in the same step
             transport.complete_sends()
-        return Done(
+        return messages.Done(
             rank=self._rank,
             number=forward.number,
             sampled=sampled,
@@ -201,7 +190,8 @@ class Worker:
         return Scored(request_id=prompt.request_id, positions=prompt.positions, logprobs=tuple(found))
 
 
-def load_worker(config: WorkerConfig, rank: int, device: torch.device, transports: Transports) -> Worker:
+def load_worker(config: messages.WorkerConfig, rank: int, device: torch.device, transports: Transports) -> Worker:
+    """Makes a worker with a model read from its files and an empty pool, on `device`."""
     files, cluster = config.files, config.cluster
     instance, _, shard = cluster.at(rank)
     model = Model(files, device, tp_index=shard, tp=cluster.tp(instance))
@@ -239,13 +229,13 @@ class Inbox:
 
     def __init__(self, commands: zmq.Socket[bytes], wakeup: int) -> None:
         self._commands, self._poller = commands, zmq.Poller()
-        self._decoder = msgspec.msgpack.Decoder(Command)
-        self._waiting: deque[Command] = deque()
+        self._decoder = msgspec.msgpack.Decoder(messages.Command)
+        self._waiting: deque[messages.Command] = deque()
         for source in (commands, wakeup):
             self._poller.register(source, zmq.POLLIN)
 
-    def receive(self) -> list[Command]:
-        """Takes the commands that have come; waits for something if there is nothing to do."""
+    def receive(self) -> list[messages.Command]:
+        """Takes the commands that have come since; waits for something if there is nothing to do."""
         self._poller.poll(0 if self._waiting else None)
         new = []
         with suppress(zmq.Again):
@@ -254,13 +244,15 @@ class Inbox:
         self._waiting.extend(new)
         return new
 
-    def next(self) -> Command | None:
+    def next(self) -> messages.Command | None:
+        """Takes what to do now, if anything."""
         return self._waiting.popleft() if self._waiting else None
 
 
-def send_report(reports: zmq.Socket[bytes], report: Report) -> None:
+def send_report(reports: zmq.Socket[bytes], report: messages.Report) -> None:
     reports.send(msgspec.msgpack.encode(report))
 
 
-def failure(rank: int, error: Exception) -> Failed:
-    return Failed(rank=rank, reason=f"{type(error).__name__}: {error}", peer=isinstance(error, CommError))
+def failure(rank: int, error: Exception) -> messages.Failed:
+    """Says why a worker ends, and whether another one is to blame."""
+    return messages.Failed(rank=rank, reason=f"{type(error).__name__}: {error}", peer=isinstance(error, CommError))

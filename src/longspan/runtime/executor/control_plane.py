@@ -20,22 +20,7 @@ import zmq
 from longspan.core.cluster import Cluster
 from longspan.core.steps import Completion, Forward, Free, Link, MoveKV, Sampled, Scored, Step
 from longspan.errors import WorkerLostError
-from longspan.runtime.messages import (
-    Command,
-    Done,
-    Exited,
-    Failed,
-    Moved,
-    Ready,
-    Report,
-    RunForward,
-    RunFree,
-    RunMoves,
-    Sent,
-    Stop,
-    command_address,
-    report_address,
-)
+from longspan.runtime import messages
 
 _START_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 3.0
@@ -113,10 +98,10 @@ class WorkerExecutor:
         self._workers: list[WorkerHandle] = []
         self._reports = self._context.socket(zmq.PULL)
         self._finalizer = weakref.finalize(self, _clean_up, self._workers, self._commands, self._reports, launcher)
-        self._reports.bind(report_address(launcher.endpoint))
+        self._reports.bind(messages.report_address(launcher.endpoint))
         self.wakeup: zmq.Socket[bytes] | None = None
         self.worker_times: list[dict[str, float]] = [{} for _ in range(cluster.num_ranks)]
-        self._decoder = msgspec.msgpack.Decoder(Report)
+        self._decoder = msgspec.msgpack.Decoder(messages.Report)
         try:
             for rank in range(cluster.num_ranks):
                 self._start(rank)
@@ -132,16 +117,16 @@ class WorkerExecutor:
     def submit(self, step: Step) -> None:
         """Sends a Forward to the ranks that take part, a MoveKV to both ends, a Free to all."""
         if isinstance(step, Free):
-            self._send(RunFree(step), range(len(self._commands)))
+            self._send(messages.RunFree(step), range(len(self._commands)))
             return
         self._in_flight.begin(step, time.monotonic())
         if isinstance(step, MoveKV):
-            self._send(RunMoves((step,)), self._in_flight.ranks([*step.sources, *step.targets]))
+            self._send(messages.RunMoves((step,)), self._in_flight.ranks([*step.sources, *step.targets]))
             return
-        self._send(RunForward(step), self._in_flight.ranks(step.instances))
+        self._send(messages.RunForward(step), self._in_flight.ranks(step.instances))
         if step.streams:
             targets = sorted({target for move in step.streams for target in move.targets})
-            self._send(RunMoves(step.streams), self._in_flight.ranks(targets))
+            self._send(messages.RunMoves(step.streams), self._in_flight.ranks(targets))
 
     def poll(self, timeout_s: float | None) -> list[Completion]:
         """Waits for completions; a lost worker closes this executor."""
@@ -171,10 +156,10 @@ class WorkerExecutor:
         worker = self._launcher.start(rank)
         self._workers.append(worker)
         socket = self._context.socket(zmq.PUSH)
-        socket.connect(command_address(endpoint, rank))
+        socket.connect(messages.command_address(endpoint, rank))
         self._commands.append(socket)
         watcher = self._context.socket(zmq.PUSH)
-        watcher.connect(report_address(endpoint))
+        watcher.connect(messages.report_address(endpoint))
         threading.Thread(target=_watch, args=(worker, rank, watcher), daemon=True).start()
 
     def _wait_until_ready(self, num_ranks: int) -> None:
@@ -185,7 +170,7 @@ class WorkerExecutor:
             if report is None:
                 missing = min(set(range(num_ranks)) - ready)
                 self._lose(missing, f"not ready after {_START_TIMEOUT_S:.0f} s")
-            elif isinstance(report, Ready):
+            elif isinstance(report, messages.Ready):
                 ready.add(report.rank)
             else:
                 self._take(report)
@@ -204,7 +189,7 @@ class WorkerExecutor:
             ranks = f"rank{'s' * (len(stalled) > 1)} {', '.join(map(str, stalled))}"
             self._lose(stalled[0], f"no step was completed by {ranks} for {self._step_timeout_s:g} s (--step-timeout)")
 
-    def _receive(self, timeout_s: float | None, wakeup: zmq.Socket[bytes] | None = None) -> Report | None:
+    def _receive(self, timeout_s: float | None, wakeup: zmq.Socket[bytes] | None = None) -> messages.Report | None:
         poller = zmq.Poller()
         for socket in (self._reports, wakeup):
             if socket is not None:
@@ -212,20 +197,20 @@ class WorkerExecutor:
         ready = dict(poller.poll(None if timeout_s is None else int(max(0.0, timeout_s) * 1000)))
         return self._decoder.decode(self._reports.recv()) if self._reports in ready else None
 
-    def _take(self, report: Report) -> Completion | None:
+    def _take(self, report: messages.Report) -> Completion | None:
         match report:
-            case Done():
+            case messages.Done():
                 self.worker_times[report.rank] = report.times
                 return self._in_flight.take(report, time.monotonic())
-            case Moved():
+            case messages.Moved():
                 return self._in_flight.take(report, time.monotonic())
-            case Sent(rank, number):
+            case messages.Sent(rank, number):
                 self._in_flight.sent(rank, number)
-            case Failed(rank, reason, peer=True):
+            case messages.Failed(rank, reason, peer=True):
                 self._blame(rank, reason)
-            case Failed(rank, reason):
+            case messages.Failed(rank, reason):
                 self._lose(rank, reason)
-            case Exited(rank, code):
+            case messages.Exited(rank, code):
                 self._lose(rank, _describe(code))
         return None
 
@@ -233,9 +218,9 @@ class WorkerExecutor:
         """Waits shortly, when a rank lost a peer, for the report of the peer itself."""
         deadline = time.monotonic() + _BLAME_TIMEOUT_S
         while (report := self._receive(deadline - time.monotonic())) is not None:
-            if isinstance(report, Failed) and not report.peer:
+            if isinstance(report, messages.Failed) and not report.peer:
                 self._lose(report.rank, report.reason)
-            if isinstance(report, Exited) and report.rank != rank and report.code != 1:
+            if isinstance(report, messages.Exited) and report.rank != rank and report.code != 1:
                 self._lose(report.rank, _describe(report.code))
         self._lose(rank, reason)
 
@@ -245,7 +230,7 @@ class WorkerExecutor:
         self.close()
         raise WorkerLostError(rank, f"{reason} ({self._launcher.hint(rank)})")
 
-    def _send(self, command: Command, ranks: Sequence[int]) -> None:
+    def _send(self, command: messages.Command, ranks: Sequence[int]) -> None:
         data = msgspec.msgpack.encode(command)
         for rank in ranks:
             self._commands[rank].send(data)
@@ -266,7 +251,7 @@ class _StepInFlight:
     carries: Sequence[int] = ()
     unsent: set[int] = field(default_factory=set)
     leaving: set[int] = field(default_factory=set)
-    reports: list[Done | Moved] = field(default_factory=list)
+    reports: list[messages.Done | messages.Moved] = field(default_factory=list)
 
 
 class InFlight:
@@ -300,7 +285,7 @@ class InFlight:
         own.carries = [move.number for move in carried]
         self._work(workers, step.number, now_s)
 
-    def take(self, report: Done | Moved, now_s: float) -> Completion | None:
+    def take(self, report: messages.Done | messages.Moved, now_s: float) -> Completion | None:
         """Returns the completion of a step once its last rank has reported."""
         rank, number = report.rank, report.number
         step = self._steps[number]
@@ -351,13 +336,13 @@ class InFlight:
             self._since_s.pop(rank, None)
 
 
-def _completion(number: int, reports: Iterable[Done | Moved]) -> Completion:
+def _completion(number: int, reports: Iterable[messages.Done | messages.Moved]) -> Completion:
     sampled: list[Sampled] = []
     scored: list[Scored] = []
     sent: Counter[tuple[str, Link]] = Counter()
     for report in reports:
         sent.update(report.bytes_sent)
-        if isinstance(report, Done):
+        if isinstance(report, messages.Done):
             sampled += report.sampled
             scored += report.scored
     return Completion(number=number, sampled=tuple(sampled), bytes_sent=sent, scored=tuple(scored))
@@ -367,7 +352,7 @@ def _watch(worker: WorkerHandle, rank: int, reports: zmq.Socket[bytes]) -> None:
     """Reports the end of a worker. Owns its socket: zmq sockets belong to one thread."""
     code = worker.wait()
     try:
-        reports.send(msgspec.msgpack.encode(Exited(rank=rank, code=code)))
+        reports.send(msgspec.msgpack.encode(messages.Exited(rank=rank, code=code)))
     except zmq.ZMQError:
         return  # the executor is closing; nobody listens any more
     finally:
@@ -390,7 +375,7 @@ def _clean_up(
 
     It is given all sockets of this thread: a context waits for ever for one that is garbage, but not closed yet.
     """
-    stop = msgspec.msgpack.encode(Stop())
+    stop = msgspec.msgpack.encode(messages.Stop())
     for socket in commands:
         socket.send(stop)
     deadline = time.monotonic() + _STOP_TIMEOUT_S
