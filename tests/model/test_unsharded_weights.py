@@ -32,14 +32,15 @@ from longspan.core.exchange import ALLTOALL, CHAIN, GATHER_HIDDEN, LOCAL, RING_K
 from longspan.core.owners import BlockRef, Owners
 from longspan.core.runs import positions, shard_span
 from longspan.core.steps import Forward, Part, Sample, Sampling
-from longspan.layerwise import Layerwise
-from longspan.layerwise.unsharded_alltoall import Inside, join, share_message
 from longspan.model.adapter import Model
 from longspan.model.sharding import Shard, attention_modules
 from longspan.model.source import prepare
-from longspan.runtime.attention import StepAttention, StepComm
+from longspan.runtime.attention import StepAttention
 from longspan.runtime.batch import pack
+from longspan.runtime.layerwise import Layerwise
+from longspan.runtime.layerwise.unsharded_alltoall import HeadTokenSwap, joined_weights, share_message
 from longspan.runtime.pool import KvPool
+from longspan.runtime.step_comm import StepComm
 from longspan.runtime.timing import Stopwatch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -79,7 +80,7 @@ def test_heads_of_slices_become_slices_of_heads_and_back(
     wires = Wires()
 
     def rank(me: int, transport: Transport) -> None:
-        inside = Inside(Group(transport, range(size), me, hosts=hosts, sent=sent[me]), spec, num_tokens)
+        inside = HeadTokenSwap(Group(transport, range(size), me, hosts=hosts, sent=sent[me]), spec, num_tokens)
         share = split_heads(*heads, size)[me]
         wanted = [slice(one.start, one.stop) for one in (share.heads, share.kv_heads, share.kv_heads)]
         found = inside.to_heads(*(tensor[:, inside.mine] for tensor in whole))
@@ -104,7 +105,7 @@ def test_shares_joined_are_the_whole(folders: dict[str, Path], name: str) -> Non
         shares = [{n: shard.cut(path + n, weight) for n, weight in whole.items()} for shard in shards]
         messages = [share_message(shard, layer, share) for shard, share in zip(shards, shares, strict=True)]
         for shard, share in zip(shards, shares, strict=True):
-            joined = join(shard, layer, share, messages)
+            joined = joined_weights(shard, layer, share, messages)
             assert all(torch.equal(joined[n], weight) for n, weight in whole.items())
         assert sum(message.payload_bytes for message in messages) == weight_bytes(whole)
 

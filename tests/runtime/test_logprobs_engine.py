@@ -137,6 +137,6 @@ def test_one_rank_of_an_instance_reports(engines: Engines, tiny: Path, monkeypat
         return token_logprobs(*arguments)
 
     monkeypatch.setattr(worker, "token_logprobs", found)
-    llm = engines(tiny, tensor_parallel_size=2)
+    llm = engines(tiny, parallel="tp2")
     llm.generate([[5, 6, 7]], sampled(logprobs=1, prompt_logprobs=1))
     assert set(asked) == {"longspan rank 0"}

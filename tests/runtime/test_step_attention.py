@@ -24,9 +24,10 @@ from longspan.core.exchange import LOCAL, RING_KV, RING_Q
 from longspan.core.owners import BlockRef
 from longspan.core.runs import positions, shard_span
 from longspan.core.steps import Forward, Free, Part, Sampling
-from longspan.runtime.attention import StepAttention, StepComm
+from longspan.runtime.attention import StepAttention
 from longspan.runtime.batch import pack
 from longspan.runtime.pool import KvPool
+from longspan.runtime.step_comm import StepComm
 from longspan.runtime.timing import Stopwatch
 
 pytestmark = pytest.mark.usefixtures("one_thread")

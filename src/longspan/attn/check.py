@@ -29,6 +29,7 @@ from torch import Tensor
 from longspan.attn.backends import Partial, backend_of
 from longspan.attn.comm import Group, TorchTransport, meet
 from longspan.attn.exchanges import Call, attention_exchange
+from longspan.attn.gather_hidden import GatherHidden, hidden_hops
 from longspan.attn.member import MemberPart, MemberParts
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
@@ -36,7 +37,6 @@ from longspan.core.cluster import hosts_of, locations_of_ranks
 from longspan.core.exchange import GATHER_HIDDEN, GATHER_KV, RING_KV, RING_Q, Exchange, exchanges
 from longspan.core.runs import Run, SpanShards, coalesce, positions, shard_span
 from longspan.core.steps import Link
-from longspan.layerwise.gather_hidden import GatherHidden, hidden_hops
 
 _MOST_ERROR = 1e-5
 _MOST_RANKS = 64
@@ -158,7 +158,7 @@ def _compare(
     rank: int, hosts: Sequence[int], names: Sequence[str], seed: int, num_cases: int, transport: TorchTransport
 ) -> _Found:
     errors, sent = dict.fromkeys(names, 0.0), Counter[tuple[str, Link]]()
-    tags = itertools.count(step=hidden_hops(len(hosts)))  # no exchange has more
+    tags = itertools.count(step=hidden_hops(len(hosts)))
     for number, in_order in itertools.product(range(num_cases), (False, True)):
         draw = random.Random(f"{seed} {number}")
         spec, batch = random_spec(draw), random_batch(draw, len(hosts), in_order=in_order)

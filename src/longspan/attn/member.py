@@ -13,7 +13,7 @@ from longspan.attn.backends import AttentionBackend, Partial, merge_each, nothin
 from longspan.attn.comm import Message
 from longspan.attn.paged import PagedKv, PagedPlan, Reads
 from longspan.attn.spec import AttnSpec
-from longspan.core.runs import Relation, Run, SpanShards, clip, coalesce, relate, row_slices, stretch
+from longspan.core.runs import Relation, Run, SpanShards, clip, coalesce, num_tokens, relate, row_slices, stretch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,10 +109,6 @@ class MemberParts(Sequence[MemberPart]):
 
 def _num_before(runs: Sequence[Run], position: int) -> int:
     return num_tokens(runs) - num_tokens(clip(runs, position))
-
-
-def num_tokens(runs: Sequence[Run]) -> int:
-    return sum(len(run) for run in runs)
 
 
 def kv_room(all_runs: Sequence[Sequence[Run]], num_kv_heads: int, like: Tensor) -> Message:

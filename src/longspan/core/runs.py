@@ -184,6 +184,11 @@ def positions(runs: Iterable[Run]) -> list[int]:
     return [position for run in runs for position in run.positions]
 
 
+def num_tokens(runs: Iterable[Run]) -> int:
+    """Counts the positions of some runs."""
+    return sum(map(len, runs))
+
+
 def clip(runs: Iterable[Run], start: int, stop: int | None = None) -> tuple[Run, ...]:
     """Cuts ascending runs to what lies at `start` or later, and below `stop`."""
     clipped = []

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from longspan.attn.collectives import all_reduce
-from longspan.attn.comm import ALONE, Group, Transport
 from longspan.attn.exchanges import Call, attention_exchange
 from longspan.attn.spec import AttnSpec
-from longspan.core.cluster import Cluster
-from longspan.core.steps import Link
-from longspan.layerwise import Layerwise, LayerwiseStep
-from longspan.layerwise.gather_hidden import hidden_hops
-from longspan.runtime.batch import Channel, Packed
-from longspan.runtime.moves import FIRST_TAG as FIRST_MOVE_TAG
+from longspan.runtime.batch import Packed
+from longspan.runtime.layerwise import Layerwise, LayerwiseStep
 from longspan.runtime.moves import StepMoves
 from longspan.runtime.pool import KvPool
+from longspan.runtime.step_comm import StepComm
 from longspan.runtime.timing import Stopwatch
-
-_CHANNELS = 1024
-"""Channels of one Forward, over all ranks, that get tags of their own."""
 
 
 class StepAttention:
@@ -121,58 +112,3 @@ class StepAttention:
     def _stream(self, layer: int) -> None:
         if self._moves is not None:
             self._moves.stream(layer)
-
-
-class StepComm:
-    """The groups of ranks that one step sends messages in.
-
-    Exchanges connect ranks of the same shard of different instances, which have the same heads, where both are
-    split alike. Tags are unique per (step, layer, channel, hop) among the steps that can be in flight.
-
-    Attributes:
-        sent: payload bytes so far, by exchange and link.
-    """
-
-    def __init__(self, transport: Transport, number: int, *, cluster: Cluster, rank: int, num_layers: int) -> None:
-        self.sent: Counter[tuple[str, Link]] = Counter()
-        self._transport, self._cluster = transport, cluster
-        self._instance, _, self._shard = cluster.at(rank)
-        self._num_layers, self._hops = num_layers, hidden_hops(cluster.num_ranks)  # no exchange has more
-        self._num_inside = 0
-        per_step = 2 * (num_layers + 1) * _CHANNELS * self._hops  # inside instances a layer has more than channels
-        self._first_tag = number % (FIRST_MOVE_TAG // per_step) * per_step
-
-    def channel(self, layer: int, channel: Channel) -> Group:
-        if len(channel.members) == 1:
-            return ALONE
-        assert all(self._is_alike(instance) for instance in channel.members), "instances that exchange are split alike"
-        ranks = [self._cluster.rank(instance, shard=self._shard) for instance in channel.members]
-        return self._group(ranks, channel.rank, channel.exchange.shown, self._tag(layer, channel.number))
-
-    def everyone(self) -> Group:
-        """Connects all instances, for what travels before the first layer between those that are split alike."""
-        ranks = [
-            self._cluster.rank(instance, shard=self._shard) if self._is_alike(instance) else -1
-            for instance in self._cluster.instances
-        ]
-        return self._group(ranks, self._instance, "tokens", self._tag(self._num_layers, 0))
-
-    def inside(self, name: str) -> Group:
-        """Connects the ranks of this instance, which ask for it in the same order; no channel is between them."""
-        tag = self._first_tag + self._num_inside * self._hops
-        self._num_inside += 1
-        return self._group(self._cluster.ranks(self._instance), self._shard, name, tag)
-
-    def all_reduce(self, partial: Tensor) -> Tensor:
-        return all_reduce(self.inside("all_reduce"), partial)
-
-    def _is_alike(self, instance: int) -> bool:
-        return self._cluster.tp(instance) == self._cluster.tp(self._instance)
-
-    def _group(self, ranks: Sequence[int], index: int, name: str, first_tag: int) -> Group:
-        hosts = [self._cluster.hosts[rank] for rank in ranks]
-        return Group(self._transport, ranks, index, hosts=hosts, name=name, first_tag=first_tag, sent=self.sent)
-
-    def _tag(self, layer: int, channel: int) -> int:
-        assert channel < _CHANNELS, "a step has few kinds of groups and exchanges"
-        return self._first_tag + (layer * _CHANNELS + channel) * self._hops

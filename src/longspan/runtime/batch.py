@@ -5,18 +5,19 @@ A rank remembers requests from the first part it sees until it is told to forget
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from longspan.attn.backends import AttentionBackend
 from longspan.attn.comm import Group, Message
-from longspan.attn.member import MemberPart, MemberParts, num_tokens
+from longspan.attn.member import MemberPart, MemberParts
 from longspan.core.exchange import Exchange
 from longspan.core.owners import BlockRef, Owners
-from longspan.core.runs import Run
+from longspan.core.runs import num_tokens, positions
 from longspan.core.steps import UNKNOWN, Forward, Part, Sample, Sampling
 from longspan.runtime.pool import KvPool
 from longspan.runtime.sampling import Draw, GrammarMatcher, TokenCounts, Vocabulary
@@ -121,76 +122,77 @@ def pack(
     backend: AttentionBackend,
 ) -> Packed:
     """Packs the parts in which `instance` is a member, and brings `requests` up to date."""
-    tokens: list[int] = []
-    positions: list[int] = []
-    rope_lengths: list[int] = []
-    stored: list[tuple[int, BlockRef, int]] = []
-    channels: dict[tuple[Exchange, tuple[int, ...]], list[tuple[MemberPart, Slots | None, int]]] = {}
-    sampled: list[tuple[int, Sample, int]] = []
-    unknown: list[UnknownToken] = []
-    prompts: list[PromptRows] = []
-    num_alone = None
-    for part in _layerwise_last(forward.parts):
-        if instance not in part.group:
-            unknown.extend(_unknown(part, instance, -1))
-            continue
-        table = requests.apply(part).table
-        owners = Owners(table=table, group=part.group, block_size=block_size, rotation=part.rotation)
-        me, first = part.group.index(instance), len(tokens)
-        runs = part.runs[me]
-        for run in runs:
-            tokens.extend(part.tokens[run.start - part.start : run.stop - part.start])
-            positions.extend(run.positions)
-        rope_lengths.extend([part.rope_length] * (len(tokens) - first))
-        packed = MemberPart(
-            rows=slice(first, len(tokens)),
-            q_runs=part.runs,
-            kv_runs=owners.held(part.stop),
-            blocks=owners.blocks(instance),
-        )
-        kept = None
-        if part.exchange.stores_after:
-            after = _has_afterwards(part, me)
-            kept = _slots(((row, *owners.slot(at)) for row, at in enumerate(after)), instance, device)
-        else:
-            stored.extend((row, *owners.slot(positions[row])) for row in range(first, len(tokens)))
-        channels.setdefault((part.exchange, part.group), []).append((packed, kept, part.rope_length))
-        if part.exchange.is_layerwise and num_alone is None:
-            num_alone = first
-        if part.sample is not None and part.sample.instance == instance:
-            sampled.append((part.request_id, part.sample, len(tokens) - 1))
-        unknown.extend(_unknown(part, instance, len(tokens) - 1))
-        if part.targets and runs:
-            prompts.append(_prompt_rows(part, runs, first))
+    parts = sorted(forward.parts, key=_layerwise_last)
+    own: list[OwnPart] = []
+    for part in parts:
+        if instance in part.group:
+            first_row = own[-1].rows.stop if own else 0
+            own.append(_own_part(part, requests.apply(part).table, instance, block_size, first_row))
+    last_rows = {one.part.request_id: one.rows.stop - 1 for one in own}
+    sampled = [(one.part, one.part.sample) for one in own if one.part.sample and one.part.sample.instance == instance]
+    before = [stored for one in own if not one.part.exchange.stores_after for stored in one.stored]
+
+    def tensor(numbers: Iterable[int]) -> Tensor:
+        return torch.tensor(list(numbers), dtype=torch.int64, device=device)
+
     return Packed(
-        tokens=torch.tensor(tokens, dtype=torch.int64, device=device),
-        positions=torch.tensor(positions, dtype=torch.int64, device=device),
-        rope_lengths=torch.tensor(rope_lengths, dtype=torch.int64, device=device),
-        num_alone=num_alone,
-        slots=_slots(stored, instance, device),
-        channels=_channels(forward, channels, instance, backend),
-        keep=torch.tensor([row for _, _, row in sampled], dtype=torch.int64, device=device),
-        samples=tuple(wish for _, wish, _ in sampled),
-        request_ids=tuple(request_id for request_id, _, _ in sampled),
-        unknown=tuple(unknown),
-        prompts=tuple(prompts),
+        tokens=tensor(token for one in own for token in one.tokens),
+        positions=tensor(position for one in own for position in one.positions),
+        rope_lengths=tensor(one.part.rope_length for one in own for _ in one.positions),
+        num_alone=next((one.rows.start for one in own if one.part.exchange.is_layerwise), None),
+        slots=_slots(before, instance, device),
+        channels=_channels(forward, own, instance, device, backend),
+        keep=tensor(last_rows[part.request_id] for part, _ in sampled),
+        samples=tuple(sample for _, sample in sampled),
+        request_ids=tuple(part.request_id for part, _ in sampled),
+        unknown=tuple(one for part in parts for one in _unknown(part, instance, last_rows.get(part.request_id, -1))),
+        prompts=tuple(_prompt_rows(one) for one in own if one.part.targets and one.positions),
     )
 
 
-def _layerwise_last(parts: Sequence[Part]) -> list[Part]:
-    """Puts the parts of layerwise exchanges after all others, by exchange and group."""
-
-    def key(part: Part) -> tuple[int, str, tuple[int, ...]]:
-        return (1, str(part.exchange), part.group) if part.exchange.is_layerwise else (0, "", ())
-
-    return sorted(parts, key=key)
+def _layerwise_last(part: Part) -> tuple[int, str, tuple[int, ...]]:
+    """Sorts the parts of layerwise exchanges behind all others, by exchange and group."""
+    return (1, str(part.exchange), part.group) if part.exchange.is_layerwise else (0, "", ())
 
 
-def _has_afterwards(part: Part, me: int) -> list[int]:
-    if part.exchange.traits.keeps == "computed":
-        return [position for run in part.runs[me] for position in run.positions]
-    ends = (run.stop for runs in part.runs[: me + 1] for run in runs)
-    return list(range(part.start, max(ends, default=part.start)))
+class OwnPart(NamedTuple):
+    """A part on one of its members.
+
+    Attributes:
+        rows: of its tokens in the packed row, in the order of `tokens` and their `positions`.
+        stored: row, block and offset of new tokens that some member stores: rows of the packed row, or of what this
+            member has after an exchange that stores after it.
+    """
+
+    part: Part
+    member: MemberPart
+    tokens: list[int]
+    positions: list[int]
+    stored: list[tuple[int, BlockRef, int]]
+
+    @property
+    def rows(self) -> slice:
+        return self.member.rows
+
+
+def _own_part(part: Part, table: list[BlockRef], instance: int, block_size: int, first_row: int) -> OwnPart:
+    owners = Owners(table=table, group=part.group, block_size=block_size, rotation=part.rotation)
+    me = part.group.index(instance)
+    own = positions(part.runs[me])
+    rows = slice(first_row, first_row + len(own))
+    member = MemberPart(rows=rows, q_runs=part.runs, kv_runs=owners.held(part.stop), blocks=owners.blocks(instance))
+    stored = own
+    if part.exchange.traits.keeps == "later":  # after the exchange it has all new tokens up to its own
+        ends = (run.stop for runs in part.runs[: me + 1] for run in runs)
+        stored = list(range(part.start, max(ends, default=part.start)))
+    first_stored = 0 if part.exchange.stores_after else first_row
+    return OwnPart(
+        part=part,
+        member=member,
+        tokens=[part.tokens[position - part.start] for position in own],
+        positions=own,
+        stored=[(row, *owners.slot(position)) for row, position in enumerate(stored, first_stored)],
+    )
 
 
 def _slots(tokens: Iterable[tuple[int, BlockRef, int]], instance: int, device: torch.device) -> Slots:
@@ -209,36 +211,37 @@ def _unknown(part: Part, instance: int, last_row: int) -> Iterator[UnknownToken]
             yield UnknownToken(request_id=part.request_id, source=part.unknown_on, target=target, row=row)
 
 
-def _prompt_rows(part: Part, runs: Sequence[Run], first_row: int) -> PromptRows:
-    """Finds this member's rows whose next token is part of the prompt."""
-    before = [position for run in runs for position in run.positions if position - part.start < len(part.targets)]
+def _prompt_rows(own: OwnPart) -> PromptRows:
+    """Finds the rows of this member whose next token lies in the prompt, on whichever member that is."""
+    part = own.part
+    before = [position for position in own.positions if position - part.start < len(part.targets)]
     return PromptRows(
         request_id=part.request_id,
-        rows=tuple(range(first_row, first_row + len(before))),
+        rows=tuple(range(own.rows.start, own.rows.start + len(before))),
         positions=tuple(position + 1 for position in before),
         targets=tuple(part.targets[position - part.start] for position in before),
     )
 
 
 def _channels(
-    forward: Forward,
-    kinds: Mapping[tuple[Exchange, tuple[int, ...]], Sequence[tuple[MemberPart, Slots | None, int]]],
-    instance: int,
-    backend: AttentionBackend,
+    forward: Forward, own: Sequence[OwnPart], instance: int, device: torch.device, backend: AttentionBackend
 ) -> tuple[Channel, ...]:
     exchanging = dict.fromkeys((part.exchange, part.group) for part in forward.parts if len(part.group) > 1)
     numbers = {kind: number for number, kind in enumerate(exchanging)}
+    by_kind: dict[tuple[Exchange, tuple[int, ...]], list[OwnPart]] = {}
+    for one in own:
+        by_kind.setdefault((one.part.exchange, one.part.group), []).append(one)
     return tuple(
         Channel(
             number=numbers.get((exchange, group), 0),
             exchange=exchange,
             members=group,
             rank=group.index(instance),
-            parts=MemberParts([part for part, _, _ in parts], backend),
-            slots=tuple(slots for _, slots, _ in parts if slots is not None),
-            rope_lengths=tuple(length for _, _, length in parts),
+            parts=MemberParts([one.member for one in parts], backend),
+            slots=tuple(_slots(one.stored, instance, device) for one in parts if exchange.stores_after),
+            rope_lengths=tuple(one.part.rope_length for one in parts),
         )
-        for (exchange, group), parts in kinds.items()
+        for (exchange, group), parts in by_kind.items()
     )
 
 

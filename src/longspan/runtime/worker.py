@@ -19,15 +19,16 @@ from longspan.attn.backends import AttentionBackend, backend_of
 from longspan.attn.comm import CommError, Transport
 from longspan.core.cluster import Cluster
 from longspan.core.steps import Forward, Sampled, Scored, TokenLogprobs
-from longspan.layerwise import Layerwise
 from longspan.model.adapter import Model
 from longspan.model.store import DTYPES
 from longspan.runtime import messages
-from longspan.runtime.attention import StepAttention, StepComm
+from longspan.runtime.attention import StepAttention
 from longspan.runtime.batch import Packed, PromptRows, RankRequest, RankRequests, pack, resolve
+from longspan.runtime.layerwise import Layerwise
 from longspan.runtime.moves import BlockMessages, Moves, StepMoves
 from longspan.runtime.pool import KvPool
 from longspan.runtime.sampling import Vocabulary, sample, token_logprobs
+from longspan.runtime.step_comm import StepComm
 from longspan.runtime.timing import Stopwatch, TimedTransport
 
 _LOGITS_TILE = 256

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from longspan.core.cluster import Cluster
 from longspan.core.engine import Engine
+from longspan.core.runs import num_tokens
 from longspan.core.steps import Part
 from longspan.errors import ParameterError
 from longspan.sim.executor import Ran
@@ -90,7 +91,7 @@ class Timeline:
                 continue
             if part.stop - part.start == 1:
                 num_decodes += 1
-            elif own := sum(len(run) for run in part.runs[part.group.index(instance)]):
+            elif own := num_tokens(part.runs[part.group.index(instance)]):
                 chunks.append((part, own))
         total = num_decodes + sum(own for _, own in chunks)
         at_s, per_token_s = ran.start_s, (end_s - ran.start_s) / max(1, total)

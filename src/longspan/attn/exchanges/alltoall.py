@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from longspan.attn.comm import Message
 from longspan.attn.exchanges import Call, register
-from longspan.attn.member import attend_all, gather_runs, num_tokens
+from longspan.attn.member import attend_all, gather_runs
 from longspan.core.cluster import HeadShare, spread_heads, uniform_pieces
 from longspan.core.exchange import ALLTOALL
+from longspan.core.runs import num_tokens
 
 
 def alltoall(call: Call) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from longspan.attn.exchanges import Call, register
-from longspan.attn.member import attend_held, num_tokens
+from longspan.attn.member import attend_held
 from longspan.core.exchange import LOCAL
+from longspan.core.runs import num_tokens
 
 
 def local(call: Call) -> None:

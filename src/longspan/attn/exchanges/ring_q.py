@@ -15,37 +15,41 @@ from torch import Tensor
 from longspan.attn.backends import Partial, merge_each, nothing_seen
 from longspan.attn.comm import Message
 from longspan.attn.exchanges import Call, register
-from longspan.attn.member import attend_held, num_tokens
+from longspan.attn.member import attend_held
 from longspan.core.exchange import RING_Q
+from longspan.core.runs import num_tokens
 
 
 def ring_q(call: Call) -> None:
     group, parts, q, window = call.group, call.parts, call.q, call.spec.window
     me, others = group.rank, group.others
-    mine = {holder: parts.visits(me, holder, window) for holder in range(group.size)}
-    theirs = {asker: parts.visits(asker, me, window) for asker in others}
-    questions = {holder: _question_room(call, mine[holder], me) for holder in others}
-    for holder, message in questions.items():
-        if mine[holder]:
-            torch.cat([q[:, parts[index].rows] for index in mine[holder]], dim=1, out=message.tensors[0])
-    asked = {asker: _question_room(call, theirs[asker], asker) for asker in others}
-    pending = group.start(sends=questions, receives=asked, hop=0)
+    to_ask = {holder: parts.visits(me, holder, window) for holder in range(group.size)}
+    to_answer = {asker: parts.visits(asker, me, window) for asker in others}
+
+    out_queries = {holder: _query_room(call, to_ask[holder], me) for holder in others}
+    for holder, message in out_queries.items():
+        if to_ask[holder]:
+            torch.cat([q[:, parts[index].rows] for index in to_ask[holder]], dim=1, out=message.tensors[0])
+    in_queries = {asker: _query_room(call, to_answer[asker], asker) for asker in others}
+    pending = group.start(sends=out_queries, receives=in_queries, hop=0)
+
     found = []
-    if mine[me]:
-        found.append((mine[me], _meet(call, mine[me], q[:, parts.rows(mine[me], q.device)], me)))
+    if to_ask[me]:
+        found.append((to_ask[me], _attend(call, to_ask[me], q[:, parts.rows(to_ask[me], q.device)], me)))
+
     pending.wait()
-    answers = {asker: _answer_room(call, theirs[asker], asker) for asker in others}
-    for asker in others:
-        if theirs[asker]:
-            meeting = _meet(call, theirs[asker], asked[asker].tensors[0], asker)
-            for room, tensor in zip(answers[asker].tensors, reversed(meeting), strict=True):
+    out_results = {asker: _result_room(call, to_answer[asker], asker) for asker in others}
+    for asker, message in out_results.items():
+        if to_answer[asker]:
+            out, lse = _attend(call, to_answer[asker], in_queries[asker].tensors[0], asker)
+            for room, tensor in zip(message.tensors, (lse, out), strict=True):
                 room.copy_(tensor)
-    answered = {holder: _answer_room(call, mine[holder], me) for holder in others}
-    group.start(sends=answers, receives=answered, hop=1).wait()
-    for holder in others:
-        if mine[holder]:
-            lse, partial = answered[holder].tensors
-            found.append((mine[holder], (partial, lse)))
+    in_results = {holder: _result_room(call, to_ask[holder], me) for holder in others}
+    group.start(sends=out_results, receives=in_results, hop=1).wait()
+    for holder, message in in_results.items():
+        if to_ask[holder]:
+            lse, out = message.tensors
+            found.append((to_ask[holder], (out, lse)))
     _write(call, found)
 
 
@@ -68,8 +72,8 @@ def _write(call: Call, found: Sequence[tuple[tuple[int, ...], Partial]]) -> None
     call.out[:, rows] = merge_each(partials)[0].to(q.dtype)
 
 
-def _meet(call: Call, indices: tuple[int, ...], q: Tensor, asker: int) -> Partial:
-    """Attends the queries of `asker` in these parts to this member's keys."""
+def _attend(call: Call, indices: tuple[int, ...], q: Tensor, asker: int) -> Partial:
+    """Computes the queries of `asker` in these parts over this member's keys."""
     parts, kv, spec, me = call.parts, call.kv, call.spec, call.group.rank
     counts = [num_tokens(parts[index].q_runs[asker]) for index in indices]
     if max(counts) == 1:
@@ -82,13 +86,13 @@ def _meet(call: Call, indices: tuple[int, ...], q: Tensor, asker: int) -> Partia
     return torch.cat([out for out, _ in partials], dim=1), torch.cat([lse for _, lse in partials], dim=1)
 
 
-def _question_room(call: Call, indices: Sequence[int], asker: int) -> Message:
-    """Allocates a message for the queries of `asker` in these parts, one after the other."""
+def _query_room(call: Call, indices: Sequence[int], asker: int) -> Message:
+    """Makes room for the queries of `asker` in these parts, one after the other."""
     return Message.room([(*_rows_shape(call, indices, asker), call.spec.head_dim)], call.q)
 
 
-def _answer_room(call: Call, indices: Sequence[int], asker: int) -> Message:
-    """Allocates a message for the log-sum-exps and the outputs of these queries."""
+def _result_room(call: Call, indices: Sequence[int], asker: int) -> Message:
+    """Makes room for the log-sum-exps and the outputs of these queries."""
     shape = _rows_shape(call, indices, asker)
     return Message([(shape, torch.float32), ((*shape, call.spec.head_dim), call.q.dtype)], call.q.device)
 

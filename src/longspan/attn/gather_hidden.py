@@ -8,22 +8,20 @@ projections calls the methods of `GatherHidden` in the order `gather`, `attend`,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from longspan.attn.collectives import gather_hops, gather_rows, reduce_scatter
 from longspan.attn.comm import Group, Message
-from longspan.attn.member import MemberParts, attend_all, gather_runs, num_tokens
+from longspan.attn.member import MemberParts, attend_all, gather_runs
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
 from longspan.core.cluster import split_heads
-from longspan.core.runs import Run
-from longspan.layerwise.layers import Channel, StepContext
+from longspan.core.runs import Run, num_tokens
 
 
 def hidden_hops(size: int) -> int:
+    """Counts the hops that one layer numbers in a group of `size` members; no exchange has more."""
     return gather_hops(size) + 3
 
 
@@ -109,30 +107,3 @@ class GatherHidden:
     def _cached(self, holder: int) -> list[tuple[Run, ...]]:
         """Returns the cached runs of `holder` that some query may see, for each part."""
         return [part.cached(holder, self._spec.window) for part in self._parts]
-
-
-class HiddenLayers:
-    """The `gather_hidden` channels of one step."""
-
-    def __init__(self, context: StepContext, channels: Sequence[Channel]) -> None:
-        self._context = context
-        self._rotary = {c.number: context.rotary(c, range(len(c.parts[0].q_runs))) for c in channels}
-
-    def begin(self, layer: int) -> None: ...
-
-    def output(self, layer: int, channel: Channel, hidden: Tensor) -> Tensor:
-        """Gathers, computes this member's heads, and scatters the sums."""
-        context = self._context
-        group, kv = context.comm.channel(layer, channel), context.pool.layer(layer)
-        gathered = GatherHidden(group, channel.parts, kv, context.model.specs[layer])
-
-        def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with context.watch.during("attention"):
-                out, keys, values = gathered.attend(q, k, v)
-                channel.store(context.pool, layer, keys, values)
-                return out
-
-        partial = context.layers[layer].compute(
-            gathered.gather(hidden), self._rotary[channel.number], attend, index=channel.rank, size=group.size
-        )
-        return gathered.scatter(partial)

@@ -23,8 +23,9 @@ from longspan.attn.member import MemberParts
 from longspan.attn.spec import AttnSpec
 from longspan.core.cluster import HeadShare, cut_evenly, split_heads
 from longspan.core.exchange import ALLTOALL, WeightSource
-from longspan.layerwise.layers import Channel, StepContext, UnshardedWeights, Weights
 from longspan.model.sharding import Shard, attention_modules
+from longspan.runtime.batch import Channel
+from longspan.runtime.layerwise.layers import StepContext, UnshardedWeights, Weights
 
 
 class UnshardedLayers:
@@ -49,7 +50,7 @@ class UnshardedLayers:
         context = self._context
         model, pool, comm = context.model, context.pool, context.comm
         spec = model.info.specs[layer]
-        inside = Inside(comm.inside(ALLTOALL.kind), spec, len(hidden))
+        inside = HeadTokenSwap(comm.inside(ALLTOALL.kind), spec, len(hidden))
         mine = hidden[inside.mine]
 
         def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -101,7 +102,7 @@ def _from_zero(parts: MemberParts) -> MemberParts:
     return MemberParts(moved, parts.backend)
 
 
-class Inside:
+class HeadTokenSwap:
     """One layer of one rank. All ranks of the instance call `to_heads`, `to_tokens` and `gather`, in this order.
 
     Args:
@@ -210,7 +211,7 @@ class PeerWeights:
         """Joins the shares once they are here."""
         gathering, blocks = self._pending.pop(layer)
         gathering.wait()
-        return join(self._shard, layer, self._shares[layer], blocks)
+        return joined_weights(self._shard, layer, self._shares[layer], blocks)
 
 
 def share_room(shard: Shard, layer: int, like: Weights) -> Message:
@@ -234,7 +235,7 @@ def share_message(shard: Shard, layer: int, share: Weights) -> Message:
     return Message.of(pieces)
 
 
-def join(shard: Shard, layer: int, share: Weights, messages: Sequence[Message]) -> dict[str, Tensor]:
+def joined_weights(shard: Shard, layer: int, share: Weights, messages: Sequence[Message]) -> dict[str, Tensor]:
     """Joins the weights of a layer from the messages of all ranks, and from `share` what every rank has completely."""
     rooms = [iter(message.tensors) for message in messages]
     whole = {}

@@ -5,7 +5,6 @@ several instances gathered, or with all heads where the model has a share of the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,13 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from longspan.attn.comm import Group
-from longspan.attn.member import MemberParts
-from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
-from longspan.core.exchange import Exchange
+from longspan.core.runs import positions
 from longspan.model.adapter import Attend, Model
 from longspan.model.sharding import Shard, head_counts
+from longspan.runtime.batch import Channel
+from longspan.runtime.pool import KvPool
+from longspan.runtime.step_comm import StepComm
+from longspan.runtime.timing import Stopwatch
 
 Rotary = tuple[Tensor, Tensor]
 """Cosines and sines `[1, tokens, rotary_dim]`."""
@@ -27,52 +27,6 @@ Weights = Mapping[str, Tensor]
 """The parameters of an attention module, by their names in it."""
 
 _NAME = "self_attn"
-
-
-class Pool(Protocol):
-    """The KV pool of this rank."""
-
-    def layer(self, layer: int) -> PagedKv:
-        """Returns the keys and values of a layer."""
-
-
-class Channel(Protocol):
-    """The parts of a step with one layerwise exchange and group, as this member has them, which is `rank` in the group.
-
-    `number` tells the channels of a step apart, alike on all members. `rope_lengths` are what rotary embeddings are
-    pinned to, for each part. This member's `num_tokens` tokens follow each other.
-    """
-
-    @property
-    def number(self) -> int: ...
-    @property
-    def exchange(self) -> Exchange: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def parts(self) -> MemberParts: ...
-    @property
-    def rope_lengths(self) -> tuple[int, ...]: ...
-    @property
-    def num_tokens(self) -> int: ...
-    def store(self, pool: Any, layer: int, k: Tensor, v: Tensor) -> None:  # noqa: ANN401 - the pool of the runtime
-        """Writes the keys and values of this member's tokens to the pool."""
-
-
-class Comm(Protocol):
-    """The groups of ranks of one step."""
-
-    def channel(self, layer: int, channel: Any) -> Group:  # noqa: ANN401 - a channel of the runtime
-        ...
-
-    def inside(self, name: str) -> Group:
-        """Connects the ranks of this instance, which ask for it in the same order."""
-
-
-class Watch(Protocol):
-    """Counts where the time goes."""
-
-    def during(self, category: str) -> AbstractContextManager[None]: ...
 
 
 class UnshardedWeights(Protocol):
@@ -85,7 +39,7 @@ class UnshardedWeights(Protocol):
         """Returns a layer's weights, valid for what is computed from now on until the next layer but one is started."""
 
 
-class TakenLayer:
+class HookedAttention:
     """One attention module of a model, whose calls it takes over. `specs` are what the model's layers compute here.
 
     The model is called with an `Attend` that may have a method `layerwise(layer, hidden) -> output` for its last packed
@@ -134,19 +88,19 @@ class StepContext:
     """The rank's side of one step, which layerwise exchanges use."""
 
     model: Model
-    layers: list[TakenLayer]
+    layers: list[HookedAttention]
     host_weights: UnshardedWeights
-    comm: Comm
-    pool: Pool
-    watch: Watch
+    comm: StepComm
+    pool: KvPool
+    watch: Stopwatch
 
     def rotary(self, channel: Channel, members: Iterable[int]) -> Rotary:
         """Returns cosines and sines of the tokens of some members, ordered by member, then by part."""
-        positions: list[int] = []
-        lengths: list[int] = []
-        for member in members:
-            for part, length in zip(channel.parts, channel.rope_lengths, strict=True):
-                positions += [position for run in part.q_runs[member] for position in run.positions]
-                lengths += [length] * (len(positions) - len(lengths))
-        device = self.model.module.device
-        return self.model.rotary(torch.tensor(positions, device=device), torch.tensor(lengths, device=device))
+        rows = [
+            (position, length)
+            for member in members
+            for part, length in zip(channel.parts, channel.rope_lengths, strict=True)
+            for position in positions(part.q_runs[member])
+        ]
+        of_rows, lengths = torch.tensor(rows, dtype=torch.int64, device=self.model.module.device).view(-1, 2).unbind(1)
+        return self.model.rotary(of_rows, lengths)

@@ -14,11 +14,15 @@ import torch
 from torch import Tensor
 
 from longspan.core.exchange import ALLTOALL, GATHER_HIDDEN
-from longspan.layerwise.gather_hidden import HiddenLayers
-from longspan.layerwise.layers import Channel, Comm, Pool, StepContext, TakenLayer, Watch
-from longspan.layerwise.unsharded_alltoall import HostWeights, UnshardedLayers
 from longspan.model.adapter import Model
 from longspan.model.sharding import attention_modules
+from longspan.runtime.batch import Channel
+from longspan.runtime.layerwise.gather_hidden import HiddenLayers
+from longspan.runtime.layerwise.layers import HookedAttention, StepContext
+from longspan.runtime.layerwise.unsharded_alltoall import HostWeights, UnshardedLayers
+from longspan.runtime.pool import KvPool
+from longspan.runtime.step_comm import StepComm
+from longspan.runtime.timing import Stopwatch
 
 
 class LayerwiseExchange(Protocol):
@@ -44,14 +48,14 @@ class Layerwise:
         self._model = model
 
     @cached_property
-    def _layers(self) -> list[TakenLayer]:
-        return [TakenLayer(module, self._model.specs) for module in attention_modules(self._model.module)]
+    def _layers(self) -> list[HookedAttention]:
+        return [HookedAttention(module, self._model.specs) for module in attention_modules(self._model.module)]
 
     @cached_property
     def _host_weights(self) -> HostWeights:
         return HostWeights(self._model.stored_attention, self._model.module.device)
 
-    def step(self, channels: Sequence[Channel], comm: Comm, *, pool: Pool, watch: Watch) -> LayerwiseStep:
+    def step(self, channels: Sequence[Channel], comm: StepComm, *, pool: KvPool, watch: Stopwatch) -> LayerwiseStep:
         """Begins a step with these channels, whose tokens come last in the packed row, in this order."""
         model, layers, weights = self._model, self._layers, self._host_weights
         context = StepContext(model=model, layers=layers, host_weights=weights, comm=comm, pool=pool, watch=watch)

@@ -1,0 +1,39 @@
+"""`gather_hidden` on the layers of a model: `attn.gather_hidden` around each layer's projections."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from longspan.attn.gather_hidden import GatherHidden
+from longspan.runtime.batch import Channel
+from longspan.runtime.layerwise.layers import StepContext
+
+
+class HiddenLayers:
+    """The `gather_hidden` channels of one step."""
+
+    def __init__(self, context: StepContext, channels: Sequence[Channel]) -> None:
+        self._context = context
+        self._rotary = {c.number: context.rotary(c, range(len(c.parts[0].q_runs))) for c in channels}
+
+    def begin(self, layer: int) -> None:
+        """Implements `LayerwiseExchange`: there is nothing to prepare."""
+
+    def output(self, layer: int, channel: Channel, hidden: Tensor) -> Tensor:
+        """Gathers, computes this member's heads, and scatters the sums."""
+        context = self._context
+        group, kv = context.comm.channel(layer, channel), context.pool.layer(layer)
+        gathered = GatherHidden(group, channel.parts, kv, context.model.specs[layer])
+
+        def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with context.watch.during("attention"):
+                out, keys, values = gathered.attend(q, k, v)
+                channel.store(context.pool, layer, keys, values)
+                return out
+
+        partial = context.layers[layer].compute(
+            gathered.gather(hidden), self._rotary[channel.number], attend, index=channel.rank, size=group.size
+        )
+        return gathered.scatter(partial)
