@@ -6,8 +6,7 @@ Nobody changes one. Those that are made for every token are not `frozen` all the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from longspan.core.exchange import Exchange
@@ -138,7 +137,7 @@ class Part:
     rotation: Rotation | None = None
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class MoveKV:
     """Copies whole KV blocks of one request to other instances, every layer of them.
 
@@ -149,23 +148,21 @@ class MoveKV:
     Attributes:
         copies: pairs of source and target. Meanwhile nobody writes its sources, and nobody else touches its targets.
             Ranks need to know nothing of the request: its first part may come later, and it may be freed before.
+        sources, targets: the instances that send, and those that receive, ascending.
     """
 
     number: int
     request_id: int
     copies: tuple[tuple[BlockRef, BlockRef], ...]
+    sources: tuple[int, ...] = field(init=False)
+    targets: tuple[int, ...] = field(init=False)
 
-    @cached_property
-    def sources(self) -> tuple[int, ...]:
-        """The instances that send, ascending."""
-        return tuple(sorted({source.instance for source, _ in self.copies}))
-
-    @cached_property
-    def targets(self) -> tuple[int, ...]:
-        return tuple(sorted({target.instance for _, target in self.copies}))
+    def __post_init__(self) -> None:
+        self.sources = tuple(sorted({source.instance for source, _ in self.copies}))
+        self.targets = tuple(sorted({target.instance for _, target in self.copies}))
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Forward:
     """One forward pass over several parts, which may differ in group and exchange.
 
@@ -175,22 +172,22 @@ class Forward:
         streams: moves of blocks that this Forward completes, to instances outside: sources send a layer as soon as its
             KV is computed. The executor informs targets. Each has a `Completion` of its own, after the Forward's or
             before.
+        instances: those that compute or pass on a token, ascending.
     """
 
     number: int
     parts: tuple[Part, ...]
     rebalances: tuple[MoveKV, ...] = ()
     streams: tuple[MoveKV, ...] = ()
+    instances: tuple[int, ...] = field(init=False)
 
-    @cached_property
-    def instances(self) -> tuple[int, ...]:
-        """The instances that compute or pass on a token, ascending; the receiver of a message derives them anew."""
+    def __post_init__(self) -> None:
         members: set[int] = set()
         for part in self.parts:
             members.update(part.group)
             if part.unknown_on is not None:
                 members.add(part.unknown_on)
-        return tuple(sorted(members))
+        self.instances = tuple(sorted(members))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
