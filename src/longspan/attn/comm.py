@@ -237,7 +237,6 @@ class TorchTransport:
         self._outbox_bytes = 0
 
     def start(self, sends: Calls, receives: Calls, tag: int) -> Pending:
-        """Sends and receives one by one with gloo, in one grouped launch with NCCL."""
         if not self.tagged and not self._waits_for_sends:
             return self._start_grouped(sends, receives)
         coming = []

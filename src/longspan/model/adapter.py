@@ -37,9 +37,6 @@ class Model:
         specs: what each layer's attention computes here.
         shard: which share this is.
         stored_attention: the unsharded parameters of each attention module in the weight file; empty for a whole model.
-
-    Raises:
-        ModelError: when the weights of this architecture cannot be split.
     """
 
     def __init__(self, files: ModelFiles, device: torch.device, *, tp_index: int = 0, tp: int = 1) -> None:

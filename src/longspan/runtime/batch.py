@@ -212,7 +212,7 @@ def _unknown(part: Part, instance: int, last_row: int) -> Iterator[UnknownToken]
 
 
 def _prompt_rows(own: OwnPart) -> PromptRows:
-    """Finds the rows of this member whose next token lies in the prompt, on whichever member that is."""
+    """Finds this member's rows whose next token is part of the prompt."""
     part = own.part
     before = [position for position in own.positions if position - part.start < len(part.targets)]
     return PromptRows(

@@ -39,7 +39,6 @@ class StepComm:
         self._first_tag = number % (FIRST_MOVE_TAG // per_step) * per_step
 
     def channel(self, layer: int, channel: Channel) -> Group:
-        """Connects the members of a channel in one layer."""
         if len(channel.members) == 1:
             return ALONE
         assert all(self._is_alike(instance) for instance in channel.members), "instances that exchange are split alike"
@@ -61,7 +60,6 @@ class StepComm:
         return self._group(self._cluster.ranks(self._instance), self._shard, name, tag)
 
     def all_reduce(self, partial: Tensor) -> Tensor:
-        """Returns the sum over the ranks of this instance."""
         return all_reduce(self.inside("all_reduce"), partial)
 
     def _is_alike(self, instance: int) -> bool:

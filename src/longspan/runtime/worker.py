@@ -105,7 +105,7 @@ class Worker:
         self._moves.close()
 
     def _run(self, forward: Forward) -> messages.Done:
-        """Computes this rank's share and samples what it is asked to."""
+        """Computes this rank's share of a step and samples."""
         packed = pack(
             forward,
             self._requests,
@@ -192,7 +192,6 @@ class Worker:
 
 
 def load_worker(config: messages.WorkerConfig, rank: int, device: torch.device, transports: Transports) -> Worker:
-    """Makes a worker with a model read from its files and an empty pool, on `device`."""
     files, cluster = config.files, config.cluster
     instance, _, shard = cluster.at(rank)
     model = Model(files, device, tp_index=shard, tp=cluster.tp(instance))
@@ -236,7 +235,7 @@ class Inbox:
             self._poller.register(source, zmq.POLLIN)
 
     def receive(self) -> list[messages.Command]:
-        """Takes the commands that have come since; waits for something if there is nothing to do."""
+        """Takes the commands that have come; waits for something if there is nothing to do."""
         self._poller.poll(0 if self._waiting else None)
         new = []
         with suppress(zmq.Again):
@@ -246,7 +245,6 @@ class Inbox:
         return new
 
     def next(self) -> messages.Command | None:
-        """Takes what to do now, if anything."""
         return self._waiting.popleft() if self._waiting else None
 
 
@@ -255,5 +253,4 @@ def send_report(reports: zmq.Socket[bytes], report: messages.Report) -> None:
 
 
 def failure(rank: int, error: Exception) -> messages.Failed:
-    """Says why a worker ends, and whether another one is to blame."""
     return messages.Failed(rank=rank, reason=f"{type(error).__name__}: {error}", peer=isinstance(error, CommError))

@@ -73,7 +73,7 @@ def _write(call: Call, found: Sequence[tuple[tuple[int, ...], Partial]]) -> None
 
 
 def _attend(call: Call, indices: tuple[int, ...], q: Tensor, asker: int) -> Partial:
-    """Computes the queries of `asker` in these parts over this member's keys."""
+    """Attends the queries of `asker` in these parts to this member's keys."""
     parts, kv, spec, me = call.parts, call.kv, call.spec, call.group.rank
     counts = [num_tokens(parts[index].q_runs[asker]) for index in indices]
     if max(counts) == 1:
@@ -87,12 +87,12 @@ def _attend(call: Call, indices: tuple[int, ...], q: Tensor, asker: int) -> Part
 
 
 def _query_room(call: Call, indices: Sequence[int], asker: int) -> Message:
-    """Makes room for the queries of `asker` in these parts, one after the other."""
+    """Allocates a message for the queries of `asker` in these parts, one after the other."""
     return Message.room([(*_rows_shape(call, indices, asker), call.spec.head_dim)], call.q)
 
 
 def _result_room(call: Call, indices: Sequence[int], asker: int) -> Message:
-    """Makes room for the log-sum-exps and the outputs of these queries."""
+    """Allocates a message for the log-sum-exps and the outputs of these queries."""
     shape = _rows_shape(call, indices, asker)
     return Message([(shape, torch.float32), ((*shape, call.spec.head_dim), call.q.dtype)], call.q.device)
 

@@ -18,8 +18,7 @@ class HiddenLayers:
         self._context = context
         self._rotary = {c.number: context.rotary(c, range(len(c.parts[0].q_runs))) for c in channels}
 
-    def begin(self, layer: int) -> None:
-        """Implements `LayerwiseExchange`: there is nothing to prepare."""
+    def begin(self, layer: int) -> None: ...
 
     def output(self, layer: int, channel: Channel, hidden: Tensor) -> Tensor:
         """Gathers, computes this member's heads, and scatters the sums."""
