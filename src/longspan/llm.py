@@ -43,12 +43,12 @@ class Progress:
             return
         num_done = sum(one.finished for one in self._states)
         elapsed_s = max(self._bar.format_dict["elapsed"], 1e-9)
-        speeds = (count / elapsed_s for count in num_tokens(self._states))
+        speeds = (count / elapsed_s for count in count_tokens(self._states))
         self._bar.set_postfix_str("input {:.1f} tok/s, output {:.1f} tok/s".format(*speeds), refresh=False)
         self._bar.update(num_done - self._bar.n)
 
 
-def num_tokens(states: Sequence[RequestState]) -> tuple[int, int]:
+def count_tokens(states: Sequence[RequestState]) -> tuple[int, int]:
     """Counts prompt tokens of requests that have put a token out, and output tokens so far."""
     prompts = (len(state.engine_request.token_ids) for state in states if state.num_taken)
     return sum(prompts), sum(state.num_taken for state in states)

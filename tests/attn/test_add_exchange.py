@@ -59,8 +59,8 @@ def _added(monkeypatch: pytest.MonkeyPatch) -> Exchange:
     monkeypatch.setattr(kinds, "_TRAITS", dict(kinds._TRAITS))
     monkeypatch.setattr(tensors, "_REGISTERED", dict(tensors._REGISTERED))
     monkeypatch.setattr(channels, "_COSTS", dict(channels._COSTS))
-    added = kinds.register("broadcast", Traits(layouts=("zigzag", "striped")))
-    tensors.register(added, broadcast)
+    added = kinds.register_traits("broadcast", Traits(layouts=("zigzag", "striped")))
+    tensors.register_attention(added, broadcast)
     channels.register_cost(added, ExchangeCost(num_bytes=num_bytes, time=seconds))
     return added
 

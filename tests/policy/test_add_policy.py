@@ -44,7 +44,7 @@ LAST = PolicySpec(name="last", options=LastOptions, make=Last, capacity=lambda _
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policies, "_REGISTRY", dict(policies._REGISTRY))
-    policies.register(LAST)
+    policies.register_policy(LAST)
 
 
 def test_a_registered_policy_serves() -> None:

@@ -19,9 +19,9 @@ from longspan.core.runs import shard_span
 from longspan.core.steps import Forward, Part
 from longspan.policy import make_policy
 from longspan.sim.executor import Ran, slowed
-from longspan.sim.run import Result, Watch, simulate
+from longspan.sim.run import Observers, Result, simulate
 from longspan.sim.spec import Faults
-from longspan.workload.arrivals import Arrival, conversations, prompt_of
+from longspan.workload.arrivals import Arrival, as_conversations, prompt_of
 
 COST = LinearCost(base_s=0.01, per_token_s=0.001)
 
@@ -47,7 +47,7 @@ def arrivals(draw: st.DrawFn) -> list[Arrival]:
         Arrival(due_s=time, prompt=prompt_of(place, length, shared_len=shared), output_len=output)
         for place, (time, (length, output)) in enumerate(zip(times, lengths, strict=True))
     ]
-    return conversations(found, turns=draw(st.integers(1, 3)), think_s=draw(st.floats(0, 1)))
+    return as_conversations(found, turns=draw(st.integers(1, 3)), think_s=draw(st.floats(0, 1)))
 
 
 faults = st.builds(
@@ -65,7 +65,9 @@ def test_all_requests_finish_and_the_same_input_gives_the_same_result(
 ) -> None:
     ran: list[tuple[int, float]] = []
     clock: list[float] = []
-    watch = Watch(ran=lambda one: ran.append((one.forward.number, one.start_s)), moment=lambda at, _: clock.append(at))
+    watch = Observers(
+        ran=lambda one: ran.append((one.forward.number, one.start_s)), moment=lambda at, _: clock.append(at)
+    )
     first = run(asked, 2, {"threshold": threshold}, faults=broken, watch=watch)
     assert clock == sorted(clock), "the clock does not go back"
     assert [one.index for one in first.served] == list(range(len(asked)))
@@ -83,7 +85,7 @@ def test_all_requests_finish_and_the_same_input_gives_the_same_result(
         2,
         {"threshold": threshold},
         faults=broken,
-        watch=Watch(ran=lambda one: again.append((one.forward.number, one.start_s))),
+        watch=Observers(ran=lambda one: again.append((one.forward.number, one.start_s))),
     )
     assert (second, again) == (first, ran)
 
@@ -100,7 +102,7 @@ def test_outputs_are_those_of_the_engine() -> None:
             ]
 
     asked = [Arrival(due_s=0.0, prompt=prompt_of(place, 50), output_len=20) for place in range(3)]
-    result = run(asked, faults=Faults(lost_at_s=(0.3,), restart_s=0.5), watch=Watch(moment=moment))
+    result = run(asked, faults=Faults(lost_at_s=(0.3,), restart_s=0.5), watch=Observers(moment=moment))
     assert len(result.served) == 3 and all(len(output) >= 19 for output in seen.values())
 
 
@@ -150,7 +152,7 @@ def test_instances_start_together_and_end_by_their_own_times() -> None:
         Arrival(due_s=0.0, prompt=prompt_of(0, 64), output_len=1),
         Arrival(due_s=0.0, prompt=prompt_of(1, 8), output_len=3),
     ]
-    result = run(asked, 2, {"threshold": "32"}, cost=OwnTimes(), watch=Watch(ran=steps.append))
+    result = run(asked, 2, {"threshold": "32"}, cost=OwnTimes(), watch=Observers(ran=steps.append))
     sharded = next(one for one in steps if len(one.forward.instances) == 2)
     assert sharded.ends_s == {0: sharded.start_s + 1, 1: sharded.start_s + 2}
     assert result.served[0].ttft_s == 2.0, "a step is complete when its last instance is done"
@@ -229,7 +231,7 @@ def test_an_instance_that_is_not_there_cannot_be_slow() -> None:
 
 
 def test_who_asks_for_too_much_is_refused_with_all_that_follows() -> None:
-    asked = conversations(
+    asked = as_conversations(
         [
             Arrival(due_s=1.0 * place, prompt=prompt_of(place, 2000 if place == 2 else 9), output_len=2)
             for place in range(6)
@@ -256,7 +258,7 @@ def test_what_prompts_share_is_computed_once() -> None:
 
 
 def test_a_turn_finds_all_that_was_said_before() -> None:
-    asked = conversations(
+    asked = as_conversations(
         [Arrival(due_s=0.0, prompt=prompt_of(place, 40), output_len=7) for place in range(3)], turns=3, think_s=1.0
     )
     first, second, third = run(asked).served
@@ -300,5 +302,5 @@ def test_only_a_simulation_that_runs_keeps_garbage_from_being_searched_for(monke
     monkeypatch.setattr(sim_run, "_MANY", 1)
     asked = [Arrival(due_s=0.0, prompt=prompt_of(0, 20), output_len=2)]
     with pytest.raises(KeyboardInterrupt):
-        run(asked, watch=Watch(finished=finished))
+        run(asked, watch=Observers(finished=finished))
     assert gc.get_freeze_count() <= before

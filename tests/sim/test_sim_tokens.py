@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan.sim.experiment import find_max_rate
-from longspan.workload.arrivals import Texts, prompt_of, text
+from longspan.workload.arrivals import TokenText, prompt_of, text
 from longspan.workload.requests import draw_lengths, named_lengths, quantiles
 
 RANGES = {"short": (4_000, 95_000, 23_600), "medium": (8_000, 142_000, 32_800), "long": (16_000, 190_000, 50_100)}
@@ -19,7 +19,7 @@ RANGES = {"short": (4_000, 95_000, 23_600), "medium": (8_000, 142_000, 32_800), 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=5).map(tuple), max_size=5), st.data())
 def test_texts_are_one_sequence(parts: list[tuple[int, ...]], data: st.DataObject) -> None:
     plain = [token for part in parts for token in part]
-    texts = Texts([Texts(parts[:2]), *parts[2:]])
+    texts = TokenText([TokenText(parts[:2]), *parts[2:]])
     assert list(texts) == plain and len(texts) == len(plain)
     assert [texts[index] for index in range(-len(plain), len(plain))] == plain + plain
     start, stop = data.draw(st.integers(-12, 30)), data.draw(st.integers(-12, 30))
@@ -32,7 +32,7 @@ def test_texts_are_one_sequence(parts: list[tuple[int, ...]], data: st.DataObjec
 
 def test_a_slice_of_one_text_is_no_list() -> None:
     assert text(3, 10**6)[5 : 10**6] == range(text(3, 9)[5], text(3, 9)[0] + 10**6)
-    assert isinstance(Texts([text(1, 600), text(2, 600)])[512:600], range)
+    assert isinstance(TokenText([text(1, 600), text(2, 600)])[512:600], range)
 
 
 @given(st.integers(0, 50), st.integers(0, 50), st.lists(st.integers(0, 3), max_size=3), st.integers(0, 1))

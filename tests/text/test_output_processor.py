@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from longspan.core.request import RequestMetrics
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import TokenLogprobs
-from longspan.llm import Progress, num_tokens
+from longspan.llm import Progress, count_tokens
 from longspan.model.source import smollm2_folder
 from longspan.outputs import CompletionOutput, Logprob
 from longspan.text.output_processor import EngineRequest, RequestState, by_token
@@ -217,7 +217,7 @@ def test_a_bar_is_drawn_for_several_prompts_on_a_terminal(
     runs = [Run(None) for _ in range(number)]
     with Progress([run.tracked for run in runs], wanted=wanted) as progress:
         runs[0].give(10, 11, 12, finish="length")
-        assert num_tokens([run.tracked for run in runs]) == (2, 3)
+        assert count_tokens([run.tracked for run in runs]) == (2, 3)
         progress.update()
     assert bool(stderr.getvalue()) == shown
     if shown:

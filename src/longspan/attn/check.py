@@ -93,8 +93,8 @@ def main(
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background starts us with it ignored
     errors, sent = _run(hosts_of_all, names, seed, cases)
     for name in names:
-        told = f"{sent[name, 'same_host']:,} bytes sent on the same host, {sent[name, 'other_host']:,} to another"
-        print(f"{name:18}largest error {errors[name]:.1e}   {told}")
+        text = f"{sent[name, 'same_host']:,} bytes sent on the same host, {sent[name, 'other_host']:,} to another"
+        print(f"{name:18}largest error {errors[name]:.1e}   {text}")
     if max(errors.values()) > _MOST_ERROR:
         return _failed(f"not exact: an error exceeds {_MOST_ERROR:.0e}", code=1)
     return 0

@@ -80,7 +80,7 @@ def estimate(
     cached: Annotated[int, _work("How many of them have been computed before.", metavar="P", read=length)] = 0,
     phase: Annotated[Literal["prefill", "decode"], _work("The whole prompt, or one token behind it.")] = "prefill",
     batch: Annotated[int, _work("Requests at a time.")] = 1,
-    sheets: HardwareSpec = _HARDWARE,
+    hardware_spec: HardwareSpec = _HARDWARE,
     as_json: Annotated[bool, Option("Print one JSON object and no table.", name="json")] = False,
 ) -> None:
     """Predicts time to first token, or between tokens, from data sheets, with memory and communication.
@@ -98,11 +98,11 @@ def estimate(
         hardware=hardware,
         gpus_per_host=gpus_per_host,
         hosts=hosts,
-        link=sheets.link,
-        link_gbytes_per_s=sheets.link_gbytes_per_s,
+        link=hardware_spec.link,
+        link_gbytes_per_s=hardware_spec.link_gbytes_per_s,
     )
-    sizes = read_architecture(model, dtype=sheets.dtype, ffn_dtype=sheets.ffn_dtype)
-    [cost] = rooflines(sizes, cluster, spec, sheets.attention or "flash")
+    sizes = read_architecture(model, dtype=hardware_spec.dtype, ffn_dtype=hardware_spec.ffn_dtype)
+    [cost] = rooflines(sizes, cluster, spec, hardware_spec.attention or "flash")
     if phase == "prefill":
         chosen = RING_KV if exchange == "auto" else exchange_of(exchange)
         found = estimate_prefill(cost, spec.num_instances, chosen, context, cached, fractions=fractions, batch=batch)

@@ -167,7 +167,7 @@ def _settings(model: str, experiment: Experiment, given: Sequence[object]) -> di
         prefill, decode = len(cluster.prefill), len(cluster.decode)
         instances = f"{prefill} prefill, {decode} decode, {cluster.backends} transfers at once to each"
         blocks += f", {cluster.num_blocks[-1]:,} to decode"
-    found = {"model": model, "cluster": experiment.words, "instances": instances, "KV blocks": blocks}
+    found = {"model": model, "cluster": experiment.description, "instances": instances, "KV blocks": blocks}
     named = [(name, option, getattr(one, name)) for one in given for name, (option, _) in options_of(type(one)).items()]
     return {**found, "policy": " ".join(policy)} | {
         option.flag(name): _words(value)

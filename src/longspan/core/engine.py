@@ -395,7 +395,7 @@ class Engine:
                 self.num_prefix_hits += min(hit.num_tokens, request.num_prompt)
         request.num_computed = request.num_scheduled = hit.num_tokens
         if scheduled.target is not None:
-            self._transfers.shake(request, scheduled.target)
+            self._transfers.open(request, scheduled.target)
         if not request.metrics.num_computed_tokens:
             request.metrics.num_cached_tokens = min(hit.num_tokens, request.num_prompt)
 

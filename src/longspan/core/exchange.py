@@ -86,26 +86,28 @@ class Exchange(NamedTuple):
 _TRAITS: dict[str, Traits] = {}
 
 
-def register(kind: str, traits: Traits) -> Exchange:
+def register_traits(kind: str, traits: Traits) -> Exchange:
     """Makes a kind of exchange known; returns it without parameters."""
     assert kind not in _TRAITS, f"there is an exchange {kind} already"
     _TRAITS[kind] = traits
     return Exchange(kind)
 
 
-LOCAL = register("local", Traits(layouts=("single",)))
+LOCAL = register_traits("local", Traits(layouts=("single",)))
 """One member holds all keys, and nothing travels."""
-RING_KV = register("ring_kv", Traits())
+RING_KV = register_traits("ring_kv", Traits())
 """Keys and values travel around the ring (pass-KV)."""
-RING_Q = register("ring_q", Traits())
+RING_Q = register_traits("ring_q", Traits())
 """Queries travel to the keys, and partial outputs back (pass-Q)."""
-ALLTOALL = register("alltoall", Traits(parameters=("weights",)))
+ALLTOALL = register_traits("alltoall", Traits(parameters=("weights",)))
 """Each member gets some heads of all tokens (SP-NTP, Ulysses)."""
-GATHER_KV = register("gather_kv", Traits(parameters=("dense",)))
+GATHER_KV = register_traits("gather_kv", Traits(parameters=("dense",)))
 """Every member gathers all keys and values (the papers' TSP baseline)."""
-GATHER_HIDDEN = register("gather_hidden", Traits(level="layer", stores="after", decodes=False))
+GATHER_HIDDEN = register_traits("gather_hidden", Traits(level="layer", stores="after", decodes=False))
 """Hidden states are gathered, and outputs are summed and scattered (SP-TP, Megatron-SP)."""
-CHAIN = register("chain", Traits(layouts=("contiguous",), stores="after", decodes=False, keeps="later", skewed=True))
+CHAIN = register_traits(
+    "chain", Traits(layouts=("contiguous",), stores="after", decodes=False, keeps="later", skewed=True)
+)
 """Keys and values run from each member to the next (KV-Runahead)."""
 
 
@@ -140,7 +142,7 @@ def exchange_of(kind: str) -> Exchange:
     return Exchange(kind)
 
 
-def named(text: str) -> Exchange:
+def exchange_named(text: str) -> Exchange:
     """Returns the exchange that prints as `text`. Raises ValueError when none does."""
     if text in _TRAITS:
         return Exchange(text)

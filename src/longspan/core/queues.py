@@ -65,7 +65,7 @@ class Running:
         self._coupled_sets: list[frozenset[int]] | None = None  # while there are the same groups
         self._on: list[dict[int, Request]] = [{} for _ in range(num_instances)]
         self._tokens, self._blocks = [0] * num_instances, [0] * num_instances
-        self._asks: dict[int, _Ask] = {}
+        self._demands: dict[int, _Demand] = {}
         self._stale: set[int] = set()
 
     def __len__(self) -> int:
@@ -100,12 +100,12 @@ class Running:
 
     @property
     def due_tokens(self) -> Sequence[int]:
-        self._update_asks()
+        self._update_demands()
         return self._tokens
 
     @property
     def due_blocks(self) -> Sequence[int]:
-        self._update_asks()
+        self._update_demands()
         return self._blocks
 
     def join(self, request: Request) -> None:
@@ -158,22 +158,22 @@ class Running:
             del self._by_group[group]
             if len(group) > 1:
                 self._coupled_sets = None
-        self._ask(request.id, None)
+        self._set_demand(request.id, None)
         self.changed(group, ())
 
-    def _update_asks(self) -> None:
+    def _update_demands(self) -> None:
         for request_id in self._stale:
             if self._groups.get(request_id):
-                self._ask(request_id, _ask_of(self._all[request_id]))
+                self._set_demand(request_id, _demand_of(self._all[request_id]))
         self._stale.clear()
 
-    def _ask(self, request_id: int, ask: _Ask | None) -> None:
-        before = self._asks.pop(request_id, None)
-        if ask is not None:
-            self._asks[request_id] = ask
-        if ask == before:
+    def _set_demand(self, request_id: int, demand: _Demand | None) -> None:
+        before = self._demands.pop(request_id, None)
+        if demand is not None:
+            self._demands[request_id] = demand
+        if demand == before:
             return
-        for one, sign in ((before, -1), (ask, 1)):
+        for one, sign in ((before, -1), (demand, 1)):
             if one is not None:
                 for instance in one.group:
                     self._tokens[instance] += sign * one.tokens
@@ -181,7 +181,7 @@ class Running:
                     self._blocks[instance] += sign * one.blocks
 
 
-class _Ask(NamedTuple):
+class _Demand(NamedTuple):
     """Tokens and blocks that a running request still needs of each instance."""
 
     group: tuple[int, ...]
@@ -190,10 +190,12 @@ class _Ask(NamedTuple):
     blocks: int
 
 
-def _ask_of(request: Request) -> _Ask:
+def _demand_of(request: Request) -> _Demand:
     num_tokens, group, kv_owners = request.num_tokens, request.group, request.kv_owners
     missing = request.blocks_for(num_tokens) - len(request.table)
-    return _Ask(group, -(-(num_tokens - request.num_computed) // len(group)), kv_owners, -(-missing // len(kv_owners)))
+    return _Demand(
+        group, -(-(num_tokens - request.num_computed) // len(group)), kv_owners, -(-missing // len(kv_owners))
+    )
 
 
 class StepOrder:

@@ -133,7 +133,7 @@ class Transfers:
     def in_flight(self) -> bool:
         return bool(self._moves)
 
-    def shake(self, request: Request, target: int) -> None:
+    def open(self, request: Request, target: int) -> None:
         """Opens a transfer when the first chunk is about to be sent; cached blocks can move at once."""
         transfer = Transfer(request, target, num_tokens=request.num_tokens, num_computed=request.num_scheduled)
         request.target = target
@@ -232,7 +232,7 @@ class Transfers:
             coming = {transfer.request.id: transfer for transfer in transfers.values() if transfer.blocks}
             able = [request for request in decodes if request.num_scheduled < request.num_tokens]
             giving = sorted([*able, *(one.request for one in coming.values())], key=lambda r: r.admission)
-            for request in sorted(filter(_asks, able), key=lambda r: r.admission):
+            for request in sorted(filter(_needs_block, able), key=lambda r: r.admission):
                 while room < 1 and giving[-1].admission > request.admission:
                     last = giving.pop()
                     if (transfer := coming.get(last.id)) is None:
@@ -302,7 +302,7 @@ class Transfers:
         refused_id, too_few = self._refused.get(target, (request.id, -1))
         if self._max_num_seqs <= len(decodes) + num_coming or (refused_id == request.id and num_free <= too_few):
             return False
-        num_asked = sum(r.admission < request.admission and _asks(r) for r in decodes)
+        num_asked = sum(r.admission < request.admission and _needs_block(r) for r in decodes)
         found = self._account.reserve(request, target, transfer.num_blocks, num_left=num_asked)
         if found is None:
             self._refused[target] = request.id, num_free - num_asked
@@ -313,7 +313,7 @@ class Transfers:
         return True
 
 
-def _asks(request: Request) -> bool:
+def _needs_block(request: Request) -> bool:
     """Tells whether a decoding request needs a new block for its next token."""
     num_scheduled = request.num_scheduled
     return num_scheduled < request.num_tokens and request.blocks_for(num_scheduled + 1) > len(request.table)

@@ -108,7 +108,7 @@ class Estimate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prompt:
+class PromptShape:
     """`batch` prompts alike, of `new` tokens behind `cached` ones, sharded over a group."""
 
     exchange: Exchange
@@ -159,7 +159,9 @@ def estimate_prefill(
     """
     if instances == 1:
         exchange = LOCAL
-    prompt = Prompt(exchange=exchange, group=tuple(range(instances)), new=length - cached, cached=cached, batch=batch)
+    prompt = PromptShape(
+        exchange=exchange, group=tuple(range(instances)), new=length - cached, cached=cached, batch=batch
+    )
     channel = prompt.channel(_partition(model, prompt, fractions))
     found = _times(model, channel, batch)
     slowest = max(found.values(), key=lambda breakdown: breakdown.total_s)
@@ -216,7 +218,7 @@ def decode_channel(exchange: Exchange, group: tuple[int, ...], length: int, batc
     return Channel(exchange=exchange, group=group, shares=shares, keys=keys, decode=True)
 
 
-def _partition(model: Roofline, prompt: Prompt, fractions: Fractions) -> tuple[int, ...] | None:
+def _partition(model: Roofline, prompt: PromptShape, fractions: Fractions) -> tuple[int, ...] | None:
     members = len(prompt.group)
     if fractions is None:
         return even(prompt.new, members, 1) if prompt.exchange.traits.in_order else None
@@ -227,7 +229,7 @@ def _partition(model: Roofline, prompt: Prompt, fractions: Fractions) -> tuple[i
     return cut(fractions, prompt.new, 1)
 
 
-def _searched(model: Roofline, prompt: Prompt) -> tuple[int, ...]:
+def _searched(model: Roofline, prompt: PromptShape) -> tuple[int, ...]:
     """Returns the best of two searches, from even pieces and from pieces that take equally long alone."""
 
     def ttft_s(partition: tuple[int, ...]) -> float:
@@ -249,7 +251,7 @@ def _searched(model: Roofline, prompt: Prompt) -> tuple[int, ...]:
     return min(found, key=ttft_s)
 
 
-def _levelled(model: Roofline, prompt: Prompt, block: int) -> tuple[int, ...]:
+def _levelled(model: Roofline, prompt: PromptShape, block: int) -> tuple[int, ...]:
     """Finds pieces whose tokens and scores cost the same: earlier ones see fewer keys, so they are longer."""
     layer, members = model.layer, len(prompt.group)
     token_s = (layer.before(prompt.new).total_s + layer.behind(prompt.new).total_s) / prompt.new

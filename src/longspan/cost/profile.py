@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from longspan.core.exchange import LOCAL, Exchange, named
+from longspan.core.exchange import LOCAL, Exchange, exchange_named
 from longspan.cost.architecture import Hardware, ModelShape
 
 Kind = tuple[int, Exchange]
@@ -88,12 +88,12 @@ class _Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     beside: int = 0
 
     def __post_init__(self) -> None:
-        if (self.members == 1) != (named(self.exchange) == LOCAL):
+        if (self.members == 1) != (exchange_named(self.exchange) == LOCAL):
             raise ValueError(f"{self.members} members do not compute with exchange {self.exchange}")
 
     @property
     def kind(self) -> Kind:
-        return self.members, named(self.exchange)
+        return self.members, exchange_named(self.exchange)
 
     @property
     def median_s(self) -> float:

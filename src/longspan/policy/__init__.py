@@ -1,6 +1,6 @@
 """The policies, one file each, chosen by name. A policy decides the next steps from a read-only view of the cluster.
 
-To add one, write its file with a `PolicySpec`, and `register` that or name it in the registry here.
+To add one, write its file with a `PolicySpec`, and give that to `register_policy` or name it in the registry here.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ _REGISTRY: dict[str, str | PolicySpec[Any, Any]] = {
 """A spec, or the module and name of one that loads on first use."""
 
 
-def register(spec: PolicySpec[Any, Any]) -> None:
+def register_policy(spec: PolicySpec[Any, Any]) -> None:
     _REGISTRY[spec.name] = spec
 
 

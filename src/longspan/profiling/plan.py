@@ -33,7 +33,7 @@ def kinds_of_links(num_ranks: int) -> set[tuple[TransferKind, int]]:
     return kinds
 
 
-class Room(msgspec.Struct, frozen=True, kw_only=True):
+class KvRoom(msgspec.Struct, frozen=True, kw_only=True):
     """The KV memory of each instance, in blocks, and the longest request that the model takes."""
 
     max_model_len: int
@@ -45,7 +45,7 @@ class Room(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def all_missing(
-    profile: Profile, sizes: Collection[int], prompts: Sequence[tuple[int, int]], room: Room, repeats: int
+    profile: Profile, sizes: Collection[int], prompts: Sequence[tuple[int, int]], room: KvRoom, repeats: int
 ) -> list[Prefill | Decode]:
     """Returns what is left to measure in groups of these sizes; ask again once that is measured.
 
@@ -69,7 +69,7 @@ def _prefill(members: int, exchange: Exchange, new_tokens: int, cached_tokens: i
 
 
 def _missing_prefills(
-    profile: Profile, members: int, prompts: Iterable[tuple[int, int]], room: Room, times: int
+    profile: Profile, members: int, prompts: Iterable[tuple[int, int]], room: KvRoom, times: int
 ) -> list[Prefill | Decode]:
     every = [
         _prefill(members, exchange, new, cached)
@@ -81,7 +81,7 @@ def _missing_prefills(
 
 
 def _missing_quickest(
-    profile: Profile, members: int, prompts: Iterable[tuple[int, int]], room: Room, repeats: int
+    profile: Profile, members: int, prompts: Iterable[tuple[int, int]], room: KvRoom, repeats: int
 ) -> list[Prefill | Decode]:
     """Lists the quickest exchange of each prompt, once for each measurement that it lacks of twice `repeats`."""
     quickest = []
@@ -94,7 +94,7 @@ def _missing_quickest(
 
 
 def _missing_decodes(
-    profile: Profile, members: int, lengths: Sequence[int], room: Room, times: int
+    profile: Profile, members: int, lengths: Sequence[int], room: KvRoom, times: int
 ) -> list[Prefill | Decode]:
     """Lists the decodes that such groups timed fewer than `times` times.
 

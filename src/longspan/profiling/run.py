@@ -23,7 +23,7 @@ from longspan.policy.choosing import Facts
 from longspan.profiling import links
 from longspan.profiling.plan import (
     DECODE_STEPS,
-    Room,
+    KvRoom,
     all_missing,
     default_lengths,
     kinds_of_links,
@@ -70,7 +70,7 @@ def measure(start: Start, most_members: int, lengths: Sequence[int] | None, repe
     """
     with start(most_members) as llm:
         config = llm.engine.config
-        room = Room(
+        room = KvRoom(
             max_model_len=llm.max_model_len, block_size=config.block_size, num_blocks=config.cluster.num_blocks[0]
         )
         profile = load_profile(llm.profile_key) or Profile(profile_key=llm.profile_key)
@@ -89,7 +89,7 @@ def _measure_missing(
     profile: Profile,
     sizes: set[int],
     prompts: Sequence[tuple[int, int]],
-    room: Room,
+    room: KvRoom,
     repeats: int,
 ) -> Profile:
     members, is_warm = max(sizes), False
@@ -114,7 +114,7 @@ def measure_links(profile: Profile, num_ranks: int) -> Profile:
     return profile
 
 
-def _prompts(lengths: Sequence[int] | None, room: Room) -> list[tuple[int, int]]:
+def _prompts(lengths: Sequence[int] | None, room: KvRoom) -> list[tuple[int, int]]:
     """Returns new and cached tokens of all prefills; by default all that the model takes."""
     longest = room.max_model_len - 1
     if lengths is None:
@@ -215,7 +215,7 @@ def timed(llm: Instances, new_tokens: int, cached_tokens: int, *, seed: int | st
     return statistics.fmean(times)
 
 
-Clock = Callable[[Partition], float]
+TimePartition = Callable[[Partition], float]
 """Seconds to the first token of a prompt that is cut like this."""
 
 
@@ -253,7 +253,7 @@ def search_partitions(
     return table
 
 
-def _timed_cuts(llm: Instances, repeats: int, bar: tqdm[tuple[int, int]]) -> Clock:
+def _timed_cuts(llm: Instances, repeats: int, bar: tqdm[tuple[int, int]]) -> TimePartition:
     num_timed = 0
 
     def seconds(partition: Partition) -> float:
@@ -270,7 +270,7 @@ def _timed_cuts(llm: Instances, repeats: int, bar: tqdm[tuple[int, int]]) -> Clo
     return seconds
 
 
-def _modelled_cuts(llm: Instances, profile: Profile) -> Clock:
+def _modelled_cuts(llm: Instances, profile: Profile) -> TimePartition:
     alone, link = profile.fits().get((1, LOCAL)), profile.link("point_to_point", 2)
     shape = llm.facts.shape
     if alone is None or link is None or shape is None:

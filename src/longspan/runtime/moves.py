@@ -123,7 +123,7 @@ class BlockMessages:
         self._instance, _, self._shard = cluster.at(rank)
         self.num_layers, self.device = len(specs), pool.layer(0).keys.device
 
-    def part(self, move: MoveKV) -> RankMove:
+    def of_rank(self, move: MoveKV) -> RankMove:
         """Picks the blocks of a move that this rank sends or receives."""
         to: dict[int, list[int]] = {}
         of: dict[int, list[int]] = {}
@@ -339,7 +339,7 @@ class Moves:
 
     def expect(self, moves: Sequence[MoveKV]) -> None:
         """Receives moves to this rank, layer by layer, in the order in which they are sent."""
-        taken = [self._messages.part(move) for move in moves]
+        taken = [self._messages.of_rank(move) for move in moves]
         for layer in range(self._messages.num_layers):
             for move in taken:
                 for blocks in self._messages.coming(move, layer):
@@ -349,7 +349,7 @@ class Moves:
 
     def send(self, moves: Sequence[MoveKV]) -> Iterator[Moved]:
         """Sends what this rank has of moves, and reports each that it has something of."""
-        parts = [self._messages.part(move) for move in moves]
+        parts = [self._messages.of_rank(move) for move in moves]
         sent = {move.number: Counter[tuple[str, Link]]() for move in moves}
         for layer in range(self._messages.num_layers):
             for part in parts:
@@ -453,8 +453,8 @@ class StepMoves:
         sent: Counter[tuple[str, Link]],
     ) -> None:
         self._messages, self._transport, self._moves, self._sent = messages, rebalances, moves, sent
-        self._rebalances = [messages.part(move) for move in forward.rebalances]
-        self._streams = [messages.part(move) for move in forward.streams]
+        self._rebalances = [messages.of_rank(move) for move in forward.rebalances]
+        self._streams = [messages.of_rank(move) for move in forward.streams]
         self._num_complete = self._num_streamed = 0
         self._coming: list[tuple[Pending, list[tuple[BlockSlice, Message]]]] = []
         self._start(0)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from longspan.core.steps import Sampling, TokenLogprobs
 from longspan.model.files import ModelFiles
-from longspan.text.grammar_check import LIMITS, one_line
+from longspan.text.grammar_check import LIMITS, first_line
 from longspan.text.tokenizer import grammar_vocabulary, load_tokenizer
 
 _log = logging.getLogger("longspan.worker")
@@ -71,19 +71,19 @@ def _drawn(logits: Tensor, draws: Sequence[Draw]) -> dict[int, int]:
     """Samples the rows that are not greedy and have a distribution; returns their tokens by row."""
     random = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
     # Rows with the same filters are worked on together, so that few are sorted for their neighbours' sake.
-    wishes = [draw.sampling for draw in draws]
-    random.sort(key=lambda row: (wishes[row].top_p < 1, wishes[row].top_k > 0, wishes[row].min_p > 0))
+    params = [draw.sampling for draw in draws]
+    random.sort(key=lambda row: (params[row].top_p < 1, params[row].top_k > 0, params[row].min_p > 0))
     tokens: dict[int, int] = {}
     for rows in _tiles(random, logits):
-        reached = weights(logits[list(rows)], [wishes[row] for row in rows]).cumsum(dim=-1)
-        numbers = uniforms((wishes[row].seed, wishes[row].choice, draws[row].position) for row in rows)
+        reached = weights(logits[list(rows)], [params[row] for row in rows]).cumsum(dim=-1)
+        numbers = uniforms((params[row].seed, params[row].choice, draws[row].position) for row in rows)
         wanted = reached.new_tensor(numbers)[:, None] * reached[:, -1:]
         tokens.update(zip(rows, torch.searchsorted(reached, wanted, right=True)[:, 0].tolist(), strict=True))
     vocab = logits.shape[-1]  # stands for no token
     return {row: token for row, token in tokens.items() if token < vocab}
 
 
-def weights(logits: Tensor, wishes: Sequence[Sampling]) -> Tensor:
+def weights(logits: Tensor, params: Sequence[Sampling]) -> Tensor:
     """Returns float64 weights `[rows, vocab]` of `logits [rows, vocab]` (float32), 0 for tokens that must not be drawn.
 
     A token's weight is its probability over that of the row's best token, times a power of two, rounded: a whole
@@ -93,15 +93,15 @@ def weights(logits: Tensor, wishes: Sequence[Sampling]) -> Tensor:
 
     Tokens go by the logit of the last one that stays, never by rank, so that exact ties stay or go together.
 
-    `wishes` are the rows' own; none may have temperature 0. A row whose largest logit is not finite gets NaN.
+    `params` are the rows' own; none may have temperature 0. A row whose largest logit is not finite gets NaN.
     """
     vocab = logits.shape[-1]
-    weigh = _weigher(logits, wishes)
+    weigh = _weigher(logits, params)
     kept = weigh(logits)
-    top_k = [wish.top_k if 0 < wish.top_k < vocab else 0 for wish in wishes]
+    top_k = [one.top_k if 0 < one.top_k < vocab else 0 for one in params]
     if any(top_k):
         kept.mul_(logits >= _last_of_top_k(logits, top_k))
-    top_p = [wish.top_p if wish.top_p < 1 else 0.0 for wish in wishes]
+    top_p = [one.top_p if one.top_p < 1 else 0.0 for one in params]
     if any(top_p):
         needed = kept.new_tensor(top_p)[:, None] * kept.sum(dim=-1, keepdim=True)
         kept.mul_(logits >= _last_of_top_p(logits, needed, weigh))
@@ -118,12 +118,12 @@ def largest(logits: Tensor, count: int) -> Tensor:
     return torch.from_numpy(np.sort(best, axis=-1)[:, ::-1].copy())
 
 
-def _weigher(logits: Tensor, wishes: Sequence[Sampling]) -> Weigh:
+def _weigher(logits: Tensor, params: Sequence[Sampling]) -> Weigh:
     """Makes a function from logits `[rows, some]` of some rows to their weights, after temperature and min_p."""
     best = logits.amax(dim=-1, keepdim=True).double()
-    temperature = best.new_tensor([wish.temperature for wish in wishes])[:, None]
-    min_p = best.new_tensor([wish.min_p for wish in wishes])[:, None]
-    any_min_p = any(wish.min_p for wish in wishes)
+    temperature = best.new_tensor([one.temperature for one in params])[:, None]
+    min_p = best.new_tensor([one.min_p for one in params])[:, None]
+    any_min_p = any(one.min_p for one in params)
     scale = 2.0 ** (53 - logits.shape[-1].bit_length())
 
     def weigh(some: Tensor) -> Tensor:
@@ -258,16 +258,16 @@ def adjusted(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 def _penalise(flat: Tensor, vocab: int, penalised: Sequence[tuple[int, Sampling, TokenCounts]]) -> None:
     """Applies, as vLLM does, repetition penalty to tokens seen, then frequency and presence to those of the output."""
-    rows, wishes, histories = zip(*penalised, strict=True)
+    rows, params, histories = zip(*penalised, strict=True)
     sizes = torch.tensor([len(history.tokens) for history in histories], device=flat.device)
     total = sum(len(history.tokens) for history in histories)
 
     def per_token(values: Tensor) -> Tensor:
         return values.repeat_interleave(sizes, output_size=total)
 
-    repetition = per_token(flat.new_tensor([wish.repetition_penalty for wish in wishes]))
-    frequency = per_token(flat.new_tensor([wish.frequency_penalty for wish in wishes]))
-    presence = per_token(flat.new_tensor([wish.presence_penalty for wish in wishes]))
+    repetition = per_token(flat.new_tensor([one.repetition_penalty for one in params]))
+    frequency = per_token(flat.new_tensor([one.frequency_penalty for one in params]))
+    presence = per_token(flat.new_tensor([one.presence_penalty for one in params]))
     first = torch.tensor([row * vocab for row in rows], device=flat.device)
     indices = per_token(first) + torch.cat([history.tokens for history in histories])
     counts = torch.cat([history.counts for history in histories])
@@ -377,7 +377,7 @@ class GrammarMatcher:
             fill_next_token_bitmask(self._matcher, bits.view(np.int32))
         bits &= self._vocabulary.has_logits
         if self._matcher.is_error():
-            self.error = one_line(self._matcher.get_error())
+            self.error = first_line(self._matcher.get_error())
         elif not bits.any():
             self.error = "no token of this model continues the output in the form that it must have"
         if self.error:

@@ -28,7 +28,7 @@ from longspan.errors import ParameterError
 from longspan.policy import ChosenPolicy, make_policy
 from longspan.policy.choosing import Facts
 from longspan.policy.tetris.rates import RateTable
-from longspan.sim.run import Result, Watch, percentile, simulate
+from longspan.sim.run import Observers, Result, percentile, simulate
 from longspan.sim.spec import ClusterSpec, Faults
 from longspan.sim.timeline import Timeline
 from longspan.workload.arrivals import Workload
@@ -49,7 +49,7 @@ _FAR_APART_S = 1e6
 _MOST_DOUBLINGS = 24
 _PRECISION = 1.02
 
-Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+ProgressBar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 """Shows a title and a total; is then told how many are done."""
 
 
@@ -64,17 +64,17 @@ class Experiment:
     Attributes:
         cost: seconds of its steps.
         facts: what policies know of it.
-        words: a description for people.
+        description: the cluster in a few words, for people.
         progress: is told how many requests of a run are done.
     """
 
     cluster: Cluster
     cost: StepCost
     facts: Facts
-    words: str
+    description: str
     scheduling: SchedulingArgs
     faults: Faults
-    progress: Progress = _unseen
+    progress: ProgressBar = _unseen
 
     def with_options(self, options: Mapping[str, str]) -> Experiment:
         """Returns an experiment with some options of the policy set or replaced."""
@@ -101,7 +101,7 @@ class Experiment:
             scheduling = replace(scheduling, enable_prefix_caching=False)  # it would find nothing
         config = EngineConfig.of(scheduling, self.cluster, policy)
         with self.progress(title, len(workload.arrivals)) as finished:
-            watch = replace(timeline.watch if timeline else Watch(), finished=finished)
+            watch = replace(timeline.watch if timeline else Observers(), finished=finished)
             return simulate(workload.arrivals, config, policy, self.cost, faults=self.faults, watch=watch)
 
     def light_ttft_p99_s(self, workload: Workload) -> float | None:
@@ -246,8 +246,10 @@ def computed_experiment(
         cluster=cluster,
     )
     speed = "" if devices.link_gbytes_per_s is None else f" at {devices.link_gbytes_per_s:g} GB/s"
-    words = f"{devices.hosts} × {devices.gpus_per_host} {hardware}, {devices.slowest_link}{speed}"
-    return Experiment(cluster=cluster, cost=cost, facts=facts, words=words, scheduling=scheduling, faults=faults)
+    description = f"{devices.hosts} × {devices.gpus_per_host} {hardware}, {devices.slowest_link}{speed}"
+    return Experiment(
+        cluster=cluster, cost=cost, facts=facts, description=description, scheduling=scheduling, faults=faults
+    )
 
 
 def measured_experiment(
@@ -263,7 +265,7 @@ def measured_experiment(
         cluster=cluster,
         cost=FittedCost(profile, model.attention, block_size=scheduling.block_size),
         facts=Facts(profile=profile, model=key.model, partitions=PartitionTable(), cluster=cluster),
-        words=f"{key.machine}, {key.dtype}, {key.threads} threads per rank",
+        description=f"{key.machine}, {key.dtype}, {key.threads} threads per rank",
         scheduling=scheduling,
         faults=faults,
     )

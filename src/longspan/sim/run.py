@@ -21,7 +21,7 @@ from longspan.core.view import EnginePolicy
 from longspan.cost.step_cost import StepCost
 from longspan.sim.executor import Ran, SimExecutor, VirtualClock
 from longspan.sim.spec import Faults
-from longspan.workload.arrivals import Arrival, Texts
+from longspan.workload.arrivals import Arrival, TokenText
 
 _VOCAB_SIZE = 2**15
 _LOSS, _ARRIVAL = 0, 1
@@ -30,7 +30,7 @@ _MANY = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Watch:
+class Observers:
     """Callbacks about a simulation's progress.
 
     Attributes:
@@ -144,7 +144,7 @@ def simulate(
     cost: StepCost,
     *,
     faults: Faults | None = None,
-    watch: Watch | None = None,
+    watch: Observers | None = None,
 ) -> Result:
     """Serves all arrivals, and returns what became of them.
 
@@ -153,7 +153,7 @@ def simulate(
     """
     faults = faults or Faults()
     faults.check(config.cluster.num_instances)
-    simulation = _Simulation(arrivals, config, policy, cost, faults, watch or Watch())
+    simulation = _Simulation(arrivals, config, policy, cost, faults, watch or Observers())
     with _garbage_left_alone(arrivals):
         return simulation.run()
 
@@ -180,7 +180,7 @@ class _Simulation:
         policy: EnginePolicy,
         cost: StepCost,
         faults: Faults,
-        watch: Watch,
+        watch: Observers,
     ) -> None:
         self._arrivals, self._cost, self._faults, self._watch = arrivals, cost, faults, watch
         self._clock = VirtualClock()
@@ -248,7 +248,7 @@ class _Simulation:
 
     def _add(self, index: int) -> None:
         arrival, said = self._arrivals[index], self._said.pop(index, None)
-        prompt = arrival.prompt if said is None else Texts([*said, arrival.prompt])
+        prompt = arrival.prompt if said is None else TokenText([*said, arrival.prompt])
         try:
             request = self._engine.add(prompt, _params(arrival.output_len))
         except ValueError as error:

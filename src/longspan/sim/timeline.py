@@ -17,7 +17,7 @@ from longspan.core.runs import num_tokens
 from longspan.core.steps import Part
 from longspan.errors import ParameterError
 from longspan.sim.executor import Ran
-from longspan.sim.run import Result, Watch
+from longspan.sim.run import Observers, Result
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -71,9 +71,9 @@ class Timeline:
         self._indices: dict[int, int] = {}
 
     @property
-    def watch(self) -> Watch:
+    def watch(self) -> Observers:
         """The callbacks to give to `simulate`."""
-        return Watch(ran=self._ran, moment=self._moment, admitted=self._indices.__setitem__, lost=self._lost)
+        return Observers(ran=self._ran, moment=self._moment, admitted=self._indices.__setitem__, lost=self._lost)
 
     def _ran(self, ran: Ran) -> None:
         if len(self.blocks) >= _MOST_BLOCKS:

@@ -53,10 +53,10 @@ def _fault(grammar: str) -> str:
     except subprocess.TimeoutExpired:
         raise ValueError(_TOO_MUCH) from None
     said = tried.stdout.decode(errors="replace")
-    return _TOO_MUCH if tried.returncode else one_line(said) or said
+    return _TOO_MUCH if tried.returncode else first_line(said) or said
 
 
-def one_line(reason: str) -> str:
+def first_line(reason: str) -> str:
     """Returns the beginning of llguidance's message, without the line breaks of its pictures."""
     return " ".join(reason.replace("<non-verbose/>", "").split())[:300]
 

@@ -73,6 +73,6 @@ def _check_start(grammar: str, vocabulary: LLTokenizer) -> None:
     allowed = allocate_token_bitmask(1, vocabulary.vocab_size)
     fill_next_token_bitmask(matcher, allowed)
     if matcher.is_error():
-        raise ValueError(grammar_check.one_line(matcher.get_error()))
+        raise ValueError(grammar_check.first_line(matcher.get_error()))
     if not np.any(allowed):
         raise ValueError("no token of this model can begin such an output: change it")

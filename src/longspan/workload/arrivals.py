@@ -57,7 +57,7 @@ class Workload:
         return replace(self, arrivals=[one if one.follows is not None else replace(one, due_s=s) for one, s in moved])
 
 
-def conversations(arrivals: Sequence[Arrival], *, turns: int, think_s: float) -> list[Arrival]:
+def as_conversations(arrivals: Sequence[Arrival], *, turns: int, think_s: float) -> list[Arrival]:
     """Makes every `turns` neighbours one conversation: the first comes when it is due, each other one `think_s` seconds
     after the answer before.
     """
@@ -98,7 +98,7 @@ def prompt_of(
         beginning.append(text(3 * block + 1, min(block_len, left)))
         left -= len(beginning[-1])
     own = text(3 * name + 2, left)
-    return Texts([*beginning, own]) if left < num_tokens else own
+    return TokenText([*beginning, own]) if left < num_tokens else own
 
 
 _SPACE = 2**40
@@ -111,11 +111,11 @@ def text(name: int, num_tokens: int) -> range:
     return range(name * _SPACE, name * _SPACE + num_tokens)
 
 
-class Texts(Sequence[int]):
+class TokenText(Sequence[int]):
     """Texts one after the other, as one sequence of token ids. A slice is one, too, or the slice of one text."""
 
     def __init__(self, texts: Sequence[Sequence[int]]) -> None:
-        flat = (part for one in texts for part in (one.parts if isinstance(one, Texts) else (one,)))
+        flat = (part for one in texts for part in (one.parts if isinstance(one, TokenText) else (one,)))
         self.parts: list[Sequence[int]] = [part for part in flat if len(part)]
         self._ends = list(itertools.accumulate(map(len, self.parts)))
 
@@ -150,4 +150,4 @@ class Texts(Sequence[int]):
             if first >= stop:
                 break
             found.append(self.parts[place][max(0, start - first) : stop - first])
-        return found[0] if len(found) == 1 else Texts(found)
+        return found[0] if len(found) == 1 else TokenText(found)

@@ -12,7 +12,7 @@ from statistics import NormalDist
 import numpy as np
 
 from longspan.errors import ParameterError
-from longspan.workload.arrivals import Arrival, Workload, arrival_times, conversations, prompt_of
+from longspan.workload.arrivals import Arrival, Workload, arrival_times, as_conversations, prompt_of
 from longspan.workload.spec import WorkloadSpec
 from longspan.workload.traces import BLOCK_LEN, RequestSpec, read_trace
 
@@ -50,7 +50,7 @@ def make_workload(spec: WorkloadSpec) -> Workload:
     ]
     shares = spec.prefix_len > 0 or spec.turns > 1 or any(request.block_ids for request in requests)
     think_s = _THINK_S if spec.think_time is None else spec.think_time
-    return Workload(arrivals=conversations(arrivals, turns=spec.turns, think_s=think_s), shares=shares)
+    return Workload(arrivals=as_conversations(arrivals, turns=spec.turns, think_s=think_s), shares=shares)
 
 
 def _requests(spec: WorkloadSpec) -> list[RequestSpec]:

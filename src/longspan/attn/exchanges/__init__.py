@@ -63,7 +63,7 @@ class AttentionExchange:
 _REGISTERED: dict[str, AttentionExchange] = {}
 
 
-def register(exchange: Exchange, attend: Attend, *, start: Start | None = None) -> None:
+def register_attention(exchange: Exchange, attend: Attend, *, start: Start | None = None) -> None:
     """Registers how a kind of exchange computes attention, with any parameters."""
     _REGISTERED[exchange.kind] = AttentionExchange(attend=attend, start=start)
 

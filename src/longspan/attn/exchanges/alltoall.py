@@ -7,7 +7,7 @@ members that read the same KV head get a copy each, and one without heads just s
 from __future__ import annotations
 
 from longspan.attn.comm import Message
-from longspan.attn.exchanges import Call, register
+from longspan.attn.exchanges import Call, register_attention
 from longspan.attn.member import attend_all, gather_runs
 from longspan.core.cluster import HeadShare, spread_heads, uniform_pieces
 from longspan.core.exchange import ALLTOALL
@@ -73,4 +73,4 @@ def _results(call: Call, asker: int, share: HeadShare) -> Message:
     return Message.room([(len(share.heads), num_tokens(part.q_runs[asker]), dim) for part in call.parts], call.q)
 
 
-register(ALLTOALL, alltoall)
+register_attention(ALLTOALL, alltoall)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from longspan.attn.comm import Group, Message, Pending
-from longspan.attn.exchanges import Call, KeysAndValues, register
+from longspan.attn.exchanges import Call, KeysAndValues, register_attention
 from longspan.attn.member import MemberPart, MemberParts, attend_all, kv_message, kv_room
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
@@ -92,4 +92,4 @@ def _cached(parts: MemberParts, holder: int, asker: int, spec: AttnSpec) -> list
     return [part.cached(holder, spec.window, asker) for part in parts]
 
 
-register(CHAIN, chain, start=chain_start)
+register_attention(CHAIN, chain, start=chain_start)

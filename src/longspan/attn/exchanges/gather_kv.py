@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 from longspan.attn.collectives import all_gather
-from longspan.attn.exchanges import Call, register
+from longspan.attn.exchanges import Call, register_attention
 from longspan.attn.member import attend_runs, by_position, kv_message, kv_room, split_runs
 from longspan.core.exchange import GATHER_KV
 from longspan.core.runs import relate, stretch
@@ -40,4 +40,4 @@ def gather_kv(call: Call) -> None:
             out.copy_(attend_runs(parts.backend, q, q_runs, k, v, (keys,), spec)[0])
 
 
-register(GATHER_KV, gather_kv)
+register_attention(GATHER_KV, gather_kv)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from longspan.attn.exchanges import Call, register
+from longspan.attn.exchanges import Call, register_attention
 from longspan.attn.member import attend_held
 from longspan.core.exchange import LOCAL
 from longspan.core.runs import num_tokens
@@ -25,4 +25,4 @@ def local(call: Call) -> None:
             out[:, part.rows] = attend_held(parts.backend, part, q[:, part.rows], 0, 0, kv, spec)[0]
 
 
-register(LOCAL, local)
+register_attention(LOCAL, local)

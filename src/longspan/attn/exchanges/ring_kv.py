@@ -8,7 +8,7 @@ Keys that no query of the group can see any more (sliding windows) are not sent.
 from __future__ import annotations
 
 from longspan.attn.backends import Partial, merge_each
-from longspan.attn.exchanges import Call, register
+from longspan.attn.exchanges import Call, register_attention
 from longspan.attn.member import attend_runs, kv_message, kv_room
 from longspan.core.exchange import RING_KV
 
@@ -36,4 +36,4 @@ def ring_kv(call: Call) -> None:
         call.out[:, parts[index].rows] = out
 
 
-register(RING_KV, ring_kv)
+register_attention(RING_KV, ring_kv)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from longspan.attn.backends import Partial, merge_each, nothing_seen
 from longspan.attn.comm import Message
-from longspan.attn.exchanges import Call, register
+from longspan.attn.exchanges import Call, register_attention
 from longspan.attn.member import attend_held
 from longspan.core.exchange import RING_Q
 from longspan.core.runs import num_tokens
@@ -101,4 +101,4 @@ def _rows_shape(call: Call, indices: Sequence[int], asker: int) -> tuple[int, in
     return call.spec.num_heads, sum(num_tokens(call.parts[index].q_runs[asker]) for index in indices)
 
 
-register(RING_Q, ring_q)
+register_attention(RING_Q, ring_q)

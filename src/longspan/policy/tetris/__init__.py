@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from longspan.core.cluster import hosts_of
-from longspan.core.exchange import RING_Q, Exchange, decoding, exchange_of, named, of_any_layout
+from longspan.core.exchange import RING_Q, Exchange, decoding, exchange_named, exchange_of, of_any_layout
 from longspan.cost.profile import PrefillTime, fit_times
 from longspan.policy import PolicySpec, option_text, parse_options
 from longspan.policy.choosing import Facts
@@ -264,7 +264,8 @@ def measured_times(facts: Facts, exchanges: Collection[Exchange]) -> dict[int, P
     prefills = facts.profile.prefills if facts.profile is not None else ()
     quickest: dict[tuple[int, bool], dict[tuple[int, int], float]] = defaultdict(dict)
     for one in prefills:
-        known, lengths = quickest[one.members, named(one.exchange) in exchanges], (one.new_tokens, one.cached_tokens)
+        known = quickest[one.members, exchange_named(one.exchange) in exchanges]
+        lengths = one.new_tokens, one.cached_tokens
         known[lengths] = min(one.median_s, known.get(lengths, math.inf))
     found: dict[int, PrefillTime] = {}
     for (members, _), seconds in sorted(quickest.items()):  # what was asked for comes last, and counts
