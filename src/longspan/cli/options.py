@@ -6,11 +6,11 @@ Verbs that start an engine take their values from environment variables and a fi
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, get_args
 
 from cyclopts import App, ArgumentCollection, Group, Parameter, Token
 from cyclopts.validators import Number
@@ -107,48 +107,61 @@ def verb(function: Callable[..., ReturnT]) -> Callable[..., ReturnT]:
     A verb with `EngineArgs` takes `max_model_len` from the environment variable `LONGSPAN_MAX_MODEL_LEN`, too, or from
     the file that `--config` names.
     """
-    parameters, own = inspect.signature(function).parameters, options_of(function)
-    bundles: dict[str, Any] = {name: one.default for name, one in parameters.items() if is_dataclass(one.default)}
-    configurable = any(isinstance(default, EngineArgs) for default in bundles.values())
-    flags: dict[str, _Flag] = {"config": _CONFIG} if configurable else {}
-
-    def add(field: str, option: Option, kind: object, default: object, *, positional: bool = False) -> None:
-        assert field not in flags, f"two options are called {field}"
-        if option.short in {other.option.short for other in flags.values()}:
-            option = replace(option, short=None)
-        flags[field] = _Flag(field=field, option=option, kind=kind, default=default, positional=positional)
-
-    for name, one in parameters.items():
-        if name in bundles:
-            for field, (option, kind) in options_of(type(bundles[name])).items():
-                add(field, option, kind, getattr(bundles[name], field))
-        else:
-            positional = one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-            add(name, *own[name], one.default, positional=positional)
+    flags = _flags_of(function)
+    signature = _signature(flags)
 
     @wraps(function)
     def flat(*args: object, **texts: object) -> ReturnT:
-        bound = signature.bind(*args, **texts).arguments
+        given = signature.bind(*args, **texts).arguments
         try:
-            values = {field: flags[field].read(value) for field, value in bound.items()}
-            given = {name: values[name] for name in parameters if name in values and name not in bundles}
-            for name, default in bundles.items():
-                given[name] = replace(
-                    default, **{one.name: values[one.name] for one in fields(default) if one.name in values}
-                )
-            return function(**given)
+            return function(**_arguments(function, {field: flags[field].read(value) for field, value in given.items()}))
         except ParameterError as error:
             if error.parameter not in flags:
                 raise
             raise ValueError(named(flags[error.parameter].name, error.problem)) from error
 
-    titles = dict.fromkeys(flag.option.group for flag in flags.values())
-    groups = {title: Group(title, sort_key=number) for number, title in enumerate(titles)}
-    shown = [flag.parameter(groups[flag.option.group], configurable=configurable) for flag in flags.values()]
-    signature = inspect.Signature(sorted(shown, key=lambda one: one.kind))
-    flat.__annotations__ = {one.name: one.annotation for one in shown}
+    flat.__annotations__ = {one.name: one.annotation for one in signature.parameters.values()}
     flat.__signature__ = signature  # type: ignore[attr-defined]  # read by inspect, so by Cyclopts
     return flat
+
+
+def _flags_of(verb: Callable[..., object]) -> dict[str, _Flag]:
+    """Unfolds the parameters of a verb into flags, by the names of their fields."""
+    parameters, own = inspect.signature(verb).parameters, options_of(verb)
+    found = [_CONFIG] if any(isinstance(one.default, EngineArgs) for one in parameters.values()) else []
+    for name, one in parameters.items():
+        if is_dataclass(one.default):
+            for field, (option, kind) in options_of(type(one.default)).items():
+                found.append(_Flag(field=field, option=option, kind=kind, default=getattr(one.default, field)))
+        else:
+            option, kind = own[name]
+            positional = one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+            found.append(_Flag(field=name, option=option, kind=kind, default=one.default, positional=positional))
+    flags: dict[str, _Flag] = {}
+    for flag in found:
+        assert flag.field not in flags, f"two options are called {flag.field}"
+        is_taken = flag.option.short in {other.option.short for other in flags.values()}
+        flags[flag.field] = replace(flag, option=replace(flag.option, short=None)) if is_taken else flag
+    return flags
+
+
+def _signature(flags: Mapping[str, _Flag]) -> inspect.Signature:
+    titles = dict.fromkeys(flag.option.group for flag in flags.values())
+    groups = {title: Group(title, sort_key=number) for number, title in enumerate(titles)}
+    shown = (flag.parameter(groups[flag.option.group], configurable="config" in flags) for flag in flags.values())
+    return inspect.Signature(sorted(shown, key=lambda one: one.kind))
+
+
+def _arguments(verb: Callable[..., object], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Puts the values of flags where the verb takes them: into dataclasses, or as they are."""
+    arguments = {}
+    for name, one in inspect.signature(verb).parameters.items():
+        if is_dataclass(one.default):
+            given = {field.name: values[field.name] for field in fields(one.default) if field.name in values}
+            arguments[name] = replace(cast(Any, one.default), **given)
+        elif name in values:
+            arguments[name] = values[name]
+    return arguments
 
 
 def _whole_number(_: object, tokens: Sequence[Token]) -> int:
