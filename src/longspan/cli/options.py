@@ -126,7 +126,7 @@ def verb(function: Callable[..., ReturnT]) -> Callable[..., ReturnT]:
 
 
 def _flags_of(verb: Callable[..., object]) -> dict[str, _Flag]:
-    """Unfolds the parameters of a verb into flags, by the names of their fields."""
+    """Makes flags of a verb's parameters, by the names of their fields."""
     parameters, own = inspect.signature(verb).parameters, options_of(verb)
     found = [_CONFIG] if any(isinstance(one.default, EngineArgs) for one in parameters.values()) else []
     for name, one in parameters.items():

@@ -53,10 +53,6 @@ ProgressBar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]
 """Shows a title and a total; is then told how many are done."""
 
 
-def _unseen(_title: str, _total: int) -> AbstractContextManager[Callable[[int], None]]:
-    return nullcontext(lambda _done: None)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
     """A simulated cluster, its policy, and its faults; any workload can be run on it.
@@ -74,7 +70,7 @@ class Experiment:
     description: str
     scheduling: SchedulingArgs
     faults: Faults
-    progress: ProgressBar = _unseen
+    progress: ProgressBar = lambda _title, _total: nullcontext(lambda _done: None)
 
     def with_options(self, options: Mapping[str, str]) -> Experiment:
         """Returns an experiment with some options of the policy set or replaced."""

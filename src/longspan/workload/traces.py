@@ -50,10 +50,6 @@ class _Format:
         return {column for column in columns if column is not None}
 
 
-def _of_milliseconds(value: float | str) -> float:
-    return float(value) / 1e3
-
-
 def _of_date(value: str) -> float:
     """Reads a date; one without a zone is taken for UTC."""
     date = datetime.fromisoformat(value)
@@ -63,7 +59,7 @@ def _of_date(value: str) -> float:
 _MOONCAKE = _Format(
     name="Mooncake",
     arrival="timestamp",
-    seconds=_of_milliseconds,
+    seconds=lambda milliseconds: float(milliseconds) / 1e3,
     input_len="input_length",
     output_len="output_length",
     block_ids="hash_ids",
