@@ -20,6 +20,7 @@ from longspan.core.engine import EngineConfig
 from longspan.core.options import SchedulingArgs
 from longspan.core.request import Request
 from longspan.core.steps import MoveKV
+from longspan.core.transfers import Holder, who_gives_way
 from longspan.policy import make_policy
 from longspan.policy.choosing import Facts
 
@@ -401,6 +402,18 @@ def test_groups_are_of_instances_that_prefill() -> None:
             options={"sp": "2"},
             facts=Facts(cluster=Instances.of("3", "2")),
         )
+
+
+def test_the_last_admitted_give_way_to_those_that_need_a_block() -> None:
+    first, second = Holder(1, 4, needs_block=True), Holder(2, 3, needs_block=True)
+    coming, late = Holder(3, 0), Holder(4, 1)
+    everyone = [late, second, coming, first]
+    assert who_gives_way(2, everyone) == []
+    assert who_gives_way(1, everyone) == [late]
+    assert who_gives_way(0, everyone) == [late, coming], "one is for the first; all of the second's are its own"
+    assert who_gives_way(-1, everyone) == [late, coming, second]
+    assert who_gives_way(0, [first]) == [], "nobody gives way to one that came later, or to itself"
+    assert who_gives_way(0, [second, first._replace(needs_block=False)]) == []
 
 
 def test_a_request_has_to_fit_the_instance_that_decodes_it() -> None:

@@ -118,38 +118,52 @@ def shard_span(
     if fractions and (layout != "contiguous" or len(fractions) != num_members):
         raise ValueError(f"fractions {tuple(fractions)} are for a contiguous layout with one for each of {num_members}")
     if layout == "single":
-        whole, before = (Run(start, stop),) if stop > start else (), head or 0
-        return ((),) * before + (whole,) + ((),) * (num_members - before - 1)
+        return _all_to_one(start, stop, num_members, member=head or 0)
     body = min(stop, -(-start // align) * align)
     if body > start and head is None:
         raise ValueError(f"span [{start}, {stop}) starts inside a block of {align} tokens: name its holder")
     pieces: list[list[tuple[int, int]]] = [[] for _ in range(num_members)]
-    if body > start and head is not None:
-        pieces[head].append((start, body))
-    num_blocks = max(0, stop - body) / align
-    cuts = [min(stop, body + cut * align) for cut in _cuts(layout, num_blocks, num_members, fractions)]
+    if head is not None:
+        _append(pieces[head], start, body)
+    cuts = [min(stop, body + cut * align) for cut in _cuts(layout, (stop - body) / align, num_members, fractions)]
     there_and_back = [*range(num_members), *range(num_members - 1, -1, -1)]
     members = itertools.cycle(there_and_back if layout == "zigzag" else range(num_members))
     for member, first, last in zip(members, cuts, cuts[1:], strict=False):
-        if first < last:
-            _append(pieces[member], first, last)
+        _append(pieces[member], first, last)
     return tuple([tuple([Run(first, last) for first, last in member]) for member in pieces])
+
+
+def _all_to_one(start: int, stop: int, num_members: int, *, member: int) -> SpanShards:
+    whole = (Run(start, stop),) if stop > start else ()
+    return ((),) * member + (whole,) + ((),) * (num_members - member - 1)
+
+
+def _append(pieces: list[tuple[int, int]], first: int, last: int) -> None:
+    """Adds a piece behind the others, or to the last of them if it touches that; an empty one is left out."""
+    if first >= last:
+        return
+    if pieces and pieces[-1][1] == first:
+        pieces[-1] = pieces[-1][0], last
+    else:
+        pieces.append((first, last))
 
 
 def _cuts(layout: Layout, num_blocks: float, num_members: int, fractions: Sequence[float]) -> list[int]:
     """Cuts blocks, the last of which need not be whole, into chunks; returns the cuts, both ends included."""
     whole, begun = math.floor(num_blocks), math.ceil(num_blocks)
-    if layout == "striped":
-        return list(range(begun + 1))
-    if fractions:
-        shares = itertools.accumulate(fractions[:-1])
-        return [0, *(min(whole, math.floor(num_blocks * share + 0.5)) for share in shares), begun]
-    if layout == "contiguous":
-        return [begun * i // num_members for i in range(num_members + 1)]
-    num_chunks = 2 * num_members
-    less = max(0, begun // num_chunks - 1) * num_chunks  # what all chunks have alike changes no choice
-    phase = _zigzag_phase(begun - less, num_members, ragged=whole < begun)
-    return [(begun * i + phase) // num_chunks for i in range(num_chunks + 1)]
+    match layout:
+        case "striped":
+            return list(range(begun + 1))
+        case "contiguous" if fractions:
+            shares = itertools.accumulate(fractions[:-1])
+            return [0, *(min(whole, math.floor(num_blocks * share + 0.5)) for share in shares), begun]
+        case "contiguous":
+            return [begun * i // num_members for i in range(num_members + 1)]
+        case _:  # zigzag
+            num_chunks = 2 * num_members
+            less = max(0, begun // num_chunks - 1) * num_chunks  # what all chunks have alike changes no choice
+            phase = _zigzag_phase(begun - less, num_members, ragged=whole < begun)
+            return [(begun * i + phase) // num_chunks for i in range(num_chunks + 1)]
 
 
 @lru_cache(maxsize=4096)
@@ -171,13 +185,6 @@ def _zigzag_phase(num_blocks: int, num_members: int, *, ragged: bool) -> int:
         return max(tokens), max(pairs)
 
     return min(range(num_chunks), key=busiest)
-
-
-def _append(pieces: list[tuple[int, int]], first: int, last: int) -> None:
-    if pieces and pieces[-1][1] == first:
-        pieces[-1] = pieces[-1][0], last
-    else:
-        pieces.append((first, last))
 
 
 def positions(runs: Iterable[Run]) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 from longspan.core.account import KvAccount
 from longspan.core.owners import BlockRef
@@ -219,28 +220,24 @@ class Transfers:
             self.dirty = True
 
     def _outgrown(self, full: Collection[int]) -> Iterator[Transfer]:
-        """Yields transfers that must give their blocks back, last admitted first, so that requests decoding on the
-        target can go on.
+        """Yields transfers that must give their blocks back, so that requests decoding on the target can go on.
 
-        Who came last of those with blocks there gives way: one that decodes is preempted by the policy, not here.
+        Where a request that decodes there has to give way, too, the policy preempts it.
         """
         for target, transfers in self._order.items():
-            pool, decodes = self._account.pool(target), self._running.on(target)
-            if target in full or pool.num_free >= len(decodes):
+            pool, decoding = self._account.pool(target), self._running.on(target)
+            if target in full or pool.num_free >= len(decoding):
                 continue
             room = pool.num_free + pool.num_leaving
-            coming = {transfer.request.id: transfer for transfer in transfers.values() if transfer.blocks}
-            able = [request for request in decodes if request.num_scheduled < request.num_tokens]
-            giving = sorted([*able, *(one.request for one in coming.values())], key=lambda r: r.admission)
-            for request in sorted(filter(_needs_block, able), key=lambda r: r.admission):
-                while room < 1 and giving[-1].admission > request.admission:
-                    last = giving.pop()
-                    if (transfer := coming.get(last.id)) is None:
-                        room += self._account.reclaimable(last)[target]
-                    else:
-                        room += transfer.num_blocks - transfer.num_shared
-                        yield transfer
-                room -= 1
+            if room >= sum(map(_needs_block, decoding)):
+                continue
+            coming = {transfer.request.admission: transfer for transfer in transfers.values() if transfer.blocks}
+            holders = [Holder(admission, one.num_blocks - one.num_shared) for admission, one in coming.items()]
+            for request in decoding:
+                if request.num_scheduled < request.num_tokens:
+                    num_blocks = self._account.reclaimable(request)[target]
+                    holders.append(Holder(request.admission, num_blocks, _needs_block(request)))
+            yield from [coming[one.admission] for one in who_gives_way(room, holders) if one.admission in coming]
 
     def _end(self, transfer: Transfer) -> None:
         target, request_id = transfer.target, transfer.request.id
@@ -296,21 +293,47 @@ class Transfers:
         leader = request.leader
         if leader is not None and leader.id in self._order[target] and leader.admission < request.admission:
             return False
-        decodes = self._running.on(target)
+        decoding = self._running.on(target)
         num_coming = sum(bool(other.blocks) for other in self._order[target].values())
-        num_free = self._account.pool(target).num_free
-        refused_id, too_few = self._refused.get(target, (request.id, -1))
-        if self._max_num_seqs <= len(decodes) + num_coming or (refused_id == request.id and num_free <= too_few):
+        if len(decoding) + num_coming >= self._max_num_seqs:
             return False
-        num_asked = sum(r.admission < request.admission and _needs_block(r) for r in decodes)
-        found = self._account.reserve(request, target, transfer.num_blocks, num_left=num_asked)
+        num_free = self._account.pool(target).num_free
+        refused_id, too_few = self._refused.get(target, (None, 0))
+        if refused_id == request.id and num_free <= too_few:
+            return False
+        num_needed = sum(r.admission < request.admission and _needs_block(r) for r in decoding)
+        found = self._account.reserve(request, target, transfer.num_blocks, num_left=num_needed)
         if found is None:
-            self._refused[target] = request.id, num_free - num_asked
+            self._refused[target] = request.id, num_free - num_needed
             return False
         transfer.blocks, transfer.num_shared = found
         transfer.table_changed()
         self.promised[target] -= transfer.num_blocks
         return True
+
+
+class Holder(NamedTuple):
+    """A request that can give back `num_blocks` blocks on an instance; `needs_block` if its next token begins one."""
+
+    admission: int
+    num_blocks: int
+    needs_block: bool = False
+
+
+def who_gives_way(room: int, holders: Iterable[Holder]) -> list[Holder]:
+    """Chooses who gives its blocks back, last admitted first, so that those before it get the block that they need.
+
+    `room` counts the blocks of the instance that are free, or will be.
+    """
+    by_admission = sorted(holders)
+    staying = list(by_admission)
+    leaving: list[Holder] = []
+    for needy in [holder for holder in by_admission if holder.needs_block]:
+        while room < 1 and staying[-1].admission > needy.admission:
+            leaving.append(staying.pop())
+            room += leaving[-1].num_blocks
+        room -= 1
+    return leaving
 
 
 def _needs_block(request: Request) -> bool:
