@@ -188,6 +188,7 @@ def _zigzag_phase(num_blocks: int, num_members: int, *, ragged: bool) -> int:
 
 
 def positions(runs: Iterable[Run]) -> list[int]:
+    """Lists the positions of all runs, one run after the other."""
     return [position for run in runs for position in run.positions]
 
 
