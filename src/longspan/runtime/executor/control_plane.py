@@ -97,7 +97,10 @@ class WorkerExecutor:
         self._in_flight = InFlight(cluster)
         self._workers: list[WorkerHandle] = []
         self._reports = self._context.socket(zmq.PULL)
-        self._finalizer = weakref.finalize(self, _clean_up, self._workers, self._commands, self._reports, launcher)
+        self._watchers: list[threading.Thread] = []
+        self._finalizer = weakref.finalize(
+            self, _clean_up, self._workers, self._watchers, self._commands, self._reports, launcher
+        )
         self._reports.bind(messages.report_address(launcher.endpoint))
         self.wakeup: zmq.Socket[bytes] | None = None
         self.worker_times: list[dict[str, float]] = [{} for _ in range(cluster.num_ranks)]
@@ -160,7 +163,8 @@ class WorkerExecutor:
         self._commands.append(socket)
         watcher = self._context.socket(zmq.PUSH)
         watcher.connect(messages.report_address(endpoint))
-        threading.Thread(target=_watch, args=(worker, rank, watcher), daemon=True).start()
+        self._watchers.append(threading.Thread(target=_watch, args=(worker, rank, watcher), daemon=True))
+        self._watchers[-1].start()
 
     def _wait_until_ready(self, num_ranks: int) -> None:
         ready: set[int] = set()
@@ -367,6 +371,7 @@ def _describe(code: int) -> str:
 
 def _clean_up(
     workers: Sequence[WorkerHandle],
+    watchers: Sequence[threading.Thread],
     commands: Sequence[zmq.Socket[bytes]],
     reports: zmq.Socket[bytes],
     launcher: Launcher,
@@ -384,6 +389,8 @@ def _clean_up(
             worker.wait(max(0.0, deadline - time.monotonic()))
         except TimeoutError:
             worker.destroy()
+    for watcher in watchers:  # zmq aborts the process when a socket is closed that another thread is sending on
+        watcher.join(_STOP_TIMEOUT_S)
     reports.close(linger=0)
     launcher.context.destroy(linger=0)
     launcher.clean_up()
