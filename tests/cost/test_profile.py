@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
 
 import msgspec
 import pytest
@@ -87,6 +90,20 @@ def test_errors_are_those_of_the_samples() -> None:
     assert fit.mean_error == pytest.approx(sum(errors) / len(errors))
     assert fit.max_error == pytest.approx(max(errors))
     assert fit.max_error < 0.2
+
+
+@pytest.mark.parametrize("cpu", ["Nehalem", "Haswell", "SkylakeX"])
+def test_a_fit_is_the_same_on_every_cpu(cpu: str) -> None:
+    """OpenBLAS sums in another order for each of them; others' processors ignore the variable."""
+    code = f"from longspan.cost.profile import fit_times; [print(fit_times(s).square_s) for s in {_uneven_samples()!r}]"
+    environment = os.environ | {"OPENBLAS_CORETYPE": cpu, "OPENBLAS_NUM_THREADS": "1"}
+    shown = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert shown.stdout.split() == [str(fit.square_s) for fit in map(fit_times, _uneven_samples()) if fit is not None]
+
+
+def _uneven_samples() -> list[list[tuple[int, int, float]]]:
+    draw = random.Random(2)
+    return [[(n, p, (1e-3 * n + 1e-7 * n * n) * draw.uniform(0.9, 1.1)) for n, p in PROMPTS] for _ in range(20)]
 
 
 def test_predictions_are_what_was_measured_where_it_was() -> None:

@@ -441,7 +441,8 @@ def _least_squares(terms: Array, seconds: Array) -> tuple[list[float], Array]:
     """Finds the weight of each column of `terms` [samples, terms], none below 0, and the relative error of each sample.
 
     Few terms are solved outright: of the ordinary fits of all subsets of them, the best one in which none is negative
-    is the solution. Where samples do not tell terms apart, the fewest are used.
+    is the solution. Where samples do not tell terms apart, the fewest are used. Weights are rounded to nine digits:
+    LAPACK's last digits differ from CPU to CPU, and would decide ties, so that a profile led to other plans elsewhere.
     """
     num_terms = terms.shape[1]
     relative = terms / seconds[:, None]
@@ -458,4 +459,4 @@ def _least_squares(terms: Array, seconds: Array) -> tuple[list[float], Array]:
         if missed < least - 1e-12:
             best, least = np.zeros(num_terms), missed
             best[chosen] = found
-    return [float(value) for value in best / scale], np.abs(relative @ best - 1)
+    return [float(f"{weight:.9g}") for weight in best / scale], np.abs(relative @ best - 1)
