@@ -18,8 +18,8 @@ from openai.types.chat import ChatCompletion
 
 from longspan import LLM, SamplingParams
 from longspan.cli import app
-from longspan.serve.answers import answer_each
 from longspan.serve.convert import ServedModel
+from longspan.serve.responses import answer_each
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPTS = ["Once upon a time", "The capital of France is", "1, 2, 3,"]

@@ -22,7 +22,7 @@ from schemathesis.specs.openapi.checks import ignored_auth, positive_data_accept
 from server_client import Client
 from server_process import KEY, running
 
-from longspan.serve.responses import CompletionResponse
+from longspan.serve.schemas import CompletionResponse
 
 LONG_RUN = "LONGSPAN_FUZZ_EXAMPLES" in os.environ
 NUM_EXAMPLES = int(os.environ.get("LONGSPAN_FUZZ_EXAMPLES", "10"))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from test_model_tokenizer import BYTE_FALLBACK, BYTE_LEVEL, VOCAB, spell
 
 from longspan.core.sampling import SamplingParams
-from longspan.serve.answers import echo_of, pieces_of, token_bytes
+from longspan.serve.responses import echo_of, pieces_of, token_bytes
 from longspan.text.input_processor import EngineRequest
 from longspan.text.tokenizer import token_text
 

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import BaseModel
 
 from longspan.core.request import FinishReason
-from longspan.serve.responses import ChatLogprobs, PromptLogprobs, Usage
+from longspan.serve.schemas import ChatLogprobs, PromptLogprobs, Usage
 
 
 class ChatDelta(BaseModel):

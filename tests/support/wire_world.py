@@ -12,9 +12,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from longspan.model.source import smollm2_folder
 from longspan.outputs import Logprob, LogprobsOfToken
-from longspan.serve.answers import Assembler
 from longspan.serve.convert import ServedModel, read_request
 from longspan.serve.messages import Delta
+from longspan.serve.responses import Assembler
 from longspan.serve.settings import RequestLimits
 from longspan.text.input_processor import EngineRequest, InputProcessor
 from longspan.text.tokenizer import Detokenizer, token_text

@@ -126,8 +126,8 @@ def run_lines(lines: Iterator[BatchLine], out: IO[bytes], answers: Answers, done
 
 
 def _answers(llm: LLM, model: str, names: list[str], engine: EngineArgs) -> Answers:
-    from longspan.serve.answers import answer_each  # noqa: PLC0415  # loads transformers
     from longspan.serve.convert import ServedModel  # noqa: PLC0415
+    from longspan.serve.responses import answer_each  # noqa: PLC0415  # loads transformers
 
     names_of_it = tuple(dict.fromkeys([*names, model, llm.service.files.name]))
     served = ServedModel(input_processor=llm.input_processor, names=names_of_it)

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse, Response
 
 import longspan
-from longspan.serve import requests, responses
+from longspan.serve import requests, schemas
 from longspan.serve.convert import detokenized, tokenized
 from longspan.serve.errors import (
     ClientGoneError,
@@ -110,10 +110,10 @@ def name_what_is_there(
     document: dict[str, Any], model_names: tuple[str, ...], vocab_size: int, max_model_len: int
 ) -> None:
     """Write the names of the model and the bounds of token ids and outputs into a document's schemas."""
-    schemas: dict[str, Any] = document["components"]["schemas"]
+    components: dict[str, Any] = document["components"]["schemas"]
     for name in ("TokenIds", "StopTokens"):
-        schemas[name]["items"]["maximum"] = vocab_size - 1
-    for schema in schemas.values():
+        components[name]["items"]["maximum"] = vocab_size - 1
+    for schema in components.values():
         for name in ("max_tokens", "max_completion_tokens"):
             for option in schema.get("properties", {}).get(name, {}).get("anyOf", ()):
                 if option.get("type") == "integer":
@@ -161,7 +161,7 @@ def _handle_errors(app: FastAPI, server: Server) -> None:
 
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": responses.ErrorBody, "description": words}
+    status: {"model": schemas.ErrorBody, "description": words}
     for status, words in {
         400: "The request is wrong; the message says what and how to mend it.",
         401: "A key is needed.",
@@ -187,16 +187,16 @@ def _add_state(app: FastAPI, server: Server) -> None:
         """The process is up."""
         return {"status": "ok"}
 
-    @app.get("/health", tags=["state"], responses={503: {"model": responses.ErrorBody}}, response_model=None)
+    @app.get("/health", tags=["state"], responses={503: {"model": schemas.ErrorBody}}, response_model=None)
     async def health() -> dict[str, str]:
         """The engine computes, and new requests are taken."""
         server.check_serving()
         return {"status": "ok"}
 
     @app.get("/version", tags=["state"])
-    async def version() -> responses.VersionInfo:
+    async def version() -> schemas.VersionInfo:
         """Return the version of longspan."""
-        return responses.VersionInfo(version=longspan.__version__)
+        return schemas.VersionInfo(version=longspan.__version__)
 
     @app.get(
         "/metrics",
@@ -210,33 +210,33 @@ def _add_state(app: FastAPI, server: Server) -> None:
         return Response(server.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/v1/models", tags=["state"], responses={401: _ERRORS[401]})
-    async def models() -> responses.ModelList:
+    async def models() -> schemas.ModelList:
         """List the names by which the model goes."""
         return server.models
 
 
 def _add_text(app: FastAPI, server: Server) -> None:
-    @app.post("/v1/completions", **_described(requests.CompletionRequest, responses.CompletionResponse, streams=True))
+    @app.post("/v1/completions", **_described(requests.CompletionRequest, schemas.CompletionResponse, streams=True))
     async def completions(request: Request) -> Response:
         """Continue one or several prompts."""
         return await server.answer(request, await server.parse(request, requests.CompletionRequest))
 
     @app.post(
         "/v1/chat/completions",
-        **_described(requests.ChatCompletionRequest, responses.ChatCompletionResponse, streams=True),
+        **_described(requests.ChatCompletionRequest, schemas.ChatCompletionResponse, streams=True),
     )
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
         return await server.answer(request, await server.parse(request, requests.ChatCompletionRequest))
 
-    @app.post("/tokenize", **_described(requests.TokenizeRequest, responses.TokenizeResponse))
+    @app.post("/tokenize", **_described(requests.TokenizeRequest, schemas.TokenizeResponse))
     async def tokenize(request: Request) -> Response:
         """Return the token ids of a text or a conversation."""
         body = await server.parse(request, requests.TokenizeRequest)
         server.served.check_name(body.model)
         return _json(await server.in_thread(request, tokenized, body, server.served))
 
-    @app.post("/detokenize", **_described(requests.DetokenizeRequest, responses.DetokenizeResponse))
+    @app.post("/detokenize", **_described(requests.DetokenizeRequest, schemas.DetokenizeResponse))
     async def detokenize(request: Request) -> Response:
         """Return the text of token ids."""
         body = await server.parse(request, requests.DetokenizeRequest)
@@ -260,7 +260,7 @@ def _add_policy(app: FastAPI, server: Server) -> None:
 
     described = _described(requests.PolicyUpdate, requests.PolicyInfo, tag="admin")
     described["responses"][409] = {
-        "model": responses.ErrorBody,
+        "model": schemas.ErrorBody,
         "description": "Only a new start can change this option.",
     }
 

@@ -63,7 +63,7 @@ class EngineClient:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: zmq.asyncio.Socket | None = None
         self._connected = False
-        self._keeper: asyncio.Task[None] | None = None
+        self._supervisor: asyncio.Task[None] | None = None
         self._num_starts = 0
         self._closing = False
         self._reports: msgspec.msgpack.Decoder[messages.Report] = msgspec.msgpack.Decoder(messages.Report)
@@ -75,7 +75,7 @@ class EngineClient:
             ValueError: when the setup is wrong.
             EngineLostError: when it does not start for another reason.
         """
-        self._keeper = asyncio.create_task(self._keep())
+        self._supervisor = asyncio.create_task(self._supervise())
         return await asyncio.shield(self._first)  # whoever starts it may give up waiting
 
     async def submit(self, engine_requests: Sequence[EngineRequest]) -> OutputQueue:
@@ -130,10 +130,10 @@ class EngineClient:
             await asyncio.wait(waits, timeout=_QUIT_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
             for wait in waits:
                 wait.cancel()
-        if self._keeper is not None:
-            self._keeper.cancel()
+        if self._supervisor is not None:
+            self._supervisor.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._keeper
+                await self._supervisor
 
     def fail_all(self, reason: str) -> None:
         """End all requests with an error."""
@@ -187,13 +187,13 @@ class EngineClient:
             if error is not None and not isinstance(error, zmq.Again):  # Again: it has just ended, and the next is told
                 raise error
 
-    async def _keep(self) -> None:
+    async def _supervise(self) -> None:
         """Start engine cores, one after the end of the other."""
         reason = "the engine was stopped"
         try:
             while not self._closing and self._num_starts < _MOST_STARTS:
                 self._num_starts += 1
-                reason = await self._live()
+                reason = await self._run_core()
                 if self.started is None:
                     break
                 if not self._closing:
@@ -206,7 +206,7 @@ class EngineClient:
                 self._first.set_exception(EngineLostError(reason))
                 self._first.exception()  # seen: whoever started it may have left
 
-    async def _live(self) -> str:
+    async def _run_core(self) -> str:
         """Run one engine core and return why it ended."""
         folder = make_run_dir()
         context = zmq.asyncio.Context()
@@ -221,7 +221,7 @@ class EngineClient:
                     process.stdin.write(msgspec.json.encode(self._setup) + b"\n")
                     process.stdin.flush()
                 self._socket = socket
-                return await self._hear(process, socket)
+                return await self._until_lost(process, socket)
             finally:
                 process.kill()  # its workers end with it
                 await asyncio.create_task(_ended(process))
@@ -244,7 +244,7 @@ class EngineClient:
                 self.stats = None
                 self.on_loss()
 
-    async def _hear(self, process: subprocess.Popen[bytes], socket: zmq.asyncio.Socket) -> str:
+    async def _until_lost(self, process: subprocess.Popen[bytes], socket: zmq.asyncio.Socket) -> str:
         """Take all that an engine core says until it ends or falls silent; return which of the two."""
         listener, ended = asyncio.create_task(self._listen(socket)), asyncio.create_task(_ended(process))
         try:

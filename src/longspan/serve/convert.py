@@ -19,7 +19,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from longspan.core.request import check_room
 from longspan.core.sampling import SamplingParams, StructuredOutputsParams
-from longspan.serve.errors import WireError, blaming, cut, wire_error
+from longspan.serve.errors import WireError, as_wire_errors, shortened, wire_error
 from longspan.serve.requests import (
     AssistantMessage,
     ChatCompletionRequest,
@@ -69,16 +69,16 @@ def read_request(model: type[RequestT], body: bytes, limits: RequestLimits) -> R
     """Read the request that a body holds, if it is what `model` describes, not too large and not nested too deeply."""
     if len(body) > limits.max_body_bytes:
         raise WireError(f"the body has more than {limits.max_body_bytes} bytes (--max-body-bytes)", status=413)
-    with blaming(None):
+    with as_wire_errors(None):
         num = num_elements(body, limits.max_elements)
         limits.check("max_elements", num, "the body has too many strings, lists and objects", "send several requests")
     try:
         value = from_json(body, allow_inf_nan=False)
     except ValueError as error:
-        raise WireError(f"the body is not JSON: {cut(str(error), 100)}") from error
+        raise WireError(f"the body is not JSON: {shortened(str(error), 100)}") from error
     if not isinstance(value, dict):
         raise WireError("the body must be a JSON object")
-    with blaming(None):
+    with as_wire_errors(None):
         limits.check("max_nesting", _depth(value), "lists and objects lie too deep in one another", "flatten them")
     try:
         return model.model_validate(value)
@@ -129,17 +129,17 @@ def completion_requests(
     given: Any = request.prompt
     is_one = isinstance(given, str) or isinstance(given[0], int)
     prompts = [given] if is_one else given
-    with blaming("n"):
+    with as_wire_errors("n"):
         asked = f"{params.n} for each of {len(prompts)} prompts are {len(prompts) * params.n} choices"
         served.limits.check("max_choices", len(prompts) * params.n, asked, "send several requests")
     named = [("prompt" if is_one else f"prompt[{index}]", prompt) for index, prompt in enumerate(prompts)]
     for name, prompt in named:  # all of them before the first is tokenized
         if isinstance(prompt, str):
-            with blaming(name):
+            with as_wire_errors(name):
                 input_processor.check_chars(len(prompt))
     engine_requests = []
     for name, prompt in named:
-        with blaming(name):
+        with as_wire_errors(name):
             text, ids = None, prompt
             if isinstance(prompt, str):
                 text, with_special = prompt, request.add_special_tokens is not False
@@ -148,7 +148,7 @@ def completion_requests(
                     raise ValueError("this model's tokenizer has no token for anything in this text")
             engine_requests.append(input_processor.checked(text, ids, params, grammar))
         if request.max_tokens is not None:
-            with blaming("max_tokens"):
+            with as_wire_errors("max_tokens"):
                 check_room("max_tokens", request.max_tokens, len(ids), input_processor.max_model_len)
     return engine_requests
 
@@ -166,10 +166,10 @@ def chat_request(request: ChatCompletionRequest, served: ServedModel, grammar: s
     )
     grammar = grammar_of(request, served) if grammar is None else grammar
     text, ids = _rendered(request, served.input_processor, served.input_processor.check_chars)
-    with blaming("messages"):
+    with as_wire_errors("messages"):
         engine_request = served.input_processor.checked(text, ids, params, grammar)
     if most is not None:
-        with blaming(name):
+        with as_wire_errors(name):
             check_room(name, most, len(ids), served.input_processor.max_model_len)
     return engine_request
 
@@ -182,7 +182,7 @@ def tokenized(request: TokenizeRequest, served: ServedModel) -> dict[str, Any]:
 
     _check_sizes(request, served.limits)
     input_processor = served.input_processor
-    with blaming("prompt"):
+    with as_wire_errors("prompt"):
         if request.messages is None:
             text = request.prompt or ""
             check_chars(len(text))
@@ -197,7 +197,7 @@ def tokenized(request: TokenizeRequest, served: ServedModel) -> dict[str, Any]:
 def detokenized(request: DetokenizeRequest, served: ServedModel) -> dict[str, Any]:
     """Answer a request for text; special tokens have the text that stands for them."""
     length, vocab_size = len(request.tokens), served.input_processor.vocab_size
-    with blaming("tokens"):
+    with as_wire_errors("tokens"):
         served.limits.check("max_tokenize_length", length, f"it has length {length}", "send it in parts")
     if served.input_processor.tokenizer is None:
         raise WireError("there is no tokenizer (skip_tokenizer_init)", "tokens")
@@ -216,7 +216,7 @@ def grammar_kind(request: GenerationRequest) -> str:
 
 def grammar_of(request: GenerationRequest, served: ServedModel) -> str:
     """Return the grammar that the request's outputs must follow; empty if they are free."""
-    with blaming(None, {} if request.structured_outputs else {"structured_outputs": "response_format"}):
+    with as_wire_errors(None, {} if request.structured_outputs else {"structured_outputs": "response_format"}):
         form = structured_outputs(request)
         return "" if form is None else served.input_processor.grammar(form)
 
@@ -239,7 +239,7 @@ def _params(
 ) -> SamplingParams:
     given: dict[str, Any] = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
     least = request.min_tokens or 0
-    with blaming(None):
+    with as_wire_errors(None):
         return SamplingParams(
             **given,
             seed=None if request.seed == -1 else request.seed,
@@ -259,8 +259,8 @@ def _rendered(
     assert request.messages is not None, "the caller has looked"
     variables = request.chat_template_kwargs or {}
     if taken := sorted(_NOT_VARIABLES & variables.keys()):
-        raise WireError(f"{cut(taken[0])} is not a variable of templates: leave it out", "chat_template_kwargs")
-    with blaming("messages"):
+        raise WireError(f"{shortened(taken[0])} is not a variable of templates: leave it out", "chat_template_kwargs")
+    with as_wire_errors("messages"):
         check_chars(sum(map(_num_chars, request.messages)))
         try:
             text = input_processor.render_chat(
@@ -271,7 +271,7 @@ def _rendered(
             )
         except (TypeError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
             # A template is a program, and it is the request that it did not expect.
-            raise ValueError(f"the chat template cannot render these messages: {cut(str(error), 100)}") from error
+            raise ValueError(f"the chat template cannot render these messages: {shortened(str(error), 100)}") from error
         check_chars(len(text))
         return text, input_processor.tokenize(text, add_special_tokens=bool(request.add_special_tokens))
 
@@ -302,5 +302,5 @@ def _arguments(text: str) -> dict[str, Any] | str:
 
 def _check_sizes(request: GenerationRequest | TokenizeRequest, limits: RequestLimits) -> None:
     for name in type(request).model_fields:
-        with blaming(name):
+        with as_wire_errors(name):
             limits.check_field(name, getattr(request, name))

@@ -103,7 +103,7 @@ class DeadlineError(ServeError):
 
 
 @contextmanager
-def blaming(param: str | None, names: Mapping[str, str] | None = None) -> Iterator[None]:
+def as_wire_errors(param: str | None, names: Mapping[str, str] | None = None) -> Iterator[None]:
     """Make a WireError of a ValueError in here. It blames `param`, or the parameter that the error carries.
 
     `names` are the fields that stand for parameters of other names.
@@ -134,7 +134,7 @@ def wire_error(found: ValidationError, body: object) -> WireError:
     return _at(worst, WireError(", or: ".join(messages) + _given(closest[0])))
 
 
-def cut(text: str, most: int = _MAX_ECHO) -> str:
+def shortened(text: str, most: int = _MAX_ECHO) -> str:
     """Return the beginning of a text, marked where it is cut."""
     return text if len(text) <= most else text[: most - 3] + "..."
 
@@ -143,13 +143,13 @@ def _at(path: Sequence[str | int], error: WireError) -> WireError:
     """Place an error in the value that is found by `path`, which is written as in `messages[0].content`."""
     steps = path if error.param is None else [*path, error.param]
     text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
-    param = cut(text.removeprefix("."), _MAX_PARAM) or None
+    param = shortened(text.removeprefix("."), _MAX_PARAM) or None
     return WireError(str(error) if param is None else f"{param}: {error}", param, error.status)
 
 
 def _message(error: ErrorDetails) -> str:
     message, tag = str(error["msg"]), error.get("ctx", {}).get("tag")
-    return message if tag is None else message.replace(str(tag), cut(str(tag)))
+    return message if tag is None else message.replace(str(tag), shortened(str(tag)))
 
 
 def _given(error: ErrorDetails) -> str:
@@ -158,7 +158,7 @@ def _given(error: ErrorDetails) -> str:
     small = isinstance(value, str | float) or (isinstance(value, int) and abs(value) <= _MAX_INT)
     if error["type"] in {"missing", "union_tag_invalid"} or not (small or value is None):
         return ""
-    return f", but {cut(repr(value[:_MAX_ECHO] if isinstance(value, str) else value))} given"
+    return f", but {shortened(repr(value[:_MAX_ECHO] if isinstance(value, str) else value))} given"
 
 
 def _param(error: ErrorDetails, body: object) -> list[str | int]:

@@ -1,175 +1,461 @@
-"""Bodies of answers, for the OpenAPI document; the answers themselves are made without these models."""
+"""Answers of `/v1/completions` and `/v1/chat/completions`, made of deltas: whole bodies, or the chunks of a stream.
+
+Logprobs are written as OpenAI's two interfaces and vLLM write them.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate, groupby
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import BaseModel, Field
+from msgspec.structs import replace
+from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from longspan.core.request import FinishReason
+from longspan.outputs import Logprob, LogprobsOfToken
+from longspan.serve.convert import ServedModel, chat_request, completion_requests, read_request
+from longspan.serve.errors import WireError, as_wire_errors, error_body
+from longspan.serve.messages import Delta, delta_of
+from longspan.serve.requests import ChatCompletionRequest, CompletionRequest, TextRequest
+from longspan.text.input_processor import EngineRequest
+from longspan.text.tokenizer import Detokenizer, token_text
 
+if TYPE_CHECKING:
+    from longspan.llm import LLM
 
-class ErrorInfo(BaseModel):
-    """The message of an error, its kind and its cause."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(BaseModel):
-    """Any answer with a status of 400 or more."""
-
-    error: ErrorInfo
-
-
-class ModelCard(BaseModel):
-    """A model that is served."""
-
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "longspan"
-    root: str | None = None
-    max_model_len: int
-
-
-class ModelList(BaseModel):
-    """`GET /v1/models`."""
-
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
+TagT = TypeVar("TagT")
+Body = dict[str, Any]
+_BODIES: dict[str, type[TextRequest]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatCompletionRequest,
+}
+_LEAST = -9999.0
+"""Stands for minus infinity, which JSON does not have."""
+_UNDECODED = "\N{REPLACEMENT CHARACTER}"
+_BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
+"""How SentencePiece's vocabularies write bytes."""
 
 
-class VersionInfo(BaseModel):
-    """`GET /version`."""
+def prepared(
+    request: TextRequest, served: ServedModel, *, request_id: str, model: str, grammar: str | None = None
+) -> Assembler:
+    """Make the engine requests of a request and return what makes its answer, which calls the model `model`.
 
-    version: str
-
-
-class TokenizeResponse(BaseModel):
-    """`POST /tokenize`."""
-
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None = None
-
-
-class DetokenizeResponse(BaseModel):
-    """`POST /detokenize`."""
-
-    prompt: str
+    For `grammar` and errors see `completion_requests`.
+    """
+    head, tokenizer = {"created": int(time.time()), "model": model}, served.input_processor.tokenizer
+    if isinstance(request, ChatCompletionRequest):
+        engine_requests = [chat_request(request, served, grammar)]
+        return ChatAssembler(request, engine_requests, tokenizer, {"id": f"chatcmpl-{request_id}", **head})
+    engine_requests = completion_requests(request, served, grammar)
+    return CompletionAssembler(request, engine_requests, tokenizer, {"id": f"cmpl-{request_id}", **head})
 
 
-class PromptTokensDetails(BaseModel):
-    """Prompt tokens whose KV was there already."""
+def answer_each(
+    llm: LLM, model: ServedModel, requests: Iterable[tuple[TagT, str, bytes]], *, most: int
+) -> Iterator[tuple[TagT, int, Body]]:
+    """Answer requests without HTTP, `most` at once, each as soon as it is done; takes them from `requests` as it goes.
 
-    cached_tokens: int
+    A request is a tag of the caller's, its route and its JSON; an answer is the tag, its HTTP status and its body. A
+    request that cannot be served gets the answer that an HTTP server would have given, and stops nobody.
+
+    Raises:
+        WorkerLostError: when a worker dies or raises.
+    """
+
+    def group(tag: TagT, url: str, body: bytes) -> tuple[tuple[TagT, Assembler | WireError], Sequence[EngineRequest]]:
+        try:
+            request = read_request(_BODIES[url], body, model.limits)
+            model.check_name(request.model)
+            if request.stream:
+                raise WireError("answers in a batch file are not streamed: leave it out", "stream")
+            assembler = prepared(request, model, request_id=uuid.uuid4().hex, model=model.names[0])
+            with as_wire_errors("messages" if isinstance(request, ChatCompletionRequest) else "prompt"):
+                for engine_request in assembler.engine_requests:
+                    llm.engine.check(len(engine_request.token_ids))
+        except WireError as error:
+            return (tag, error), ()
+        return (tag, assembler), assembler.engine_requests
+
+    for (tag, prepared_or_wrong), states in llm.finish_each((group(*request) for request in requests), most=most):
+        stuck = next((state.stuck for state in states if state.stuck is not None), None)
+        answer = prepared_or_wrong if stuck is None else WireError(stuck, "structured_outputs")
+        if isinstance(answer, WireError):
+            yield tag, answer.status, error_body(answer.status, str(answer), param=answer.param)
+            continue
+        for index, state in enumerate(states):
+            for choice in range(len(state.choices)):
+                answer.add(index, delta_of(0, state, choice))
+        yield tag, 200, answer.whole()
 
 
-class Usage(BaseModel):
-    """Tokens of a request; in a stream with `continuous_usage_stats`, of a choice so far."""
+@dataclass(kw_only=True)
+class AnswerChoice:
+    """One choice of the answer.
 
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails | None = None
+    Attributes:
+        prompt: the index of its engine request.
+        index: among all choices of the answer.
+        deltas: all of them, unless the answer is streamed.
+        begun: whether a stream has sent anything of it.
+        text_end: where the next token begins in its text, in characters, if offsets are asked for.
+        detokenizer: finds that.
+    """
 
-
-class PromptLogprob(BaseModel):
-    """The logprob of a token in the prompt."""
-
-    logprob: float
-    rank: int | None = None
-    decoded_token: str | None = None
-
-
-PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""By token id; null for the first token."""
-
-
-class CompletionLogprobs(BaseModel):
-    """Four lists of one length."""
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int] = Field(description="where in the choice's text a token begins, in characters")
-
-
-class CompletionChoice(BaseModel):
-    """One text; in a stream, its new part."""
-
+    engine_request: EngineRequest
+    prompt: int
     index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: FinishReason | None
-    stop_reason: int | str | None
-    prompt_logprobs: PromptLogprobs | None = None
-    prompt_token_ids: list[int] | None = None
-    token_ids: list[int] | None = None
+    num_tokens: int = 0
+    deltas: list[Delta] = field(default_factory=list)
+    begun: bool = False
+    text_end: int = 0
+    detokenizer: Detokenizer | None = None
 
 
-class CompletionResponse(BaseModel):
-    """`POST /v1/completions`, and each chunk of its stream."""
+class Assembler(ABC):
+    """Makes one answer: by `add` and `whole`, or, streaming, by `chunks` and `last_chunks`.
 
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage | None = None
+    Choice j of engine request i is choice `i * n + j` of the answer. All bodies begin with what `head` says.
+    """
+
+    whole_object: str
+    chunk_object: str
+    request: TextRequest
+
+    def __init__(
+        self,
+        request: TextRequest,
+        engine_requests: Sequence[EngineRequest],
+        tokenizer: PreTrainedTokenizerBase | None,
+        head: Body,
+    ) -> None:
+        self.request, self.engine_requests, self.tokenizer = request, engine_requests, tokenizer
+        self._n = engine_requests[0].params.n
+        self.choices = [
+            AnswerChoice(engine_request=engine_request, prompt=prompt, index=prompt * self._n + index)
+            for prompt, engine_request in enumerate(engine_requests)
+            for index in range(self._n)
+        ]
+        self._num_cached = [0] * len(engine_requests)
+        self._prompt_logprobs: dict[int, Sequence[LogprobsOfToken | None]] = {}  # by engine request
+        self._head = head
+        options = request.stream_options
+        self._tells_usage = bool(options and options.include_usage)
+        self._always_tells_usage = bool(options and options.include_usage and options.continuous_usage_stats)
+
+    def add(self, prompt: int, delta: Delta) -> None:
+        """Take in a delta of the engine request with this index."""
+        choice, delta = self._seen(prompt, delta)
+        choice.deltas.append(delta)
+
+    def whole(self) -> Body:
+        """Return the body of the answer; every engine request is finished."""
+        choices = [self.whole_choice(choice, _joined(choice.deltas)) for choice in self.choices]
+        return {**self._head, "object": self.whole_object, "choices": choices, "usage": self._usage(*self.choices)}
+
+    def chunks(self, prompt: int, delta: Delta) -> list[Body]:
+        """Return what a stream sends for a delta; that may be nothing."""
+        choice, delta = self._seen(prompt, delta)
+        chunks = []
+        for body in self.chunk_choices(choice, delta):
+            chunk: Body = {**self._head, "object": self.chunk_object, "choices": [body]}
+            if self._tells_usage:  # as OpenAI's: null but in the last chunk
+                chunk["usage"] = self._usage(choice) if self._always_tells_usage else None
+            chunks.append(chunk)
+        choice.begun = True
+        return chunks
+
+    def last_chunks(self) -> list[Body]:
+        """Return what a stream sends when every engine request is finished."""
+        if not self._tells_usage:
+            return []
+        return [{**self._head, "object": self.chunk_object, "choices": [], "usage": self._usage(*self.choices)}]
+
+    @abstractmethod
+    def whole_choice(self, choice: AnswerChoice, delta: Delta) -> Body:
+        """Return a choice of an answer that is not streamed; `delta` is all of it."""
+
+    @abstractmethod
+    def chunk_choices(self, choice: AnswerChoice, delta: Delta) -> Iterator[Body]:
+        """Yield the choices of the chunks that a delta makes."""
+
+    def shown(self, delta: Delta) -> Delta:
+        """Return what the answer shows of a delta."""
+        return delta
+
+    def prompt_fields(self, choice: AnswerChoice) -> Body:
+        """Return what is asked for of a choice's prompt; its logprobs come with the first delta."""
+        body: Body = {}
+        if (num_top := self.request.prompt_logprobs) is not None:
+            scores = self._prompt_logprobs[choice.prompt]
+            body["prompt_logprobs"] = [None if one is None else _prompt_logprobs(one, num_top) for one in scores]
+        if self.request.return_token_ids:
+            body["prompt_token_ids"] = choice.engine_request.token_ids
+        return body
+
+    def output_fields(self, delta: Delta, logprobs: Body | None) -> Body:
+        """Return what both kinds of answers say of a delta beside its text."""
+        body: Body = {"logprobs": logprobs, "finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+        return body | ({"token_ids": delta.token_ids} if self.request.return_token_ids else {})
+
+    def _seen(self, prompt: int, delta: Delta) -> tuple[AnswerChoice, Delta]:
+        """Note what a delta says of its prompt, and count its tokens."""
+        self._num_cached[prompt] = delta.num_cached_tokens
+        if delta.prompt_logprobs is not None:
+            self._prompt_logprobs[prompt] = delta.prompt_logprobs
+        choice, delta = self.choices[prompt * self._n + delta.choice], self.shown(delta)
+        choice.num_tokens += len(delta.token_ids)
+        return choice, delta
+
+    def _usage(self, *choices: AnswerChoice) -> Body:
+        """Return the usage of some choices; a prompt counts once."""
+        prompts = {choice.prompt: len(choice.engine_request.token_ids) for choice in choices}
+        num_prompt, num_output = sum(prompts.values()), sum(choice.num_tokens for choice in choices)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_output,
+            "total_tokens": num_prompt + num_output,
+            "prompt_tokens_details": {"cached_tokens": sum(self._num_cached[prompt] for prompt in prompts)},
+        }
 
 
-class TopLogprob(BaseModel):
-    """A token, and the bytes that it stands for; null where it has none of its own."""
-
-    token: str
-    logprob: float
-    bytes: list[int] | None
-
-
-class TokenLogprob(TopLogprob):
-    """An output token, with the most likely tokens in its place."""
-
-    top_logprobs: list[TopLogprob]
+def _joined(deltas: Sequence[Delta]) -> Delta:
+    """Return one delta with all that successive deltas of a choice bring."""
+    logprobs = [entry for delta in deltas for entry in delta.logprobs or ()]
+    return replace(
+        deltas[-1],
+        text="".join(delta.text for delta in deltas),
+        token_ids=[token for delta in deltas for token in delta.token_ids],
+        logprobs=None if deltas[-1].logprobs is None else logprobs,
+    )
 
 
-class ChatLogprobs(BaseModel):
-    """The logprobs of all output tokens."""
+class ChatAssembler(Assembler):
+    """Makes the answer to a conversation."""
 
-    content: list[TokenLogprob]
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    request: ChatCompletionRequest
+
+    def whole(self) -> Body:
+        """Return the body of the answer, with what is asked for of the prompt."""
+        return super().whole() | self.prompt_fields(self.choices[0])
+
+    def chunks(self, prompt: int, delta: Delta) -> list[Body]:
+        """Return the chunks of a delta; the first of a stream has what is asked for of the prompt."""
+        is_first = not any(choice.begun for choice in self.choices)
+        chunks = super().chunks(prompt, delta)
+        if is_first and chunks:
+            chunks[0] |= self.prompt_fields(self.choices[0])
+        return chunks
+
+    def whole_choice(self, choice: AnswerChoice, delta: Delta) -> Body:
+        message = {"role": "assistant", "content": delta.text, "refusal": None}
+        return {"index": choice.index, "message": message, **self.output_fields(delta, self._logprobs(delta))}
+
+    def chunk_choices(self, choice: AnswerChoice, delta: Delta) -> Iterator[Body]:
+        """Yield first the role without text; the last chunk of a choice has the reason."""
+        if not choice.begun:
+            role = {"role": "assistant", "content": ""}
+            yield {"index": choice.index, "delta": role, "logprobs": None, "finish_reason": None}
+        logprobs = self._logprobs(delta)
+        if delta.text or delta.finish_reason or logprobs or self.request.return_token_ids:
+            content = {"content": delta.text} if delta.text else {}
+            yield {"index": choice.index, "delta": content, **self.output_fields(delta, logprobs)}
+
+    def _logprobs(self, delta: Delta) -> Body | None:
+        if not self.request.logprobs:
+            return None
+        assert delta.logprobs is not None, "they were asked for"
+        content = []
+        for token, entries in zip(delta.token_ids, delta.logprobs, strict=True):
+            tops = [self._logprob(other, entry) for other, entry in _best(entries, self.request.top_logprobs or 0)]
+            content.append({**self._logprob(token, entries[token]), "top_logprobs": tops})
+        return {"content": content}
+
+    def _logprob(self, token: int, entry: Logprob) -> Body:
+        text = _token_name(self.tokenizer, token, entry)
+        return {"token": text, "logprob": _finite(entry), "bytes": token_bytes(self.tokenizer, token, text)}
 
 
-class ChatMessage(BaseModel):
-    """The message that answers a conversation."""
+class CompletionAssembler(Assembler):
+    """Makes a completion's answer. With `echo` and `logprobs`, making it takes as long as tokenizing the prompts."""
 
-    role: Literal["assistant"]
-    content: str
-    refusal: None = None
+    whole_object = chunk_object = "text_completion"
+    request: CompletionRequest
+
+    def __init__(
+        self,
+        request: CompletionRequest,
+        engine_requests: Sequence[EngineRequest],
+        tokenizer: PreTrainedTokenizerBase | None,
+        head: Body,
+    ) -> None:
+        super().__init__(request, engine_requests, tokenizer, head)
+        special, with_offsets = request.add_special_tokens is not False, request.logprobs is not None
+        self._echoes = [
+            echo_of(engine_request, tokenizer, special, with_offsets=with_offsets)
+            for engine_request in engine_requests
+            if request.echo
+        ]
+        for choice in self.choices if with_offsets else ():
+            choice.text_end = len(self._echoes[choice.prompt][0]) if request.echo else 0
+            if tokenizer is not None:
+                choice.detokenizer = Detokenizer(tokenizer, choice.engine_request.token_ids)
+
+    def shown(self, delta: Delta) -> Delta:
+        """Leave out the token that the engine makes even with `max_tokens` 0."""
+        if self.request.max_tokens != 0:
+            return delta
+        if delta.finish_reason == "stop":
+            delta = replace(delta, finish_reason="length", stop_reason=None)
+        return replace(delta, text="", token_ids=[], logprobs=None if delta.logprobs is None else [])
+
+    def whole_choice(self, choice: AnswerChoice, delta: Delta) -> Body:
+        return self._choice(choice, delta) | self.prompt_fields(choice)
+
+    def chunk_choices(self, choice: AnswerChoice, delta: Delta) -> Iterator[Body]:
+        """Yield nothing where nothing is new; the first chunk of a choice has what is asked for of its prompt."""
+        prompt_fields = {} if choice.begun else self.prompt_fields(choice)
+        body = self._choice(choice, delta)
+        has_logprobs = body["logprobs"] is not None and body["logprobs"]["tokens"]
+        if prompt_fields or body["text"] or delta.finish_reason or has_logprobs or self.request.return_token_ids:
+            yield body | prompt_fields
+
+    def _choice(self, choice: AnswerChoice, delta: Delta) -> Body:
+        """Return the body of a choice, or of its next chunk; what comes first begins with the echo of the prompt."""
+        text, offsets, tokens = delta.text, list[int](), list[tuple[int, LogprobsOfToken | None]]()
+        if self._echoes and not choice.begun:
+            echo, echo_offsets = self._echoes[choice.prompt]
+            text = echo + text
+            if self.request.logprobs is not None:
+                offsets += echo_offsets
+                tokens += zip(choice.engine_request.token_ids, self._prompt_logprobs[choice.prompt], strict=True)
+        logprobs = None
+        if self.request.logprobs is not None:
+            tokens += zip(delta.token_ids, delta.logprobs or (), strict=False)
+            offsets += self._offsets(choice, delta.token_ids)
+            logprobs = self._logprobs(tokens, self.request.logprobs) | {"text_offset": offsets}
+        return {"index": choice.index, "text": text, **self.output_fields(delta, logprobs)}
+
+    def _offsets(self, choice: AnswerChoice, token_ids: Sequence[int]) -> Iterator[int]:
+        """Yield where the next tokens begin; the parts of one character all begin where it begins."""
+        for token in token_ids:
+            yield choice.text_end
+            if choice.detokenizer is not None:
+                choice.text_end += len(choice.detokenizer.add([token]))
+
+    def _logprobs(self, tokens: Sequence[tuple[int, LogprobsOfToken | None]], num_top: int) -> Body:
+        """Return lists of one length; of most likely tokens with one text, the best counts."""
+        texts, logprobs, tops = [], list[float | None](), list[dict[str, float] | None]()
+        for token, entries in tokens:
+            texts.append(_token_name(self.tokenizer, token, None if entries is None else entries[token]))
+            logprobs.append(None if entries is None else _finite(entries[token]))
+            best: dict[str, float] = {}
+            for other, entry in _token_and_best(token, entries, num_top) if entries is not None else ():
+                text, logprob = _token_name(self.tokenizer, other, entry), _finite(entry)
+                best[text] = max(logprob, best.get(text, logprob))
+            tops.append(None if entries is None else best)
+        return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops}
 
 
-class ChatChoice(BaseModel):
-    """One of the answers to a conversation."""
-
-    index: int
-    message: ChatMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
-    stop_reason: int | str | None
-    token_ids: list[int] | None = None
+def _prompt_logprobs(entries: LogprobsOfToken, num_top: int) -> dict[str, dict[str, float | int | str | None]]:
+    """Return the logprobs of a prompt token, as vLLM writes them."""
+    return {
+        str(token): {"logprob": _finite(entry), "rank": entry.rank, "decoded_token": entry.decoded_token}
+        for token, entry in _token_and_best(next(iter(entries)), entries, num_top)
+    }
 
 
-class ChatCompletionResponse(BaseModel):
-    """`POST /v1/chat/completions`."""
+def _token_and_best(token: int, entries: LogprobsOfToken, num_top: int) -> Iterable[tuple[int, Logprob]]:
+    return ({token: entries[token]} | dict(_best(entries, num_top))).items()
 
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    prompt_logprobs: PromptLogprobs | None = None
-    prompt_token_ids: list[int] | None = None
+
+def _best(entries: LogprobsOfToken, num_top: int) -> list[tuple[int, Logprob]]:
+    """Return the most likely entries; another part of the answer may have asked for more."""
+    return sorted(entries.items(), key=lambda item: -item[1].logprob)[:num_top]
+
+
+def _finite(entry: Logprob) -> float:
+    return max(entry.logprob, _LEAST)
+
+
+def _token_name(tokenizer: PreTrainedTokenizerBase | None, token: int, entry: Logprob | None) -> str:
+    """Return a token's text, which `entry` may know; without a tokenizer `token_id:` and its id, as in vLLM."""
+    if entry is not None and entry.decoded_token is not None:
+        return entry.decoded_token
+    return f"token_id:{token}" if tokenizer is None else token_text(tokenizer, token)
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerBase | None, token: int, text: str) -> list[int] | None:
+    """Return the bytes of a token, even if it is only a part of a character; None if they are not known."""
+    if tokenizer is None:
+        return None
+    piece = str(tokenizer.convert_ids_to_tokens(token))
+    if text != piece and (byte := _BYTE_PIECE.fullmatch(piece)):
+        return [int(byte[1], 16)]
+    if _UNDECODED not in text:
+        return list(text.encode())
+    stand_ins = _stand_ins()
+    return [stand_ins[letter] for letter in piece] if stand_ins.keys() >= set(piece) else None
+
+
+@lru_cache(maxsize=1)
+def _stand_ins() -> dict[str, int]:
+    """Return the letters that byte-level vocabularies write for bytes."""
+    return {letter: byte for byte, letter in bytes_to_unicode().items()}
+
+
+def echo_of(
+    engine_request: EngineRequest,
+    tokenizer: PreTrainedTokenizerBase | None,
+    add_special_tokens: bool,
+    *,
+    with_offsets: bool,
+) -> tuple[str, list[int]]:
+    """Return the text of a prompt and, if asked for, where its tokens begin in it, in characters.
+
+    A prompt of token ids shows special tokens by their names. Tokens that are parts of one character all begin where it
+    begins.
+    """
+    text = engine_request.text
+    if tokenizer is None:
+        return "", [0] * len(engine_request.token_ids)
+    if text is not None and not with_offsets:
+        return text, []
+    if text is not None and tokenizer.is_fast:
+        return text, _offsets_in(text, tokenizer, add_special_tokens)
+    pieces = pieces_of(engine_request.token_ids, tokenizer)
+    return "".join(pieces) if text is None else text, list(accumulate(map(len, pieces), initial=0))[: len(pieces)]
+
+
+def pieces_of(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return what each token adds to the text; a character of several tokens comes with the last of them."""
+    texts = {token: token_text(tokenizer, token) for token in set(token_ids)}
+    pieces: list[str] = []
+    for undecoded, run in groupby(token_ids, key=lambda token: _UNDECODED in texts[token]):
+        if undecoded:
+            detokenizer = Detokenizer(tokenizer)
+            part = [detokenizer.add([token]) for token in run]
+            part[-1] += detokenizer.add((), finished=True)
+            pieces += part
+        else:
+            pieces += [texts[token] for token in run]
+    return pieces
+
+
+def _offsets_in(text: str, tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool) -> list[int]:
+    """Return where tokens begin. Some tokenizers leave out the space before a word: it belongs to it, too."""
+    spans = tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)["offset_mapping"]
+    offsets, end = [], 0
+    for start, stop in spans:
+        offsets.append(min(start, end) if stop else end)
+        end = max(end, stop)
+    return offsets

@@ -24,7 +24,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from longspan.policy import PolicySettings
-from longspan.serve.answers import Assembler, prepared
 from longspan.serve.client import EngineClient, Output, OutputQueue
 from longspan.serve.convert import ServedModel, grammar_kind, grammar_of, read_request
 from longspan.serve.errors import (
@@ -34,14 +33,15 @@ from longspan.serve.errors import (
     QueueFullError,
     ServeError,
     WireError,
-    blaming,
-    cut,
+    as_wire_errors,
     error_body,
+    shortened,
 )
 from longspan.serve.messages import StepOutputs
 from longspan.serve.metrics import Metrics
 from longspan.serve.requests import CompletionRequest, PolicyUpdate, TextRequest
-from longspan.serve.responses import ModelCard, ModelList
+from longspan.serve.responses import Assembler, prepared
+from longspan.serve.schemas import ModelCard, ModelList
 from longspan.serve.settings import ServerSettings
 from longspan.text.input_processor import InputProcessor
 
@@ -143,7 +143,7 @@ class Server:
     async def update_policy(self, request: Request, body: PolicyUpdate) -> PolicySettings:
         """Change options of the policy and return its settings."""
         options = body.options(self.engine.policy)
-        with blaming(next(iter(options)) if len(options) == 1 else None), self._watch(request).held():
+        with as_wire_errors(next(iter(options)) if len(options) == 1 else None), self._watch(request).held():
             changed = await self.engine.update_policy(options)
         _log.info("policy %s has %s, by request %s", changed.name, options, request.state.request_id)
         return changed
@@ -163,11 +163,11 @@ class Server:
         name = body.model or self.served.names[0]
         assembler = prepared(body, self.served, request_id=request.state.request_id, model=name, grammar=grammar)
         num_tokens = sum(len(one.token_ids) for one in assembler.engine_requests)
-        with blaming("prompt"):
+        with as_wire_errors("prompt"):
             self.settings.check_queue(len(assembler.engine_requests), num_tokens)
         return assembler
 
-    def _watch(self, request: Request) -> Watch:
+    def _watch(self, request: Request) -> ClientWatch:
         """Watch a client until the server's limit, or its own `x-request-timeout` if that is shorter."""
         timeout_s, text = self.settings.request_timeout_s or inf, request.headers.get("x-request-timeout")
         if text is not None:
@@ -178,7 +178,7 @@ class Server:
             if not 0 < wanted_s < inf:
                 raise WireError(f"x-request-timeout must be a number of seconds above 0, but {text[:100]!r} given")
             timeout_s = min(timeout_s, wanted_s)
-        return Watch(request.receive, timeout_s)
+        return ClientWatch(request.receive, timeout_s)
 
 
 def _check_content_type(header: str | None) -> None:
@@ -188,11 +188,11 @@ def _check_content_type(header: str | None) -> None:
     """
     given = (header or "").partition(";")[0].strip().lower()
     if given != "application/json":
-        said = f"is {cut(given)!r}" if given else "is missing"
+        said = f"is {shortened(given)!r}" if given else "is missing"
         raise WireError(f"the content-type {said}: send the body with content-type: application/json", status=415)
 
 
-class Watch:
+class ClientWatch:
     """Holds work for a client as long as it is there and its time, which begins now, is not up."""
 
     def __init__(self, receive: Receive, timeout_s: float) -> None:
@@ -235,7 +235,7 @@ class EventStream(Response):
         settings: ServerSettings,
         outputs: OutputQueue,
         assembler: Assembler,
-        watch: Watch,
+        watch: ClientWatch,
         pool: WorkerPool,
         first: Sequence[Output] | None,
     ) -> None:

@@ -16,11 +16,11 @@ from openai.types.chat import ChatCompletionChunk as OpenAIChunk
 from wire_world import NAMES, deltas_of, read, scores, stream, tokenizer, whole, world
 
 from longspan.outputs import Logprob
-from longspan.serve.answers import Assembler, ChatAssembler, CompletionAssembler
 from longspan.serve.convert import chat_request, completion_requests
 from longspan.serve.messages import Delta
 from longspan.serve.requests import ChatCompletionRequest, CompletionRequest
-from longspan.serve.responses import ChatCompletionResponse, CompletionResponse
+from longspan.serve.responses import Assembler, ChatAssembler, CompletionAssembler
+from longspan.serve.schemas import ChatCompletionResponse, CompletionResponse
 from longspan.text.input_processor import EngineRequest
 
 SERVED = world()

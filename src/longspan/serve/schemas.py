@@ -1,0 +1,175 @@
+"""Bodies of answers, for the OpenAPI document; the answers themselves are made without these models."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+from longspan.core.request import FinishReason
+
+
+class ErrorInfo(BaseModel):
+    """The message of an error, its kind and its cause."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """Any answer with a status of 400 or more."""
+
+    error: ErrorInfo
+
+
+class ModelCard(BaseModel):
+    """A model that is served."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "longspan"
+    root: str | None = None
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    """`GET /v1/models`."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class VersionInfo(BaseModel):
+    """`GET /version`."""
+
+    version: str
+
+
+class TokenizeResponse(BaseModel):
+    """`POST /tokenize`."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeResponse(BaseModel):
+    """`POST /detokenize`."""
+
+    prompt: str
+
+
+class PromptTokensDetails(BaseModel):
+    """Prompt tokens whose KV was there already."""
+
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    """Tokens of a request; in a stream with `continuous_usage_stats`, of a choice so far."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+class PromptLogprob(BaseModel):
+    """The logprob of a token in the prompt."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""By token id; null for the first token."""
+
+
+class CompletionLogprobs(BaseModel):
+    """Four lists of one length."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int] = Field(description="where in the choice's text a token begins, in characters")
+
+
+class CompletionChoice(BaseModel):
+    """One text; in a stream, its new part."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
+
+
+class CompletionResponse(BaseModel):
+    """`POST /v1/completions`, and each chunk of its stream."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class TopLogprob(BaseModel):
+    """A token, and the bytes that it stands for; null where it has none of its own."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    """An output token, with the most likely tokens in its place."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """The logprobs of all output tokens."""
+
+    content: list[TokenLogprob]
+
+
+class ChatMessage(BaseModel):
+    """The message that answers a conversation."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    """One of the answers to a conversation."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletionResponse(BaseModel):
+    """`POST /v1/chat/completions`."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
