@@ -33,7 +33,7 @@ from longspan.cost.profile import Prefill, Profile
 ONE, BOTH = "one instance", "two prompts at once"
 BLOCK = 64
 _MOST_CUTS = 32
-"""How finely a prompt is cut in the search: finer differences drown in noise."""
+"""The grid on which the search cuts a prompt: finer differences drown in noise."""
 _SINGLE = {"threshold": "1000000"}
 _TOKEN = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 _SHARED = {"threshold": "0"}

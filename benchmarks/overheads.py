@@ -42,7 +42,7 @@ from longspan.policy.tetris.planner import Chunk, ChunkPlan, Prompt
 
 _NUM_AT_ONCE = 6
 _HISTORIES = (0.25, 0.5, 1.0, 2.0)
-"""How many times as long as the second chunk the first is, as in the paper."""
+"""The first chunk is this many times as long as the second, as in the paper."""
 _BLOCK = 64
 
 

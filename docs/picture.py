@@ -22,7 +22,7 @@ SIMULATION = (
     *("--policy", "tetris", "--workload", "short", "--rate", "6", "--num-requests", "40"),
 )
 DRAWN = "#{} .main-svg"
-"""What plotly makes in the place of a picture."""
+"""The plot that plotly makes in the place of a picture."""
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 _DRAWING_MS = 60_000
 

@@ -2,8 +2,8 @@
 
 A function's docstring must open with a verb, or have a verb before its first subordinate clause. Properties may open
 with a noun phrase of two words or more, or with "whether" or "why"; modules and classes with a noun phrase of five.
-Nothing else may open with a preposition or a question word. This is a heuristic over word lists: extend them when a
-good sentence fails.
+Nothing else may open with a preposition or a question word, strings below an assignment included. This is a heuristic
+over word lists: extend them when a good sentence fails.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import ast
 import re
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -24,7 +26,7 @@ def _words(text: str) -> frozenset[str]:
 
 FORBIDDEN = _words(
     """
-    as by for from how of see than that those what where whether which who whose with
+    as by for from how of see so than that those what where whether which who whose with
     """
 )
 SUBORDINATORS = _words(
@@ -93,6 +95,20 @@ def fault(node: ast.AST, text: str) -> str | None:
     return None if has_verb else "has no verb before a subordinate clause"
 
 
+def _faults(node: ast.AST) -> Iterator[tuple[int, str, str]]:
+    """Yields line, fault and text of a node's docstring and of those below the assignments in its body."""
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        text = ast.get_docstring(node)
+        if text is not None and (why := fault(node, text)):
+            yield node.body[0].lineno, why, text
+    if isinstance(node, ast.Module | ast.ClassDef):
+        for statement, below in pairwise(node.body):
+            match statement, below:
+                case ast.Assign() | ast.AnnAssign(), ast.Expr(value=ast.Constant(value=str() as text)):
+                    if (first := text.split()[0].lower()) in FORBIDDEN:
+                        yield below.lineno, f"opens with {first.capitalize()!r}", text
+
+
 def _is_property(node: ast.AST) -> bool:
     """Tells whether a function is a property, which is described by a noun phrase (PEP 257)."""
     decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []
@@ -110,13 +126,10 @@ def main() -> int:
     for folder, path in files:
         package = path.relative_to(ROOT / folder).parts[0] if folder == FOLDERS[0] else folder
         for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                continue
-            text = ast.get_docstring(node)
-            why = None if text is None else fault(node, text)
-            counts[package] += why is not None
-            if why and text and "--list" not in sys.argv:
-                print(f"{path}:{node.body[0].lineno}: docstring {why}: {text.splitlines()[0]}")
+            for line, why, text in _faults(node):
+                counts[package] += 1
+                if "--list" not in sys.argv:
+                    print(f"{path}:{line}: docstring {why}: {text.splitlines()[0]}")
     if "--list" in sys.argv:
         print("\n".join(f"{number:5} {package}" for package, number in counts.most_common()))
         return 0

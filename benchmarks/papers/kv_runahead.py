@@ -41,7 +41,7 @@ _TABLE_3 = {  # 1 GPU, 2 and 4 with 10 GB/s, 2 and 4 with 1 GB/s
     12: (3.95, 1.82, 1.15, 2.28, 2.30),
 }
 _COLUMNS = {10: {0: 1, 1: 2, 2: 4}, 1: {3: 2, 4: 4}}
-"""How many GPUs, by the speed of links and the place in a row."""
+"""The number of GPUs, by the speed of links and the place in a row."""
 _TOLERANCE = 0.15
 
 

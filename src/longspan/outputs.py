@@ -26,7 +26,7 @@ class Logprob:
 
 
 LogprobsOfToken = dict[int, Logprob]
-"""By token id: the token that was chosen (or stands in the prompt) first, then the most likely ones, best first."""
+"""Log-probabilities by token id: first the chosen token (or the prompt's), then the most likely ones, best first."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,7 +42,7 @@ _MOST_ERROR = 1e-5
 _MOST_RANKS = 64
 _TIMEOUT_S = 60.0
 _NOISE = 1e4
-"""What slots hold that nobody may read."""
+"""A value for slots that nobody may read."""
 _HEADS = ((4, 4), (5, 5), (9, 3), (6, 2), (14, 2), (10, 5), (8, 1), (5, 1))
 _HEAD_DIMS = (16, 32, 64, 80, 96, 128)
 _MOST_TOKENS = 300

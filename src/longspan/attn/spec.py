@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from longspan.core.cluster import HeadShare
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
-"""Of a configuration's `layer_types`, those that an AttnSpec can say."""
+"""The `layer_types` of a configuration that an AttnSpec can say."""
 _HARMLESS = {"position_ids", "use_cache", "cache_position", "position_embeddings"}
 """Arguments that do not change what a layer computes; so do those that begin with "output_"."""
 

@@ -14,7 +14,7 @@ from longspan.core.owners import BlockRef, Rotation
 from longspan.core.runs import SpanShards
 
 Link = Literal["same_host", "other_host"]
-"""Where the two ends of a message lie."""
+"""The locations of the two ends of a message."""
 
 BytesSent = dict[tuple[str, Link], int]
 """Payload bytes by exchange (or what else was sent) and link."""

@@ -75,10 +75,10 @@ _NO_ROTARY = {"gpt2", "opt", "bloom", "mpt", "gpt_bigcode"}
 _TWO_MATRICES = {"falcon", "gpt_neox", "gptj", "phi", "starcoder2", "nemotron"} | _NO_ROTARY
 _LAYER_NORM = _TWO_MATRICES - {"nemotron"} | {"stablelm", "cohere"}
 _TIED = _NO_ROTARY | {"falcon", "gemma", "gemma2", "gemma3", "gemma3_text", "cohere", "cohere2", "starcoder2"}
-"""Whose output head is the embedding unless the config says otherwise."""
+"""Model types whose output head is the embedding unless the config says otherwise."""
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _NESTED = {"ffn_config": ("ffn_hidden_size", "intermediate_size"), "attn_config": ("kv_n_heads", "num_key_value_heads")}
-"""What MPT and DBRX have in objects of their own, and its usual name."""
+"""Fields that MPT and DBRX have in objects of their own, and their usual names."""
 _LATENT = "kv_lora_rank"
 
 

@@ -9,7 +9,7 @@ from importlib.resources import files
 from typing import Any, Literal
 
 Kernels = Literal["flash", "eager"]
-"""How attention is computed: fused, or as separate operators over a matrix of scores."""
+"""Kernels compute attention fused, or as separate operators over a matrix of scores."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ _BLOCK = 128
 """Tokens of a block; pieces of a chain are whole blocks."""
 _SEARCHED = 16
 _RESERVED_BYTES = 1.5 * 2**30
-"""Of each device, for the driver's context, libraries' workspaces and buffers of links."""
+"""Memory of each device for the driver's context, libraries' workspaces and buffers of links."""
 _HIDDEN_COPIES = 6
 """Hidden states held at once: residual, normed, queries, attention's output, projected, sum."""
 

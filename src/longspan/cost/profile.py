@@ -20,7 +20,7 @@ from longspan.core.exchange import LOCAL, Exchange, exchange_named
 from longspan.cost.architecture import Hardware, ModelShape
 
 Kind = tuple[int, Exchange]
-"""How many instances share a request, and by what."""
+"""The number of instances that share a request, and their exchange."""
 Sample = tuple[int, int, float]
 """New tokens, cached tokens before them, seconds; of decodes: requests, tokens before each, seconds."""
 Array = NDArray[np.float64]

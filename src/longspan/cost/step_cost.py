@@ -65,7 +65,7 @@ def _wait_for_balances(forward: Forward, layers_s: dict[int, float], cost: StepC
 
 
 _End = tuple[Link, Literal["out", "in"], int]
-"""Where bytes enter or leave a link: of a device of an instance, or of a host where its devices share the link."""
+"""An end of a link, where bytes enter or leave a device of an instance, or a host whose devices share the link."""
 
 
 class RooflineCost:

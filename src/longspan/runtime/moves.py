@@ -295,7 +295,7 @@ class MoveChannel:
 
 
 _Event = tuple[BlockSlice, Message] | int | Exception
-"""From the threads of the channels: what has come, a move of which a last message has left, or an error."""
+"""The threads of the channels report what has come, a move of which a last message has left, or an error."""
 
 
 class Moves:

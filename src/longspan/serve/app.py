@@ -33,7 +33,7 @@ _ADMIN = "/admin/"
 
 
 def make_app(server: Server) -> FastAPI:
-    """Make the app over a running engine."""
+    """Makes the app over a running engine."""
     settings = server.settings
     app = FastAPI(
         title="longspan",
@@ -65,7 +65,7 @@ def make_app(server: Server) -> FastAPI:
 
 
 def _describe(app: FastAPI, server: Server) -> None:
-    """Add to the document the schemas of bodies, which the routes read themselves, and what this server has."""
+    """Adds to the document the schemas of bodies, which the routes read themselves, and what this server has."""
     find, settings = app.openapi, server.settings
 
     def openapi() -> dict[str, Any]:
@@ -92,7 +92,7 @@ def _describe(app: FastAPI, server: Server) -> None:
 
 
 def body_schemas() -> dict[str, Any]:
-    """Return the schemas of all bodies, for the components of the OpenAPI document."""
+    """Returns the schemas of all bodies, for the components of the OpenAPI document."""
     bodies = (
         requests.CompletionRequest,
         requests.ChatCompletionRequest,
@@ -109,7 +109,7 @@ def body_schemas() -> dict[str, Any]:
 def name_what_is_there(
     document: dict[str, Any], model_names: tuple[str, ...], vocab_size: int, max_model_len: int
 ) -> None:
-    """Write the names of the model and the bounds of token ids and outputs into a document's schemas."""
+    """Writes the names of the model and the bounds of token ids and outputs into a document's schemas."""
     components: dict[str, Any] = document["components"]["schemas"]
     for name in ("TokenIds", "StopTokens"):
         components[name]["items"]["maximum"] = vocab_size - 1
@@ -279,7 +279,7 @@ def _json(body: dict[str, Any]) -> Response:
 def _described(
     body: type[BaseModel], response: type[BaseModel], *, streams: bool = False, tag: str = "text"
 ) -> dict[str, Any]:
-    """Return what the document says of a route that reads its body itself, beside the event loop."""
+    """Returns what the document says of a route that reads its body itself, beside the event loop."""
     schema = {"$ref": f"#/components/schemas/{body.__name__}"}
     content = {"text/event-stream": {"schema": _EVENTS}} if streams else {}
     return {

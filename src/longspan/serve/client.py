@@ -27,7 +27,7 @@ from longspan.text.input_processor import EngineRequest
 _log = logging.getLogger("longspan")
 _ENGINE_MODULE = "longspan.serve.engine_core"
 _MOST_STARTS = 3
-"""So many engine cores may end, one after the other, without a token."""
+"""The number of engine cores that may end one after the other without a token."""
 _QUIT_TIMEOUT_S = 10.0
 _LAST_WORDS_S = 0.2
 """The last messages of an engine core that has ended may be on their way for so long."""
@@ -69,7 +69,7 @@ class EngineClient:
         self._reports: msgspec.msgpack.Decoder[messages.Report] = msgspec.msgpack.Decoder(messages.Report)
 
     async def start(self) -> messages.Started:
-        """Start the engine core and wait until it can serve.
+        """Starts the engine core and waits until it can serve.
 
         Raises:
             ValueError: when the setup is wrong.
@@ -79,7 +79,7 @@ class EngineClient:
         return await asyncio.shield(self._first)  # whoever starts it may give up waiting
 
     async def submit(self, engine_requests: Sequence[EngineRequest]) -> OutputQueue:
-        """Queue all engine requests of an HTTP request, or none.
+        """Queues all engine requests of an HTTP request, or none.
 
         Raises:
             QueueFullError: when they have no place in the queue.
@@ -101,7 +101,7 @@ class EngineClient:
         return queue
 
     async def update_policy(self, options: dict[str, str]) -> PolicySettings:
-        """Change options of the policy, also for engine cores to come; return its settings then.
+        """Changes options of the policy, also for engine cores to come; returns its settings then.
 
         Raises:
             ValueError: when the engine refuses one; nothing has changed then.
@@ -119,7 +119,7 @@ class EngineClient:
             del self._policy_answers[number]
 
     async def close(self, at_once: asyncio.Event | None = None) -> None:
-        """End the engine core and its workers, by force when `at_once` is set; all that is unfinished fails."""
+        """Ends the engine core and its workers, by force when `at_once` is set; all that is unfinished fails."""
         self._closing = True
         self.fail_all("the server is shutting down")
         if self.state == "serving" and self._process is not None:  # else it would not listen: it is killed
@@ -136,12 +136,12 @@ class EngineClient:
                 await self._supervisor
 
     def fail_all(self, reason: str) -> None:
-        """End all requests with an error."""
+        """Ends all requests with an error."""
         for queue in self._queues():
             self._fail(queue, EngineLostError(reason))
 
     def _check_room(self, engine_requests: Sequence[EngineRequest]) -> None:
-        """Bound what an engine core that starts, hangs or is busy has not taken yet; it bounds its own queue.
+        """Bounds what an engine core that starts, hangs or is busy has not taken yet; it bounds its own queue.
 
         Raises:
             QueueFullError: when there is no room.
@@ -169,7 +169,7 @@ class EngineClient:
         return {queue for queue, _ in self._waiting.values()}
 
     def _fail(self, queue: OutputQueue, error: ServeError) -> None:
-        """End a request with an error, before or after it was accepted."""
+        """Ends a request with an error, before or after it was accepted."""
         self._cancel(queue)
         queue.fail(error)
 
@@ -179,7 +179,7 @@ class EngineClient:
             self._send(messages.Cancel(number))
 
     def _send(self, command: messages.Command) -> None:
-        """Put a command into the socket's own queue, which has no bound; a process that starts gets it later."""
+        """Puts a command into the socket's own queue, which has no bound; a process that starts gets it later."""
         if self._socket is not None and self._connected:
             # The asyncio socket's own method: after a plain one, a message that comes meanwhile would wake nobody.
             sent = asyncio.ensure_future(self._socket.send(msgspec.msgpack.encode(command), zmq.NOBLOCK))
@@ -188,7 +188,7 @@ class EngineClient:
                 raise error
 
     async def _supervise(self) -> None:
-        """Start engine cores, one after the end of the other."""
+        """Starts engine cores, one after the end of the other."""
         reason = "the engine was stopped"
         try:
             while not self._closing and self._num_starts < _MOST_STARTS:
@@ -207,7 +207,7 @@ class EngineClient:
                 self._first.exception()  # seen: whoever started it may have left
 
     async def _run_core(self) -> str:
-        """Run one engine core and return why it ended."""
+        """Runs one engine core and returns why it ended."""
         folder = make_run_dir()
         context = zmq.asyncio.Context()
         try:
@@ -245,7 +245,7 @@ class EngineClient:
                 self.on_loss()
 
     async def _until_lost(self, process: subprocess.Popen[bytes], socket: zmq.asyncio.Socket) -> str:
-        """Take all that an engine core says until it ends or falls silent; return which of the two."""
+        """Takes all that an engine core says until it ends or falls silent; returns which of the two."""
         listener, ended = asyncio.create_task(self._listen(socket)), asyncio.create_task(_ended(process))
         try:
             await asyncio.wait({listener, ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -260,7 +260,7 @@ class EngineClient:
             ended.cancel()
 
     async def _listen(self, socket: zmq.asyncio.Socket) -> float:
-        """Take what comes until an engine core that has started says nothing for too long; return how many seconds."""
+        """Takes reports until an engine core that has started says nothing for too long; returns how many seconds."""
         limit_s = 0.0  # until it has started, which takes as long as it takes
         # If this process was stopped, time was up before anything could come: the second wait is for that.
         while not limit_s or await socket.poll(int(limit_s * 750)) or await socket.poll(int(limit_s * 250)):
@@ -330,7 +330,7 @@ class EngineClient:
                 self._policy_answers[number].set_result(settings)
 
     def _replay(self) -> None:
-        """Send what waits to a new engine core; what was accepted once stays accepted."""
+        """Sends what waits to a new engine core; what was accepted once stays accepted."""
         if self._policy_changes:
             self._send(messages.SetPolicy(None, self._policy_changes))
         for number, (queue, index) in self._waiting.items():
@@ -339,14 +339,14 @@ class EngineClient:
 
 
 async def _ended(process: subprocess.Popen[bytes]) -> int:
-    """Wait in a thread of its own until a process has ended; return its exit code."""
+    """Waits in a thread of its own until a process has ended; returns its exit code."""
     return await run_sync(process.wait, abandon_on_cancel=True, limiter=CapacityLimiter(1))
 
 
 Output = tuple[int, messages.Delta]
 """The index of an engine request, and new tokens of one of its choices."""
 _MOST_OUTPUTS = 64
-"""So many are handed out at once: making their chunks is not to hold up the event loop."""
+"""Few are handed out at once, because making their chunks holds up the event loop."""
 
 
 class OutputQueue:
@@ -373,7 +373,7 @@ class OutputQueue:
         self._changed = asyncio.Event()
 
     async def get(self) -> list[Output]:
-        """Take what has come; wait if there is nothing; return nothing when all has been taken."""
+        """Takes what has come; waits if there is nothing; returns nothing when all has been taken."""
         while not self._outputs and self._error is None and self._num_open:
             await self._change()
         taken = [self._outputs.popleft() for _ in range(min(len(self._outputs), _MOST_OUTPUTS))]
@@ -383,7 +383,7 @@ class OutputQueue:
         return taken
 
     async def get_all(self) -> list[Output]:
-        """Wait until everything has come, and return it; until then nothing counts as taken."""
+        """Waits until everything has come, and returns it; until then nothing counts as taken."""
         while self._num_open and self._error is None:
             await self._change()
         if self._error is not None:
@@ -391,20 +391,20 @@ class OutputQueue:
         return list(self._outputs)
 
     def close(self) -> None:
-        """Cancel what is not finished; its KV is freed on every rank."""
+        """Cancels what is not finished; its KV is freed on every rank."""
         self._num_open.clear()
         self._outputs.clear()
         self._changed.set()
         self._cancel(self)
 
     def accept(self, index: int) -> None:
-        """Note that the engine core has queued an engine request."""
+        """Notes that the engine core has queued an engine request."""
         self._unaccepted.discard(index)
         if not self._unaccepted and not self.accepted.done():
             self.accepted.set_result(None)
 
     def put(self, index: int, delta: messages.Delta) -> bool:
-        """Add a delta; return whether it is the last one of its engine request."""
+        """Adds a delta; returns whether it is the last one of its engine request."""
         self._outputs.append((index, delta))
         if delta.finish_reason is not None and index in self._num_open:
             self._num_open[index] -= 1
@@ -414,7 +414,7 @@ class OutputQueue:
         return index not in self._num_open
 
     def fail(self, error: ServeError) -> None:
-        """Raise `error` to whoever takes the rest: nothing more will come."""
+        """Raises `error` to whoever takes the rest: nothing more will come."""
         self._error = error
         self._changed.set()
         if not self.accepted.done():
@@ -422,7 +422,7 @@ class OutputQueue:
             self.accepted.exception()  # seen: whoever submitted may have left
 
     def repeat(self) -> bool:
-        """Forget what is not finished, if it can be computed from its beginning, and return whether it can.
+        """Forgets what is not finished, if it can be computed from its beginning, and returns whether it can.
 
         It can be once, and not when something of it has been taken already: the second time, it may differ.
         """

@@ -34,7 +34,7 @@ from longspan.text.input_processor import EngineRequest, InputProcessor
 
 RequestT = TypeVar("RequestT", bound=BaseModel)
 _DEFAULT_MAX_TOKENS = 16
-"""Of completions, as OpenAI's."""
+"""The default of completions, as OpenAI's."""
 _SAME = (
     *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("logit_bias", "stop", "stop_token_ids", "ignore_eos"),
@@ -43,7 +43,7 @@ _SAME = (
 _NOT_VARIABLES = frozenset(
     {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters, *signature(render_jinja_template).parameters}
 ) | {"messages"}
-"""What a template's variables cannot be called, since rendering has a parameter of that name."""
+"""Names that a template's variables cannot have, since rendering has parameters of these names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,14 +59,14 @@ class ServedModel:
     limits: RequestLimits = field(default_factory=RequestLimits)
 
     def check_name(self, name: str | None) -> None:
-        """Raise a WireError 404 when a request names another model."""
+        """Raises a WireError 404 when a request names another model."""
         if name is not None and name not in self.names:
             known = ", ".join(self.names)
             raise WireError(f"there is no model {name[:100]!r} here, but {known} (--served-model-name)", "model", 404)
 
 
 def read_request(model: type[RequestT], body: bytes, limits: RequestLimits) -> RequestT:
-    """Read the request that a body holds, if it is what `model` describes, not too large and not nested too deeply."""
+    """Reads the request that a body holds, if it is what `model` describes, not too large and not nested too deeply."""
     if len(body) > limits.max_body_bytes:
         raise WireError(f"the body has more than {limits.max_body_bytes} bytes (--max-body-bytes)", status=413)
     with as_wire_errors(None):
@@ -87,7 +87,7 @@ def read_request(model: type[RequestT], body: bytes, limits: RequestLimits) -> R
 
 
 def num_elements(body: bytes, enough: int) -> int:
-    """Count strings, lists and objects in a body of JSON, names of fields included, at least to more than `enough`.
+    """Counts strings, lists and objects in a body of JSON, names of fields included, at least to more than `enough`.
 
     They are counted without being made. Of what is no JSON, those before its first mistake are counted at least.
     """
@@ -106,7 +106,7 @@ def _num_opened(text: bytes) -> int:
 
 
 def _depth(value: object) -> int:
-    """Count how deep lists and objects lie in one another; the parser of JSON has bounded it already."""
+    """Counts how deep lists and objects lie in one another; the parser of JSON has bounded it already."""
     children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return 1 + max((_depth(child) for child in children if isinstance(child, dict | list)), default=0)
 
@@ -114,7 +114,7 @@ def _depth(value: object) -> int:
 def completion_requests(
     request: CompletionRequest, served: ServedModel, grammar: str | None = None
 ) -> list[EngineRequest]:
-    """Make one engine request per prompt, in order; `grammar` is what `grammar_of` returned, if it was called."""
+    """Makes one engine request per prompt, in order; `grammar` is what `grammar_of` returned, if it was called."""
     _check_sizes(request, served.limits)
     scored = (request.prompt_logprobs, request.logprobs if request.echo else None)
     params = _params(
@@ -154,7 +154,7 @@ def completion_requests(
 
 
 def chat_request(request: ChatCompletionRequest, served: ServedModel, grammar: str | None = None) -> EngineRequest:
-    """Make a conversation's engine request; for `grammar` see `completion_requests`."""
+    """Makes a conversation's engine request; for `grammar` see `completion_requests`."""
     _check_sizes(request, served.limits)
     name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     most: int | None = getattr(request, name)
@@ -175,7 +175,7 @@ def chat_request(request: ChatCompletionRequest, served: ServedModel, grammar: s
 
 
 def tokenized(request: TokenizeRequest, served: ServedModel) -> dict[str, Any]:
-    """Answer a request for tokens."""
+    """Answers a request for tokens."""
 
     def check_chars(length: int) -> None:
         served.limits.check("max_tokenize_length", length, f"it has length {length}", "send it in parts")
@@ -195,7 +195,7 @@ def tokenized(request: TokenizeRequest, served: ServedModel) -> dict[str, Any]:
 
 
 def detokenized(request: DetokenizeRequest, served: ServedModel) -> dict[str, Any]:
-    """Answer a request for text; special tokens have the text that stands for them."""
+    """Answers a request for text; special tokens have the text that stands for them."""
     length, vocab_size = len(request.tokens), served.input_processor.vocab_size
     with as_wire_errors("tokens"):
         served.limits.check("max_tokenize_length", length, f"it has length {length}", "send it in parts")
@@ -208,21 +208,21 @@ def detokenized(request: DetokenizeRequest, served: ServedModel) -> dict[str, An
 
 
 def grammar_kind(request: GenerationRequest) -> str:
-    """Return the kind of structured output, `text` if it is free; to check one but `json_object` may take seconds."""
+    """Returns the kind of structured output, `text` if it is free; to check one but `json_object` may take seconds."""
     if request.structured_outputs is not None:
         return "json_object" if request.structured_outputs.json_object else "other"
     return "text" if request.response_format is None else request.response_format.type
 
 
 def grammar_of(request: GenerationRequest, served: ServedModel) -> str:
-    """Return the grammar that the request's outputs must follow; empty if they are free."""
+    """Returns the grammar that the request's outputs must follow; empty if they are free."""
     with as_wire_errors(None, {} if request.structured_outputs else {"structured_outputs": "response_format"}):
         form = structured_outputs(request)
         return "" if form is None else served.input_processor.grammar(form)
 
 
 def structured_outputs(request: GenerationRequest) -> StructuredOutputsParams | None:
-    """Return what outputs must follow; None if they are free, ValueError when that is not of the right form."""
+    """Returns what outputs must follow; None if they are free, ValueError when that is not of the right form."""
     chosen = request.response_format
     if chosen is not None and chosen.type == "json_object":
         return StructuredOutputsParams(json_object=True)
@@ -255,7 +255,7 @@ def _rendered(
     input_processor: InputProcessor,
     check_chars: Callable[[int], None],
 ) -> tuple[str, list[int]]:
-    """Render a conversation as text and token ids; `check_chars` bounds its contents before it bounds the text."""
+    """Renders a conversation as text and token ids; `check_chars` bounds its contents before it bounds the text."""
     assert request.messages is not None, "the caller has looked"
     variables = request.chat_template_kwargs or {}
     if taken := sorted(_NOT_VARIABLES & variables.keys()):
@@ -282,7 +282,7 @@ def _num_chars(message: GivenMessage | AssistantMessage) -> int:
 
 
 def _for_template(message: GivenMessage | AssistantMessage) -> dict[str, Any]:
-    """Return a message as chat templates know it: without null, and with arguments of calls as objects."""
+    """Returns a message as chat templates know it: without null, and with arguments of calls as objects."""
     plain = message.model_dump(exclude_none=True)
     if isinstance(message, AssistantMessage):
         plain.setdefault("content", "")
@@ -292,7 +292,7 @@ def _for_template(message: GivenMessage | AssistantMessage) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> dict[str, Any] | str:
-    """Parse the arguments of a call; what a model wrote that is no object is kept as it is."""
+    """Parses the arguments of a call; what a model wrote that is no object is kept as it is."""
     try:
         value = json.loads(text or "{}")
     except (json.JSONDecodeError, RecursionError):

@@ -35,13 +35,13 @@ _log = logging.getLogger("longspan")
 _MOST_LOSSES = 2
 """A request that runs while so many workers are lost, one after the other, is not tried again."""
 _MOST_ATTEMPTS = 3
-"""So many starts of workers may fail, or be followed by no token, one after the other."""
+"""The number of starts of workers that may fail, or be followed by no token, one after the other."""
 _PAUSE_S = 1.0
 _STATS_INTERVAL_S = 0.5
 
 
 def main() -> None:
-    """Run until told to quit; exit with 1 when it cannot start or workers do not come back."""
+    """Runs until told to quit; exits with 1 when it cannot start or workers do not come back."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the API server decides when to stop
     tempfile.tempdir = folder = sys.argv[1]  # what lies in it is removed with it, whoever of the two is killed
@@ -126,7 +126,7 @@ class EngineLoop:
         service.executor.wakeup = socket
 
     def run(self) -> None:
-        """Serve until told to quit.
+        """Serves until told to quit.
 
         Raises:
             WorkerLostError: when workers do not come back.
@@ -138,7 +138,7 @@ class EngineLoop:
                 self._restart(error)
 
     def _advance(self) -> None:
-        """Take commands and a completion, whichever come; wait for one of them when there is nothing else to do."""
+        """Takes commands and a completion, whichever come; waits for one of them when there is nothing else to do."""
         while self._socket.poll(0):
             self._obey(self._commands.decode(self._socket.recv()))
             if self._quitting:
@@ -184,7 +184,7 @@ class EngineLoop:
         self._send(messages.Accepted(number))
 
     def _why_full(self, engine_request: EngineRequest, *, is_retry: bool = False) -> str | None:
-        """Return why the queue has no room for an engine request, or None if it has."""
+        """Returns why the queue has no room for an engine request, or None if it has."""
         most, most_tokens = self._setup.max_num_queued_reqs, self._setup.max_num_queued_tokens
         load, num_tokens = self._engine.load(), len(engine_request.token_ids)
         if load.num_waiting >= most:
@@ -201,7 +201,7 @@ class EngineLoop:
         return self._why_full(engine_request, is_retry=True)
 
     def _step(self) -> None:
-        """Take completions of the workers, or wait for one, and send what they brought."""
+        """Takes completions of the workers, or waits for one, and sends what they brought."""
         touched: dict[int, _Served] = {}
         for request in self._engine.step(self._most_wait_s):
             self._num_attempts = 0
@@ -253,7 +253,7 @@ class EngineLoop:
             sent.num_tokens, sent.finished = len(request.output), choice.finished
 
     def _drop(self, served: _Served, reason: FinishReason) -> None:
-        """End a request that nobody waits for; blocks that a step in flight names are freed when it completes."""
+        """Ends a request that nobody waits for; blocks that a step in flight names are freed when it completes."""
         outputs = messages.StepOutputs()
         for choice, sent in zip(served.state.choices, served.sent, strict=True):
             if not sent.finished:

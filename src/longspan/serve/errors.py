@@ -25,7 +25,7 @@ _TYPES = {
 
 
 def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """Return the body of an answer with this HTTP status."""
+    """Returns the body of an answer with this HTTP status."""
     kind = _TYPES.get(status, "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code or str(status)}}
 
@@ -33,7 +33,7 @@ def error_body(status: int, message: str, *, param: str | None = None, code: str
 def error_response(
     status: int, message: str, *, retry_after_s: int | None = None, **fields: str | None
 ) -> JSONResponse:
-    """Return an answer with the body of `error_body`; `retry_after_s` says when to come again."""
+    """Returns an answer with the body of `error_body`; `retry_after_s` says when to come again."""
     headers = {} if retry_after_s is None else {"retry-after": str(retry_after_s)}
     return JSONResponse(error_body(status, message, **fields), status_code=status, headers=headers)
 
@@ -104,7 +104,7 @@ class DeadlineError(ServeError):
 
 @contextmanager
 def as_wire_errors(param: str | None, names: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Make a WireError of a ValueError in here. It blames `param`, or the parameter that the error carries.
+    """Makes a WireError of a ValueError in here. It blames `param`, or the parameter that the error carries.
 
     `names` are the fields that stand for parameters of other names.
     """
@@ -119,7 +119,7 @@ def as_wire_errors(param: str | None, names: Mapping[str, str] | None = None) ->
 
 
 def wire_error(found: ValidationError, body: object) -> WireError:
-    """Make one error of what pydantic has found wrong with a body; it repeats at most a few characters of it.
+    """Makes one error of what pydantic has found wrong with a body; it repeats at most a few characters of it.
 
     Of the alternatives that a field has, the one that a value came closest to is reported.
     """
@@ -135,12 +135,12 @@ def wire_error(found: ValidationError, body: object) -> WireError:
 
 
 def shortened(text: str, most: int = _MAX_ECHO) -> str:
-    """Return the beginning of a text, marked where it is cut."""
+    """Returns the beginning of a text, marked where it is cut."""
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def _at(path: Sequence[str | int], error: WireError) -> WireError:
-    """Place an error in the value that is found by `path`, which is written as in `messages[0].content`."""
+    """Places an error in the value that is found by `path`, which is written as in `messages[0].content`."""
     steps = path if error.param is None else [*path, error.param]
     text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
     param = shortened(text.removeprefix("."), _MAX_PARAM) or None
@@ -153,7 +153,7 @@ def _message(error: ErrorDetails) -> str:
 
 
 def _given(error: ErrorDetails) -> str:
-    """Return the words that repeat a value, if it is short enough."""
+    """Returns the words that repeat a value, if it is short enough."""
     value = error.get("input")
     small = isinstance(value, str | float) or (isinstance(value, int) and abs(value) <= _MAX_INT)
     if error["type"] in {"missing", "union_tag_invalid"} or not (small or value is None):
@@ -162,7 +162,7 @@ def _given(error: ErrorDetails) -> str:
 
 
 def _param(error: ErrorDetails, body: object) -> list[str | int]:
-    """Return the path to the error in the body, without pydantic's names for alternatives of a field."""
+    """Returns the path to the error in the body, without pydantic's names for alternatives of a field."""
     path: list[str | int] = []
     at, location = body, error["loc"]
     for index, step in enumerate(location):

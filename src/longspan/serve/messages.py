@@ -84,7 +84,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 def delta_of(
     number: int, state: RequestState, index: int, *, text_start: int = 0, token_start: int = 0, with_prompt: bool = True
 ) -> Delta:
-    """Return what choice `index` of request `number` has brought from these positions of its output on."""
+    """Returns what choice `index` of request `number` has brought from these positions of its output on."""
     choice = state.choices[index]
     request = choice.request
     return Delta(
@@ -220,5 +220,5 @@ Report = Started | NotStarted | PolicySet | Accepted | Failed | StepOutputs | Re
 
 
 def address(folder: str) -> str:
-    """Return the address of the socket between the two."""
+    """Returns the address of the socket between the two."""
     return f"ipc://{Path(folder) / 'engine.sock'}"

@@ -78,7 +78,7 @@ class Metrics(Collector):
         registry.register(self)
 
     def take_step(self, outputs: StepOutputs) -> None:
-        """Count what an engine step has brought."""
+        """Counts what an engine step has brought."""
         self._generation_tokens.inc(sum(len(delta.token_ids) for delta in outputs.deltas))
         self._prompt_tokens.inc(outputs.num_prompt_tokens)
         self._observe("time_to_first_token_seconds", *outputs.ttft_s)
@@ -101,7 +101,7 @@ class Metrics(Collector):
                 self._histograms[name].observe(value)
 
     def _take_stats(self, stats: Stats) -> None:
-        """Take stats of the engine core; what those before it have counted is added."""
+        """Takes stats of the engine core; what those before it have counted is added."""
         lost = self._lost
         self._stats = replace(
             stats,
@@ -111,17 +111,17 @@ class Metrics(Collector):
         )
 
     def take_loss(self) -> None:
-        """Reset gauges while there is no engine core; another one counts from 0 again, but counters stay."""
+        """Resets gauges while there is no engine core; another one counts from 0 again, but counters stay."""
         self._num_losses += 1
         none = [0] * self._num_instances
         self._lost = self._stats = replace(self._stats, num_running=0, num_waiting=0, used_blocks=none)
 
     def text(self) -> bytes:
-        """Return the page in Prometheus' exposition format."""
+        """Returns the page in Prometheus' exposition format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield what the latest stats say, one family after the other."""
+        """Yields what the latest stats say, one family after the other."""
         stats = self._stats
         yield self._gauge("num_requests_running", "Requests that hold KV.", {(): stats.num_running})
         yield self._gauge("num_requests_waiting", "Requests that wait for room.", {(): stats.num_waiting})

@@ -35,7 +35,7 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 def path_of(scope: Scope) -> str:
-    """Return a request's path, without the prefix that a proxy in front may have left on it."""
+    """Returns a request's path, without the prefix that a proxy in front may have left on it."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
 
@@ -146,7 +146,7 @@ class BodyLimit:
             self._total_bytes -= sum(map(len, chunks))
 
     async def _read(self, receive: Receive, chunks: list[bytes]) -> Response | None:
-        """Read the whole body into `chunks`; return why it cannot be served, if so."""
+        """Reads the whole body into `chunks`; returns why it cannot be served, if so."""
         size, more = 0, True
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -208,7 +208,7 @@ class HttpProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what uvicorn cannot read; it calls this while it handles the error that says why."""
+        """Answers what uvicorn cannot read; it calls this while it handles the error that says why."""
         error = sys.exception()
         status, reason = HTTPStatus.BAD_REQUEST.value, msg
         if isinstance(error, h11.RemoteProtocolError):
@@ -218,7 +218,7 @@ class HttpProtocol(H11Protocol):
         self._refuse(status, reason)
 
     def _watch_head(self) -> None:
-        """Bound how long a request's head may take, from its first byte, or the connection's beginning."""
+        """Bounds how long a request's head may take, from its first byte, or the connection's beginning."""
         if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
             self._stop_timer()
         elif self._head_timer is None:
@@ -233,7 +233,7 @@ class HttpProtocol(H11Protocol):
         self._refuse(HTTPStatus.REQUEST_TIMEOUT.value, f"no request came within {self.head_timeout_s:g} s")
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer with an error, unless an answer has begun, and close the connection."""
+        """Answers with an error, unless an answer has begun, and closes the connection."""
         if self.conn.our_state in {h11.IDLE, h11.SEND_RESPONSE}:
             body = json.dumps(error_body(status, message)).encode()
             headers = [

@@ -15,7 +15,7 @@ from longspan.policy import OptionValue, PolicySettings, SettledError, option_te
 from longspan.serve.errors import WireError
 
 MOST = 2**31 - 1
-"""Of numbers that count something. Model and memory allow much less."""
+"""The bound of numbers that count something. Model and memory allow much less."""
 
 Whole = Annotated[int, Field(ge=0, le=MOST)]
 SomeText = Annotated[str, Field(min_length=1)]
@@ -30,7 +30,7 @@ StopStrings = TypeAliasType("StopStrings", Annotated[list[SomeText], FailFast()]
 
 
 def _kind_of_prompt(value: object) -> str:
-    """Choose the alternative of a prompt by its first item, so that only that one is tried."""
+    """Chooses the alternative of a prompt by its first item, so that only that one is tried."""
     first = value[0] if isinstance(value, list) and value else value
     if isinstance(first, list):
         return "token_lists"
@@ -130,7 +130,7 @@ class StreamOptions(WireModel):
     include_usage: bool | None = None
     """End with a chunk that has no choices, but the usage of the whole request."""
     continuous_usage_stats: bool | None = None
-    """With `include_usage`: every chunk has the usage of its choice so far."""
+    """Every chunk has the usage of its choice so far; needs `include_usage`."""
 
 
 class TextFormat(WireModel):
@@ -165,13 +165,13 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 
 
 def exactly_one(*names: str) -> Schema:
-    """Return the JSON schema which says that one of these fields is given; null and false do not count."""
+    """Returns the JSON schema which says that one of these fields is given; null and false do not count."""
     given = {"not": {"enum": [None, False]}}
     return {"oneOf": [{"required": [name], "properties": {name: given}} for name in names]}
 
 
 def check_exactly_one(values: Mapping[str, object]) -> None:
-    """Raise a WireError unless one of these fields is given, and no other."""
+    """Raises a WireError unless one of these fields is given, and no other."""
     given = [name for name, value in values.items() if value is not None and value is not False]
     if len(given) != 1:
         raise WireError(f"exactly one of {', '.join(values)} must be given, but {' and '.join(given) or 'none'} is")
@@ -188,7 +188,7 @@ class StructuredOutputs(WireModel):
     json_: SomeText | Schema | None = Field(default=None, alias="json")
     """A JSON schema, or its text."""
     regex: SomeText | None = None
-    """What the whole output must match."""
+    """The text that the whole output must match."""
     choice: Choices | None = None
     """Texts, one of which is the output."""
     grammar: SomeText | None = None
@@ -203,7 +203,7 @@ class StructuredOutputs(WireModel):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Return the constraints by their names in JSON."""
+        """Returns the constraints by their names in JSON."""
         return {name: self.json_ if name == "json" else getattr(self, name) for name in _CONSTRAINTS}
 
 
@@ -310,12 +310,12 @@ class GenerationRequest(WireModel):
     """Report the log-probability of each prompt token, and of so many of the most likely tokens."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    """Of no meaning without `stream`."""
+    """Ignored without `stream`."""
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     """Not together with a `response_format` other than text."""
     add_special_tokens: bool | None = None
-    """Whether the tokenizer adds its special tokens to a text; by default to prompts, but not to conversations."""
+    """The tokenizer adds its special tokens to a text; by default to prompts, but not to conversations."""
     return_token_ids: bool | None = None
     """Answer with `prompt_token_ids` and `token_ids`, too."""
 
@@ -386,7 +386,7 @@ class ChatCompletionRequest(GenerationRequest, TemplateFields):
     logprobs: bool | None = None
     """Report the log-probability of each token."""
     top_logprobs: Whole | None = None
-    """With `logprobs`: also of so many of the most likely tokens."""
+    """The number of most likely tokens to return besides the chosen one; needs `logprobs`."""
 
     @model_validator(mode="after")
     def _fit_chat(self) -> ChatCompletionRequest:
@@ -407,7 +407,7 @@ class TokenizeRequest(TemplateFields):
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
-    """By default true for a prompt, false for a conversation."""
+    """Defaults to true for a prompt, false for a conversation."""
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
@@ -436,7 +436,7 @@ class PolicyUpdate(WireModel):
     __pydantic_extra__: dict[str, Given] = Field(init=False)
 
     def options(self, settings: PolicySettings) -> dict[str, str]:
-        """Return the options as texts, if the policy has all of them and they may change.
+        """Returns the options as texts, if the policy has all of them and they may change.
 
         Raises:
             WireError: 400 for no option, or one that the policy lacks, 409 for one that may not change while it serves.
@@ -464,5 +464,5 @@ class PolicyInfo(BaseModel):
 
     @classmethod
     def of(cls, settings: PolicySettings) -> PolicyInfo:
-        """Make the body of an answer of a policy's settings."""
+        """Makes the body of an answer of a policy's settings."""
         return cls(policy=settings.name, options=dict(settings.options), changeable=list(settings.changeable))

@@ -40,13 +40,13 @@ _LEAST = -9999.0
 """Stands for minus infinity, which JSON does not have."""
 _UNDECODED = "\N{REPLACEMENT CHARACTER}"
 _BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
-"""How SentencePiece's vocabularies write bytes."""
+"""The form in which SentencePiece's vocabularies write bytes."""
 
 
 def prepared(
     request: TextRequest, served: ServedModel, *, request_id: str, model: str, grammar: str | None = None
 ) -> Assembler:
-    """Make the engine requests of a request and return what makes its answer, which calls the model `model`.
+    """Makes the engine requests of a request and returns what makes its answer, which calls the model `model`.
 
     For `grammar` and errors see `completion_requests`.
     """
@@ -61,7 +61,7 @@ def prepared(
 def answer_each(
     llm: LLM, model: ServedModel, requests: Iterable[tuple[TagT, str, bytes]], *, most: int
 ) -> Iterator[tuple[TagT, int, Body]]:
-    """Answer requests without HTTP, `most` at once, each as soon as it is done; takes them from `requests` as it goes.
+    """Answers requests without HTTP, `most` at once, each as soon as it is done; takes them from `requests` as it goes.
 
     A request is a tag of the caller's, its route and its JSON; an answer is the tag, its HTTP status and its body. A
     request that cannot be served gets the answer that an HTTP server would have given, and stops nobody.
@@ -151,17 +151,17 @@ class Assembler(ABC):
         self._always_tells_usage = bool(options and options.include_usage and options.continuous_usage_stats)
 
     def add(self, prompt: int, delta: Delta) -> None:
-        """Take in a delta of the engine request with this index."""
+        """Takes in a delta of the engine request with this index."""
         choice, delta = self._seen(prompt, delta)
         choice.deltas.append(delta)
 
     def whole(self) -> Body:
-        """Return the body of the answer; every engine request is finished."""
+        """Returns the body of the answer; every engine request is finished."""
         choices = [self.whole_choice(choice, _joined(choice.deltas)) for choice in self.choices]
         return {**self._head, "object": self.whole_object, "choices": choices, "usage": self._usage(*self.choices)}
 
     def chunks(self, prompt: int, delta: Delta) -> list[Body]:
-        """Return what a stream sends for a delta; that may be nothing."""
+        """Returns what a stream sends for a delta; that may be nothing."""
         choice, delta = self._seen(prompt, delta)
         chunks = []
         for body in self.chunk_choices(choice, delta):
@@ -173,25 +173,25 @@ class Assembler(ABC):
         return chunks
 
     def last_chunks(self) -> list[Body]:
-        """Return what a stream sends when every engine request is finished."""
+        """Returns what a stream sends when every engine request is finished."""
         if not self._tells_usage:
             return []
         return [{**self._head, "object": self.chunk_object, "choices": [], "usage": self._usage(*self.choices)}]
 
     @abstractmethod
     def whole_choice(self, choice: AnswerChoice, delta: Delta) -> Body:
-        """Return a choice of an answer that is not streamed; `delta` is all of it."""
+        """Returns a choice of an answer that is not streamed; `delta` is all of it."""
 
     @abstractmethod
     def chunk_choices(self, choice: AnswerChoice, delta: Delta) -> Iterator[Body]:
-        """Yield the choices of the chunks that a delta makes."""
+        """Yields the choices of the chunks that a delta makes."""
 
     def shown(self, delta: Delta) -> Delta:
-        """Return what the answer shows of a delta."""
+        """Returns what the answer shows of a delta."""
         return delta
 
     def prompt_fields(self, choice: AnswerChoice) -> Body:
-        """Return what is asked for of a choice's prompt; its logprobs come with the first delta."""
+        """Returns what is asked for of a choice's prompt; its logprobs come with the first delta."""
         body: Body = {}
         if (num_top := self.request.prompt_logprobs) is not None:
             scores = self._prompt_logprobs[choice.prompt]
@@ -201,12 +201,12 @@ class Assembler(ABC):
         return body
 
     def output_fields(self, delta: Delta, logprobs: Body | None) -> Body:
-        """Return what both kinds of answers say of a delta beside its text."""
+        """Returns what both kinds of answers say of a delta beside its text."""
         body: Body = {"logprobs": logprobs, "finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
         return body | ({"token_ids": delta.token_ids} if self.request.return_token_ids else {})
 
     def _seen(self, prompt: int, delta: Delta) -> tuple[AnswerChoice, Delta]:
-        """Note what a delta says of its prompt, and count its tokens."""
+        """Notes what a delta says of its prompt, and counts its tokens."""
         self._num_cached[prompt] = delta.num_cached_tokens
         if delta.prompt_logprobs is not None:
             self._prompt_logprobs[prompt] = delta.prompt_logprobs
@@ -215,7 +215,7 @@ class Assembler(ABC):
         return choice, delta
 
     def _usage(self, *choices: AnswerChoice) -> Body:
-        """Return the usage of some choices; a prompt counts once."""
+        """Returns the usage of some choices; a prompt counts once."""
         prompts = {choice.prompt: len(choice.engine_request.token_ids) for choice in choices}
         num_prompt, num_output = sum(prompts.values()), sum(choice.num_tokens for choice in choices)
         return {
@@ -227,7 +227,7 @@ class Assembler(ABC):
 
 
 def _joined(deltas: Sequence[Delta]) -> Delta:
-    """Return one delta with all that successive deltas of a choice bring."""
+    """Returns one delta with all that successive deltas of a choice bring."""
     logprobs = [entry for delta in deltas for entry in delta.logprobs or ()]
     return replace(
         deltas[-1],
@@ -245,11 +245,11 @@ class ChatAssembler(Assembler):
     request: ChatCompletionRequest
 
     def whole(self) -> Body:
-        """Return the body of the answer, with what is asked for of the prompt."""
+        """Returns the body of the answer, with what is asked for of the prompt."""
         return super().whole() | self.prompt_fields(self.choices[0])
 
     def chunks(self, prompt: int, delta: Delta) -> list[Body]:
-        """Return the chunks of a delta; the first of a stream has what is asked for of the prompt."""
+        """Returns the chunks of a delta; the first of a stream has what is asked for of the prompt."""
         is_first = not any(choice.begun for choice in self.choices)
         chunks = super().chunks(prompt, delta)
         if is_first and chunks:
@@ -261,7 +261,7 @@ class ChatAssembler(Assembler):
         return {"index": choice.index, "message": message, **self.output_fields(delta, self._logprobs(delta))}
 
     def chunk_choices(self, choice: AnswerChoice, delta: Delta) -> Iterator[Body]:
-        """Yield first the role without text; the last chunk of a choice has the reason."""
+        """Yields first the role without text; the last chunk of a choice has the reason."""
         if not choice.begun:
             role = {"role": "assistant", "content": ""}
             yield {"index": choice.index, "delta": role, "logprobs": None, "finish_reason": None}
@@ -311,7 +311,7 @@ class CompletionAssembler(Assembler):
                 choice.detokenizer = Detokenizer(tokenizer, choice.engine_request.token_ids)
 
     def shown(self, delta: Delta) -> Delta:
-        """Leave out the token that the engine makes even with `max_tokens` 0."""
+        """Leaves out the token that the engine makes even with `max_tokens` 0."""
         if self.request.max_tokens != 0:
             return delta
         if delta.finish_reason == "stop":
@@ -322,7 +322,7 @@ class CompletionAssembler(Assembler):
         return self._choice(choice, delta) | self.prompt_fields(choice)
 
     def chunk_choices(self, choice: AnswerChoice, delta: Delta) -> Iterator[Body]:
-        """Yield nothing where nothing is new; the first chunk of a choice has what is asked for of its prompt."""
+        """Yields nothing where nothing is new; the first chunk of a choice has what is asked for of its prompt."""
         prompt_fields = {} if choice.begun else self.prompt_fields(choice)
         body = self._choice(choice, delta)
         has_logprobs = body["logprobs"] is not None and body["logprobs"]["tokens"]
@@ -330,7 +330,7 @@ class CompletionAssembler(Assembler):
             yield body | prompt_fields
 
     def _choice(self, choice: AnswerChoice, delta: Delta) -> Body:
-        """Return the body of a choice, or of its next chunk; what comes first begins with the echo of the prompt."""
+        """Returns the body of a choice, or of its next chunk; what comes first begins with the echo of the prompt."""
         text, offsets, tokens = delta.text, list[int](), list[tuple[int, LogprobsOfToken | None]]()
         if self._echoes and not choice.begun:
             echo, echo_offsets = self._echoes[choice.prompt]
@@ -346,14 +346,14 @@ class CompletionAssembler(Assembler):
         return {"index": choice.index, "text": text, **self.output_fields(delta, logprobs)}
 
     def _offsets(self, choice: AnswerChoice, token_ids: Sequence[int]) -> Iterator[int]:
-        """Yield where the next tokens begin; the parts of one character all begin where it begins."""
+        """Yields where the next tokens begin; the parts of one character all begin where it begins."""
         for token in token_ids:
             yield choice.text_end
             if choice.detokenizer is not None:
                 choice.text_end += len(choice.detokenizer.add([token]))
 
     def _logprobs(self, tokens: Sequence[tuple[int, LogprobsOfToken | None]], num_top: int) -> Body:
-        """Return lists of one length; of most likely tokens with one text, the best counts."""
+        """Returns lists of one length; of most likely tokens with one text, the best counts."""
         texts, logprobs, tops = [], list[float | None](), list[dict[str, float] | None]()
         for token, entries in tokens:
             texts.append(_token_name(self.tokenizer, token, None if entries is None else entries[token]))
@@ -367,7 +367,7 @@ class CompletionAssembler(Assembler):
 
 
 def _prompt_logprobs(entries: LogprobsOfToken, num_top: int) -> dict[str, dict[str, float | int | str | None]]:
-    """Return the logprobs of a prompt token, as vLLM writes them."""
+    """Returns the logprobs of a prompt token, as vLLM writes them."""
     return {
         str(token): {"logprob": _finite(entry), "rank": entry.rank, "decoded_token": entry.decoded_token}
         for token, entry in _token_and_best(next(iter(entries)), entries, num_top)
@@ -379,7 +379,7 @@ def _token_and_best(token: int, entries: LogprobsOfToken, num_top: int) -> Itera
 
 
 def _best(entries: LogprobsOfToken, num_top: int) -> list[tuple[int, Logprob]]:
-    """Return the most likely entries; another part of the answer may have asked for more."""
+    """Returns the most likely entries; another part of the answer may have asked for more."""
     return sorted(entries.items(), key=lambda item: -item[1].logprob)[:num_top]
 
 
@@ -388,14 +388,14 @@ def _finite(entry: Logprob) -> float:
 
 
 def _token_name(tokenizer: PreTrainedTokenizerBase | None, token: int, entry: Logprob | None) -> str:
-    """Return a token's text, which `entry` may know; without a tokenizer `token_id:` and its id, as in vLLM."""
+    """Returns a token's text, which `entry` may know; without a tokenizer `token_id:` and its id, as in vLLM."""
     if entry is not None and entry.decoded_token is not None:
         return entry.decoded_token
     return f"token_id:{token}" if tokenizer is None else token_text(tokenizer, token)
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase | None, token: int, text: str) -> list[int] | None:
-    """Return the bytes of a token, even if it is only a part of a character; None if they are not known."""
+    """Returns the bytes of a token, even if it is only a part of a character; None if they are not known."""
     if tokenizer is None:
         return None
     piece = str(tokenizer.convert_ids_to_tokens(token))
@@ -409,7 +409,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase | None, token: int, text: str
 
 @lru_cache(maxsize=1)
 def _stand_ins() -> dict[str, int]:
-    """Return the letters that byte-level vocabularies write for bytes."""
+    """Returns the letters that byte-level vocabularies write for bytes."""
     return {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
@@ -420,7 +420,7 @@ def echo_of(
     *,
     with_offsets: bool,
 ) -> tuple[str, list[int]]:
-    """Return the text of a prompt and, if asked for, where its tokens begin in it, in characters.
+    """Returns the text of a prompt and, if asked for, where its tokens begin in it, in characters.
 
     A prompt of token ids shows special tokens by their names. Tokens that are parts of one character all begin where it
     begins.
@@ -437,7 +437,7 @@ def echo_of(
 
 
 def pieces_of(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return what each token adds to the text; a character of several tokens comes with the last of them."""
+    """Returns what each token adds to the text; a character of several tokens comes with the last of them."""
     texts = {token: token_text(tokenizer, token) for token in set(token_ids)}
     pieces: list[str] = []
     for undecoded, run in groupby(token_ids, key=lambda token: _UNDECODED in texts[token]):
@@ -452,7 +452,7 @@ def pieces_of(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> l
 
 
 def _offsets_in(text: str, tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool) -> list[int]:
-    """Return where tokens begin. Some tokenizers leave out the space before a word: it belongs to it, too."""
+    """Returns where tokens begin. Some tokenizers leave out the space before a word: it belongs to it, too."""
     spans = tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)["offset_mapping"]
     offsets, end = [], 0
     for start, stop in spans:

@@ -64,7 +64,7 @@ class _Signals:
 
 
 async def serve(setup: EngineSetup, settings: ServerSettings) -> int:
-    """Serve until SIGINT or SIGTERM; return the exit code, 0 if all that was under way has been answered.
+    """Serves until SIGINT or SIGTERM; returns the exit code, 0 if all that was under way has been answered.
 
     Raises:
         ValueError: when the setup is wrong, or the address is not free.
@@ -100,7 +100,7 @@ async def _start(engine: EngineClient, settings: ServerSettings) -> Server:
 async def _answering(
     app: StartingApp, listening: socket.socket, settings: ServerSettings, signals: _Signals
 ) -> AsyncIterator[None]:
-    """Take connections; close them at the end, when the last answers have reached them."""
+    """Takes connections; closes them at the end, when the last answers have reached them."""
     config = uvicorn.Config(
         app,
         http=HttpProtocol,  # it bounds headers
@@ -142,7 +142,7 @@ async def _serve_until_stopped(server: Server, signals: _Signals) -> int:
 
 
 async def _first_of(*waits: Awaitable[object]) -> object:
-    """Return the result of whichever is done first, and cancel the others."""
+    """Returns the result of whichever is done first, and cancels the others."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -153,7 +153,7 @@ async def _first_of(*waits: Awaitable[object]) -> object:
 
 
 def _bind(host: str, port: int, reader_timeout_s: float) -> socket.socket:
-    """Open the listening socket, so that a port that is taken is noticed before the model is loaded.
+    """Opens the listening socket, so that a port that is taken is noticed before the model is loaded.
 
     Where the system can (Linux), it hangs up on whoever takes nothing of what was sent for `reader_timeout_s`: closing
     such a connection would otherwise wait for them to read the rest.

@@ -87,7 +87,7 @@ class PromptLogprob(BaseModel):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""By token id; null for the first token."""
+"""Logprobs by token id; null for the first token."""
 
 
 class CompletionLogprobs(BaseModel):

@@ -49,9 +49,9 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 ResultT = TypeVar("ResultT")
 _log = logging.getLogger("longspan")
 _LARGE_BYTES = 128 * 1024
-"""Of a body. Below this, reading or tokenizing it takes less than about a tenth of a second."""
+"""Bytes of a body. Below this, reading or tokenizing it takes less than about a tenth of a second."""
 _MOST_GRAMMARS = 32
-"""That wait to be checked, which takes seconds for some."""
+"""Grammars that wait to be checked, which takes seconds for some."""
 _KEEP_ALIVE = b": still working\n\n"
 _END = b"data: [DONE]\n\n"
 
@@ -89,23 +89,23 @@ class Server:
         self.grammars = WorkerPool("grammars", 2, max_waiting=_MOST_GRAMMARS)
 
     def retry_after_s(self) -> int:
-        """Return the whole seconds after which a queue that is full now has probably some room again."""
+        """Returns the whole seconds after which a queue that is full now has probably some room again."""
         stats = self.engine.stats
         return min(60, 1 + (0 if stats is None else stats.num_waiting) // 50)
 
     def check_open(self) -> None:
-        """Raise a NotServingError when nothing new is taken."""
+        """Raises a NotServingError when nothing new is taken."""
         if self.draining:
             raise NotServingError("the server is shutting down")
 
     def check_serving(self) -> None:
-        """Raise a NotServingError also while the engine computes nothing."""
+        """Raises a NotServingError also while the engine computes nothing."""
         self.check_open()
         if self.engine.state != "serving":
             raise NotServingError(f"the engine is {self.engine.state}")
 
     async def parse(self, request: Request, model: type[ModelT]) -> ModelT:
-        """Read the body as `model`, beside the event loop."""
+        """Reads the body as `model`, beside the event loop."""
         _check_content_type(request.headers.get("content-type"))
         body = await request.body()
         pool = self._bodies if len(body) > _LARGE_BYTES else self._quick
@@ -113,13 +113,13 @@ class Server:
             return await pool.run(read_request, model, body, self.settings.limits)
 
     async def in_thread(self, request: Request, function: Callable[..., ResultT], *arguments: object) -> ResultT:
-        """Render, tokenize or the like beside the event loop, as long as the client is there."""
+        """Renders, tokenizes or the like beside the event loop, as long as the client is there."""
         texts = await self._texts_pool(request)
         with self._watch(request).held():
             return await texts.run(function, *arguments)
 
     async def answer(self, request: Request, body: TextRequest) -> Response:
-        """Serve a request for text, whole or as a stream."""
+        """Serves a request for text, whole or as a stream."""
         self.check_open()
         self.served.check_name(body.model)
         texts = await self._texts_pool(request)
@@ -141,7 +141,7 @@ class Server:
         return Response(whole, media_type="application/json")
 
     async def update_policy(self, request: Request, body: PolicyUpdate) -> PolicySettings:
-        """Change options of the policy and return its settings."""
+        """Changes options of the policy and returns its settings."""
         options = body.options(self.engine.policy)
         with as_wire_errors(next(iter(options)) if len(options) == 1 else None), self._watch(request).held():
             changed = await self.engine.update_policy(options)
@@ -152,7 +152,7 @@ class Server:
         return self._texts if len(await request.body()) > _LARGE_BYTES else self._quick
 
     async def _grammar(self, body: TextRequest) -> str:
-        """Return the grammar that outputs must follow; requests without one do not wait for its check."""
+        """Returns the grammar that outputs must follow; requests without one do not wait for its check."""
         kind = grammar_kind(body)
         if kind == "text":
             return ""
@@ -168,7 +168,7 @@ class Server:
         return assembler
 
     def _watch(self, request: Request) -> ClientWatch:
-        """Watch a client until the server's limit, or its own `x-request-timeout` if that is shorter."""
+        """Watches a client until the server's limit, or its own `x-request-timeout` if that is shorter."""
         timeout_s, text = self.settings.request_timeout_s or inf, request.headers.get("x-request-timeout")
         if text is not None:
             try:
@@ -182,7 +182,7 @@ class Server:
 
 
 def _check_content_type(header: str | None) -> None:
-    """Raise a WireError 415 unless a body says that it is JSON.
+    """Raises a WireError 415 unless a body says that it is JSON.
 
     This also keeps web pages from using a server on their reader's machine: to send JSON, browsers ask for leave first.
     """
@@ -201,7 +201,7 @@ class ClientWatch:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Cancel the block when it is in vain.
+        """Cancels the block when it is in vain.
 
         Raises:
             ClientGoneError: when the client disconnects first.
@@ -272,14 +272,14 @@ class EventStream(Response):
         await self._send(send, b"".join(map(_event, self._assembler.last_chunks())))
 
     async def _send(self, send: Send, data: bytes, *, is_last: bool = False) -> None:
-        """Wait for a slow reader, but not for ever; outputs that come meanwhile are then sent in one piece."""
+        """Waits for a slow reader, but not for ever; outputs that come meanwhile are then sent in one piece."""
         if data:
             async with asyncio.timeout(self._settings.reader_timeout_s):
                 await send({"type": "http.response.body", "body": data, "more_body": not is_last})
 
 
 async def _within(timeout_s: float, outputs: OutputQueue) -> list[Output] | None:
-    """Return the next outputs, none when all have come; None if there is nothing for so long."""
+    """Returns the next outputs, none when all have come; None if there is nothing for so long."""
     try:
         async with asyncio.timeout(timeout_s):
             return await outputs.get()
@@ -298,7 +298,7 @@ def _chunks(assembler: Assembler, outputs: Sequence[Output]) -> bytes:
 
 
 def _event(body: dict[str, Any]) -> bytes:
-    """Encode one server-sent event."""
+    """Encodes one server-sent event."""
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
@@ -319,7 +319,7 @@ class WorkerPool:
         return self._limiter.statistics().tasks_waiting
 
     async def run(self, function: Callable[..., ResultT], *arguments: object) -> ResultT:
-        """Return the function's result; raise a QueueFullError when `max_waiting` others have not begun yet."""
+        """Returns the function's result; raises a QueueFullError when `max_waiting` others have not begun yet."""
         if self._max_waiting is not None and self.num_waiting >= self._max_waiting:
             raise QueueFullError(f"{self.num_waiting} {self._name} are waiting already")
         place = object()
@@ -341,7 +341,7 @@ def _run(function: Callable[..., ResultT], arguments: Sequence[object]) -> Resul
 
 
 def end_process_if_busy(code: int) -> None:
-    """End the process with this exit code if a worker pool is still at work, else return.
+    """Ends the process with this exit code if a worker pool is still at work, else returns.
 
     Such work cannot be interrupted. The interpreter would either wait for it, or go down under native code that comes
     back to it then. Exit functions run first.

@@ -74,13 +74,13 @@ class RequestLimits:
                 raise ValueError(f"{_flag(limit.name)} must be a whole number of at least 1, but {value!r} given")
 
     def check(self, limit: str, size: int, problem: str, remedy: str) -> None:
-        """Raise a ValueError when a size is above the limit of this name."""
+        """Raises a ValueError when a size is above the limit of this name."""
         most = getattr(self, limit)
         if size > most:
             raise ValueError(f"{problem}, but at most {most} are allowed here ({_flag(limit)}): {remedy}")
 
     def check_field(self, field: str, value: object) -> None:
-        """Raise a ValueError when the value of a request's field is above a limit."""
+        """Raises a ValueError when the value of a request's field is above a limit."""
         for bounded, keyword, limit in _BOUNDS:
             if bounded == field:
                 what = {"maximum": "is", "maxLength": "has a string of length"}.get(keyword, "has length")
@@ -88,7 +88,7 @@ class RequestLimits:
                 self.check(limit, size, f"{field} {what} {size}", "ask for less")
 
     def narrowed(self, schemas: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of an OpenAPI document, or a JSON schema, that promises no more than these limits allow."""
+        """Returns a copy of an OpenAPI document, or a JSON schema, that promises no more than these limits allow."""
         narrow = copy.deepcopy(schemas)
         defined = narrow.get("components", {}).get("schemas", {}) or narrow.get("$defs", {})
         for schema in (narrow, *defined.values()):
@@ -104,7 +104,7 @@ def _flag(limit: str) -> str:
 
 
 def _size(value: object, keyword: str) -> int:
-    """Return the size that `keyword` bounds; 0 where it bounds nothing of a value."""
+    """Returns the size that `keyword` bounds; 0 where it bounds nothing of a value."""
     match keyword, value:
         case "maximum", int() if not isinstance(value, bool):
             return value
@@ -121,7 +121,7 @@ _TYPES = {"maximum": "integer", "maxItems": "array", "maxProperties": "object", 
 
 
 def _narrow(schema: dict[str, Any], keyword: str, most: int, defined: dict[str, Any]) -> None:
-    """Write a bound into all alternatives of a schema that it is a bound of."""
+    """Writes a bound into all alternatives of a schema that it is a bound of."""
     if "$ref" in schema:
         _narrow(defined[schema["$ref"].rpartition("/")[2]], keyword, most, defined)
     for option in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
@@ -218,7 +218,7 @@ class ServerSettings:
             )
 
     def check_queue(self, num_prompts: int, num_tokens: int) -> None:
-        """Raise a ValueError if the prompts of one request would not fit into an empty queue.
+        """Raises a ValueError if the prompts of one request would not fit into an empty queue.
 
         To come again later would not help.
         """

@@ -24,7 +24,7 @@ _PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 
 
 def open_tracer(endpoint: str) -> Tracer:
-    """Return a tracer that sends spans to the OTLP collector at a URL, in batches, the last one when the process exits.
+    """Returns a tracer that sends spans to an OTLP collector in batches, the last one when the process exits.
 
     As with vLLM, `OTEL_EXPORTER_OTLP_TRACES_PROTOCOL` chooses between `grpc`, the default, and `http/protobuf`.
 
@@ -69,7 +69,7 @@ class Tracing:
             self._make_span(scope, begin_ns)
 
     def _make_span(self, scope: Scope, begin_ns: int) -> None:
-        """Make the span of one request; it is a child of the client's `traceparent`, if there is one."""
+        """Makes the span of one request; it is a child of the client's `traceparent`, if there is one."""
         status = scope["state"].get("status", _SERVER_ERROR)  # what was raised is answered so
         outputs: OutputQueue | None = scope["state"].get("outputs")
         span = self._tracer.start_span(
@@ -98,7 +98,7 @@ def _num_choices(outputs: OutputQueue) -> int:
 
 
 def _attributes(outputs: OutputQueue) -> Iterator[tuple[str, float]]:
-    """Yield what was asked for, and what it took in tokens and seconds; of several choices the longest times."""
+    """Yields what was asked for, and what it took in tokens and seconds; of several choices the longest times."""
     params, finished = outputs.engine_requests[0].params, [choice for _, choice in outputs.finished]
     yield "gen_ai.request.n", params.n
     yield "gen_ai.request.temperature", params.temperature

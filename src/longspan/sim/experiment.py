@@ -41,7 +41,7 @@ IMPROVEMENT_RATES = tuple(round(0.05 * step, 2) for step in range(1, 16))
 _PROFILED_TOKENS = 2**20
 """KV tokens of an instance whose memory is not known."""
 _USED_MEMORY = 0.9
-"""How much of a device's memory is used, as vLLM's gpu_memory_utilization."""
+"""The part of a device's memory that is used, as vLLM's gpu_memory_utilization."""
 _PREDICTED_LENGTHS = tuple(2048 * 2**power for power in range(8))
 """No more than prompts have: a fit to much longer ones is off by a tenth where most of them are."""
 _GRID_PER_S = 0.5

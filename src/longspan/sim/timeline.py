@@ -177,7 +177,7 @@ def _of_block(block: Block) -> dict[str, Any]:
 _MOST_BARS = 20_000
 _SAME_TIME_S = 1e-9
 _LABELLED_PART = 0.005
-"""Of the whole time: shorter blocks have no room for a number."""
+"""A part of the whole time: shorter blocks have no room for a number."""
 _NUMBERS = {"minsize": 8, "mode": "hide"}
 _LAYOUT: dict[str, Any] = {"margin": {"l": 70, "r": 20, "t": 20, "b": 50}, "template": "plotly_white"}
 _GOLDEN_ANGLE = 137.508

@@ -15,7 +15,7 @@ from functools import lru_cache
 from llguidance import LLMatcher, LLParserLimits
 
 LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
-"""For every matcher, here and on ranks. A state of the lexer takes 1 to 2 kB."""
+"""The limit of every matcher, here and on ranks. A state of the lexer takes 1 to 2 kB."""
 
 _MAX_CPU_S = 3
 _MAX_WALL_S = 60.0

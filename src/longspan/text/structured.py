@@ -13,7 +13,7 @@ from longspan.errors import ParameterError
 from longspan.text import grammar_check
 
 MAX_CHARS = 65_536
-"""Of a schema, a regular expression, all choices together, or a grammar."""
+"""The longest schema, regular expression, sum of all choices, or grammar."""
 
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 """Between the tokens of JSON. Bounded, or a small model may go on with blanks for ever; ample to indent a line."""

@@ -35,7 +35,7 @@ _FAR = 1 << 40
 _MAX_DIM = 256
 _TIMEOUT_S = 120.0
 _FEWEST_QUERIES = 17
-"""With fewer, packing the keys would cost more than the products gain."""
+"""Packing the keys for fewer costs more than the products gain."""
 
 
 class UnavailableError(Exception):

@@ -19,7 +19,7 @@ from longspan.policy.tetris.planner import ChunkPlan, Planner, Prompt
 from longspan.policy.tetris.rates import RateTable, RateWatch, check_improvement_rate
 
 _ENOUGH_OF_A_HOST = 4
-"""With fewer instances to a host, groups that end there lose more for prompts than they win for decodes at low load."""
+"""Groups that end at hosts with fewer instances lose more for prompts than they win for decodes at low load."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,9 +223,9 @@ def _make_fixed(instances: tuple[int, ...], options: FixedOptions, facts: Facts)
 
 
 _ONE_INSTANCE = PrefillTime(start_s=0.02, token_s=1e-4, cached_s=2e-9, square_s=1e-9)
-"""Of nothing in particular: for want of everything, only that longer prompts take longer."""
+"""A guess for want of any cost: it only says that longer prompts take longer."""
 _HOP_S = 1e-3
-"""What each further member adds to a step, for want of measurements."""
+"""Seconds that each further member adds to a step, for want of measurements."""
 
 
 def sp_times(facts: Facts, exchanges: Collection[Exchange], given: str, num_instances: int) -> dict[int, PrefillTime]:

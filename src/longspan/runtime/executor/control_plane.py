@@ -25,9 +25,9 @@ from longspan.runtime import messages
 _START_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 3.0
 _BLAME_TIMEOUT_S = 3.0
-"""How long to wait for the rank that caused it when another one only noticed a lost peer."""
+"""Wait this long for the rank that caused it when another one only noticed a lost peer."""
 _LEAST_WAIT_S = 0.1
-"""For reports that may be there already: it may have been this process that was stopped for long, not its workers."""
+"""Wait this long for reports that may be there already: this process may have been stopped for long, not its workers."""
 
 
 class MonotonicClock:

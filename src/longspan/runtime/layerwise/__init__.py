@@ -38,7 +38,7 @@ LAYERWISE: dict[str, Callable[[StepContext, Sequence[Channel]], LayerwiseExchang
     GATHER_HIDDEN.kind: HiddenLayers,
     ALLTOALL.kind: UnshardedLayers,
 }
-"""By kind of exchange. Add one here, and its traits in `core/exchange.py`."""
+"""The registry of layer exchanges, by kind. Add one here, and its traits in `core/exchange.py`."""
 
 
 class Layerwise:
