@@ -32,7 +32,7 @@ from longspan.cost.profile import Prefill, Profile
 
 ONE, BOTH = "one instance", "two prompts at once"
 BLOCK = 64
-_MOST_CUTS = 32
+_MAX_CUTS = 32
 """The grid on which the search cuts a prompt: finer differences drown in noise."""
 _SINGLE = {"threshold": "1000000"}
 _TOKEN = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
@@ -74,7 +74,7 @@ class Runner:
             options = _chain([tokens / length for tokens in partition])
             return statistics.median(self.ttft_s(length, options) for _ in range(3))
 
-        return search(ttft_s, length, 2, BLOCK * -(-length // (BLOCK * _MOST_CUTS)), noisy=True)
+        return search(ttft_s, length, 2, BLOCK * -(-length // (BLOCK * _MAX_CUTS)), noisy=True)
 
     def learn(self, lengths: Sequence[int], table: PartitionTable, repeats: int) -> None:
         """Times every exchange that `auto` may take, and lets it know."""

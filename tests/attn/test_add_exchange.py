@@ -17,7 +17,7 @@ from longspan.attn.check import attend, member_call, random_batch, random_spec
 from longspan.attn.collectives import all_gather
 from longspan.attn.comm import Group, Transport
 from longspan.attn.exchanges import Call
-from longspan.attn.member import attend_runs, by_position, kv_message, kv_room
+from longspan.attn.member import attend_runs, by_position, empty_kv_message, pack_kv
 from longspan.core import exchange as kinds
 from longspan.core.exchange import Exchange, Traits
 from longspan.core.runs import stretch
@@ -33,7 +33,7 @@ def broadcast(call: Call) -> None:
     group, parts, q, spec = call.group, call.parts, call.q, call.spec
     needed = [[part.needed(holder, spec.window) for part in parts] for holder in range(group.size)]
     blocks = [
-        kv_message(parts, runs, holder, call.kv) if holder == group.rank else kv_room(runs, spec.num_kv_heads, q)
+        pack_kv(parts, runs, holder, call.kv) if holder == group.rank else empty_kv_message(runs, spec.num_kv_heads, q)
         for holder, runs in enumerate(needed)
     ]
     all_gather(group, blocks)
@@ -87,6 +87,8 @@ def test_a_policy_schedules_it_in_the_simulated_engine_and_its_steps_have_a_cost
 def test_its_layouts_are_kept(added: Exchange) -> None:
     with pytest.raises(ValueError, match=r"exchange broadcast .* layout contiguous given: use zigzag"):
         Cluster(Setup(num_instances=2, policy="context", options={"exchange": added.kind, "layout": "contiguous"}))
+    assert added in kinds.exchanges()
+    assert added not in kinds.of_any_layout(), "what chooses by itself does not ask for layouts"
 
 
 @pytest.mark.usefixtures("one_thread")

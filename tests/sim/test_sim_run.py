@@ -18,7 +18,7 @@ from longspan.core.exchange import CHAIN, RING_KV, Exchange
 from longspan.core.runs import shard_span
 from longspan.core.steps import Forward, Part
 from longspan.policy import make_policy
-from longspan.sim.executor import Ran, slowed
+from longspan.sim.executor import StepTiming, apply_slowdown
 from longspan.sim.run import Observers, Result, simulate
 from longspan.sim.spec import Faults
 from longspan.workload.arrivals import Arrival, as_conversations, prompt_of
@@ -147,7 +147,7 @@ class OwnTimes:
 
 
 def test_instances_start_together_and_end_by_their_own_times() -> None:
-    steps: list[Ran] = []
+    steps: list[StepTiming] = []
     asked = [
         Arrival(due_s=0.0, prompt=prompt_of(0, 64), output_len=1),
         Arrival(due_s=0.0, prompt=prompt_of(1, 8), output_len=3),
@@ -197,7 +197,7 @@ def test_whoever_works_with_a_straggler_waits_for_it() -> None:
             blocks=(),
             sample=None,
         )
-        return slowed(Forward(number=1, parts=(part,)), dict.fromkeys(range(3), 1.0), slow)
+        return apply_slowdown(Forward(number=1, parts=(part,)), dict.fromkeys(range(3), 1.0), slow)
 
     assert seconds(RING_KV, {1: 1.5}) == {0: 1.5, 1: 1.5, 2: 1.5}
     assert seconds(CHAIN, {1: 1.5}) == {0: 1.0, 1: 1.5, 2: 1.5}

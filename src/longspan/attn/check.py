@@ -38,14 +38,14 @@ from longspan.core.exchange import GATHER_HIDDEN, GATHER_KV, RING_KV, RING_Q, Ex
 from longspan.core.runs import Run, SpanShards, coalesce, positions, shard_span
 from longspan.core.steps import Link
 
-_MOST_ERROR = 1e-5
-_MOST_RANKS = 64
+_MAX_ERROR = 1e-5
+_MAX_RANKS = 64
 _TIMEOUT_S = 60.0
 _NOISE = 1e4
 """A value for slots that nobody may read."""
 _HEADS = ((4, 4), (5, 5), (9, 3), (6, 2), (14, 2), (10, 5), (8, 1), (5, 1))
 _HEAD_DIMS = (16, 32, 64, 80, 96, 128)
-_MOST_TOKENS = 300
+_MAX_TOKENS = 300
 _Found = tuple[dict[str, float], Counter[tuple[str, Link]]]
 """The largest error of each exchange, and the bytes sent by exchange and link."""
 
@@ -66,7 +66,7 @@ EXCHANGES = _checked()
 def main(
     *,
     ranks: Annotated[
-        int, cyclopts.Parameter(validator=Number(gte=1, lte=_MOST_RANKS), help="Processes in the group.")
+        int, cyclopts.Parameter(validator=Number(gte=1, lte=_MAX_RANKS), help="Processes in the group.")
     ] = 2,
     exchange: Annotated[str, cyclopts.Parameter(help="all, or the name of one.")] = "all",
     seed: Annotated[int, cyclopts.Parameter(help="Of the random cases.")] = 0,
@@ -95,8 +95,8 @@ def main(
     for name in names:
         text = f"{sent[name, 'same_host']:,} bytes sent on the same host, {sent[name, 'other_host']:,} to another"
         print(f"{name:18}largest error {errors[name]:.1e}   {text}")
-    if max(errors.values()) > _MOST_ERROR:
-        return _failed(f"not exact: an error exceeds {_MOST_ERROR:.0e}", code=1)
+    if max(errors.values()) > _MAX_ERROR:
+        return _failed(f"not exact: an error exceeds {_MAX_ERROR:.0e}", code=1)
     return 0
 
 
@@ -294,7 +294,7 @@ def random_spec(draw: random.Random) -> AttnSpec:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         scale=head_dim**-0.5,
-        window=draw.choice((None, None, draw.randint(1, _MOST_TOKENS))),
+        window=draw.choice((None, None, draw.randint(1, _MAX_TOKENS))),
         softcap=draw.choice((None, None, draw.uniform(2, 50))),
     )
 
@@ -306,8 +306,8 @@ def random_batch(draw: random.Random, num_members: int, *, in_order: bool) -> li
     """
     batch = []
     for _ in range(draw.randint(1, 4)):
-        start = draw.choice((0, draw.randint(0, _MOST_TOKENS)))
-        stop = start + draw.choice((0, 1, *(draw.randint(0, _MOST_TOKENS) for _ in range(4))))
+        start = draw.choice((0, draw.randint(0, _MAX_TOKENS)))
+        stop = start + draw.choice((0, 1, *(draw.randint(0, _MAX_TOKENS) for _ in range(4))))
         cached, new = _random_shards(draw, 0, start, num_members), _random_cuts(draw, start, stop, num_members)
         if not in_order:
             new = draw.choice(

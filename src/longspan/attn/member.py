@@ -111,14 +111,14 @@ def _num_before(runs: Sequence[Run], position: int) -> int:
     return num_tokens(runs) - num_tokens(clip(runs, position))
 
 
-def kv_room(all_runs: Sequence[Sequence[Run]], num_kv_heads: int, like: Tensor) -> Message:
+def empty_kv_message(all_runs: Sequence[Sequence[Run]], num_kv_heads: int, like: Tensor) -> Message:
     """Allocates a message for the keys, then the values, of some runs of each part, typed as `like [..., head_dim]`."""
     return Message.room([(num_kv_heads, num_tokens(runs), like.shape[-1]) for runs in all_runs for _ in "kv"], like)
 
 
-def kv_message(parts: Sequence[MemberPart], all_runs: Sequence[Sequence[Run]], member: int, kv: PagedKv) -> Message:
-    """Fills `kv_room` from the pool of `member`, which holds the runs and maybe others before and after them."""
-    message = kv_room(all_runs, kv.keys.shape[1], kv.keys)
+def pack_kv(parts: Sequence[MemberPart], all_runs: Sequence[Sequence[Run]], member: int, kv: PagedKv) -> Message:
+    """Gathers keys and values of the runs from the pool of `member`, which may hold others before and after them."""
+    message = empty_kv_message(all_runs, kv.keys.shape[1], kv.keys)
     for part, runs, k, v in zip(parts, all_runs, message.tensors[::2], message.tensors[1::2], strict=True):
         gather_runs(part, runs, member, kv, k, v)
     return message

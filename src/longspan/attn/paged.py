@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 Numbers = npt.NDArray[np.int64]
-_MOST_VIEWS = 8
+_MAX_VIEWS = 8
 """Adjacent blocks are read as one view; a batch that would need more views than this is gathered, which is one copy."""
 
 
@@ -133,7 +133,7 @@ def _nth_use(numbers: Numbers) -> Numbers:
 
 def _views(blocks: Numbers, device: torch.device) -> list[slice] | list[Tensor]:
     cuts = np.flatnonzero(np.diff(blocks) != 1) + 1
-    if len(cuts) >= _MOST_VIEWS:
+    if len(cuts) >= _MAX_VIEWS:
         return [torch.from_numpy(blocks).to(device)]
     return [slice(int(part[0]), int(part[-1]) + 1) for part in np.split(blocks, cuts) if len(part)]
 

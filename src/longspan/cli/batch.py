@@ -21,7 +21,7 @@ from longspan.core.options import Option
 if TYPE_CHECKING:
     from longspan.llm import LLM
 
-_MOST_AT_ONCE = 512
+_MAX_AT_ONCE = 512
 URLS = ("/v1/completions", "/v1/chat/completions")
 
 
@@ -131,7 +131,7 @@ def _answers(llm: LLM, model: str, names: list[str], engine: EngineArgs) -> Answ
 
     names_of_it = tuple(dict.fromkeys([*names, model, llm.service.files.name]))
     served = ServedModel(input_processor=llm.input_processor, names=names_of_it)
-    most = min(2 * engine.max_num_seqs, _MOST_AT_ONCE)
+    most = min(2 * engine.max_num_seqs, _MAX_AT_ONCE)
     return lambda lines: answer_each(llm, served, ((line, line.url, line.body) for line in lines), most=most)
 
 

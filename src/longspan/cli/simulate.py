@@ -122,7 +122,7 @@ def _print_improvement_rates(experiment: Experiment, workload: Workload, highest
 
 def _rates(experiment: Experiment, workload: Workload, *, start: float) -> dict[str, float | None]:
     """Finds the numbers that `--find-max-rate` adds."""
-    from longspan.sim.experiment import MOST_TIMES_LIGHT  # noqa: PLC0415
+    from longspan.sim.experiment import MAX_TIMES_LIGHT  # noqa: PLC0415
 
     light_s = experiment.light_ttft_p99_s(workload)
     if light_s is None:
@@ -131,7 +131,7 @@ def _rates(experiment: Experiment, workload: Workload, *, start: float) -> dict[
     if found is None:
         print(
             f"longspan: max_rate is null: when all {len(workload.arrivals)} requests come at once, P99 TTFT is still "
-            f"below {MOST_TIMES_LIGHT} times the {light_s:.3g} s of light load: give a larger --num-requests",
+            f"below {MAX_TIMES_LIGHT} times the {light_s:.3g} s of light load: give a larger --num-requests",
             file=sys.stderr,
         )
     return {"max_rate": found, "light_ttft_p99_s": light_s}

@@ -118,7 +118,8 @@ def exchanges() -> Iterator[Exchange]:
 
 def of_any_layout() -> tuple[Exchange, ...]:
     """Returns the attention exchanges that compute with any layout."""
-    return tuple(one for one in exchanges() if not one.is_layerwise and not one.traits.in_order)
+    layouts = {*get_args(Layout)} - {"single"}
+    return tuple(one for one in exchanges() if not one.is_layerwise and layouts <= {*one.traits.layouts})
 
 
 def decoding() -> tuple[Exchange, ...]:

@@ -1,6 +1,7 @@
 """Steps: what the controller tells ranks. A policy's `ScheduledPart` becomes a `Part` once its blocks are fixed.
 
-Nobody changes one. Those that are made for every token are not `frozen` all the same, which would take thrice as long.
+Treat them as immutable. Those that are made for every token are not `frozen`, which would make them in thrice the
+time.
 """
 
 from __future__ import annotations
@@ -105,11 +106,11 @@ class Part:
         group: the instances that work on it and hold its KV, in ring order.
         runs: of the span, per member of `group`; ranks never shard anew.
         first_block, blocks: the request's block table is cut to `first_block` entries, then extended by `blocks`.
-            `Owners` says what lies where. Who computes a token also holds it, but in a `chain` anybody after them can.
+            `Owners` says what lies where. KV is with the member that computed it, or, in a `chain`, a later one.
         tokens: the span's token ids. The last is `UNKNOWN` when the step that samples it was still in flight.
         unknown_on: the instance that samples that unknown token, in a step before this one.
         sampling: with the first part that a rank of the group sees of a request, None later; `first_block` and
-            `first_output` are then 0, and members that know the request keep what they remember.
+            `first_output` are then 0, and members that have the request's sampling state already keep it.
         first_output, new_output: of a request with penalties or a grammar, the output tokens that became known since
             its last part, and which one the first of them is.
         targets: when prompt logprobs are wanted, the token that follows each of the span's tokens inside the prompt.
@@ -248,7 +249,9 @@ class Executor(Protocol):
         """Sends a step to its ranks; does not wait for them."""
 
     def poll(self, timeout_s: float | None) -> list[Completion]:
-        """Waits for completions: at least one, at most one per request, none when `timeout_s` (None: no limit) passes.
+        """Waits for completions and returns those that have come, at most one per request; none after `timeout_s`.
+
+        No limit is None.
 
         Raises:
             WorkerLostError: when a worker died or raised; none of the steps in flight will complete.

@@ -12,7 +12,7 @@ from longspan.cost.architecture import Hardware, ModelShape
 from longspan.cost.partitions import PartitionTable
 from longspan.cost.profile import LinkFit, Profile
 
-_MOST_KNOWN = 100_000
+_MAX_KNOWN = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ class Chooser:
             if (found := {one: times[members, one] for one in candidates if (members, one) in times})
         }
         self._facts, self._weights = facts, weights
-        self.members = lru_cache(maxsize=_MOST_KNOWN)(self._members)
+        self.members = lru_cache(maxsize=_MAX_KNOWN)(self._members)
         """Every length is predicted once: it is asked of all that wait, at every step."""
 
     def _members(self, new_tokens: int, cached_tokens: int = 0) -> int | None:

@@ -1,4 +1,6 @@
-"""Parts of requests on groups of several instances; KV is spread anew over a group that has grown (Tetris §4.1)."""
+"""Sharding over groups: what each member computes and holds of a chunk, and the rebalancing of KV over a group that
+has grown (Tetris §4.1).
+"""
 
 from __future__ import annotations
 
@@ -181,9 +183,9 @@ class GroupParts:
         return self._options.wanted or self.chooser.exchange(new_tokens, cached_tokens, members)
 
     def next(self, request: RequestView, budget: Budget, most: int) -> ScheduledPart | None:
-        """Schedules the next chunk of a prompt or token of a decode, which the end of a chain goes on with alone.
+        """Schedules the next chunk of a prompt, or token of a decode; None when the budget has no token left for it.
 
-        `most` bounds the tokens of a sharded prompt on each member; None when there are none left to give.
+        After a chain its last member goes on alone. `most` bounds the tokens of a sharded prompt on each member.
         """
         start = request.num_scheduled
         is_single = request.num_tokens - start == 1

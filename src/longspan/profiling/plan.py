@@ -15,7 +15,7 @@ DECODE_STEPS = 8
 """Times between tokens that one measurement takes, once all requests have started."""
 _BATCHES = (1, 2, 4, 8)
 _BATCHES_WITH_SINGLES = (1, 2, 4)
-_MOST_OF_LONGEST = 4
+_MAX_OF_LONGEST = 4
 
 
 def default_lengths(max_model_len: int) -> tuple[int, ...]:
@@ -112,7 +112,7 @@ def _missing_decodes(
         kinds += [(batch, middle, members) for batch in _BATCHES_WITH_SINGLES]
     for batch, context, singles in kinds:
         num_blocks = (batch + singles) * -(-(context + batch + DECODE_STEPS) // room.block_size)
-        if num_blocks <= room.num_blocks and batch * context <= _MOST_OF_LONGEST * every[-1]:
+        if num_blocks <= room.num_blocks and batch * context <= _MAX_OF_LONGEST * every[-1]:
             sizes = {"batch": batch, "context_tokens": context, "singles": singles}
             found.append(Decode(members=members, exchange=exchange, seconds=(), **sizes))
     return [one for one in found if profile.num_times(one) < times]

@@ -26,7 +26,7 @@ from longspan.text.input_processor import EngineRequest
 
 _log = logging.getLogger("longspan")
 _ENGINE_MODULE = "longspan.serve.engine_core"
-_MOST_STARTS = 3
+_MAX_STARTS = 3
 """The number of engine cores that may end one after the other without a token."""
 _QUIT_TIMEOUT_S = 10.0
 _LAST_WORDS_S = 0.2
@@ -191,7 +191,7 @@ class EngineClient:
         """Starts engine cores, one after the end of the other."""
         reason = "the engine was stopped"
         try:
-            while not self._closing and self._num_starts < _MOST_STARTS:
+            while not self._closing and self._num_starts < _MAX_STARTS:
                 self._num_starts += 1
                 reason = await self._run_core()
                 if self.started is None:
@@ -345,7 +345,7 @@ async def _ended(process: subprocess.Popen[bytes]) -> int:
 
 Output = tuple[int, messages.Delta]
 """The index of an engine request, and new tokens of one of its choices."""
-_MOST_OUTPUTS = 64
+_MAX_OUTPUTS = 64
 """Few are handed out at once, because making their chunks holds up the event loop."""
 
 
@@ -376,7 +376,7 @@ class OutputQueue:
         """Takes what has come; waits if there is nothing; returns nothing when all has been taken."""
         while not self._outputs and self._error is None and self._num_open:
             await self._change()
-        taken = [self._outputs.popleft() for _ in range(min(len(self._outputs), _MOST_OUTPUTS))]
+        taken = [self._outputs.popleft() for _ in range(min(len(self._outputs), _MAX_OUTPUTS))]
         self._taken.update(index for index, _ in taken)
         if not taken and self._error is not None:
             raise self._error

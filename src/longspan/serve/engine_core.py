@@ -32,9 +32,9 @@ from longspan.text.input_processor import EngineRequest
 from longspan.text.output_processor import RequestState
 
 _log = logging.getLogger("longspan")
-_MOST_LOSSES = 2
-"""A request that runs while so many workers are lost, one after the other, is not tried again."""
-_MOST_ATTEMPTS = 3
+_MAX_LOSSES = 2
+"""A request fails that was running in this many losses of workers, one after the other."""
+_MAX_ATTEMPTS = 3
 """The number of starts of workers that may fail, or be followed by no token, one after the other."""
 _PAUSE_S = 1.0
 _STATS_INTERVAL_S = 0.5
@@ -140,7 +140,7 @@ class EngineLoop:
     def _advance(self) -> None:
         """Takes commands and a completion, whichever come; waits for one of them when there is nothing else to do."""
         while self._socket.poll(0):
-            self._obey(self._commands.decode(self._socket.recv()))
+            self._handle(self._commands.decode(self._socket.recv()))
             if self._quitting:
                 return
         if self._engine.has_unfinished:
@@ -150,7 +150,7 @@ class EngineLoop:
             # Raises when a worker is lost, ends when there is a command.
             self._service.executor.poll(self._setup.engine_timeout_s / 4)
 
-    def _obey(self, command: messages.Command) -> None:
+    def _handle(self, command: messages.Command) -> None:
         match command:
             case messages.Add():
                 self._add(command)
@@ -274,10 +274,10 @@ class EngineLoop:
         for served in self._served.values():
             if any(choice.request.group for choice in served.state.choices):
                 served.num_losses += 1
-                if served.num_losses >= _MOST_LOSSES:
+                if served.num_losses >= _MAX_LOSSES:
                     failed.append(served)
                     self._send(
-                        messages.Failed(served.id, f"workers were lost {_MOST_LOSSES} times while this request ran")
+                        messages.Failed(served.id, f"workers were lost {_MAX_LOSSES} times while this request ran")
                     )
         self._start_workers(error)
         for served in failed:  # not before: the engine tells workers to free what they hold, and there were none
@@ -289,7 +289,7 @@ class EngineLoop:
     def _start_workers(self, error: Exception) -> None:
         while True:
             self._num_attempts += 1
-            if self._num_attempts > _MOST_ATTEMPTS:
+            if self._num_attempts > _MAX_ATTEMPTS:
                 raise error
             try:
                 self._service.restart()

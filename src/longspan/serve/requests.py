@@ -423,9 +423,9 @@ class DetokenizeRequest(WireModel):
     tokens: TokenIds
 
 
-_MOST_CHARACTERS = 4096
+_MAX_CHARACTERS = 4096
 
-Given = Annotated[str, Field(max_length=_MOST_CHARACTERS)] | bool | Annotated[int, Field(ge=-MOST, le=MOST)] | float
+Given = Annotated[str, Field(max_length=_MAX_CHARACTERS)] | bool | Annotated[int, Field(ge=-MOST, le=MOST)] | float
 """An option's value: a text as the command line has it, or a number, or true or false."""
 
 

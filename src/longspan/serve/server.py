@@ -50,7 +50,7 @@ ResultT = TypeVar("ResultT")
 _log = logging.getLogger("longspan")
 _LARGE_BYTES = 128 * 1024
 """Bytes of a body. Below this, reading or tokenizing it takes less than about a tenth of a second."""
-_MOST_GRAMMARS = 32
+_MAX_GRAMMARS = 32
 """Grammars that wait to be checked, which takes seconds for some."""
 _KEEP_ALIVE = b": still working\n\n"
 _END = b"data: [DONE]\n\n"
@@ -86,7 +86,7 @@ class Server:
         self._quick = WorkerPool("requests", 2)
         # Large things go one by one, which bounds the memory that they take.
         self._bodies, self._texts = WorkerPool("large bodies", 1), WorkerPool("large texts", 1)
-        self.grammars = WorkerPool("grammars", 2, max_waiting=_MOST_GRAMMARS)
+        self.grammars = WorkerPool("grammars", 2, max_waiting=_MAX_GRAMMARS)
 
     def retry_after_s(self) -> int:
         """Returns the whole seconds after which a queue that is full now has probably some room again."""

@@ -30,7 +30,7 @@ class VirtualClock:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ran:
+class StepTiming:
     """A step as it ran, or will: when all its instances were free, and when each of them is done with it."""
 
     forward: Forward
@@ -49,7 +49,7 @@ class SimExecutor:
     streams begins with it, and ends one layer's time after it at the soonest.
 
     Args:
-        slow: by which factor an instance computes slowly, see `slowed`.
+        slow: by which factor an instance computes slowly, see `apply_slowdown`.
         ready_s: no step starts before.
         watch: is told of each step when its times are settled.
     """
@@ -64,7 +64,7 @@ class SimExecutor:
         cost: StepCost,
         slow: Mapping[int, float] | None = None,
         ready_s: float = 0.0,
-        watch: Callable[[Ran], None] | None = None,
+        watch: Callable[[StepTiming], None] | None = None,
     ) -> None:
         self._clock, self._vocab_size, self._cost = clock, vocab_size, cost
         self._slow, self._ready_s, self._watch = slow or {}, ready_s, watch
@@ -117,7 +117,7 @@ class SimExecutor:
         start = max(self._clock.now(), *map(self._free_at.__getitem__, forward.instances))
         taken_s = self._cost.seconds(forward)
         if self._slow:
-            taken_s = slowed(forward, taken_s, self._slow)
+            taken_s = apply_slowdown(forward, taken_s, self._slow)
         ends = {instance: start + seconds for instance, seconds in taken_s.items()}
         assert len(ends) == len(forward.instances), "each instance that takes part has its time"
         self._free_at.update(ends)
@@ -126,7 +126,7 @@ class SimExecutor:
             forward_end_s = max(ends[source] for source in move.sources)
             heapq.heappush(self._due, (start, move.number, (move, forward_end_s)))
         if self._watch is not None:
-            self._watch(Ran(forward=forward, start_s=start, ends_s=ends))
+            self._watch(StepTiming(forward=forward, start_s=start, ends_s=ends))
 
     def _move(self, move: MoveKV, ready_s: float, forward_end_s: float) -> None:
         """Schedules a move behind earlier ones of its source and target, for as long as its bytes take."""
@@ -148,11 +148,11 @@ class SimExecutor:
         return Sampled(request_id=part.request_id, token=token)
 
 
-def slowed(forward: Forward, own_s: Mapping[int, float], factors: Mapping[int, float]) -> dict[int, float]:
-    """Prices a step whose instances take longer by `factors`, in all of their time, also what they wait and sample.
+def apply_slowdown(forward: Forward, own_s: Mapping[int, float], factors: Mapping[int, float]) -> dict[int, float]:
+    """Scales the seconds of each instance in a step by its factor, what it waits and samples included; links stay fast.
 
-    Links are as quick as ever. Whoever shares a ring with a slow one ends with it, and those behind it in a chain are
-    as late; who is late only for that does not make others of a further chain in the same step late.
+    The delay of an instance reaches all others of its ring, and those behind it in a chain. A delay that came by one
+    chain is not passed on to another chain of the step.
     """
     found = {i: seconds * factors.get(i, 1.0) for i, seconds in own_s.items()}
     parts = [part for part in forward.parts if len(part.group) > 1]

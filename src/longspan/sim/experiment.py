@@ -33,7 +33,7 @@ from longspan.sim.spec import ClusterSpec, Faults
 from longspan.sim.timeline import Timeline
 from longspan.workload.arrivals import Workload
 
-MOST_TIMES_LIGHT = 25
+MAX_TIMES_LIGHT = 25
 """A rate is too high when the 99th percentile of TTFT is this many times that of light load (Tetris §7.2)."""
 
 IMPROVEMENT_RATES = tuple(round(0.05 * step, 2) for step in range(1, 16))
@@ -46,7 +46,7 @@ _PREDICTED_LENGTHS = tuple(2048 * 2**power for power in range(8))
 """No more than prompts have: a fit to much longer ones is off by a tenth where most of them are."""
 _GRID_PER_S = 0.5
 _FAR_APART_S = 1e6
-_MOST_DOUBLINGS = 24
+_MAX_DOUBLINGS = 24
 _PRECISION = 1.02
 
 ProgressBar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
@@ -107,13 +107,13 @@ class Experiment:
     def max_rate(
         self, workload: Workload, light_s: float, *, start: float, precision: float = _PRECISION
     ) -> float | None:
-        """Finds, as `find_max_rate` does, the highest rate whose P99 of TTFT stays below `MOST_TIMES_LIGHT` times
+        """Finds, as `find_max_rate` does, the highest rate whose P99 of TTFT stays below `MAX_TIMES_LIGHT` times
         `light_s`.
         """
 
         def keeps_up(rate: float) -> bool:
             found = percentile(self.run(workload.at_rate(rate), title=f"rate {rate:.3g}").ttfts_s, 99)
-            return found is not None and found < MOST_TIMES_LIGHT * light_s
+            return found is not None and found < MAX_TIMES_LIGHT * light_s
 
         return find_max_rate(keeps_up, start=start, precision=precision)
 
@@ -165,7 +165,7 @@ def find_max_rate(keeps_up: Callable[[float], bool], *, start: float, precision:
     if keeps_up(math.inf):
         return None
     low = start
-    for _ in range(_MOST_DOUBLINGS):
+    for _ in range(_MAX_DOUBLINGS):
         if keeps_up(low):
             break
         low /= 2

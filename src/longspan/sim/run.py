@@ -19,7 +19,7 @@ from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
 from longspan.core.view import EnginePolicy
 from longspan.cost.step_cost import StepCost
-from longspan.sim.executor import Ran, SimExecutor, VirtualClock
+from longspan.sim.executor import SimExecutor, StepTiming, VirtualClock
 from longspan.sim.spec import Faults
 from longspan.workload.arrivals import Arrival, TokenText
 
@@ -41,7 +41,7 @@ class Observers:
         finished: how many requests are, after each.
     """
 
-    ran: Callable[[Ran], None] | None = None
+    ran: Callable[[StepTiming], None] | None = None
     moment: Callable[[float, Engine], None] | None = None
     admitted: Callable[[int, int], None] | None = None
     lost: Callable[[float], None] | None = None

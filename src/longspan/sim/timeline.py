@@ -16,14 +16,14 @@ from longspan.core.engine import Engine
 from longspan.core.runs import num_tokens
 from longspan.core.steps import Part
 from longspan.errors import ParameterError
-from longspan.sim.executor import Ran
+from longspan.sim.executor import StepTiming
 from longspan.sim.run import Observers, Result
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 
-_MOST_BLOCKS, _MOST_MOMENTS = 500_000, 2000
+_MAX_BLOCKS, _MAX_MOMENTS = 500_000, 2000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,14 +75,14 @@ class Timeline:
         """The callbacks to give to `simulate`."""
         return Observers(ran=self._ran, moment=self._moment, admitted=self._indices.__setitem__, lost=self._lost)
 
-    def _ran(self, ran: Ran) -> None:
-        if len(self.blocks) >= _MOST_BLOCKS:
+    def _ran(self, ran: StepTiming) -> None:
+        if len(self.blocks) >= _MAX_BLOCKS:
             self.complete = False
             return
         for instance, end_s in ran.ends_s.items():
             self._add(instance, ran, end_s)
 
-    def _add(self, instance: int, ran: Ran, end_s: float) -> None:
+    def _add(self, instance: int, ran: StepTiming, end_s: float) -> None:
         """Shares the time of a step on one instance among its chunks and all its decodes, by their tokens."""
         chunks: list[tuple[Part, int]] = []
         num_decodes = 0
@@ -124,7 +124,7 @@ class Timeline:
         pools = [engine.account.pool(i) for i in engine.config.cluster.instances]
         kv_used = 1 - sum(pool.num_free for pool in pools) / sum(pool.num_blocks for pool in pools)
         self.moments.append(Moment(at_s, engine.num_waiting, kv_used))
-        if len(self.moments) >= _MOST_MOMENTS:
+        if len(self.moments) >= _MAX_MOMENTS:
             self.moments = self.moments[::2]
             self._every_s = at_s / len(self.moments)
         self._next_s = at_s + self._every_s
@@ -174,7 +174,7 @@ def _of_block(block: Block) -> dict[str, Any]:
 
 # ---------------------------------------------------------------- the page
 
-_MOST_BARS = 20_000
+_MAX_BARS = 20_000
 _SAME_TIME_S = 1e-9
 _LABELLED_PART = 0.005
 """A part of the whole time: shorter blocks have no room for a number."""
@@ -237,9 +237,9 @@ def _shown(timeline: Timeline) -> tuple[Sequence[Block], str]:
         "computes of its prompt; grey are decodes."
     )
     blocks = _joined(sorted(timeline.blocks, key=lambda one: (one.start_s, one.instance)))
-    if timeline.complete and len(blocks) <= _MOST_BARS:
+    if timeline.complete and len(blocks) <= _MAX_BARS:
         return blocks, note
-    blocks = blocks[:_MOST_BARS]
+    blocks = blocks[:_MAX_BARS]
     return blocks, f"{note} Shown are the first {blocks[-1].start_s:,.1f} seconds."
 
 

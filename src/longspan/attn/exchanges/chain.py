@@ -13,7 +13,7 @@ import torch
 
 from longspan.attn.comm import Group, Message, Pending
 from longspan.attn.exchanges import Call, KeysAndValues, register_attention
-from longspan.attn.member import MemberPart, MemberParts, attend_all, kv_message, kv_room
+from longspan.attn.member import MemberPart, MemberParts, attend_all, empty_kv_message, pack_kv
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
 from longspan.core.exchange import CHAIN
@@ -38,14 +38,16 @@ def chain_start(group: Group, parts: MemberParts, kv: PagedKv, spec: AttnSpec) -
     """
     me, members, others = group.rank, range(group.size), group.others
     seen = {asker: tuple(_cached(parts, me, asker, spec)) for asker in members}
-    read = {runs: kv_message(parts, runs, me, kv) for runs in dict.fromkeys(seen.values())}  # most see the same
+    read = {runs: pack_kv(parts, runs, me, kv) for runs in dict.fromkeys(seen.values())}  # most see the same
     cached = [
-        read[seen[me]] if holder == me else kv_room(_cached(parts, holder, me, spec), spec.num_kv_heads, kv.keys)
+        read[seen[me]]
+        if holder == me
+        else empty_kv_message(_cached(parts, holder, me, spec), spec.num_kv_heads, kv.keys)
         for holder in members
     ]
     leaving = {asker: read[seen[asker]] for asker in others}
     cached_arrival = group.start(sends=leaving, receives={holder: cached[holder] for holder in others}, hop=0)
-    predecessor = kv_room([_new(part, me) for part in parts], spec.num_kv_heads, kv.keys)
+    predecessor = empty_kv_message([_new(part, me) for part in parts], spec.num_kv_heads, kv.keys)
     arrival = group.start(sends={}, receives={me - 1: predecessor} if me else {}, hop=1)
     return ChainStart(predecessor=predecessor, cached=cached, arrival=arrival, cached_arrival=cached_arrival)
 
@@ -66,7 +68,7 @@ def chain(call: Call) -> list[KeysAndValues]:
     started = call.started or chain_start(group, parts, call.kv, spec)
     assert isinstance(started, ChainStart), "what `chain_start` returned"
     started.arrival.wait()
-    grown = kv_room([_new(part, me + 1) for part in parts], spec.num_kv_heads, call.q)
+    grown = empty_kv_message([_new(part, me + 1) for part in parts], spec.num_kv_heads, call.q)
     for index, part in enumerate(parts):
         for kind, own in enumerate((call.k, call.v)):
             before, room = started.predecessor.tensors[2 * index + kind], grown.tensors[2 * index + kind]

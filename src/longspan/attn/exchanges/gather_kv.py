@@ -8,7 +8,7 @@ import torch
 
 from longspan.attn.collectives import all_gather
 from longspan.attn.exchanges import Call, register_attention
-from longspan.attn.member import attend_runs, by_position, kv_message, kv_room, split_runs
+from longspan.attn.member import attend_runs, by_position, empty_kv_message, pack_kv, split_runs
 from longspan.core.exchange import GATHER_KV
 from longspan.core.runs import relate, stretch
 
@@ -18,7 +18,7 @@ def gather_kv(call: Call) -> None:
     group, parts, spec, me = call.group, call.parts, call.spec, call.group.rank
     needed = [[part.needed(holder, spec.window) for part in parts] for holder in range(group.size)]
     blocks = [
-        kv_message(parts, runs, me, call.kv) if holder == me else kv_room(runs, spec.num_kv_heads, call.q)
+        pack_kv(parts, runs, me, call.kv) if holder == me else empty_kv_message(runs, spec.num_kv_heads, call.q)
         for holder, runs in enumerate(needed)
     ]
     all_gather(group, blocks)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from longspan.attn.backends import Partial, merge_each
 from longspan.attn.exchanges import Call, register_attention
-from longspan.attn.member import attend_runs, kv_message, kv_room
+from longspan.attn.member import attend_runs, empty_kv_message, pack_kv
 from longspan.core.exchange import RING_KV
 
 
@@ -18,11 +18,11 @@ def ring_kv(call: Call) -> None:
     me, size = group.rank, group.size
     found: dict[int, Partial] = {}
     needed = [[part.needed(source, spec.window) for part in parts] for source in range(size)]
-    message = kv_message(parts, needed[me], me, call.kv)
+    message = pack_kv(parts, needed[me], me, call.kv)
     for hop in range(size):
         source = (me - hop) % size
         if hop + 1 < size:
-            incoming = kv_room(needed[(source - 1) % size], spec.num_kv_heads, q)
+            incoming = empty_kv_message(needed[(source - 1) % size], spec.num_kv_heads, q)
             pending = group.start(sends={(me + 1) % size: message}, receives={(me - 1) % size: incoming}, hop=hop)
         visitors = zip(parts, needed[source], message.tensors[::2], message.tensors[1::2], strict=True)
         for index, (part, runs, k, v) in enumerate(visitors):

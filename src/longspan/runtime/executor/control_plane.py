@@ -27,7 +27,7 @@ _STOP_TIMEOUT_S = 3.0
 _BLAME_TIMEOUT_S = 3.0
 """Wait this long for the rank that caused it when another one only noticed a lost peer."""
 _LEAST_WAIT_S = 0.1
-"""Wait this long for reports that may be there already: this process may have been stopped for long, not its workers."""
+"""Wait this long for reports that may be there already: this process may have been stopped, not its workers."""
 
 
 class MonotonicClock:
