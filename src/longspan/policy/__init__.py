@@ -1,4 +1,4 @@
-"""The policies and their baselines, chosen by name. A policy decides the next steps from a read-only view of the cluster.
+"""Policies and their baselines, chosen by name. A policy decides the next steps from a read-only view of the cluster.
 
 To add one, write its file with a `PolicySpec`, and give that to `register_policy` or name it in the registry here.
 """
