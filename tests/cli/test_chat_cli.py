@@ -140,6 +140,19 @@ def test_a_cut_answer_is_said_and_can_be_followed(
         assert asked()[1] == asked()[0] + [0, 1, 2, 3, 4] + ids("</>\n<user>two</>\n<assistant>")
 
 
+def test_an_answer_that_could_not_go_on_is_said_with_the_reason(
+    type_in: Type, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stuck(_: FakeLLM, prompt: list[int], params: SamplingParams) -> Iterator[Any]:
+        last = output(prompt, params, 2)
+        yield replace(last, outputs=[replace(last.outputs[0], finish_reason="error", stop_reason="no token fits")])
+
+    monkeypatch.setattr(FakeLLM, "stream", stuck)
+    type_in("one\n")
+    assert run("chat") == 0
+    assert capsys.readouterr().err == "ended early: no token fits\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

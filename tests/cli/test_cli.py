@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pty
@@ -10,12 +11,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from fake_llm import FakeLLM, run
+from fake_llm import FakeLLM, output, run
 
 from longspan.cli import app
 from longspan.core.sampling import SamplingParams
@@ -286,6 +289,34 @@ def test_a_prompt_file_that_is_not_text_is_named(tmp_path: Path, capsys: pytest.
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     assert run("generate", "--prompt-file", str(tmp_path / "binary")) == 2
     assert "is not UTF-8" in capsys.readouterr().err
+
+
+def test_a_schema_file_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def denied(*_: object, **__: object) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    schema = tmp_path / "schema.json"
+    schema.write_text("{}")
+    monkeypatch.setattr(Path, "read_text", denied)
+    assert run("generate", "--prompt", "x", "--json-schema", str(schema)) == 2
+    assert f"--json-schema: file {str(schema)!r} cannot be read: Permission denied" in capsys.readouterr().err
+
+
+def test_an_output_that_could_not_go_on_makes_the_exit_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stuck(_: FakeLLM, prompt: str, params: SamplingParams) -> Iterator[Any]:
+        last = output(prompt, params, 2)
+        ended = replace(last.outputs[1], finish_reason="error", stop_reason="no token fits")
+        yield replace(last, outputs=[last.outputs[0], ended], finished=True)
+
+    monkeypatch.setattr(FakeLLM, "stream", stuck)
+    assert run("generate", "--prompt", "x", "--n", "2", "--temperature", "1", "--json") == 2
+    out, err = capsys.readouterr()
+    assert json.loads(out)["outputs"][1]["stop_reason"] == "no token fits"
+    assert err == "longspan: output 1 ended early: no token fits\n"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,14 @@ def test_without_json_it_prints_a_table(capsys: pytest.CaptureFixture[str]) -> N
     assert "time to first token" in out and "attention" in out
 
 
+def test_a_table_has_the_tokens_of_each_instance_if_they_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    chain = (*BASE, "--parallel", "2", "--exchange", "chain", "--context", "4000")
+    assert run(*chain, "--fractions", "0.75,0.25") == 0
+    assert re.search(r"tokens *│ 3000, 1000 ", capsys.readouterr().out)
+    assert run(*chain) == 0
+    assert not re.search(r"tokens *│", capsys.readouterr().out)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -178,6 +187,8 @@ def test_without_json_it_prints_a_table(capsys: pytest.CaptureFixture[str]) -> N
         ),
         ((*BASE, "--context", "8 K"), "--context must be a number of tokens such as 8192"),
         ((*BASE, "--context", "1K", "--cached", "1K"), "at least 1 new token"),
+        ((*BASE, "--phase", "decode", "--context", "0"), "behind 1 token, but 1 behind 0 given"),
+        ((*BASE, "--phase", "decode", "--context", "1K", "--batch", "0"), "at least 1 request behind 1 token, but 0"),
         ((*BASE, "--context", "1K", "--batch", "0"), "batch must be at least 1, but 0 given"),
         ((*BASE, "--context", "1K", "--parallel", "64"), "64 GPUs, but there are 1 hosts * 8 = 8"),
         ((*BASE, "--context", "1K", "--link", "wifi"), "unknown link 'wifi'"),

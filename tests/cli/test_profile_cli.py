@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +20,11 @@ from longspan.core.cluster import Cluster
 from longspan.core.sampling import SamplingParams
 from longspan.cost.architecture import ModelShape
 from longspan.cost.profile import Profile, Transfer
+from longspan.model.files import ModelFiles
 from longspan.policy.choosing import Facts
-from longspan.profiling import links
+from longspan.profiling import links, store
 from longspan.profiling.plan import SHARED, kinds_of_links
-from longspan.profiling.store import load_partitions, load_profile, profile_file, save_profile
+from longspan.profiling.store import load_partitions, load_profile, profile_file, profile_key_of, save_profile
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=8, bytes_per_element=4)
 LENGTHS = ("--lengths", "8,100")
@@ -42,6 +44,7 @@ class Machine(FakeLLM):
     failure_after: int | None = None
     failure_in_chains_of: int | None = None
     cached = together = True
+    num_blocks = 1000
     info = SimpleNamespace(vocab_size=50)
     profile_key = SUBJECT
     facts = Facts(shape=SHAPE)
@@ -50,7 +53,7 @@ class Machine(FakeLLM):
         super().__init__(model, **arguments)
         Machine.started.append(self)
         self.num_instances = int(self.arguments["parallel"].partition("x")[0])
-        cluster = Cluster.of(self.arguments["parallel"], num_blocks=[1000] * self.num_instances)
+        cluster = Cluster.of(self.arguments["parallel"], num_blocks=[self.num_blocks] * self.num_instances)
         config = SimpleNamespace(block_size=BLOCK_SIZE, cluster=cluster, max_num_batched_tokens=STEP)
         self.engine = SimpleNamespace(config=config)
         self.num_sharing = 1
@@ -253,6 +256,41 @@ def test_mistakes_are_one_line(arguments: list[str], words: str, capsys: pytest.
     assert run("profile", "m", *arguments) == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
+
+
+def test_lengths_that_fit_into_no_instance_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Machine, "num_blocks", 10)
+    assert run("profile", "m", *LENGTHS) == 2
+    assert "--lengths 100 is more than the 10 blocks of 8 tokens that one instance has" in capsys.readouterr().err
+    assert not Machine.started[0].prompts
+
+
+def test_prompts_are_doubled_up_to_the_longest_by_default(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("profile", "m", "--repeats", "1", "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert {one["new_tokens"] for one in shown["prefills"] if not one["cached_tokens"]} == {512, 999}
+
+
+def test_times_on_a_gpu_are_kept_by_its_name_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the names that the system and the driver tell; by none for what they do not."""
+    cpu, gpu = tmp_path / "proc/cpuinfo", tmp_path / "proc/driver/nvidia/gpus/0/information"
+    files = ModelFiles(name="m", config_dir=tmp_path, weights=tmp_path, tokenizer_dir=None, dtype="bfloat16")
+    monkeypatch.setattr(store, "Path", lambda text: tmp_path / text.removeprefix("/"))
+    monkeypatch.setattr(platform, "processor", lambda: "some processor")
+
+    def machine_of(device: str) -> str:
+        return profile_key_of(files, device, tp=1, threads=1, native=False).machine
+
+    assert machine_of("cuda") == "some processor, cuda"
+    gpu.parent.mkdir(parents=True)
+    cpu.write_text("processor : 0\nmodel name : Fast 9\n")
+    gpu.write_text("IRQ: 1\nModel: \t NVIDIA H200\n")
+    assert machine_of("cuda") == "Fast 9, NVIDIA H200"
+    assert machine_of("cpu") == "Fast 9"
+    gpu.write_text("IRQ: 1\n")
+    assert machine_of("cuda") == "Fast 9, cuda"
 
 
 def test_cached_tokens_that_did_not_stay_are_no_measurement(

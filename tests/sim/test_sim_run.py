@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,12 +16,14 @@ import longspan.sim.run as sim_run
 from longspan.core.cluster import Cluster
 from longspan.core.engine import Engine, EngineConfig
 from longspan.core.exchange import CHAIN, RING_KV, Exchange
-from longspan.core.runs import shard_span
+from longspan.core.runs import Run, SpanShards, shard_span
 from longspan.core.steps import Forward, Part
 from longspan.policy import make_policy
+from longspan.sim import timeline
 from longspan.sim.executor import StepTiming, apply_slowdown
 from longspan.sim.run import Observers, Result, simulate
 from longspan.sim.spec import Faults
+from longspan.sim.timeline import Timeline
 from longspan.workload.arrivals import Arrival, as_conversations, prompt_of
 
 COST = LinearCost(base_s=0.01, per_token_s=0.001)
@@ -180,23 +183,28 @@ def test_a_straggler_takes_its_factor_longer() -> None:
     assert other.makespan_s == pytest.approx(2.5 * one.makespan_s)
 
 
+def chunk(request_id: int, group: tuple[int, ...], runs: SpanShards, exchange: Exchange = RING_KV) -> Part:
+    """The first tokens of a prompt, of which each member of the group has these."""
+    num_tokens = max(run.stop for shards in runs for run in shards)
+    return Part(
+        request_id=request_id,
+        start=0,
+        stop=num_tokens,
+        tokens=range(num_tokens),
+        group=group,
+        runs=runs,
+        exchange=exchange,
+        first_block=0,
+        blocks=(),
+        sample=None,
+    )
+
+
 def test_whoever_works_with_a_straggler_waits_for_it() -> None:
     """Members of a ring end together, also with a slow one; of a chain, those before it do not wait."""
 
     def seconds(exchange: Exchange, slow: dict[int, float]) -> dict[int, float]:
-        runs = shard_span("contiguous", 0, 6, 3)
-        part = Part(
-            request_id=0,
-            start=0,
-            stop=6,
-            tokens=range(6),
-            group=(0, 1, 2),
-            runs=runs,
-            exchange=exchange,
-            first_block=0,
-            blocks=(),
-            sample=None,
-        )
+        part = chunk(0, (0, 1, 2), shard_span("contiguous", 0, 6, 3), exchange)
         return apply_slowdown(Forward(number=1, parts=(part,)), dict.fromkeys(range(3), 1.0), slow)
 
     assert seconds(RING_KV, {1: 1.5}) == {0: 1.5, 1: 1.5, 2: 1.5}
@@ -205,6 +213,35 @@ def test_whoever_works_with_a_straggler_waits_for_it() -> None:
     quick = {0: 0.5, 1: 0.5, 2: 0.5}
     assert seconds(RING_KV, quick) == seconds(CHAIN, quick) == quick
     assert seconds(RING_KV, {0: 0.5}) == {0: 1.0, 1: 1.0, 2: 1.0}
+
+
+def test_the_time_of_an_instance_is_shared_among_what_it_computes() -> None:
+    """By tokens; a part without tokens of its own, or of other instances, takes none of it."""
+    seen = Timeline()
+    assert seen.watch.ran is not None
+    parts = (
+        chunk(0, (0, 1), ((Run(0, 6),), (Run(6, 8),))),
+        chunk(1, (0, 1), ((), (Run(0, 6),))),
+        chunk(2, (0,), ((Run(0, 2),),)),
+    )
+    seen.watch.ran(StepTiming(forward=Forward(number=1, parts=parts), start_s=1.0, ends_s={0: 9.0, 1: 5.0}))
+    assert [(one.instance, one.index, one.start_s, one.end_s) for one in seen.blocks] == [
+        (0, 0, 1.0, 7.0),
+        (0, 2, 7.0, 9.0),
+        (1, 0, 1.0, 2.0),
+        (1, 1, 2.0, 5.0),
+    ]
+
+
+def test_moments_of_a_long_run_are_few_and_go_on_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeline, "_MAX_MOMENTS", 10)
+    seen = Timeline()
+    asked = [Arrival(due_s=0.5 * place, prompt=prompt_of(place, 100), output_len=20) for place in range(30)]
+    result = run(asked, watch=seen.watch)
+    times = [one.at_s for one in seen.moments]
+    assert 5 <= len(times) < 10 and times == sorted(times)
+    gaps = [later - earlier for earlier, later in pairwise([*times, result.makespan_s])]
+    assert max(gaps) < result.makespan_s / 4
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +19,7 @@ from test_profile import SUBJECT
 from longspan.cost.catalog import model_config
 from longspan.cost.profile import Decode, Prefill, Profile
 from longspan.cost.step_cost import RooflineCost
+from longspan.sim import timeline
 from longspan.sim.spec import ClusterSpec
 from longspan.simulation import make_experiment
 from longspan.workload.requests import make_workload
@@ -260,6 +262,8 @@ def test_the_page_says_what_the_run_was(tmp_path: Path, capsys: pytest.CaptureFi
         ((), "--hardware must be a name that longspan estimate knows, if no profile is given"),
         (("--profile", "nowhere.json", "--rate", "1"), "nowhere.json"),
         (("--hardware", "a1", "--rate", "1"), "a100-sxm-80g"),
+        (("--hardware", "l4", "--profile", "P"), "--hardware l4 and profile exclude each other: give one of them"),
+        (("--hardware", "l4", "--max-num-batched-tokens", "90000000"), "beside a step of 90000000 tokens"),
         (
             ("--profile", "P", "--parallel", "3", "--gpus-per-host", "2"),
             "--gpus-per-host(2) * hosts(1) = 2 devices, but instances(3) * tp(1) = 3 given",
@@ -285,6 +289,8 @@ def test_the_page_says_what_the_run_was(tmp_path: Path, capsys: pytest.CaptureFi
         (("--profile", "P", "--rate", "1", "--think-time", "0"), "--think-time 0 is between turns of a conversation"),
         (("--profile", "P", "--profile-improvement-rates", "--find-max-rate"), "--find-max-rate is of a single run"),
         (("--profile", "P", "--profile-improvement-rates", "--trace", "t.json"), "--trace is of a single run"),
+        (("--profile", "P", "--profile-improvement-rates"), "goes up to --rate: give the highest rate"),
+        (("--profile", "P", "--rate", "inf", "--find-max-rate"), "varies the time between them: give a number"),
         (("--profile", "P", "--workload", "huge", "--rate", "1"), "none of short, medium, long, nor a file"),
         (("--profile", "P"), "give rate"),
         (("--profile", "P", "--rate", "0"), "--rate must be above 0"),
@@ -297,6 +303,7 @@ def test_the_page_says_what_the_run_was(tmp_path: Path, capsys: pytest.CaptureFi
         (("--profile", "P", "--rate", "1", "--slow", "0"), "--slow"),
         (("--profile", "P", "--rate", "1", "--slow", "0=x"), "--slow is INSTANCE=FACTOR"),
         (("--profile", "P", "--rate", "1", "--slow", "9=2"), "instance 9 is to be slow, but there are 8"),
+        (("--profile", "P", "--lose-worker-at", "x"), "--lose-worker-at must be a number of seconds, but x given"),
         (("--profile", "P", "--rate", "1", "--policy", "best"), "--policy 'best' is unknown"),
         (("--profile", "P", "--rate", "1", "--policy", "context", "-o", "x=1"), "has no option 'x'"),
         (("--profile", "P", "--rate", "1", "--report", "no/where.html"), "the folder 'no' is not there"),
@@ -313,6 +320,58 @@ def test_mistakes_are_one_line(
     assert run("simulate", "smollm2-135m", *given, "--json") == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--find-max-rate",), "--find-max-rate: no request was served"),
+        (
+            ("--profile-improvement-rates", "--policy", "tetris"),
+            "no request was served, so no improvement rate is best",
+        ),
+    ],
+)
+def test_what_is_found_from_times_needs_a_request_that_is_served(
+    arguments: tuple[str, ...], words: str, profile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = ("--profile", str(profile), "--gpus-per-host", "2", "--rate", "1", "--num-requests", "3")
+    assert run("simulate", "smollm2-135m", *base, "--max-model-len", "16", *arguments) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("flag", ["--report", "--trace"])
+def test_a_result_that_cannot_be_written_is_told(
+    flag: str, profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--profile", str(profile), "--gpus-per-host", "2", "--rate", "1", "--num-requests", "2")
+    assert run("simulate", "smollm2-135m", *options, flag, str(tmp_path)) == 2
+    assert f"{flag} {str(tmp_path)!r} cannot be written: Is a directory" in capsys.readouterr().err
+
+
+def test_a_page_needs_the_library_that_draws(
+    profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
+    page = str(tmp_path / "out.html")
+    assert run("simulate", "smollm2-135m", "--profile", str(profile), "--rate", "1", "--report", page) == 2
+    assert "--report needs plotly: pip install 'longspan[report]'" in capsys.readouterr().err
+
+
+def test_pictures_of_long_runs_hold_the_first_blocks_and_say_so(
+    profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(timeline, "_MAX_BLOCKS", 5)
+    monkeypatch.setattr(timeline, "_MAX_BARS", 3)
+    page, trace = tmp_path / "out.html", tmp_path / "out.json"
+    options = ("--profile", str(profile), "--gpus-per-host", "1", "--rate", "1", "--num-requests", "6")
+    pictures = ("--report", str(page), "--trace", str(trace))
+    assert run("simulate", "smollm2-135m", *options, *pictures) == 0
+    blocks = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert 5 <= len(blocks) <= 7, "whole steps, until there are 5"
+    assert f"longspan: --trace holds the first {len(blocks)} blocks only\n" in capsys.readouterr().err
+    assert re.search(r"Shown are the first [\d.]+ seconds\.", page.read_text())
 
 
 @pytest.mark.parametrize(
