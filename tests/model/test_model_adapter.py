@@ -165,6 +165,17 @@ def test_longrope_ignores_its_neighbours_and_keeps_its_pinned_length(tmp_path: P
     torch.testing.assert_close(both.forward(model), torch.cat(list(alone.values())), rtol=0, atol=3e-5)
 
 
+def test_rotary_factors_of_a_token_go_by_the_length_pinned_for_it(tmp_path: Path) -> None:
+    model = load(make_tiny("llama-longrope", tmp_path / "llama"))
+    positions = torch.tensor([0, 3, 40, 60, 63])
+    short, long = (model.rotary(positions, torch.full((5,), length)) for length in (SWITCH_LENGTH, SWITCH_LENGTH + 1))
+    mixed = model.rotary(positions, torch.tensor([64, 65, 64, 65, 64]))
+    for part, one, other in zip(mixed, short, long, strict=True):
+        assert not torch.allclose(one[:, 1:], other[:, 1:], atol=1e-2)
+        assert torch.equal(part[:, 0::2], one[:, 0::2])
+        assert torch.equal(part[:, 1::2], other[:, 1::2])
+
+
 @pytest.mark.parametrize("start", [SWITCH_LENGTH - 2, SWITCH_LENGTH, SWITCH_LENGTH + 1])
 def test_longrope_switches_where_transformers_generate_does(tmp_path: Path, start: int) -> None:
     """generate() on Phi3 recomputes everything when the sequence first exceeds the switch length."""

