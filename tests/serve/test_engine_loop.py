@@ -116,14 +116,17 @@ class Asked:
 class ApiServer:
     """Stands for the socket, too: what it sends is read by the loop, and what the loop sends it checks."""
 
-    def __init__(self) -> None:
+    def __init__(self, **limits: int) -> None:
         self.cluster = Cluster()
         self.asked: dict[int, Asked] = {}
         self.num_ended: Counter[str] = Counter()
         self.num_first = self.num_prompt_tokens = self.num_gaps = 0
         self.states: list[str] = []
+        self.reasons: list[str] = []
         self._commands: deque[bytes] = deque()
-        setup = EngineSetup(engine=EngineArgs(), max_num_queued_reqs=3, max_num_queued_tokens=2**20)
+        setup = EngineSetup(
+            engine=EngineArgs(), **({"max_num_queued_reqs": 3, "max_num_queued_tokens": 2**20} | limits)
+        )
         self.loop = EngineLoop(self.cluster, setup, self)  # type: ignore[arg-type]
         self._decoder = msgspec.msgpack.Decoder(Report)
 
@@ -178,8 +181,9 @@ class ApiServer:
                 choices = self.loop._choices.items()
                 ids = sorted((index, request) for request, (served, index) in choices if served.id == number)
                 self.asked[number].request_ids = [request for _, request in ids]
-            case Failed(int(number), is_full=True):
+            case Failed(int(number), reason, is_full=True):
                 assert not self.asked[number].was_accepted
+                self.reasons.append(reason)
                 self._end(number, "full")
             case Failed(int(number), reason, param):
                 assert ("refused" in reason) == (param == "prompt"), "its sender is told what to mend"
@@ -328,6 +332,50 @@ def test_an_idle_engine_and_one_with_a_long_step_tell_that_they_live(monkeypatch
     gaps = [after - before for before, after in pairwise(heard_s)]
     assert heard_s[-1] >= 300
     assert max(gaps) < 60 / 3
+
+
+@pytest.mark.parametrize(
+    ("limits", "lengths", "reason"),
+    [
+        (
+            {"max_num_queued_reqs": 3},
+            [60, 60, 20, 20, 20],
+            "3 requests are waiting, of at most 3 (--max-num-queued-reqs)",
+        ),
+        (
+            {"max_num_queued_tokens": 50},
+            [60, 60, 20],
+            "prompts of 60 tokens are waiting: with another 20 they would be more than 50 (--max-num-queued-tokens)",
+        ),
+        (
+            {"max_num_queued_tokens": 50},
+            [60, 30, 20, 1],
+            "prompts of 50 tokens are waiting: with another 1 they would be more than 50 (--max-num-queued-tokens)",
+        ),
+    ],
+)
+def test_a_queue_holds_so_many_requests_and_tokens_but_any_prompt_alone(
+    limits: dict[str, int], lengths: list[int], reason: str
+) -> None:
+    """The first prompt does not wait: both instances begin with it."""
+    server = ApiServer(**limits)
+    for length in lengths:
+        server.add(length)
+    server.finish()
+    *others, last = [asked.end for asked in server.asked.values()]
+    assert (set(others), last) == ({"finished"}, "full")
+    assert server.reasons == [reason]
+    server.check()
+
+
+def test_what_was_accepted_before_a_loss_keeps_its_place_in_a_full_queue() -> None:
+    server = ApiServer(max_num_queued_reqs=1)
+    for _ in range(4):
+        server.add(60)
+    server.add(60, is_accepted=True)
+    server.finish()
+    assert [asked.end for asked in server.asked.values()] == ["finished", "finished", "full", "full", "finished"]
+    server.check()
 
 
 def test_who_is_told_to_quit_waits_for_nothing() -> None:

@@ -29,6 +29,7 @@ from msgspec.structs import replace
 
 from longspan import SamplingParams
 from longspan.args import EngineArgs
+from longspan.serve import client
 from longspan.serve.client import EngineClient, Output, OutputQueue
 from longspan.serve.errors import EngineLostError, QueueFullError
 from longspan.serve.messages import Delta, EngineSetup
@@ -272,6 +273,49 @@ def test_whatever_fails_after_acceptance_reaches_the_reader() -> None:
         for reading in (answer.get(), answer.get_all()):
             with pytest.raises(QueueFullError, match="full"):
                 await asyncio.wait_for(reading, 1)
+
+    asyncio.run(check())
+
+
+def test_what_fails_before_acceptance_reaches_who_submits_and_who_reads() -> None:
+    async def check() -> None:
+        answer = OutputQueue([engine_request(SAY)], lambda _: None)
+        answer.fail(QueueFullError("full"))
+        for waiting in (answer.accepted, answer.get()):
+            with pytest.raises(QueueFullError, match="full"):
+                await asyncio.wait_for(waiting, 1)
+
+    asyncio.run(check())
+
+
+def test_nothing_is_submitted_where_no_engine_will_be(tmp_path: Path) -> None:
+    """After a client was closed."""
+
+    async def check() -> None:
+        setup = EngineSetup(engine=EngineArgs(str(tmp_path)), max_num_queued_reqs=9, max_num_queued_tokens=99)
+        client = EngineClient(setup)
+        await client.close()
+        with pytest.raises(EngineLostError, match="the engine is down"):
+            await client.submit([engine_request(SAY)])
+        assert not client._waiting
+
+    asyncio.run(check())
+
+
+def test_an_engine_whose_process_cannot_be_made_is_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start_child(*_: object, **__: object) -> None:
+        raise OSError("no more processes")
+
+    async def check() -> None:
+        monkeypatch.setattr(client, "start_child", start_child)
+        setup = EngineSetup(engine=EngineArgs(str(tmp_path)), max_num_queued_reqs=9, max_num_queued_tokens=99)
+        engine = EngineClient(setup)
+        with pytest.raises(EngineLostError, match=r"the engine core cannot be started \(no more processes\)"):
+            await engine.start()
+        assert engine.state == "down"
+        await engine.close()
 
     asyncio.run(check())
 

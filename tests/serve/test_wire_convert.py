@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any, cast
 
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 from wire_world import read, tokenizer, world
 
 from longspan.core.sampling import SamplingParams, StructuredOutputsParams
@@ -135,6 +137,16 @@ def test_prompts_in_every_form() -> None:
         engine_requests = completion_requests(read(CompletionRequest, {"prompt": prompt}), SERVED)
         assert [engine_request.text for engine_request in engine_requests] == texts
         assert all(engine_request.token_ids == tuple(ids) for engine_request in engine_requests)
+
+
+def test_a_text_that_the_tokenizer_makes_nothing_of_is_named() -> None:
+    knows_nothing = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocab={"a": 0}, merges=[])))
+    input_processor = InputProcessor(tokenizer=knows_nothing, vocab_size=1, max_model_len=9)
+    served = ServedModel(input_processor=input_processor, names=("m",), limits=SERVED.limits)
+    request = read(CompletionRequest, {"prompt": ["a", "€"]})
+    with pytest.raises(WireError, match="tokenizer has no token for anything in this text") as caught:
+        completion_requests(request, served)
+    assert caught.value.param == "prompt[1]"
 
 
 def test_a_conversation_is_rendered_as_transformers_does() -> None:

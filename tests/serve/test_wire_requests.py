@@ -266,12 +266,25 @@ def test_fields_that_change_nothing_are_ignored() -> None:
             "structured_outputs.whitespace_pattern",
             "not supported",
         ),
+        (
+            {"prompt": "a", "structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "structured_outputs",
+            "cannot be combined with response_format: keep one of them",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(fields: dict[str, Any], param: str, words: str) -> None:
     with pytest.raises(WireError, match=words) as caught:
         read(CompletionRequest, fields)
     assert caught.value.param == param
+
+
+def test_likely_tokens_of_a_chat_need_logprobs() -> None:
+    for logprobs in (None, False):
+        with pytest.raises(WireError, match="it needs logprobs: set that to true") as caught:
+            read(ChatCompletionRequest, {"messages": HELLO, "top_logprobs": 2, "logprobs": logprobs})
+        assert caught.value.param == "top_logprobs"
+    assert read(ChatCompletionRequest, {"messages": HELLO, "top_logprobs": 0}).top_logprobs == 0
 
 
 @pytest.mark.parametrize(

@@ -321,3 +321,20 @@ def test_without_a_tokenizer_tokens_go_by_their_ids() -> None:
     [choice] = whole(plain, [[delta]])["choices"]
     assert choice["logprobs"]["tokens"] == ["token_id:1", "token_id:2", "token_id:3"]
     assert (choice["text"], choice["token_ids"]) == ("", [3])
+
+
+def test_without_a_tokenizer_the_bytes_of_a_chats_tokens_are_not_known() -> None:
+    request, engine_requests = chat({"logprobs": True, "top_logprobs": 1})
+    delta = Delta(
+        id=0,
+        choice=0,
+        text="",
+        token_ids=[3],
+        logprobs=[{3: Logprob(logprob=-1.0, rank=2), 4: Logprob(logprob=-0.5, rank=1)}],
+        finish_reason="length",
+        stop_reason=None,
+    )
+    [choice] = whole(ChatAssembler(request, engine_requests, None, NAMES), [[delta]])["choices"]
+    [entry] = choice["logprobs"]["content"]
+    assert (entry["token"], entry["bytes"]) == ("token_id:3", None)
+    assert [(top["token"], top["bytes"]) for top in entry["top_logprobs"]] == [("token_id:4", None)]
