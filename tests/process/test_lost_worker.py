@@ -7,20 +7,24 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
+import msgspec
 import psutil
 import pytest
+import torch
+import zmq
 from engines import ThreadLLM
 from forked import Forked
 
 from longspan import LLM, SamplingParams
 from longspan.core.cluster import Cluster
 from longspan.errors import WorkerLostError
-from longspan.runtime.executor import processes
+from longspan.runtime import messages
+from longspan.runtime.executor import control_plane, processes, threads
 from longspan.runtime.executor.control_plane import WorkerExecutor
 
 LONG = SamplingParams(temperature=0, max_tokens=4)
@@ -197,3 +201,168 @@ def test_what_was_begun_of_an_executor_is_ended_when_a_worker_does_not_start(
     with pytest.raises(OSError, match="no process"):
         WorkerExecutor(processes.ProcessLauncher(config), step_timeout_s=1.0)
     assert not list(Path(tempfile.gettempdir()).glob("longspan-*"))
+
+
+# ---------------------------------------------------------------- what is made of reports
+
+
+class Puppet:
+    """A worker that says what a test wants."""
+
+    def __init__(self, launcher: Puppets, rank: int) -> None:
+        self.pid, self._code, self._ended = os.getpid(), 0, threading.Event()
+        self._commands, self._reports = launcher.context.socket(zmq.PULL), launcher.context.socket(zmq.PUSH)
+        self._commands.bind(messages.command_address(launcher.endpoint, rank))
+        self._reports.connect(messages.report_address(launcher.endpoint))
+        if rank != launcher.silent:
+            self.say(messages.Ready(rank))
+
+    def say(self, report: messages.Report) -> None:
+        self._reports.send(msgspec.msgpack.encode(report))
+
+    def end(self, code: int) -> None:
+        self._code = code
+        self._ended.set()
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        assert self._ended.wait(timeout_s)
+        return self._code
+
+    def kill(self) -> None:
+        self._ended.set()
+
+    destroy = kill
+
+
+class Puppets:
+    """Launches them; `silent` never gets ready."""
+
+    def __init__(self, silent: int | None = None) -> None:
+        self.silent = silent
+        self.cluster, self.context, self.endpoint = Cluster.of("3"), zmq.Context(), "inproc://puppets"
+        self.workers: list[Puppet] = []
+
+    def start(self, rank: int) -> Puppet:
+        self.workers.append(Puppet(self, rank))
+        return self.workers[-1]
+
+    def hint(self, rank: int) -> str:
+        return f"rank {rank} has strings"
+
+    def clean_up(self) -> None:
+        self.workers.clear()
+
+
+def exits(rank: int, code: int) -> Callable[[Puppets], None]:
+    return lambda puppets: puppets.workers[rank].end(code)
+
+
+def fails(rank: int, *, peer: bool = False) -> Callable[[Puppets], None]:
+    report = messages.Failed(rank, "a peer is gone" if peer else "ValueError: no", peer)
+    return lambda puppets: puppets.workers[rank].say(report)
+
+
+@pytest.mark.parametrize(
+    ("act", "rank", "reason"),
+    [
+        (exits(1, 3), 1, "its process exited with code 3"),
+        (exits(1, -signal.SIGKILL), 1, "its process was killed by SIGKILL"),
+        (fails(2), 2, "ValueError: no"),
+    ],
+)
+def test_who_ends_is_named_with_the_reason(act: Callable[[Puppets], None], rank: int, reason: str) -> None:
+    puppets = Puppets()
+    executor = WorkerExecutor(puppets, step_timeout_s=60.0)
+    act(puppets)
+    with pytest.raises(WorkerLostError) as lost:
+        executor.poll(20.0)
+    assert str(lost.value) == f"worker rank {rank} was lost: {reason} (rank {rank} has strings)"
+
+
+@pytest.mark.parametrize(
+    ("acts", "rank", "reason"),
+    [
+        ([fails(1)], 1, "ValueError: no"),
+        ([fails(0, peer=True), fails(1)], 1, "ValueError: no"),
+        ([exits(0, -signal.SIGTERM)], 0, "its process was killed by SIGTERM"),
+        ([exits(2, 7)], 2, "a peer is gone"),
+        ([exits(0, 1)], 2, "a peer is gone"),
+        ([], 2, "a peer is gone"),
+    ],
+)
+def test_who_is_to_blame_is_named_and_not_who_noticed_it(
+    acts: list[Callable[[Puppets], None]], rank: int, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 2 loses a peer, and then it shows which: others that end with code 1 have noticed the same."""
+    puppets, blame = Puppets(), WorkerExecutor._blame
+
+    def act_first(executor: WorkerExecutor, noticed_by: int, words: str) -> NoReturn:
+        assert noticed_by == 2
+        for act in acts:
+            act(puppets)
+        blame(executor, noticed_by, words)
+
+    monkeypatch.setattr(WorkerExecutor, "_blame", act_first)
+    monkeypatch.setattr(control_plane, "_BLAME_TIMEOUT_S", 0.1)
+    executor = WorkerExecutor(puppets, step_timeout_s=60.0)
+    fails(2, peer=True)(puppets)
+    with pytest.raises(WorkerLostError) as lost:
+        executor.poll(20.0)
+    assert str(lost.value) == f"worker rank {rank} was lost: {reason} (rank {rank} has strings)"
+
+
+def test_who_is_not_ready_in_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_plane, "_START_TIMEOUT_S", 0.1)
+    with pytest.raises(WorkerLostError, match="rank 1 was lost: not ready after 0 s"):
+        WorkerExecutor(Puppets(silent=1), step_timeout_s=60.0)
+
+
+def test_a_thread_that_cannot_load_its_model_is_named_with_its_reason(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> NoReturn:
+        raise ValueError("no such weights")
+
+    monkeypatch.setattr(threads, "load_worker", refuse)
+    with pytest.raises(
+        WorkerLostError, match=r"rank 0 was lost: .*no such weights.* \(see the log of process \d+ for r"
+    ):
+        ThreadLLM(str(tiny), skip_tokenizer_init=True)
+
+
+def test_a_thread_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever it does later harms nobody."""
+    held = threading.Event()
+
+    def hang(*_: object) -> NoReturn:
+        held.wait(60)
+        raise ValueError("too late")
+
+    monkeypatch.setattr(threads, "load_worker", hang)
+    monkeypatch.setattr(threads, "_END_TIMEOUT_S", 0.02)
+    num_threads = torch.get_num_threads()
+    config: Any = SimpleNamespace(
+        device="cpu", cluster=Cluster.of("1"), num_threads=num_threads + 1, attention_kernel=None
+    )
+    launcher = threads.ThreadLauncher(config)
+    reports = launcher.context.socket(zmq.PULL)
+    reports.bind(messages.report_address(launcher.endpoint))
+    worker = launcher.start(0)
+    with pytest.raises(TimeoutError, match=r"rank 0 still runs after 0\.01 s"):
+        worker.wait(0.01)
+    worker.destroy()
+    assert "rank 0 hangs and is left behind" in caplog.text
+    held.set()
+    assert worker.wait(20) == 1
+    assert reports.poll(5000)
+    assert "too late" in msgspec.msgpack.decode(reports.recv(), type=messages.Report).reason
+    launcher.context.destroy(linger=0)
+    assert torch.get_num_threads() == num_threads + 1
+    launcher.clean_up()
+    assert torch.get_num_threads() == num_threads
+
+
+def test_threads_compute_on_cpu_only() -> None:
+    config: Any = SimpleNamespace(device="cuda")
+    with pytest.raises(ValueError, match="workers that are threads compute on cpu, not on cuda"):
+        threads.ThreadLauncher(config)

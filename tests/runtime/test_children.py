@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from longspan.args import EngineArgs
-from longspan.runtime.executor.forkserver import _ForkServer
+from longspan.core.cluster import Cluster
+from longspan.model.files import ModelFiles
+from longspan.runtime.executor import forkserver
+from longspan.runtime.executor.forkserver import Ended, KillWorker, Started, StartWorker, _ForkServer
+from longspan.runtime.messages import WorkerConfig
 from longspan.serve.client import EngineClient
 from longspan.serve.messages import EngineSetup
 from longspan.text import grammar_check
@@ -23,6 +32,95 @@ def test_a_server_that_has_ended_leaves_no_pipe_open() -> None:
     while not all(pipe is not None and pipe.closed for pipe in (server._process.stdin, server._process.stdout)):
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
+
+
+class Silent:
+    """In place of the process of a server: it says what a test says, and ends when told to."""
+
+    def __init__(self, code: int | None = None) -> None:
+        self.code, self.was_killed = code, False
+        commands, self.stdin = (os.fdopen(end, mode) for end, mode in zip(os.pipe(), ("rb", "wb"), strict=True))
+        self.stdout, self.said = (os.fdopen(end, mode) for end, mode in zip(os.pipe(), ("rb", "wb"), strict=True))
+        self.commands = commands
+
+    def say(self, report: Started | Ended) -> None:
+        self.said.write(msgspec.json.encode(report) + b"\n")
+        self.said.flush()
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        if self.code is None:
+            raise subprocess.TimeoutExpired("server", timeout_s or 0.0)
+        return self.code
+
+    def kill(self) -> None:
+        self.code, self.was_killed = -9, True
+        self.said.close()
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Silent]:
+    process = Silent()
+    monkeypatch.setattr(forkserver, "start_child", lambda *_, **__: process)
+    monkeypatch.setattr(forkserver.atexit, "register", lambda _: None)
+    monkeypatch.setattr(forkserver, "_START_TIMEOUT_S", 0.05)
+    yield process
+    for pipe in (process.stdin, process.said, process.commands):
+        with suppress(BrokenPipeError):
+            pipe.close()
+
+
+def start_worker(tmp_path: Path) -> StartWorker:
+    files = ModelFiles(name="m", config_dir=tmp_path, weights=tmp_path, tokenizer_dir=None, dtype="float32")
+    config = WorkerConfig(files=files, cluster=Cluster.of("1"), device="cpu", num_threads=1, block_size=16)
+    return StartWorker(config, 0, str(tmp_path), tmp_path / "log")
+
+
+def test_a_server_that_forks_nothing_in_time_is_ended_and_named(silent: Silent, tmp_path: Path) -> None:
+    server = _ForkServer()
+    with pytest.raises(OSError, match=r"the process that forks workers does nothing for 0\.05 s"):
+        server.start(start_worker(tmp_path))
+    assert silent.was_killed
+
+
+def test_a_server_that_ends_instead_of_forking_is_named_with_its_code(silent: Silent, tmp_path: Path) -> None:
+    server = _ForkServer()
+    silent.code = 3
+    silent.said.close()
+    with pytest.raises(OSError, match="the process that forks workers ended with code 3"):
+        server.start(start_worker(tmp_path))
+
+
+def test_what_is_said_to_a_server_that_is_gone_is_lost(silent: Silent) -> None:
+    server = _ForkServer()
+    silent.commands.close()
+    server.send(KillWorker(7))
+    silent.code = 3
+    server.close()
+    assert not silent.was_killed
+
+
+def test_a_server_that_does_not_end_is_killed_with_its_workers(
+    silent: Silent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[tuple[int, int]] = []
+
+    def kill(pid: int, number: int) -> None:
+        killed.append((pid, number))
+        if pid == 2**30:
+            raise ProcessLookupError
+
+    monkeypatch.setattr(forkserver.os, "kill", kill)
+    monkeypatch.setattr(forkserver, "_START_TIMEOUT_S", 20.0)
+    server, workers = _ForkServer(), []
+    for pid in (2**30, 2**30 + 1):
+        silent.say(Started(pid))
+        workers.append(server.start(start_worker(tmp_path)))
+    with pytest.raises(TimeoutError, match=f"worker process {2**30} still runs after 0 s"):
+        workers[0].wait(0)
+    server.close()
+    assert killed == [(2**30, signal.SIGKILL), (2**30 + 1, signal.SIGKILL)]
+    assert silent.was_killed
+    assert [worker.wait(20) for worker in workers] == [-9, -9]
 
 
 def start_engine(events: Path) -> None:
