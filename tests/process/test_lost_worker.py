@@ -22,6 +22,7 @@ from forked import Forked
 
 from longspan import LLM, SamplingParams
 from longspan.core.cluster import Cluster
+from longspan.core.steps import Free
 from longspan.errors import WorkerLostError
 from longspan.runtime import messages
 from longspan.runtime.executor import control_plane, processes, threads
@@ -220,6 +221,9 @@ class Puppet:
     def say(self, report: messages.Report) -> None:
         self._reports.send(msgspec.msgpack.encode(report))
 
+    def close(self) -> None:
+        self._commands.close()
+
     def end(self, code: int) -> None:
         self._code = code
         self._ended.set()
@@ -279,36 +283,55 @@ def test_who_ends_is_named_with_the_reason(act: Callable[[Puppets], None], rank:
     assert str(lost.value) == f"worker rank {rank} was lost: {reason} (rank {rank} has strings)"
 
 
+NOTICES, ENDS = fails(2, peer=True), exits(2, 1)
+
+
 @pytest.mark.parametrize(
     ("acts", "rank", "reason"),
     [
-        ([fails(1)], 1, "ValueError: no"),
-        ([fails(0, peer=True), fails(1)], 1, "ValueError: no"),
-        ([exits(0, -signal.SIGTERM)], 0, "its process was killed by SIGTERM"),
-        ([exits(2, 7)], 2, "a peer is gone"),
-        ([exits(0, 1)], 2, "a peer is gone"),
-        ([], 2, "a peer is gone"),
+        ([NOTICES, fails(1)], 1, "ValueError: no"),
+        ([NOTICES, fails(0, peer=True), fails(1)], 1, "ValueError: no"),
+        ([NOTICES, exits(0, -signal.SIGTERM)], 0, "its process was killed by SIGTERM"),
+        ([NOTICES, exits(2, 7)], 2, "a peer is gone"),
+        ([NOTICES, exits(0, 1)], 2, "a peer is gone"),
+        ([NOTICES], 2, "a peer is gone"),
+        ([ENDS, fails(2)], 2, "ValueError: no"),
+        ([ENDS, NOTICES], 2, "a peer is gone"),
+        ([ENDS, NOTICES, fails(1)], 1, "ValueError: no"),
+        ([ENDS, exits(0, -signal.SIGKILL)], 0, "its process was killed by SIGKILL"),
+        ([ENDS], 2, "its process exited with code 1"),
     ],
 )
 def test_who_is_to_blame_is_named_and_not_who_noticed_it(
     acts: list[Callable[[Puppets], None]], rank: int, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 2 loses a peer, and then it shows which: others that end with code 1 have noticed the same."""
+    """Who ends with code 1 says why, but its end may be heard of before that."""
     puppets, blame = Puppets(), WorkerExecutor._blame
+    first, *others = acts
 
     def act_first(executor: WorkerExecutor, noticed_by: int, words: str) -> NoReturn:
         assert noticed_by == 2
-        for act in acts:
+        for act in others:
             act(puppets)
         blame(executor, noticed_by, words)
 
     monkeypatch.setattr(WorkerExecutor, "_blame", act_first)
     monkeypatch.setattr(control_plane, "_BLAME_TIMEOUT_S", 0.1)
     executor = WorkerExecutor(puppets, step_timeout_s=60.0)
-    fails(2, peer=True)(puppets)
+    first(puppets)
     with pytest.raises(WorkerLostError) as lost:
         executor.poll(20.0)
     assert str(lost.value) == f"worker rank {rank} was lost: {reason} (rank {rank} has strings)"
+
+
+def test_nobody_waits_to_tell_something_to_a_worker_that_reads_no_more() -> None:
+    puppets = Puppets()
+    executor = WorkerExecutor(puppets, step_timeout_s=60.0)
+    puppets.workers[1].close()
+    executor.submit(Free(number=1, request_ids=(7,)))
+    exits(1, -signal.SIGKILL)(puppets)
+    with pytest.raises(WorkerLostError, match=r"rank 1 was lost: .*SIGKILL"):
+        executor.poll(20.0)
 
 
 def test_who_is_not_ready_in_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

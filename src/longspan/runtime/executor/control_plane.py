@@ -11,6 +11,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NoReturn, Protocol, Self
 
@@ -25,7 +26,7 @@ from longspan.runtime import messages
 _START_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 3.0
 _BLAME_TIMEOUT_S = 3.0
-"""Wait this long for the rank that caused it when another one only noticed a lost peer."""
+"""Wait this long for the rank that caused it when another one only noticed a lost peer, or ended by an exception."""
 _LEAST_WAIT_S = 0.1
 """Wait this long for reports that may be there already: this process may have been stopped, not its workers."""
 
@@ -214,16 +215,21 @@ class WorkerExecutor:
                 self._blame(rank, reason)
             case messages.Failed(rank, reason):
                 self._lose(rank, reason)
+            case messages.Exited(rank, 1):  # it has said why, but what comes from two sockets comes in any order
+                self._blame(rank, _describe(1))
             case messages.Exited(rank, code):
                 self._lose(rank, _describe(code))
         return None
 
     def _blame(self, rank: int, reason: str) -> NoReturn:
-        """Waits shortly, when a rank lost a peer, for the report of the peer itself."""
+        """Waits shortly, when a rank lost a peer or ended by an exception, for the report of who is to blame."""
         deadline = time.monotonic() + _BLAME_TIMEOUT_S
         while (report := self._receive(deadline - time.monotonic())) is not None:
-            if isinstance(report, messages.Failed) and not report.peer:
-                self._lose(report.rank, report.reason)
+            if isinstance(report, messages.Failed):
+                if not report.peer:
+                    self._lose(report.rank, report.reason)
+                if report.rank == rank:
+                    reason = report.reason
             if isinstance(report, messages.Exited) and report.rank != rank and report.code != 1:
                 self._lose(report.rank, _describe(report.code))
         self._lose(rank, reason)
@@ -237,7 +243,7 @@ class WorkerExecutor:
     def _send(self, command: messages.Command, ranks: Sequence[int]) -> None:
         data = msgspec.msgpack.encode(command)
         for rank in ranks:
-            self._commands[rank].send(data)
+            _tell(self._commands[rank], data)
 
 
 @dataclass
@@ -363,6 +369,12 @@ def _watch(worker: WorkerHandle, rank: int, reports: zmq.Socket[bytes]) -> None:
         reports.close(linger=0)
 
 
+def _tell(worker: zmq.Socket[bytes], command: bytes) -> None:
+    """Sends without waiting: nobody would ever read what is for a thread that has ended."""
+    with suppress(zmq.Again):
+        worker.send(command, zmq.NOBLOCK)
+
+
 def _describe(code: int) -> str:
     if code < 0:
         return f"its process was killed by {signal.Signals(-code).name}"
@@ -382,7 +394,7 @@ def _clean_up(
     """
     stop = msgspec.msgpack.encode(messages.Stop())
     for socket in commands:
-        socket.send(stop)
+        _tell(socket, stop)
     deadline = time.monotonic() + _STOP_TIMEOUT_S
     for worker in workers:
         try:
