@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -199,6 +201,46 @@ def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_compiler_with_options_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "g++ -g0")
     assert native.build(tmp_path / "new").is_file()
+
+
+def test_a_processor_that_tells_nothing_has_no_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native.Path, "read_text", lambda *_, **__: "processor : 0\nflags : avx2 avx512_bf16\n")
+    assert native._processor_flags() >= {"avx2", "avx512_bf16"}
+    monkeypatch.setattr(native.Path, "read_text", not_there)
+    with pytest.raises(native.UnavailableError, match="AVX512_BF16"):
+        native.build(tmp_path)
+
+
+def not_there(*_: object, **__: object) -> NoReturn:
+    raise FileNotFoundError
+
+
+def test_memory_that_a_kernel_does_not_get_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no wrong answer."""
+    full = SimpleNamespace(longspan_attend_bf16=lambda *_: 1, longspan_attend_paged_bf16=lambda *_: 1)
+    monkeypatch.setattr(native, "_library", full)
+    spec = AttnSpec(num_heads=2, num_kv_heads=1, head_dim=32, scale=0.1, window=None, softcap=None)
+    q, k, v = random_qkv(spec, 64, 64, torch.bfloat16, seed=1)
+    with pytest.raises(MemoryError, match="packed keys and values"):
+        NativeCpu().attend(q, k, v, relate(Run(0, 64), Run(0, 64)), spec)
+    kv = PagedKv(keys=torch.zeros(1, 1, 16, 32).bfloat16(), values=torch.zeros(1, 1, 16, 32).bfloat16())
+    plan = NativeCpu().plan([Reads(blocks=[0], start=0, stop=3)], kv)
+    with pytest.raises(MemoryError, match="partial outputs"):
+        NativeCpu().attend_paged(q[:, :1], kv, plan, spec)
+
+
+def test_what_the_paged_kernel_cannot_compute_is_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here float32."""
+    monkeypatch.setattr(native, "_library", None)
+    spec = AttnSpec(num_heads=4, num_kv_heads=2, head_dim=32, scale=0.1, window=None, softcap=None)
+    q, k, v = random_qkv(spec, 1, 48, torch.float32, seed=1)
+    keys, values = (x.unflatten(1, (3, 16)).transpose(0, 1).contiguous() for x in (k, v))
+    kv = PagedKv(keys=keys, values=values)
+    plan = NativeCpu().plan([Reads(blocks=[0, 1, 2], start=5, stop=40)], kv)
+    out, lse = NativeCpu().attend_paged(q, kv, plan, spec)
+    wanted, wanted_lse = reference(q, [10**6], k[:, 5:40], v[:, 5:40], range(35), spec)
+    torch.testing.assert_close(out.double(), wanted, atol=1e-5, rtol=0)
+    torch.testing.assert_close(lse.double(), wanted_lse, atol=1e-5, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

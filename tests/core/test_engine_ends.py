@@ -8,6 +8,8 @@ import pytest
 from cluster import VOCAB, Cluster, Setup
 from workloads import in_flight
 
+from longspan.core.cluster import Cluster as Instances
+from longspan.core.engine import EngineConfig
 from longspan.core.options import SchedulingArgs
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Forward, Free
@@ -65,6 +67,22 @@ def test_requests_are_as_long_as_the_policy_of_the_moment_can_place() -> None:
     request = cluster.add(range(100), max_tokens=100)
     cluster.run()
     assert request.num_tokens == 128
+
+
+def test_a_longer_context_than_the_models_or_the_pools_is_refused() -> None:
+    cluster, policy = Instances.of("1", num_blocks=[4]), make_policy("chunked", num_instances=1, options={})
+
+    def longest(wanted: int | None, context_length: int) -> int:
+        asked = SchedulingArgs(block_size=16, max_model_len=wanted)
+        return EngineConfig.of(asked, cluster, policy, context_length=context_length).max_model_len
+
+    assert (longest(None, 100), longest(None, 50), longest(50, 50), longest(64, 100)) == (64, 50, 50, 64)
+    with pytest.raises(ValueError, match="max_model_len 51 exceeds the model's context of 50 tokens"):
+        longest(51, 50)
+    with pytest.raises(
+        ValueError, match="max_model_len 65 does not fit: the KV pools hold 64 tokens; allow more memory"
+    ):
+        longest(65, 100)
 
 
 @pytest.mark.parametrize("name", ["max_num_batched_tokens", "max_num_seqs"])

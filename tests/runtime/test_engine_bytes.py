@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from engines import ThreadLLM
 from tiny_models import make_tiny
 
@@ -55,6 +57,41 @@ def formula(llm: LLM, exchange: str, tokens: list[int]) -> int:
             makers = [min(m for m, share in enumerate(shares) if head in share.kv_heads) for head in range(kv_heads)]
             travelling = sum(tokens[i] * sum(maker != i for maker in makers) for i in range(MEMBERS))
             return 2 * (MEMBERS - 1) * TOKENS * shape.hidden_size * 4 + 2 * dim * 4 * travelling
+
+
+@pytest.mark.parametrize("record_times", [False, True])
+def test_times_of_each_rank_are_told_if_they_are_recorded(record_times: bool, tmp_path: Path) -> None:
+    folder, begin_s = make_tiny("llama", tmp_path), time.perf_counter()
+    options = {"instances": 2, "policy_options": {"threshold": "10"}, "record_times": record_times, "block_size": BLOCK}
+    with ThreadLLM(str(folder), skip_tokenizer_init=True, **options) as llm:
+        llm.generate([[5] * 40], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+        found = llm.worker_times()
+    assert len(found) == 2
+    for times in found:
+        assert set(times) == ({"attention", "linear", "other", "messages", "controller"} if record_times else set())
+        assert all(seconds > 0 for seconds in times.values())
+        assert sum(times.values()) < time.perf_counter() - begin_s
+
+
+def test_devices_that_are_not_there_are_refused_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="cuda was asked for, but PyTorch finds no CUDA device here: use cpu"):
+        ThreadLLM("no/such/model", device="cuda")
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
+def test_a_step_has_some_time(seconds: float) -> None:
+    with pytest.raises(ValueError, match=f"step_timeout_s must be more than 0, but {seconds} given"):
+        ThreadLLM("no/such/model", step_timeout_s=seconds)
+
+
+def test_memory_for_less_than_a_block_is_refused(tmp_path: Path) -> None:
+    folder = make_tiny("llama", tmp_path)
+    of_a_block = 3 * BLOCK * 2 * 3 * 16 * 4
+    with pytest.raises(
+        ValueError, match=rf"{of_a_block - 1} bytes of KV memory .* no block of {of_a_block} bytes: allow"
+    ):
+        ThreadLLM(str(folder), skip_tokenizer_init=True, block_size=BLOCK, kv_cache_memory_bytes=of_a_block - 1)
 
 
 @pytest.mark.parametrize("exchange", ["ring_kv", "ring_q", "gather_kv", "alltoall", "gather_hidden", "chain"])

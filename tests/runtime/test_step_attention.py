@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import pytest
 import torch
@@ -24,11 +25,12 @@ from longspan.core.exchange import LOCAL, RING_KV, RING_Q
 from longspan.core.owners import BlockRef
 from longspan.core.runs import positions, shard_span
 from longspan.core.steps import Forward, Free, Part, Sampling
+from longspan.runtime import timing
 from longspan.runtime.attention import StepAttention
 from longspan.runtime.batch import pack
 from longspan.runtime.pool import KvPool
 from longspan.runtime.step_comm import StepComm
-from longspan.runtime.timing import Stopwatch
+from longspan.runtime.timing import Stopwatch, TimedTransport
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BLOCK = 8
@@ -137,3 +139,93 @@ def test_steps_of_mixed_groups(chats: list[Chat], draw: random.Random) -> None:
         every = range(chats[index].stops[-1])
         out = torch.stack([found[layer, index, position] for position in every], dim=1)
         torch.testing.assert_close(out.double(), reference(q, every, k, v, every, specs[layer])[0], atol=1e-5, rtol=0)
+
+
+# ---------------------------------------------------------------- where the time goes
+
+
+class Ticking:
+    """A clock that moves when told to, in place of `time`."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def work(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    def fail_after(self, seconds: float) -> NoReturn:
+        self.work(seconds)
+        raise KeyError
+
+
+class SlowTransport:
+    """Takes 1 s to start, 2 s to wait for, and 4 s to complete; sends nothing."""
+
+    tagged = True
+
+    def __init__(self, clock: Ticking) -> None:
+        self._clock = clock
+
+    def start(self, *_: object) -> SlowTransport:
+        self._clock.work(1.0)
+        return self
+
+    def wait(self) -> None:
+        self._clock.work(2.0)
+
+    def complete_sends(self) -> None:
+        self._clock.work(4.0)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Ticking:
+    found = Ticking()
+    monkeypatch.setattr(timing, "time", found)
+    return found
+
+
+def test_an_inner_category_stops_the_clock_of_the_outer_one(clock: Ticking) -> None:
+    watch = Stopwatch(enabled=True, device=CPU)
+    messages = TimedTransport(SlowTransport(clock), watch)
+    clock.work(0.5)
+    watch.switch("other")
+    clock.work(16.0)
+    with watch.during("attention"):
+        clock.work(8.0)
+        messages.start([], [], 0).wait()
+        clock.work(8.0)
+    with pytest.raises(KeyError), watch.during("attention"):
+        clock.fail_after(32.0)
+    messages.complete_sends()
+    clock.work(64.0)
+    watch.switch("controller")
+    clock.work(128.0)
+    assert watch.seconds() == {
+        "attention": 48.0,
+        "linear": 0.0,
+        "other": 80.0,
+        "messages": 7.0,
+        "controller": 0.5,
+    }, "and nothing of what goes on still"
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_linear_layers_count_for_themselves_if_anything_does(enabled: bool, clock: Ticking) -> None:
+    class Slow(torch.nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            clock.work(3.0)
+            return super().forward(x)
+
+    model = torch.nn.Sequential(Slow(2, 2), torch.nn.Tanh(), Slow(2, 2))
+    watch = Stopwatch(enabled=enabled, device=CPU)
+    watch.watch_linear(model)
+    watch.switch("other")
+    clock.work(1.0)
+    model(torch.zeros(1, 2))
+    clock.work(1.0)
+    watch.switch("controller")
+    found = watch.seconds()
+    assert found == ({**dict.fromkeys(found, 0.0), "linear": 6.0, "other": 2.0} if enabled else {})

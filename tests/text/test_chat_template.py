@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from longspan.core.sampling import SamplingParams
 from longspan.model.source import smollm2_folder
 from longspan.text.input_processor import InputProcessor, conversations
 
@@ -47,6 +49,28 @@ def test_options_reach_the_template(tokenizer: PreTrainedTokenizerBase) -> None:
     begun = [HELLO, {"role": "assistant", "content": "Well"}]
     open_end = render(tokenizer, begun, {"add_generation_prompt": False, "continue_final_message": True})
     assert open_end.endswith("<|im_start|>assistant\nWell")
+
+
+def test_a_message_that_only_calls_tools_has_no_text(tokenizer: PreTrainedTokenizerBase) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    asked = [HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}, HELLO]
+    assert render(tokenizer, asked, {}) == render(tokenizer, [HELLO, {"role": "assistant", "content": ""}, HELLO], {})
+    shown = {"chat_template": "{{ messages[1].tool_calls[0].function.name }}{{ messages[1].content }}"}
+    assert render(tokenizer, asked, shown) == "f"
+
+
+@pytest.mark.parametrize(("prompt", "shown"), [(5, "5"), ([1, "a"], "[1, 'a']"), ([1.5], "[1.5]")])
+def test_what_is_no_prompt_is_refused(tokenizer: PreTrainedTokenizerBase, prompt: Any, shown: str) -> None:
+    processor = InputProcessor(tokenizer=tokenizer, vocab_size=len(tokenizer), max_model_len=512)
+    with pytest.raises(ValueError, match=rf"^a prompt is a text or a list of token ids, but {re.escape(shown)} given"):
+        processor.process(prompt, SamplingParams())
+
+
+def test_without_a_tokenizer_there_are_no_stop_strings() -> None:
+    processor = InputProcessor(tokenizer=None, vocab_size=9, max_model_len=512)
+    assert processor.process([1, 2], SamplingParams(stop_token_ids=[3])).token_ids == (1, 2)
+    with pytest.raises(ValueError, match=r"stop strings need a tokenizer, but there is none \(skip_tokenizer_init\)"):
+        processor.process([1, 2], SamplingParams(stop=["a"]))
 
 
 def test_parts_of_a_content_are_joined(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -11,7 +11,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from longspan.model.files import ModelError, ModelFiles
-from longspan.text.tokenizer import Detokenizer, load_tokenizer, token_text
+from longspan.text import tokenizer as tokenizer_module
+from longspan.text.tokenizer import Detokenizer, grammar_vocabulary, load_tokenizer, token_text
 
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 PRINTABLE_FIRST = PRINTABLE + [byte for byte in range(256) if byte not in PRINTABLE]
@@ -143,6 +144,36 @@ def test_a_model_without_tokenizer_files_is_named(tmp_path: Path) -> None:
     files = ModelFiles(name="bare", config_dir=tmp_path, weights=tmp_path / "w", tokenizer_dir=None, dtype="float32")
     with pytest.raises(ModelError, match="'bare' has no tokenizer files"):
         load_tokenizer(files)
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_named_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    files = ModelFiles(name="x", config_dir=tmp_path, weights=tmp_path / "w", tokenizer_dir=tmp_path, dtype="float32")
+    with pytest.raises(ModelError, match="the tokenizer of 'x' cannot be loaded") as refusal:
+        load_tokenizer(files)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("length", [20, 200])
+def test_a_prompt_of_which_no_byte_makes_a_character_changes_no_output(length: int) -> None:
+    prompt = [spell("é")[1]] * length
+    assert "".join(pieces(Detokenizer(BYTE_LEVEL, prompt), spell("aé!"))) == "aé!"
+
+
+def test_a_grammar_needs_a_token_that_ends_an_output() -> None:
+    endless = PreTrainedTokenizerFast(tokenizer_object=BYTE_LEVEL.backend_tokenizer)
+    with pytest.raises(ModelError, match="need an end-of-sequence token, but this model has none: leave them out"):
+        grammar_vocabulary(endless, vocab_size=VOCAB)
+    assert grammar_vocabulary(endless, vocab_size=VOCAB, eos_token_ids=(1,)).eos_token == 1
+
+
+def test_a_tokenizer_whose_bytes_cannot_be_told_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise ValueError("no bytes\nhere")
+
+    monkeypatch.setattr(tokenizer_module, "from_tokenizer", refuse)
+    with pytest.raises(ModelError, match=r"cannot work with this model's tokenizer \(ValueError: no bytes here\)"):
+        grammar_vocabulary(BYTE_LEVEL, vocab_size=VOCAB)
 
 
 def test_load_tokenizer_reads_the_folder(tmp_path: Path) -> None:
