@@ -173,6 +173,26 @@ def test_cached_keys_do_not_run_through_chains() -> None:
     assert sent == prefill(4, CHAIN, 4096).bytes_exchanged + 3 * 8192 * kv_bytes
 
 
+def test_a_chain_behind_cached_tokens_pays_for_sending_them_in_every_layer() -> None:
+    """They come from all members, so over the network it waits about as long as a gather of all keys."""
+    chained, gathered = (prefill(16, one, 262_144, 245_760) for one in (CHAIN, GATHER_KV))
+    assert chained.breakdown.exchange_s > 0.8 * gathered.breakdown.exchange_s
+
+
+@pytest.mark.parametrize("instances", [2, 4])
+def test_a_prompt_is_not_quicker_as_several_chains(instances: int) -> None:
+    whole_s = estimate_prefill(model_on(instances=instances), instances, CHAIN, 32768, fractions="search").seconds
+    steps_s = [prefill(instances, CHAIN, end, end - 8192).seconds for end in (8192, 16384, 24576, 32768)]
+    assert sum(steps_s) > whole_s
+
+
+def test_members_that_have_cached_keys_wait_for_the_last_to_come_to_a_layer() -> None:
+    """Without: 3 seconds each in every layer. With: both come to the layer together, 5 seconds before they attend."""
+    members = [Member(before_s=1, behind_s=2, message_s=0), Member(before_s=1, behind_s=4, message_s=0)]
+    assert skewed(members, 2) == [6, 10]
+    assert skewed(members, 2, gather_s=5) == [9 + 5 + 2, 9 + 5 + 4]
+
+
 def test_a_message_of_a_rendezvous_waits_for_its_receiver() -> None:
     """Layers of 1 + 2 s and messages of 4 s: eagerly sent, the second is under way while the receiver computes."""
     pair = [Member(before_s=1, behind_s=2, message_s=4), Member(before_s=1, behind_s=2, message_s=0)]

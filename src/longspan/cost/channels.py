@@ -110,7 +110,7 @@ def shares_of(exchange: Exchange, runs: SpanShards, start: int, stop: int) -> li
 
 
 def cached_in_chain(channel: Channel) -> float:
-    """Returns the keys of earlier steps, which go to all readers at once and do not run through the chain."""
+    """Returns the keys of earlier steps, which all members send to each other; they do not run through the chain."""
     return max(0.0, channel.shares.held[0] - channel.shares.queries[0])
 
 

@@ -179,7 +179,9 @@ class Roofline:
                 new = max(0.0, share.held - cached)
                 sent_s = self.topology.send_s(new * self.layer.kv_bytes, instance, receiver) - latency_s
             members.append(Member(before_s=before_s, behind_s=rest_s, message_s=sent_s, latency_s=latency_s))
-        ends = skewed(members, num_layers, rendezvous=self.layer.attention.rendezvous)
+        own_bytes = cached / len(channel.group) * self.layer.kv_bytes
+        gather_s = self.topology.gather_s(own_bytes, channel.group) if cached else 0.0
+        ends = skewed(members, num_layers, rendezvous=self.layer.attention.rendezvous, gather_s=gather_s)
         for instance, end_s, own_s in zip(channel.group, ends, busy_s, strict=True):
             found[instance] += Breakdown(exchange_s=max(0.0, end_s - own_s))
 

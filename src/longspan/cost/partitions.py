@@ -219,7 +219,9 @@ class Member:
     latency_s: float = 0.0
 
 
-def skewed(members: Sequence[Member], num_layers: int, *, rendezvous: bool = False) -> list[float]:
+def skewed(
+    members: Sequence[Member], num_layers: int, *, rendezvous: bool = False, gather_s: float = 0.0
+) -> list[float]:
     """Returns when each member of a chain is done (§4.1, Fig. 7).
 
     In every layer a member projects its tokens while its predecessor's message is under way, and attends once all KV up
@@ -227,10 +229,17 @@ def skewed(members: Sequence[Member], num_layers: int, *, rendezvous: bool = Fal
     nobody waits for a later member. A link carries one message after the other.
 
     With `rendezvous`, a message also waits until its receiver has come to the same layer.
+
+    Keys of earlier steps lie with all members, which send them to each other in every layer, as they come to it, before
+    all else that leaves in that layer. That takes `gather_s`. So members that have cached keys wait for the last one to
+    come to the layer, and little is left of the skew.
     """
     free_s, link_free_s = [0.0] * len(members), [0.0] * len(members)
     for _ in range(num_layers):
         arrived_s = ready_s = 0.0
+        cached_s = max(free_s) + gather_s if gather_s else 0.0
+        if gather_s:
+            link_free_s = [max(own_s, link_s) + gather_s for own_s, link_s in zip(free_s, link_free_s, strict=True)]
         for index, member in enumerate(members):
             if index and rendezvous:
                 previous = members[index - 1]
@@ -241,7 +250,7 @@ def skewed(members: Sequence[Member], num_layers: int, *, rendezvous: bool = Fal
             if not rendezvous:
                 link_free_s[index] = max(ready_s, link_free_s[index]) + member.message_s
                 arrived_s = link_free_s[index] + member.latency_s
-            free_s[index] = ready_s + member.behind_s
+            free_s[index] = max(ready_s, cached_s) + member.behind_s
     return free_s
 
 
