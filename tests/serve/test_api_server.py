@@ -40,7 +40,7 @@ from longspan.args import EngineArgs
 from longspan.serve.client import OutputQueue
 from longspan.serve.errors import EngineLostError
 from longspan.serve.messages import EngineSetup
-from longspan.serve.run import serve
+from longspan.serve.run import listening_socket, serve
 from longspan.serve.settings import ServerSettings
 
 
@@ -107,6 +107,13 @@ async def ask(port: int, path: str, body: object = None, **headers: str) -> Repl
     """In a thread, since the server runs in this event loop; the connection is closed after the answer."""
     method = "GET" if body is None else "POST"
     return await asyncio.to_thread(Client(port=port).ask, method, path, body, connection="close", **headers)
+
+
+def test_connections_send_what_they_have_at_once() -> None:
+    with listening_socket("127.0.0.1", 0, 60.0) as listening, socket.create_connection(listening.getsockname()):
+        connection, _ = listening.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 async def received(connection: socket.socket, words: bytes) -> bytes:
