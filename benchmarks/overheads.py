@@ -53,7 +53,7 @@ class InTwoChunks:
     history: float = 1.0
     largest = 2
 
-    def plan(self, prompt: Prompt, queue_s: Sequence[float]) -> ChunkPlan:
+    def plan(self, prompt: Prompt, queue_s: Sequence[float], _used: Sequence[int] = ()) -> ChunkPlan:
         first = round(prompt.new_tokens * self.history / (1 + self.history))
         chunks = Chunk(num_tokens=first, group=(0,)), Chunk(num_tokens=prompt.new_tokens - first, group=(0, 1))
         return ChunkPlan(chunks=chunks, ttft_s=max(queue_s) + 1.0)

@@ -343,6 +343,20 @@ def test_a_short_request_goes_where_its_prefill_ends_first(policy: str) -> None:
     cluster.run()
 
 
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [("chunked", {}), ("context", {"threshold": "500"}), ("tetris", {}), ("fixed-sp", {"sp": "1"})],
+)
+def test_requests_that_come_alone_use_the_caches_of_all_instances(policy: str, options: dict[str, str]) -> None:
+    cluster = Cluster(Setup(policy=policy, num_instances=4, options=options))
+    for number in range(8):
+        cluster.add([number] * 100, max_tokens=2)
+        cluster.run()
+    kv = cluster.engine.account
+    used = [kv.num_allocated(instance) for instance in range(4)]
+    assert max(used) < 1.5 * min(used)
+
+
 def test_a_following_turn_goes_where_its_prefix_lies() -> None:
     cluster = Cluster(Setup(num_instances=3))
     firsts = [cluster.add([number] * 100, max_tokens=5) for number in range(3)]

@@ -239,6 +239,10 @@ def test_a_cached_beginning_is_computed_again_where_that_is_sooner() -> None:
     cluster = tetris(facts=machine(1))
     first = cluster.add(range(100), max_tokens=1)
     cluster.run()
+    for instance in (1, 2, 3):
+        other = cluster.add([instance] * 200, max_tokens=1)
+        cluster.run()
+        assert chunks_of(cluster, other)[0][0] == (instance,)
     long, second = cluster.add([7] * 8000, max_tokens=1), cluster.add([*range(100), 5], max_tokens=1)
     cluster.run()
     assert [chunks_of(cluster, one)[0][0] for one in (first, long, second)] == [(0,), (0,), (1,)]

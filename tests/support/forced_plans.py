@@ -31,7 +31,7 @@ class ForcedPlanner:
     def __init__(self, plans: Plans, num_instances: int) -> None:
         self._plans, self.largest = plans, num_instances
 
-    def plan(self, prompt: Prompt, queue_s: Sequence[float]) -> ChunkPlan | None:
+    def plan(self, prompt: Prompt, queue_s: Sequence[float], _used: Sequence[int] = ()) -> ChunkPlan | None:
         if prompt.held:
             return None
         left, chunks = prompt.new_tokens, []
@@ -52,7 +52,7 @@ class GrowingPlanner:
     def __init__(self, num_instances: int, seed: int) -> None:
         self.largest, self._seed = num_instances, seed
 
-    def plan(self, prompt: Prompt, queue_s: Sequence[float]) -> ChunkPlan | None:
+    def plan(self, prompt: Prompt, queue_s: Sequence[float], _used: Sequence[int] = ()) -> ChunkPlan | None:
         draw = random.Random(f"{self._seed} {prompt.new_tokens} {prompt.held}")
         others = [i for i in range(self.largest) if i not in prompt.held]
         order = [*prompt.held, *draw.sample(others, len(others))]

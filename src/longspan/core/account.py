@@ -40,6 +40,9 @@ class KvAccount:
     def num_leaving(self, instance: int) -> int:
         return self._pools[instance].num_leaving
 
+    def num_allocated(self, instance: int) -> int:
+        return self._pools[instance].num_allocated
+
     def changes(self, instances: Iterable[int]) -> int:
         pools = self._pools
         return sum([pools[instance].changes for instance in instances])
@@ -209,12 +212,13 @@ class BlockPool:
 
     Attributes:
         changes: how often anything has changed that others can see.
+        num_allocated: blocks handed out so far. A pool with fewer is emptier, or has the older contents.
     """
 
     def __init__(self, *, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.changes = 0
+        self.changes = self.num_allocated = 0
         self._references = [0] * num_blocks
         self._held: dict[int, int] = {}
         self._blank = list(range(num_blocks))  # a heap
@@ -242,6 +246,7 @@ class BlockPool:
         for block in found:
             self._references[block] = 1
         self.changes += 1
+        self.num_allocated += number
         return found
 
     def share(self, block: int) -> None:

@@ -141,6 +141,11 @@ class KvView(Protocol):
     def num_leaving(self, instance: int) -> int:
         """Counts the blocks that only copies under way hold: they become free when these are done."""
 
+    def num_allocated(self, instance: int) -> int:
+        """Counts the blocks handed out so far. Of instances that are alike otherwise, the one with the fewest gets the
+        next request: its pool is the emptiest, or what it caches the oldest.
+        """
+
     def changes(self, instances: Sequence[int]) -> int:
         """Counts how often anything has changed in these pools."""
 

@@ -39,11 +39,13 @@ class Chunked:
 def admit_alone(request: RequestView, budget: Budget, instances: Sequence[int]) -> ScheduledPart | None:
     """Schedules the first part of a request on the instance where its prefill is expected to end first.
 
-    That is the one with the fewest tokens to compute, its own uncached ones included. Returns None while no instance
-    has a seat and room for it, or the best one takes no part in this step.
+    That is the one with the fewest tokens to compute, its own uncached ones included; of equals the one that has handed
+    out the fewest blocks. Returns None while no instance has a seat and room for it, or the best one takes no part in
+    this step.
     """
-    hits = {i: budget.view.kv.match(request, (i,)) for i in instances}
-    for instance in sorted(instances, key=lambda i: (budget.load[i] - hits[i].num_tokens, i)):
+    kv = budget.view.kv
+    hits = {i: kv.match(request, (i,)) for i in instances}
+    for instance in sorted(instances, key=lambda i: (budget.load[i] - hits[i].num_tokens, kv.num_allocated(i), i)):
         missing = request.blocks_for(request.num_tokens) - len(hits[instance].refs)
         if budget.seqs[instance] > 0 and missing <= budget.blocks[instance] - budget.reserved[instance]:
             if instance not in budget.tokens:

@@ -145,13 +145,19 @@ class Context:
 
     def _group(self, request: RequestView, budget: Budget, members: int) -> tuple[int, ...]:
         """Returns up to `members` instances that can take it now, in order of proximity. Prefers those with most of its
-        prefix, then the least load, then hosts with most candidates.
+        prefix, then the least load, then hosts with most candidates, then those that have handed out the fewest blocks.
         """
+        kv = budget.view.kv
         able = [i for i in self._everyone if i in budget.tokens and budget.seqs[i] > 0]
-        held = Counter(ref.instance for ref in budget.view.kv.match(request, self._everyone).refs)
-        near = Counter(self._host[i] for i in able)
-        best = sorted(able, key=lambda i: (-held[i], budget.load[i], -near[self._host[i]]))[:members]
-        return tuple(i for i in able if i in best)
+        held = Counter(ref.instance for ref in kv.match(request, self._everyone).refs)
+        near, used, host = Counter(self._host[i] for i in able), Counter[tuple[int, int]](), self._host
+        for i in able:
+            used[host[i]] += kv.num_allocated(i)
+        best = sorted(
+            able, key=lambda i: (-held[i], budget.load[i], -near[host[i]], used[host[i]], host[i], kv.num_allocated(i))
+        )
+        chosen = set(best[:members])
+        return tuple(i for i in able if i in chosen)
 
     def _long_share(self, view: ClusterView) -> int:
         tokens, num_running = view.max_num_batched_tokens, len(view.running)

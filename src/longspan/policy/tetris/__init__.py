@@ -152,11 +152,11 @@ class FixedGroups(Planner):
         self._group_of = {instance: index // size for index, instance in enumerate(everyone)}
         super().__init__({size: times}, [self._group_of[instance] for instance in sorted(everyone)])
 
-    def plan(self, prompt: Prompt, queue_s: Sequence[float]) -> ChunkPlan | None:
+    def plan(self, prompt: Prompt, queue_s: Sequence[float], used: Sequence[int] = ()) -> ChunkPlan | None:
         """Puts all tokens in one chunk, on the group with the shortest queue that has all of `prompt.held`."""
         if len({self._group_of[instance] for instance in prompt.held}) > 1:
             return None
-        return super().plan(prompt, queue_s)
+        return super().plan(prompt, queue_s, used)
 
 
 def _hint(options: TetrisOptions, facts: Facts) -> str | None:

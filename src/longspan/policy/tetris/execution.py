@@ -28,8 +28,11 @@ class ChunkPlanner(Protocol):
     def largest(self) -> int:
         """The number of instances that can share one prompt."""
 
-    def plan(self, prompt: Prompt, queue_s: Sequence[float]) -> ChunkPlan | None:
-        """Plans chunks on instances that are free `queue_s` seconds from now; None when no group has all owners."""
+    def plan(self, prompt: Prompt, queue_s: Sequence[float], used: Sequence[int], /) -> ChunkPlan | None:
+        """Plans chunks on instances that are free `queue_s` seconds from now, of equals on those with less `used`.
+
+        None when no group has all owners.
+        """
 
     def seconds(self, size: int, new_tokens: int, cached_tokens: int) -> float:
         """Predicts a chunk on `size` instances."""
@@ -171,13 +174,14 @@ class Cdsp:
     def _planned(self, request: RequestView, view: ClusterView) -> Planned:
         """Plans a request with what is cached, unless the instances that hold it are too many or too busy."""
         now_s, queue_s = view.now_s, self._queue.waits_s(view.now_s)
+        used = [view.kv.num_allocated(instance) for instance in sorted(self._everyone)]
         fresh = Prompt(
             new_tokens=request.num_tokens,
             improvement_rate=self._watch.improvement_rate,
             chunking=self.chunking,
             instance_tokens=view.kv.num_blocks(0) * request.block_size,
         )
-        best, start = self._planner.plan(fresh, queue_s), 0
+        best, start = self._planner.plan(fresh, queue_s, used), 0
         assert best is not None, "no instance holds anything"
         hit = view.kv.match(request, self._everyone)
         if hit.num_tokens:
@@ -185,7 +189,7 @@ class Cdsp:
             rest = replace(
                 fresh, new_tokens=request.num_tokens - hit.num_tokens, cached_tokens=hit.num_tokens, held=held
             )
-            behind = self._planner.plan(rest, queue_s)
+            behind = self._planner.plan(rest, queue_s, used)
             if behind is not None and behind.ttft_s <= best.ttft_s:
                 best, start = behind, hit.num_tokens
         self._queue.book(best.chunks[-1].group, now_s + best.ttft_s)

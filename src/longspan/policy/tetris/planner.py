@@ -86,16 +86,17 @@ class Planner:
     def seconds(self, size: int, new_tokens: int, cached_tokens: int) -> float:
         return self.by_size[self.sizes.index(size)].seconds(new_tokens, cached_tokens)
 
-    def plan(self, prompt: Prompt, queue_s: Sequence[float]) -> ChunkPlan | None:
+    def plan(self, prompt: Prompt, queue_s: Sequence[float], used: Sequence[int] = ()) -> ChunkPlan | None:
         """Finds the chunks with the least time to first token, when each instance is free in `queue_s` seconds.
 
-        None when more instances hold a part than a group can have.
+        Of instances that are free at the same time, those with less `used` come first; without it the first ones. None
+        when more instances hold a part than a group can have.
         """
         assert prompt.new_tokens > 0, "there is something to compute"
         low = next((k for k, size in enumerate(self.sizes) if size >= len(prompt.held)), None)
         if low is None:
             return None
-        search, groups = _Search(self, prompt), self.groups(queue_s, prompt.held)
+        search, groups = _Search(self, prompt), self.groups(queue_s, prompt.held, used)
         high = max(low, self._usual, search.fewest)
         ttft_s, chain = search.explore(groups, low, high, prompt.new_tokens, prompt.cached_tokens, 0.0)
         chunks: list[Chunk] = []
@@ -105,8 +106,8 @@ class Planner:
             found = found.rest
         return ChunkPlan(chunks=tuple(chunks), ttft_s=ttft_s)
 
-    def groups(self, queue_s: Sequence[float], initial: tuple[int, ...]) -> Groups:
-        return _Found(self, queue_s).groups(frozenset(range(len(queue_s))), initial)
+    def groups(self, queue_s: Sequence[float], initial: tuple[int, ...], used: Sequence[int] = ()) -> Groups:
+        return _Found(self, queue_s, used).groups(frozenset(range(len(queue_s))), initial)
 
 
 _SLACK = 1 - 1e-9
@@ -218,9 +219,10 @@ def _floors(times: Sequence[PrefillTime]) -> list[PrefillTime]:
 class _Found:
     """The groups looked up in one plan: many ways to cut a prompt come to the same ones."""
 
-    def __init__(self, planner: Planner, queue_s: Sequence[float]) -> None:
+    def __init__(self, planner: Planner, queue_s: Sequence[float], used: Sequence[int]) -> None:
         self.planner, self.queue_s = planner, queue_s
-        by_queue = sorted(range(len(queue_s)), key=queue_s.__getitem__)
+        by_queue = sorted(range(len(queue_s)), key=used.__getitem__ if used else None)
+        by_queue.sort(key=queue_s.__getitem__)
         self.turn = dict(zip(by_queue, range(len(by_queue)), strict=True))
         self._hosts: dict[frozenset[int], list[list[int]]] = {}
         self._groups: dict[tuple[frozenset[int], frozenset[int]], Groups] = {}
@@ -238,7 +240,7 @@ class _Found:
             hosts: dict[int, list[int]] = {}
             for instance in sorted(pool, key=self.turn.__getitem__):
                 hosts.setdefault(self.planner.host_of[instance], []).append(instance)
-            order = sorted((-len(members), self.queue_s[members[-1]], host) for host, members in hosts.items())
+            order = sorted((-len(members), self.turn[members[-1]], host) for host, members in hosts.items())
             self._hosts[pool] = [hosts[host] for *_, host in order]
         return self._hosts[pool]
 
@@ -281,9 +283,8 @@ class Groups:
         """Returns the soonest free on one host that has as many as are missing; hosts with most come first."""
         if not missing:
             return ()
-        queue_s, host_of = self._found.queue_s, self._found.planner.host_of
         fitting = takewhile(lambda members: len(members) >= missing, hosts)
-        return min(fitting, key=lambda members: (queue_s[members[missing - 1]], host_of[members[0]]))[:missing]
+        return min(fitting, key=lambda members: self._found.turn[members[missing - 1]])[:missing]
 
     def group(self, k: int) -> tuple[int, ...]:
         """Returns the instances of a group, the latest added last."""
