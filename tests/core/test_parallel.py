@@ -17,7 +17,7 @@ from longspan.core.cluster import Location, ParallelSpec, hosts_of, locations_of
 from longspan.errors import ParameterError
 
 
-@given(st.integers(1, 10_000))
+@given(st.integers(1, 4096))
 def test_instances_round_trip(instances: int) -> None:
     spec = ParallelSpec.parse(str(instances))
     assert spec == ParallelSpec(instances=instances)
@@ -42,6 +42,12 @@ def test_other_spellings_are_refused(text: str) -> None:
 def test_degrees_below_one_are_refused_by_name(text: str, name: str) -> None:
     with pytest.raises(ValueError, match=rf"^{name} must be at least 1, but 0 given"):
         ParallelSpec.parse(text)
+
+
+@pytest.mark.parametrize("spec", ["1000000", "4096xtp2", "tp5000"])
+def test_more_ranks_than_can_be_planned_are_refused(spec: str) -> None:
+    with pytest.raises(ValueError, match=r"instances\(.*\) \* tp\(.*\) = .* ranks, but at most 4,096 .* use fewer"):
+        ParallelSpec.parse(spec)
 
 
 @pytest.mark.parametrize(

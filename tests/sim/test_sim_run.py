@@ -318,6 +318,7 @@ def test_the_numbers_are_those_of_the_requests() -> None:
         "num_completed": 2,
         "makespan_s": 4.0,
         "num_refused": 0,
+        "num_truncated": 0,
         "num_preemptions": 0,
         "num_prompt_tokens": 20,
         "num_output_tokens": 3,

@@ -17,7 +17,7 @@ from msgspec import structs
 from test_profile import SUBJECT
 
 from longspan.cost.catalog import model_config
-from longspan.cost.profile import Decode, Prefill, Profile
+from longspan.cost.profile import Decode, Prefill, Profile, Transfer
 from longspan.cost.step_cost import RooflineCost
 from longspan.sim import timeline
 from longspan.sim.spec import ClusterSpec
@@ -426,6 +426,87 @@ def test_requests_that_are_too_long_are_told(profile: Path, capsys: pytest.Captu
     found = json.loads(shown.out)
     assert 0 < found["num_refused"] < 9 and found["num_completed"] == 9 - found["num_refused"]
     assert f"{found['num_refused']} requests were refused" in shown.err
+
+
+def test_answers_that_are_cut_are_told(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--profile", str(profile), "--gpus-per-host", "1", "--workload", "short", "--rate", "1")
+    asked = ("--num-requests", "2", "--max-model-len", "90000", "--output-len", "100000")
+    assert run("simulate", "smollm2-135m", *options, *asked, "--json") == 0
+    shown = capsys.readouterr()
+    found = json.loads(shown.out)
+    assert found["num_truncated"] == found["num_completed"] == 2
+    assert found["num_prompt_tokens"] + found["num_output_tokens"] == 2 * 90_000
+    assert "2 answers are shorter than asked for, the first, 0, by" in shown.err
+
+
+@pytest.mark.parametrize("kind", ["searched", "predicted"])
+@pytest.mark.parametrize("measured", [False, True])
+def test_cuts_of_chains_are_searched_by_the_model(
+    profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, measured: bool
+) -> None:
+    lengths = tmp_path / "lengths.json"
+    lengths.write_text('{"input_len": {"0": 8000, "1": 8000}, "output_len": {"0": 2, "1": 2}}')
+    found = Profile.from_json(profile.read_text())
+    for one in [one for one in found.prefills if one.members == 2]:
+        found = found.with_measured(structs.replace(one, exchange="chain"))
+    for num_bytes in (1000, 10_000_000):
+        sent = Transfer(kind="point_to_point", members=2, num_bytes=num_bytes, seconds=(1e-5 + num_bytes * 1e-9,))
+        found = found.with_transfer(sent)
+    profile.write_text(found.to_json())
+    name, ttfts = "smollm2-135m" if measured else "llama-3-8b", {}
+    where = ("--profile", str(profile)) if measured else ("--hardware", "a100-sxm-80g")
+    for partition in ("even", kind):
+        options = ("--policy", "runahead", "-o", f"partition={partition}", "-o", "threshold=0", "--rate", "0.001")
+        sizes = ("--workload", str(lengths), "--num-requests", "3", "--max-num-batched-tokens", "8192")
+        assert run("simulate", name, *where, "--gpus-per-host", "2", *sizes, *options, "--json") == 0
+        ttfts[partition] = json.loads(capsys.readouterr().out)["ttft_p50_s"]
+    assert measured or ttfts[kind] < ttfts["even"], "what was measured of chains was measured of even pieces"
+
+
+def test_a_run_that_serves_nothing_fails(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--profile", str(profile), "--gpus-per-host", "1", "--rate", "1", "--num-requests", "2")
+    assert run("simulate", "smollm2-135m", *options, "--max-model-len", "100") == 1
+    assert "2 requests were refused" in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_the_run(
+    profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("longspan.sim.experiment.Experiment.run", None)
+    for flag in ("--report", "--trace"):
+        assert run("simulate", "smollm2-135m", "--profile", str(profile), "--rate", "1", flag, str(tmp_path)) == 2
+        assert f"{flag} {str(tmp_path)!r} cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e300"])
+@pytest.mark.parametrize("line", [1, 2])
+def test_times_that_are_no_times_are_refused_with_their_line(
+    profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], value: str, line: int
+) -> None:
+    trace = tmp_path / "odd.jsonl"
+    times = ["0", "1"]
+    times[line - 1] = value
+    trace.write_text("".join(f'{{"timestamp": {time}, "input_length": 10, "output_length": 2}}\n' for time in times))
+    assert run("simulate", "smollm2-135m", "--profile", str(profile), "--workload", str(trace)) == 2
+    said = capsys.readouterr().err
+    assert f"line {line if value != '1e300' else 2} of trace" in said and "give finite times" in said
+
+
+@pytest.mark.parametrize("field", ["input_length", "output_length"])
+@pytest.mark.parametrize("value", ["NaN", "Infinity"])
+def test_lengths_that_are_no_lengths_are_refused_with_their_line(
+    profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str, value: str
+) -> None:
+    trace = tmp_path / "odd.jsonl"
+    row = {"timestamp": 0, "input_length": 10, "output_length": 2} | {field: float(value)}
+    trace.write_text(json.dumps(row))
+    assert run("simulate", "smollm2-135m", "--profile", str(profile), "--workload", str(trace)) == 2
+    assert "line 1 of trace" in capsys.readouterr().err
+
+
+def test_a_rate_that_takes_years_is_refused(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("simulate", "smollm2-135m", "--profile", str(profile), "--rate", "1e-300") == 2
+    assert "--rate 1e-300 has 1000 requests come in more than 1e+08 s: give 1e-05 or more" in capsys.readouterr().err
 
 
 def test_a_trace_that_is_too_short(profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from longspan.cli.options import NameArgument, verb
+from longspan.cli.quantities import number, seconds
 from longspan.core.cluster import parse_parallel
 from longspan.core.options import Option, PromptExchange
 from longspan.sim.spec import HardwareSpec
@@ -130,12 +131,12 @@ def _table(found: Estimate, cluster: Devices) -> Table:
 
     table = Table("", "", title=f"{found.phase} on {cluster.hosts} × {cluster.gpus_per_host} {cluster.hardware}")
     name = "time to first token" if found.phase == "prefill" else "time between tokens"
-    table.add_row(name, f"{found.seconds:.4g} s")
-    table.add_row("lower bound", f"{found.lower_bound_s:.4g} s")
-    for part, seconds in found.breakdown.as_dict().items():
-        if seconds:
-            table.add_row(f"  {part.removesuffix('_s').replace('_', ' ')}", f"{seconds:.4g} s")
-    table.add_row("exchanged", f"{found.bytes_exchanged / 1e9:.4g} GB")
+    table.add_row(name, seconds(found.seconds))
+    table.add_row("lower bound", seconds(found.lower_bound_s))
+    for part, part_s in found.breakdown.as_dict().items():
+        if part_s:
+            table.add_row(f"  {part.removesuffix('_s').replace('_', ' ')}", seconds(part_s))
+    table.add_row("exchanged", f"{number(found.bytes_exchanged / 1e9)} GB")
     table.add_row("memory", found.memory.arithmetic)
     table.add_row("utilisation", f"{found.mfu:.1%}, {found.flops_per_gpu_s / 1e12:.0f} TFLOP/s per GPU")
     if len(set(found.partition)) > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from longspan.cli.options import NameArgument, verb
+from longspan.cli.quantities import number, seconds
 from longspan.core.options import Option, SchedulingArgs, options_of
 from longspan.errors import ParameterError
 from longspan.sim.spec import SIMULATED_SCHEDULING, ClusterSpec, Faults
@@ -101,7 +103,15 @@ def simulate(
     if result.refused:
         index, reason = next(iter(sorted(result.refused.items())))
         print(f"longspan: {len(result.refused)} requests were refused, the first, {index}: {reason}", file=sys.stderr)
-    return 0
+    if result.truncated:
+        one = result.truncated[0]
+        print(
+            f"longspan: {len(result.truncated)} answers are shorter than asked for, the first, {one.index}, by "
+            f"{one.num_missing_tokens:,} tokens: there is no room for more than its {one.num_prompt_tokens:,} + "
+            f"{one.num_output_tokens:,} (--max-model-len, --output-len, memory of the devices)",
+            file=sys.stderr,
+        )
+    return 0 if result.served else 1
 
 
 @contextmanager
@@ -150,8 +160,13 @@ def _check_results(results: ResultOptions, workload: WorkloadSpec) -> None:
             "--rate inf has all requests come at once, but --find-max-rate varies the time between them: give a number"
         )
     for flag, path in (("--report", results.report), ("--trace", results.trace)):
-        if path is not None and not path.absolute().parent.is_dir():
+        if path is None:
+            continue
+        if not path.absolute().parent.is_dir():
             raise ValueError(f"{flag}: the folder {str(path.parent)!r} is not there")
+        if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+            reason = "Is a directory" if path.is_dir() else "Permission denied"
+            raise ValueError(f"{flag} {str(path)!r} cannot be written: {reason}")
     if results.report is not None:
         from longspan.sim.timeline import check_report  # noqa: PLC0415
 
@@ -210,5 +225,7 @@ def _table(numbers: dict[str, float | int | None]) -> Table:
     table.add_column(style="bold")
     table.add_column(justify="right")
     for name, value in numbers.items():
-        table.add_row(name, "" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:,.4g}")
+        is_time = name.endswith("_s") and not name.endswith("_per_s")
+        shown = "" if value is None else seconds(value) if is_time else number(value)
+        table.add_row(name.removesuffix("_s") if is_time else name, shown)
     return table

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from longspan.core.options import at_least_one
 from longspan.errors import ParameterError
 
+_MAX_RANKS = 2**12
 _SPEC = re.compile(r"(?:(?P<n>\d+)(?:x(?=[tp]))?)?(?:tp(?P<tp>\d+))?(?:pp(?P<pp>\d+))?")
 
 
@@ -26,6 +27,11 @@ class ParallelSpec:
 
     def __post_init__(self) -> None:
         at_least_one(instances=self.instances, tp=self.tp, pp=self.pp)
+        if self.num_ranks > _MAX_RANKS:
+            raise ValueError(
+                f"instances({self.instances}) * tp({self.tp}) * pp({self.pp}) = {self.num_ranks:,} ranks, but at most "
+                f"{_MAX_RANKS:,} can be planned: use fewer"
+            )
 
     @classmethod
     def parse(cls, spec: str) -> ParallelSpec:

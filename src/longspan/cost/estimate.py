@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
-from longspan.core.exchange import LOCAL, Exchange, decoding
+from longspan.core.exchange import CHAIN, LOCAL, Exchange, decoding
 from longspan.core.runs import Run, shard_span
 from longspan.cost.channels import Channel, Share, Shares, attention_s, cost_of, exchanged_bytes, shares_of
 from longspan.cost.forward import Breakdown, Roofline
-from longspan.cost.partitions import cut, even, search
+from longspan.cost.partitions import MAX_SEARCHED, cut, even, search
 from longspan.cost.roofline import Layer
 from longspan.errors import ParameterError
 
@@ -20,7 +20,6 @@ Phase = Literal["prefill", "decode"]
 Fractions = tuple[float, ...] | Literal["search"] | None
 _BLOCK = 128
 """Tokens of a block; pieces of a chain are whole blocks."""
-_SEARCHED = 16
 _RESERVED_BYTES = 1.5 * 2**30
 """Memory of each device for the driver's context, libraries' workspaces and buffers of links."""
 _HIDDEN_COPIES = 6
@@ -229,7 +228,18 @@ def _partition(model: Roofline, prompt: PromptShape, fractions: Fractions) -> tu
     return cut(fractions, prompt.new, 1)
 
 
-def _searched(model: Roofline, prompt: PromptShape) -> tuple[int, ...]:
+def searched_fractions(model: Roofline, members: int, length: int, *, align: int = _BLOCK) -> tuple[float, ...]:
+    """Searches how a chain of the first `members` instances cuts a prompt, by what the model predicts, in pieces of
+    `align` tokens or, for short prompts, fewer.
+
+    Raises:
+        ParameterError: for more instances than `MOSTMAX_SEARCHED`.
+    """
+    prompt = PromptShape(group=tuple(range(members)), exchange=CHAIN, new=length, cached=0, batch=1)
+    return tuple(piece / length for piece in _searched(model, prompt, align))
+
+
+def _searched(model: Roofline, prompt: PromptShape, align: int = _BLOCK) -> tuple[int, ...]:
     """Returns the best of two searches, from even pieces and from pieces that take equally long alone."""
 
     def ttft_s(partition: tuple[int, ...]) -> float:
@@ -239,13 +249,13 @@ def _searched(model: Roofline, prompt: PromptShape) -> tuple[int, ...]:
         return max(breakdown.total_s for breakdown in found.values())
 
     members = len(prompt.group)
-    if members > _SEARCHED:
+    if members > MAX_SEARCHED:
         problem = (
-            f"are searched for up to {_SEARCHED} instances, but {members} given, which would take minutes: give "
+            f"are searched for up to {MAX_SEARCHED} instances, but {members} given, which would take minutes: give "
             "fractions, or leave them out (even pieces for a chain, else zigzag)"
         )
         raise ParameterError("fractions", problem)
-    block = min(_BLOCK, max(1, prompt.new // (4 * members)))
+    block = min(align, max(1, prompt.new // (4 * members)))
     seeds = (None, _levelled(model, prompt, block))
     found = (search(ttft_s, prompt.new, members, block, seed) for seed in seeds)
     return min(found, key=ttft_s)

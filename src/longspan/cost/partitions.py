@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import ClassVar
 
 import msgspec
 
+from longspan.core.exchange import LOCAL
 from longspan.core.runs import shard_span
-from longspan.cost.profile import Count, LinkFit, PrefillTime, Stored
+from longspan.cost.architecture import ModelShape
+from longspan.cost.profile import Count, LinkFit, PrefillTime, Profile, Stored
 from longspan.errors import ParameterError
 
 Partition = tuple[int, ...]
@@ -25,7 +29,11 @@ Partition = tuple[int, ...]
 
 _SUM_TOLERANCE = 1e-3
 _CONFIRMED = 3
+_MODELLED = tuple(2**power for power in range(9, 21))
+"""Lengths from 512 tokens to a million."""
 _MANY = 8
+MAX_SEARCHED = 16
+"""Searches for more members would take minutes."""
 
 
 def even(length: int, members: int, align: int) -> Partition:
@@ -187,19 +195,68 @@ class PartitionTable(Stored, frozen=True):
 
         Below the shortest and above the longest known length they are that one's. None when none is known.
         """
-        known = self._known(model, members)
-        if not known:
-            return None
-        for shorter, longer in pairwise(known):
-            if shorter.length <= length <= longer.length:
-                weight = (length - shorter.length) / (longer.length - shorter.length)
-                pairs = zip(shorter.fractions, longer.fractions, strict=True)
-                return tuple((1 - weight) * a + weight * b for a, b in pairs)
-        return known[0 if length < known[0].length else -1].fractions
+        known = [(entry.length, entry.fractions) for entry in self._known(model, members)]
+        return _interpolated(known, length) if known else None
+
+    def exact(self, model: str, members: int, length: int) -> tuple[float, ...] | None:
+        """Returns the fractions searched for a prompt of exactly this length; None when nobody did."""
+        return self.predict(model, members, length) if length in self.lengths(model, members) else None
 
     def _known(self, model: str, members: int) -> list[Entry]:
         found = (entry for entry in self.partitions if (entry.model, entry.members) == (model, members))
         return sorted(found, key=lambda entry: entry.length)
+
+
+def modelled_ttft(profile: Profile, shape: ModelShape) -> Callable[[Partition], float] | None:
+    """Makes the model of a chain from what a profile says of one instance and of links between two; None when it does
+    not say.
+    """
+    alone, link = profile.fits().get((1, LOCAL)), profile.link("point_to_point", 2)
+    if alone is None or link is None:
+        return None
+    kv_bytes = shape.kv_bytes / profile.profile_key.tp
+    return lambda partition: chain_ttft_s(partition, alone, link, num_layers=shape.num_layers, kv_bytes=kv_bytes)
+
+
+def fractions_by(ttft: Callable[[Partition], float], members: int, length: int, *, align: int) -> tuple[float, ...]:
+    """Searches the fractions of members, with pieces of `align` tokens or, for short prompts, fewer."""
+    found = search(ttft, length, members, min(align, max(1, length // (4 * members))))
+    return tuple(piece / length for piece in found)
+
+
+class ModelledPartitions:
+    """Partitions that a model of the chain finds when they are first asked for; in place of a table for a cluster that
+    is not there. For prompts between two powers of two they are interpolated, as from a table.
+
+    Args:
+        search: finds the fractions of so many members for a prompt of some length.
+    """
+
+    def __init__(self, search: Callable[[int, int], tuple[float, ...]]) -> None:
+        self._search = lru_cache(maxsize=None)(search)
+
+    def lengths(self, _model: str, members: int) -> tuple[int, ...]:
+        """Returns the lengths between which others are interpolated."""
+        return _MODELLED if members <= MAX_SEARCHED else ()
+
+    def exact(self, _model: str, members: int, length: int) -> tuple[float, ...] | None:
+        return self._search(members, length) if members <= MAX_SEARCHED else None
+
+    def predict(self, _model: str, members: int, length: int) -> tuple[float, ...] | None:
+        if members > MAX_SEARCHED:
+            return None
+        nearest = bisect_left(_MODELLED, length)
+        around = [(known, self._search(members, known)) for known in _MODELLED[max(0, nearest - 1) : nearest + 1]]
+        return _interpolated(around, length)
+
+
+def _interpolated(known: Sequence[tuple[int, tuple[float, ...]]], length: int) -> tuple[float, ...]:
+    """Returns fractions between those of the two nearest lengths; outside of all, those of the nearest one."""
+    for (shorter, first), (longer, second) in pairwise(known):
+        if shorter <= length <= longer:
+            weight = (length - shorter) / (longer - shorter)
+            return tuple((1 - weight) * a + weight * b for a, b in zip(first, second, strict=True))
+    return known[0 if length < known[0][0] else -1][1]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Literal
 from longspan.core.cluster import Cluster, Location
 from longspan.core.exchange import CHAIN, LOCAL, RING_KV, RING_Q, Exchange, WeightSource, of_any_layout
 from longspan.cost.architecture import Hardware, ModelShape
-from longspan.cost.partitions import PartitionTable
+from longspan.cost.partitions import ModelledPartitions, PartitionTable
 from longspan.cost.profile import LinkFit, Profile
 
 _MAX_KNOWN = 100_000
@@ -29,7 +29,7 @@ class Facts:
     hardware: Hardware | None = None
     profile: Profile | None = None
     model: str = ""
-    partitions: PartitionTable | None = None
+    partitions: PartitionTable | ModelledPartitions | None = None
     cluster: Cluster | None = None
 
     @property

@@ -140,8 +140,8 @@ class Partitions:
 
     def check(self, length: int, members: int) -> None:
         """Raises ValueError when searched pieces are wanted for a prompt of this length, and there are none."""
-        known = self._table.lengths(self._model, members)
-        if self._kind == "searched" and members > 1 and length not in known:
+        if self._kind == "searched" and members > 1 and self._table.exact(self._model, members, length) is None:
+            known = self._table.lengths(self._model, members)
             lengths = ", ".join(f"{length:,}" for length in known) or "none"
             raise ValueError(
                 f"partition=searched has none for {length:,} tokens on {members} instances, only for {lengths}: "
@@ -154,7 +154,10 @@ class Partitions:
         A request that gave its KV up and comes back longer than its prompt was has no entry of its own: a searched
         partition is then a predicted one.
         """
-        return () if self._kind == "even" else self._table.predict(self._model, members, length) or ()
+        if self._kind == "even":
+            return ()
+        exact = self._table.exact(self._model, members, length) if self._kind == "searched" else None
+        return exact or self._table.predict(self._model, members, length) or ()
 
 
 class GroupParts:

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from longspan.core.engine import Engine
 from longspan.core.exchange import ALLTOALL, CHAIN, LOCAL, RING_KV
 from longspan.core.sampling import SamplingParams
-from longspan.cost.partitions import Entry, Partition, PartitionTable, chain_ttft_s, cut, search
+from longspan.cost.partitions import Entry, Partition, PartitionTable, cut, modelled_ttft, search
 from longspan.cost.profile import Decode, Prefill, Profile, ProfileKey, profiled_prompts
 from longspan.errors import ParameterError
 from longspan.model.info import ModelInfo
@@ -271,10 +271,9 @@ def _timed_cuts(llm: Instances, repeats: int, bar: tqdm[tuple[int, int]]) -> Tim
 
 
 def _modelled_cuts(llm: Instances, profile: Profile) -> TimePartition:
-    alone, link = profile.fits().get((1, LOCAL)), profile.link("point_to_point", 2)
     shape = llm.facts.shape
-    if alone is None or link is None or shape is None:
+    found = None if shape is None else modelled_ttft(profile, shape)
+    if found is None:
         problem = "must be at least two: partitions follow from the times of prompts on one instance"
         raise ParameterError("lengths", problem)
-    kv_bytes = shape.kv_bytes / profile.profile_key.tp
-    return lambda partition: chain_ttft_s(partition, alone, link, num_layers=shape.num_layers, kv_bytes=kv_bytes)
+    return found

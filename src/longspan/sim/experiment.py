@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -18,9 +19,9 @@ from longspan.core.steps import Forward, Part
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture, Hardware
 from longspan.cost.channels import Channel, Shares, shares_of
-from longspan.cost.estimate import memory
+from longspan.cost.estimate import memory, searched_fractions
 from longspan.cost.forward import Roofline
-from longspan.cost.partitions import PartitionTable
+from longspan.cost.partitions import ModelledPartitions, PartitionTable, fractions_by, modelled_ttft
 from longspan.cost.profile import Prefill, Profile, ProfileKey, profiled_prompts
 from longspan.cost.step_cost import FittedCost, RooflineCost, StepCost
 from longspan.cost.topology import Devices
@@ -238,7 +239,7 @@ def computed_experiment(
         hardware=Hardware(flops_per_s=flops_per_s, bytes_per_s=wire.bytes_per_s),
         profile=profile,
         model=model.name,
-        partitions=PartitionTable(),
+        partitions=ModelledPartitions(partial(searched_fractions, cost.lines[0], align=scheduling.block_size)),
         cluster=cluster,
     )
     speed = "" if devices.link_gbytes_per_s is None else f" at {devices.link_gbytes_per_s:g} GB/s"
@@ -257,10 +258,14 @@ def measured_experiment(
         raise ParameterError("profile", f"is of instances with tp {key.tp}, but {cluster} given", spec.profile)
     num_blocks = scheduling.num_gpu_blocks_override or math.ceil(_PROFILED_TOKENS / scheduling.block_size)
     cluster = cluster.with_blocks([num_blocks] * cluster.num_instances)
+    partitions: PartitionTable | ModelledPartitions = PartitionTable()
+    if (ttft_s := modelled_ttft(profile, model.attention)) is not None:
+        found = partial(fractions_by, ttft_s, align=scheduling.block_size)
+        partitions = ModelledPartitions(found)
     return Experiment(
         cluster=cluster,
         cost=FittedCost(profile, model.attention, block_size=scheduling.block_size),
-        facts=Facts(profile=profile, model=key.model, partitions=PartitionTable(), cluster=cluster),
+        facts=Facts(profile=profile, model=key.model, partitions=partitions, cluster=cluster),
         description=f"{key.machine}, {key.dtype}, {key.threads} threads per rank",
         scheduling=scheduling,
         faults=faults,

@@ -56,6 +56,7 @@ class Served:
         scheduled_s: when its first step was planned.
         ttft_s: from its arrival to its first token.
         tbt_s: between its tokens, `[num_output_tokens - 1]`.
+        num_missing_tokens: of its answer, for which a request has no room; 0 for what was asked for.
     """
 
     index: int
@@ -67,6 +68,7 @@ class Served:
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int
+    num_missing_tokens: int
 
     @property
     def e2e_s(self) -> float:
@@ -106,6 +108,11 @@ class Result:
     def num_tokens(self) -> int:
         return sum(one.num_prompt_tokens + one.num_output_tokens for one in self.served)
 
+    @property
+    def truncated(self) -> tuple[Served, ...]:
+        """The requests with a shorter answer than was asked for."""
+        return tuple(one for one in self.served if one.num_missing_tokens)
+
     def summary(self) -> dict[str, float | int | None]:
         """Returns the numbers that `longspan simulate --json` prints; a number is None where there is nothing to count.
 
@@ -125,6 +132,7 @@ class Result:
             "num_completed": len(self.served),
             "makespan_s": made_s,
             "num_refused": len(self.refused),
+            "num_truncated": len(self.truncated),
             "num_preemptions": self.num_preemptions,
             "num_prompt_tokens": sum(one.num_prompt_tokens for one in self.served),
             "num_output_tokens": sum(one.num_output_tokens for one in self.served),
@@ -279,6 +287,7 @@ class _Simulation:
             num_prompt_tokens=len(request.prompt),
             num_output_tokens=len(request.output),
             num_cached_tokens=metrics.num_cached_tokens,
+            num_missing_tokens=self._arrivals[index].output_len - len(request.output),
         )
         self._served.append(served)
         for further in self._further.pop(index, ()):

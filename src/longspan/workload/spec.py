@@ -11,6 +11,7 @@ from longspan.errors import ParameterError
 
 _LONGEST_S = 1e5
 """A day and a little: much longer ones would reach into the next of conversations that are to be far apart."""
+_LONGEST_OUTPUT = 2**20
 _workload = partial(Option, group="Requests")
 
 
@@ -56,6 +57,9 @@ class WorkloadSpec:
         for name, least in least_of.items():
             if (value := getattr(self, name)) is not None and value < least:
                 raise ParameterError(name, f"must be at least {least}, but {value} given", value)
+        if self.output_len is not None and self.output_len > _LONGEST_OUTPUT:
+            problem = f"must be at most {_LONGEST_OUTPUT:,}, but {self.output_len:,} given"
+            raise ParameterError("output_len", problem, self.output_len)
         if self.num_prefixes is not None and not self.prefix_len:
             problem = f"{self.num_prefixes} is of starts that prompts share: give prefix_len"
             raise ParameterError("num_prefixes", problem, self.num_prefixes)

@@ -7,6 +7,7 @@ import gzip
 import itertools
 import json
 import logging
+import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import IO, Any
 
 _log = logging.getLogger("longspan")
+LONGEST_S = 1e8
+"""Three years. Much later, the clock could no longer tell a step from the next."""
 BLOCK_LEN = 512
 """Tokens of a prompt that one of Mooncake's hash ids stands for."""
 
@@ -112,11 +115,13 @@ def read_trace(path: Path, *, num: int | None = None) -> list[RequestSpec]:
 
 def _requests(path: Path, file: IO[str]) -> Iterator[RequestSpec]:
     found: _Format | None = None
-    num_empty = 0
+    num_empty, first_s = 0, None
     for number, row in _rows(path, file):
         found = found or _format(path, row)
         try:
             request = _request(found, row)
+            first_s = request.due_s if first_s is None else first_s
+            _check_time(request.due_s, first_s)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"line {number} of trace {str(path)!r} is not of the format {found.name!r}: "
@@ -170,8 +175,17 @@ def _request(form: _Format, row: Mapping[str, Any]) -> RequestSpec:
     )
 
 
+def _check_time(due_s: float | None, first_s: float | None) -> None:
+    if due_s is None or first_s is None:
+        return
+    if not abs(due_s - first_s) <= LONGEST_S:  # neither is NaN
+        raise ValueError(
+            f"it comes at {due_s:g} s, and the first at {first_s:g} s: give finite times, at most {LONGEST_S:g} s apart"
+        )
+
+
 def _whole(value: float | str) -> int:
     number = float(value)
-    if number != int(number) or number < 0:
+    if not math.isfinite(number) or number != int(number) or number < 0:
         raise ValueError(f"a whole number is needed, but {value!r} given")
     return int(number)

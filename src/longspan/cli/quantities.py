@@ -1,0 +1,17 @@
+"""Numbers as people read them, in tables."""
+
+from __future__ import annotations
+
+
+def seconds(value: float) -> str:
+    """Writes a time with its unit and four digits: `1,234 s`, `12.35 s`, `4.568 ms`, `7.5 µs`."""
+    if abs(value) >= 1000:
+        return f"{value:,.0f} s"
+    if abs(value) >= 1 or not value:
+        return f"{value:.4g} s"
+    return f"{value * 1e3:.4g} ms" if abs(value) >= 1e-3 else f"{value * 1e6:.4g} µs"
+
+
+def number(value: float) -> str:
+    """Writes a number without an exponent, if it is not tiny: `47,370`, `0.27`."""
+    return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1000 else f"{value:.4g}"
