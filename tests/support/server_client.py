@@ -106,6 +106,11 @@ class Client:
         """Until nothing runs, waits, or holds a block; then the metrics."""
         return self._wait_for(lambda metrics: not any(metrics[name] for name in metrics if _OCCUPIED.match(name)), 60)
 
+    def wait_for_more(self, name: str, before: Metrics) -> Metrics:
+        """Until a counter has gone up, which the engine tells twice a second, and nothing runs; then the metrics."""
+        self._wait_for(lambda metrics: metrics[name] > before[name], 60)
+        return self.wait_until_idle()
+
     def wait_until_running(self, number: int) -> None:
         """Until at least so many requests run."""
         self._wait_for(lambda metrics: metrics["num_requests_running"] >= number, 60)
