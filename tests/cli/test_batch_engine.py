@@ -133,7 +133,7 @@ def test_a_prompt_that_the_policy_refuses_stops_nobody(tiny: Path) -> None:
     ) as llm:
         llm.check(long["prompt"])
         llm.set_policy("chunked", {})  # a request has to fit one of two instances now
-        with pytest.raises(ValueError, match=r"has 100 tokens.*at most 64"):
+        with pytest.raises(ValueError, match=r"length is 64 tokens.*has 100 tokens"):
             llm.check(long["prompt"])
         first, refused, last = answers(llm, (COMPLETIONS, short), (COMPLETIONS, long), (COMPLETIONS, short), most=1)
     assert (first.status, refused.status, last.status) == (200, 400, 200)

@@ -83,6 +83,7 @@ NO_HTTP = {
     "unknown coding": HEAD + b"transfer-encoding: gzip\r\n\r\n{}",
     "chunks in gzip": HEAD + b"transfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
     "coding given twice": HEAD + b"transfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+    "a length and a coding": HEAD + b"content-length: 2\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
     "a word for a chunk's size": CHUNKED + b"two\r\n{}\r\n0\r\n\r\n",
     "a negative chunk": CHUNKED + b"-2\r\n{}\r\n0\r\n\r\n",
     "a huge chunk": CHUNKED + b"f" * 30 + b"\r\n{}\r\n0\r\n\r\n",

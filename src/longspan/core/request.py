@@ -13,6 +13,7 @@ from longspan.core.owners import BlockRef, Owners, Rotation
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import UNKNOWN, Part, Sample, Sampled, Sampling, TokenLogprobs
 from longspan.core.view import ScheduledPart
+from longspan.errors import ContextLengthError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -310,8 +311,8 @@ def check_room(name: str, max_tokens: int, num_prompt_tokens: int, max_model_len
         )
 
 
-def too_long(length: str, max_model_len: int) -> ValueError:
-    return ValueError(
-        f"the prompt has {length}, but prompt and output together can have at most {max_model_len} here "
-        "(max_model_len: the model's context, or less where KV memory is short): shorten the prompt"
+def too_long(length: str, max_model_len: int) -> ContextLengthError:
+    return ContextLengthError(
+        f"This model's maximum context length is {max_model_len} tokens, of prompt and output together, but the prompt "
+        f"has {length} (max_model_len: the model's context, or less where KV memory is short): shorten the prompt"
     )

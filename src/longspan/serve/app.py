@@ -135,7 +135,7 @@ def _handle_errors(app: FastAPI, server: Server) -> None:
                 return error_response(error.status, words, code="queue_full", retry_after_s=retry_after_s)
             case EngineLostError():
                 return error_response(503 if server.draining else error.status, str(error), retry_after_s=5)
-        response = error_response(error.status, str(error), param=error.param)
+        response = error_response(error.status, str(error), param=error.param, code=error.code)
         if not isinstance(error, WireError):
             response.headers["x-should-retry"] = "false"
         return response

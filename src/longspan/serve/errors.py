@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from starlette.responses import JSONResponse
 
-from longspan.errors import ParameterError
+from longspan.errors import ContextLengthError, ParameterError
 
 _TYPES = {
     400: "invalid_request_error",
@@ -49,18 +49,20 @@ class ServeError(Exception):
     Attributes:
         status: of the HTTP answer.
         param: the field of the request that is the cause, such as `messages[0].content`; None if it is none of them.
+        code: the word that clients know the error by; None for its status.
     """
 
     status = 500
     param: str | None = None
+    code: str | None = None
 
 
 class WireError(ServeError, ValueError):
     """A request that is not served, through its sender's mistake."""
 
-    def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
+    def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
-        self.param, self.status = param, status
+        self.param, self.status, self.code = param, status, code
 
 
 class QueueFullError(ServeError):
@@ -114,6 +116,8 @@ def as_wire_errors(param: str | None, names: Mapping[str, str] | None = None) ->
         raise
     except ParameterError as error:
         raise WireError(str(error), (names or {}).get(error.parameter, error.parameter)) from error
+    except ContextLengthError as error:
+        raise WireError(str(error), param, code="context_length_exceeded") from error
     except ValueError as error:
         raise WireError(str(error), param) from error
 
@@ -144,7 +148,7 @@ def _at(path: Sequence[str | int], error: WireError) -> WireError:
     steps = path if error.param is None else [*path, error.param]
     text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
     param = shortened(text.removeprefix("."), _MAX_PARAM) or None
-    return WireError(str(error) if param is None else f"{param}: {error}", param, error.status)
+    return WireError(str(error) if param is None else f"{param}: {error}", param, error.status, error.code)
 
 
 def _message(error: ErrorDetails) -> str:

@@ -75,7 +75,8 @@ class RequestContext:
 
 
 class Gate:
-    """Looks at the head of a request: answers 431 when it is too large, 401 unless the bearer token is one of the keys.
+    """Looks at the head of a request: answers 431 when it is too large, 401 unless the bearer token is one of the keys,
+    and 400 when it does not tell where its body ends.
 
     Without keys, everybody may ask.
     """
@@ -89,7 +90,11 @@ class Gate:
         size = len(scope["path"]) + len(scope["query_string"])
         size += sum(len(name) + len(value) for name, value in scope["headers"])
         app = self._app
-        if size > self._max_header_bytes:
+        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
+            # RFC 9112 6.1: whoever is in front of us may have read another body than we would.
+            app = error_response(400, "content-length and transfer-encoding exclude each other: send one of them")
+            app.headers["connection"] = "close"
+        elif size > self._max_header_bytes:
             words = f"the headers have {size} bytes, of at most {self._max_header_bytes}"
             app = error_response(431, f"{words} (--h11-max-incomplete-event-size)")
         elif self._digests and not self._may_pass(scope):

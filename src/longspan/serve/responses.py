@@ -88,7 +88,7 @@ def answer_each(
         stuck = next((state.stuck for state in states if state.stuck is not None), None)
         answer = prepared_or_wrong if stuck is None else WireError(stuck, "structured_outputs")
         if isinstance(answer, WireError):
-            yield tag, answer.status, error_body(answer.status, str(answer), param=answer.param)
+            yield tag, answer.status, error_body(answer.status, str(answer), param=answer.param, code=answer.code)
             continue
         for index, state in enumerate(states):
             for choice in range(len(state.choices)):

@@ -253,7 +253,7 @@ class EventStream(Response):
         except (ClientGoneError, OSError):  # it left, or reads nothing
             return
         except ServeError as error:
-            last = _event(error_body(error.status, str(error), param=error.param))
+            last = _event(error_body(error.status, str(error), param=error.param, code=error.code))
         finally:
             self._outputs.close()
         with contextlib.suppress(OSError):
