@@ -27,10 +27,6 @@ def named(name: str, problem: str) -> str:
     return f"{name}{problem}" if problem[:1] in (":", "(") else f"{name} {problem}"
 
 
-class ContextLengthError(ValueError):
-    """A prompt is longer than the model's context, or than the memory for its keys and values."""
-
-
 class WorkerLostError(RuntimeError):
     """A worker process died or raised; the requests in flight cannot finish.
 

@@ -13,7 +13,6 @@ from longspan.core.owners import BlockRef, Owners, Rotation
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import UNKNOWN, Part, Sample, Sampled, Sampling, TokenLogprobs
 from longspan.core.view import ScheduledPart
-from longspan.errors import ContextLengthError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -292,6 +291,10 @@ class Request:
         if token in eos_token_ids and not params.ignore_eos:
             return "stop"
         return "length" if len(self.output) >= self.max_tokens else None
+
+
+class ContextLengthError(ValueError):
+    """A prompt is longer than the model's context, or than the memory for its keys and values."""
 
 
 def check_length(num_prompt_tokens: int, max_model_len: int) -> None:

@@ -11,7 +11,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from starlette.responses import JSONResponse
 
-from longspan.errors import ContextLengthError, ParameterError
+from longspan.core.request import ContextLengthError
+from longspan.errors import ParameterError
 
 _TYPES = {
     400: "invalid_request_error",
