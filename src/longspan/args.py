@@ -43,8 +43,8 @@ class DeviceArgs:
     tp: Annotated[int | None, _devices("Tensor-parallel ranks per instance.")] = None
     pp: Annotated[int | None, _devices("Pipeline stages per instance.")] = None
     threads_per_rank: Annotated[int | None, _devices("CPU threads of each rank; an equal share if not given.")] = None
-    device: Annotated[Literal["cpu", "cuda"], _devices("What ranks compute on.")] = "cpu"
-    dtype: Annotated[Literal["float32", "bfloat16"], _devices("Of weights and KV.")] = "float32"
+    device: Annotated[Literal["cpu", "cuda"], _devices("Device that ranks compute on.")] = "cpu"
+    dtype: Annotated[Literal["float32", "bfloat16"], _devices("Precision of weights and KV.")] = "float32"
     attention_backend: Annotated[
         Literal["auto", "native", "torch"], _devices("native: our own kernel, for bfloat16 on CPUs with AVX512_BF16.")
     ] = "auto"

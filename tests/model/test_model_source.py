@@ -4,6 +4,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import make_dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -273,6 +274,16 @@ def test_parameters_are_views_of_the_mapped_file(tmp_path: Path, cache: Path) ->
     assert sum(entry.anonymous_kib for entry in mapped) == 0  # no page was copied for this process
     head, embedding = model.module.get_output_embeddings(), model.module.get_input_embeddings()
     assert head.weight is embedding.weight
+
+
+def test_versions_that_describe_models_otherwise_keep_files_of_their_own(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(make_tiny("llama", tmp_path / "llama"))
+    first = prepare(folder, dtype="float32")
+    monkeypatch.setattr("longspan.model.store.ModelInfo", make_dataclass("ModelInfo", [("num_layers", int)]))
+    assert prepare(folder, dtype="float32").weights != first.weights
+    assert len(list((cache / "weights").glob("*/model.safetensors"))) == 2
 
 
 def test_dummy_weights_follow_the_seed(tmp_path: Path, cache: Path) -> None:

@@ -69,7 +69,7 @@ def main(
         int, cyclopts.Parameter(validator=Number(gte=1, lte=_MAX_RANKS), help="Processes in the group.")
     ] = 2,
     exchange: Annotated[str, cyclopts.Parameter(help="all, or the name of one.")] = "all",
-    seed: Annotated[int, cyclopts.Parameter(help="Of the random cases.")] = 0,
+    seed: Annotated[int, cyclopts.Parameter(help="Seed of the random cases.")] = 0,
     cases: Annotated[
         int, cyclopts.Parameter(validator=Number(gte=1), help="How many of them, for each exchange.")
     ] = 20,

@@ -71,9 +71,9 @@ def batch(
     input_file: Annotated[Path, Option("Requests: custom_id, method, url and body in each line.", short="i")],
     output_file: Annotated[Path, Option("Answers, appended as they get done; those there are kept.", short="o")],
     served_model_name: Annotated[
-        list[str] | None, Option("What requests may call the model besides its own name; repeatable.")
+        list[str] | None, Option("Another name by which requests may call the model; repeatable.")
     ] = None,
-    seed: Annotated[int, Option("Of requests without a seed, and of dummy weights.")] = 0,
+    seed: Annotated[int, Option("Seed of requests without one, and of dummy weights.")] = 0,
     engine: EngineArgs = _ENGINE,
 ) -> int:
     """Answers the requests of a batch file, as OpenAI's batch service does.

@@ -30,12 +30,12 @@ def serve(
     otlp_traces_endpoint: Annotated[
         str | None,
         Option(
-            "Of an OpenTelemetry collector, which gets a span per request; needs longspan[otel].",
+            "URL of an OpenTelemetry collector, which gets a span per request; needs longspan[otel].",
             group="Server",
             metavar="URL",
         ),
     ] = None,
-    seed: Annotated[int, Option("Of requests that bring none, and of dummy weights.", group="Server")] = 0,
+    seed: Annotated[int, Option("Seed of requests that bring none, and of dummy weights.", group="Server")] = 0,
     engine: EngineArgs = _ENGINE,
     limits: RequestLimits = _LIMITS,
 ) -> int:

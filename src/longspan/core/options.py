@@ -111,7 +111,9 @@ class SchedulingArgs:
     fractions: Annotated[
         str | None,
         _scheduling(
-            "Of a contiguous layout, what part each instance gets.", metavar="F,F,...", default="as the policy has it"
+            "Part of a contiguous layout for each instance.",
+            metavar="F,F,...",
+            default="as the policy has it",
         ),
     ] = None
     policy_options: Annotated[

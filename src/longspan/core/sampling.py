@@ -122,7 +122,7 @@ class SamplingParams:
             "Added to the logit of a token id; repeatable.", metavar="ID=VALUE", repeatable=True, read=_read_biases
         ),
     ] = None
-    seed: Annotated[int | None, _choice("Of all random numbers, those of dummy weights too.")] = None
+    seed: Annotated[int | None, _choice("Seed of all random numbers, those of dummy weights too.")] = None
     n: Annotated[int, _choice("Outputs per prompt.")] = 1
     logprobs: Annotated[int | None, _choice("Report the logprobs of output tokens and so many most likely ones.")] = (
         None

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import torch
 import transformers
 from filelock import FileLock
@@ -23,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
 from longspan.model.files import ModelError, cache_root, make_writable, one_line
 from longspan.model.info import PROBE, ModelInfo, gather_info, load_config, quiet_transformers
 
-FORMAT = 2
+_FORMAT = 2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _SOURCES = ("*.json", "*.safetensors", "*.bin", "*.py")
 
@@ -91,7 +92,8 @@ def _key(config_dir: Path, dtype: str, dummy_seed: int | None) -> str:
     patterns = _SOURCES if dummy_seed is None else ("config.json", "generation_config.json", "*.py")
     sources = sorted({file.resolve() for pattern in patterns for file in config_dir.glob(pattern)})
     stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in sources]
-    identity = [FORMAT, transformers.__version__, str(config_dir.resolve()), stats, dtype, dummy_seed]
+    what = [_FORMAT, msgspec.json.schema(ModelInfo), transformers.__version__]  # another description, another file
+    identity = [*what, str(config_dir.resolve()), stats, dtype, dummy_seed]
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
 
 

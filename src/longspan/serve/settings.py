@@ -201,7 +201,7 @@ class ServerSettings:
             minimum=0,
         ),
     ] = 30.0
-    metrics_prefix: Annotated[str, _server("Of metric names; vllm: for dashboards made for vLLM.")] = "longspan:"
+    metrics_prefix: Annotated[str, _server("Prefix of metric names; vllm: for dashboards made for vLLM.")] = "longspan:"
     tracer: Tracer | None = None
     limits: RequestLimits = field(default_factory=RequestLimits)
 

@@ -35,7 +35,7 @@ class HardwareSpec:
     link: Annotated[
         str | None,
         _cluster(
-            "What connects hosts, or the devices of a single host.",
+            "Link between hosts, or between the devices of a single host.",
             metavar="NAME",
             default="what such devices come with",
         ),
@@ -45,11 +45,12 @@ class HardwareSpec:
         _cluster("Instead: its nominal speed, one way, in 10^9 bytes per second.", metavar="X", default="the link's"),
     ] = None
     dtype: Annotated[
-        Literal["auto", "bfloat16", "float16", "float32"], _cluster("Of weights, keys and values; auto: 16 bits.")
+        Literal["auto", "bfloat16", "float16", "float32"],
+        _cluster("Precision of weights and KV; auto: 16 bits."),
     ] = "auto"
     ffn_dtype: Annotated[
         Literal["bfloat16", "float16", "float32", "fp8"] | None,
-        _cluster("Of the feed-forward weights.", default="as --dtype"),
+        _cluster("Precision of the feed-forward weights.", default="as --dtype"),
     ] = None
     attention: Annotated[
         Literal["flash", "eager"] | None,

@@ -50,7 +50,7 @@ class WorkloadSpec:
     think_time: Annotated[
         float | None, _workload("Seconds from an answer to the next turn.", metavar="S", default="10")
     ] = None
-    seed: Annotated[int, _workload("Of times and lengths.")] = 0
+    seed: Annotated[int, _workload("Seed of times and lengths.")] = 0
 
     def __post_init__(self) -> None:
         least_of = {"num_requests": 1, "output_len": 1, "prefix_len": 0, "num_prefixes": 1, "turns": 1, "seed": 0}
