@@ -60,7 +60,7 @@ class Runner:
         """The exchanges of the latest prompt."""
 
     def ttft_s(self, length: int, options: dict[str, str], *, num_prompts: int = 1) -> float:
-        """Until the last of `num_prompts` prompts has its first token, when all are asked at once."""
+        """Times prompts until the last of `num_prompts` has its first token, when all are asked at once."""
         self._llm.set_policy("context", options)
         prompts = [[self._random.randrange(10, 49_000) for _ in range(length)] for _ in range(num_prompts)]
         outputs = self._llm.generate(prompts, _TOKEN, use_tqdm=False)
@@ -152,7 +152,7 @@ def _chain(fractions: Sequence[float]) -> dict[str, str]:
 
 
 def _report(samples: Samples) -> Table:
-    """Medians, and beside each how far apart its samples are."""
+    """Tabulates medians, and beside each how far apart its samples are."""
     table = Table(title="Time to first token in seconds, and efficiency T1 / (2 T2)")
     table.add_column("")
     for length in samples:

@@ -99,7 +99,7 @@ class Runner:
         return self.ttft_s(length=_grown(self._length, history))
 
     def all_s(self) -> float:
-        """Until the last of several shorter prompts, computed by instances 0 and 1, has its tokens from instance 2."""
+        """Times some shorter prompts that instances 0 and 1 compute until the last has its tokens from instance 2."""
         self.llm.engine.set_policy(growing(balance=True, decode=(2,)))
         prompts = [self._prompt(self._length // 4) for _ in range(_NUM_AT_ONCE)]
         outputs = self.llm.generate(prompts, _tokens(4), use_tqdm=False)

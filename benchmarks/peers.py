@@ -102,7 +102,7 @@ def _measure_speed(
 
 
 def _measure_shares(entries: list[Entry], columns: list[Column], tell: Callable[[str], None]) -> tuple[Shares, Contest]:
-    """Worker seconds per category of longspan, in engines of their own because the timers cost something.
+    """Measures worker seconds per category of longspan, in engines of their own because the timers cost something.
 
     Decoding is what a run with many new tokens takes beyond one that stops at the first.
     """
@@ -126,7 +126,7 @@ def _measure_shares(entries: list[Entry], columns: list[Column], tell: Callable[
 
 
 def _warm_up(contest: Contest, columns: list[Column]) -> None:
-    """First uses of kernels and memory, at the shortest length and at the largest batch."""
+    """Makes the first uses of kernels and memory, at the shortest length and at the largest batch."""
     contest.ask("warm-up", _prompts(columns[0].length, 1, "warm-up"), 1)
     contest.ask("warm-up", _prompts(columns[-1].length, columns[-1].batch, "warm-up"), 4)
 
@@ -137,7 +137,7 @@ def _over_ranks(answer: dict[str, Any]) -> dict[str, float]:
 
 
 def _prompts(length: int, batch: int, seed: str) -> list[list[int]]:
-    """Random ids; no two prompts begin alike, and every contestant gets the same."""
+    """Draws random ids; no two prompts begin alike, and every contestant gets the same."""
     generator = random.Random(f"{seed} {length} {batch}")
     return [[generator.randrange(100, 49_000) for _ in range(length)] for _ in range(batch)]
 

@@ -26,7 +26,7 @@ def _words(text: str) -> frozenset[str]:
 
 FORBIDDEN = _words(
     """
-    as by for from how of see so than that those what where whether which who whose with
+    all as by for from how of see so than that those what where whether which who whose with
     """
 )
 SUBORDINATORS = _words(

@@ -110,7 +110,7 @@ class Child:
         return line
 
     def _last_words(self) -> str:
-        """The first and the last error of its log: the former is often the cause, but may be harmless."""
+        """Finds the first and the last error of its log: the former is often the cause, but may be harmless."""
         self.wait()
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").splitlines()
@@ -118,7 +118,7 @@ class Child:
         return " ... ".join(dict.fromkeys(errors[:1] + errors[-1:])) or f"exit status {self._process.poll()}"
 
     def _signal(self, number: int) -> None:
-        """To its group and to all descendants: longspan's workers are in groups of their own."""
+        """Sends a signal to its group and to all descendants: longspan's workers are in groups of their own."""
         try:
             family = psutil.Process(self._process.pid).children(recursive=True)
         except psutil.NoSuchProcess:

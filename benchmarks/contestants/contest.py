@@ -54,7 +54,7 @@ class Contest:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        """After an error or Ctrl-C nobody is waited for."""
+        """Waits for nobody after an error or Ctrl-C."""
         try:
             if kind is None:
                 self._tell("ending the contestants")

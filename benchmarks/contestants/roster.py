@@ -28,7 +28,7 @@ class Entry:
 
 
 def roster(peers_venv: Path) -> dict[str, Entry]:
-    """All contestants by name; `peers_venv` is the environment that `make peers` makes for vLLM.
+    """Lists the contestants by name; `peers_venv` is the environment that `make peers` makes for vLLM.
 
     vLLM's default binding keeps one core for its scheduler and computes on the others: with two cores, on one.
     `vllm-eager` and `vllm-compiled` compute on all cores, and preload Intel's OpenMP as vLLM itself advises.
@@ -57,7 +57,7 @@ def _longspan(name: str, *, instances: int) -> Entry:
 
 
 def _vllm(name: str, venv: Path, *, eager: bool, environment: dict[str, str]) -> Entry:
-    """Compiled code is cached inside the environment: the first compiled start takes about a minute longer."""
+    """Enters vLLM, which keeps compiled code inside the environment: its first compiled start takes a minute longer."""
     caches = {"VLLM_CACHE_ROOT": str(venv / "cache"), "TORCHINDUCTOR_CACHE_DIR": str(venv / "cache" / "inductor")}
     return Entry(
         name=name,

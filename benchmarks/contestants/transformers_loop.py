@@ -13,7 +13,7 @@ from contestants.serving import Prompts, Started, serve
 
 
 def start(options: dict[str, Any]) -> Started:
-    """The unmodified model on all cores; prompts of one call must be equally long, so that nothing is padded."""
+    """Runs the unmodified model on all cores; prompts of one call must be equally long, so that nothing is padded."""
     torch.set_num_threads(options["cores"])
     model = AutoModelForCausalLM.from_pretrained(options["model"], dtype=torch.bfloat16).eval()
 

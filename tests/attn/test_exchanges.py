@@ -122,7 +122,9 @@ def exchange(
     wires = Wires()
 
     def member(rank: int, transport: Transport) -> list[Tensor]:
-        group = Group(transport, range(case.size), rank, hosts=case.hosts, name="x", first_tag=7, sent=sent[rank])
+        group = Group(
+            transport, range(case.size), rank, hosts=case.hosts, name="x", tags=range(7, 7 + 20), sent=sent[rank]
+        )
         return outputs(name, group, case.batch, case.spec)
 
     found = run_members(case.size, member, wires=wires, faults=faults)
@@ -247,7 +249,7 @@ def test_chain_gives_the_last_member_all_new_keys_and_may_start_layers_ahead() -
     spec = spec_of(window=30)
 
     def member(rank: int, transport: Transport) -> list[tuple[Tensor, Tensor]]:
-        groups = [Group(transport, range(3), rank, first_tag=10 * layer) for layer in range(2)]
+        groups = [Group(transport, range(3), rank, tags=range(10 * layer, 10 * layer + 10)) for layer in range(2)]
         calls = [member_call(CHAIN, group, [request], spec) for group, request in zip(groups, layers, strict=True)]
         started = [chain_start(call.group, call.parts, call.kv, spec) for call in calls]
         found = []

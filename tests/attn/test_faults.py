@@ -50,7 +50,9 @@ def three_layers(name: str, num_members: int, wires: Wires, **faults_of_rank_1: 
     request, spec = dealt_evenly(num_members), spec_of()
 
     def member(rank: int, transport: Transport) -> list[Tensor]:
-        layers = [Group(transport, range(num_members), rank, first_tag=10 * layer) for layer in range(3)]
+        layers = [
+            Group(transport, range(num_members), rank, tags=range(10 * layer, 10 * layer + 10)) for layer in range(3)
+        ]
         return [outputs(name, group, [request], spec)[0] for group in layers]
 
     def faults(rank: int, inner: Transport) -> FaultyTransport:
@@ -91,9 +93,15 @@ def test_wrong_message_is_recognised(num_floats: int, tag: int) -> None:
     wires = Wires()
     MemoryTransport(wires, 0).start([(1, sealed(num_floats, tag).buffer)], [], 7)
     due = sealed(8, 1)  # a buffer that had a valid message before
-    group = Group(MemoryTransport(wires, 1), range(2), 1, first_tag=5)
+    group = Group(MemoryTransport(wires, 1), range(2), 1, tags=range(5, 5 + 20))
     with pytest.raises(CommError, match="expected message 7 of 32 bytes"):
         group.start(sends={}, receives={0: due}, hop=2).wait()
+
+
+def test_an_exchange_cannot_take_the_tags_of_others() -> None:
+    group = Group(MemoryTransport(Wires(), 1), range(2), 1, name="long", tags=range(5, 7))
+    with pytest.raises(AssertionError, match="hop 2 of long, which has tags for 2"):
+        group.start(sends={}, receives={}, hop=2)
 
 
 def test_message_layout() -> None:

@@ -34,7 +34,7 @@ def run_group(
     wires = Wires()
 
     def member(rank: int, transport: Transport) -> list[Tensor]:
-        return work(Group(transport, range(len(hosts)), rank, hosts=hosts, first_tag=5, sent=sent[rank]))
+        return work(Group(transport, range(len(hosts)), rank, hosts=hosts, tags=range(5, 5 + 20), sent=sent[rank]))
 
     faults = None if not seed else lambda rank, inner: FaultyTransport(inner, seed=seed + rank, max_delay_s=0.005)
     found = run_members(len(hosts), member, wires=wires, faults=faults)

@@ -9,6 +9,7 @@ from typing import get_args
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from one_part import part_of
 
 from longspan.core.cluster import Cluster, ParallelSpec
 from longspan.core.exchange import ALLTOALL, CHAIN, GATHER_HIDDEN, GATHER_KV, LOCAL, RING_KV, RING_Q, Exchange
@@ -179,13 +180,6 @@ def test_a_chain_behind_cached_tokens_pays_for_sending_them_in_every_layer() -> 
     assert chained.breakdown.exchange_s > 0.8 * gathered.breakdown.exchange_s
 
 
-@pytest.mark.parametrize("instances", [2, 4])
-def test_a_prompt_is_not_quicker_as_several_chains(instances: int) -> None:
-    whole_s = estimate_prefill(model_on(instances=instances), instances, CHAIN, 32768, fractions="search").seconds
-    steps_s = [prefill(instances, CHAIN, end, end - 8192).seconds for end in (8192, 16384, 24576, 32768)]
-    assert sum(steps_s) > whole_s
-
-
 def test_members_that_have_cached_keys_wait_for_the_last_to_come_to_a_layer() -> None:
     """Without: 3 seconds each in every layer. With: both come to the layer together, 5 seconds before they attend."""
     members = [Member(before_s=1, behind_s=2, message_s=0), Member(before_s=1, behind_s=4, message_s=0)]
@@ -286,18 +280,9 @@ def test_impossible_questions_are_refused() -> None:
 
 def part(request: int, start: int, stop: int, group: tuple[int, ...], exchange: Exchange) -> Part:
     layout = "single" if len(group) == 1 or stop - start == 1 else "contiguous" if exchange == CHAIN else "zigzag"
-    return Part(
-        request_id=request,
-        start=start,
-        stop=stop,
-        tokens=(),
-        group=group,
-        runs=shard_span(layout, start, stop, len(group)),
-        exchange=exchange,
-        first_block=0,
-        blocks=(),
-        sample=Sample(instance=group[-1] if exchange == CHAIN else group[0], position=stop),
-    )
+    runs = shard_span(layout, start, stop, len(group))
+    sample = Sample(instance=group[-1] if exchange == CHAIN else group[0], position=stop)
+    return part_of(group, request_id=request, start=start, stop=stop, runs=runs, exchange=exchange, sample=sample)
 
 
 def step_cost(instances: int) -> RooflineCost:

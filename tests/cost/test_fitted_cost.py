@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from linear_cost import LinearCost
+from one_part import part_of
 from test_profile import SUBJECT, in_profile
 
 from longspan.core.exchange import CHAIN, LOCAL, RING_KV, RING_Q, Exchange
@@ -54,19 +55,7 @@ def profile(*, decodes: bool = True) -> Profile:
 def part(name: int, start: int, stop: int, *group: int, exchange: Exchange = LOCAL) -> Part:
     layout: Layout = "single" if stop - start == 1 else "contiguous" if exchange == CHAIN else "zigzag"
     runs = shard_span(layout, start, stop, len(group), align=BLOCK_SIZE, head=0)
-    kind: Any = exchange
-    return Part(
-        request_id=name,
-        start=start,
-        stop=stop,
-        tokens=range(stop - start),
-        group=group,
-        runs=runs,
-        exchange=kind,
-        first_block=0,
-        blocks=(),
-        sample=None,
-    )
+    return part_of(group, request_id=name, start=start, stop=stop, runs=runs, exchange=exchange)
 
 
 def seconds(*parts: Part) -> dict[int, float]:

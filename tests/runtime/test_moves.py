@@ -244,6 +244,8 @@ def test_when_nothing_says_who_holds_up_a_move_both_are_named(folders: dict[str,
         cluster.executor.submit(move)
         assert not cluster.executor.poll(1.0), "it has begun"
         ends[stopped].suspend()
+        while ends[stopped].status() != psutil.STATUS_STOPPED:
+            time.sleep(0.01)  # until the first of its threads has seen the signal, its others go on
         if not stopped:
             ends[1].resume()
         with pytest.raises(WorkerLostError, match=r"no step was completed by ranks 1, 0 for 2.5 s"):

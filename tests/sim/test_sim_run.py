@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from linear_cost import LinearCost
+from one_part import part_of
 
 import longspan.sim.run as sim_run
 from longspan.core.cluster import Cluster
@@ -186,18 +187,7 @@ def test_a_straggler_takes_its_factor_longer() -> None:
 def chunk(request_id: int, group: tuple[int, ...], runs: SpanShards, exchange: Exchange = RING_KV) -> Part:
     """The first tokens of a prompt, of which each member of the group has these."""
     num_tokens = max(run.stop for shards in runs for run in shards)
-    return Part(
-        request_id=request_id,
-        start=0,
-        stop=num_tokens,
-        tokens=range(num_tokens),
-        group=group,
-        runs=runs,
-        exchange=exchange,
-        first_block=0,
-        blocks=(),
-        sample=None,
-    )
+    return part_of(group, request_id=request_id, stop=num_tokens, runs=runs, exchange=exchange)
 
 
 def test_whoever_works_with_a_straggler_waits_for_it() -> None:

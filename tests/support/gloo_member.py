@@ -51,7 +51,7 @@ def check(transport: FaultyTransport, members: tuple[int, ...], rank: int, seed:
     for number, (name, queries, held) in enumerate((*chunks, ("ring_q", token, (cached, chunk, token)))):
         runs = tuple(tuple(run for one in held for run in one[m]) for m in range(len(members)))
         request = Request(q_runs=queries, kv_runs=runs, seed=seed)
-        group = Group(transport, members, me, first_tag=tag + 10 * number)
+        group = Group(transport, members, me, tags=range(tag + 10 * number, tag + 10 * number + 10))
         [out] = outputs(name, group, [request], SPEC)
         torch.testing.assert_close(out.double(), request.wanted(me, SPEC), atol=1e-5, rtol=0)
 
@@ -60,11 +60,11 @@ def meet_short_message(transport: TorchTransport, rank: int, tag: int) -> None:
     """For gloo a message passes for a longer one without a word; for the trailer it does not."""
     message = Message([((3 if rank else 2,), torch.float32)], torch.device("cpu"))
     if rank == 0:
-        Group(transport, (0, 1), 0, first_tag=tag).start(sends={1: message}, receives={}, hop=0)
+        Group(transport, (0, 1), 0, tags=range(tag, tag + 20)).start(sends={1: message}, receives={}, hop=0)
         transport.complete_sends()
     elif rank == 1:
         try:
-            Group(transport, (0, 1), 1, first_tag=tag).start(sends={}, receives={0: message}, hop=0).wait()
+            Group(transport, (0, 1), 1, tags=range(tag, tag + 20)).start(sends={}, receives={0: message}, hop=0).wait()
         except CommError:
             return
         raise AssertionError("a short message passed for a long one")
@@ -78,7 +78,12 @@ def until_killed(transport: TorchTransport, num_ranks: int, rank: int, tags: ite
         for number in range(1000):
             if rank == 1 and number == killed:
                 os.kill(os.getpid(), signal.SIGKILL)
-            outputs("ring_kv", Group(transport, range(num_ranks), rank, first_tag=next(tags)), [request], SPEC)
+            outputs(
+                "ring_kv",
+                Group(transport, range(num_ranks), rank, tags=range(first := next(tags), first + 20)),
+                [request],
+                SPEC,
+            )
     except CommError as error:
         print(f"CommError: {error}", flush=True)
         os._exit(0)  # at once, as a worker does: the others learn of it by this

@@ -1,4 +1,4 @@
-"""Steps with a single part, for tests of what becomes of steps."""
+"""Parts, and steps with a single one, for tests of what becomes of steps."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from longspan.core.exchange import LOCAL
 from longspan.core.steps import Forward, MoveKV, Part
 
 
-def forward(number: int, group: tuple[int, ...], *streams: MoveKV, **changes: Any) -> Forward:
-    """A step of these instances, whose part has a token for none of them, and whatever else is said of it."""
+def part_of(group: tuple[int, ...], **changes: Any) -> Part:
+    """A part of these instances, which has a token for none of them, and whatever else is said of it."""
     told: dict[str, Any] = {
         "request_id": 0,
         "start": 0,
@@ -21,4 +21,9 @@ def forward(number: int, group: tuple[int, ...], *streams: MoveKV, **changes: An
         "blocks": (),
         "sample": None,
     }
-    return Forward(number=number, parts=(Part(group=group, **{**told, **changes}),), streams=streams)
+    return Part(group=group, **{**told, **changes})
+
+
+def forward(number: int, group: tuple[int, ...], *streams: MoveKV, **changes: Any) -> Forward:
+    """A step with one such part."""
+    return Forward(number=number, parts=(part_of(group, **changes),), streams=streams)

@@ -158,13 +158,16 @@ def _compare(
     rank: int, hosts: Sequence[int], names: Sequence[str], seed: int, num_cases: int, transport: TorchTransport
 ) -> _Found:
     errors, sent = dict.fromkeys(names, 0.0), Counter[tuple[str, Link]]()
-    tags = itertools.count(step=hidden_hops(len(hosts)))
+    num_hops = hidden_hops(len(hosts))
+    first_tags = itertools.count(step=num_hops)
     for number, in_order in itertools.product(range(num_cases), (False, True)):
         draw = random.Random(f"{seed} {number}")
         spec, batch = random_spec(draw), random_batch(draw, len(hosts), in_order=in_order)
         wanted = torch.cat([request.wanted(rank, spec) for request in batch], dim=1)
         for name in (name for name in names if EXCHANGES[name].traits.in_order == in_order):
-            group = Group(transport, range(len(hosts)), rank, hosts=hosts, name=name, first_tag=next(tags), sent=sent)
+            first_tag = next(first_tags)
+            tags = range(first_tag, first_tag + num_hops)
+            group = Group(transport, range(len(hosts)), rank, hosts=hosts, name=name, tags=tags, sent=sent)
             out = attend(member_call(EXCHANGES[name], group, batch, spec, seed=number))
             error = (out - wanted).abs().nan_to_num(torch.inf)
             errors[name] = max(errors[name], error.max().item() if error.numel() else 0.0)

@@ -99,8 +99,14 @@ class Transport(Protocol):
         """Waits until every send has left; its peer receives it in the same step."""
 
 
+_ANY_TAG = range(2**31)
+
+
 class Group:
     """The members of an exchange, in ring order, as one of them sees it.
+
+    Args:
+        tags: those of its hops; nobody else who may send at the same time has them.
 
     Attributes:
         rank: this member's index in the group.
@@ -117,18 +123,18 @@ class Group:
         *,
         hosts: Sequence[int] | None = None,
         name: str = "",
-        first_tag: int = 0,
+        tags: range = _ANY_TAG,
         sent: Counter[tuple[str, Link]] | None = None,
     ) -> None:
         self.rank, self.size = rank, len(members)
         self.hosts = (0,) * self.size if hosts is None else tuple(hosts)
         assert len(self.hosts) == self.size, "every member has a host"
         self.sent = Counter() if sent is None else sent
-        self._transport, self._members, self._name, self._first_tag = transport, tuple(members), name, first_tag
+        self._transport, self._members, self._name, self._tags = transport, tuple(members), name, tags
 
     @property
     def others(self) -> list[int]:
-        """All members but this one."""
+        """The members beside this one, ascending."""
         return [member for member in range(self.size) if member != self.rank]
 
     def link(self, member: int) -> Link:
@@ -137,7 +143,8 @@ class Group:
 
     def start(self, *, sends: Mapping[int, Message], receives: Mapping[int, Message], hop: int) -> Pending:
         """Sends and receives between members; both ends skip empty messages. `hop` numbers the call in the exchange."""
-        tag, transport = self._first_tag + hop, self._transport
+        assert hop < len(self._tags), f"hop {hop} of {self._name}, which has tags for {len(self._tags)}"
+        tag, transport = self._tags[hop], self._transport
         outgoing = {member: message for member, message in sends.items() if message.payload_bytes}
         incoming = {member: message for member, message in receives.items() if message.payload_bytes}
         if not outgoing and not incoming:

@@ -67,9 +67,8 @@ class Members:
         """Makes the group of the next call of an exchange, with new tags, so that no call takes another's messages."""
         hops = gather_hops(self.size)  # no exchange has more
         first_tag = next(self._calls) % (_NUM_TAGS // hops) * hops
-        return Group(
-            self._transport, self._ranks, self.rank, hosts=self._hosts, name=name, first_tag=first_tag, sent=self.sent
-        )
+        tags = range(first_tag, first_tag + hops)
+        return Group(self._transport, self._ranks, self.rank, hosts=self._hosts, name=name, tags=tags, sent=self.sent)
 
     def close(self) -> None:
         """Waits until all that was sent has arrived.

@@ -90,7 +90,7 @@ class Rank(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """All instances with their ranks, roles, locations and KV pools.
+    """The instances of an engine, with their ranks, roles, locations and KV pools.
 
     The instances of `spec` come first. With a `decode_spec` they only prefill, and those of `decode_spec` only decode.
     Ranks are numbered by instance, then stage, then shard.

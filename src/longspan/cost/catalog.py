@@ -83,7 +83,7 @@ class Attention:
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """All efficiency constants of the roofline.
+    """The efficiency constants of the roofline.
 
     Attributes:
         host_smooth: how sharply the time of the host, which starts operators, and that of the device meet.

@@ -12,7 +12,7 @@ from longspan.core.exchange import CHAIN, LOCAL, Exchange, decoding
 from longspan.core.runs import Run, shard_span
 from longspan.cost.channels import Channel, Share, Shares, attention_s, cost_of, exchanged_bytes, shares_of
 from longspan.cost.forward import Breakdown, Roofline
-from longspan.cost.partitions import MAX_SEARCHED, cut, even, search
+from longspan.cost.partitions import MAX_SEARCHED, cut, even, search, searched_block
 from longspan.cost.roofline import Layer
 from longspan.errors import ParameterError
 
@@ -229,8 +229,8 @@ def _partition(model: Roofline, prompt: PromptShape, fractions: Fractions) -> tu
 
 
 def searched_fractions(model: Roofline, members: int, length: int, *, align: int = _BLOCK) -> tuple[float, ...]:
-    """Searches how a chain of the first `members` instances cuts a prompt, by what the model predicts, in pieces of
-    `align` tokens or, for short prompts, fewer.
+    """Searches how a chain of the first `members` instances cuts a prompt, by what the model predicts, in multiples
+    of `searched_block`.
 
     Raises:
         ParameterError: for more instances than `MOSTMAX_SEARCHED`.
@@ -255,7 +255,7 @@ def _searched(model: Roofline, prompt: PromptShape, align: int = _BLOCK) -> tupl
             "fractions, or leave them out (even pieces for a chain, else zigzag)"
         )
         raise ParameterError("fractions", problem)
-    block = min(align, max(1, prompt.new // (4 * members)))
+    block = searched_block(prompt.new, members, align)
     seeds = (None, _levelled(model, prompt, block))
     found = (search(ttft_s, prompt.new, members, block, seed) for seed in seeds)
     return min(found, key=ttft_s)

@@ -219,9 +219,14 @@ def modelled_ttft(profile: Profile, shape: ModelShape) -> Callable[[Partition], 
 
 
 def fractions_by(ttft: Callable[[Partition], float], members: int, length: int, *, align: int) -> tuple[float, ...]:
-    """Searches the fractions of members, with pieces of `align` tokens or, for short prompts, fewer."""
-    found = search(ttft, length, members, min(align, max(1, length // (4 * members))))
+    """Searches the fractions of members, whose pieces are multiples of `searched_block`."""
+    found = search(ttft, length, members, searched_block(length, members, align))
     return tuple(piece / length for piece in found)
+
+
+def searched_block(length: int, members: int, align: int) -> int:
+    """Returns `align` tokens, or fewer for prompts so short that pieces would have few blocks."""
+    return min(align, max(1, length // (4 * members)))
 
 
 class ModelledPartitions:

@@ -28,7 +28,7 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 Seconds = Annotated[tuple[Annotated[float, msgspec.Meta(gt=0)], ...], msgspec.Meta(min_length=1)]
 """The same thing was measured time after time."""
 MeasuredKey = tuple[int | str, ...]
-"""All fields of a prefill or a decode but its times: those with equal keys are times of the same thing."""
+"""The fields of a prefill or a decode but its times: those with equal keys are times of the same thing."""
 
 
 class Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -44,8 +44,8 @@ _NONE_GROWS = Growing({}, {})
 class Batch:
     """A plan in the making: the parts of one step of all instances that can take a step, and who loses its KV.
 
-    Instances that share requests step together. When somebody must give way whom a step in flight names, the batch
-    starts again with only those instances that have nothing in flight.
+    Instances that share requests step together. When a step in flight names who must give way, the batch starts again
+    with a new `budget` and only the `instances` that have nothing in flight: read both from it for every request.
 
     Args:
         everyone: the instances to choose from. A request takes part when its whole group is among them.

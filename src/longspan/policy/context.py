@@ -68,7 +68,7 @@ class Context:
 
     @property
     def capacity(self) -> int:
-        """All instances: a request that outgrows one is sharded over all."""
+        """Counts all instances: a request that outgrows one is sharded over all."""
         return len(self._everyone)
 
     def check_prompt(self, num_prompt_tokens: int) -> None:

@@ -118,7 +118,7 @@ class Links:
     def _group(self) -> Group:
         first = self._next_tag
         self._next_tag += gather_hops(self.size) + 1
-        return Group(self._transport, range(self.size), self._rank, first_tag=first)
+        return Group(self._transport, range(self.size), self._rank, tags=range(first, self._next_tag))
 
     def _message(self, num_bytes: int) -> Message:
         return Message([((num_bytes,), torch.uint8)], self._device)

@@ -25,7 +25,7 @@ from longspan.runtime.sampling import Draw, GrammarMatcher, TokenCounts, Vocabul
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """All of a Forward that concerns one rank.
+    """The share of a Forward that concerns one rank.
 
     Attributes:
         tokens, positions, rope_lengths: `[tokens]` int64, one packed row.
@@ -297,7 +297,7 @@ class RankRequest:
 
 
 class RankRequests:
-    """All requests of one rank by id."""
+    """The requests of one rank by id."""
 
     def __init__(self, vocabulary: Vocabulary, device: torch.device) -> None:
         self._vocabulary, self._device = vocabulary, device

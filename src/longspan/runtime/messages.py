@@ -81,7 +81,7 @@ class Moved(msgspec.Struct, frozen=True, tag="moved"):
 
 
 class Sent(msgspec.Struct, frozen=True, tag="sent"):
-    """All that a rank sends of a MoveKV has left it."""
+    """Tells that everything a rank sends of a MoveKV has left it."""
 
     rank: int
     number: int

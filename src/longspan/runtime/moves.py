@@ -174,7 +174,9 @@ class BlockMessages:
         within = layer * _CHUNKS + chunk % _CHUNKS
         tag = FIRST_TAG + number % (_NUM_TAGS // per_move) * per_move + within
         hosts = self._cluster.hosts
-        return Group(transport, range(len(hosts)), self.rank, hosts=hosts, name=name, first_tag=tag, sent=sent)
+        return Group(
+            transport, range(len(hosts)), self.rank, hosts=hosts, name=name, tags=range(tag, tag + 1), sent=sent
+        )
 
     def _tensors(self, blocks: Mapping[int, Sequence[int]]) -> dict[int, Tensor]:
         return {inst: torch.tensor(own, dtype=torch.int64, device=self.device) for inst, own in blocks.items()}

@@ -67,7 +67,8 @@ class StepComm:
 
     def _group(self, ranks: Sequence[int], index: int, name: str, first_tag: int) -> Group:
         hosts = [self._cluster.hosts[rank] for rank in ranks]
-        return Group(self._transport, ranks, index, hosts=hosts, name=name, first_tag=first_tag, sent=self.sent)
+        tags = range(first_tag, first_tag + self._hops)
+        return Group(self._transport, ranks, index, hosts=hosts, name=name, tags=tags, sent=self.sent)
 
     def _tag(self, layer: int, channel: int) -> int:
         assert channel < _CHANNELS, "a step has few kinds of groups and exchanges"

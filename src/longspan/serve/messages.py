@@ -191,7 +191,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepOutputs(msgspec.Struct, tag=True, kw_only=True):
-    """All that one engine step has brought.
+    """The outputs that one engine step has brought.
 
     Attributes:
         ttft_s, num_prompt_tokens: of requests that got their first token, the latter of all together.

@@ -131,7 +131,7 @@ class ClusterSpec(HardwareSpec, FleetSpec):
 
     @property
     def cluster(self) -> Cluster:
-        """All instances, on all devices. By data sheets, hosts are filled one after the other."""
+        """The instances, on all devices. By data sheets, hosts are filled one after the other."""
         found = self._instances
         if self.profile is not None:
             return replace(found, locations=locations_of_ranks(found.num_ranks, str(self.hosts)))

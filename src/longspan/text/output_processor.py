@@ -67,7 +67,7 @@ class RequestState:
         )
 
     def prompt_logprobs(self) -> list[LogprobsOfToken | None] | None:
-        """Logprobs of the prompt once the first token is out; None before, or if not asked for."""
+        """Returns logprobs of the prompt once the first token is out; None before, or if not asked for."""
         leader = self.choices[0].request
         if self.engine_request.params.prompt_logprobs is not None and self._prompt_logprobs is None and leader.output:
             text_of = _texts_by(self._tokenizer)

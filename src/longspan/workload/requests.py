@@ -14,7 +14,7 @@ import numpy as np
 from longspan.errors import ParameterError
 from longspan.workload.arrivals import Arrival, Workload, arrival_times, as_conversations, prompt_of
 from longspan.workload.spec import WorkloadSpec
-from longspan.workload.traces import BLOCK_LEN, LONGEST_S, RequestSpec, read_trace
+from longspan.workload.traces import BLOCK_LEN, MAX_SPAN_S, RequestSpec, read_trace
 
 Lengths = Callable[[float], float]
 """A distribution is its quantile function: the length below which a part of all lengths lies, from 0 to 1."""
@@ -92,10 +92,10 @@ def _drawn(inputs: Lengths, outputs: Lengths, spec: WorkloadSpec) -> list[Reques
 
 def _timed(requests: list[RequestSpec], spec: WorkloadSpec) -> list[RequestSpec]:
     """Gives every request a time: drawn, or that of the trace, stretched to the rate if there is one."""
-    if spec.rate is not None and len(requests) / spec.rate > LONGEST_S:
-        least = len(requests) / LONGEST_S
+    if spec.rate is not None and len(requests) / spec.rate > MAX_SPAN_S:
+        least = len(requests) / MAX_SPAN_S
         problem = (
-            f"{spec.rate:g} has {len(requests)} requests come in more than {LONGEST_S:g} s: give {least:g} or more"
+            f"{spec.rate:g} has {len(requests)} requests come in more than {MAX_SPAN_S:g} s: give {least:g} or more"
         )
         raise ParameterError("rate", problem, spec.rate)
     due = [request.due_s for request in requests if request.due_s is not None]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 _log = logging.getLogger("longspan")
-LONGEST_S = 1e8
+MAX_SPAN_S = 1e8
 """Three years. Much later, the clock could no longer tell a step from the next."""
 BLOCK_LEN = 512
 """Tokens of a prompt that one of Mooncake's hash ids stands for."""
@@ -178,9 +178,9 @@ def _request(form: _Format, row: Mapping[str, Any]) -> RequestSpec:
 def _check_time(due_s: float | None, first_s: float | None) -> None:
     if due_s is None or first_s is None:
         return
-    if not abs(due_s - first_s) <= LONGEST_S:  # neither is NaN
+    if not abs(due_s - first_s) <= MAX_SPAN_S:  # neither is NaN
         raise ValueError(
-            f"it comes at {due_s:g} s, and the first at {first_s:g} s: give finite times, at most {LONGEST_S:g} s apart"
+            f"comes at {due_s:g} s, and the first at {first_s:g} s: give finite times, at most {MAX_SPAN_S:g} s apart"
         )
 
 

@@ -1,4 +1,4 @@
-"""All keys and values are gathered by every member: the tensor/sequence parallelism that KV-Runahead is measured
+"""Every member gathers all keys and values: the tensor/sequence parallelism that KV-Runahead is measured
 against (KV-Runahead §4.1, Fig. 4).
 """
 
