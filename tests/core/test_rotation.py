@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from longspan.attn.member import row_slices
 from longspan.core.owners import BlockRef, Owners, Rotation
-from longspan.core.runs import clip, row_slices
+from longspan.core.runs import clip
 
 HELD = st.lists(st.integers(0, 40), min_size=1, max_size=6).map(tuple)
 STARTS, NUMBERS = st.integers(0, 20), st.integers(0, 200)

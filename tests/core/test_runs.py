@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
+from collections import Counter
 from itertools import pairwise
 
 import pytest
@@ -135,6 +137,38 @@ def test_a_zigzag_of_few_blocks_leaves_nobody_with_two_more() -> None:
         assert most <= 10 * -(-num_blocks // num_members)
         if num_members == 2 and num_blocks % 2:
             assert most == 5 * num_blocks, "whoever has a block more has the ragged one"
+
+
+@given(st.integers(1, 24), st.integers(0, 400), st.sampled_from([1, 2]))
+@example(24, 77, 2)
+def test_a_zigzag_is_rounded_as_if_every_rounding_had_been_tried(num_members: int, length: int, align: int) -> None:
+    num_chunks, num_blocks, end = 2 * num_members, -(-length // align), length / align
+
+    def members(phase: int) -> list[list[tuple[float, float]]]:
+        cuts = [min(end, (num_blocks * i + phase) // num_chunks) for i in range(num_chunks + 1)]
+        chunks = list(pairwise(cuts))
+        return [[chunks[member], chunks[-1 - member]] for member in range(num_members)]
+
+    def busiest(phase: int) -> tuple[float, float]:
+        tokens = max(sum(b - a for a, b in chunks) for chunks in members(phase))
+        return tokens, max(sum(b**2 - a**2 for a, b in chunks) for chunks in members(phase))
+
+    best = members(min(range(num_chunks), key=busiest))
+    expected = [coalesce(Run(int(a * align), int(b * align)) for a, b in chunks) for chunks in best]
+    assert shard_span("zigzag", 0, length, num_members, align=align) == tuple(expected)
+
+
+def test_sharding_a_zigzag_takes_work_in_proportion_to_the_members() -> None:
+    def num_calls(num_members: int) -> int:
+        calls = Counter[str]()
+        sys.setprofile(lambda _frame, event, _: calls.update([event]))
+        try:
+            shard_span("zigzag", 0, 3 * num_members + 1, num_members)
+        finally:
+            sys.setprofile(None)
+        return calls["c_call"] + calls["call"]
+
+    assert num_calls(1000) < 6 * num_calls(250)
 
 
 def test_zigzag_pairs_first_and_last_chunks() -> None:

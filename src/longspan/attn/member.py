@@ -13,7 +13,7 @@ from longspan.attn.backends import AttentionBackend, Partial, merge_each, nothin
 from longspan.attn.comm import Message
 from longspan.attn.paged import PagedKv, PagedPlan, Reads
 from longspan.attn.spec import AttnSpec
-from longspan.core.runs import Relation, Run, SpanShards, clip, coalesce, num_tokens, relate, row_slices, stretch
+from longspan.core.runs import Relation, Run, SpanShards, clip, coalesce, num_tokens, relate, stretch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,3 +225,9 @@ def _visible(q_run: Run, kv_runs: Sequence[Run], window: int | None) -> list[tup
             stretches.append((offset, stop, relation))
         offset = stop
     return stretches
+
+
+def row_slices(shards: Sequence[Sequence[Run]]) -> list[list[slice]]:
+    """Returns the slice of each run among the tokens of all, which have no gap and are in order of position."""
+    first = stretch(run for runs in shards for run in runs).start
+    return [[slice(run.start - first, run.stop - first, run.step) for run in runs] for runs in shards]

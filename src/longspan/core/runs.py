@@ -6,6 +6,7 @@ causality and sliding windows is arithmetic on two runs, so that no mask of leng
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -171,20 +172,29 @@ def _zigzag_phase(num_blocks: int, num_members: int, *, ragged: bool) -> int:
     """Chooses how to round a zigzag's cuts: the busiest member has the fewest tokens, then the least attention.
 
     A `ragged` last block counts as half of one. Cuts that no rounding gives would leave some with half a block less,
-    of three or more members.
+    of three or more members. Over all phases each cut moves by one block, once: only then its members are weighed anew.
     """
     num_chunks, end = 2 * num_members, num_blocks - (0.5 if ragged else 0.0)
+    moved = [set(range(num_members)), *(set[int]() for _ in range(num_chunks - 1))]  # by phase, members whose cuts move
+    for cut in range(1, num_chunks):
+        moved[-num_blocks * cut % num_chunks] |= {min(chunk, num_chunks - 1 - chunk) for chunk in (cut - 1, cut)}
+    works: list[tuple[float, float]] = [(0.0, 0.0)] * num_members  # tokens, and pairs of a query and a key
+    heaps: tuple[list[tuple[float, int]], ...] = ([], [])  # most first; an entry that no longer holds goes at the top
 
-    def busiest(phase: int) -> tuple[float, float]:
-        tokens, pairs = [0.0] * num_members, [0.0] * num_members
-        cuts = [min(end, (num_blocks * i + phase) // num_chunks) for i in range(num_chunks + 1)]
-        for chunk, (first, last) in enumerate(itertools.pairwise(cuts)):
-            member = min(chunk, num_chunks - 1 - chunk)
-            tokens[member] += last - first
-            pairs[member] += last**2 - first**2
-        return max(tokens), max(pairs)
+    def busiest(phase: int) -> tuple[float, ...]:
+        for member in moved[phase]:
+            chunks = (member, num_chunks - 1 - member)
+            cuts = [[min(end, (num_blocks * (c + i) + phase) // num_chunks) for i in (0, 1)] for c in chunks]
+            works[member] = sum([b - a for a, b in cuts]), sum([b**2 - a**2 for a, b in cuts])
+        for kind, heap in enumerate(heaps):
+            for member in moved[phase]:
+                heapq.heappush(heap, (-works[member][kind], member))
+            while -heap[0][0] != works[heap[0][1]][kind]:
+                heapq.heappop(heap)
+        return tuple([-heap[0][0] for heap in heaps])
 
-    return min(range(num_chunks), key=busiest)
+    busy = [busiest(phase) for phase in range(num_chunks)]
+    return busy.index(min(busy))
 
 
 def positions(runs: Iterable[Run]) -> list[int]:
@@ -214,9 +224,3 @@ def stretch(runs: Iterable[Run]) -> Run:
     start, stop = min(run[0] for run in filled), max(run[-1] for run in filled) + 1
     assert sum(len(run) for run in filled) == stop - start, "the runs together are one"
     return Run(start, stop)
-
-
-def row_slices(shards: Sequence[Sequence[Run]]) -> list[list[slice]]:
-    """Returns the slice of each run among the tokens of all, which have no gap and are in order of position."""
-    first = stretch(run for runs in shards for run in runs).start
-    return [[slice(run.start - first, run.stop - first, run.step) for run in runs] for runs in shards]

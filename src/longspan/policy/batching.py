@@ -74,24 +74,16 @@ class Batch:
         self.budget = Budget(self._view, self.instances, self._growing)
         self.parts: list[ScheduledPart] = []
         self._preempted: list[RequestView] = []
-        self._later: deque[RequestView] = deque()
-        self._must_restart = False
+        runnable = [r for r in self._view.running.within(self.instances) if r.num_scheduled < r.num_tokens]
+        if len(runnable) > 1:
+            runnable.sort(key=lambda r: r.admission)
+        self._later = deque(runnable)
 
     def running(self) -> Iterator[RequestView]:
         """Yields requests that hold KV and have something to compute, first admitted first.
 
         A request comes again when another one has given way for the part that was added for it.
         """
-        yield from self._runnable()
-        if self._must_restart:
-            self._begin_without(self._view.busy)
-            yield from self._runnable()
-
-    def _runnable(self) -> Iterator[RequestView]:
-        runnable = [r for r in self._view.running.within(self.instances) if r.num_scheduled < r.num_tokens]
-        if len(runnable) > 1:
-            runnable.sort(key=lambda r: r.admission)
-        self._later = deque(runnable)
         while self._later:
             yield self._later.popleft()
 
@@ -132,8 +124,7 @@ class Batch:
         if victim is request and _can_wait(part, self._view):
             return
         if victim.in_flight:
-            self._later.clear()
-            self._must_restart = True
+            self._begin_without(self._view.busy)
             return
         self._preempted.append(victim)
         for instance, number in kv.reclaimable(victim).items():
