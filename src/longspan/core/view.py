@@ -2,7 +2,8 @@
 
 A view is read-only: what it shows of requests and KV pools is declared here as protocols, to which type checks hold
 policies. The engine's own objects stand behind, so that a view costs nothing to make. The engine finds the requests of
-a plan again by their ids. Scheduled parts and plans are not `frozen`, which would take thrice as long for every token.
+a plan again by their ids. Nobody writes to a view, a scheduled part or a plan; they are not `frozen`, since making one
+would take thrice as long, and there are some for every token.
 """
 
 from __future__ import annotations
