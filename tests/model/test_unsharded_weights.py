@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -283,14 +284,19 @@ def test_more_ranks_than_kv_heads(folders: dict[str, Path], oracles: dict[str, O
     assert sent == [expected_bytes(forwards, number, model, 5) for number in range(2)]
 
 
-def test_a_step_without_layerwise_parts_leaves_the_layers_alone(folders: dict[str, Path]) -> None:
+def test_layers_are_taken_over_from_their_first_layerwise_part_until_the_end(folders: dict[str, Path]) -> None:
+    """And only unsharded weights are looked for in the host's memory."""
     model = Model(prepare(str(folders["llama"]), dtype="float32"), CPU)
     layerwise, modules = Layerwise(model), attention_modules(model.module)
+    own = [module.forward for module in modules]
     pool = KvPool(model.specs, num_blocks=64, block_size=BLOCK, dtype=torch.float32, device=CPU)
     requests, watch, cluster = rank_requests(), Stopwatch(enabled=False, device=CPU), Cluster.of("1")
     for kind, is_taken in ((LOCAL, False), (GATHER_HIDDEN, True)):
         [chat] = [index for index, chat in enumerate(CHATS) if chat.exchanges[0] == kind]
         packed = pack(steps_of([chat])[0], requests, instance=0, block_size=BLOCK, device=CPU, backend=BACKEND)
         comm = StepComm(NOBODY, 0, cluster=cluster, rank=0, num_layers=model.info.num_layers)
-        StepAttention(packed, comm, pool=pool, specs=model.specs, watch=watch, layerwise=layerwise)
-        assert all(("forward" in vars(module)) == is_taken for module in modules)
+        with patch("longspan.runtime.layerwise.HostWeights", side_effect=AssertionError("nobody asks for them")):
+            StepAttention(packed, comm, pool=pool, specs=model.specs, watch=watch, layerwise=layerwise)
+        assert all((module.forward != forward) == is_taken for module, forward in zip(modules, own, strict=True))
+    layerwise.close()
+    assert [module.forward for module in modules] == own

@@ -101,8 +101,12 @@ class Worker:
                     return self._moves.is_idle
 
     def close(self) -> None:
-        """Ends the threads that move KV, once its transports are closed. A process that ends need not call it."""
+        """Ends the threads that move KV, once its transports are closed, and gives the model back as it was.
+
+        A process that ends need not call it.
+        """
         self._moves.close()
+        self._layerwise.close()
 
     def _run(self, forward: Forward) -> messages.Done:
         """Computes this rank's share of a step and samples."""

@@ -57,9 +57,20 @@ class Layerwise:
 
     def step(self, channels: Sequence[Channel], comm: StepComm, *, pool: KvPool, watch: Stopwatch) -> LayerwiseStep:
         """Begins a step with these channels, whose tokens come last in the packed row, in this order."""
-        model, layers, weights = self._model, self._layers, self._host_weights
-        context = StepContext(model=model, layers=layers, host_weights=weights, comm=comm, pool=pool, watch=watch)
+        context = StepContext(
+            model=self._model,
+            layers=self._layers,
+            host_weights=lambda: self._host_weights,
+            comm=comm,
+            pool=pool,
+            watch=watch,
+        )
         return LayerwiseStep(context, channels)
+
+    def close(self) -> None:
+        """Gives the model its own calls back."""
+        for layer in self.__dict__.pop("_layers", ()):  # only if a step has taken them over
+            layer.close()
 
 
 class LayerwiseStep:

@@ -53,6 +53,9 @@ class HookedAttention:
         self._shares: dict[tuple[int, int], dict[str, Tensor]] = {}
         module.forward = self._call
 
+    def close(self) -> None:
+        self._module.forward = self._forward
+
     def compute(self, hidden: Tensor, rotary: Rotary, attend: Attend, *, index: int, size: int) -> Tensor:
         """Returns what one of `size` shares of the heads adds to the output `[tokens, hidden]`, for `hidden` alike."""
         shard = Shard(index=index, size=size, specs=self._specs)
@@ -85,11 +88,11 @@ class HookedAttention:
 
 @dataclass(frozen=True, kw_only=True)
 class StepContext:
-    """The rank's side of one step, which layerwise exchanges use."""
+    """The rank's side of one step, which layerwise exchanges use. `host_weights` are made when they are asked for."""
 
     model: Model
     layers: list[HookedAttention]
-    host_weights: UnshardedWeights
+    host_weights: Callable[[], UnshardedWeights]
     comm: StepComm
     pool: KvPool
     watch: Stopwatch

@@ -85,7 +85,7 @@ class UnshardedLayers:
     def _fetch(self, source: WeightSource | None) -> UnshardedWeights:
         context = self._context
         if source == "host":
-            return context.host_weights
+            return context.host_weights()
         shares = [dict(module.named_parameters()) for module in attention_modules(context.model.module)]
         return PeerWeights(shares, context.model.shard, partial(context.comm.inside, "weights"))
 
