@@ -46,24 +46,6 @@ def test_every_instance_has_its_role(cluster: Cluster) -> None:
         assert (cluster.tp(instance), cluster.pp(instance)) == (spec.tp, spec.pp)
 
 
-@given(CLUSTERS, st.integers(0, 100))
-def test_stages_divide_the_layers_evenly_and_in_order(cluster: Cluster, num_layers: int) -> None:
-    for instance in cluster.instances:
-        stages = [cluster.layers(instance, stage, num_layers) for stage in range(cluster.pp(instance))]
-        assert [*chain(*stages)] == list(range(num_layers))
-        assert max(map(len, stages)) - min(map(len, stages)) <= 1
-
-
-@given(CLUSTERS, st.integers(1, 8), st.integers(1, 8))
-def test_the_shards_of_a_stage_divide_the_heads(cluster: Cluster, num_kv_heads: int, readers: int) -> None:
-    num_heads = num_kv_heads * readers
-    for instance in cluster.instances:
-        for stage in range(cluster.pp(instance)):
-            shares = [cluster.heads(rank, num_heads, num_kv_heads) for rank in cluster.stage_ranks(instance, stage)]
-            assert [*chain(*(share.heads for share in shares))] == list(range(num_heads))
-            assert {*chain(*(share.kv_heads for share in shares))} == set(range(num_kv_heads))
-
-
 @given(CLUSTERS, st.integers(1, 3))
 def test_hosts_are_those_of_the_locations(cluster: Cluster, per_host: int) -> None:
     assert cluster.hosts == (0,) * cluster.num_ranks

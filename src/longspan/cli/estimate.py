@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from longspan.cli.options import NameArgument, verb
 from longspan.cli.quantities import number, seconds
 from longspan.core.cluster import parse_parallel
+from longspan.core.exchange import RING_KV, RING_Q, exchange_of
 from longspan.core.options import Option, PromptExchange
 from longspan.sim.spec import HardwareSpec
 
@@ -88,8 +89,7 @@ def estimate(
 
     Nothing is run. docs/cost.md says how it is computed, and how far it is from what papers measured.
     """
-    from longspan.core.exchange import RING_KV, RING_Q, exchange_of  # noqa: PLC0415 - other verbs need none of it
-    from longspan.cost.estimate import estimate_decode, estimate_prefill  # noqa: PLC0415
+    from longspan.cost.estimate import estimate_decode, estimate_prefill  # noqa: PLC0415 - other verbs need none of it
     from longspan.cost.forward import rooflines  # noqa: PLC0415
     from longspan.cost.topology import Devices  # noqa: PLC0415
     from longspan.simulation import read_architecture  # noqa: PLC0415

@@ -212,15 +212,6 @@ class Cluster:
         stage, shard = divmod(rank - self._first_ranks[instance], self.tp(instance))
         return Rank(instance, stage, shard)
 
-    def layers(self, instance: int, stage: int, num_layers: int) -> range:
-        """Returns the layers of a stage: they are split over stages as evenly as possible, in order."""
-        first, last = cut_evenly(num_layers, self.pp(instance))[stage]
-        return range(first, last)
-
-    def heads(self, rank: int, num_heads: int, num_kv_heads: int) -> HeadShare:
-        found = self.at(rank)
-        return split_heads(num_heads, num_kv_heads, self.tp(found.instance))[found.shard]
-
     # ------------------------------------------------------------ locations
 
     def location(self, instance: int) -> Location:

@@ -139,8 +139,7 @@ class Engine:
         self.bytes_sent: Counter[tuple[str, Link]] = Counter(dict.fromkeys(product(shown_names(), get_args(Link)), 0))
         self.num_preemptions = self.num_prefix_queries = self.num_prefix_hits = 0
         self._requests: dict[int, Request] = {}
-        self._waiting = Waiting()
-        self._steps = StepOrder()
+        self._waiting, self._steps = Waiting(), StepOrder()
         most_per_stage = config.max_steps_in_flight  # as many as a request may be in
         self._occupancy = Occupancy([most_per_stage * config.cluster.pp(i) for i in config.cluster.instances])
         self._request_ids, self._admissions = count(), count(1)
@@ -201,13 +200,12 @@ class Engine:
         return bool(self._requests) or self._transfers.in_flight
 
     def load(self) -> Load:
-        waiting = self._waiting.able()
-        pools = [self.account.pool(i) for i in self.config.cluster.instances]
+        waiting, instances = self._waiting.able(), self.config.cluster.instances
         return Load(
             num_running=len(self._running),
             num_waiting=len(waiting),
             num_waiting_tokens=sum(request.num_known for request in waiting),
-            used_blocks=[pool.num_blocks - pool.num_free for pool in pools],
+            used_blocks=[pool.num_blocks - pool.num_free for pool in map(self.account.pool, instances)],
             busy_s=self._occupancy.busy_s(self._clock.now()),
         )
 
@@ -418,20 +416,19 @@ class Engine:
             request.num_promised = num_tokens
 
     def _begin(self, forward: Forward) -> None:
-        instances = forward.instances
-        self._occupancy.begin(instances, self._clock.now())
-        for part in forward.parts:
-            request = self._requests[part.request_id]
-            request.num_steps += 1
-            assert request.num_steps <= self.config.max_steps_in_flight, "a step more than a request may be in"
-        self._running.changed(instances, [part.request_id for part in forward.parts])
+        self._occupancy.begin(forward.instances, self._clock.now())
+        self._count_step(forward, 1)
 
     def _end(self, forward: Forward) -> None:
-        instances = forward.instances
-        self._occupancy.end(instances, self._clock.now())
+        self._occupancy.end(forward.instances, self._clock.now())
+        self._count_step(forward, -1)
+
+    def _count_step(self, forward: Forward, change: int) -> None:
         for part in forward.parts:
-            self._requests[part.request_id].num_steps -= 1
-        self._running.changed(instances, [part.request_id for part in forward.parts])
+            request = self._requests[part.request_id]
+            request.num_steps += change
+            assert request.num_steps <= self.config.max_steps_in_flight, "a step more than a request may be in"
+        self._running.changed(forward.instances, [part.request_id for part in forward.parts])
 
     def _take(self, done: Completion) -> None:
         """Takes a completion: of a move at once, of a Forward in the order of steps."""
