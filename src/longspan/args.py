@@ -14,8 +14,8 @@ from longspan.core.options import Option, SchedulingArgs, at_least_one, options_
 from longspan.errors import ParameterError
 
 _HOSTS = "LONGSPAN_HOSTS"
-_devices = partial(Option, group="Devices and weights")
-_memory = partial(Option, group="Scheduling and memory")
+_devices = partial(Option, group="Devices and weights", configures=True)
+_memory = partial(Option, group="Scheduling and memory", configures=True)
 
 ParametersT = ParamSpec("ParametersT")
 SelfT = TypeVar("SelfT")

@@ -185,6 +185,15 @@ def test_verbs_read_variables_and_a_file(
     assert found.arguments["policy_options"] == {"threshold": "2000"}
 
 
+def test_what_belongs_to_one_call_comes_from_no_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("of the file", encoding="utf-8")
+    for name, value in {"PROMPT": "of the variable", "MAX_TOKENS": "1", "JSON": "true", "SEED": "7"}.items():
+        monkeypatch.setenv(f"LONGSPAN_{name}", value)
+    assert run("generate", "--prompt-file", str(file)) == 0
+    assert FakeLLM.last.asked == [("of the file", SamplingParams(temperature=0.0, max_tokens=128, seed=0))]
+
+
 def test_every_verb_that_starts_an_engine_has_a_file() -> None:
     verbs = ("generate", "chat", "serve", "batch", "profile", "simulate", "estimate")
     have = [verb for verb in verbs if "--config" in app.app[verb].assemble_argument_collection()]

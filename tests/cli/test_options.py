@@ -12,6 +12,7 @@ from cyclopts import App
 from fake_llm import run
 
 from longspan.args import EngineArgs
+from longspan.cli.app import app
 from longspan.cli.batch import batch
 from longspan.cli.chat import chat
 from longspan.cli.generate import FormOptions, generate
@@ -23,15 +24,16 @@ from longspan.core.exchange import exchanges
 from longspan.core.options import Option, SchedulingArgs, id_list, options_of
 from longspan.core.sampling import SamplingParams
 from longspan.errors import ParameterError
+from longspan.serve.settings import RequestLimits, ServerSettings
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    width: Annotated[int, Option("Of the [thing].", short="w", minimum=1)] = 3
+    width: Annotated[int, Option("Of the [thing].", short="w", minimum=1, configures=True)] = 3
     label: str | None = None
-    marks: Annotated[tuple[int, ...], Option("Where it is marked.", read=id_list)] = ()
+    marks: Annotated[tuple[int, ...], Option("Where it is marked.", read=id_list, configures=True)] = ()
     is_open: Annotated[bool, Option("It has no lid.", name="open")] = False
-    is_round: Annotated[bool, Option("It rolls.", name="round")] = True
+    is_round: Annotated[bool, Option("It rolls.", name="round", configures=True)] = True
 
     def __post_init__(self) -> None:
         if self.width == 13:
@@ -43,7 +45,10 @@ ENGINE = EngineArgs()
 
 @verb
 def paint(
-    color: Annotated[str, Option("Which one.")], *, size: Size = Size(width=7), engine: EngineArgs = ENGINE
+    color: Annotated[str, Option("Which one.", configures=True)],
+    *,
+    size: Size = Size(width=7),
+    engine: EngineArgs = ENGINE,
 ) -> None:
     del engine  # verbs with an engine read variables
     print(f"{color} {size}")
@@ -67,10 +72,10 @@ def test_fields_become_flags_and_come_back_as_one_object(
     assert capsys.readouterr().out == f"red {made}\n"
 
 
-def test_flags_are_read_from_the_environment(
+def test_flags_that_configure_are_read_from_the_environment(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in {"COLOR": "red", "WIDTH": "5", "MARKS": "8", "ROUND": ""}.items():
+    for name, value in {"COLOR": "red", "WIDTH": "5", "MARKS": "8", "ROUND": "", "OPEN": "true"}.items():
         monkeypatch.setenv(f"LONGSPAN_{name}", value)
     APP([])
     assert capsys.readouterr().out == f"red {Size(width=5, marks=(8,))}\n"
@@ -110,6 +115,15 @@ def test_every_sampling_parameter_is_an_option() -> None:
     parameters = {field.name for field in fields(SamplingParams)} - {"output_logits", "structured_outputs"} | forms
     for command in (generate, chat):
         assert parameters <= set(inspect.signature(command).parameters)
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "batch", "profile", "serve"])
+def test_variables_are_of_the_engine_and_the_server_only(command: str) -> None:
+    configuring = {"model", "config", *options_of(EngineArgs)}
+    if command == "serve":
+        configuring |= {*options_of(ServerSettings), *options_of(RequestLimits), "otlp_traces_endpoint", "seed"}
+    arguments = app[command].assemble_argument_collection()
+    assert {one.field_info.name for one in arguments if one.parameter.env_var} == configuring
 
 
 def test_every_engine_argument_is_an_option() -> None:

@@ -130,7 +130,7 @@ def arguments(name: str, value: str | list[str]) -> list[str]:
 
 
 def by_variable(monkeypatch: pytest.MonkeyPatch, name: str, value: str | list[str]) -> list[str]:
-    monkeypatch.setenv(f"LONGSPAN_{name.upper()}", value if isinstance(value, str) else " ".join(value))
+    monkeypatch.setenv(f"LONGSPAN_{name.upper()}", value if isinstance(value, str) else json.dumps(value))
     return []
 
 
@@ -174,6 +174,34 @@ def test_flags_count_before_variables_before_the_file(
     found = started[0][0].engine
     assert (found.max_num_seqs, found.max_num_batched_tokens, found.block_size) == (3, 20, 32)
     assert (found.enable_prefix_caching, found.max_model_len) == (True, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("my model", ("my model",)),
+        ('["my model", "a, b"]', ("my model", "a, b")),
+        ('["[x"]', ("[x",)),
+        ("", ("smollm2-135m",)),
+    ],
+)
+def test_a_variable_of_a_repeatable_flag_has_one_text_or_a_list(
+    text: str, names: tuple[str, ...], started: list[Started], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LONGSPAN_SERVED_MODEL_NAME", text)
+    assert run("serve") == 0
+    assert started[0][1].model_names == names
+
+
+@pytest.mark.usefixtures("started")
+@pytest.mark.parametrize("text", ["[sk-secret", '[["sk-secret"]]'])
+def test_a_variable_that_is_no_list_is_refused_but_not_repeated(
+    text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LONGSPAN_API_KEY", text)
+    line = failure(capsys)
+    assert "LONGSPAN_API_KEY" in line
+    assert "secret" not in line
 
 
 def test_a_file_may_say_a_repeatable_flag_once_or_as_a_mapping(started: list[Started], tmp_path: Path) -> None:

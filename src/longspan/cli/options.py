@@ -1,14 +1,16 @@
 """Flags: each field of a dataclass that an `Option` annotates is a flag of the verbs that take the dataclass.
 
-Verbs that start an engine take their values from environment variables and a file, too.
+Verbs that start an engine take the values of flags from a file, too, and those of options that configure the engine or
+the server from environment variables.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, get_args
 
@@ -25,7 +27,9 @@ if TYPE_CHECKING:
     from longspan.llm import LLM
 
 ReturnT = TypeVar("ReturnT")
-ModelArgument = Annotated[str, Option("An alias (smollm2-135m), a local folder, or a Hugging Face hub id.")]
+ModelArgument = Annotated[
+    str, Option("An alias (smollm2-135m), a local folder, or a Hugging Face hub id.", configures=True)
+]
 NameArgument = Annotated[str, Option("A name such as llama-3-8b, a folder with a config.json, or a hub id.")]
 
 
@@ -62,6 +66,7 @@ class _Flag:
             if default is not inspect.Parameter.empty:
                 kind, default = kind | None, None
         kinds = (kind, *get_args(kind))
+        variable = f"LONGSPAN_{option.flag(self.field).replace('-', '_').upper()}"
         note = Parameter(
             name=(self.name,) if option.short is None else (self.name, f"-{option.short}"),
             negative=None if default is True else (),
@@ -71,8 +76,8 @@ class _Flag:
             show_default=shown,
             converter=_whole_number if int in kinds else None,
             validator=() if option.minimum is None else Number(gte=option.minimum),
-            env_var=f"LONGSPAN_{option.flag(self.field).replace('-', '_').upper()}" if configurable else None,
-            env_var_split=_words if list[str] in kinds else _one_text,
+            env_var=variable if configurable and option.configures else None,
+            env_var_split=partial(_texts_in, variable) if list[str] in kinds else _one_text,
             allow_leading_hyphen=not self.positional,
         )
         side = inspect.Parameter.POSITIONAL_ONLY if self.positional else inspect.Parameter.KEYWORD_ONLY
@@ -92,7 +97,9 @@ class _Flag:
 
 _CONFIG = _Flag(
     field="config",
-    option=Option("A YAML file with flags as keys (max-model-len: 4096); flags and variables count before it."),
+    option=Option(
+        "A YAML file with flags as keys (max-model-len: 4096); flags and variables count before it.", configures=True
+    ),
     kind=Path | None,
     default=None,
 )
@@ -104,8 +111,8 @@ def verb(function: Callable[..., ReturnT]) -> Callable[..., ReturnT]:
     That default has the defaults of the flags, so that two verbs can share options and differ in their defaults
     (Cyclopts itself takes the defaults of the class). A short flag belongs to the first option that has it.
 
-    A verb with `EngineArgs` takes `max_model_len` from the environment variable `LONGSPAN_MAX_MODEL_LEN`, too, or from
-    the file that `--config` names.
+    A verb with `EngineArgs` takes all its flags from the file that `--config` names, too, and those of options that
+    `configures` marks from environment variables: `max_model_len` from `LONGSPAN_MAX_MODEL_LEN`.
     """
     flags = _flags_of(function)
     signature = _signature(flags)
@@ -172,8 +179,17 @@ def _whole_number(_: object, tokens: Sequence[Token]) -> int:
         raise ValueError(f"must be a whole number, but {tokens[-1].value!r} given") from None
 
 
-def _words(_: object, text: str, **__: object) -> list[str]:
-    return text.split()
+def _texts_in(variable: str, _: object, text: str, **__: object) -> list[str]:
+    """Returns the texts of a variable for a repeatable option: one as it is, spaces and all, or a JSON list of them.
+
+    The error does not repeat the text, since some are secret.
+    """
+    if not text.startswith("["):
+        return _one_text(_, text)
+    try:
+        return _texts(variable, json.loads(text), repeatable=True)
+    except json.JSONDecodeError:
+        raise ValueError(f"{variable} begins with [, but is not a JSON list of texts") from None
 
 
 def _one_text(_: object, text: str, **__: object) -> list[str]:

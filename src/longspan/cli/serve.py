@@ -33,9 +33,12 @@ def serve(
             "URL of an OpenTelemetry collector, which gets a span per request; needs longspan[otel].",
             group="Server",
             metavar="URL",
+            configures=True,
         ),
     ] = None,
-    seed: Annotated[int, Option("Seed of requests that bring none, and of dummy weights.", group="Server")] = 0,
+    seed: Annotated[
+        int, Option("Seed of requests that bring none, and of dummy weights.", group="Server", configures=True)
+    ] = 0,
     engine: EngineArgs = _ENGINE,
     limits: RequestLimits = _LIMITS,
 ) -> int:

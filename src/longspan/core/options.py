@@ -29,6 +29,8 @@ class Option:
         default: what the default means, in words; empty to show none, since the value is secret.
         minimum: the least number.
         repeatable: the option is given once for each of several texts.
+        configures: the option configures an engine or a server, so that an environment variable may set it, too. What
+            belongs to a single call, such as a prompt, comes from no variable.
         read: makes the value from the text, or from the texts of a repeatable option. It raises ValueError with the
             rest of a sentence that begins with the option.
     """
@@ -41,6 +43,7 @@ class Option:
     default: str | None = None
     minimum: float | None = None
     repeatable: bool = False
+    configures: bool = False
     read: Callable[[Any], object] | None = None
 
     def flag(self, field: str) -> str:
@@ -90,7 +93,7 @@ PromptLayout = Literal["auto", "zigzag", "striped", "contiguous"]
 
 _SHARING = ("exchange", "layout", "fractions")
 """Policy options that are options of their own, too."""
-_scheduling = partial(Option, group="Scheduling and memory")
+_scheduling = partial(Option, group="Scheduling and memory", configures=True)
 
 
 @dataclass(frozen=True, kw_only=True)

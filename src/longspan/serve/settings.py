@@ -38,7 +38,7 @@ _BOUNDS = (
 """
 
 
-_limit = partial(Option, group="Limits of what one request may ask for.")
+_limit = partial(Option, group="Limits of what one request may ask for.", configures=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +134,7 @@ def _narrow(schema: dict[str, Any], keyword: str, most: int, defined: dict[str, 
         schema[keyword] = min(most, schema.get(keyword, most))
 
 
-_server = partial(Option, group="Server")
+_server = partial(Option, group="Server", configures=True)
 _names = partial(_server, repeatable=True, read=tuple)
 _timeout = partial(_server, minimum=0.001)
 
