@@ -18,6 +18,7 @@ from longspan.core.runs import Layout, SpanShards
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Forward, Free
 from longspan.core.view import ClusterView
+from longspan.errors import ParameterError
 from longspan.policy import make_policy
 from longspan.policy.choosing import Facts
 from longspan.policy.group_parts import Room, Shape, block_owners, shard_chunk
@@ -39,8 +40,8 @@ def test_auto_is_chunked_on_one_instance_and_context_on_several(instances: int, 
             {"exchange": "ring_kv"},
             "option 'exchange' is of prompts .* there is 1 instance: set parallel to 2",
         ),
-        ("context", 2, {"exchange": "ring"}, "option exchange is one of auto, ring_kv, .*, chain, but 'ring' given"),
-        ("runahead", 2, {"exchange": "ring_kv"}, "option exchange is one of auto, chain, but 'ring_kv' given"),
+        ("context", 2, {"exchange": "ring"}, "exchange is one of auto, ring_kv, .*, chain, but 'ring' given"),
+        ("runahead", 2, {"exchange": "ring_kv"}, "exchange is one of auto, chain, but 'ring_kv' given"),
         (
             "auto",
             2,
@@ -53,7 +54,7 @@ def test_auto_is_chunked_on_one_instance_and_context_on_several(instances: int, 
         ("context", 2, {"long_share": "0"}, "long_share must be above 0 and at most 1, but 0.0 given"),
         ("context", 2, {"long_share": "1.01"}, "long_share must be above 0 and at most 1, but 1.01 given"),
         ("context", 2, {"long_share": "nan"}, "long_share must be above 0"),
-        ("context", 2, {"exchange": "ring"}, "policy context: option .*exchange"),
+        ("context", 2, {"exchange": "ring"}, r"exchange .*\(policy context\)"),
         (
             "context",
             2,
@@ -77,10 +78,33 @@ def test_what_a_policy_refuses(name: str, instances: int, options: dict[str, str
         make_policy(name, num_instances=instances, options=options)
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "parameter"),
+    [
+        ("context", {"exchange": "ring"}, "exchange"),
+        ("context", {"decode": "chain"}, "decode"),
+        ("context", {"exchange": "chain", "layout": "zigzag"}, "exchange"),
+        ("context", {"layout": "striped", "fractions": "0.5,0.5"}, "fractions"),
+        ("context", {"dense": "true"}, "dense"),
+        ("context", {"weights": "host"}, "weights"),
+        ("context", {"exchange": "ring_kv", "home": "computed"}, "home"),
+        ("context", {"threshold": "-1"}, "threshold"),
+        ("context", {"long_share": "0"}, "long_share"),
+        ("runahead", {"exchange": "ring_kv"}, "exchange"),
+        ("tetris", {"min_chunk": "0"}, "min_chunk"),
+        ("fixed-sp", {"sp": "0"}, "sp"),
+    ],
+)
+def test_the_error_carries_the_option_and_names_the_policy(name: str, options: dict[str, str], parameter: str) -> None:
+    with pytest.raises(ParameterError, match=rf"^{parameter}.* \(policy {name}\)$") as caught:
+        make_policy(name, num_instances=2, options=options)
+    assert caught.value.parameter == parameter
+
+
 def test_whole_weights_need_instances_that_are_split() -> None:
     """Which is not known where nobody says how many ranks an instance has."""
     options = {"exchange": "alltoall", "weights": "host"}
-    with pytest.raises(ValueError, match="weights=host is for instances split by tensor parallelism, but tp is 1"):
+    with pytest.raises(ValueError, match=r"weights\(host\) are for instances split by tensor parallelism, but tp is 1"):
         make_policy("context", num_instances=2, options=options, facts=Facts(cluster=Instances.of("2")))
     for cluster in (None, Instances.of("2xtp2")):
         make_policy("context", num_instances=2, options=options, facts=Facts(cluster=cluster))

@@ -6,6 +6,7 @@ import pytest
 from test_tetris import chunks_of, machine, tetris
 from workloads import assert_lawful
 
+from longspan.errors import ParameterError
 from longspan.policy import ChosenPolicy, OptionValue, SettledError, make_policy, option_text
 from longspan.policy.tetris.rates import RateTable, RateWatch
 
@@ -56,9 +57,9 @@ def test_auto_is_told_by_its_real_name() -> None:
         ("tetris", {"improvement_rate": "0.1", "improvement_rates": "1:0.2"}, ValueError, "leave one out"),
         ("tetris", {"improvement_rates": "1-0.2"}, ValueError, "look like 0.5:0.1,1:0.3, but '1-0.2' given"),
         ("tetris", {"chunking": "perhaps"}, ValueError, "is one of true, false, but 'perhaps' given"),
-        ("tetris", {"min_chunk": "0"}, ValueError, "min_chunk must be at least 1, but 0 given"),
+        ("tetris", {"min_chunk": "0"}, ParameterError, "min_chunk must be at least 1, but 0 given"),
         ("tetris", {"rate": "1"}, ValueError, "no option 'rate'; its options that may change while it serves: impr"),
-        ("tetris", {"sp_sizes": "1"}, SettledError, "start anew with -o sp_sizes=VALUE"),
+        ("tetris", {"sp_sizes": "1"}, SettledError, "start anew with policy option sp_sizes=VALUE"),
         ("tetris", {"chunking": "false", "layout": "striped"}, SettledError, "option layout of policy tetris cannot"),
         ("fixed-sp", {"sp": "4"}, SettledError, "option sp of policy fixed-sp cannot .*: none"),
         ("context", {"threshold": "1"}, SettledError, "option threshold of policy context cannot"),

@@ -96,7 +96,7 @@ def test_what_lies_where_it_was_computed_can_rotate_by_token() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"exchange": "ring_kv"}, "option exchange is one of auto, chain, but 'ring_kv' given"),
+        ({"exchange": "ring_kv"}, "exchange is one of auto, chain, but 'ring_kv' given"),
         ({"dense": "true"}, "no option 'dense': its options are threshold, .*, partition, home, rotate"),
         ({"partition": "best"}, "option partition is one of auto, even, searched, predicted, but 'best' given"),
         ({"threshold": "-1"}, "threshold must be at least 0"),

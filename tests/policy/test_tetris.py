@@ -297,7 +297,7 @@ def test_fixed_groups() -> None:
         ("tetris", {"sp_sizes": "2,1"}, None, "sp_sizes ascend from at least 1, such as 1,2,4, but 2,1 given"),
         ("tetris", {"sp_sizes": "1,8"}, None, "sp size 8 is more than the 4 instances"),
         ("tetris", {"sp_sizes": "1,4"}, machine(1, 2), "no times for sp size 4, only for 1, 2: measure it with"),
-        ("tetris", {"exchange": "chain"}, None, "option exchange is one of auto, ring_kv, .*, but 'chain' given"),
+        ("tetris", {"exchange": "chain"}, None, "exchange is one of auto, ring_kv, .*, but 'chain' given"),
         ("fixed-sp", {"sp": "3"}, None, r"sp\(3\) does not divide 4 instances"),
         ("fixed-sp", {"sp": "3"}, machine(1, 2, 4), r"sp\(3\) does not divide 4 instances"),
         ("fixed-sp", {"sp": "0"}, None, "sp must be at least 1, but 0 given"),

@@ -13,6 +13,7 @@ from fake_server import client_of, fake_of, make_server, routes_of
 from openapi_spec_validator import validate
 from starlette.types import Message, Receive, Scope, Send
 
+from longspan.errors import ParameterError
 from longspan.serve.app import make_app
 from longspan.serve.errors import EngineLostError, QueueFullError
 from longspan.serve.middleware import OPEN_PATHS, BodyLimit
@@ -91,19 +92,20 @@ def test_without_keys_everybody_may_ask() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"api_keys": ("good", "")}, "api-key"),
-        ({"api_keys": ("two words",)}, "api-key"),
-        ({"api_keys": ("line\nbreak",)}, "api-key"),
+        ({"api_keys": ("good", "")}, "api_keys"),
+        ({"api_keys": ("two words",)}, "api_keys"),
+        ({"api_keys": ("line\nbreak",)}, "api_keys"),
         ({"root_path": "api"}, "'api'"),
         ({"root_path": "/api/"}, "'/api/'"),
         ({"metrics_prefix": "my-metrics:"}, "'my-metrics:'"),
-        ({"metrics_prefix": ""}, "metrics-prefix"),
-        ({"model_names": ("",)}, "served-model-name"),
+        ({"metrics_prefix": ""}, "metrics_prefix"),
+        ({"model_names": ("",)}, "model_names"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words) as caught:
+    with pytest.raises(ParameterError, match=words) as caught:
         ServerSettings(**{"model_names": ("m",), **settings})
+    assert [caught.value.parameter] == [*settings]
     assert "two words" not in str(caught.value)
 
 

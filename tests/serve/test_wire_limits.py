@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pydantic_core import from_json
 from wire_world import read, world
 
+from longspan.errors import ParameterError
 from longspan.serve.convert import chat_request, completion_requests, num_elements, read_request
 from longspan.serve.errors import WireError
 from longspan.serve.requests import ChatCompletionRequest, CompletionRequest
@@ -135,8 +136,9 @@ def test_long_texts_and_many_token_ids_are_no_elements() -> None:
 def test_limits_are_positive_whole_numbers() -> None:
     for field in fields(RequestLimits):
         for wrong in (0, -1, 1.5, True, "1"):
-            with pytest.raises(ValueError, match="--" + field.name.replace("_", "-")):
+            with pytest.raises(ParameterError, match=f"^{field.name} must be a whole number") as caught:
                 RequestLimits(**{field.name: wrong})  # type: ignore[arg-type]
+            assert caught.value.parameter == field.name
 
 
 def test_an_openapi_document_is_narrowed_without_changing_it() -> None:

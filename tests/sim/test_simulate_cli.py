@@ -155,7 +155,7 @@ def test_an_improvement_rate_that_goes_by_nothing_is_told(
     assert run("simulate", "smollm2-135m", *requests, *options, "--json") == 0
     shown = capsys.readouterr()
     assert json.loads(shown.out)["num_completed"] == 3
-    told_once = "longspan: -o improvement_rate=auto is 0.05 at every request rate without a table: find one with"
+    told_once = "longspan: policy option improvement_rate=auto is 0.05 at every request rate without a table: find one"
     assert shown.err.count("\n") == shown.err.count(told_once) == told
 
 

@@ -118,7 +118,7 @@ class PolicySettings:
             if name not in self.changeable:
                 raise SettledError(
                     f"option {name} of policy {self.name} cannot change while it serves: start anew with "
-                    f"-o {name}=VALUE; options {others}"
+                    f"policy option {name}=VALUE; options {others}"
                 )
 
 
@@ -151,11 +151,9 @@ def make_policy(
     from longspan.policy.choosing import Facts  # noqa: PLC0415 - importing the registry loads no cost model
 
     facts = facts or Facts()
-    if name == "auto" and facts.has_roles:
-        name = "tetris"
     if name == "auto":
-        name = "chunked" if num_instances == 1 else "context"
-        if num_instances == 1 and options:
+        name = "tetris" if facts.has_roles else "chunked" if num_instances == 1 else "context"
+        if name == "chunked" and options:
             raise ValueError(
                 f"option {next(iter(options))!r} is of prompts that instances share, but there is 1 instance: set "
                 "parallel to 2 or more, or policy to one that has this option"
@@ -197,6 +195,8 @@ def parse_options(policy: str, kind: type[OptionsT], options: Mapping[str, str])
     try:
         return msgspec.convert(dict(options), kind, strict=False)
     except msgspec.ValidationError as error:
+        if isinstance(cause := error.__cause__, ParameterError):
+            raise ParameterError(cause.parameter, f"{cause.problem} (policy {policy})", cause.value) from cause
         raise ValueError(f"policy {policy}: {_explained(error, kind, options)}") from error
 
 

@@ -17,6 +17,7 @@ from typing import Literal
 
 from longspan.core.owners import PrefixHit
 from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
+from longspan.errors import ParameterError
 from longspan.policy import PolicySpec
 from longspan.policy.batching import Batch, Budget
 from longspan.policy.choosing import Facts
@@ -41,9 +42,10 @@ class LengthOptions:
 
     def __post_init__(self) -> None:
         if self.threshold != "auto" and self.threshold < 0:
-            raise ValueError(f"threshold must be at least 0, but {self.threshold} given")
+            raise ParameterError("threshold", f"must be at least 0, but {self.threshold} given", self.threshold)
         if not 0 < self.long_share <= 1:
-            raise ValueError(f"long_share must be above 0 and at most 1, but {self.long_share} given")
+            problem = f"must be above 0 and at most 1, but {self.long_share} given"
+            raise ParameterError("long_share", problem, self.long_share)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,10 +22,10 @@ from longspan.policy.choosing import Chooser, Facts
 
 
 def check_exchange(key: str, given: str, choices: Sequence[Exchange], *, automatic: bool = True) -> None:
-    """Raises ValueError unless an option names one of these exchanges, or `auto` where that is possible."""
+    """Raises ParameterError unless an option names one of these exchanges, or `auto` where that is possible."""
     kinds = ["auto"] * automatic + [one.kind for one in choices]
     if given not in kinds:
-        raise ValueError(f"option {key} is one of {', '.join(kinds)}, but {given!r} given")
+        raise ParameterError(key, f"is one of {', '.join(kinds)}, but {given!r} given", given)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,21 +63,21 @@ class SharingOptions:
         check_exchange("decode", self.decode, decoding(), automatic=False)
         traits = None if self.exchange == "auto" else exchange_of(self.exchange).traits
         if traits is not None and self.layout not in {"auto", *traits.layouts}:
-            raise ValueError(
-                f"exchange {self.exchange} computes with layout {' or '.join(traits.layouts)}, but "
-                f"layout {self.layout} given: use {traits.layouts[0]}"
-            )
+            able, use = " or ".join(traits.layouts), traits.layouts[0]
+            problem = f"{self.exchange} computes with layout {able}, but layout {self.layout} given: use {use}"
+            raise ParameterError("exchange", problem, self.exchange)
         if self.fractions and self.layout not in {"auto", "contiguous"}:
-            raise ValueError(f"fractions are for layout contiguous, but {self.layout} given: leave one of them out")
+            problem = f"are for layout contiguous, but {self.layout} given: leave one of them out"
+            raise ParameterError("fractions", problem, self.fractions)
         parameters = () if traits is None else traits.parameters
         but_given = f"but {self.exchange} given: leave one of them out"
         if self.dense and "dense" not in parameters:
-            raise ValueError(f"dense is for exchange {takers('dense')}, {but_given}")
+            raise ParameterError("dense", f"is for exchange {takers('dense')}, {but_given}", self.dense)
         if self.weights != "auto" and "weights" not in parameters:
-            raise ValueError(f"weights are for exchange {takers('weights')}, {but_given}")
+            raise ParameterError("weights", f"are for exchange {takers('weights')}, {but_given}", self.weights)
         if self.home != "auto" and traits is not None and traits.keeps != "later":
             able = ", ".join(one.kind for one in exchanges() if one.traits.keeps == "later")
-            raise ValueError(f"home is for exchange {able}, {but_given}")
+            raise ParameterError("home", f"is for exchange {able}, {but_given}", self.home)
         if self.fractions:
             parse_fractions(self.fractions)
 
@@ -87,10 +87,11 @@ class SharingOptions:
             problem = f"{self.fractions} are {given}, but there are {number} instances: give one for each"
             raise ParameterError("fractions", problem, self.fractions)
         if self.weights != "auto" and tp == 1:
-            raise ValueError(
-                f"weights={self.weights} is for instances split by tensor parallelism, but tp is 1: leave it out, or "
-                "split them with parallel, such as 2xtp2"
+            problem = (
+                f"({self.weights}) are for instances split by tensor parallelism, but tp is 1: leave them out, or "
+                "split instances with parallel, such as 2xtp2"
             )
+            raise ParameterError("weights", problem, self.weights)
 
     @cached_property
     def fractions_by_member(self) -> tuple[float, ...]:

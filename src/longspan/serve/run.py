@@ -169,7 +169,7 @@ def listening_socket(host: str, port: int, reader_timeout_s: float) -> socket.so
             listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(reader_timeout_s * 1000))
         return listening
     except (OSError, OverflowError) as error:
-        raise ValueError(f"cannot listen on {host}:{port} ({error}): choose another --host or --port") from None
+        raise ValueError(f"cannot listen on {host}:{port} ({error}): choose another host or port") from None
 
 
 class StartingApp:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from longspan.core.options import Option
+from longspan.errors import ParameterError
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -46,7 +47,7 @@ class RequestLimits:
     """Limits of what one request may ask for.
 
     Raises:
-        ValueError: for a limit that is not a positive whole number.
+        ParameterError: for a limit that is not a positive whole number.
     """
 
     max_body_bytes: Annotated[int, _limit("Most bytes of a request's body.")] = 16 * 2**20
@@ -71,7 +72,8 @@ class RequestLimits:
         for limit in fields(self):
             value = getattr(self, limit.name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{_flag(limit.name)} must be a whole number of at least 1, but {value!r} given")
+                problem = f"must be a whole number of at least 1, but {value!r} given"
+                raise ParameterError(limit.name, problem, value)
 
     def check(self, limit: str, size: int, problem: str, remedy: str) -> None:
         """Raises a ValueError when a size is above the limit of this name."""
@@ -150,7 +152,7 @@ class ServerSettings:
         tracer: gets one span per request for text; None for no tracing.
 
     Raises:
-        ValueError: for a value that cannot work; keys are not repeated in it.
+        ParameterError: for a value that cannot work; keys are not repeated in it.
     """
 
     host: Annotated[str, _server("Address to listen on; 0.0.0.0 is every interface.")] = "127.0.0.1"
@@ -207,15 +209,15 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         if not all(self.model_names):
-            raise ValueError(f"--served-model-name must not be empty, but {list(self.model_names)} given")
+            raise ParameterError("model_names", f"must not be empty, but {list(self.model_names)} given")
         if not all(_KEY.fullmatch(key) for key in self.api_keys):
-            raise ValueError("an --api-key is empty or has spaces in it: give one that a header can carry")
+            raise ParameterError("api_keys", ": one is empty or has spaces in it: give one that a header can carry")
         if not _ROOT_PATH.fullmatch(self.root_path):
-            raise ValueError(f"--root-path must be empty or like /some/prefix, but {self.root_path!r} given")
+            problem = f"must be empty or like /some/prefix, but {self.root_path!r} given"
+            raise ParameterError("root_path", problem, self.root_path)
         if not _METRICS_PREFIX.fullmatch(self.metrics_prefix):
-            raise ValueError(
-                f"--metrics-prefix must be letters, digits, _ and :, such as vllm:, but {self.metrics_prefix!r} given"
-            )
+            problem = f"must be letters, digits, _ and :, such as vllm:, but {self.metrics_prefix!r} given"
+            raise ParameterError("metrics_prefix", problem, self.metrics_prefix)
 
     def check_queue(self, num_prompts: int, num_tokens: int) -> None:
         """Raises a ValueError if the prompts of one request would not fit into an empty queue.

@@ -15,6 +15,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from longspan.errors import ParameterError
 from longspan.serve.client import OutputQueue
 from longspan.serve.middleware import path_of
 
@@ -32,7 +33,8 @@ def open_tracer(endpoint: str) -> Tracer:
         ValueError: when the endpoint is no URL, or the protocol is not known.
     """
     if not urlsplit(endpoint).netloc:
-        raise ValueError(f"--otlp-traces-endpoint must be a URL such as http://localhost:4317, but {endpoint!r} given")
+        problem = f"must be a URL such as http://localhost:4317, but {endpoint!r} given"
+        raise ParameterError("otlp_traces_endpoint", problem, endpoint)
     resource = Resource({"service.name": "longspan"}).merge(OTELResourceDetector().detect())
     provider = TracerProvider(resource=resource)
     provider.add_span_processor(BatchSpanProcessor(_exporter(endpoint)))

@@ -11,6 +11,7 @@ from typing import Literal
 from longspan.core.cluster import hosts_of
 from longspan.core.exchange import RING_Q, Exchange, decoding, exchange_named, exchange_of, of_any_layout
 from longspan.cost.profile import PrefillTime, fit_times
+from longspan.errors import ParameterError
 from longspan.policy import PolicySpec, option_text, parse_options
 from longspan.policy.choosing import Facts
 from longspan.policy.group_parts import GroupParts, SharingOptions, check_exchange
@@ -82,7 +83,7 @@ class TetrisOptions(GroupOptions):
                     f"improvement_rates are for improvement_rate auto, but {self.improvement_rate} given: leave one out"
                 )
         if self.min_chunk < 1:
-            raise ValueError(f"min_chunk must be at least 1, but {self.min_chunk} given")
+            raise ParameterError("min_chunk", f"must be at least 1, but {self.min_chunk} given", self.min_chunk)
 
     def rate_table(self, default: float) -> RateTable:
         """Returns the table of improvement rates; `auto` without a table has the `default` alone."""
@@ -110,7 +111,7 @@ class FixedOptions(GroupOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.sp < 1:
-            raise ValueError(f"sp must be at least 1, but {self.sp} given")
+            raise ParameterError("sp", f"must be at least 1, but {self.sp} given", self.sp)
 
 
 class Tetris(Cdsp):
@@ -165,8 +166,8 @@ def _hint(options: TetrisOptions, facts: Facts) -> str | None:
         return None
     rate = _default_improvement_rate(has_roles=facts.has_roles)
     return (
-        f"-o improvement_rate=auto is {rate:g} at every request rate without a table: find one with longspan simulate "
-        "--profile-improvement-rates, and give it as -o improvement_rates="
+        f"policy option improvement_rate=auto is {rate:g} at every request rate without a table: find one with "
+        "longspan simulate --profile-improvement-rates, and give it as policy option improvement_rates"
     )
 
 
