@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 from cluster import Cluster, Setup
+from engines import ThreadLLM
+from fake_llm import FakeLLM, run
+from oracle import Oracle, assert_exact
 from test_cost_model import step_cost
 from torch import Tensor
 from transports import Wires, run_members
 
+from longspan import SamplingParams
 from longspan.attn import exchanges as tensors
 from longspan.attn.check import attend, member_call, random_batch, random_spec
 from longspan.attn.collectives import all_gather
@@ -105,3 +110,26 @@ def test_ranks_compute_attention_with_it(added: Exchange) -> None:
             assert isinstance(found, Tensor), found
             wanted = torch.cat([request.wanted(rank, spec) for request in batch], dim=1)
             torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=0)
+
+
+def test_an_llm_serves_with_it(added: Exchange, tiny: Path, oracle: Oracle) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, output_logits=True)
+    options = {"policy": "context", "exchange": added.kind, "policy_options": {"threshold": "20"}}
+    prompt = [5, 9, 3, 11] * 20
+    with ThreadLLM(str(tiny), instances=2, skip_tokenizer_init=True, block_size=16, **options) as llm:
+        [output] = llm.generate([prompt], params, use_tqdm=False)
+        assert llm.bytes_exchanged["broadcast"] > 0
+    assert_exact(output, oracle.complete(prompt, 4))
+
+
+@pytest.mark.usefixtures("added", "fake_llm")
+def test_the_command_line_takes_and_lists_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run("generate", "--prompt", "x", "--exchange", "broadcast") == 0
+    assert FakeLLM.last.arguments["exchange"] == "broadcast"
+    monkeypatch.setenv("COLUMNS", "400")
+    for verb in ("generate", "simulate", "estimate"):
+        capsys.readouterr()
+        assert run(verb, "--help") == 0
+        assert "chain, broadcast]" in capsys.readouterr().out

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from cluster import Cluster, Setup
+from engines import ThreadLLM
+from fake_llm import FakeLLM, run
 from workloads import assert_lawful
 
+from longspan import SamplingParams
 from longspan import policy as policies
 from longspan.core.view import ClusterView, Plan
 from longspan.policy import PolicySpec
@@ -56,6 +60,26 @@ def test_a_registered_policy_serves() -> None:
         assert request.output == cluster.expected_output(request)
         assert {part.group for part in cluster.parts_of(request)} == {(2,)}
         assert max(part.stop - part.start for part in cluster.parts_of(request)) == 30
+
+
+def test_an_llm_takes_it(tiny: Path) -> None:
+    options = {"policy": "last", "policy_options": {"most": "30"}}
+    with ThreadLLM(str(tiny), instances=2, skip_tokenizer_init=True, block_size=16, **options) as llm:
+        [output] = llm.generate([[5] * 40], SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
+    assert output.metrics.kv_tokens_per_instance == [0, 40]
+
+
+@pytest.mark.usefixtures("fake_llm")
+def test_the_command_line_takes_and_lists_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run("generate", "--prompt", "x", "--policy", "last") == 0
+    assert FakeLLM.last.arguments["policy"] == "last"
+    monkeypatch.setenv("COLUMNS", "400")
+    for verb in ("generate", "simulate"):
+        capsys.readouterr()
+        assert run(verb, "--help") == 0
+        assert "loongserve-disagg, last]" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ import pytest
 from test_tetris import chunks_of, machine, tetris
 from workloads import assert_lawful
 
+from longspan.core.options import option_text
 from longspan.errors import ParameterError
-from longspan.policy import ChosenPolicy, OptionValue, SettledError, make_policy, option_text
+from longspan.policy import ChosenPolicy, OptionValue, SettledError, make_policy
 from longspan.policy.tetris.rates import RateTable, RateWatch
 
 CHANGEABLE = ("improvement_rate", "improvement_rates", "chunking", "min_chunk")

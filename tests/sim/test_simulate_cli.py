@@ -304,7 +304,7 @@ def test_the_page_says_what_the_run_was(tmp_path: Path, capsys: pytest.CaptureFi
         (("--profile", "P", "--rate", "1", "--slow", "0=x"), "--slow is INSTANCE=FACTOR"),
         (("--profile", "P", "--rate", "1", "--slow", "9=2"), "instance 9 is to be slow, but there are 8"),
         (("--profile", "P", "--lose-worker-at", "x"), "--lose-worker-at must be a number of seconds, but x given"),
-        (("--profile", "P", "--rate", "1", "--policy", "best"), "--policy 'best' is unknown"),
+        (("--profile", "P", "--rate", "1", "--policy", "best"), 'Invalid value "best" for --policy'),
         (("--profile", "P", "--rate", "1", "--policy", "context", "-o", "x=1"), "has no option 'x'"),
         (("--profile", "P", "--rate", "1", "--report", "no/where.html"), "the folder 'no' is not there"),
         (

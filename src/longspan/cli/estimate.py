@@ -13,7 +13,7 @@ from longspan.cli.options import NameArgument, verb
 from longspan.cli.quantities import number, seconds
 from longspan.core.cluster import parse_parallel
 from longspan.core.exchange import RING_KV, RING_Q, exchange_of
-from longspan.core.options import Option, PromptExchange
+from longspan.core.options import Option
 from longspan.sim.spec import HardwareSpec
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def estimate(
     hosts: Annotated[int, _cluster("How many hosts there are.")] = 1,
     parallel: Annotated[str, _work("[N][xtpT]: N instances of T devices each.", metavar="SPEC")] = "1",
     exchange: Annotated[
-        PromptExchange,
+        str,
         _work(
             "How instances share prompts, if there are several; auto: ring_kv, and ring_q to decode. "
             "Behind a chain its last instance decodes alone.",

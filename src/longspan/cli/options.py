@@ -10,17 +10,19 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import partial, wraps
+from functools import partial, update_wrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar, cast, get_args
 
 from cyclopts import App, ArgumentCollection, Group, Parameter, Token
 from cyclopts.validators import Number
 
 import longspan
 from longspan.args import EngineArgs
+from longspan.core.exchange import exchanges
 from longspan.core.options import Option, options_of
 from longspan.errors import ParameterError, named
+from longspan.policy import policy_names
 from longspan.runtime.executor.forkserver import start_server
 
 if TYPE_CHECKING:
@@ -43,6 +45,13 @@ def start(model: str, engine: EngineArgs, *, seed: int | None) -> LLM:
 # ---------------------------------------------------------------- flags from dataclasses
 
 
+_CHOICES: Mapping[str, Callable[[], tuple[str, ...]]] = {
+    "exchange": lambda: ("auto", *(one.kind for one in exchanges())),
+    "policy": policy_names,
+}
+"""The values of an option that are in a registry, by the option's field."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Flag:
     """Turns an option into a parameter for Cyclopts."""
@@ -57,8 +66,8 @@ class _Flag:
     def name(self) -> str:
         return self.option.flag(self.field) if self.positional else f"--{self.option.flag(self.field)}"
 
-    def parameter(self, group: Group, *, configurable: bool) -> inspect.Parameter:
-        option, kind, default = self.option, self.kind, self.default
+    def parameter(self, group: Group, choices: Sequence[str], *, configurable: bool) -> inspect.Parameter:
+        option, kind, default = self.option, cast(Any, Literal)[*choices] if choices else self.kind, self.default
         is_told = bool(default) or (default == 0 and default is not False)
         shown = option.default or False if option.default is not None else is_told and str(default)
         if option.read is not None:
@@ -105,6 +114,33 @@ _CONFIG = _Flag(
 )
 
 
+class _Verb(Generic[ReturnT]):
+    """A function as Cyclopts calls it. Its signature is made anew when a registry of choices has grown."""
+
+    def __init__(self, function: Callable[..., ReturnT]) -> None:
+        self._function, self._flags = function, _flags_of(function)
+        update_wrapper(self, function, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
+        self._choices: dict[str, Sequence[str]] | None = None
+        self.__annotations__: dict[str, object] = {}  # Cyclopts takes them from the signature then
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        choices: dict[str, Sequence[str]] = {field: _CHOICES[field]() for field in self._flags if field in _CHOICES}
+        if choices != self._choices:
+            self._choices, self._signature = choices, _signature(self._flags, choices)
+        return self._signature
+
+    def __call__(self, *args: object, **texts: object) -> ReturnT:
+        given, flags = self.__signature__.bind(*args, **texts).arguments, self._flags
+        try:
+            values = {field: flags[field].read(value) for field, value in given.items()}
+            return self._function(**_arguments(self._function, values))
+        except ParameterError as error:
+            if error.parameter not in flags:
+                raise
+            raise ValueError(named(flags[error.parameter].name, error.problem)) from error
+
+
 def verb(function: Callable[..., ReturnT]) -> Callable[..., ReturnT]:
     """Makes a function for Cyclopts: a parameter whose default is a dataclass becomes a flag per field with an Option.
 
@@ -114,22 +150,7 @@ def verb(function: Callable[..., ReturnT]) -> Callable[..., ReturnT]:
     A verb with `EngineArgs` takes all its flags from the file that `--config` names, too, and those of options that
     `configures` marks from environment variables: `max_model_len` from `LONGSPAN_MAX_MODEL_LEN`.
     """
-    flags = _flags_of(function)
-    signature = _signature(flags)
-
-    @wraps(function)
-    def flat(*args: object, **texts: object) -> ReturnT:
-        given = signature.bind(*args, **texts).arguments
-        try:
-            return function(**_arguments(function, {field: flags[field].read(value) for field, value in given.items()}))
-        except ParameterError as error:
-            if error.parameter not in flags:
-                raise
-            raise ValueError(named(flags[error.parameter].name, error.problem)) from error
-
-    flat.__annotations__ = {one.name: one.annotation for one in signature.parameters.values()}
-    flat.__signature__ = signature  # type: ignore[attr-defined]  # read by inspect, so by Cyclopts
-    return flat
+    return _Verb(function)
 
 
 def _flags_of(verb: Callable[..., object]) -> dict[str, _Flag]:
@@ -152,10 +173,13 @@ def _flags_of(verb: Callable[..., object]) -> dict[str, _Flag]:
     return flags
 
 
-def _signature(flags: Mapping[str, _Flag]) -> inspect.Signature:
+def _signature(flags: Mapping[str, _Flag], choices: Mapping[str, Sequence[str]]) -> inspect.Signature:
     titles = dict.fromkeys(flag.option.group for flag in flags.values())
     groups = {title: Group(title, sort_key=number) for number, title in enumerate(titles)}
-    shown = (flag.parameter(groups[flag.option.group], configurable="config" in flags) for flag in flags.values())
+    shown = [
+        flag.parameter(groups[flag.option.group], choices.get(field, ()), configurable="config" in flags)
+        for field, flag in flags.items()
+    ]
     return inspect.Signature(sorted(shown, key=lambda one: one.kind))
 
 

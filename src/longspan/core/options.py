@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from longspan.core.exchange import exchanges
 from longspan.errors import ParameterError
 
 
@@ -78,6 +77,11 @@ def key_values(pairs: Sequence[str]) -> dict[str, str]:
     return options
 
 
+def option_text(value: str | float | bool) -> str:
+    """Writes the value of an option as `key_values` would have read it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def at_least_one(**values: int | None) -> None:
     """Raises a ParameterError for the first value below 1; None means not given."""
     for name, value in values.items():
@@ -85,10 +89,6 @@ def at_least_one(**values: int | None) -> None:
             raise ParameterError(name, f"must be at least 1, but {value} given", value)
 
 
-if TYPE_CHECKING:
-    PromptExchange = str
-else:
-    PromptExchange = Literal["auto", *(one.kind for one in exchanges())]
 PromptLayout = Literal["auto", "zigzag", "striped", "contiguous"]
 
 _SHARING = ("exchange", "layout", "fractions")
@@ -100,15 +100,9 @@ _scheduling = partial(Option, group="Scheduling and memory", configures=True)
 class SchedulingArgs:
     """The options that say who decides the steps of an engine, and within which bounds; simulations have the same."""
 
-    policy: Annotated[
-        str,
-        _scheduling(
-            "Who decides the steps: auto, chunked, context, runahead, tetris, fixed-sp, loongserve or "
-            "loongserve-disagg."
-        ),
-    ] = "auto"
+    policy: Annotated[str, _scheduling("Who decides the steps.")] = "auto"
     exchange: Annotated[
-        PromptExchange, _scheduling("How queries, keys and values of a shared prompt travel; auto chooses per step.")
+        str, _scheduling("How queries, keys and values of a shared prompt travel; auto chooses per step.")
     ] = "auto"
     layout: Annotated[PromptLayout, _scheduling("How a shared prompt is sharded.")] = "auto"
     fractions: Annotated[

@@ -138,6 +138,10 @@ def register_policy(spec: PolicySpec[Any, Any]) -> None:
     _REGISTRY[spec.name] = spec
 
 
+def policy_names() -> tuple[str, ...]:
+    return ("auto", *_REGISTRY)
+
+
 def make_policy(
     name: str, *, num_instances: int, options: Mapping[str, str], facts: Facts | None = None
 ) -> ChosenPolicy:
@@ -159,7 +163,7 @@ def make_policy(
                 "parallel to 2 or more, or policy to one that has this option"
             )
     if name not in _REGISTRY:
-        raise ParameterError("policy", f"{name!r} is unknown: choose from auto, {', '.join(_REGISTRY)}", name)
+        raise ParameterError("policy", f"{name!r} is unknown: choose from {', '.join(policy_names())}", name)
     spec = _spec(name)
     if facts.has_roles and not spec.knows_roles:
         able = " or ".join(other for other in _REGISTRY if _spec(other).knows_roles)
@@ -175,10 +179,6 @@ def _spec(name: str) -> PolicySpec[Any, Any]:
         module, _, attribute = found.partition(":")
         found = _REGISTRY[name] = getattr(import_module(f"{__name__}.{module}"), attribute)
     return found
-
-
-def option_text(value: OptionValue) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def parse_options(policy: str, kind: type[OptionsT], options: Mapping[str, str]) -> OptionsT:

@@ -18,7 +18,8 @@ import zmq.asyncio
 from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 
-from longspan.policy import PolicySettings, option_text
+from longspan.core.options import option_text
+from longspan.policy import PolicySettings
 from longspan.runtime.child import make_run_dir, start_child
 from longspan.serve import messages
 from longspan.serve.errors import EngineLostError, QueueFullError, RequestFailedError, ServeError

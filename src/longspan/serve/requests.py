@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, Tag, model_validator
 from typing_extensions import TypeAliasType
 
-from longspan.policy import OptionValue, PolicySettings, SettledError, option_text
+from longspan.core.options import option_text
+from longspan.policy import OptionValue, PolicySettings, SettledError
 from longspan.serve.errors import WireError
 
 MOST = 2**31 - 1

@@ -10,9 +10,10 @@ from typing import Literal
 
 from longspan.core.cluster import hosts_of
 from longspan.core.exchange import RING_Q, Exchange, decoding, exchange_named, exchange_of, of_any_layout
+from longspan.core.options import option_text
 from longspan.cost.profile import PrefillTime, fit_times
 from longspan.errors import ParameterError
-from longspan.policy import PolicySpec, option_text, parse_options
+from longspan.policy import PolicySpec, parse_options
 from longspan.policy.choosing import Facts
 from longspan.policy.group_parts import GroupParts, SharingOptions, check_exchange
 from longspan.policy.tetris.execution import Cdsp
