@@ -20,11 +20,13 @@ from longspan.cli.options import verb
 from longspan.cli.profile import profile
 from longspan.cli.serve import serve
 from longspan.cli.simulate import simulate
+from longspan.core.cluster import ParallelArgs
 from longspan.core.exchange import exchanges
 from longspan.core.options import Option, SchedulingArgs, id_list, options_of
 from longspan.core.sampling import SamplingParams
 from longspan.errors import ParameterError
 from longspan.serve.settings import RequestLimits, ServerSettings
+from longspan.sim.spec import ClusterSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +160,12 @@ def test_verbs_that_schedule_have_the_same_options() -> None:
     }
     assert defaults[generate] == defaults[serve]
     assert defaults[serve].items() - defaults[simulate].items() == {("max_num_batched_tokens", 2048)}
+
+
+def test_instances_are_written_alike_for_engines_and_simulations() -> None:
+    engine, simulated = options_of(EngineArgs), options_of(ClusterSpec)
+    assert engine.keys() & simulated.keys() == {*options_of(ParallelArgs), "dtype"}
+    assert {name: engine[name] for name in options_of(ParallelArgs)}.items() <= simulated.items()
 
 
 @pytest.mark.parametrize("verb", ["generate", "serve", "simulate", "estimate"])

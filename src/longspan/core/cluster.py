@@ -6,11 +6,11 @@ import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from longspan.core.options import at_least_one
+from longspan.core.options import Option, at_least_one
 from longspan.errors import ParameterError
 
 _MAX_RANKS = 2**12
@@ -223,6 +223,35 @@ class Cluster:
 
     def __str__(self) -> str:
         return str(self.spec) if self.decode_spec is None else f"{self.spec} prefill + {self.decode_spec} decode"
+
+
+_instances = partial(Option, group="Instances", configures=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelArgs:
+    """The instances of a cluster as users write them; `parse_parallel` reads them."""
+
+    parallel: Annotated[
+        str | None,
+        _instances(
+            "[N][xtpT][ppP]: N instances, each of T * P ranks.",
+            metavar="SPEC",
+            default="one, or one per simulated device",
+        ),
+    ] = None
+    prefill_parallel: Annotated[
+        str | None, _instances("Instead: instances that only prefill, on the first devices.", metavar="SPEC")
+    ] = None
+    decode_parallel: Annotated[
+        str | None, _instances("With it: instances that only decode, with the KV that is sent to them.", metavar="SPEC")
+    ] = None
+    transfer_backends: Annotated[
+        int | None,
+        _instances(
+            "Transfers of KV that each of these receives at once.", metavar="N", default="one per prefill instance"
+        ),
+    ] = None
 
 
 def parse_parallel(

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-from longspan.core.cluster import Cluster, locations_of_ranks, parse_parallel
+from longspan.core.cluster import Cluster, ParallelArgs, locations_of_ranks, parse_parallel
 from longspan.core.options import Option, SchedulingArgs, at_least_one, key_values
 from longspan.errors import ParameterError
 
@@ -59,7 +59,7 @@ class HardwareSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FleetSpec:
+class FleetSpec(ParallelArgs):
     """Counts the devices, and the instances on them."""
 
     hardware: Annotated[
@@ -72,25 +72,6 @@ class FleetSpec:
     hosts: Annotated[int, _cluster("How many hosts there are.")] = 1
     gpus_per_host: Annotated[
         int | None, _cluster("Devices of each host.", default="what the instances need, or else 8")
-    ] = None
-    parallel: Annotated[
-        str | None,
-        _cluster(
-            "[N][xtpT]: N instances of T devices each; they take all devices.", metavar="SPEC", default="one per device"
-        ),
-    ] = None
-    prefill_parallel: Annotated[
-        str | None,
-        _cluster("Instead of --parallel: the instances that prefill only, on the first devices.", metavar="SPEC"),
-    ] = None
-    decode_parallel: Annotated[
-        str | None, _cluster("With it: those that decode only; prompts' KV is sent to them.", metavar="SPEC")
-    ] = None
-    transfer_backends: Annotated[
-        int | None,
-        _cluster(
-            "How many transfers a decode instance receives at once.", metavar="N", default="one per prefill instance"
-        ),
     ] = None
 
 
