@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from rich.console import Console
 from rich.table import Table
@@ -14,6 +14,7 @@ from longspan.core.exchange import RING_Q, exchange_of
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture, from_config
 from longspan.cost.catalog import Efficiency, Kernels
+from longspan.cost.channels import ExchangeCost
 from longspan.cost.estimate import Estimate, Fractions, estimate_decode, estimate_prefill
 from longspan.cost.forward import Roofline, rooflines
 from longspan.cost.topology import Devices
@@ -46,7 +47,11 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A model on devices, as `longspan estimate` has them."""
+    """A model on devices, as `longspan estimate` has them.
+
+    Attributes:
+        costs: of kinds of exchange, as the paper runs them, where longspan's does otherwise by the same name.
+    """
 
     model: str
     hardware: str
@@ -57,6 +62,7 @@ class Setting:
     link: str | None = None
     link_gbytes_per_s: float | None = None
     constants: Efficiency | None = None
+    costs: Mapping[str, ExchangeCost] = field(default_factory=dict)
 
     def prefill(
         self, parallel: str, exchange: str, length: int, cached: int = 0, fractions: Fractions = None
@@ -79,7 +85,8 @@ class Setting:
         return 4 * pairs * layer.heads * head_dim / seconds
 
     def _cost(self, cluster: Cluster) -> Roofline:
-        return rooflines(self._model, self._cluster, cluster, self.kernels, self.constants)[0]
+        line = rooflines(self._model, self._cluster, cluster, self.kernels, self.constants)[0]
+        return replace(line, costs=self.costs)
 
     @property
     def _model(self) -> Architecture:

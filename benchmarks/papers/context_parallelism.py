@@ -11,14 +11,24 @@ from __future__ import annotations
 import sys
 
 from cells import Cell, Setting, report
+from pass_q import PASS_Q
+
+from longspan.core.exchange import RING_Q
 
 _K128, _M1 = 128_000, 1_000_000
 _TOLERANCE = 0.15
 
 
 def hosts(number: int, link: str | None = None) -> Setting:
-    """Builds hosts of eight of the paper's H100s."""
-    return Setting(model="llama-3-405b", hardware="h100-96g-hbm2e-500w", hosts=number, ffn_bytes=1, link=link)
+    """Builds hosts of eight of the paper's H100s, on which `ring_q` is the paper's pass-Q."""
+    return Setting(
+        model="llama-3-405b",
+        hardware="h100-96g-hbm2e-500w",
+        hosts=number,
+        ffn_bytes=1,
+        link=link,
+        costs={RING_Q.kind: PASS_Q},
+    )
 
 
 def context_parallel(number: int, length: int, link: str | None = None) -> float:

@@ -135,6 +135,42 @@ def test_ring_kv_hides_messages_under_attention_and_gather_kv_nothing() -> None:
     assert short.breakdown.exchange_s > 0
 
 
+def test_ring_q_asks_all_members_at_once() -> None:
+    """A decoded token waits for one message to go and one to come back, however many members there are."""
+    waits_s = [estimate_decode(model_on(instances=n), n, RING_Q, 4096).breakdown.exchange_s for n in (2, 8)]
+    start_s = 32 * 2 * model_on(instances=2).topology.send_s(0.0, 0, 1)
+    assert waits_s == [pytest.approx(start_s, rel=0.01), pytest.approx(start_s, rel=0.05)]
+
+
+def test_ring_q_hides_queries_under_a_member_s_own_attention_only() -> None:
+    """Of a prompt, where they are many; those of a ring would travel under all but the last member's."""
+    model, members = model_on(instances=4), 4
+    share = Share(queries=8192, pairs=8192 * 16384, scores=8192 * 32768, held=8192)
+    channel = Channel(
+        exchange=RING_Q, group=(0, 8, 1, 9), shares=Shares.of([share] * members), keys=4 * 8192, decode=False
+    )
+    layer, topology = model.layer, replace(model.topology, hosts=[0] * 8 + [1] * 8)
+    found = channel_time(layer, topology, channel)
+    width = layer.heads * layer.model.attention.head_dim * 2
+    sent_s, returned_s = (topology.alltoall_s(3 * 8192 * size, channel.group) for size in (width, width + 4 * 32))
+    assert sent_s > found.attention_s / members
+    assert found.exposed_s == pytest.approx(sent_s - found.attention_s / members + returned_s)
+
+
+def test_each_member_s_queries_of_a_prompt_read_all_keys_that_are_held() -> None:
+    """So few queries behind many keys take as long as their members are many, while one of them takes no longer."""
+    model = model_on(instances=4)
+
+    def attended_s(decode: bool) -> float:
+        share = Share(queries=1, pairs=100_000, scores=100_000, held=100_000)
+        channel = Channel(
+            exchange=RING_Q, group=(0, 1, 2, 3), shares=Shares.of([share] * 4), keys=400_000, decode=decode
+        )
+        return channel_time(model.layer, model.topology, channel).attention_s
+
+    assert attended_s(decode=False) == pytest.approx(4 * attended_s(decode=True), rel=0.1)
+
+
 def test_a_share_counts_the_pairs_of_its_runs() -> None:
     runs = (Run(3, 7), Run(10, 20, 4))
     [share] = shares_of(RING_KV, (runs,), 5, 30)

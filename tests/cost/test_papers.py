@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "papers"))
 import context_parallelism
 import kv_runahead
 import tetris
-from cells import Cell, mean_error, report
+from cells import Cell, Setting, mean_error, report
 
 
 def check(cells: list[Cell]) -> None:
@@ -62,6 +64,17 @@ def test_context_parallelism() -> None:
     assert alone == pytest.approx(540e12, rel=0.03), "what the paper measured of attention alone"
     rate, part = cells["TFLOP/s per GPU at 1M"].ours, cells["that, of attention alone"].ours
     assert part == pytest.approx(rate / (alone / 1e12), rel=0.01) and part != pytest.approx(rate / 540, rel=0.001)
+
+
+def test_the_paper_s_pass_q_waits_for_every_hop() -> None:
+    """Its decoding grows with the hosts, whose queries are padded; what asks all at once grows less."""
+
+    def grows_s(on: Callable[[int], Setting]) -> float:
+        few, many = (on(number).decode(f"{number}xtp8", 128_000).seconds for number in (2, 16))
+        return many - few
+
+    ours_s = grows_s(lambda number: replace(context_parallelism.hosts(number), costs={}))
+    assert grows_s(context_parallelism.hosts) > 1.3 * ours_s
 
 
 def test_a_report_fails_when_a_cell_is_too_far(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ def test_decode_instances_of_larger_tp_are_quicker_between_tokens(capsys: pytest
     split = json.loads(printed(capsys, *HOST, *ROLES, *FEW, "--rate", "0.5", "--output-len", "20"))
     alike = json.loads(printed(capsys, *HOST, "--policy", "tetris", *FEW, "--rate", "0.5", "--output-len", "20"))
     assert split["num_completed"] == alike["num_completed"] == 20
-    assert split["tbt_p50_s"] < alike["tbt_p50_s"] / 2
+    assert split["tbt_p50_s"] < alike["tbt_p50_s"] / 1.8
 
 
 def test_one_backend_serves_all(capsys: pytest.CaptureFixture[str]) -> None:

@@ -163,11 +163,13 @@ def cost_of(exchange: Exchange) -> ExchangeCost:
     return _COSTS[exchange.kind]
 
 
-def channel_time(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
-    """Predicts one layer of any channel that is not skewed."""
+def channel_time(layer: Layer, topology: Topology, channel: Channel, cost: ExchangeCost | None = None) -> ChannelTime:
+    """Predicts one layer of any channel that is not skewed, by the registered cost of its exchange unless one is
+    given.
+    """
     if len(channel.group) == 1:
         return ChannelTime(attention_s=attention_s(layer, channel.shares.of_member(0), keys=channel.keys))
-    time = cost_of(channel.exchange).time
+    time = (cost or cost_of(channel.exchange)).time
     assert time is not None, f"a group of {len(channel.group)} with exchange {channel.exchange}"
     return time(layer, topology, channel)
 
@@ -186,50 +188,62 @@ def _ring_kv(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
     return ChannelTime(
         attention_s=attended_s,
         exposed_s=(members - 1) * max(0.0, sent_s - attended_s / members),
-        overhead_s=(members - 1) * (_hop_s(layer, channel.decode) + _merge_s(layer, busiest.queries)),
+        overhead_s=(members - 1) * (hop_s(layer, channel.decode) + merge_s(layer, busiest.queries)),
     )
 
 
 def _ring_q(layer: Layer, topology: Topology, channel: Channel) -> ChannelTime:
-    """Prices queries that travel while those before them are used; partial outputs go back at once, which nothing
-    hides.
+    """Prices queries that go to all members at once, while every member attends its own, and partial outputs that come
+    back at once, which nothing hides.
     """
-    members, shares = len(channel.group), channel.shares
-    queries, largest = sum(shares.queries), max(shares.held)
+    asking = sum(1 for number in channel.shares.queries if number)
+    attended_s = asked_s(layer, channel, asking)
+    sent_s, returned_s, overhead_s = _queries_s(
+        layer, topology, channel.group, channel.decode, max(channel.shares.queries)
+    )
+    # A member without queries has nothing to attend while those of others travel.
+    hidden_s = attended_s / asking if asking == len(channel.group) else 0.0
+    return ChannelTime(
+        attention_s=attended_s, exposed_s=max(0.0, sent_s - hidden_s) + returned_s, overhead_s=overhead_s
+    )
+
+
+def asked_s(layer: Layer, channel: Channel, asking: int) -> float:
+    """Returns seconds in which the member with most keys attends the queries of `asking` members, one after another.
+
+    In a prompt each of these reads all keys that it holds; a decoded token reads those of its own request.
+    """
+    shares = channel.shares
+    largest = max(shares.held)
     part = largest / max(1.0, sum(shares.held))
     asked = Share(
-        queries=max(1, queries // members),
+        queries=max(1, sum(shares.queries) // asking),
         pairs=part * sum(shares.pairs),
         scores=part * sum(shares.scores),
         held=largest,
     )
-    attended_s = attention_s(layer, asked, keys=part * channel.keys, pieces=members)
-    sent_s, returned_s, overhead_s = _queries_s(
-        layer, topology, channel.group, channel.decode, queries, max(shares.queries)
-    )
-    return ChannelTime(
-        attention_s=attended_s,
-        exposed_s=(members - 1) * max(0.0, sent_s - attended_s / members) + returned_s,
-        overhead_s=overhead_s,
-    )
+    keys = part * channel.keys * (1 if channel.decode else asking)
+    return attention_s(layer, asked, keys=keys, pieces=asking)
 
 
 @lru_cache(maxsize=2**14)
 def _queries_s(
-    layer: Layer, topology: Topology, group: tuple[int, ...], decode: bool, queries: int, most: int
+    layer: Layer, topology: Topology, group: tuple[int, ...], decode: bool, most: int
 ) -> tuple[float, float, float]:
     """Prices what of `ring_q` does not depend on keys, which change with every token that is decoded.
 
+    Args:
+        most: queries of a member, which it sends to all others.
+
     Returns:
-        The time of sending a member's queries on, that of returning partial outputs, and the overhead.
+        The time of sending queries, that of returning partial outputs, and the overhead.
     """
-    members = len(group)
+    others = len(group) - 1
     width = layer.heads * layer.model.attention.head_dim * layer.bytes_per_element
-    returned = (queries - queries / members) * (width + 4 * layer.heads)
     return (
-        topology.hop_s(most * width, group),
-        topology.alltoall_s(returned, group),
-        (members - 1) * _hop_s(layer, decode) + members * _merge_s(layer, most),
+        topology.alltoall_s(others * most * width, group),
+        topology.alltoall_s(others * most * (width + 4 * layer.heads), group),
+        2 * hop_s(layer, decode) + len(group) * merge_s(layer, most),
     )
 
 
@@ -295,11 +309,11 @@ def _chain_bytes(layer: Layer, channel: Channel) -> float:
     return layer.model.attention.kv_bytes * sum(max(held, cached) for held in channel.shares.held[:-1])
 
 
-def _hop_s(layer: Layer, decode: bool) -> float:
+def hop_s(layer: Layer, decode: bool) -> float:
     return 0.0 if decode else layer.attention.hop_us * 1e-6
 
 
-def _merge_s(layer: Layer, queries: float) -> float:
+def merge_s(layer: Layer, queries: float) -> float:
     elements = queries * layer.heads * layer.model.attention.head_dim
     return layer.stream_s(elements * layer.attention.merge_bytes)
 

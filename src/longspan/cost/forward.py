@@ -10,7 +10,15 @@ from longspan.core.cluster import Cluster
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture
 from longspan.cost.catalog import Efficiency, Kernels
-from longspan.cost.channels import Channel, attention_s, cached_in_chain, channel_time, copies_s, cost_of
+from longspan.cost.channels import (
+    Channel,
+    ExchangeCost,
+    attention_s,
+    cached_in_chain,
+    channel_time,
+    copies_s,
+    cost_of,
+)
 from longspan.cost.partitions import Member, skewed
 from longspan.cost.roofline import Layer
 from longspan.cost.topology import Devices, Topology
@@ -81,10 +89,15 @@ def _add(found: dict[int, Breakdown], more: Mapping[int, Breakdown]) -> None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Roofline:
-    """Predicts forward passes of a model on a cluster."""
+    """Predicts forward passes of a model on a cluster.
+
+    Attributes:
+        costs: of kinds of exchange, in place of the registered ones, for what other systems do by the same name.
+    """
 
     layer: Layer
     topology: Topology
+    costs: Mapping[str, ExchangeCost] = field(default_factory=dict)
     _known: dict[tuple[float, float], Breakdown] = field(default_factory=dict, repr=False)
 
     def times(
@@ -114,7 +127,8 @@ class Roofline:
         return found
 
     def _exchanged(self, channel: Channel) -> Breakdown:
-        time, num_layers = channel_time(self.layer, self.topology, channel), self.layer.model.attention.num_layers
+        num_layers, cost = self.layer.model.attention.num_layers, self.costs.get(channel.exchange.kind)
+        time = channel_time(self.layer, self.topology, channel, cost)
         return Breakdown(
             attention_s=num_layers * time.attention_s,
             overhead_s=num_layers * time.overhead_s,
