@@ -93,11 +93,13 @@ def main() -> bool:
     passed = report("KV-Runahead, Tables 1 and 2", tables_1_and_2())
     gathered = setting("llama-7b").prefill("2", "gather_kv", 16_384).memory
     chained = setting("llama-7b").prefill("2", "chain", 16_384, fractions="search").memory
+    larger = setting("llama-13b").prefill("4", "gather_kv", 16_384).memory
     print(f"TSP, 2 GPUs, 16k: out of memory in the paper; ours: {gathered.arithmetic}")
-    print(f"KVR-S, 2 GPUs, 16k: ours: {chained.arithmetic}\n")
+    print(f"KVR-S, 2 GPUs, 16k: ours: {chained.arithmetic}")
+    print(f"llama-13b, TSP, 4 GPUs, 16k: ran in the paper; ours: {larger.arithmetic}\n")
     passed = report("KV-Runahead, Table 3", table_3()) and passed
     report("KV-Runahead, Table 3, 1 GB/s (known to be far off)", table_3(1))
-    return passed and not gathered.fits and chained.fits
+    return passed and not gathered.fits and chained.fits and larger.fits
 
 
 if __name__ == "__main__":

@@ -55,6 +55,7 @@ def test_kv_runahead_table_3_and_memory() -> None:
     assert not llama.prefill("2", "gather_kv", 16_384).memory.fits
     assert llama.prefill("2", "chain", 16_384, fractions="search").memory.fits
     assert llama.prefill("1", "local", 12_288).memory.fits
+    assert kv_runahead.setting("llama-13b").prefill("4", "gather_kv", 16_384).memory.fits
 
 
 def test_context_parallelism() -> None:

@@ -58,12 +58,13 @@ class Attention:
         attention: the part of the peak that fused attention reaches.
         merge_bytes: memory traffic per output element when a partial output is merged.
         hop_us: what a hop of a ring costs beside computing and sending: launches, and waiting for each other.
-        launch_us: the host's time per operator.
+        layer_us: the host's time to start all operators of a layer.
+        launch_us: that for each operator more, of messages and repeated KV heads; with fused code `hop_us` has them.
         memory_passes: how often received keys and values are read and written once more.
         score_bytes: memory traffic per score element, without fusion.
         score_part: the part of the memory's speed that this traffic reaches.
         score_buffer_bytes: what is held per score element at once.
-        kv_copies: how many copies of gathered keys and values are held.
+        kv_copies: how many copies of gathered keys and values are held, on average over layers.
         rendezvous: whether a message leaves only when its receiver asks for it.
         unfused: whether all else consists of single operators, too, and hidden scores are computed.
     """
@@ -71,12 +72,13 @@ class Attention:
     attention: float
     merge_bytes: float
     hop_us: float
+    layer_us: float
     launch_us: float
     memory_passes: int
     score_bytes: float
     score_part: float
     score_buffer_bytes: float
-    kv_copies: int
+    kv_copies: float
     rendezvous: bool
     unfused: bool
 

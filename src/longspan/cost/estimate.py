@@ -319,7 +319,7 @@ def memory(layer: Layer, channel: Channel, tokens: float) -> Memory:
         tokens: that the busiest instance computes at once.
     """
     shape, attention = layer.model.attention, layer.attention
-    held, copies = max(channel.shares.held), 1
+    held, copies = max(channel.shares.held), 1.0
     if attention.unfused and len(channel.group) > 1 and cost_of(channel.exchange).copies_kv:
         held, copies = max(held, channel.keys), attention.kv_copies
     scores = max(channel.shares.scores) * layer.heads * attention.score_buffer_bytes

@@ -153,22 +153,21 @@ class Roofline:
 
     def _waiting_for_host(self, found: Mapping[int, Breakdown], channels: Sequence[Channel]) -> dict[int, Breakdown]:
         """Adds the time that instances wait for the host to start operators."""
-        layer, copies = self.layer, Counter[int]()
+        layer, messages = self.layer, Counter[int]()
         for channel in channels if layer.attention.unfused else ():
             if (members := len(channel.group)) > 1:
                 # Unfused code gathers into a list of tensors and joins them, keys and values apart.
                 joined = cost_of(channel.exchange).joins_all
-                copies.update(dict.fromkeys(channel.group, 2 * members if joined else 2))
-        launch_s = layer.model.attention.num_layers * layer.attention.launch_us * 1e-6
-        smooth = layer.efficiency.host_smooth
+                messages.update(dict.fromkeys(channel.group, 2 * members if joined else 2))
+        num_layers, smooth = layer.model.attention.num_layers, layer.efficiency.host_smooth
         alike: dict[tuple[int, float], Breakdown] = {}
         waiting: dict[int, Breakdown] = {}
         for instance, one in found.items():
             if one is _IDLE:
                 continue
-            kind = copies[instance], one.total_s
+            kind = messages[instance], one.total_s
             if kind not in alike:
-                host_s = (layer.num_launches + copies[instance]) * launch_s
+                host_s = num_layers * layer.host_s(messages[instance])
                 waiting_s = float((one.total_s**smooth + host_s**smooth) ** (1 / smooth)) - one.total_s
                 alike[kind] = Breakdown(launch_s=waiting_s)
             waiting[instance] = alike[kind]

@@ -149,18 +149,14 @@ class Layer:
         product_s = linear_s(self, tokens, shape.hidden_size, outputs, shape.bytes_per_element)
         return product_s + self._norm_s(tokens)
 
-    @cached_property
-    def num_launches(self) -> int:
-        """Operators of the layer, attention included: what the host has to start."""
-        model = self.model
-        norms = 1 if model.parallel else 2
-        if not self.attention.unfused:
-            return norms + 10
-        fewer_kv_heads = model.attention.num_kv_heads < model.attention.num_heads
-        norm = 8 if model.rms_norm else 1
-        rotary = 12 if model.rotary else 2
-        attention = 8 + 2 + (2 if fewer_kv_heads else 0)
-        return norms * norm + rotary + attention + 4 + (5 if model.gated else 3) + 2
+    def host_s(self, messages: int) -> float:
+        """Returns how long the host takes to start the operators of the layer, and those of `messages` to others.
+
+        Without fusion, fewer KV heads than query heads are repeated, keys and values apart.
+        """
+        shape = self.model.attention
+        repeats = 2 if self.attention.unfused and shape.num_kv_heads < shape.num_heads else 0
+        return 1e-6 * (self.attention.layer_us + (repeats + messages) * self.attention.launch_us)
 
     def _norm_s(self, tokens: float) -> float:
         if not tokens:
