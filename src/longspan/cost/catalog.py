@@ -129,7 +129,11 @@ class Device:
         """
         if bytes_per_weight >= 4:
             return self.fp32_flops_per_s
-        return self.fp8_flops_per_s if bytes_per_weight <= 1 and self.fp8_flops_per_s else self.flops_per_s
+        return self.fp8_flops_per_s if self.multiplies_narrow(bytes_per_weight) else self.flops_per_s
+
+    def multiplies_narrow(self, bytes_per_weight: float) -> bool:
+        """Tells whether weights of `bytes_per_weight` are multiplied in 8 bits, so that their inputs are rounded."""
+        return bytes_per_weight <= 1 and self.fp8_flops_per_s > 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -140,7 +140,14 @@ class Layer:
         limit = None if unfused else self.efficiency.stream.activation
         activation_s = self.stream_s(touched * tokens * width * element, limit)
         norm_s = 0.0 if model.parallel else self._norm_s(tokens)
-        return LayerSeconds(products_s, add_s + activation_s + norm_s)
+        rounded_s = self.rounded_s(tokens * shape.hidden_size) + self.rounded_s(tokens * width)
+        return LayerSeconds(products_s, add_s + activation_s + norm_s + rounded_s)
+
+    def rounded_s(self, elements: float) -> float:
+        """Times rounding inputs of a feed-forward product to 8 bits, where its weights are multiplied in 8 bits."""
+        if not self.device.multiplies_narrow(self.model.ffn_bytes):
+            return 0.0
+        return self.stream_s(elements * (self.bytes_per_element + self.model.ffn_bytes))
 
     def head_s(self, tokens: float) -> float:
         """Times the output head and the last norm."""
