@@ -338,6 +338,15 @@ def test_devices_of_a_host_share_a_network_that_is_the_host_s() -> None:
     assert alone.send_s(1e9, 7, 8) == pytest.approx(1e9 / (50e9 * 0.92), rel=0.01)
 
 
+@pytest.mark.parametrize("link", ["rdma-400g", "efa-400g-per-host"])
+@pytest.mark.parametrize(("instances", "tp"), [(16, 1), (8, 2), (2, 8), (2, 1)])
+def test_an_instance_sends_as_quickly_as_its_ranks_together(link: str, instances: int, tp: int) -> None:
+    """Also over a link that they share."""
+    topology = model_on(replace(A100S, link=link), instances, tp).topology
+    sent_s = topology.send_s(1e9, 0, instances - 1) - topology.send_s(0.0, 0, instances - 1)
+    assert tp * 1e9 / topology.bytes_per_s == pytest.approx(sent_s)
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [

@@ -16,6 +16,7 @@ from fake_llm import run
 from msgspec import structs
 from test_profile import SUBJECT
 
+from longspan.cost import catalog
 from longspan.cost.catalog import model_config
 from longspan.cost.profile import Decode, Prefill, Profile, Transfer
 from longspan.cost.step_cost import RooflineCost
@@ -388,6 +389,15 @@ def test_policies_and_costs_have_instances_on_the_same_hosts(flags: dict[str, An
     assert [found.cluster.location(instance).host for instance in found.cluster.instances] == hosts
     assert found.facts.cluster == found.cluster
     assert all(line.topology.hosts == hosts for line in found.cost.lines)
+
+
+@pytest.mark.parametrize(("link", "flows"), [("rdma-400g", 1), ("efa-400g-per-host", 8)])
+def test_rules_are_asked_with_what_instances_compute_and_send(link: str, flows: int) -> None:
+    """Devices of a host may share its link: then each has an eighth of that for all that it computes."""
+    found = make_experiment("llama-3-8b", ClusterSpec(hardware="a100-sxm-80g", hosts=2, parallel="2xtp8", link=link))
+    hardware = found.facts.hardware
+    assert hardware is not None and hardware.flops_per_s == 8 * 312e12
+    assert hardware.bytes_per_s == pytest.approx(8 / flows * catalog.link(link).bytes_per_s)
 
 
 @pytest.mark.parametrize("turns", [1, 3])

@@ -106,6 +106,12 @@ class Topology:
     hosts: Sequence[int]
     _known: dict[tuple[int, ...], int] = field(default_factory=dict, repr=False)
 
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes per second from all ranks of an instance to another one, over the slower of the links in use."""
+        link = self.between if len(set(self.hosts)) > 1 else self.inside
+        return self.tp * link.flow(self._flows)
+
     def send_s(self, num_bytes: float, sender: int, receiver: int) -> float:
         """Times messages from each rank of an instance to its counterpart in another, all at once."""
         if self.hosts[sender] == self.hosts[receiver]:

@@ -101,12 +101,12 @@ class Chooser:
     def exchange(self, new_tokens: int, cached_tokens: int, members: int) -> Exchange:
         """Returns the exchange that is expected to be quickest for this chunk on `members` instances.
 
-        Without measurements `ring_kv`, or behind cached tokens what Algorithm 5 says of a known model and hardware.
+        Without measurements what Algorithm 5 says of a known model and hardware, or else `ring_kv`.
         """
         if times := self._shared.get(members):
             return min(times, key=lambda one: times[one].seconds(new_tokens, cached_tokens))
         shape, hardware = self._facts.shape, self._facts.hardware
-        if cached_tokens == 0 or shape is None or hardware is None:
+        if shape is None or hardware is None:
             return RING_KV
         return ring_kv_or_ring_q(shape, hardware, new_tokens, cached_tokens, members)
 

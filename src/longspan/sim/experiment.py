@@ -231,12 +231,10 @@ def computed_experiment(
         exchanges=(*of_any_layout(), CHAIN),
         sizes={int(size) for size in named if size.strip().isdecimal()},
     )
-    topology = cost.lines[0].topology
-    wire = topology.between if spec.hosts > 1 else topology.inside
-    flops_per_s = catalog.device(hardware).peak(model.attention.bytes_per_element)
+    flops_per_s = cluster.spec.tp * catalog.device(hardware).peak(model.attention.bytes_per_element)
     facts = Facts(
         shape=model.attention,
-        hardware=Hardware(flops_per_s=flops_per_s, bytes_per_s=wire.bytes_per_s),
+        hardware=Hardware(flops_per_s=flops_per_s, bytes_per_s=cost.lines[0].topology.bytes_per_s),
         profile=profile,
         model=model.name,
         partitions=ModelledPartitions(partial(searched_fractions, cost.lines[0], align=scheduling.block_size)),
