@@ -21,7 +21,7 @@ TABLE = PartitionTable(
 )
 
 
-def cluster(table: PartitionTable = TABLE, **options: str) -> Cluster:
+def cluster(table: PartitionTable = TABLE, *, max_num_batched_tokens: int = 10_000, **options: str) -> Cluster:
     return Cluster(
         Setup(
             num_instances=2,
@@ -29,7 +29,7 @@ def cluster(table: PartitionTable = TABLE, **options: str) -> Cluster:
             policy="runahead",
             options=options,
             facts=Facts(model="m", partitions=table),
-            max_num_batched_tokens=10_000,
+            max_num_batched_tokens=max_num_batched_tokens,
         )
     )
 
@@ -57,6 +57,30 @@ def test_partitions_of_every_kind() -> None:
 def test_by_default_what_was_searched_counts() -> None:
     assert pieces(cluster(), 1600) == [1200, 400]
     assert pieces(cluster(PartitionTable()), 1600) == [800, 800]
+
+
+@pytest.mark.parametrize("kind", ["searched", "predicted"])
+def test_a_part_of_a_prompt_is_cut_for_its_own_length_and_what_is_cached(kind: str) -> None:
+    """A prompt of 3,200 tokens would be cut in halves, but with 800 tokens per step it is several chains."""
+    running = cluster(partition=kind, max_num_batched_tokens=800)
+    request = running.add(range(3200), max_tokens=1)
+    running.run()
+    first, second, *_ = running.parts_of(request)
+    assert [sum(map(len, runs)) for runs in first.runs] == [800, 256], "three quarters, as of 1,600 tokens alone"
+    new = second.stop - second.start
+    expected = 0.5 + 0.25 * 1600 / (1600 + second.start)  # of the 1,600 that a step has room for
+    assert len(second.runs[0][0]) == pytest.approx(new * expected, abs=16)
+
+
+def test_pieces_behind_a_cached_prefix_are_more_even() -> None:
+    running = cluster(partition="predicted")
+    request = running.add(range(1600), max_tokens=1)
+    running.run()
+    request = running.add([*range(1600), *range(7, 1607)], max_tokens=1)
+    running.run()
+    [part] = running.parts_of(request)
+    assert (part.start, part.stop) == (1600, 3200)
+    assert [sum(map(len, runs)) for runs in part.runs] == [1008, 592], "half way from even to three quarters"
 
 
 def test_short_prompts_stay_on_one_instance() -> None:

@@ -149,16 +149,20 @@ class Partitions:
                 f"{_REMEDY} or predicted"
             )
 
-    def fractions(self, length: int, members: int) -> tuple[float, ...]:
-        """Returns the fractions of a prompt of `length` tokens for `members` members; empty for even pieces.
+    def fractions(self, new_tokens: int, cached_tokens: int, members: int) -> tuple[float, ...]:
+        """Returns the fractions of one chain, which computes `new_tokens` in a step; empty for even pieces.
 
-        A request that gave its KV up and comes back longer than its prompt was has no entry of its own: a searched
-        partition is then a predicted one.
+        Chains are searched for whole prompts. What has no entry of its own is predicted: a part of a prompt, or a
+        request that gave its KV up and comes back longer. Behind cached tokens, which all members see alike, pieces are
+        more even: as far from even ones as the searched ones are, times the part of all tokens that is new.
         """
         if self._kind == "even":
             return ()
-        exact = self._table.exact(self._model, members, length) if self._kind == "searched" else None
-        return exact or self._table.predict(self._model, members, length) or ()
+        exact = self._kind == "searched" and not cached_tokens
+        found = self._table.exact(self._model, members, new_tokens) if exact else None
+        found = found or self._table.predict(self._model, members, new_tokens) or ()
+        new = new_tokens / (new_tokens + cached_tokens)
+        return tuple([new * fraction + (1 - new) / members for fraction in found])
 
 
 class GroupParts:
@@ -278,8 +282,9 @@ class GroupParts:
         )
         exchange, shape = self._decoding, _ZIGZAG
         if request.num_tokens - start > 1:
-            exchange = self.exchange(min(end - start, sum(room.tokens)), start, len(group))
-            shape = self._shape(exchange, request.num_tokens, len(group))
+            new_tokens = min(end - start, sum(room.tokens))
+            exchange = self.exchange(new_tokens, start, len(group))
+            shape = self._shape(exchange, new_tokens, start, len(group))
         moved = dict(moves)
         owners = [group.index(moved.get(index, ref.instance)) for index, ref in enumerate(table)]
         shards: SpanShards | None = None
@@ -310,12 +315,12 @@ class GroupParts:
     def _leaves_kv_with_last(self, exchange: Exchange) -> bool:
         return exchange.traits.keeps == "later" and self._options.home != "computed"
 
-    def _shape(self, exchange: Exchange, num_tokens: int, members: int) -> Shape:
+    def _shape(self, exchange: Exchange, new_tokens: int, cached_tokens: int, members: int) -> Shape:
         if not exchange.traits.in_order:
             return self._options.shape
         fractions = self._options.fractions_by_member
         if self._partitions is not None:
-            fractions = self._partitions.fractions(num_tokens, members)
+            fractions = self._partitions.fractions(new_tokens, cached_tokens, members)
         return Shape(layout="contiguous", fractions=fractions, chained=True)
 
 
