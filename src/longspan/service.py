@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,7 +14,8 @@ from longspan.args import EngineArgs
 from longspan.attn import native
 from longspan.core.cluster import Cluster
 from longspan.core.engine import Engine, EngineConfig
-from longspan.cost.architecture import ModelShape, typical_hardware
+from longspan.cost.architecture import ModelShape, from_config, typical_hardware
+from longspan.cost.estimate import activation_bytes
 from longspan.cost.profile import ProfileKey
 from longspan.errors import ParameterError
 from longspan.model.files import ModelFiles, cache_root
@@ -26,7 +29,7 @@ from longspan.profiling.store import load_partitions, load_profile, profile_key_
 from longspan.runtime.executor.control_plane import Launcher, MonotonicClock, WorkerExecutor
 from longspan.runtime.executor.processes import ProcessLauncher
 from longspan.runtime.messages import WorkerConfig
-from longspan.runtime.pool import bytes_per_block, default_kv_bytes
+from longspan.runtime.pool import bytes_per_block, default_kv_bytes, default_step_bytes
 from longspan.text.input_processor import InputProcessor
 from longspan.text.tokenizer import load_tokenizer
 
@@ -73,7 +76,7 @@ class Service:
             _log.info(self._policy.hint)
         self._cluster = cluster.with_blocks(_blocks_per_instance(self.info, files, given, cluster))
         config = EngineConfig.of(
-            given,
+            _with_step_tokens(given, files, self.info, self._cluster, self._policy),
             self._cluster,
             self._policy,
             context_length=self.info.context_length,
@@ -156,6 +159,26 @@ def _facts(profile_key: ProfileKey, shape: ModelShape, cluster: Cluster) -> Fact
         partitions=load_partitions(profile_key),
         cluster=cluster,
     )
+
+
+def _with_step_tokens(
+    given: EngineArgs, files: ModelFiles, info: ModelInfo, cluster: Cluster, policy: ChosenPolicy
+) -> EngineArgs:
+    """Returns options that say how large steps are, when the user has not: as memory allows, for a policy that wants
+    whole prompts.
+    """
+    if given.max_num_batched_tokens is not None or not policy.spec.whole_prompts(policy.policy):
+        return given
+    config = json.loads((files.config_dir / "config.json").read_text(encoding="utf-8"))
+    try:
+        sizes = from_config(config, name=files.name, bytes_per_element=DTYPES[files.dtype].itemsize)
+    except ValueError as error:
+        _log.info("steps have %d tokens: %s", EngineConfig.max_num_batched_tokens, error)
+        return given
+    token_bytes = sum(activation_bytes(sizes, 1, cluster.spec.tp))
+    fitting = int(default_step_bytes(cluster, given.device) // token_bytes)
+    longest = given.max_model_len or info.context_length
+    return replace(given, max_num_batched_tokens=max(EngineConfig.max_num_batched_tokens, min(fitting, longest)))
 
 
 def _check_split(info: ModelInfo, files: ModelFiles, cluster: Cluster, policy: ChosenPolicy) -> None:

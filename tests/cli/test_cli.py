@@ -83,7 +83,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "load_format": "auto",
         "max_model_len": None,
         "block_size": 256,
-        "max_num_batched_tokens": 2048,
+        "max_num_batched_tokens": None,
         "max_num_seqs": 128,
         "kv_cache_memory_bytes": None,
         "num_gpu_blocks_override": None,

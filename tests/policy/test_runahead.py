@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from cluster import Cluster, Setup
 
 from longspan.core.exchange import CHAIN
+from longspan.core.options import SchedulingArgs
 from longspan.core.request import Request
+from longspan.core.steps import Forward
 from longspan.cost.partitions import Entry, PartitionTable
 from longspan.policy import make_policy
 from longspan.policy.choosing import Facts
+from longspan.sim.executor import SimExecutor
+from longspan.sim.spec import ClusterSpec
+from longspan.simulation import make_experiment
+from longspan.workload.arrivals import Arrival, Workload
 
 TABLE = PartitionTable(
     (
@@ -129,3 +138,52 @@ def test_what_lies_where_it_was_computed_can_rotate_by_token() -> None:
 def test_what_it_refuses(options: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_policy("runahead", num_instances=2, options=options)
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch, executor: object) -> list[int]:
+    """How many tokens each step of a chain computes, as it is sent to such an executor."""
+    lengths: list[int] = []
+    submit = executor.submit  # type: ignore[attr-defined]
+
+    def submitted(*given: Any) -> None:
+        if isinstance(step := given[-1], Forward):
+            lengths.extend(part.stop - part.start for part in step.parts if part.exchange == CHAIN)
+        submit(*given)
+
+    monkeypatch.setattr(executor, "submit", submitted)
+    return lengths
+
+
+A100 = ClusterSpec(hardware="a100-sxm-80g", gpus_per_host=2)
+
+
+@pytest.mark.parametrize("partition", ["auto", "even", "searched"])
+def test_a_simulated_prompt_is_one_chain_where_memory_allows(partition: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """16K tokens on two instances need a step of more than 8,192 tokens, which is what others have."""
+    options = {"partition": partition, "threshold": "0"}
+    lengths, ttfts_s = recorded(monkeypatch, SimExecutor), {}
+    for tokens in (8192, None):
+        scheduling = SchedulingArgs(policy="runahead", policy_options=options, max_num_batched_tokens=tokens)
+        experiment = make_experiment("llama-3-8b", A100, scheduling)
+        workload = Workload(arrivals=[Arrival(due_s=0.0, prompt=range(16_900), output_len=1)], shares=False)
+        [ttfts_s[tokens]] = experiment.run(workload).ttfts_s
+    first, *rest, whole = lengths
+    assert first + sum(rest) == whole == 16_900
+    assert rest, "as many steps as were asked for"
+    assert partition == "even" or ttfts_s[None] < ttfts_s[8192]
+
+
+def test_what_large_steps_need_is_not_given_to_kv() -> None:
+    """Eager attention leaves no room for larger steps, and a small model's are as large as a prompt may be."""
+
+    def sizes(kernels: Any, **scheduling: Any) -> tuple[int | None, int]:
+        args = SchedulingArgs(policy="runahead", **scheduling)
+        found = make_experiment("llama-3-8b", replace(A100, attention=kernels), args)
+        return found.scheduling.max_num_batched_tokens, found.cluster.num_blocks[0]
+
+    usual = sizes("flash", max_num_batched_tokens=8192)[1]
+    tokens, blocks = sizes("flash")
+    assert tokens is not None and 65_536 < tokens < 131_072
+    assert 0.74 * usual < blocks < 0.78 * usual, "a quarter of what weights leave is for activations"
+    assert sizes("flash", max_model_len=20_000)[0] == pytest.approx(20_000, abs=256)
+    assert sizes("eager")[0] == 8192

@@ -94,7 +94,7 @@ def simulate(
     if results.find_max_rate:
         numbers |= _rates(experiment, requests, start=workload.rate or 1.0)
     if timeline is not None:
-        settings = _settings(model, experiment, (cluster, scheduling, workload, faults))
+        settings = _settings(model, experiment, (cluster, experiment.scheduling, workload, faults))
         _write_pictures(results, result, timeline, settings, experiment.cluster)
     if results.as_json:
         print(json.dumps(numbers, allow_nan=False))

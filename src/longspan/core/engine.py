@@ -84,7 +84,7 @@ class EngineConfig:
             max_model_len=wanted or min(capacity, context_length or capacity),
             eos_token_ids=eos_token_ids,
             rope_switch_length=rope_switch_length,
-            max_num_batched_tokens=scheduling.max_num_batched_tokens,
+            max_num_batched_tokens=scheduling.max_num_batched_tokens or cls.max_num_batched_tokens,
             max_num_seqs=scheduling.max_num_seqs,
             prefix_caching=scheduling.enable_prefix_caching,
             max_steps_in_flight=2 if scheduling.async_scheduling else 1,

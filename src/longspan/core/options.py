@@ -128,7 +128,13 @@ class SchedulingArgs:
         int | None, _scheduling("Longest prompt plus output, in tokens.", default="what model and KV pools allow")
     ] = None
     block_size: Annotated[int, _scheduling("Tokens per KV block.")] = 256
-    max_num_batched_tokens: Annotated[int, _scheduling("Most tokens of one step on one instance.")] = 2048
+    max_num_batched_tokens: Annotated[
+        int | None,
+        _scheduling(
+            "Most tokens of one step on one instance.",
+            default="2048, or 8192 simulated; what memory allows where chains have been searched",
+        ),
+    ] = None
     max_num_seqs: Annotated[int, _scheduling("Most requests that run at once on one instance.")] = 128
     num_gpu_blocks_override: Annotated[
         int | None, _scheduling("KV blocks of each instance, whatever memory there is.", default="what memory holds")

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from longspan.core.exchange import CHAIN, LOCAL, Exchange, decoding
 from longspan.core.runs import Run, shard_span
+from longspan.cost.architecture import Architecture
 from longspan.cost.channels import Channel, Share, Shares, attention_s, cost_of, exchanged_bytes, shares_of
 from longspan.cost.forward import Breakdown, Roofline
 from longspan.cost.partitions import MAX_SEARCHED, cut, even, search, searched_block
@@ -323,9 +324,7 @@ def memory(layer: Layer, channel: Channel, tokens: float) -> Memory:
     if attention.unfused and len(channel.group) > 1 and cost_of(channel.exchange).copies_kv:
         held, copies = max(held, channel.keys), attention.kv_copies
     scores = max(channel.shares.scores) * layer.heads * attention.score_buffer_bytes
-    hidden = _HIDDEN_COPIES * tokens * shape.hidden_size * layer.bytes_per_element
-    matrices = 4 if layer.model.gated else 2
-    wide = matrices * tokens * layer.model.intermediate_size / layer.tp * layer.bytes_per_element
+    hidden, wide = activation_bytes(layer.model, tokens, layer.tp)
     return Memory(
         weights=layer.model.weight_bytes / layer.tp,
         kv=copies * held * layer.kv_bytes * shape.num_layers,
@@ -333,3 +332,12 @@ def memory(layer: Layer, channel: Channel, tokens: float) -> Memory:
         activations=hidden + max(0.0, wide - scores),
         capacity=layer.device.memory_bytes,
     )
+
+
+def activation_bytes(model: Architecture, tokens: float, tp: int) -> tuple[float, float]:
+    """Counts the bytes on a rank of hidden states, and of those in the feed-forward layers, while it computes `tokens`
+    at once.
+    """
+    shape, matrices = model.attention, 4 if model.gated else 2
+    hidden = _HIDDEN_COPIES * tokens * shape.hidden_size * shape.bytes_per_element
+    return hidden, matrices * tokens * model.intermediate_size / tp * shape.bytes_per_element

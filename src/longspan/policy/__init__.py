@@ -36,6 +36,7 @@ class PolicySpec(Generic[OptionsT, PolicyT]):
             of model and hardware.
         capacity: counts the instances whose pools one request can fill; by default, the policy's attribute says so.
         check_prompt: raises ValueError for a prompt of a length that the policy cannot place.
+        whole_prompts: tells whether steps should hold whole prompts where memory allows.
         changeable: the options that may change while it serves.
         change: changes such options, and returns all options that are then in force.
         knows_roles: tells whether some instances may only prefill, or only decode.
@@ -47,6 +48,7 @@ class PolicySpec(Generic[OptionsT, PolicyT]):
     make: Callable[[tuple[int, ...], OptionsT, Any], PolicyT]
     capacity: Callable[[PolicyT], int] = attrgetter("capacity")
     check_prompt: Callable[[PolicyT, int], None] | None = None
+    whole_prompts: Callable[[PolicyT], bool] = lambda _: False
     changeable: tuple[str, ...] = ()
     change: Callable[[PolicyT, OptionsT, Mapping[str, str]], OptionsT] | None = None
     knows_roles: bool = False

@@ -77,6 +77,10 @@ class Context:
         if self._partitions is not None:
             self._partitions.check(num_prompt_tokens, self._num_members(num_prompt_tokens))
 
+    def cuts_whole_prompts(self) -> bool:
+        """Tells whether the pieces of its chains are those of whole prompts, see `Partitions.whole`."""
+        return self._partitions is not None and self._partitions.whole
+
     def plan(self, view: ClusterView) -> Plan:
         """Goes on with running requests, and admits waiting ones.
 

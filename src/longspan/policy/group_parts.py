@@ -121,6 +121,10 @@ class Partitions:
     `auto` takes predicted pieces if anything was searched for such chains, else even ones; so does every kind while
     nobody has looked for a table.
 
+    Attributes:
+        whole: prompts are to be one chain each, which is how cuts are searched, and what KVR-E is. Not so when pieces
+            are even for want of a table: then several chains balance members better.
+
     Args:
         members: of the longest chain.
 
@@ -138,6 +142,7 @@ class Partitions:
                 f"partition={kind} needs a table of partitions, but there is none for {members} instances with this "
                 f"model, precision and number of threads: {_REMEDY}"
             )
+        self.whole = kind == "even" or self._kind != "even"
 
     def check(self, length: int, members: int) -> None:
         """Raises ValueError when searched pieces are wanted for a prompt of this length, and there are none."""

@@ -49,4 +49,10 @@ def _make(instances: tuple[int, ...], options: RunaheadOptions, facts: Facts) ->
     return Context(instances, context, facts, Partitions(options.partition, facts, len(instances)))
 
 
-RUNAHEAD = PolicySpec(name="runahead", options=RunaheadOptions, make=_make, check_prompt=Context.check_prompt)
+RUNAHEAD = PolicySpec(
+    name="runahead",
+    options=RunaheadOptions,
+    make=_make,
+    check_prompt=Context.check_prompt,
+    whole_prompts=Context.cuts_whole_prompts,
+)

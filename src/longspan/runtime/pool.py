@@ -82,6 +82,16 @@ def default_kv_bytes(cluster: Cluster, device: str, weight_bytes: int) -> int:
     return max(0, int(free * _CUDA_SHARE) // per_device - weight_bytes - _move_bytes(cluster))
 
 
+def default_step_bytes(cluster: Cluster, device: str) -> int:
+    """Returns the memory per rank that a large step may take: on CPU a quarter of what KV takes when the user names
+    none, on CUDA half of what that leaves.
+    """
+    if device == "cpu":
+        return default_kv_bytes(cluster, device, 0) // 4
+    free, _ = torch.cuda.mem_get_info(0)
+    return int(free * (1 - _CUDA_SHARE) / 2) // -(-cluster.num_ranks // torch.cuda.device_count())
+
+
 def _move_bytes(cluster: Cluster) -> int:
     if cluster.decode_spec is None:
         return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from longspan.core.steps import Forward, Part
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture, Hardware
 from longspan.cost.channels import Channel, Shares, shares_of
-from longspan.cost.estimate import memory, searched_fractions
+from longspan.cost.estimate import Memory, memory, searched_fractions
 from longspan.cost.forward import Roofline
 from longspan.cost.partitions import ModelledPartitions, PartitionTable, fractions_by, modelled_ttft
 from longspan.cost.profile import Prefill, Profile, ProfileKey, profiled_prompts
@@ -41,6 +42,10 @@ IMPROVEMENT_RATES = tuple(round(0.05 * step, 2) for step in range(1, 16))
 """These are tried for each request rate: 0.05 to 0.75."""
 _PROFILED_TOKENS = 2**20
 """KV tokens of an instance whose memory is not known."""
+_STEP_TOKENS = 8192
+"""Tokens that devices with data sheets take at once; CPUs, for which `EngineConfig` is set, take fewer."""
+_WHOLE_MEMORY = 0.25
+"""The part of what weights leave that activations may take, so that a prompt is one step. The rest is for KV."""
 _USED_MEMORY = 0.9
 """The part of a device's memory that is used, as vLLM's gpu_memory_utilization."""
 _PREDICTED_LENGTHS = tuple(2048 * 2**power for power in range(8))
@@ -210,6 +215,9 @@ def computed_experiment(
     )
     kernels = spec.attention or "flash"
     cost = RooflineCost(model, devices, cluster, block_size=scheduling.block_size, kernels=kernels)
+    partitions = ModelledPartitions(partial(searched_fractions, cost.lines[0], align=scheduling.block_size))
+    known = Facts(model=model.name, partitions=partitions, cluster=cluster)
+    scheduling = _with_step_tokens(scheduling, known, partial(_whole_tokens, cost.lines[0], scheduling))
     blocks = [scheduling.num_gpu_blocks_override or _num_blocks(line, scheduling) for line in cost.lines]
     cluster = cluster.with_blocks([blocks[-1 if instance in cluster.decode else 0] for instance in cluster.instances])
     profile_key = ProfileKey(
@@ -237,7 +245,7 @@ def computed_experiment(
         hardware=Hardware(flops_per_s=flops_per_s, bytes_per_s=cost.lines[0].topology.bytes_per_s),
         profile=profile,
         model=model.name,
-        partitions=ModelledPartitions(partial(searched_fractions, cost.lines[0], align=scheduling.block_size)),
+        partitions=partitions,
         cluster=cluster,
     )
     speed = "" if devices.link_gbytes_per_s is None else f" at {devices.link_gbytes_per_s:g} GB/s"
@@ -260,22 +268,53 @@ def measured_experiment(
     if (ttft_s := modelled_ttft(profile, model.attention)) is not None:
         found = partial(fractions_by, ttft_s, align=scheduling.block_size)
         partitions = ModelledPartitions(found)
+    facts = Facts(profile=profile, model=key.model, partitions=partitions, cluster=cluster)
     return Experiment(
         cluster=cluster,
         cost=FittedCost(profile, model.attention, block_size=scheduling.block_size),
-        facts=Facts(profile=profile, model=key.model, partitions=partitions, cluster=cluster),
+        facts=facts,
         description=f"{key.machine}, {key.dtype}, {key.threads} threads per rank",
-        scheduling=scheduling,
+        scheduling=_with_step_tokens(scheduling, facts, lambda: _PROFILED_TOKENS),
         faults=faults,
     )
+
+
+def _with_step_tokens(scheduling: SchedulingArgs, facts: Facts, whole_tokens: Callable[[], int]) -> SchedulingArgs:
+    """Returns options that say how large steps are: as the user has said; `whole_tokens`, if more, for a policy that
+    wants whole prompts.
+    """
+    if scheduling.max_num_batched_tokens is not None:
+        return scheduling
+    assert facts.cluster is not None
+    options, num_instances = scheduling.all_policy_options(), facts.cluster.num_instances
+    policy = make_policy(scheduling.policy, num_instances=num_instances, options=options, facts=facts)
+    whole = policy.spec.whole_prompts(policy.policy)
+    return replace(scheduling, max_num_batched_tokens=max(_STEP_TOKENS, whole_tokens() if whole else 0))
+
+
+def _whole_tokens(line: Roofline, scheduling: SchedulingArgs) -> int:
+    """Counts the tokens of a step for which a device needs `_WHOLE_MEMORY` of what weights leave."""
+
+    def needed(tokens: int) -> float:
+        full = _full_step(line, tokens)
+        return full.scores + full.activations
+
+    idle = _full_step(line, 0)
+    room = _WHOLE_MEMORY * (_USED_MEMORY * idle.capacity - idle.used)
+    sizes = range(_STEP_TOKENS, scheduling.max_model_len or _PROFILED_TOKENS, scheduling.block_size)
+    return _STEP_TOKENS + scheduling.block_size * (bisect_right(sizes, room, key=needed) - 1)
+
+
+def _full_step(line: Roofline, tokens: int) -> Memory:
+    shares = Shares.of(shares_of(LOCAL, ((Run(0, tokens),),), 0, tokens))
+    return memory(line.layer, Channel(exchange=LOCAL, group=(0,), shares=shares, keys=tokens, decode=False), tokens)
 
 
 def _num_blocks(line: Roofline, scheduling: SchedulingArgs) -> int:
     """Counts the blocks that fit beside weights and the activations of a full step."""
     tokens, layer = scheduling.max_num_batched_tokens, line.layer
-    shares = Shares.of(shares_of(LOCAL, ((Run(0, tokens),),), 0, tokens))
-    whole = Channel(exchange=LOCAL, group=(0,), shares=shares, keys=tokens, decode=False)
-    full = memory(layer, whole, tokens)
+    assert tokens is not None, "the size of steps was found before"
+    full = _full_step(line, tokens)
     block = scheduling.block_size * layer.kv_bytes * layer.model.attention.num_layers
     found = int((_USED_MEMORY * full.capacity - full.used + full.kv) // block)
     if found < 1:

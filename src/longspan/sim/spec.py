@@ -16,8 +16,7 @@ from longspan.core.cluster import Cluster, ParallelArgs, locations_of_ranks, par
 from longspan.core.options import Option, SchedulingArgs, at_least_one, key_values
 from longspan.errors import ParameterError
 
-SIMULATED_SCHEDULING = SchedulingArgs(max_num_batched_tokens=8192)
-"""Tokens that devices with data sheets take at once; CPUs, for which `EngineArgs` is set, take fewer."""
+SIMULATED_SCHEDULING = SchedulingArgs()
 _GPUS_PER_HOST = 8
 _RESTART_S = 10.0
 _cluster = partial(Option, group="Cluster")
