@@ -70,7 +70,8 @@ class Service:
         self.profile_key = profile_key_of(
             files, given.device, tp=cluster.spec.tp, threads=resolved.threads, native=kernel is not None
         )
-        self.facts = _facts(self.profile_key, self.info.shape(DTYPES[given.dtype].itemsize), cluster)
+        shape = self.info.shape(DTYPES[given.dtype].itemsize)
+        self.facts = _facts(self.profile_key, shape, cluster, given.block_size)
         self._policy = make_policy(given.policy, num_instances=cluster.num_instances, options=options, facts=self.facts)
         if self._policy.hint is not None:
             _log.info(self._policy.hint)
@@ -147,7 +148,7 @@ class Service:
         self.executor.close()
 
 
-def _facts(profile_key: ProfileKey, shape: ModelShape, cluster: Cluster) -> Facts:
+def _facts(profile_key: ProfileKey, shape: ModelShape, cluster: Cluster, block_size: int) -> Facts:
     """Takes hardware figures measured on this machine, or typical ones."""
     profile = load_profile(profile_key)
     measured = None if profile is None else profile.hardware(shape)
@@ -156,7 +157,7 @@ def _facts(profile_key: ProfileKey, shape: ModelShape, cluster: Cluster) -> Fact
         hardware=measured or typical_hardware(profile_key.device, profile_key.threads),
         profile=profile,
         model=profile_key.model,
-        partitions=load_partitions(profile_key),
+        partitions=load_partitions(profile_key, block_size),
         cluster=cluster,
     )
 

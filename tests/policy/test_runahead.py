@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 from cluster import Cluster, Setup
+from engines import ThreadLLM
+from oracle import Oracle, assert_exact
 
 from longspan.core.exchange import CHAIN
 from longspan.core.options import SchedulingArgs
 from longspan.core.request import Request
+from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Forward
 from longspan.cost.partitions import Entry, PartitionTable
 from longspan.policy import make_policy
 from longspan.policy.choosing import Facts
+from longspan.profiling.store import save_partitions
 from longspan.sim.executor import SimExecutor
 from longspan.sim.spec import ClusterSpec
 from longspan.simulation import make_experiment
@@ -187,3 +194,24 @@ def test_what_large_steps_need_is_not_given_to_kv() -> None:
     assert 0.74 * usual < blocks < 0.78 * usual, "a quarter of what weights leave is for activations"
     assert sizes("flash", max_model_len=20_000)[0] == pytest.approx(20_000, abs=256)
     assert sizes("eager")[0] == 8192
+
+
+def test_a_prompt_is_one_chain_by_default(
+    tiny: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Once cuts were searched, a piece of 2,800 tokens is not too much for a step, unless the user says so."""
+    monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path))
+    start = partial(ThreadLLM, str(tiny), instances=2, policy="runahead", skip_tokenizer_init=True)
+    draw, greedy = random.Random(1), SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, output_logits=True)
+    prompt = [draw.randrange(3, 199) for _ in range(4000)]
+    with start() as llm:
+        assert llm.engine.config.max_num_batched_tokens == 2048, "even pieces are quicker in several steps"
+        entry = Entry(model=llm.profile_key.model, members=2, length=4000, fractions=(0.7, 0.3))
+        save_partitions(llm.profile_key, llm.engine.config.block_size, PartitionTable((entry,)))
+    for asked, is_one in (({}, True), ({"max_num_batched_tokens": 2048}, False)):
+        with start(**asked) as llm:
+            lengths = recorded(monkeypatch, llm.service.executor)
+            [output] = llm.generate([prompt], greedy)
+            assert_exact(output, oracle.complete(prompt, 4))
+        assert sum(lengths) == 4000
+        assert (len(lengths) == 1) == is_one

@@ -13,6 +13,7 @@ from rich.table import Table
 from longspan.args import EngineArgs
 from longspan.cli.options import ModelArgument, start, verb
 from longspan.core.options import Option, id_list
+from longspan.errors import ParameterError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,15 +56,21 @@ def profile(
     spec = resolved.cluster.spec
     if partitions and spec.instances == 1:
         raise ValueError("--partitions are of prompts over several instances, but there is 1: give --parallel")
+    if partitions and engine.max_num_batched_tokens is not None:
+        problem = f"{engine.max_num_batched_tokens} given, but --partitions are of prompts in one step: leave it out"
+        raise ParameterError("max_num_batched_tokens", problem, engine.max_num_batched_tokens)
     wanted = None if lengths is None else list(lengths)
     alike = replace(engine, instances=None, tp=None, pp=None, threads_per_rank=resolved.threads)
     start_some = partial(_start, model, alike, spec)
     found = run.measure(start_some, spec.instances, wanted, repeats)
     found = run.measure_links(found, spec.instances)
     if partitions:
-        table = run.search_partitions(start_some, found, spec.instances, wanted, repeats)
+        start_chains = partial(
+            _start, model, replace(alike, policy="runahead", policy_options={"partition": "even"}), spec
+        )
+        table = run.search_partitions(start_chains, found, spec.instances, wanted, repeats)
     else:
-        table = store.load_partitions(found.profile_key)
+        table = store.load_partitions(found.profile_key, engine.block_size)
     if as_json:
         print(json.dumps(_as_fields(found, table)))
     else:

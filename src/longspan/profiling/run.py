@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from tqdm import tqdm
 from longspan.core.engine import Engine
 from longspan.core.exchange import ALLTOALL, CHAIN, LOCAL, RING_KV
 from longspan.core.sampling import SamplingParams
-from longspan.cost.partitions import Entry, Partition, PartitionTable, cut, modelled_ttft, search
+from longspan.cost.partitions import Entry, Partition, PartitionTable, cut, even, modelled_ttft, search
 from longspan.cost.profile import Decode, Prefill, Profile, ProfileKey, profiled_prompts
 from longspan.errors import ParameterError
 from longspan.model.info import ModelInfo
@@ -227,16 +228,24 @@ def search_partitions(
     Those of 2 members are searched by timing prompts, and kept once they are found; those of more by the model of a
     chain, which is quick, so they are always searched anew, from what other entries predict for their length.
 
+    Every entry is of a prompt that is one chain. Pieces for which a step has no room are not timed, and so are no
+    lengths whose even pieces are such.
+
+    Args:
+        start: starts instances whose steps are as large as memory allows.
+
     Raises:
         ValueError: when the profile does not tell what a prompt costs, or a stored table cannot be read.
         WorkerLostError: when a worker dies.
     """
-    table, model = load_partitions(profile.profile_key), profile.profile_key.model
+    model = profile.profile_key.model
     with start(2) as llm:
         wanted = lengths or default_lengths(llm.max_model_len)
-        size = llm.engine.config.block_size
+        size, most = llm.engine.config.block_size, llm.engine.config.max_num_batched_tokens
+        table = load_partitions(profile.profile_key, size)
         plan = [(n, length) for n in range(2, most_members + 1) for length in sorted(set(wanted)) if length >= n * size]
         known = table.lengths(model, 2)
+        plan = [(n, length) for n, length in plan if max(even(length, n, size)) <= most]
         plan = [(n, length) for n, length in plan if n > 2 or length not in known]
         modelled = _modelled_cuts(llm, profile)
         with closing(tqdm(plan, desc="partitions", unit="prompt", dynamic_ncols=True, disable=None)) as bar:
@@ -249,7 +258,7 @@ def search_partitions(
                     best = search(modelled, length, members, size, seed if seed and min(seed) else None)
                 fractions = tuple(piece / length for piece in best)
                 table = table.with_entry(Entry(model=model, members=members, length=length, fractions=fractions))
-                save_partitions(profile.profile_key, table)
+                save_partitions(profile.profile_key, size, table)
     return table
 
 
@@ -258,6 +267,8 @@ def _timed_cuts(llm: Instances, repeats: int, bar: tqdm[tuple[int, int]]) -> Tim
 
     def seconds(partition: Partition) -> float:
         nonlocal num_timed
+        if max(partition) > llm.engine.config.max_num_batched_tokens:
+            return math.inf
         length, times = sum(partition), []
         fractions = ",".join(repr(piece / length) for piece in partition)
         llm.set_policy("context", {"exchange": CHAIN.kind, "fractions": fractions, "threshold": "0"})

@@ -1,8 +1,11 @@
-"""Files of profiles and partitions: one each per model, precision and machine, in the cache folder."""
+"""Files of profiles and partitions, per model, precision and machine, in the cache folder; of partitions there is one
+for each size of blocks.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import platform
 import re
 from pathlib import Path
@@ -15,6 +18,7 @@ from longspan.cost.profile import Profile, ProfileKey, Stored
 from longspan.model.files import ModelError, ModelFiles, cache_root, write_file
 
 StoredT = TypeVar("StoredT", bound=Stored)
+_log = logging.getLogger("longspan")
 _REVISION = 1
 """Raised with every change by which instances take other times for the same work, or are measured otherwise."""
 
@@ -45,9 +49,19 @@ def load_profile(profile_key: ProfileKey) -> Profile | None:
     return _load(Profile, profile_file(profile_key))
 
 
-def load_partitions(profile_key: ProfileKey) -> PartitionTable:
-    """Reads the partitions searched with this key, if any; raises ModelError for a file that is none."""
-    return _load(PartitionTable, _partitions_file(profile_key)) or PartitionTable()
+def load_partitions(profile_key: ProfileKey, block_size: int) -> PartitionTable:
+    """Reads the partitions searched with this key and size of blocks, if any; raises ModelError for a file that is
+    none.
+
+    Tables of versions that cut prompts into steps first are of other chains: they are left, with a warning.
+    """
+    found = _load(PartitionTable, _partitions_file(profile_key, block_size))
+    if found is None and (older := profile_file(profile_key).with_suffix(".partitions.json")).exists():
+        words = (
+            "%s is not used: it was searched for steps, but a prompt is one chain now; remove it, and search anew with "
+        )
+        _log.warning(words + "longspan profile --partitions", older)
+    return found or PartitionTable()
 
 
 def _load(kind: type[StoredT], path: Path) -> StoredT | None:
@@ -59,12 +73,12 @@ def _load(kind: type[StoredT], path: Path) -> StoredT | None:
         raise ModelError(f"{path} cannot be read ({error}): remove it, or measure again") from error
 
 
-def _partitions_file(profile_key: ProfileKey) -> Path:
-    return profile_file(profile_key).with_suffix(".partitions.json")
+def _partitions_file(profile_key: ProfileKey, block_size: int) -> Path:
+    return profile_file(profile_key).with_suffix(f".chains-of-{block_size}.json")
 
 
-def save_partitions(profile_key: ProfileKey, table: PartitionTable) -> None:
-    write_file(_partitions_file(profile_key), table.to_json())
+def save_partitions(profile_key: ProfileKey, block_size: int, table: PartitionTable) -> None:
+    write_file(_partitions_file(profile_key, block_size), table.to_json())
 
 
 def save_profile(profile: Profile) -> None:
