@@ -12,6 +12,7 @@ import pytest
 from cluster import Cluster, Setup
 from engines import ThreadLLM
 from oracle import Oracle, assert_exact
+from tiny_models import make_tiny
 
 from longspan.core.exchange import CHAIN
 from longspan.core.options import SchedulingArgs
@@ -215,3 +216,24 @@ def test_a_prompt_is_one_chain_by_default(
             assert_exact(output, oracle.complete(prompt, 4))
         assert sum(lengths) == 4000
         assert (len(lengths) == 1) == is_one
+
+
+def test_steps_are_as_large_as_memory_and_the_longest_prompt_allow(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A token of the tiny model needs 6 * 96 + 4 * 128 numbers of 4 bytes; what experts need is not known."""
+
+    def step(folder: Path, **asked: Any) -> int:
+        even = {"policy": "runahead", "policy_options": {"partition": "even"}, "skip_tokenizer_init": True}
+        with ThreadLLM(str(folder), instances=2, **even, **asked) as llm:
+            return llm.engine.config.max_num_batched_tokens
+
+    assert step(tiny) == 4096
+    assert step(tiny, max_model_len=3000) == 3000
+    monkeypatch.setattr("longspan.service.default_step_bytes", lambda *_: 2500 * 4 * (6 * 96 + 4 * 128))
+    assert step(tiny) == 2500
+    monkeypatch.setattr("longspan.service.default_step_bytes", lambda *_: 0)
+    assert step(tiny) == 2048, "as without chains"
+    caplog.set_level("INFO", logger="longspan")
+    assert step(make_tiny("mixtral", tmp_path)) == 2048
+    assert "steps have 2048 tokens: the config of" in caplog.text
