@@ -7,6 +7,7 @@ import contextlib
 import gc
 import logging
 import os
+import resource
 import signal
 import socket
 import time
@@ -37,10 +38,12 @@ from forked import free_port
 from server_client import Client, Reply, completion, send_completion
 
 from longspan.args import EngineArgs
+from longspan.serve import run
 from longspan.serve.client import OutputQueue
 from longspan.serve.errors import EngineLostError
 from longspan.serve.messages import EngineSetup
-from longspan.serve.run import listening_socket, serve
+from longspan.serve.middleware import HttpProtocol
+from longspan.serve.run import RareLines, listening_socket, max_connections, serve
 from longspan.serve.settings import ServerSettings
 
 
@@ -114,6 +117,64 @@ def test_connections_send_what_they_have_at_once() -> None:
         connection, _ = listening.accept()
         with connection:
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+INFINITY = resource.RLIM_INFINITY
+
+
+@pytest.mark.parametrize(
+    ("limits", "raised", "num"),
+    [
+        ((1024, 1024), None, 896),
+        ((1024, 4096), (4096, 4096), 3968),
+        ((1024, 2**20), (16_384, 2**20), 16_256),
+        ((1024, INFINITY), (16_384, INFINITY), 16_256),
+        ((2**20, 2**20), None, 16_256),
+        ((INFINITY, INFINITY), None, 16_256),
+        ((100, 100), None, 50),
+    ],
+)
+def test_open_files_are_asked_for_and_connections_leave_some(
+    limits: tuple[int, int], raised: tuple[int, int] | None, num: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: asked.append(limits))
+    assert max_connections() == num
+    assert asked == ([] if raised is None else [raised])
+
+
+def test_idle_connections_do_not_stop_the_service(events: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_MAX_FILES", 40)
+    monkeypatch.setattr(HttpProtocol, "crowded_timeout_s", 0.5)
+
+    async def check() -> None:
+        async with serving(events) as api, asyncio.timeout(60):
+            with contextlib.ExitStack() as idle:
+                for _ in range(100):  # of which 20 fit
+                    idle.enter_context(socket.create_connection(("127.0.0.1", api.port)))
+                while True:
+                    with contextlib.suppress(OSError):
+                        reply = await api.complete(SAY)
+                        if reply.status == 200:
+                            return
+                        assert reply.status == 503
+                    await asyncio.sleep(0.1)
+
+    asyncio.run(check())
+
+
+def test_lines_that_anybody_can_cause_are_logged_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [1000.0]
+    monkeypatch.setattr(run.time, "monotonic", lambda: now_s[0])
+    lines = RareLines("no room")
+
+    def passes(text: str) -> bool:
+        return lines.filter(logging.makeLogRecord({"msg": text}))
+
+    assert [passes("no room\nfor 1"), passes("no room\nfor 2"), passes("other"), passes("other")] == [1, 0, 1, 1]
+    now_s[0] += 61
+    assert [passes("no room"), passes("no room")] == [1, 0]
 
 
 async def received(connection: socket.socket, words: bytes) -> bytes:

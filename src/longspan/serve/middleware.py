@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from http import HTTPStatus
+from math import inf
 from urllib.parse import quote
 
 import h11
@@ -29,7 +30,10 @@ from longspan.serve.errors import error_body, error_response
 OPEN_PATHS = frozenset({"/live", "/health", "/version"})
 """The only routes that need no key."""
 
-_log = logging.getLogger("longspan.access")
+CONNECTIONS_LOG = "longspan.connections"
+"""The log of what anybody can cause as often as they like, without a request."""
+
+_log, _connections_log = logging.getLogger("longspan.access"), logging.getLogger(CONNECTIONS_LOG)
 _MAX_DIGITS = 20
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -191,21 +195,41 @@ class HttpProtocol(H11Protocol):
     Requests that are sent ahead of an answer wait for it. Reading goes on meanwhile, up to a limit: otherwise nobody
     would notice that a client has left which has sent as much as a byte too many.
 
+    With uvicorn's `limit_concurrency` N, at most N - 1 connections are open: the next is answered 503 and closed. When
+    more than half of them are, no connection may wait long for its next request.
+
     Attributes:
         head_timeout_s: within this time a request line and its headers must have come.
+        crowded_timeout_s: the same while many connections are open, also between requests.
     """
 
     head_timeout_s = 60.0
+    crowded_timeout_s = 5.0
     _head_timer: asyncio.TimerHandle | None = None
+    _idle_since_s: float
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
-        self._watch_head()
+        most = self.limit_concurrency
+        if most is not None and len(self.connections) >= most:
+            self.connections.discard(self)  # uvicorn would refuse requests of those that may stay
+            _connections_log.warning(
+                "%d connections are open, the most there may be: others are answered 503", most - 1
+            )
+            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE.value, "too many connections are open: come again later")
+        else:
+            self._watch_head()
 
     def data_received(self, data: bytes) -> None:
+        if self._is_kept_alive:
+            self._stop_timer()  # the time of a head begins with its first byte
         super().data_received(data)
         if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) <= _MAX_AHEAD_BYTES:
             self.flow.resume_reading()
+        self._watch_head()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
         self._watch_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -222,20 +246,37 @@ class HttpProtocol(H11Protocol):
                 status = error.error_status_hint
         self._refuse(status, reason)
 
+    @property
+    def _is_kept_alive(self) -> bool:
+        """Whether a request was answered and nothing has come since; uvicorn bounds that time, too."""
+        return self.timeout_keep_alive_task is not None
+
     def _watch_head(self) -> None:
         """Bounds how long a request's head may take, from its first byte, or the connection's beginning."""
         if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
             self._stop_timer()
         elif self._head_timer is None:
-            self._head_timer = self.loop.call_later(self.head_timeout_s, self._head_is_late)
+            self._idle_since_s = self.loop.time()
+            self._look_after()
+
+    def _look_after(self) -> None:
+        """Closes the connection if it has been idle for too long, and otherwise looks again."""
+        spent_s = self.loop.time() - self._idle_since_s
+        limit_s = inf if self._is_kept_alive else self.head_timeout_s
+        if self.limit_concurrency is not None and len(self.connections) > self.limit_concurrency // 2:
+            limit_s = min(limit_s, self.crowded_timeout_s)
+        if spent_s < limit_s:
+            wait_s = min(limit_s - spent_s, self.crowded_timeout_s)
+            self._head_timer = self.loop.call_later(wait_s, self._look_after)
+        elif self._is_kept_alive:
+            self.transport.close()
+        else:
+            self._refuse(HTTPStatus.REQUEST_TIMEOUT.value, f"no request came within {limit_s:g} s")
 
     def _stop_timer(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
-
-    def _head_is_late(self) -> None:
-        self._refuse(HTTPStatus.REQUEST_TIMEOUT.value, f"no request came within {self.head_timeout_s:g} s")
 
     def _refuse(self, status: int, message: str) -> None:
         """Answers with an error, unless an answer has begun, and closes the connection."""
@@ -245,6 +286,7 @@ class HttpProtocol(H11Protocol):
                 ("content-type", "application/json"),
                 ("content-length", str(len(body))),
                 ("connection", "close"),
+                *([("retry-after", "1")] if status == HTTPStatus.SERVICE_UNAVAILABLE else []),
             ]
             reason = HTTPStatus(status).phrase.encode()
             head = self.conn.send(h11.Response(status_code=status, headers=headers, reason=reason))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from longspan.serve.app import make_app
 from longspan.serve.client import EngineClient
 from longspan.serve.errors import error_response
 from longspan.serve.messages import EngineSetup
-from longspan.serve.middleware import HttpProtocol, RequestContext, path_of
+from longspan.serve.middleware import CONNECTIONS_LOG, HttpProtocol, RequestContext, path_of
 from longspan.serve.server import Server
 from longspan.serve.settings import ServerSettings
 from longspan.text.input_processor import InputProcessor
@@ -27,6 +29,10 @@ from longspan.text.tokenizer import tokenizer_in
 _log = logging.getLogger("longspan")
 _POLL_S = 0.05
 _BACKLOG = 2048
+_ACCEPTED_AT_ONCE = 16
+"""Connections that are taken before any is counted: many would use up open files instead of being refused."""
+_MAX_FILES, _OTHER_FILES = 16_384, 128
+"""The open files that the server asks for, and those of them that are not for connections."""
 _CLOSE_TIMEOUT_S = 2
 """Answers may take so long to reach slow clients."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -38,6 +44,37 @@ class _Http(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+class RareLines(logging.Filter):
+    """Drops lines that begin with `words` for a minute after one of them."""
+
+    def __init__(self, words: str = "") -> None:
+        super().__init__()
+        self._words, self._again_s = words, 0.0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Says whether a line is logged."""
+        if not str(record.msg).startswith(self._words):
+            return True
+        now_s = time.monotonic()
+        if now_s < self._again_s:
+            return False
+        self._again_s = now_s + 60
+        return True
+
+
+@contextlib.contextmanager
+def _quiet_connections() -> Iterator[None]:
+    """Keeps whoever opens many connections from filling the log."""
+    filters = {CONNECTIONS_LOG: RareLines(), "asyncio": RareLines("socket.accept() out of system resource")}
+    for name, lines in filters.items():
+        logging.getLogger(name).addFilter(lines)
+    try:
+        yield
+    finally:
+        for name, lines in filters.items():
+            logging.getLogger(name).removeFilter(lines)
 
 
 class _Signals:
@@ -107,6 +144,8 @@ async def _answering(
         ws="none",
         h11_max_incomplete_event_size=settings.max_header_bytes,
         lifespan="off",
+        limit_concurrency=max_connections() + 1,
+        backlog=_ACCEPTED_AT_ONCE,
         log_config=None,
         access_log=False,
         server_header=False,
@@ -114,15 +153,17 @@ async def _answering(
     )
     http = _Http(config)
     serving = asyncio.create_task(http.serve(sockets=[listening]))
-    try:
-        while not http.started and not serving.done():  # noqa: ASYNC110 - sooner it cannot be told to stop
-            await asyncio.sleep(0)
-        yield
-    finally:
-        http.should_exit = True
-        await _first_of(asyncio.shield(serving), signals.second.wait())
-        http.force_exit = signals.second.is_set()
-        await serving
+    with _quiet_connections():
+        try:
+            while not http.started and not serving.done():  # noqa: ASYNC110 - sooner it cannot be told to stop
+                await asyncio.sleep(0)
+            listening.listen(_BACKLOG)  # asyncio's backlog is short, see `_ACCEPTED_AT_ONCE`: the system's need not be
+            yield
+        finally:
+            http.should_exit = True
+            await _first_of(asyncio.shield(serving), signals.second.wait())
+            http.force_exit = signals.second.is_set()
+            await serving
 
 
 async def _serve_until_stopped(server: Server, signals: _Signals) -> int:
@@ -150,6 +191,15 @@ async def _first_of(*waits: Awaitable[object]) -> object:
     finally:
         for task in tasks:
             task.cancel()
+
+
+def max_connections() -> int:
+    """Raises the process' soft limit of open files, and returns for how many connections there is room then."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_files = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < num_files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, hard))
+    return num_files - min(_OTHER_FILES, num_files // 2)
 
 
 def listening_socket(host: str, port: int, reader_timeout_s: float) -> socket.socket:
