@@ -256,6 +256,41 @@ def test_the_bodies_of_open_requests_are_bounded_together() -> None:
     asyncio.run(check())
 
 
+def test_large_uploads_that_do_not_end_leave_room_for_small_bodies() -> None:
+    statuses: list[int] = []
+
+    async def app(_: Scope, __: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200})
+
+    async def send(message: Message) -> None:
+        statuses.extend([message["status"]] if "status" in message else [])
+
+    def body_of(num_bytes: int, *, ends: bool) -> Receive:
+        begun = asyncio.Event()
+
+        async def receive() -> Message:
+            if begun.is_set():
+                await asyncio.Event().wait()
+            begun.set()
+            return piece(b"x" * num_bytes, more=not ends)
+
+        return receive
+
+    async def check() -> None:
+        scope = {"type": "http", "headers": []}
+        limit = BodyLimit(app, max_bytes=2**20, max_total_bytes=16 * 2**20, timeout_s=60.0)
+        uploads = [asyncio.create_task(limit(scope, body_of(2**20, ends=False), send)) for _ in range(16)]
+        await asyncio.wait(uploads, timeout=0.1)
+        assert statuses == [503, 503], "of the uploads that found no room"
+        await limit(scope, body_of(128 * 1024, ends=True), send)
+        assert statuses[2:] == [200]
+        for upload in uploads:
+            upload.cancel()
+        await asyncio.wait(uploads)
+
+    asyncio.run(check())
+
+
 def test_a_slow_body_is_408_and_the_connection_ends() -> None:
     [start, body] = ask(make_server(body_timeout_s=0.05), [piece(b'{"prompt":')])
     assert start["status"] == 408

@@ -34,6 +34,8 @@ CONNECTIONS_LOG = "longspan.connections"
 """The log of what anybody can cause as often as they like, without a request."""
 
 _log, _connections_log = logging.getLogger("longspan.access"), logging.getLogger(CONNECTIONS_LOG)
+LARGE_BODY_BYTES = 128 * 1024
+"""Below this, reading or tokenizing a body takes less than about a tenth of a second."""
 _MAX_DIGITS = 20
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -123,7 +125,8 @@ def _digest(key: bytes) -> bytes:
 class BodyLimit:
     """Answers 413 to bodies of more than `max_bytes` without reading on, and 408 to those that are too slow.
 
-    The bodies of all open requests have `max_total_bytes` together; what would be more is answered 503.
+    The bodies of all open requests have `max_total_bytes` together; what would be more is answered 503. Those above
+    `LARGE_BODY_BYTES` leave an eighth of it to smaller ones: large uploads that do not end turn nobody else away.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, max_total_bytes: int, timeout_s: float) -> None:
@@ -167,7 +170,8 @@ class BodyLimit:
                     size += len(chunk)
                     if size > self._max_bytes:
                         return self._too_large()
-                    if self._total_bytes + len(chunk) > self._max_total_bytes:
+                    kept_free = self._max_total_bytes // 8 if size > LARGE_BODY_BYTES else 0
+                    if self._total_bytes + len(chunk) > self._max_total_bytes - kept_free:
                         words = f"open requests have bodies of {self._max_total_bytes} bytes together"
                         return error_response(503, f"{words} (--max-total-body-bytes)", retry_after_s=1)
                     chunks.append(chunk)

@@ -39,6 +39,7 @@ from longspan.serve.errors import (
 )
 from longspan.serve.messages import StepOutputs
 from longspan.serve.metrics import Metrics
+from longspan.serve.middleware import LARGE_BODY_BYTES
 from longspan.serve.requests import CompletionRequest, PolicyUpdate, TextRequest
 from longspan.serve.responses import Assembler, prepared
 from longspan.serve.schemas import ModelCard, ModelList
@@ -48,8 +49,6 @@ from longspan.text.input_processor import InputProcessor
 ModelT = TypeVar("ModelT", bound=BaseModel)
 ResultT = TypeVar("ResultT")
 _log = logging.getLogger("longspan")
-_LARGE_BYTES = 128 * 1024
-"""Bytes of a body. Below this, reading or tokenizing it takes less than about a tenth of a second."""
 _MAX_GRAMMARS = 32
 """Grammars that wait to be checked, which takes seconds for some."""
 _KEEP_ALIVE = b": still working\n\n"
@@ -108,7 +107,7 @@ class Server:
         """Reads the body as `model`, beside the event loop."""
         _check_content_type(request.headers.get("content-type"))
         body = await request.body()
-        pool = self._bodies if len(body) > _LARGE_BYTES else self._quick
+        pool = self._bodies if len(body) > LARGE_BODY_BYTES else self._quick
         with self._watch(request).held():
             return await pool.run(read_request, model, body, self.settings.limits)
 
@@ -149,7 +148,7 @@ class Server:
         return changed
 
     async def _texts_pool(self, request: Request) -> WorkerPool:
-        return self._texts if len(await request.body()) > _LARGE_BYTES else self._quick
+        return self._texts if len(await request.body()) > LARGE_BODY_BYTES else self._quick
 
     async def _grammar(self, body: TextRequest) -> str:
         """Returns the grammar that outputs must follow; requests without one do not wait for its check."""
