@@ -35,7 +35,7 @@ from fake_engine import (
 )
 from fake_engine_install import told, until
 from forked import free_port
-from server_client import Client, Reply, completion, send_completion
+from server_client import Client, Reply, completion, post, send_completion
 
 from longspan.args import EngineArgs
 from longspan.serve import run
@@ -317,6 +317,23 @@ def test_requests_under_way_are_finished_and_new_ones_refused(events: Path) -> N
 
     asyncio.run(check())
     assert told(events, "Quit")
+
+
+def test_half_a_body_holds_nobody_up_when_the_server_ends(events: Path) -> None:
+    half = post(b" " * 100)[:-50]
+
+    async def check() -> None:
+        async with serving(events, shutdown_timeout_s=60) as api:
+            with closing(socket.create_connection(("127.0.0.1", api.port))) as client:
+                client.sendall(half)
+                await asyncio.sleep(0.3)
+                start_s = time.monotonic()
+                assert await api.stopped(signal.SIGTERM) == 0
+                assert time.monotonic() - start_s < 30
+                data = await received(client, b"shutting down")
+                assert data.startswith(b"HTTP/1.1 503") and b"connection: close" in data
+
+    asyncio.run(check())
 
 
 def test_when_the_time_is_up_streams_end_with_an_error(events: Path) -> None:

@@ -16,7 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 from longspan.errors import ParameterError
 from longspan.serve.app import make_app
 from longspan.serve.errors import EngineLostError, QueueFullError
-from longspan.serve.middleware import OPEN_PATHS, BodyLimit
+from longspan.serve.middleware import OPEN_PATHS, BodyLimit, Intake
 from longspan.serve.settings import RequestLimits, ServerSettings
 
 BODY = {"prompt": [1, 2, 3], "max_tokens": 2}
@@ -239,7 +239,7 @@ def test_the_bodies_of_open_requests_are_bounded_together() -> None:
 
     async def check() -> None:
         limit, scope = (
-            BodyLimit(app, max_bytes=100, max_total_bytes=100, timeout_s=10.0),
+            BodyLimit(app, max_bytes=100, max_total_bytes=100, timeout_s=10.0, intake=Intake()),
             {"type": "http", "headers": []},
         )
         for _ in range(2):
@@ -278,7 +278,7 @@ def test_large_uploads_that_do_not_end_leave_room_for_small_bodies() -> None:
 
     async def check() -> None:
         scope = {"type": "http", "headers": []}
-        limit = BodyLimit(app, max_bytes=2**20, max_total_bytes=16 * 2**20, timeout_s=60.0)
+        limit = BodyLimit(app, max_bytes=2**20, max_total_bytes=16 * 2**20, timeout_s=60.0, intake=Intake())
         uploads = [asyncio.create_task(limit(scope, body_of(2**20, ends=False), send)) for _ in range(16)]
         await asyncio.wait(uploads, timeout=0.1)
         assert statuses == [503, 503], "of the uploads that found no room"
@@ -367,7 +367,7 @@ def test_health_tells_whether_requests_are_served() -> None:
     fake_of(server).state = "restarting"
     assert "restarting" in error_of(client.get("/health"), 503)["message"]
     fake_of(server).state = "serving"
-    server.draining = True
+    server.intake.drain()
     for response in (client.get("/health"), client.post("/v1/completions", json=BODY)):
         assert "shutting down" in error_of(response, 503)["message"]
         assert "retry-after" in response.headers

@@ -118,7 +118,7 @@ def test_a_page_in_a_browser_cannot_send_it(client: TestClient, server: Server) 
 def test_nothing_is_changed_while_nothing_is_served(
     client: TestClient, server: Server, state: Any, draining: bool
 ) -> None:
-    fake_of(server).state, server.draining = state, draining
+    fake_of(server).state, server.intake.draining = state, draining
     response = client.post("/admin/policy", json={"min_chunk": 1})
     error_of(response, 503)
     assert response.headers["retry-after"] == "5"

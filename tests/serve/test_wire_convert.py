@@ -15,6 +15,7 @@ from longspan.serve.convert import (
     chat_request,
     completion_requests,
     detokenized,
+    grammar_kind,
     structured_outputs,
     tokenized,
 )
@@ -69,9 +70,12 @@ def test_max_completion_tokens_counts_before_the_name_it_had() -> None:
     assert chat(max_tokens=5, max_completion_tokens=7).max_tokens == 7
 
 
-def test_max_tokens_bounds_min_tokens() -> None:
-    assert completion(min_tokens=100).min_tokens == 16
-    assert completion(min_tokens=100, max_tokens=0).min_tokens == 1
+@pytest.mark.parametrize("most", [{}, {"max_tokens": 20}, {"max_tokens": 0}])
+def test_min_tokens_must_not_exceed_max_tokens(most: dict[str, int]) -> None:
+    assert completion(min_tokens=16, max_tokens=16).min_tokens == 16
+    with pytest.raises(WireError, match="must not exceed max_tokens") as caught:
+        completion(min_tokens=21, **most)
+    assert caught.value.param == "min_tokens"
 
 
 def test_echo_scores_the_prompt_as_the_output() -> None:
@@ -90,6 +94,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
     [
         ({"response_format": {"type": "text"}}, None),
         ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, {"json": SCHEMA}),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
             {"json": SCHEMA},
@@ -107,6 +112,13 @@ def test_the_form_of_outputs(fields: dict[str, Any], expected: dict[str, Any] | 
     form = None if expected is None else StructuredOutputsParams(**expected)
     assert structured_outputs(read(CompletionRequest, {"prompt": "a", **fields})) == form
     assert structured_outputs(read(ChatCompletionRequest, {"messages": HELLO, **fields})) == form
+
+
+def test_a_schema_is_checked_beside_other_grammars() -> None:
+    """Which may take seconds, and must hold up no other requests."""
+    for fields, kind in (({}, "json_object"), ({"schema": None}, "json_object"), ({"schema": SCHEMA}, "json_schema")):
+        asked = {"prompt": "a", "response_format": {"type": "json_object", **fields}}
+        assert grammar_kind(read(CompletionRequest, asked)) == kind
 
 
 @pytest.mark.parametrize(

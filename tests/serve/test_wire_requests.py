@@ -60,6 +60,7 @@ COMMON: dict[str, st.SearchStrategy[Any]] = {
         [
             {"type": "text"},
             {"type": "json_object"},
+            {"type": "json_object", "schema": {"type": "array"}},
             {"type": "json_schema"},
             {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}},
             {"type": "json_schema", "json_schema": {"schema": {}}},
@@ -147,6 +148,7 @@ def accepts(model: type[BaseModel], body: dict[str, Any]) -> bool:
             "of templates",
             "final message",
             "cannot be used",
+            "must not exceed max_tokens",
         )
         return any(words in str(error) for words in beyond)
     return True
@@ -211,6 +213,21 @@ def test_fields_that_would_change_the_answer_are_refused_unless_neutral(
             read(model, {**needed, name: ["anything", {"else": 1}]})
         assert (caught.value.param, caught.value.status) == (name, 400)
         assert str(caught.value) == f"{name}: it is not supported: {instead}"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("stop_regex", "a+"),
+        ("custom_logit_processor", "x"),
+        ("return_hidden_states", True),
+        ("lora_path", "x"),
+    ],
+)
+def test_what_other_servers_would_do_is_not_left_out_silently(name: str, value: object) -> None:
+    with pytest.raises(WireError, match="not supported") as caught:
+        read(CompletionRequest, {"prompt": "a", name: value})
+    assert caught.value.param == name
 
 
 def test_fields_that_only_chats_have_are_refused_elsewhere() -> None:

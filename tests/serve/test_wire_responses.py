@@ -293,6 +293,16 @@ def test_usage_in_every_chunk_counts_up() -> None:
     }
 
 
+def test_the_role_of_a_chat_comes_before_any_token_counts() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    request, engine_requests = chat({"stream": True, "stream_options": options})
+    output = tokenizer()("one two")["input_ids"]
+    chunks = stream(assembler(request, engine_requests), [list(deltas_of(engine_requests[0], [output]))])
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == [*range(len(output) + 1), len(output)]
+
+
 def test_logprobs_of_chats_have_the_bytes_of_parts_of_characters() -> None:
     request, engine_requests = chat({"logprobs": True, "top_logprobs": 2})
     output = tokenizer()("a 😀")["input_ids"]

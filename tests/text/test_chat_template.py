@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -39,6 +41,14 @@ def test_text_and_tokens_are_those_of_transformers(
     assert text == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert tokenizer(text, add_special_tokens=False)["input_ids"] == expected
+
+
+def test_a_prompt_that_is_longer_than_the_tokenizer_knows_of_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    short = AutoTokenizer.from_pretrained(smollm2_folder(), model_max_length=4)
+    processor = InputProcessor(tokenizer=short, vocab_size=len(short), max_model_len=512)
+    with patch.object(logging.getLogger("transformers"), "propagate", new=True):
+        assert len(processor.tokenize("one two three four five six")) == 6
+    assert not caplog.records
 
 
 def test_options_reach_the_template(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -270,6 +270,7 @@ def chained(length: int) -> dict[str, Any]:
         ({"json": {"$ref": "http://example.com/x"}}, "json cannot be used: .*http://example.com/x"),
         ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "json cannot be used: Unsatisfiable schema"),
         ({"json": {"$ref": "#"}}, "json cannot be used"),
+        ({"regex": r"a[^\s\S]"}, "regex cannot be used: no text has this form"),
         ({"json": nested(200)}, "json cannot be used: .*recursion limit"),
         ({"json": {"description": "x" * MAX_CHARS}}, f"json cannot be used: .*at most {MAX_CHARS}"),
         ({"regex": "(a"}, "regex cannot be used: .*unclosed group"),

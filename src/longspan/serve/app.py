@@ -54,13 +54,14 @@ def make_app(server: Server) -> FastAPI:
         max_bytes=settings.limits.max_body_bytes,
         max_total_bytes=settings.max_total_body_bytes,
         timeout_s=settings.body_timeout_s,
+        intake=server.intake,
     )
     if settings.tracer is not None:
         from longspan.serve.tracing import Tracing  # noqa: PLC0415 - it needs the extra `otel`
 
         app.add_middleware(Tracing, tracer=settings.tracer, model_name=settings.model_names[0])
     app.add_middleware(Gate, max_header_bytes=settings.max_header_bytes, keys=settings.api_keys)
-    app.add_middleware(RequestContext, root_path=settings.root_path, open_requests=server.open_requests)
+    app.add_middleware(RequestContext, root_path=settings.root_path, intake=server.intake)
     return app
 
 
@@ -134,7 +135,7 @@ def _handle_errors(app: FastAPI, server: Server) -> None:
                 words, retry_after_s = f"the queue is full: {error}", server.retry_after_s()
                 return error_response(error.status, words, code="queue_full", retry_after_s=retry_after_s)
             case EngineLostError():
-                return error_response(503 if server.draining else error.status, str(error), retry_after_s=5)
+                return error_response(503 if server.intake.draining else error.status, str(error), retry_after_s=5)
         response = error_response(error.status, str(error), param=error.param, code=error.code)
         if not isinstance(error, WireError):
             response.headers["x-should-retry"] = "false"

@@ -27,6 +27,7 @@ from longspan.serve.requests import (
     DetokenizeRequest,
     GenerationRequest,
     GivenMessage,
+    JsonObjectFormat,
     TokenizeRequest,
 )
 from longspan.serve.settings import RequestLimits
@@ -211,7 +212,10 @@ def grammar_kind(request: GenerationRequest) -> str:
     """Returns the kind of structured output, `text` if it is free; to check one but `json_object` may take seconds."""
     if request.structured_outputs is not None:
         return "json_object" if request.structured_outputs.json_object else "other"
-    return "text" if request.response_format is None else request.response_format.type
+    chosen = request.response_format
+    if isinstance(chosen, JsonObjectFormat) and chosen.schema_ is not None:
+        return "json_schema"
+    return "text" if chosen is None else chosen.type
 
 
 def grammar_of(request: GenerationRequest, served: ServedModel) -> str:
@@ -224,8 +228,9 @@ def grammar_of(request: GenerationRequest, served: ServedModel) -> str:
 def structured_outputs(request: GenerationRequest) -> StructuredOutputsParams | None:
     """Returns what outputs must follow; None if they are free, ValueError when that is not of the right form."""
     chosen = request.response_format
-    if chosen is not None and chosen.type == "json_object":
-        return StructuredOutputsParams(json_object=True)
+    if isinstance(chosen, JsonObjectFormat):
+        has_schema = chosen.schema_ is not None
+        return StructuredOutputsParams(json=chosen.schema_) if has_schema else StructuredOutputsParams(json_object=True)
     if chosen is not None and chosen.type == "json_schema":
         return StructuredOutputsParams(json=chosen.json_schema.schema_)
     if request.structured_outputs is None:
@@ -238,12 +243,11 @@ def _params(
     request: GenerationRequest, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
 ) -> SamplingParams:
     given: dict[str, Any] = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
-    least = request.min_tokens or 0
     with as_wire_errors(None):
         return SamplingParams(
             **given,
             seed=None if request.seed == -1 else request.seed,
-            min_tokens=least if max_tokens is None else min(least, max_tokens),
+            min_tokens=request.min_tokens or 0,
             max_tokens=max_tokens,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,

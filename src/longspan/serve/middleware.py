@@ -36,6 +36,8 @@ CONNECTIONS_LOG = "longspan.connections"
 _log, _connections_log = logging.getLogger("longspan.access"), logging.getLogger(CONNECTIONS_LOG)
 LARGE_BODY_BYTES = 128 * 1024
 """Below this, reading or tokenizing a body takes less than about a tenth of a second."""
+_DRAINING_S = 1.0
+"""The seconds that a body may take to come when its request comes while the server drains."""
 _MAX_DIGITS = 20
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -46,15 +48,34 @@ def path_of(scope: Scope) -> str:
     return path.removeprefix(scope.get("root_path", ""))
 
 
+class Intake:
+    """Requests that a server has taken and not answered yet; once it drains, it takes nothing new.
+
+    Attributes:
+        open_requests: an element for each, from its head to the last byte of its answer.
+        unread: deadlines of the bodies that are coming.
+    """
+
+    def __init__(self) -> None:
+        self.draining = False
+        self.open_requests: set[object] = set()
+        self.unread: set[asyncio.Timeout] = set()
+
+    def drain(self) -> None:
+        """Takes nothing new, not even the rest of a body: who sends it slowly need not be waited for."""
+        self.draining = True
+        for deadline in self.unread:
+            deadline.reschedule(0)
+
+
 class RequestContext:
     """Gives each request the id of its `x-request-id`, or a new one, tells it in the answer, and logs a line.
 
-    It also says which prefix a proxy in front takes off, as a server would that knows it. Until the last byte of its
-    answer, a request has an element in `open_requests`.
+    It also says which prefix a proxy in front takes off, as a server would that knows it.
     """
 
-    def __init__(self, app: ASGIApp, root_path: str, open_requests: set[object]) -> None:
-        self._app, self._root_path, self._open_requests = app, root_path, open_requests
+    def __init__(self, app: ASGIApp, root_path: str, intake: Intake) -> None:
+        self._app, self._root_path, self._intake = app, root_path, intake
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["root_path"] = self._root_path
@@ -70,11 +91,11 @@ class RequestContext:
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
-        self._open_requests.add(place)
+        self._intake.open_requests.add(place)
         try:
             await self._app(scope, receive, send_with_id)
         finally:
-            self._open_requests.remove(place)
+            self._intake.open_requests.remove(place)
             spent_s = time.monotonic() - begin_s
             path = quote(scope["path"])  # so that nobody writes lines of their own into the log
             _log.info("%s %s %s %.3f s %s", scope["method"], path, state.get("status", "-"), spent_s, request_id)
@@ -123,15 +144,16 @@ def _digest(key: bytes) -> bytes:
 
 
 class BodyLimit:
-    """Answers 413 to bodies of more than `max_bytes` without reading on, and 408 to those that are too slow.
+    """Answers 413 to bodies of more than `max_bytes` without reading on, and 408 to those that are too slow; those that
+    have not come when the server drains are answered 503.
 
     The bodies of all open requests have `max_total_bytes` together; what would be more is answered 503. Those above
     `LARGE_BODY_BYTES` leave an eighth of it to smaller ones: large uploads that do not end turn nobody else away.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, max_total_bytes: int, timeout_s: float) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, max_total_bytes: int, timeout_s: float, intake: Intake) -> None:
         self._app, self._max_bytes, self._max_total_bytes = app, max_bytes, max_total_bytes
-        self._timeout_s = timeout_s
+        self._timeout_s, self._intake = timeout_s, intake
         self._total_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -160,8 +182,10 @@ class BodyLimit:
     async def _read(self, receive: Receive, chunks: list[bytes]) -> Response | None:
         """Reads the whole body into `chunks`; returns why it cannot be served, if so."""
         size, more = 0, True
+        deadline = asyncio.timeout(min(self._timeout_s, _DRAINING_S) if self._intake.draining else self._timeout_s)
+        self._intake.unread.add(deadline)
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with deadline:
                 while more:
                     message = await receive()
                     if message["type"] == "http.disconnect":
@@ -177,9 +201,14 @@ class BodyLimit:
                     chunks.append(chunk)
                     self._total_bytes += len(chunk)
         except TimeoutError:
-            answer = error_response(408, f"the body did not come within {self._timeout_s:g} s (--body-timeout)")
+            if self._intake.draining:
+                answer = error_response(503, "the server is shutting down", retry_after_s=5)
+            else:
+                answer = error_response(408, f"the body did not come within {self._timeout_s:g} s (--body-timeout)")
             answer.headers["connection"] = "close"  # who is slow need not be listened to any longer
             return answer
+        finally:
+            self._intake.unread.discard(deadline)
         return None
 
     def _too_large(self) -> Response:

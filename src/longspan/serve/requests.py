@@ -69,6 +69,7 @@ UNSERVED: Mapping[str, tuple[object, str]] = {
     "chat_template": (None, "the model's own is used; chat_template_kwargs sets its variables"),
     "chat_template_kwargs": ({}, "only conversations have a template: use /v1/chat/completions"),
     "continue_final_message": (False, "only conversations have a template: use /v1/chat/completions"),
+    "custom_logit_processor": (None, "use logit_bias or structured_outputs"),
     "documents": ([], "put documents into a message"),
     "echo": (False, "only /v1/completions repeats a prompt"),
     "function_call": ("none", _NO_TOOLS),
@@ -80,11 +81,14 @@ UNSERVED: Mapping[str, tuple[object, str]] = {
     "include_stop_str_in_output": (False, "append stop_reason to the text"),
     "length_penalty": (1, "it belongs to beam search"),
     "logits_processors": ([], "use logit_bias or structured_outputs"),
+    "lora_path": (None, "start a server for each model"),
     "modalities": (["text"], _TEXT_ONLY),
     "prompt_embeds": (None, "prompts are text or token ids"),
     "reasoning_effort": (None, "chat_template_kwargs sets the variables of a template"),
+    "return_hidden_states": (False, "only text and logprobs are served"),
     "return_tokens_as_token_ids": (False, "use return_token_ids"),
     "skip_special_tokens": (True, "use return_token_ids"),
+    "stop_regex": (None, "use stop or structured_outputs"),
     "structural_tag": (None, "use grammar"),
     "suffix": ("", "only continuations are served"),
     "tool_choice": ("none", _NO_TOOLS),
@@ -141,9 +145,10 @@ class TextFormat(WireModel):
 
 
 class JsonObjectFormat(WireModel):
-    """The output is any JSON object."""
+    """The output is any JSON object, or, as in llama.cpp, one that follows a schema."""
 
     type: Literal["json_object"]
+    schema_: Schema | None = Field(default=None, alias="schema")
 
 
 class NamedSchema(WireModel):

@@ -153,6 +153,7 @@ class Assembler(ABC):
     def add(self, prompt: int, delta: Delta) -> None:
         """Takes in a delta of the engine request with this index."""
         choice, delta = self._seen(prompt, delta)
+        choice.num_tokens += len(delta.token_ids)
         choice.deltas.append(delta)
 
     def whole(self) -> Body:
@@ -163,14 +164,17 @@ class Assembler(ABC):
     def chunks(self, prompt: int, delta: Delta) -> list[Body]:
         """Returns what a stream sends for a delta; that may be nothing."""
         choice, delta = self._seen(prompt, delta)
-        chunks = []
-        for body in self.chunk_choices(choice, delta):
-            chunk: Body = {**self._head, "object": self.chunk_object, "choices": [body]}
-            if self._tells_usage:  # as OpenAI's: null but in the last chunk
-                chunk["usage"] = self._usage(choice) if self._always_tells_usage else None
-            chunks.append(chunk)
+        chunks = [] if choice.begun else [self._chunk(choice, body) for body in self.opening_choices(choice)]
+        choice.num_tokens += len(delta.token_ids)
+        chunks += [self._chunk(choice, body) for body in self.chunk_choices(choice, delta)]
         choice.begun = True
         return chunks
+
+    def _chunk(self, choice: AnswerChoice, body: Body) -> Body:
+        chunk: Body = {**self._head, "object": self.chunk_object, "choices": [body]}
+        if self._tells_usage:  # as OpenAI's: null but in the last chunk
+            chunk["usage"] = self._usage(choice) if self._always_tells_usage else None
+        return chunk
 
     def last_chunks(self) -> list[Body]:
         """Returns what a stream sends when every engine request is finished."""
@@ -181,6 +185,10 @@ class Assembler(ABC):
     @abstractmethod
     def whole_choice(self, choice: AnswerChoice, delta: Delta) -> Body:
         """Returns a choice of an answer that is not streamed; `delta` is all of it."""
+
+    def opening_choices(self, choice: AnswerChoice) -> Sequence[Body]:  # noqa: ARG002 - some kinds have some
+        """Returns the choices of the chunks with which a stream begins a choice, before its first token."""
+        return ()
 
     @abstractmethod
     def chunk_choices(self, choice: AnswerChoice, delta: Delta) -> Iterator[Body]:
@@ -206,13 +214,11 @@ class Assembler(ABC):
         return body | ({"token_ids": delta.token_ids} if self.request.return_token_ids else {})
 
     def _seen(self, prompt: int, delta: Delta) -> tuple[AnswerChoice, Delta]:
-        """Notes what a delta says of its prompt, and counts its tokens."""
+        """Notes what a delta says of its prompt; returns its choice and what is shown of it."""
         self._num_cached[prompt] = delta.num_cached_tokens
         if delta.prompt_logprobs is not None:
             self._prompt_logprobs[prompt] = delta.prompt_logprobs
-        choice, delta = self.choices[prompt * self._n + delta.choice], self.shown(delta)
-        choice.num_tokens += len(delta.token_ids)
-        return choice, delta
+        return self.choices[prompt * self._n + delta.choice], self.shown(delta)
 
     def _usage(self, *choices: AnswerChoice) -> Body:
         """Returns the usage of some choices; a prompt counts once."""
@@ -260,11 +266,13 @@ class ChatAssembler(Assembler):
         message = {"role": "assistant", "content": delta.text, "refusal": None}
         return {"index": choice.index, "message": message, **self.output_fields(delta, self._logprobs(delta))}
 
+    def opening_choices(self, choice: AnswerChoice) -> Sequence[Body]:
+        """Returns the role without text."""
+        role = {"role": "assistant", "content": ""}
+        return [{"index": choice.index, "delta": role, "logprobs": None, "finish_reason": None}]
+
     def chunk_choices(self, choice: AnswerChoice, delta: Delta) -> Iterator[Body]:
-        """Yields first the role without text; the last chunk of a choice has the reason."""
-        if not choice.begun:
-            role = {"role": "assistant", "content": ""}
-            yield {"index": choice.index, "delta": role, "logprobs": None, "finish_reason": None}
+        """Yields nothing where nothing is new; the last chunk of a choice has the reason."""
         logprobs = self._logprobs(delta)
         if delta.text or delta.finish_reason or logprobs or self.request.return_token_ids:
             content = {"content": delta.text} if delta.text else {}
@@ -453,7 +461,9 @@ def pieces_of(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> l
 
 def _offsets_in(text: str, tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool) -> list[int]:
     """Returns where tokens begin. Some tokenizers leave out the space before a word: it belongs to it, too."""
-    spans = tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)["offset_mapping"]
+    spans = tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True, verbose=False)[
+        "offset_mapping"
+    ]
     offsets, end = [], 0
     for start, stop in spans:
         offsets.append(min(start, end) if stop else end)

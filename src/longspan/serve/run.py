@@ -20,7 +20,7 @@ from longspan.serve.app import make_app
 from longspan.serve.client import EngineClient
 from longspan.serve.errors import error_response
 from longspan.serve.messages import EngineSetup
-from longspan.serve.middleware import CONNECTIONS_LOG, HttpProtocol, RequestContext, path_of
+from longspan.serve.middleware import CONNECTIONS_LOG, HttpProtocol, Intake, RequestContext, path_of
 from longspan.serve.server import Server
 from longspan.serve.settings import ServerSettings
 from longspan.text.input_processor import InputProcessor
@@ -168,14 +168,14 @@ async def _answering(
 
 async def _serve_until_stopped(server: Server, signals: _Signals) -> int:
     await _first_of(signals.first.wait(), server.engine.down.wait())
-    server.draining = True
+    server.intake.drain()
     timeout_s = 0.0 if server.engine.down.is_set() else server.settings.shutdown_timeout_s
     _log.info("stopping; requests under way have %g s", timeout_s)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
-            while server.open_requests and not signals.second.is_set():  # noqa: ASYNC110 - one of the two is no event
+            while server.intake.open_requests and not signals.second.is_set():  # noqa: ASYNC110 - one of the two is no event
                 await asyncio.sleep(_POLL_S)
-    drained = not server.open_requests
+    drained = not server.intake.open_requests
     server.engine.fail_all("the server is shutting down")
     if server.engine.down.is_set():
         return 1
@@ -226,7 +226,7 @@ class StartingApp:
     """An ASGI app in place of `app`: while that is not made yet, `/live` is answered 200, everything else 503."""
 
     def __init__(self, root_path: str) -> None:
-        self.app: ASGIApp = RequestContext(_starting, root_path, set())
+        self.app: ASGIApp = RequestContext(_starting, root_path, Intake())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.app(scope, receive, send)

@@ -39,7 +39,7 @@ from longspan.serve.errors import (
 )
 from longspan.serve.messages import StepOutputs
 from longspan.serve.metrics import Metrics
-from longspan.serve.middleware import LARGE_BODY_BYTES
+from longspan.serve.middleware import LARGE_BODY_BYTES, Intake
 from longspan.serve.requests import CompletionRequest, PolicyUpdate, TextRequest
 from longspan.serve.responses import Assembler, prepared
 from longspan.serve.schemas import ModelCard, ModelList
@@ -56,7 +56,7 @@ _END = b"data: [DONE]\n\n"
 
 
 class Server:
-    """The engine client, the model and the limits that routes share. While it drains, it takes nothing new.
+    """The engine client, the model and the limits that routes share.
 
     What it does raises a `ServeError` where a request cannot be answered.
     """
@@ -66,13 +66,12 @@ class Server:
         names, created, max_model_len = settings.model_names, int(time.time()), input_processor.max_model_len
         self.engine, self.settings = engine, settings
         self.served = ServedModel(input_processor=input_processor, names=names, limits=settings.limits)
-        self.draining = False
         self.models = ModelList(
             data=[ModelCard(id=name, created=created, root=names[0], max_model_len=max_model_len) for name in names]
         )
         if input_processor.tokenizer is not None:
             _ = input_processor.max_prompt_chars  # now, and not while a request waits for it
-        self.open_requests: set[object] = set()
+        self.intake = Intake()
         self.metrics = Metrics(
             settings.metrics_prefix,
             names[0],
@@ -94,7 +93,7 @@ class Server:
 
     def check_open(self) -> None:
         """Raises a NotServingError when nothing new is taken."""
-        if self.draining:
+        if self.intake.draining:
             raise NotServingError("the server is shutting down")
 
     def check_serving(self) -> None:

@@ -58,7 +58,8 @@ def _fault(grammar: str) -> str:
 
 def first_line(reason: str) -> str:
     """Returns the beginning of llguidance's message, without the line breaks of its pictures."""
-    return " ".join(reason.replace("<non-verbose/>", "").split())[:300]
+    words = " ".join(reason.replace("<non-verbose/>", "").split())[:300]
+    return "no text has this form: change it" if words in {"NoExtension", "NoExtensionBias"} else words
 
 
 def main() -> None:

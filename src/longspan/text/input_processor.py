@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypedDict, Unpack, cast
 
 from jinja2 import TemplateError
@@ -146,7 +146,8 @@ class InputProcessor:
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Tokenizes a text, with the special tokens that the tokenizer adds at its ends."""
-        ids: list[int] = self._need_tokenizer()(text, add_special_tokens=add_special_tokens)["input_ids"]
+        encode = partial(self._need_tokenizer(), verbose=False)  # how long a prompt may be is for us to say
+        ids: list[int] = encode(text, add_special_tokens=add_special_tokens)["input_ids"]
         return ids
 
     def grammar(self, form: StructuredOutputsParams) -> str:
