@@ -96,8 +96,11 @@ def _metrics() -> str:
 
 
 def _refused() -> str:
-    rows = [(f"`{name}`", f"`{_json(neutral)}`", instead) for name, (neutral, instead) in UNSERVED.items()]
-    return _table(("field", "neutral value, beside `null`", "otherwise"), rows)
+    rows = [
+        (f"`{name}`", ", ".join(f"`{_json(value)}`" for value in neutral), instead)
+        for name, (neutral, instead) in UNSERVED.items()
+    ]
+    return _table(("field", "neutral, beside `null`", "otherwise"), rows)
 
 
 def _json(value: object) -> str:

@@ -40,7 +40,8 @@ def test_every_generated_part_is_on_the_page(part: str) -> None:
 
 def test_every_route_is_described() -> None:
     for method, path in routes_of(make_app(make_server(api_keys=("sesame",)))):
-        assert method == "HEAD" or f"`{method} {path}`" in PAGE
+        described = path.replace(":path", "")
+        assert method == "HEAD" or f"`{method} {described}`" in PAGE
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -38,6 +38,8 @@ VALUES: dict[str, str | list[str]] = {
     "max_total_body_bytes": "2000000",
     "h11_max_incomplete_event_size": "4096",
     "stream_keep_alive": "3.5",
+    "timeout_keep_alive": "65",
+    "allowed_origins": ["https://one.example", "https://two.example"],
     "reader_timeout": "4.5",
     "shutdown_timeout": "1.5",
     "metrics_prefix": "vllm:",

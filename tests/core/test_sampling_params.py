@@ -49,7 +49,6 @@ NAN, INF = float("nan"), float("inf")
         ({"logit_bias": [5]}, r"logit_bias must map token ids to numbers, but \[5\]"),
         ({"n": 0}, "n must be at least 1, but 0"),
         ({"n": True}, "n must be a whole number, but True"),
-        ({"n": 2, "temperature": 0}, "n must be 1 when using greedy sampling, but 2 given: set n=1 or a temperature"),
         ({"seed": -1}, "seed .*but -1"),
         ({"seed": 2**63}, "seed .*but 9223372036854775808"),
         ({"seed": 1.5}, "seed must be a whole number, but 1.5"),

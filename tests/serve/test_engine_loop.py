@@ -121,6 +121,7 @@ class ApiServer:
         self.asked: dict[int, Asked] = {}
         self.num_ended: Counter[str] = Counter()
         self.num_first = self.num_prompt_tokens = self.num_gaps = 0
+        self.longest: list[int] = []
         self.states: list[str] = []
         self.reasons: list[str] = []
         self._commands: deque[bytes] = deque()
@@ -195,6 +196,7 @@ class ApiServer:
                 self.num_first += len(step.ttft_s)
                 self.num_prompt_tokens += step.num_prompt_tokens
                 self.num_gaps += len(step.tbt_s)
+                self.longest += step.longest_outputs
             case Restarting() | Restarted() as state:
                 self.states.append(type(state).__name__)
 
@@ -228,6 +230,10 @@ class ApiServer:
         assert self.num_first == len(told)
         assert self.num_prompt_tokens == sum(asked.num_prompt_tokens for asked in told)
         outputs = [tokens for asked in self.asked.values() for tokens in asked.tokens.values()]
+        accepted = [asked for asked in self.asked.values() if asked.request_ids]
+        assert len(self.longest) == len(accepted), "each request counts once, when it ends"
+        if all(asked.end == "finished" for asked in accepted):
+            assert sorted(self.longest) == sorted(asked.max_tokens for asked in accepted)
         assert self.num_gaps == sum(max(0, len(tokens) - 1) for tokens in outputs)
         assert not self.loop._served
         assert not self.loop._choices

@@ -159,7 +159,62 @@ def test_a_model_that_is_not_served_is_404() -> None:
     error = error_of(client.post("/v1/completions", json=BODY | {"model": "other"}), 404)
     assert error["param"] == "model"
     assert "'other'" in error["message"]
-    assert [card["id"] for card in client.get("/v1/models").json()["data"]] == ["tiny", "alias"]
+    cards = client.get("/v1/models").json()["data"]
+    assert [card["id"] for card in cards] == ["tiny", "alias"]
+    assert error["code"] == error_of(client.get("/v1/models/other"), 404)["code"] == "model_not_found"
+    assert [client.get(f"/v1/models/{name}").json() for name in ("tiny", "alias")] == cards
+
+
+def test_a_model_whose_name_is_a_path_is_found_by_it() -> None:
+    client = client_of(make_server(model_names=("HuggingFaceTB/SmolLM2-135M", "/models/tiny")))
+    for name in ("HuggingFaceTB/SmolLM2-135M", "HuggingFaceTB%2FSmolLM2-135M", "/models/tiny"):
+        assert client.get(f"/v1/models/{name}").json()["id"] == name.replace("%2F", "/")
+
+
+def test_whole_answers_have_null_for_what_nobody_asked_of_a_prompt() -> None:
+    client = client_of(make_server())
+    [choice] = client.post("/v1/completions", json=BODY).json()["choices"]
+    assert (choice["prompt_logprobs"], choice["prompt_token_ids"]) == (None, None)
+    [choice] = client.post("/v1/completions", json=BODY | {"return_token_ids": True}).json()["choices"]
+    assert choice["prompt_token_ids"] == [1, 2, 3]
+
+
+def test_several_greedy_choices_are_served() -> None:
+    answer = client_of(make_server()).post("/v1/completions", json=BODY | {"n": 3, "temperature": 0})
+    assert [choice["index"] for choice in answer.json()["choices"]] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("path", ["/live", "/health", "/version", "/metrics", "/v1/models", "/openapi.json"])
+def test_head_tells_what_get_would(path: str) -> None:
+    client = client_of(make_server(api_keys=("sesame",)))
+    head, get = client.head(path, headers=KEY), client.get(path, headers=KEY)
+    assert head.status_code == get.status_code == 200
+    assert head.headers["content-type"] == get.headers["content-type"]
+    assert client.head(path).status_code == (200 if path in OPEN_PATHS else 401)
+    assert client.head("/v1/completions", headers=KEY).status_code == 405
+
+
+def test_web_pages_of_allowed_origins_may_ask() -> None:
+    page = {"origin": "https://page.example"}
+    wants = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+    client = client_of(make_server(api_keys=("sesame",), allowed_origins=("https://page.example",)))
+    leave = client.options("/v1/completions", headers=page | wants)
+    assert leave.status_code == 200, "a browser asks without the key"
+    assert leave.headers["access-control-allow-origin"] == "https://page.example"
+    assert "authorization" in leave.headers["access-control-allow-headers"].lower()
+    for key, status in ((KEY, 200), ({}, 401)):
+        answer = client.post("/v1/completions", json=BODY, headers=page | key)
+        assert answer.status_code == status
+        assert answer.headers["access-control-allow-origin"] == "https://page.example"
+        assert "x-request-id" in answer.headers["access-control-expose-headers"]
+    other = client.options("/v1/completions", headers=wants | {"origin": "https://other.example"})
+    assert other.status_code == 400
+    assert "access-control-allow-origin" not in other.headers
+    everybody = client_of(make_server(allowed_origins=("*",)))
+    assert everybody.get("/v1/models", headers=page).headers["access-control-allow-origin"] == "*"
+    nobody = client_of(make_server())
+    assert nobody.options("/v1/completions", headers=page | wants).status_code == 405
+    assert "access-control-allow-origin" not in nobody.get("/v1/models", headers=page).headers
 
 
 def test_bodies_above_the_limit_are_413_with_and_without_a_length() -> None:
@@ -386,7 +441,8 @@ def test_the_openapi_document_is_valid_and_has_every_route(settings: dict[str, A
     document = client_of(server).get("/openapi.json", headers=KEY).json()
     validate(document)
     described = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
-    missing = {(method, path) for method, path in routes_of(make_app(server)) if method != "HEAD"} - described
+    routes = {(method, path.replace(":path", "")) for method, path in routes_of(make_app(server)) if method != "HEAD"}
+    missing = routes - described
     assert missing == {("GET", "/openapi.json")}
     assert ("securitySchemes" in document["components"]) == ("api_keys" in settings)
     for path, methods in document["paths"].items():

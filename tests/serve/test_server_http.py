@@ -218,6 +218,8 @@ def test_methods_that_a_route_does_not_have(client: Client) -> None:
         for method in ("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "BREW", "get", "HEAD"):
             if method.lower() in operations and method != "get":
                 continue
+            if method == "HEAD" and "get" in operations:
+                continue
             asked = f"{method} {path} HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n".encode() + KEY + b"\r\n{}"
             answer = ask(client, asked, has_body=method != "HEAD")
             assert answer.status == 405, (method, path, answer)

@@ -19,7 +19,8 @@ COUNTERS = {
 HISTOGRAMS = {
     *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
     *("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds"),
-    *("request_prompt_tokens", "request_generation_tokens"),
+    *("request_time_per_output_token_seconds", "request_prompt_tokens", "request_generation_tokens"),
+    *("request_max_num_generation_tokens", "iteration_tokens_total"),
 }
 Sample = Callable[..., float]
 
@@ -79,6 +80,11 @@ def test_counts_follow_requests() -> None:
     for name in ("e2e_request_latency_seconds", "request_decode_time_seconds", "inter_token_latency_seconds"):
         assert value(f"{name}_count") == num_choices
     assert value("request_prompt_tokens_sum") == 3 + 3 + 2
+    assert value("request_time_per_output_token_seconds_count") == num_choices
+    assert value("request_time_per_output_token_seconds_sum") == pytest.approx(0.25 * num_choices)
+    assert value("request_max_num_generation_tokens_count") == num_prompts
+    assert value("request_max_num_generation_tokens_sum") == num_prompts * len(OUTPUT)
+    assert value("iteration_tokens_total_sum") == value("prompt_tokens_total") + value("generation_tokens_total")
     assert value("request_generation_tokens_sum") == num_choices * len(OUTPUT)
     assert value("time_to_first_token_seconds_sum") == pytest.approx(1.5 * num_prompts)
     assert value("time_to_first_token_seconds_bucket", le="2.5") == num_prompts

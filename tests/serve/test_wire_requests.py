@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import Any
 
 import pytest
@@ -77,7 +78,7 @@ CONTENT = st.sampled_from(
     ["", "Hi", None, 1, [], [{"type": "text", "text": "Hi"}], [{"type": "image_url"}], [{"text": "a"}]]
 )
 MESSAGE = st.fixed_dictionaries(
-    {"role": st.sampled_from(["system", "developer", "user", "assistant", "tool", "function"])},
+    {"role": st.sampled_from(["system", "developer", "user", "assistant", "tool", "function", "critic", "", 1])},
     optional={
         "content": CONTENT,
         "name": st.sampled_from(["a", None, 1]),
@@ -107,7 +108,6 @@ TOKENIZE = {
 
 
 TOGETHER = (
-    ("n", "temperature"),
     ("response_format", "structured_outputs"),
     ("logprobs", "top_logprobs"),
     ("add_generation_prompt", "continue_final_message"),
@@ -207,7 +207,7 @@ def test_fields_that_would_change_the_answer_are_refused_unless_neutral(
     for name, (neutral, instead) in UNSERVED.items():
         if name in model.model_fields:
             continue
-        for value in (None, neutral):
+        for value in (None, *neutral):
             assert read(model, {**needed, name: value}) == read(model, needed)
         with pytest.raises(WireError) as caught:
             read(model, {**needed, name: ["anything", {"else": 1}]})
@@ -250,8 +250,24 @@ def test_fields_that_change_nothing_are_ignored() -> None:
         "priority": 3,
         "mirostat": 2,
         "x": {},
+        "verbosity": "low",
+        "reasoning_effort": "none",
+        "tool_choice": "auto",
     }
     assert read(CompletionRequest, {"prompt": "a", **harmless}) == read(CompletionRequest, {"prompt": "a", "n": 2})
+
+
+def test_what_is_ignored_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="longspan")
+    for _ in range(2):
+        read(
+            CompletionRequest, {"prompt": "a", "n": 2, "top_k": None, "verbosity": "low", "a\nline": 1, "nothing": None}
+        )
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line == r"a CompletionRequest had fields that change nothing here: 'a\nline', 'verbosity'"
+    read(CompletionRequest, {"prompt": "a", **{f"field {number:05}": 1 for number in range(1000)}})
+    assert len(caplog.records) == 2
+    assert len(caplog.records[-1].getMessage()) < 500
 
 
 @pytest.mark.parametrize(
@@ -261,7 +277,6 @@ def test_fields_that_change_nothing_are_ignored() -> None:
         ({"prompt": ["a", 3]}, "prompt[1]", "valid string, but 3 given"),
         ({"prompt": [[1], [2, None]]}, "prompt[1][1]", "valid integer, but None given"),
         ({"prompt": "a", "n": "1"}, "n", "valid integer, but '1' given"),
-        ({"prompt": "a", "n": 2, "temperature": 0}, "n", "greedy"),
         ({"prompt": "a", "best_of": 3}, "best_of", "use n"),
         ({"prompt": "a", "stop": 5}, "stop", "valid string, or: Input should be a valid list, but 5 given"),
         ({"prompt": "a", "stop": ["a", 5]}, "stop[1]", "valid string, but 5 given"),
@@ -308,7 +323,8 @@ def test_likely_tokens_of_a_chat_need_logprobs() -> None:
     ("message", "param", "words"),
     [
         ({"role": "user"}, "messages[1].content", "required"),
-        ({"content": "a"}, "messages[1]", "role"),
+        ({"content": "a"}, "messages[1].role", "required"),
+        ({"role": "", "content": "a"}, "messages[1].role", "at least 1 character"),
         (
             {"role": "user", "content": [{"type": "image_url"}]},
             "messages[1].content[0].type",

@@ -89,6 +89,7 @@ class FakeEngine:
             ttft_s=[1.5],
             num_prompt_tokens=len(engine_request.token_ids),
             tbt_s=[0.25] * n * (self.num_sent - 1),
+            longest_outputs=[len(OUTPUT)] if done else [],
         )
         self.on_step(step)
         for choice in step.finished:

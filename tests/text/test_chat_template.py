@@ -92,7 +92,6 @@ def test_parts_of_a_content_are_joined(tokenizer: PreTrainedTokenizerBase) -> No
     ("messages", "words"),
     [
         ([], "no messages"),
-        ([HELLO, {"role": "usr", "content": "x"}], r"messages\[1\] has the role 'usr'"),
         ([{"content": "x"}], r"messages\[0\] has the role None"),
         ([{"role": ["user"], "content": "x"}], r"messages\[0\] has the role \['user'\]"),
         ([{"role": "user"}], r"messages\[0\] must have a text as content, but None given"),
@@ -104,6 +103,15 @@ def test_parts_of_a_content_are_joined(tokenizer: PreTrainedTokenizerBase) -> No
 def test_a_wrong_message_is_named(tokenizer: PreTrainedTokenizerBase, messages: list[Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         render(tokenizer, messages, {})
+
+
+def test_a_role_is_any_that_the_template_renders(tokenizer: PreTrainedTokenizerBase) -> None:
+    talk = [HELLO, {"role": "critic", "content": " Too short. "}]
+    assert "<|im_start|>critic\n Too short. " in render(tokenizer, talk, {})
+    template = "{% for m in messages if m.role in ('user', 'tool') %}{{ m.content | trim }}{% endfor %}"
+    with pytest.raises(ValueError, match=r"messages\[1\] has the role 'critic', which the chat template leaves out"):
+        render(tokenizer, talk, {"chat_template": template})
+    assert render(tokenizer, talk, {"chat_template": template.replace("tool", "critic")}) == "HelloToo short."
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('users only') }}", "{{ users only }}"])

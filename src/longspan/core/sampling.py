@@ -81,7 +81,7 @@ class SamplingParams:
     Instances are hashable whatever collections they were given.
 
     Attributes:
-        n: how many outputs are drawn for the prompt, each from random numbers of its own.
+        n: how many outputs are drawn for the prompt, each from random numbers of its own; greedy ones are all alike.
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_k: the k most likely tokens stay, and those exactly as likely as the last of them; 0 or -1 keeps all.
         top_p: the smallest set of most likely tokens whose probability reaches p stays, with those exactly as likely as
@@ -150,9 +150,6 @@ class SamplingParams:
             self._set(name, value := read(name, value))
             if not in_range(value):
                 raise ParameterError(name, f"must be {wanted}, but {value} given", value)
-        if self.n > 1 and not self.temperature:
-            problem = f"must be 1 when using greedy sampling, but {self.n} given: set n=1 or a temperature above 0"
-            raise ParameterError("n", problem, self.n)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             problem = f"({self.min_tokens}) must not exceed max_tokens({self.max_tokens})"
             raise ParameterError("min_tokens", problem, self.min_tokens)

@@ -11,6 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse, Response
 
 import longspan
@@ -61,6 +62,14 @@ def make_app(server: Server) -> FastAPI:
 
         app.add_middleware(Tracing, tracer=settings.tracer, model_name=settings.model_names[0])
     app.add_middleware(Gate, max_header_bytes=settings.max_header_bytes, keys=settings.api_keys)
+    if settings.allowed_origins:  # before the gate: a browser asks without a key whether it may send one
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("x-request-id", "x-should-retry", "retry-after"),
+        )
     app.add_middleware(RequestContext, root_path=settings.root_path, intake=server.intake)
     return app
 
@@ -83,6 +92,8 @@ def _describe(app: FastAPI, server: Server) -> None:
             name_what_is_there(
                 document, settings.model_names, input_processor.vocab_size, input_processor.max_model_len
             )
+            [name] = document["paths"]["/v1/models/{model}"]["get"]["parameters"]
+            name["schema"]["enum"] = list(settings.model_names)
             update, changeable = components["schemas"]["PolicyUpdate"], server.engine.policy.changeable
             update["properties"] = dict.fromkeys(changeable, update["additionalProperties"])
             update["additionalProperties"] = False
@@ -214,6 +225,12 @@ def _add_state(app: FastAPI, server: Server) -> None:
     async def models() -> schemas.ModelList:
         """List the names by which the model goes."""
         return server.models
+
+    @app.get("/v1/models/{model:path}", tags=["state"], responses={401: _ERRORS[401], 404: _ERRORS[404]})
+    async def model_by_name(model: str) -> schemas.ModelCard:
+        """Return what the model has under one of its names."""
+        server.served.check_name(model)
+        return next(card for card in server.models.data if card.id == model)
 
 
 def _add_text(app: FastAPI, server: Server) -> None:

@@ -7,8 +7,10 @@ prompts: call it in a thread.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from inspect import signature
 from typing import Any, TypeVar
 
@@ -34,6 +36,9 @@ from longspan.serve.settings import RequestLimits
 from longspan.text.input_processor import EngineRequest, InputProcessor
 
 RequestT = TypeVar("RequestT", bound=BaseModel)
+_log = logging.getLogger("longspan")
+_MAX_TOLD = 8
+"""Fields in a line of the log."""
 _DEFAULT_MAX_TOKENS = 16
 """The default of completions, as OpenAI's."""
 _SAME = (
@@ -62,8 +67,8 @@ class ServedModel:
     def check_name(self, name: str | None) -> None:
         """Raises a WireError 404 when a request names another model."""
         if name is not None and name not in self.names:
-            known = ", ".join(self.names)
-            raise WireError(f"there is no model {name[:100]!r} here, but {known} (--served-model-name)", "model", 404)
+            words = f"there is no model {name[:100]!r} here, but {', '.join(self.names)} (--served-model-name)"
+            raise WireError(words, "model", 404, "model_not_found")
 
 
 def read_request(model: type[RequestT], body: bytes, limits: RequestLimits) -> RequestT:
@@ -82,9 +87,20 @@ def read_request(model: type[RequestT], body: bytes, limits: RequestLimits) -> R
     with as_wire_errors(None):
         limits.check("max_nesting", _depth(value), "lists and objects lie too deep in one another", "flatten them")
     try:
-        return model.model_validate(value)
+        request = model.model_validate(value)
     except ValidationError as error:
         raise wire_error(error, value) from error
+    if model.model_config.get("extra") == "ignore":
+        ignored = sorted(name for name in value.keys() - model.model_fields.keys() if value[name] is not None)
+        if ignored:
+            _tell_ignored(model.__name__, *map(shortened, ignored[:_MAX_TOLD]))
+    return request
+
+
+@lru_cache(maxsize=256)
+def _tell_ignored(model: str, *names: str) -> None:
+    """Logs once, for each of the latest sets of names, that these fields of a request change nothing."""
+    _log.info("a %s had fields that change nothing here: %s", model, ", ".join(map(ascii, names)))
 
 
 def num_elements(body: bytes, enough: int) -> int:

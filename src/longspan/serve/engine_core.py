@@ -217,7 +217,7 @@ class EngineLoop:
                 continue
             self._add_deltas(served, outputs)
             if served.state.finished:
-                self._forget(served)
+                self._forget(served, outputs)
         self._send_outputs(outputs)
 
     def _send_outputs(self, outputs: messages.StepOutputs, *, with_stats: bool = False) -> None:
@@ -259,10 +259,11 @@ class EngineLoop:
             if not sent.finished:
                 self._engine.finish(choice.request, reason)
                 outputs.finished.append(_finished(choice.request, served))
-        self._forget(served)
+        self._forget(served, outputs)
         self._send(outputs)
 
-    def _forget(self, served: _Served) -> None:
+    def _forget(self, served: _Served, outputs: messages.StepOutputs) -> None:
+        outputs.longest_outputs.append(max(len(choice.request.output) for choice in served.state.choices))
         del self._served[served.id]
         for choice in served.state.choices:
             del self._choices[choice.request.id]

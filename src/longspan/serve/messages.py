@@ -196,6 +196,7 @@ class StepOutputs(msgspec.Struct, tag=True, kw_only=True):
     Attributes:
         ttft_s, num_prompt_tokens: of requests that got their first token, the latter of all together.
         tbt_s: between each new token and the one before it in its choice.
+        longest_outputs: of each request that has ended, the tokens of its longest choice.
     """
 
     deltas: list[Delta] = []
@@ -203,6 +204,7 @@ class StepOutputs(msgspec.Struct, tag=True, kw_only=True):
     ttft_s: list[float] = []
     num_prompt_tokens: int = 0
     tbt_s: list[float] = []
+    longest_outputs: list[int] = []
     stats: Stats | None = None
 
 

@@ -26,8 +26,11 @@ _HISTOGRAMS = {
     "request_queue_time_seconds": ("From arrival to admission.", _REQUEST_S),
     "request_prefill_time_seconds": ("From admission to the first token.", _REQUEST_S),
     "request_decode_time_seconds": ("From the first token to the last.", _REQUEST_S),
+    "request_time_per_output_token_seconds": ("The mean time between the tokens of an output.", _TOKEN_S),
     "request_prompt_tokens": ("Length of prompts.", _TOKENS),
     "request_generation_tokens": ("Length of outputs.", _TOKENS),
+    "request_max_num_generation_tokens": ("Length of the longest output of a request.", _TOKENS),
+    "iteration_tokens_total": ("Output tokens of a step, and those of prompts that it has ended.", _TOKENS),
 }
 """Histograms by name: their help and their buckets."""
 _COUNTERS = (
@@ -79,7 +82,11 @@ class Metrics(Collector):
 
     def take_step(self, outputs: StepOutputs) -> None:
         """Counts what an engine step has brought."""
-        self._generation_tokens.inc(sum(len(delta.token_ids) for delta in outputs.deltas))
+        num_tokens = sum(len(delta.token_ids) for delta in outputs.deltas)
+        self._generation_tokens.inc(num_tokens)
+        if outputs.deltas:
+            self._observe("iteration_tokens_total", outputs.num_prompt_tokens + num_tokens)
+        self._observe("request_max_num_generation_tokens", *outputs.longest_outputs)
         self._prompt_tokens.inc(outputs.num_prompt_tokens)
         self._observe("time_to_first_token_seconds", *outputs.ttft_s)
         self._observe("inter_token_latency_seconds", *outputs.tbt_s)
@@ -88,6 +95,8 @@ class Metrics(Collector):
             self._observe("request_generation_tokens", choice.num_output_tokens)
             self._observe("e2e_request_latency_seconds", choice.e2e_s)
             self._observe("request_decode_time_seconds", choice.decode_s)
+            if choice.decode_s is not None and choice.num_output_tokens > 1:
+                self._observe("request_time_per_output_token_seconds", choice.decode_s / (choice.num_output_tokens - 1))
             if choice.is_first_choice:
                 self._observe("request_prompt_tokens", choice.num_prompt_tokens)
                 self._observe("request_queue_time_seconds", choice.queue_s)

@@ -71,7 +71,8 @@ class Intake:
 class RequestContext:
     """Gives each request the id of its `x-request-id`, or a new one, tells it in the answer, and logs a line.
 
-    It also says which prefix a proxy in front takes off, as a server would that knows it.
+    It also says which prefix a proxy in front takes off, as a server would that knows it. HEAD is answered as GET; the
+    protocol, which knows better, sends no body.
     """
 
     def __init__(self, app: ASGIApp, root_path: str, intake: Intake) -> None:
@@ -91,9 +92,10 @@ class RequestContext:
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
+        asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         self._intake.open_requests.add(place)
         try:
-            await self._app(scope, receive, send_with_id)
+            await self._app(asked, receive, send_with_id)
         finally:
             self._intake.open_requests.remove(place)
             spent_s = time.monotonic() - begin_s

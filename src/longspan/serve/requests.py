@@ -5,7 +5,7 @@ A number is a number here and a string a string: nothing is converted. Null alwa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, Tag, model_validator
@@ -61,47 +61,47 @@ Schema = dict[str, Any]
 _NO_TOOLS = "put the description of tools into a message"
 _NO_GUIDED = "use structured_outputs or response_format"
 _TEXT_ONLY = "only text is served"
-UNSERVED: Mapping[str, tuple[object, str]] = {
-    "allowed_token_ids": ([], "use logit_bias or structured_outputs"),
-    "audio": (None, _TEXT_ONLY),
-    "bad_words": ([], "use logit_bias"),
-    "cache_salt": (None, "all requests share the prefix cache: start another server for those that must not"),
-    "chat_template": (None, "the model's own is used; chat_template_kwargs sets its variables"),
-    "chat_template_kwargs": ({}, "only conversations have a template: use /v1/chat/completions"),
-    "continue_final_message": (False, "only conversations have a template: use /v1/chat/completions"),
-    "custom_logit_processor": (None, "use logit_bias or structured_outputs"),
-    "documents": ([], "put documents into a message"),
-    "echo": (False, "only /v1/completions repeats a prompt"),
-    "function_call": ("none", _NO_TOOLS),
-    "functions": ([], _NO_TOOLS),
-    "guided_choice": (None, _NO_GUIDED),
-    "guided_grammar": (None, _NO_GUIDED),
-    "guided_json": (None, _NO_GUIDED),
-    "guided_regex": (None, _NO_GUIDED),
-    "include_stop_str_in_output": (False, "append stop_reason to the text"),
-    "length_penalty": (1, "it belongs to beam search"),
-    "logits_processors": ([], "use logit_bias or structured_outputs"),
-    "lora_path": (None, "start a server for each model"),
-    "modalities": (["text"], _TEXT_ONLY),
-    "prompt_embeds": (None, "prompts are text or token ids"),
-    "reasoning_effort": (None, "chat_template_kwargs sets the variables of a template"),
-    "return_hidden_states": (False, "only text and logprobs are served"),
-    "return_tokens_as_token_ids": (False, "use return_token_ids"),
-    "skip_special_tokens": (True, "use return_token_ids"),
-    "stop_regex": (None, "use stop or structured_outputs"),
-    "structural_tag": (None, "use grammar"),
-    "suffix": ("", "only continuations are served"),
-    "tool_choice": ("none", _NO_TOOLS),
-    "tools": ([], _NO_TOOLS),
-    "top_logprobs": (0, "use logprobs, which is a number here"),
-    "truncate_prompt_tokens": (None, "shorten the prompt"),
-    "use_beam_search": (False, "use n and temperature"),
-    "web_search_options": (None, "put what is to be known into a message"),
-    "whitespace_pattern": (None, "use grammar"),
+UNSERVED: Mapping[str, tuple[Sequence[object], str]] = {
+    "allowed_token_ids": (([],), "use logit_bias or structured_outputs"),
+    "audio": ((), _TEXT_ONLY),
+    "bad_words": (([],), "use logit_bias"),
+    "cache_salt": ((), "all requests share the prefix cache: start another server for those that must not"),
+    "chat_template": ((), "the model's own is used; chat_template_kwargs sets its variables"),
+    "chat_template_kwargs": (({},), "only conversations have a template: use /v1/chat/completions"),
+    "continue_final_message": ((False,), "only conversations have a template: use /v1/chat/completions"),
+    "custom_logit_processor": ((), "use logit_bias or structured_outputs"),
+    "documents": (([],), "put documents into a message"),
+    "echo": ((False,), "only /v1/completions repeats a prompt"),
+    "function_call": (("none", "auto"), _NO_TOOLS),
+    "functions": (([],), _NO_TOOLS),
+    "guided_choice": ((), _NO_GUIDED),
+    "guided_grammar": ((), _NO_GUIDED),
+    "guided_json": ((), _NO_GUIDED),
+    "guided_regex": ((), _NO_GUIDED),
+    "include_stop_str_in_output": ((False,), "append stop_reason to the text"),
+    "length_penalty": ((1,), "it belongs to beam search"),
+    "logits_processors": (([],), "use logit_bias or structured_outputs"),
+    "lora_path": ((), "start a server for each model"),
+    "modalities": ((["text"],), _TEXT_ONLY),
+    "prompt_embeds": ((), "prompts are text or token ids"),
+    "reasoning_effort": (("none",), "chat_template_kwargs sets the variables of a template"),
+    "return_hidden_states": ((False,), "only text and logprobs are served"),
+    "return_tokens_as_token_ids": ((False,), "use return_token_ids"),
+    "skip_special_tokens": ((True,), "use return_token_ids"),
+    "stop_regex": ((), "use stop or structured_outputs"),
+    "structural_tag": ((), "use grammar"),
+    "suffix": (("",), "only continuations are served"),
+    "tool_choice": (("none", "auto"), _NO_TOOLS),
+    "tools": (([],), _NO_TOOLS),
+    "top_logprobs": ((0,), "use logprobs, which is a number here"),
+    "truncate_prompt_tokens": ((), "shorten the prompt"),
+    "use_beam_search": ((False,), "use n and temperature"),
+    "web_search_options": ((), "put what is to be known into a message"),
+    "whitespace_pattern": ((), "use grammar"),
 }
 """Fields of OpenAI's and vLLM's API that would change the answer and are not served.
 
-Each has its neutral value, beside null, and what to do instead. Other unknown fields are ignored, as they are by
+Each has its neutral values, beside null, and what to do instead. Other unknown fields are ignored, as they are by
 OpenAI's and vLLM's servers.
 """
 
@@ -123,8 +123,10 @@ class WireModel(BaseModel):
     def _refuse_unserved(cls, data: object) -> object:
         if isinstance(data, dict):
             for name, value in data.items():
-                neutral, instead = (value, "") if name in cls.model_fields else UNSERVED.get(name, (value, ""))
-                if value not in (None, neutral):
+                if name in cls.model_fields or name not in UNSERVED or value is None:
+                    continue
+                neutral, instead = UNSERVED[name]
+                if value not in neutral:
                     raise WireError(f"it is not supported: {instead}", name)
         return data
 
@@ -239,6 +241,9 @@ class ToolCall(WireModel):
     function: FunctionCall
 
 
+_ASSISTANT = "assistant"
+
+
 class _Message(WireModel):
     """Fields that are not known go to the chat template, which may know them."""
 
@@ -248,9 +253,9 @@ class _Message(WireModel):
 
 
 class GivenMessage(_Message):
-    """A message that the assistant reads."""
+    """A message that the assistant reads, of any role that the chat template renders."""
 
-    role: Literal["system", "developer", "user", "tool"]
+    role: Annotated[SomeText, Field(json_schema_extra={"not": {"const": _ASSISTANT}})]
     content: Content
     tool_call_id: str | None = None
 
@@ -263,7 +268,14 @@ class AssistantMessage(_Message):
     tool_calls: list[ToolCall] | None = None
 
 
-Message = Annotated[GivenMessage | AssistantMessage, Field(discriminator="role")]
+def _kind_of_message(value: object) -> str:
+    role = value.get("role") if isinstance(value, dict) else getattr(value, "role", None)
+    return "made" if role == _ASSISTANT else "given"
+
+
+Message = Annotated[
+    Annotated[GivenMessage, Tag("given")] | Annotated[AssistantMessage, Tag("made")], Discriminator(_kind_of_message)
+]
 Messages = TypeAliasType("Messages", Annotated[list[Message], Field(min_length=1), FailFast()])
 
 
@@ -272,7 +284,6 @@ def _given(field: str, schema: Schema) -> Schema:
 
 
 _NOT_NULL: Schema = {"not": {"type": "null"}}
-_GREEDY: Schema = {"if": _given("temperature", {"const": 0}), "then": {"properties": {"n": {"enum": [None, 1]}}}}
 _ONE_CONSTRAINT: Schema = {
     "if": _given("structured_outputs", _NOT_NULL),
     "then": {"properties": {"response_format": {"anyOf": [{"type": "null"}, _given("type", {"const": "text"})]}}},
@@ -295,7 +306,7 @@ class GenerationRequest(WireModel):
     n: Annotated[int, Field(ge=1, le=MOST)] | None = None
     """Choices per prompt."""
     temperature: Annotated[float, Field(ge=0)] | None = None
-    """0 is greedy, and allows one choice only."""
+    """0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=MOST)] | None = None
     """0 or -1 for all tokens."""
@@ -337,10 +348,6 @@ class GenerationRequest(WireModel):
 
     @model_validator(mode="after")
     def _fit(self) -> GenerationRequest:
-        if self.temperature == 0 and (self.n or 1) > 1:
-            raise WireError(
-                f"it must be 1 when using greedy sampling, but {self.n} given: set a temperature above 0", "n"
-            )
         if self.structured_outputs and self.response_format and self.response_format.type != "text":
             raise WireError("it cannot be combined with response_format: keep one of them", "structured_outputs")
         return self
@@ -349,7 +356,7 @@ class GenerationRequest(WireModel):
 class CompletionRequest(GenerationRequest):
     """`POST /v1/completions`."""
 
-    model_config = ConfigDict(json_schema_extra={"allOf": [_GREEDY, _ONE_CONSTRAINT]})
+    model_config = ConfigDict(json_schema_extra={"allOf": [_ONE_CONSTRAINT]})
 
     prompt: Prompts
     max_tokens: Whole | None = None
@@ -382,7 +389,7 @@ class TemplateFields(WireModel):
 class ChatCompletionRequest(GenerationRequest, TemplateFields):
     """`POST /v1/chat/completions`."""
 
-    model_config = ConfigDict(json_schema_extra={"allOf": [_GREEDY, _ONE_CONSTRAINT, _TOP_NEEDS_LOGPROBS, _OPEN_END]})
+    model_config = ConfigDict(json_schema_extra={"allOf": [_ONE_CONSTRAINT, _TOP_NEEDS_LOGPROBS, _OPEN_END]})
 
     messages: Messages
     max_tokens: Annotated[int, Field(ge=1, le=MOST)] | None = None

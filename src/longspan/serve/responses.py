@@ -36,6 +36,8 @@ _BODIES: dict[str, type[TextRequest]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatCompletionRequest,
 }
+_NO_PROMPT_FIELDS: Body = {"prompt_logprobs": None, "prompt_token_ids": None}
+"""A whole answer has them even if nobody asked: some clients read them without looking whether they are there."""
 _LEAST = -9999.0
 """Stands for minus infinity, which JSON does not have."""
 _UNDECODED = "\N{REPLACEMENT CHARACTER}"
@@ -252,7 +254,7 @@ class ChatAssembler(Assembler):
 
     def whole(self) -> Body:
         """Returns the body of the answer, with what is asked for of the prompt."""
-        return super().whole() | self.prompt_fields(self.choices[0])
+        return super().whole() | _NO_PROMPT_FIELDS | self.prompt_fields(self.choices[0])
 
     def chunks(self, prompt: int, delta: Delta) -> list[Body]:
         """Returns the chunks of a delta; the first of a stream has what is asked for of the prompt."""
@@ -327,7 +329,7 @@ class CompletionAssembler(Assembler):
         return replace(delta, text="", token_ids=[], logprobs=None if delta.logprobs is None else [])
 
     def whole_choice(self, choice: AnswerChoice, delta: Delta) -> Body:
-        return self._choice(choice, delta) | self.prompt_fields(choice)
+        return self._choice(choice, delta) | _NO_PROMPT_FIELDS | self.prompt_fields(choice)
 
     def chunk_choices(self, choice: AnswerChoice, delta: Delta) -> Iterator[Body]:
         """Yields nothing where nothing is new; the first chunk of a choice has what is asked for of its prompt."""

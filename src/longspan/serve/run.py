@@ -149,6 +149,7 @@ async def _answering(
         log_config=None,
         access_log=False,
         server_header=False,
+        timeout_keep_alive=settings.timeout_keep_alive_s,
         timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
     )
     http = _Http(config)

@@ -165,6 +165,10 @@ class ServerSettings:
         _names("The name clients ask for; repeatable. The model's own if not given.", name="served-model-name"),
     ] = ()
     root_path: Annotated[str, _server("The prefix that a proxy in front takes off.")] = ""
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        _names("Web pages from here may ask (CORS), such as https://example.org; repeatable, * for all.", default=""),
+    ] = ()
     max_num_queued_reqs: Annotated[
         int, _server("Requests that may wait for room; more are answered 503.", minimum=1)
     ] = 1024
@@ -175,6 +179,10 @@ class ServerSettings:
         float,
         _server("Seconds of silence after which the engine core is taken for lost.", name="engine-timeout", minimum=10),
     ] = 60.0
+    timeout_keep_alive_s: Annotated[
+        int,
+        _server("Seconds that a connection may be idle between requests.", name="timeout-keep-alive", minimum=1),
+    ] = 75
     request_timeout_s: Annotated[
         float | None,
         _timeout("Seconds that a request may take; x-request-timeout can only shorten it.", name="request-timeout"),

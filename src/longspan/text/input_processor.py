@@ -142,6 +142,10 @@ class InputProcessor:
             )
         except TemplateError as error:
             raise ValueError(f"the chat template refuses these messages: {error}") from error
+        for index, message in enumerate(plain):
+            if message["role"] not in _ROLES and str(message["content"]).strip() not in rendered:
+                problem = f"messages[{index}] has the role {message['role']!r:.60}, which the chat template leaves out"
+                raise ValueError(f"{problem}: choose {', '.join(_ROLES[:-1])} or {_ROLES[-1]}")
         return cast("str", rendered)
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -182,8 +186,8 @@ def _checked_message(where: str, message: object) -> dict[str, object]:
     if not isinstance(message, Mapping):
         raise ValueError(f"{where} must have a role and a content, but {message!r:.60} given")
     role, content = message.get("role"), message.get("content")
-    if role not in _ROLES:
-        raise ValueError(f"{where} has the role {role!r}: choose {', '.join(_ROLES[:-1])} or {_ROLES[-1]}")
+    if not isinstance(role, str) or not role:
+        raise ValueError(f"{where} has the role {role!r:.60}: choose {', '.join(_ROLES[:-1])} or {_ROLES[-1]}")
     if isinstance(content, str):
         return dict(message)
     if content is None and message.get("tool_calls"):
