@@ -96,6 +96,35 @@ NEEDED = {
 Started = tuple[Any, Any]
 
 
+@pytest.mark.parametrize(
+    ("host", "key", "words"),
+    [
+        ("127.0.0.1", None, None),
+        ("localhost", None, None),
+        ("::1", None, None),
+        ("0.0.0.0", None, "there is no --api-key: everybody who reaches 0.0.0.0 port 8000 may ask"),
+        ("127.0.0.1", "", "LONGSPAN_API_KEY is empty, so there is no key: everybody who reaches 127.0.0.1"),
+        ("0.0.0.0", "", "LONGSPAN_API_KEY is empty"),
+        ("0.0.0.0", "sesame", None),
+    ],
+)
+def test_a_server_that_is_open_says_so(
+    host: str,
+    key: str | None,
+    words: str | None,
+    started: list[Started],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if key is not None:
+        monkeypatch.setenv("LONGSPAN_API_KEY", key)
+    assert run("serve", "--host", host) == 0
+    assert len(started) == 1
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert (words is None) == (not said)
+    assert words is None or said[0].startswith(words)
+
+
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
     """What servers are started with: engine setup and settings."""

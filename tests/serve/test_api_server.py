@@ -405,10 +405,15 @@ def test_a_grammar_that_cannot_go_on_is_its_senders_mistake(events: Path, stream
     asyncio.run(check())
 
 
-def test_before_the_engine_has_started_only_the_api_server_is_alive(events: Path) -> None:
+def test_before_the_engine_has_started_only_the_api_server_is_alive(
+    events: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="longspan")
+
     async def check() -> None:
         running = asyncio.create_task(serve_fake(events.with_name(STARTS_LATE), port := free_port()))
         await until_alive(port)
+        assert f"until it serves, http://127.0.0.1:{port} answers 503" in caplog.text
         for path in ("/health", "/v1/models", "/metrics", "/version", "/nowhere"):
             reply = await ask(port, path, x_request_id="mine")
             assert (reply.status, reply.headers["x-request-id"]) == (503, "mine")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import os
 import sys
@@ -17,6 +18,8 @@ from longspan.serve.settings import RequestLimits, ServerSettings
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
+_log = logging.getLogger("longspan")
+_KEY = "LONGSPAN_API_KEY"
 _SERVER = ServerSettings()
 _LIMITS = RequestLimits()
 _ENGINE = EngineArgs()
@@ -49,9 +52,12 @@ def serve(
     from longspan.serve import errors, messages, run  # noqa: PLC0415 - other verbs do not wait for FastAPI
     from longspan.serve.server import end_process_if_busy  # noqa: PLC0415
 
-    os.environ.pop("LONGSPAN_API_KEY", None)  # it was read; processes that are started from here on need not know it
+    variable = os.environ.pop(_KEY, None)  # it was read; processes that are started from here on need not know it
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("longspan").setLevel(logging.INFO)
+    _log.setLevel(logging.INFO)
+    if not server.api_keys and (variable is not None or not _is_loopback(server.host)):
+        words = "there is no --api-key" if variable is None else f"{_KEY} is empty, so there is no key"
+        _log.warning("%s: everybody who reaches %s port %d may ask", words, server.host, server.port)
     engine.resolve()  # mistakes end it here, not in the engine core
     setup = messages.EngineSetup(
         engine=replace(engine, model=model, seed=seed),
@@ -68,6 +74,13 @@ def serve(
         code = 1
     end_process_if_busy(code)
     return code
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _tracer(endpoint: str) -> Tracer:

@@ -109,6 +109,8 @@ async def serve(setup: EngineSetup, settings: ServerSettings) -> int:
     """
     signals, app = _Signals(), StartingApp(settings.root_path)
     listening = listening_socket(settings.host, settings.port, settings.reader_timeout_s)
+    address = listening.getsockname()[:2]
+    _log.info("loading %s; until it serves, http://%s:%d answers 503", setup.engine.model, *address)
     engine = EngineClient(setup)
     with signals.caught():
         try:
@@ -117,7 +119,7 @@ async def serve(setup: EngineSetup, settings: ServerSettings) -> int:
                 if not isinstance(server, Server):
                     return 128 + signals.numbers[0]
                 app.app = make_app(server)
-                _log.info("serving %s on http://%s:%d", settings.model_names[0], *listening.getsockname()[:2])
+                _log.info("serving %s on http://%s:%d", settings.model_names[0], *address)
                 return await _serve_until_stopped(server, signals)
         finally:
             listening.close()
