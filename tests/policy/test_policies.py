@@ -214,11 +214,18 @@ def test_a_whole_rest_that_fits_is_dealt_at_once() -> None:
     assert sharded is not None and sum(sizes(sharded)) == 90
 
 
-def test_who_holds_least_gets_the_next_block() -> None:
+def test_members_take_turns_and_who_holds_two_blocks_more_waits() -> None:
     room = Room(tokens=(8, 8, 8), blocks=(9, 9, 9), block_size=4)
-    for owners, expected in (([0, 1, 2], 0), ([0, 0, 1], 2), ([0, 1, 2, 0], 1)):
+    for owners, first, expected in (
+        ([0, 1, 2], 0, 0),
+        ([0, 1, 2, 0], 0, 1),
+        ([0, 1, 2], 2, 2),
+        ([0, 1, 2, 0], 2, 0),
+        ([0, 0, 1], 0, 1),
+        ([1, 1, 1, 0, 2], 2, 2),
+    ):
         start = 4 * len(owners)
-        sharded = shard_chunk(start, start + 1, owners, room)
+        sharded = shard_chunk(start, start + 1, owners, room, first=first)
         assert sharded is not None and sizes(sharded).index(1) == expected
     full = Room(tokens=(8, 8, 8), blocks=(9, 0, 9), block_size=4)
     sharded = shard_chunk(16, 17, [0, 1, 2, 0], full)

@@ -296,7 +296,7 @@ class GroupParts:
         if self._leaves_kv_with_last(exchange) and not is_too_large(request, budget.view, 1):
             shards = _shard_to_last(start, end, owners, room, shape)
         kv_owner = None if shards is None else group[-1]
-        shards = shards or shard_chunk(start, end, owners, room, shape)
+        shards = shards or shard_chunk(start, end, owners, room, shape, _first_member(request, len(group)))
         if shards is None:
             return None
         stop = max([run.stop for runs in shards for run in runs])
@@ -327,6 +327,13 @@ class GroupParts:
         if self._partitions is not None:
             fractions = self._partitions.fractions(new_tokens, cached_tokens, members)
         return Shape(layout="contiguous", fractions=fractions, chained=True)
+
+
+def _first_member(request: RequestView, members: int) -> int:
+    """Returns the member that is the first to take a block: another one for each request, so that of those that decode
+    together each member computes as many (Context Parallelism §3.6); also if a group gets only every second request.
+    """
+    return (request.id + request.id // members) % members
 
 
 def _alone(request: RequestView, *, is_single: bool) -> int | None:
@@ -396,22 +403,28 @@ class Room:
 _ZIGZAG = Shape()
 
 
-def shard_chunk(start: int, stop: int, owners: Sequence[int], room: Room, shape: Shape = _ZIGZAG) -> SpanShards | None:
+def shard_chunk(
+    start: int, stop: int, owners: Sequence[int], room: Room, shape: Shape = _ZIGZAG, first: int = 0
+) -> SpanShards | None:
     """Shards the next chunk of the tokens `[start, stop)`; `owners` names the member that holds each block so far.
 
     The rest in the wanted shape, if it fits; else as many blocks as can be sharded in that shape; else, with little
-    room, part of one block to the member that holds it, or for a new one to the member with the fewest of the request's
-    blocks. None when there is room for no token. Shards may ask for a block that is not free when none is: then
-    somebody must give way.
+    room, part of one block to the member that holds it, or for a new one to the member whose turn it is. None when
+    there is room for no token. Shards may ask for a block that is not free when none is: then somebody must give way.
+
+    Members take turns in the request's blocks from `first` on. Whoever holds two more than the one with the fewest has
+    to wait, but not for one more: all requests behind a prefix that they share would begin with the same member. Where
+    no block is free, the member with the fewest is to get one.
     """
     num_members, size = len(room.tokens), room.block_size
-    held = Counter(owners)
-    fewest_first = sorted(range(num_members), key=lambda m: held.get(m, 0))
+    members, held, next_one = range(num_members), Counter(owners), first + len(owners)
+    enough = min(held[m] for m in members) + any(number > 0 for number in room.blocks)
+    by_turn = sorted(members, key=lambda m: (max(held[m], enough), (m - next_one) % num_members))
     head = None
     if start % size:
         head = 0 if shape.chained else owners[start // size]
-    # Members of other layouts than the contiguous one change their turns, so that what they hold evens out.
-    order = range(num_members) if shape.layout == "contiguous" else fewest_first
+    # A chain has its own order, and fractions are of certain members.
+    order = members if shape.chained or shape.fractions else by_turn
     turns = {member: turn for turn, member in enumerate(order)}
     for end in chain((stop,), _ends(start, room, shape)):
         if start < end <= stop:
@@ -422,10 +435,10 @@ def shard_chunk(start: int, stop: int, owners: Sequence[int], room: Room, shape:
                 head=None if head is None else turns[head],
                 fractions=shape.fractions,
             )
-            shards = tuple([in_order[turns[member]] for member in range(num_members)])
+            shards = tuple([in_order[turns[member]] for member in members])
             if room.fits(shards):
                 return shards
-    return _shard_one_block(start, stop, head, fewest_first, room)
+    return _shard_one_block(start, stop, head, by_turn, room)
 
 
 def _shard_to_last(start: int, stop: int, owners: Sequence[int], room: Room, shape: Shape) -> SpanShards | None:

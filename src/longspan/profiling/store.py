@@ -19,7 +19,7 @@ from longspan.model.files import ModelError, ModelFiles, cache_root, write_file
 
 StoredT = TypeVar("StoredT", bound=Stored)
 _log = logging.getLogger("longspan")
-_REVISION = 1
+_REVISION = 2
 """Raised with every change by which instances take other times for the same work, or are measured otherwise."""
 
 
