@@ -17,6 +17,7 @@ from longspan.core.owners import BlockRef
 from longspan.core.runs import Layout, shard_span
 from longspan.core.steps import Forward, MoveKV, Part
 from longspan.cost.architecture import ModelShape
+from longspan.cost.flows import alone_s
 from longspan.cost.profile import Decode, Prefill, Profile, Transfer, fit_decodes
 from longspan.cost.step_cost import FittedCost
 from longspan.sim.experiment import predicted_profile
@@ -177,9 +178,9 @@ def test_kv_moves_as_quickly_as_ranks_sent_messages() -> None:
     block_bytes = 100 * 2 * 2 * 16 * 2 * 10
     to_two = tuple((BlockRef(0, block), BlockRef(1 + block % 2, block)) for block in range(6))
     move = MoveKV(number=2, request_id=0, copies=to_two)
-    assert fitted(linked).move_s(move) == pytest.approx(took(6 * block_bytes), rel=1e-3)
+    assert alone_s(fitted(linked).flows(move)) == pytest.approx(took(6 * block_bytes), rel=1e-3)
     with pytest.raises(ValueError, match="lacks times of messages between two ranks"):
-        fitted(profile()).move_s(move)
+        alone_s(fitted(profile()).flows(move))
 
 
 def test_layers_hide_all_of_a_balance_but_what_comes_before_the_first() -> None:
@@ -190,7 +191,7 @@ def test_layers_hide_all_of_a_balance_but_what_comes_before_the_first() -> None:
     cost = fitted(linked)
     plain = cost.seconds(Forward(number=1, parts=(shared,)))
     balanced = cost.seconds(Forward(number=1, parts=(shared,), rebalances=(move,)))
-    assert balanced == {i: pytest.approx(plain[i] + cost.move_s(move) / 10) for i in (3, 5)}
+    assert balanced == {i: pytest.approx(plain[i] + alone_s(cost.flows(move)) / 10) for i in (3, 5)}
 
 
 def test_old_profiles_are_read_and_decodes_are_kept() -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Hashable
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from longspan.core.cluster import Cluster, ParallelSpec
 from longspan.core.exchange import LOCAL, RING_KV
@@ -13,6 +17,7 @@ from longspan.core.runs import Run, shard_span
 from longspan.core.steps import Forward, MoveKV, Part
 from longspan.cost import catalog
 from longspan.cost.architecture import from_config
+from longspan.cost.flows import Flow, alone_s, shared_rates
 from longspan.cost.forward import rooflines
 from longspan.cost.step_cost import RooflineCost
 from longspan.cost.topology import Devices
@@ -38,7 +43,7 @@ def move(*pairs: tuple[int, int], blocks: int = 100) -> MoveKV:
 
 def test_each_source_sends_over_its_own_link_at_the_same_time() -> None:
     found = cost()
-    one, four = found.move_s(move((0, 16))), found.move_s(move((0, 16), (1, 16), (2, 16), (3, 16)))
+    one, four = alone_s(found.flows(move((0, 16)))), alone_s(found.flows(move((0, 16), (1, 16), (2, 16), (3, 16))))
     assert four == pytest.approx(one), "8 devices receive what 4 send"
     between = found.lines[0].topology.between
     assert one == pytest.approx(between.latency_s + 100 * BLOCK * TOKEN_BYTES / between.bytes_per_s)
@@ -62,7 +67,7 @@ def test_moves_of_one_source_each_go_beside_each_other() -> None:
 def test_sixteen_sources_are_too_many_for_eight_receivers() -> None:
     found = cost()
     between = found.lines[0].topology.between
-    all_of_them = found.move_s(move(*((source, 16) for source in range(16))))
+    all_of_them = alone_s(found.flows(move(*((source, 16) for source in range(16)))))
     expected = 16 * 100 * BLOCK * TOKEN_BYTES / 8 / between.bytes_per_s
     assert all_of_them == pytest.approx(between.latency_s + expected)
 
@@ -73,20 +78,20 @@ def test_heads_that_several_ranks_have_are_sent_to_each() -> None:
     found = RooflineCost(few, replace(HOSTS, hosts=2), instances, block_size=BLOCK)
     between = found.lines[0].topology.between
     sent_bytes = 100 * BLOCK * TOKEN_BYTES  # 4 heads to 8 ranks: as much as 8 heads to 8
-    assert found.move_s(move((0, 8))) == pytest.approx(between.latency_s + sent_bytes / between.bytes_per_s)
+    assert alone_s(found.flows(move((0, 8)))) == pytest.approx(between.latency_s + sent_bytes / between.bytes_per_s)
 
 
 def test_a_move_inside_a_host_does_not_use_the_network() -> None:
     found = cost("4", "tp4", replace(HOSTS, hosts=1))
-    assert found.move_s(move((0, 4))) < cost().move_s(move((0, 16))) / 5
+    assert alone_s(found.flows(move((0, 4)))) < alone_s(cost().flows(move((0, 16)))) / 5
 
 
 def test_devices_that_share_a_link_share_it() -> None:
     shared = next(name for name in catalog.names("links") if catalog.link(name).shared)
     found = cost(cluster=replace(HOSTS, link=shared))
-    one, two = found.move_s(move((0, 16))), found.move_s(move((0, 16), (1, 16)))
+    one, two = alone_s(found.flows(move((0, 16)))), alone_s(found.flows(move((0, 16), (1, 16))))
     assert two == pytest.approx(2 * one, rel=1e-3)
-    assert found.move_s(move((0, 16), (8, 17))) == pytest.approx(one), "other hosts"
+    assert alone_s(found.flows(move((0, 16), (8, 17)))) == pytest.approx(one), "other hosts"
 
 
 def test_roles_lie_on_their_own_devices() -> None:
@@ -97,6 +102,32 @@ def test_roles_lie_on_their_own_devices() -> None:
     assert [decode.topology.hosts[i] for i in (16, 17)] == [2, 3]
     with pytest.raises(ValueError, match=r"16 \* 1 \+ 3 \* 8 = 40 GPUs"):
         rooflines(MODEL, HOSTS, Cluster(spec=ParallelSpec(instances=16), decode_spec=ParallelSpec(instances=3, tp=8)))
+
+
+@given(
+    st.lists(
+        st.lists(
+            st.tuples(st.integers(0, 4), st.sampled_from([0.5, 1.0, 3.0])),
+            min_size=1,
+            max_size=3,
+            unique_by=lambda at: at[0],
+        ),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_flows_share_links_fairly(paths: list[list[tuple[int, float]]]) -> None:
+    """Max-min: each flow passes a full end where nobody gets more bytes than it does."""
+    flows = [Flow(0, 1, 1.0, 0.0, tuple(path)) for path in paths]
+    rates = shared_rates(flows)
+    used: Counter[Hashable] = Counter()
+    for flow, rate in zip(flows, rates, strict=True):
+        used.update({end: rate * seconds for end, seconds in flow.s_per_byte})
+    assert max(used.values()) < 1 + 1e-9
+    for flow, rate in zip(flows, rates, strict=True):
+        full = [end for end, _ in flow.s_per_byte if used[end] > 1 - 1e-9]
+        others = {end: max(r for f, r in zip(flows, rates, strict=True) if end in dict(f.s_per_byte)) for end in full}
+        assert min(others.values()) <= rate * (1 + 1e-9)
 
 
 def _prefill(rebalances: tuple[MoveKV, ...] = (), new: int = 32_768, cached: int = 0) -> Forward:
@@ -120,7 +151,7 @@ def test_a_balance_beside_long_layers_costs_its_first_layer() -> None:
     found = cost()
     moved = move((0, 2), (1, 3), blocks=32)
     plain, balanced = found.seconds(_prefill(cached=32_768)), found.seconds(_prefill((moved,), cached=32_768))
-    part_s = found.move_s(moved) / 32
+    part_s = alone_s(found.flows(moved)) / 32
     assert [balanced[i] - plain[i] for i in range(4)] == [pytest.approx(part_s)] * 4
 
 
@@ -128,7 +159,7 @@ def test_a_balance_beside_short_layers_shows() -> None:
     found = cost()
     moved = move((0, 2), blocks=2000)
     plain, balanced = found.seconds(_prefill(new=1024)), found.seconds(_prefill((moved,), new=1024))
-    assert balanced[0] - plain[0] > found.move_s(moved) / 2
+    assert balanced[0] - plain[0] > alone_s(found.flows(moved)) / 2
 
 
 def test_a_decode_on_eight_ranks_is_quicker_than_on_one() -> None:

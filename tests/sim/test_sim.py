@@ -155,11 +155,24 @@ def ends(steps: list[Forward | MoveKV]) -> list[tuple[list[int], float]]:
     return found
 
 
-def test_moves_go_beside_steps_one_after_the_other_from_each_source_and_to_each_target() -> None:
-    steps = [forward(1, 0), move(2, 0, 2), move(3, 0, 3), move(4, 1, 3), move(5, 1, 2), forward(6, 2)]
-    # A send and a receive of 2 s each: 0 to 2, then 0 to 3, then 1 to 3, then 1 to 2; instances compute meanwhile.
-    assert ends(steps) == [([1, 2, 6], 2.0), ([3], 4.0), ([4], 6.0), ([5], 8.0)]
+def test_moves_to_several_targets_go_at_the_same_time_and_share_the_links_of_their_ends() -> None:
     assert ends([move(1, 0, 2), move(2, 1, 3)]) == [([1, 2], 2.0)]
+    assert ends([move(1, 0, 2), move(2, 2, 0)]) == [([1, 2], 2.0)], "both directions"
+    # A block a second leaves 0, and comes to 3: the short move is not behind the long one.
+    assert ends([move(1, 0, 2, 4), move(2, 0, 3, 1)]) == [([2], 2.0), ([1], 5.0)]
+    assert ends([move(1, 0, 3, 4), move(2, 1, 3, 1)]) == [([2], 2.0), ([1], 5.0)]
+    # Three share what comes to 3, so two thirds of what leaves 0 are for its other move.
+    moves = [move(1, 0, 3), move(2, 1, 3), move(3, 2, 3), move(4, 0, 4)]
+    assert ends(moves) == [([4], pytest.approx(3.0)), ([1, 2, 3], pytest.approx(6.0))]
+
+
+def test_moves_from_one_instance_to_another_follow_each_other() -> None:
+    assert ends([move(1, 0, 2, 4), move(2, 0, 2, 1)]) == [([1], 4.0), ([2], 5.0)]
+
+
+def test_a_move_begins_when_its_source_has_done_the_steps_before_it() -> None:
+    assert ends([forward(1, 0), move(2, 0, 1), forward(3, 0)]) == [([1], 2.0), ([2, 3], 4.0)]
+    assert ends([forward(1, 1), move(2, 0, 1)]) == [([1, 2], 2.0)], "who computes receives meanwhile"
 
 
 def test_a_stream_ends_a_layer_after_its_step_or_when_its_bytes_are_sent() -> None:
@@ -170,10 +183,10 @@ def test_a_stream_ends_a_layer_after_its_step_or_when_its_bytes_are_sent() -> No
     assert ends([forward(1, 0), streaming(8)]) == [([1], 2.0), ([2], 6.0), ([3], 10.0)]
 
 
-def test_a_stream_lets_moves_pass_that_can_begin_before_it() -> None:
-    streaming = replace(forward(2, 0, num_tokens=6), streams=(move(3, 0, 1),))
-    assert ends([forward(1, 0), streaming, move(4, 0, 1)]) == [([1, 4], 2.0), ([2], 6.0), ([3], 6.5)]
-    assert ends([forward(1, 0), streaming, move(4, 0, 1, 3)]) == [([1], 2.0), ([4], 3.0), ([2], 6.0), ([3], 6.5)]
+def test_a_move_waits_for_streams_on_the_same_way_and_shares_links_with_others() -> None:
+    streaming = replace(forward(1, 0, num_tokens=6), streams=(move(2, 0, 1),))
+    assert ends([streaming, move(3, 0, 1)]) == [([1], 4.0), ([2], 4.5), ([3], 6.5)]
+    assert ends([streaming, move(3, 3, 1, 4)]) == [([1], 4.0), ([2], 4.5), ([3], 6.0)]
 
 
 def test_a_poll_that_ends_early_loses_no_stream() -> None:

@@ -13,6 +13,7 @@ from linear_cost import LinearCost
 from longspan.core.cluster import Cluster, Location, ParallelSpec
 from longspan.core.request import Request
 from longspan.core.steps import Forward, MoveKV
+from longspan.cost.flows import Flow
 from longspan.policy.choosing import Facts
 from longspan.runtime.batch import RankRequests
 from longspan.runtime.sampling import Vocabulary
@@ -85,13 +86,10 @@ class UnevenCost:
     setup: Setup
     num_layers: int = 2
 
-    def move_s(self, move: MoveKV) -> float:
+    def flows(self, move: MoveKV) -> tuple[Flow, ...]:
         """See `StepCost`."""
-        return LinearCost().move_s(move) + 10 * self.setup.lag_s(move.targets[0], move.number)
-
-    def received_s(self, move: MoveKV) -> float:
-        """See `StepCost`."""
-        return self.move_s(move)
+        more = 10 * self.setup.lag_s(move.targets[0], move.number) / LinearCost.per_block_s
+        return tuple(flow._replace(num_bytes=flow.num_bytes + more) for flow in LinearCost().flows(move))
 
     def seconds(self, forward: Forward) -> dict[int, float]:
         """See `StepCost`."""

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from longspan.core.steps import Forward, MoveKV
+from longspan.cost.flows import Flow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,10 +29,10 @@ class LinearCost:
                 tokens[instance] += sum(len(run) for run in runs)
         return dict.fromkeys(forward.instances, self.base_s + self.per_token_s * max(tokens.values()))
 
-    def move_s(self, move: MoveKV) -> float:
-        """Prices it as `StepCost` says."""
-        return self.per_block_s * len(move.copies)
-
-    def received_s(self, move: MoveKV) -> float:
-        """Prices it as `StepCost` says."""
-        return self.move_s(move)
+    def flows(self, move: MoveKV) -> tuple[Flow, ...]:
+        """Sends it as `StepCost` says; bytes are blocks."""
+        pairs = Counter((source.instance, target.instance) for source, target in move.copies)
+        return tuple(
+            Flow(*pair, number, 0.0, ((("out", pair[0]), self.per_block_s), (("in", pair[1]), self.per_block_s)))
+            for pair, number in pairs.items()
+        )

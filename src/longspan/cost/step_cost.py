@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import ItemsView, Sequence
 from functools import lru_cache
 from itertools import compress
 from operator import add
-from typing import Literal, Protocol
+from typing import Protocol
 
 from longspan.core.cluster import Cluster
 from longspan.core.exchange import LOCAL, RING_Q, Exchange
@@ -15,8 +15,9 @@ from longspan.core.owners import coupled_instances
 from longspan.core.runs import SpanShards, shard_span
 from longspan.core.steps import Forward, MoveKV, Part
 from longspan.cost.architecture import Architecture, ModelShape
-from longspan.cost.catalog import Kernels, Link
+from longspan.cost.catalog import Kernels
 from longspan.cost.channels import Channel, Share, Shares, shares_of
+from longspan.cost.flows import Flow, alone_s
 from longspan.cost.forward import Roofline, rooflines
 from longspan.cost.profile import Prefill, Profile, Times
 from longspan.cost.topology import Devices
@@ -37,16 +38,8 @@ class StepCost(Protocol):
         """
         ...
 
-    def move_s(self, move: MoveKV) -> float:
-        """Times a transfer on links that carry nothing else, from one pair of instances to the next at the same
-        time.
-        """
-        ...
-
-    def received_s(self, move: MoveKV) -> float:
-        """Times how long its bytes keep the links of its targets busy, which together may be quicker than a
-        source's.
-        """
+    def flows(self, move: MoveKV) -> Sequence[Flow]:
+        """Says what a transfer sends over which links, from each of its sources to each of its targets."""
         ...
 
 
@@ -59,13 +52,9 @@ def _wait_for_balances(forward: Forward, layers_s: dict[int, float], cost: StepC
     for move in forward.rebalances:
         group = next(part.group for part in forward.parts if part.request_id == move.request_id)
         layer_s = min(hiding_s[instance] for instance in group) / cost.num_layers
-        moved_s = cost.move_s(move) / cost.num_layers
+        moved_s = alone_s(cost.flows(move)) / cost.num_layers
         for instance in group:
             layers_s[instance] += moved_s + (cost.num_layers - 1) * max(0.0, moved_s - layer_s)
-
-
-_End = tuple[Link, Literal["out", "in"], int]
-"""An end of a link, where bytes enter or leave a device of an instance, or a host whose devices share the link."""
 
 
 class RooflineCost:
@@ -90,43 +79,33 @@ class RooflineCost:
         self.lines = rooflines(model, devices, cluster, kernels)
         self.num_layers = model.attention.num_layers
         self._block_size, self._num_prefill = block_size, cluster.spec.instances
-        self._sent_s = lru_cache(maxsize=2**16)(self._find_sent_s)
+        self._path = lru_cache(maxsize=2**16)(self._find_path)
         self._alone_s = lru_cache(maxsize=2**17)(_find_alone_s)
 
-    def move_s(self, move: MoveKV) -> float:
-        return self._sent_s(_blocks(move))[0]
+    def flows(self, move: MoveKV) -> tuple[Flow, ...]:
+        """Returns flows of which each rank of a target gets its own heads, and the ranks of a source send equal parts.
 
-    def received_s(self, move: MoveKV) -> float:
-        return self._sent_s(_blocks(move))[1]
-
-    def _find_sent_s(self, blocks: tuple[tuple[tuple[int, int], int], ...]) -> tuple[float, float]:
-        """Times sending blocks from one instance to another, for all these pairs and numbers at once.
-
-        Each rank of a target gets its own heads, and the ranks of a source send equal parts of all that the target
-        gets. The busiest device, or host where the devices of one share a link, says how long it takes; both directions
-        of a link are used at the same time.
-
-        Returns:
-            How long it takes, and how long it keeps the busiest link of a target busy.
+        They pass devices, or hosts where the devices of one share a link; both directions of a link at the same time.
         """
-        loads: defaultdict[_End, float] = defaultdict(float)
-        latency_s = 0.0
-        for (source, target), number in blocks:
-            sender, receiver = self._line(source), self._line(target)
-            layer, topology = receiver.layer, receiver.topology
-            num_bytes = number * self._block_size * layer.kv_bytes * layer.tp * layer.model.attention.num_layers
-            out_of, into = topology.hosts[source], topology.hosts[target]
-            link = topology.inside if out_of == into else topology.between
-            latency_s = max(latency_s, link.latency_s)
-            if link.shared:
-                loads[link, "out", out_of] += num_bytes
-                loads[link, "in", into] += num_bytes
-            else:
-                loads[link, "out", source] += num_bytes / sender.layer.tp
-                loads[link, "in", target] += num_bytes / layer.tp
-        busy_s = {end: load / end[0].bytes_per_s for end, load in loads.items()}
-        received_s = max((seconds for (_, way, _), seconds in busy_s.items() if way == "in"), default=0.0)
-        return latency_s + max(busy_s.values(), default=0.0), received_s
+        return tuple(
+            self._path(*pair)._replace(num_bytes=number * self._block_bytes(pair[1])) for pair, number in _pairs(move)
+        )
+
+    def _block_bytes(self, target: int) -> float:
+        layer = self._line(target).layer
+        return self._block_size * layer.kv_bytes * layer.tp * layer.model.attention.num_layers
+
+    def _find_path(self, source: int, target: int) -> Flow:
+        """Returns an empty flow, which says which links it takes."""
+        topology = self._line(target).topology
+        out_of, into = topology.hosts[source], topology.hosts[target]
+        link = topology.inside if out_of == into else topology.between
+        if link.shared:
+            ends = [("out", out_of, 1), ("in", into, 1)]
+        else:
+            ends = [("out", source, self._line(source).layer.tp), ("in", target, self._line(target).layer.tp)]
+        s_per_byte = tuple(((link.where, way, place), 1 / (devices * link.bytes_per_s)) for way, place, devices in ends)
+        return Flow(source, target, 0.0, link.latency_s, s_per_byte)
 
     def _line(self, instance: int) -> Roofline:
         return self.lines[-1 if instance >= self._num_prefill else 0]
@@ -222,8 +201,9 @@ def _wait_for_members(layers_s: dict[int, float], channels: Sequence[Channel]) -
         layers_s.update(dict.fromkeys(coupled, max([layers_s[instance] for instance in coupled])))
 
 
-def _blocks(move: MoveKV) -> tuple[tuple[tuple[int, int], int], ...]:
-    return tuple(Counter([(source.instance, target.instance) for source, target in move.copies]).items())
+def _pairs(move: MoveKV) -> ItemsView[tuple[int, int], int]:
+    """Counts the blocks that go from each source to each target."""
+    return Counter([(source.instance, target.instance) for source, target in move.copies]).items()
 
 
 def _channel(parts: Sequence[Part]) -> Channel:
@@ -269,23 +249,15 @@ class FittedCost:
             )
             raise ParameterError("profile", problem)
 
-    def move_s(self, move: MoveKV) -> float:
-        return self._moved_s(move, "out", "in")
-
-    def received_s(self, move: MoveKV) -> float:
-        return self._moved_s(move, "in")
-
-    def _moved_s(self, move: MoveKV, *ways: str) -> float:
-        """Times a move by the busiest instance of those that send or receive."""
+    def flows(self, move: MoveKV) -> tuple[Flow, ...]:
         if self._link is None:
             problem = "lacks times of messages between two ranks, which KV moves by: measure 2 instances or more"
             raise ParameterError("profile", problem)
-        blocks: Counter[tuple[str, int]] = Counter()
-        for source, target in move.copies:
-            blocks["out", source.instance] += 1
-            blocks["in", target.instance] += 1
-        most = max(number for (way, _), number in blocks.items() if way in ways)
-        return self._link.seconds(most * self._block_bytes / self._tp)
+        latency_s, byte_s = self._link.start_s, 1 / (self._link.bytes_per_s * self._tp)
+        return tuple(
+            Flow(*pair, number * self._block_bytes, latency_s, ((("out", pair[0]), byte_s), (("in", pair[1]), byte_s)))
+            for pair, number in _pairs(move)
+        )
 
     def seconds(self, forward: Forward) -> dict[int, float]:
         starts, rest = dict.fromkeys(forward.instances, 0.0), dict.fromkeys(forward.instances, 0.0)

@@ -6,12 +6,14 @@ import heapq
 import math
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from longspan.core.owners import coupled_instances
 from longspan.core.steps import Completion, Forward, MoveKV, Part, Sample, Sampled, Step
+from longspan.cost.flows import alone_s
 from longspan.cost.step_cost import StepCost
+from longspan.sim.links import Links
 
 
 class VirtualClock:
@@ -44,9 +46,9 @@ class SimExecutor:
     All instances of a step start together, once the last is free, and each ends by its own time. The step is complete
     when the last has ended; of steps that end at the same moment the one with the lower number completes first.
 
-    KV moves beside that: an instance sends one `MoveKV` after the other, in the order in which they could begin; what
-    it receives takes its own links for as long as the bytes need there, from however many it comes. One that a Forward
-    streams begins with it, and ends one layer's time after it at the soonest.
+    KV moves beside that, from each instance to each other in the order of the steps, as in `Links`. A `MoveKV` begins
+    once its source has done the Forwards before it. One that a Forward streams begins with that, and ends one layer's
+    time after it at the soonest.
 
     Args:
         slow: by which factor an instance computes slowly, see `apply_slowdown`.
@@ -69,10 +71,11 @@ class SimExecutor:
         self._clock, self._vocab_size, self._cost = clock, vocab_size, cost
         self._slow, self._ready_s, self._watch = slow or {}, ready_s, watch
         self._free_at = defaultdict[int, float](lambda: ready_s)
-        self._sent_at: dict[int, float] = {}
-        self._received_at: dict[int, float] = {}
-        self._due: list[tuple[float, int, Forward | MoveKV | tuple[MoveKV, float]]] = []
-        """When, number, and what ends then; or a streamed move that begins then, and when its Forward ends."""
+        self._links = Links()
+        self._leaving: dict[int, tuple[int, float]] = {}
+        """By the number of a move, how many of its flows have not left, and when the latest of the others is there."""
+        self._due: list[tuple[float, int, Forward | None]] = []
+        """When a step is complete, its number, and the step if it is a Forward."""
         self._banned: dict[int, tuple[int, ...]] = {}
 
     def submit(self, step: Step) -> None:
@@ -82,7 +85,7 @@ class SimExecutor:
                     self._banned[part.request_id] = part.sampling.banned
             self._run(step)
         elif isinstance(step, MoveKV):
-            self._move(step, max(self._clock.now(), self._ready_s), 0.0)
+            self._send(step, ready_s=max(self._clock.now(), *(self._free_at[source] for source in step.sources)))
         else:
             for request_id in step.request_ids:
                 self._banned.pop(request_id, None)
@@ -92,26 +95,22 @@ class SimExecutor:
     def poll(self, timeout_s: float | None) -> list[Completion]:
         """Moves the clock to the next completion, but no further than `timeout_s`."""
         limit = math.inf if timeout_s is None else self._clock.now() + timeout_s
-        due = self._due
+        due, links = self._due, self._links
         done: list[Completion] = []
-        while not done and due and due[0][0] <= limit:
-            at_s = due[0][0]
+        while not done and (at_s := min(due[0][0] if due else math.inf, links.next_s)) <= limit and at_s < math.inf:
             self._clock.advance_to(at_s)
+            for number, there_s in links.advance(at_s):
+                self._leave(number, there_s)
             while due and due[0][0] == at_s:
-                _, _, what = heapq.heappop(due)
-                if isinstance(what, tuple):
-                    move, forward_end_s = what
-                    self._move(move, at_s, forward_end_s)
-                else:
-                    done.append(self._completion(what))
+                _, number, forward = heapq.heappop(due)
+                done.append(self._completion(number, () if forward is None else forward.parts))
         if not done and timeout_s is not None:
             self._clock.advance_to(limit)
         return done
 
-    def _completion(self, step: Forward | MoveKV) -> Completion:
-        parts = step.parts if isinstance(step, Forward) else ()
+    def _completion(self, number: int, parts: Sequence[Part]) -> Completion:
         sampled = tuple([self._invent(part, part.sample) for part in parts if part.sample is not None])
-        return Completion(number=step.number, sampled=sampled, bytes_sent={})
+        return Completion(number=number, sampled=sampled, bytes_sent={})
 
     def _run(self, forward: Forward) -> None:
         start = max(self._clock.now(), *map(self._free_at.__getitem__, forward.instances))
@@ -123,22 +122,25 @@ class SimExecutor:
         self._free_at.update(ends)
         heapq.heappush(self._due, (max(ends.values()), forward.number, forward))
         for move in forward.streams:
-            forward_end_s = max(ends[source] for source in move.sources)
-            heapq.heappush(self._due, (start, move.number, (move, forward_end_s)))
+            layer_s = alone_s(self._cost.flows(move)) / self._cost.num_layers
+            self._send(move, ready_s=start, least_s=max(ends[source] for source in move.sources) + layer_s)
         if self._watch is not None:
             self._watch(StepTiming(forward=forward, start_s=start, ends_s=ends))
 
-    def _move(self, move: MoveKV, ready_s: float, forward_end_s: float) -> None:
-        """Schedules a move behind earlier ones of its source and target, for as long as its bytes take."""
-        seconds, received_s = self._cost.move_s(move), self._cost.received_s(move)
-        start = max(ready_s, *(self._sent_at.get(source, 0.0) for source in move.sources))
-        received_at = max(start, *(self._received_at.get(target, 0.0) for target in move.targets)) + received_s
-        end = max(start + seconds, received_at)
-        self._sent_at.update(dict.fromkeys(move.sources, end))
-        self._received_at.update(dict.fromkeys(move.targets, received_at))
-        if forward_end_s:
-            end = max(end, forward_end_s + seconds / self._cost.num_layers)
-        heapq.heappush(self._due, (end, move.number, move))
+    def _send(self, move: MoveKV, *, ready_s: float, least_s: float = 0.0) -> None:
+        flows = self._cost.flows(move)
+        self._leaving[move.number] = len(flows), 0.0
+        for flow in flows:
+            self._links.send(move.number, flow, ready_s=ready_s, least_s=least_s)
+
+    def _leave(self, number: int, there_s: float) -> None:
+        """Takes a flow of a move that has left: the move is complete when the latest is there."""
+        num_flows, latest_s = self._leaving.pop(number)
+        latest_s = max(latest_s, there_s)
+        if num_flows > 1:
+            self._leaving[number] = num_flows - 1, latest_s
+        else:
+            heapq.heappush(self._due, (latest_s, number, None))
 
     def _invent(self, part: Part, sample: Sample) -> Sampled:
         """Derives a token from request and position only, so that recomputation gives the same."""
