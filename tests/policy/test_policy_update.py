@@ -69,7 +69,7 @@ def test_auto_is_told_by_its_real_name() -> None:
     ],
 )
 def test_what_is_refused_changes_nothing(name: str, change: dict[str, str], kind: type[ValueError], words: str) -> None:
-    policy = policy_of(name)
+    policy = policy_of(name, **({"sp": "2"} if name == "fixed-sp" else {}))
     before = policy.settings
     with pytest.raises(ValueError, match=words) as caught:
         policy.update(change)

@@ -215,7 +215,8 @@ def _simulated(name: str) -> list[Step]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SimExecutor, "submit", recorded)
-        scheduling = SchedulingArgs(policy=policy, max_num_batched_tokens=2048)
+        options = {"sp": "1"} if policy == "fixed-sp" else None
+        scheduling = SchedulingArgs(policy=policy, policy_options=options, max_num_batched_tokens=2048)
         simulate("llama-3-8b", cluster, workload, scheduling=scheduling, faults=faults)
     return steps
 

@@ -105,14 +105,14 @@ class TetrisOptions(GroupOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class FixedOptions(GroupOptions):
-    """Options of `fixed-sp`: the size of groups, and how they compute."""
+    """Options of `fixed-sp`: the size of groups, which must be given, and how they compute."""
 
-    sp: int = 1
+    sp: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.sp < 1:
-            raise ParameterError("sp", f"must be at least 1, but {self.sp} given", self.sp)
+            raise ParameterError("sp", "must be given: the number of instances of each group, 1 or more", self.sp)
 
 
 class Tetris(Cdsp):
