@@ -1,4 +1,4 @@
-"""Writes those parts of `docs/serving.md` that the code knows: flags, limits, metrics, and fields that are refused.
+"""Writes those parts of the pages that the code knows: flags, limits, metrics, refused fields, and recorded errors.
 
 `python docs/generate.py` rewrites them, `--check` only says whether they are up to date.
 """
@@ -18,29 +18,28 @@ from cyclopts.argument import Argument
 from prometheus_client.parser import text_string_to_metric_families
 
 from longspan.cli.app import app
+from longspan.cost import catalog
 from longspan.serve.messages import Stats, StepOutputs
 from longspan.serve.metrics import Metrics
 from longspan.serve.requests import UNSERVED
 
-PAGE = Path(__file__).with_name("serving.md")
+PAGES = sorted(Path(__file__).parent.glob("*.md"))
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end of what is generated -->)", re.DOTALL)
 _LIMITS = "Limits of what one request may ask for."
 Row = tuple[str, ...]
 
 
 def main() -> int:
-    """Writes the page, or only checks it; returns 1 if it was to be checked and is not up to date."""
+    """Writes the pages, or only checks them; returns 1 if one was to be checked and is not up to date."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing")
     only_check = parser.parse_args().check
-    before = PAGE.read_text(encoding="utf-8")
-    after = rewritten(before)
-    if after == before:
-        return 0
-    if only_check:
-        print(f"{PAGE.name} is not up to date: run make docs", file=sys.stderr)
+    stale = {page: after for page in PAGES if (after := rewritten(before := page.read_text("utf-8"))) != before}
+    if only_check and stale:
+        print(f"not up to date: {', '.join(page.name for page in stale)}: run make docs", file=sys.stderr)
         return 1
-    PAGE.write_text(after, encoding="utf-8")
+    for page, after in stale.items():
+        page.write_text(after, encoding="utf-8")
     return 0
 
 
@@ -103,6 +102,19 @@ def _refused() -> str:
     return _table(("field", "neutral, beside `null`", "otherwise"), rows)
 
 
+def _computed_errors() -> str:
+    rows = [(one.what, one.wanted, f"{one.mean:g} %", one.worst) for one in catalog.errors()[0]]
+    return _table(("", "wanted", "mean error", "worst"), rows)
+
+
+def _served_errors() -> str:
+    rows = []
+    for one in catalog.errors()[1]:
+        values = (one.ttft_p50, one.ttft_p90, one.tbt_p50, one.tbt_p90)
+        rows.append((f"`{one.policy}`", *(f"{value:+g} %".replace("-", "−") for value in values)))
+    return _table(("", "TTFT P50", "TTFT P90", "TBT P50", "TBT P90"), rows)
+
+
 def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
@@ -112,7 +124,14 @@ def _table(head: Row, rows: Sequence[Row]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
 
 
-PARTS: dict[str, Callable[[], str]] = {"flags": _flags, "limits": _limits, "metrics": _metrics, "refused": _refused}
+PARTS: dict[str, Callable[[], str]] = {
+    "flags": _flags,
+    "limits": _limits,
+    "metrics": _metrics,
+    "refused": _refused,
+    "computed_errors": _computed_errors,
+    "served_errors": _served_errors,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -207,6 +207,47 @@ def names(file: Literal["hardware", "links", "models"]) -> tuple[str, ...]:
     return tuple(_table(file))
 
 
+@dataclass(frozen=True, kw_only=True)
+class ComputedError:
+    """The error of computed times against what a paper measured, in percent of that.
+
+    Attributes:
+        what: table or figure, and how many of its numbers.
+        hardware: the kind of device, such as `a100`.
+        policies: serve by what the paper measured.
+        wanted: the bound, in words.
+        mean: of the absolute errors.
+        worst: the largest, with its sign and where it is.
+    """
+
+    what: str
+    hardware: str
+    attention: Kernels
+    policies: tuple[str, ...]
+    wanted: str
+    mean: float
+    worst: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedError:
+    """The errors of simulated latencies against those of the same requests on a real machine, in percent of these."""
+
+    policy: str
+    ttft_p50: float
+    ttft_p90: float
+    tbt_p50: float
+    tbt_p90: float
+
+
+@cache
+def errors() -> tuple[tuple[ComputedError, ...], tuple[ServedError, ...]]:
+    """Returns the errors of predictions that were found so far: of computed steps, and of simulated serving."""
+    table = _table("errors")
+    computed = tuple(ComputedError(**{**row, "policies": tuple(row["policies"])}) for row in table["computed"])
+    return computed, tuple(ServedError(**row) for row in table["served"])
+
+
 @cache
 def efficiency() -> Efficiency:
     table = _table("efficiency")
