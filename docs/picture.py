@@ -25,6 +25,8 @@ DRAWN = "#{} .main-svg"
 """The plot that plotly makes in the place of a picture."""
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 _DRAWING_MS = 60_000
+_TICKS_PX = 30
+"""The axis below a picture."""
 
 
 def find_chromium() -> str | None:
@@ -59,7 +61,10 @@ def main() -> int:
         subprocess.run([sys.executable, "-m", "longspan", *SIMULATION, "--report", str(report)], check=True)
         with opened(report) as page:
             page.wait_for_selector(DRAWN.format("instances"))
-            page.locator("#instances").screenshot(path=PICTURE)
+            figure, first = (page.locator(f"#instances{part}").bounding_box() for part in ("", " .xy .nsewdrag"))
+            assert figure is not None and first is not None, "they are drawn"
+            height = first["y"] + first["height"] + _TICKS_PX - figure["y"]
+            page.screenshot(path=PICTURE, full_page=True, clip={**figure, "height": height})
     return 0
 
 

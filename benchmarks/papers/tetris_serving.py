@@ -31,7 +31,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from longspan.core.options import SchedulingArgs
-from longspan.sim.experiment import Experiment
+from longspan.sim.experiment import Experiment, near_light_load
 from longspan.sim.run import Result
 from longspan.sim.spec import ClusterSpec
 from longspan.sim.timeline import Timeline
@@ -222,7 +222,7 @@ def _computing(experiment: Experiment, result: Result, timeline: Timeline) -> fl
 
 
 def _max_rate(experiment: Experiment, requests: Workload, light_s: float) -> float:
-    found = experiment.max_rate(requests, light_s, start=2.0, precision=_PRECISION)
+    found = experiment.max_rate(requests, near_light_load(light_s), start=2.0, precision=_PRECISION)
     if found is None:
         raise SystemExit(f"{experiment.scheduling.policy} serves all requests at once: give a larger --num-requests")
     return found

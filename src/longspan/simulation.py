@@ -12,6 +12,7 @@ The simulator itself, `longspan.sim`, is pure: it reads no files and asks no hub
 from __future__ import annotations
 
 import json
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from longspan.cost import catalog
 from longspan.cost.architecture import Architecture, from_config
 from longspan.cost.profile import Profile
 from longspan.errors import ParameterError
+from longspan.policy import spec_of
 from longspan.sim.experiment import Experiment, computed_experiment, measured_experiment
 from longspan.sim.run import Result
 from longspan.sim.spec import SIMULATED_SCHEDULING, ClusterSpec, Faults
@@ -75,6 +77,33 @@ def make_experiment(
         raise ParameterError("profile", problem, cluster.profile)
     sizes = read_architecture(model, dtype=key.dtype)
     return measured_experiment(sizes, profile, cluster, scheduling, faults)
+
+
+def each_policy(scheduling: SchedulingArgs) -> list[SchedulingArgs]:
+    """Returns the options of each of several policies, which `policy` names with commas between, to compare them.
+
+    Each gets those options of policies that it has, such as `exchange`.
+
+    Raises:
+        ValueError: for an unknown policy, one named twice, or an option that none of several has.
+    """
+    names = [name.strip() for name in scheduling.policy.split(",")]
+    if len(names) == 1:
+        return [scheduling]
+    if "auto" in names or len(set(names)) < len(names):
+        problem = f"{scheduling.policy} names one twice, or auto, which stands for another: name each of them once"
+        raise ParameterError("policy", problem, scheduling.policy)
+    known = {name: {one.name for one in fields(spec_of(name).options)} for name in names}
+    options = scheduling.all_policy_options()
+    for key in options:
+        if not any(key in has for has in known.values()):
+            every = ", ".join(sorted(set().union(*known.values())))
+            raise ValueError(f"none of {', '.join(names)} has option {key!r}: their options are {every}")
+    common = replace(scheduling, exchange="auto", layout="auto", fractions=None)
+    return [
+        replace(common, policy=name, policy_options={key: options[key] for key in options if key in known[name]})
+        for name in names
+    ]
 
 
 def read_architecture(model: str, *, dtype: str = "auto", ffn_dtype: str | None = None) -> Architecture:

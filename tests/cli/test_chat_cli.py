@@ -71,8 +71,8 @@ def test_commands_answer_on_stderr_and_exit_leaves(type_in: Type, capsys: Captur
     for words in (
         f"tokens in context *│ *{num_prompt + len(ANSWER_TOKENS)} of {limit:,}",
         f"cached tokens of the last turn *│ *3 of {num_prompt}",
-        "time to first token *│ *0.50 s",
-        "median time between tokens *│ *200.0 ms",
+        "time to first token *│ *500 ms",
+        "median time between tokens *│ *200 ms",
         "bytes exchanged *│ *1,024",
     ):
         assert re.search(words, err)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -24,7 +25,7 @@ from longspan.sim import timeline
 from longspan.sim.executor import StepTiming, apply_slowdown
 from longspan.sim.run import Observers, Result, simulate
 from longspan.sim.spec import Faults
-from longspan.sim.timeline import Timeline
+from longspan.sim.timeline import Record, Timeline, chrome_trace
 from longspan.workload.arrivals import Arrival, as_conversations, prompt_of
 
 COST = LinearCost(base_s=0.01, per_token_s=0.001)
@@ -77,7 +78,7 @@ def test_all_requests_finish_and_the_same_input_gives_the_same_result(
     assert [one.index for one in first.served] == list(range(len(asked)))
     for one, arrival in zip(first.served, asked, strict=True):
         assert one.num_output_tokens == arrival.output_len == len(one.tbt_s) + 1
-        assert one.arrival_s <= one.scheduled_s <= one.arrival_s + one.ttft_s <= one.finished_s
+        assert one.arrival_s <= one.arrival_s + one.ttft_s <= one.finished_s
         assert one.ttft_s + sum(one.tbt_s) == pytest.approx(one.e2e_s)
         if arrival.follows is not None:
             before = first.served[arrival.follows]
@@ -92,6 +93,20 @@ def test_all_requests_finish_and_the_same_input_gives_the_same_result(
         watch=Observers(ran=lambda one: again.append((one.forward.number, one.start_s))),
     )
     assert (second, again) == (first, ran)
+
+
+@given(arrivals(), faults, st.sampled_from(["20", "100000"]))
+@settings(max_examples=40, deadline=None)
+def test_the_time_of_a_request_is_split_into_what_it_was_spent_on(
+    asked: list[Arrival], broken: Faults, threshold: str
+) -> None:
+    seen = Timeline()
+    for one in run(asked, 2, {"threshold": threshold}, faults=broken, watch=seen.watching(COST)).served:
+        split = seen.split(one)
+        assert split.exposed_communication_s is None, "this cost knows of none"
+        parts = (split.queue_s, split.compute_s, split.transfer_s, split.decode_s)
+        assert min(parts) > -1e-9 and sum(parts) == pytest.approx(one.e2e_s)
+        assert split.queue_s + split.compute_s == pytest.approx(one.ttft_s) and split.compute_s > 0
 
 
 def test_outputs_are_those_of_the_engine() -> None:
@@ -208,13 +223,14 @@ def test_whoever_works_with_a_straggler_waits_for_it() -> None:
 def test_the_time_of_an_instance_is_shared_among_what_it_computes() -> None:
     """By tokens; a part without tokens of its own, or of other instances, takes none of it."""
     seen = Timeline()
-    assert seen.watch.ran is not None
+    watch = seen.watching(LinearCost())
+    assert watch.ran is not None
     parts = (
         chunk(0, (0, 1), ((Run(0, 6),), (Run(6, 8),))),
         chunk(1, (0, 1), ((), (Run(0, 6),))),
         chunk(2, (0,), ((Run(0, 2),),)),
     )
-    seen.watch.ran(StepTiming(forward=Forward(number=1, parts=parts), start_s=1.0, ends_s={0: 9.0, 1: 5.0}))
+    watch.ran(StepTiming(forward=Forward(number=1, parts=parts), start_s=1.0, ends_s={0: 9.0, 1: 5.0}))
     assert [(one.instance, one.index, one.start_s, one.end_s) for one in seen.blocks] == [
         (0, 0, 1.0, 7.0),
         (0, 2, 7.0, 9.0),
@@ -223,11 +239,24 @@ def test_the_time_of_an_instance_is_shared_among_what_it_computes() -> None:
     ]
 
 
+def test_the_queue_ends_when_the_first_step_starts() -> None:
+    """Not when that is planned, while the step before still runs."""
+    seen = Timeline()
+    asked = [Arrival(due_s=0.05 * place, prompt=prompt_of(place, 100), output_len=1) for place in range(2)]
+    result = run(asked, 1, watch=seen.watching(COST))
+    starts_s = [min(one.start_s for one in seen.blocks if one.index == index) for index in range(2)]
+    assert starts_s == [0.0, pytest.approx(0.11)]
+    record = Record(policy="context", cluster=Cluster.of("1"), result=result, timeline=seen)
+    events = json.loads(chrome_trace([record]))["traceEvents"]
+    queues_s = [one["args"]["queue_s"] for one in events if one["ph"] == "b" and one["cat"] == "request"]
+    assert queues_s == [0.0, pytest.approx(0.06)]
+
+
 def test_moments_of_a_long_run_are_few_and_go_on_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeline, "_MAX_MOMENTS", 10)
     seen = Timeline()
     asked = [Arrival(due_s=0.5 * place, prompt=prompt_of(place, 100), output_len=20) for place in range(30)]
-    result = run(asked, watch=seen.watch)
+    result = run(asked, watch=seen.watching(LinearCost()))
     times = [one.at_s for one in seen.moments]
     assert 5 <= len(times) < 10 and times == sorted(times)
     gaps = [later - earlier for earlier, later in pairwise([*times, result.makespan_s])]

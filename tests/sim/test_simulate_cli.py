@@ -20,7 +20,7 @@ from longspan.cost import catalog
 from longspan.cost.catalog import model_config
 from longspan.cost.profile import Decode, Prefill, Profile, Transfer
 from longspan.cost.step_cost import RooflineCost
-from longspan.sim import timeline
+from longspan.sim import report, timeline
 from longspan.sim.spec import ClusterSpec
 from longspan.simulation import make_experiment
 from longspan.workload.requests import make_workload
@@ -134,7 +134,7 @@ def test_too_few_requests_have_no_highest_rate(profile: Path, capsys: pytest.Cap
     found = json.loads(shown.out)
     assert found["max_rate"] is None
     assert shown.err == (
-        "longspan: max_rate is null: when all 3 requests come at once, P99 TTFT is still below 25 times the "
+        "longspan: auto: max_rate is null: when all 3 requests come at once, P99 TTFT is still below 25 times the "
         f"{found['light_ttft_p99_s']:.3g} s of light load: give a larger --num-requests\n"
     )
 
@@ -207,7 +207,7 @@ def test_page_and_trace(profile: Path, tmp_path: Path, capsys: pytest.CaptureFix
     for instance in (0, 1):
         times = sorted((one["ts"], one["ts"] + one["dur"]) for one in chunks if one["tid"] == instance)
         assert all(later[0] >= earlier[1] - 1e-3 for earlier, later in pairwise(times))
-    requests = {event["id"]: event for event in events if event["ph"] == "e"}
+    requests = {event["id"]: event for event in events if event["ph"] == "e" and event["cat"] == "request"}
     assert len(requests) == 12
     assert max(event["ts"] for event in requests.values()) == pytest.approx(1e6 * found["makespan_s"])
     prompts = dict.fromkeys(range(12), 0)
@@ -216,7 +216,9 @@ def test_page_and_trace(profile: Path, tmp_path: Path, capsys: pytest.CaptureFix
             prompts[int(event["name"].split()[1])] += event["args"]["stop"] - event["args"]["start"]
     assert sum(prompts.values()) == found["num_prompt_tokens"]
     text = page.read_text()
-    assert all(f'id="{name}"' in text for name in ("instances", "ttft", "tbt", "queue", "kv"))
+    assert all(f'id="{name}"' in text for name in ("instances", "ttft-by-length", "ttft", "tbt"))
+    assert "How far from reality" in text and "computed for" not in text, "a profile has no data sheet"
+    assert "<td>in compute</td>" in text, "nor does it tell communication apart"
     linked = re.findall(r'(?:src|href)="([^"]+)"', text.partition("</head>")[2])
     assert not linked, "everything is in the page"
 
@@ -305,7 +307,10 @@ def test_the_page_says_what_the_run_was(tmp_path: Path, capsys: pytest.CaptureFi
         (("--profile", "P", "--rate", "1", "--slow", "0=x"), "--slow is INSTANCE=FACTOR"),
         (("--profile", "P", "--rate", "1", "--slow", "9=2"), "instance 9 is to be slow, but there are 8"),
         (("--profile", "P", "--lose-worker-at", "x"), "--lose-worker-at must be a number of seconds, but x given"),
-        (("--profile", "P", "--rate", "1", "--policy", "best"), 'Invalid value "best" for --policy'),
+        (
+            ("--profile", "P", "--rate", "1", "--policy", "best"),
+            "--policy 'best' is unknown: choose from auto, chunked",
+        ),
         (("--profile", "P", "--rate", "1", "--policy", "context", "-o", "x=1"), "has no option 'x'"),
         (("--profile", "P", "--rate", "1", "--report", "no/where.html"), "the folder 'no' is not there"),
         (
@@ -364,7 +369,7 @@ def test_pictures_of_long_runs_hold_the_first_blocks_and_say_so(
     profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(timeline, "_MAX_BLOCKS", 5)
-    monkeypatch.setattr(timeline, "_MAX_BARS", 3)
+    monkeypatch.setattr(report, "_MAX_BARS", 3)
     page, trace = tmp_path / "out.html", tmp_path / "out.json"
     options = ("--profile", str(profile), "--gpus-per-host", "1", "--rate", "1", "--num-requests", "6")
     pictures = ("--report", str(page), "--trace", str(trace))

@@ -86,6 +86,9 @@ class UnevenCost:
     setup: Setup
     num_layers: int = 2
 
+    def exposed_s(self, forward: Forward) -> None:
+        """See `StepCost`."""
+
     def flows(self, move: MoveKV) -> tuple[Flow, ...]:
         """See `StepCost`."""
         more = 10 * self.setup.lag_s(move.targets[0], move.number) / LinearCost.per_block_s

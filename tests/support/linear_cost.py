@@ -29,6 +29,9 @@ class LinearCost:
                 tokens[instance] += sum(len(run) for run in runs)
         return dict.fromkeys(forward.instances, self.base_s + self.per_token_s * max(tokens.values()))
 
+    def exposed_s(self, forward: Forward) -> None:
+        """Returns None: it has no messages."""
+
     def flows(self, move: MoveKV) -> tuple[Flow, ...]:
         """Sends it as `StepCost` says; bytes are blocks."""
         pairs = Counter((source.instance, target.instance) for source, target in move.copies)

@@ -18,6 +18,7 @@ from rich.table import Table
 from longspan.args import EngineArgs
 from longspan.cli.options import ModelArgument, start, verb
 from longspan.core.options import Option, id_list
+from longspan.core.quantities import seconds
 from longspan.core.sampling import SamplingParams, StructuredOutputsParams
 from longspan.errors import ParameterError
 
@@ -156,9 +157,9 @@ def stats_table(
     for instance, num_tokens in enumerate(metrics.kv_tokens_per_instance):
         table.add_row(f"prompt tokens on instance {instance}", f"{num_tokens:,}")
     if metrics.ttft_s is not None:
-        table.add_row("time to first token", f"{metrics.ttft_s:.2f} s")
+        table.add_row("time to first token", seconds(metrics.ttft_s))
     if metrics.tbt_s:
-        table.add_row("median time between tokens", f"{statistics.median(metrics.tbt_s) * 1e3:.1f} ms")
+        table.add_row("median time between tokens", seconds(statistics.median(metrics.tbt_s)))
     for exchange, num_bytes in sorted(bytes_exchanged.items(), key=lambda item: item[0] == "total"):
         if num_bytes or exchange == "total":
             table.add_row("bytes exchanged" if exchange == "total" else f"bytes by {exchange}", f"{num_bytes:,}")

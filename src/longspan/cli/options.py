@@ -81,7 +81,7 @@ class _Flag:
             negative=None if default is True else (),
             help=option.help,
             group=group,
-            metavar=option.metavar or (None if option.minimum is None else f"X>={option.minimum:g}"),
+            metavar=option.metavar or self._metavar(choices),
             show_default=shown,
             converter=_whole_number if int in kinds else None,
             validator=() if option.minimum is None else Number(gte=option.minimum),
@@ -91,6 +91,11 @@ class _Flag:
         )
         side = inspect.Parameter.POSITIONAL_ONLY if self.positional else inspect.Parameter.KEYWORD_ONLY
         return inspect.Parameter(self.field, side, default=default, annotation=Annotated[kind, note])
+
+    def _metavar(self, choices: Sequence[str]) -> str | None:
+        if choices and self.option.read is not None:  # it takes more than one of them
+            return "|".join(choices)
+        return None if self.option.minimum is None else f"X>={self.option.minimum:g}"
 
     def read(self, value: object) -> object:
         """Applies the option's own reader to the text or texts, if it has one."""

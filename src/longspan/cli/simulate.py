@@ -18,19 +18,19 @@ from rich.table import Table
 from tqdm import tqdm
 
 from longspan.cli.options import NameArgument, verb
-from longspan.cli.quantities import number, seconds
-from longspan.core.options import Option, SchedulingArgs, options_of
+from longspan.core.options import Option, options_of
+from longspan.core.quantities import quantity
 from longspan.errors import ParameterError
-from longspan.sim.spec import SIMULATED_SCHEDULING, ClusterSpec, Faults
+from longspan.sim.spec import SIMULATED_SCHEDULING, ClusterSpec, ComparedScheduling, Faults, ServiceLevel
 from longspan.workload.spec import WorkloadSpec
 
 if TYPE_CHECKING:
-    from longspan.core.cluster import Cluster
     from longspan.sim.experiment import Experiment
     from longspan.sim.run import Result
-    from longspan.sim.timeline import Timeline
+    from longspan.sim.timeline import Record
     from longspan.workload.arrivals import Workload
 
+Numbers = dict[str, float | int | None]
 _results = partial(Option, group="Results")
 
 
@@ -41,7 +41,10 @@ class ResultOptions:
     as_json: Annotated[bool, _results("Print one JSON object and no table.", name="json")] = False
     find_max_rate: Annotated[
         bool,
-        _results("Also find the requests per second up to which P99 TTFT stays below 25 times that of light load."),
+        _results(
+            "Also find the requests per second up to which 90 % keep within --slo-ttft and --slo-tbt; or, without "
+            "these, P99 TTFT stays below 25 times that of light load."
+        ),
     ] = False
     profile_improvement_rates: Annotated[
         bool,
@@ -55,7 +58,13 @@ class ResultOptions:
 
 _IN_OTHER_WORDS = ("hardware", "transfer_backends", "policy", "policy_options", "exchange", "layout", "fractions")
 """Options that the page tells with what was found."""
-_CLUSTER, _WORKLOAD, _FAULTS, _RESULTS = ClusterSpec(), WorkloadSpec(), Faults(), ResultOptions()
+_CLUSTER, _WORKLOAD, _FAULTS, _LEVEL, _RESULTS = (
+    ClusterSpec(),
+    WorkloadSpec(),
+    Faults(),
+    ServiceLevel(),
+    ResultOptions(),
+)
 
 
 @verb
@@ -63,55 +72,88 @@ def simulate(
     model: NameArgument,
     *,
     cluster: ClusterSpec = _CLUSTER,
-    scheduling: SchedulingArgs = SIMULATED_SCHEDULING,
+    scheduling: ComparedScheduling = SIMULATED_SCHEDULING,
     workload: WorkloadSpec = _WORKLOAD,
     faults: Faults = _FAULTS,
     results: ResultOptions = _RESULTS,
+    level: ServiceLevel = _LEVEL,
 ) -> int:
     """Serves a workload on a cluster that is not there, by the policies that serve, and tells times and rates.
 
     Steps take what longspan estimate computes, or what the profile of a machine says. Times are seconds of a virtual
     clock; the same options give the same numbers. docs/simulator.md says what each means.
     """
-    from longspan.sim.timeline import Timeline  # noqa: PLC0415 - other verbs need neither numpy nor the engine
-    from longspan.simulation import make_experiment  # noqa: PLC0415
+    from longspan.simulation import each_policy, make_experiment  # noqa: PLC0415 - other verbs need no engine
     from longspan.workload.requests import make_workload  # noqa: PLC0415
 
-    _check_results(results, workload)
+    _check_results(results, workload, level)
     if faults.restart_s is not None and not faults.lost_at_s:
         raise ParameterError("restart_s", f"{faults.restart_s:g} is of lost workers: give --lose-worker-at")
-    experiment = replace(make_experiment(model, cluster, scheduling, faults), progress=_bar)
+    chosen = each_policy(scheduling)
+    if results.profile_improvement_rates and len(chosen) > 1:
+        raise ParameterError("policy", f"must be tetris, which has improvement rates, but {scheduling.policy} given")
+    experiments = [replace(make_experiment(model, cluster, one, faults), progress=_bar) for one in chosen]
     requests = make_workload(workload)
     if results.profile_improvement_rates:
         assert workload.rate is not None, "it was checked"
-        _print_improvement_rates(experiment, requests, workload.rate, as_json=results.as_json)
+        _print_improvement_rates(experiments[0], requests, workload.rate, as_json=results.as_json)
         return 0
-    if (hint := experiment.policy().hint) is not None:
-        print(f"longspan: {hint}", file=sys.stderr)
-    timeline = Timeline() if results.report or results.trace else None
-    result = experiment.run(requests, timeline)
-    numbers: dict[str, float | int | None] = result.summary()
-    if results.find_max_rate:
-        numbers |= _rates(experiment, requests, start=workload.rate or 1.0)
-    if timeline is not None:
-        settings = _settings(model, experiment, (cluster, experiment.scheduling, workload, faults))
-        _write_pictures(results, result, timeline, settings, experiment.cluster)
+    for experiment in experiments:
+        if (hint := experiment.policy().hint) is not None:
+            print(f"longspan: {hint}", file=sys.stderr)
+    if results.find_max_rate and len(experiments) > 1 and not level.is_given:
+        print(
+            "longspan: each max_rate is told by the policy's own light load: give --slo-ttft or --slo-tbt to compare",
+            file=sys.stderr,
+        )
+    found: dict[str, Numbers] = {}
+    records = []
+    for experiment in experiments:
+        record, numbers = _run(experiment, requests, workload, level, results)
+        found[record.policy] = numbers
+        records.append(record)
+        _tell(record.result, f"{record.policy}: " if len(experiments) > 1 else "")
+    if results.report or results.trace:
+        given = (cluster, experiments[0].scheduling, workload, faults, level)
+        _write_pictures(results, records, list(found.values()), _settings(model, experiments, given), cluster)
     if results.as_json:
-        print(json.dumps(numbers, allow_nan=False))
+        print(json.dumps(found if len(found) > 1 else numbers, allow_nan=False))
     else:
-        Console().print(_table(numbers))
+        Console().print(_table(found))
+    return 0 if all(one.result.served for one in records) else 1
+
+
+def _run(
+    experiment: Experiment, requests: Workload, workload: WorkloadSpec, level: ServiceLevel, results: ResultOptions
+) -> tuple[Record, Numbers]:
+    """Serves the requests by one policy, and finds what is asked for."""
+    from longspan.sim.timeline import Record, Timeline  # noqa: PLC0415
+
+    timeline, policy = Timeline(), experiment.policy().spec.name
+    watched = timeline if results.report or results.trace else None
+    result = experiment.run(requests, watched, title=f"requests, {policy}")
+    numbers: Numbers = result.summary(level)
+    if results.find_max_rate:
+        numbers |= _rates(experiment, requests, level, start=workload.rate or 1.0)
+    return Record(policy=policy, cluster=experiment.cluster, result=result, timeline=timeline), numbers
+
+
+def _tell(result: Result, name: str) -> None:
+    """Says on stderr which requests were refused or cut."""
     if result.refused:
         index, reason = next(iter(sorted(result.refused.items())))
-        print(f"longspan: {len(result.refused)} requests were refused, the first, {index}: {reason}", file=sys.stderr)
+        print(
+            f"longspan: {name}{len(result.refused)} requests were refused, the first, {index}: {reason}",
+            file=sys.stderr,
+        )
     if result.truncated:
         one = result.truncated[0]
         print(
-            f"longspan: {len(result.truncated)} answers are shorter than asked for, the first, {one.index}, by "
+            f"longspan: {name}{len(result.truncated)} answers are shorter than asked for, the first, {one.index}, by "
             f"{one.num_missing_tokens:,} tokens: there is no room for more than its {one.num_prompt_tokens:,} + "
             f"{one.num_output_tokens:,} (--max-model-len, --output-len, memory of the devices)",
             file=sys.stderr,
         )
-    return 0 if result.served else 1
 
 
 @contextmanager
@@ -130,26 +172,47 @@ def _print_improvement_rates(experiment: Experiment, workload: Workload, highest
         print(f"improvement_rates={table}")
 
 
-def _rates(experiment: Experiment, workload: Workload, *, start: float) -> dict[str, float | None]:
+def _rates(experiment: Experiment, workload: Workload, level: ServiceLevel, *, start: float) -> Numbers:
     """Finds the numbers that `--find-max-rate` adds."""
-    from longspan.sim.experiment import MAX_TIMES_LIGHT  # noqa: PLC0415
+    from longspan.sim.experiment import ATTAINMENT, MAX_TIMES_LIGHT, near_light_load, within  # noqa: PLC0415
+    from longspan.sim.run import percentile  # noqa: PLC0415
 
-    light_s = experiment.light_ttft_p99_s(workload)
+    light, policy = experiment.at_light_load(workload), experiment.scheduling.policy
+    light_s = percentile(light.ttfts_s, 99)
     if light_s is None:
         raise ValueError("--find-max-rate: no request was served")
-    found = experiment.max_rate(workload, light_s, start=start)
-    if found is None:
+    keeps_up = within(level) if level.is_given else near_light_load(light_s)
+    if level.is_given and not keeps_up(light):
         print(
-            f"longspan: max_rate is null: when all {len(workload.arrivals)} requests come at once, P99 TTFT is still "
-            f"below {MAX_TIMES_LIGHT} times the {light_s:.3g} s of light load: give a larger --num-requests",
+            f"longspan: {policy}: max_rate is 0: only {light.attainment(level):.0%} of the requests keep within "
+            f"--slo-ttft and --slo-tbt when none meets another, but {ATTAINMENT:.0%} must",
+            file=sys.stderr,
+        )
+        return {"max_rate": 0.0, "light_ttft_p99_s": light_s}
+    found = experiment.max_rate(workload, keeps_up, start=start)
+    if found is None:
+        kept = (
+            f"{ATTAINMENT:.0%} still keep within the bounds"
+            if level.is_given
+            else f"P99 TTFT is still below {MAX_TIMES_LIGHT} times the {light_s:.3g} s of light load"
+        )
+        print(
+            f"longspan: {policy}: max_rate is null: when all {len(workload.arrivals)} requests come at once, {kept}: "
+            "give a larger --num-requests",
             file=sys.stderr,
         )
     return {"max_rate": found, "light_ttft_p99_s": light_s}
 
 
-def _check_results(results: ResultOptions, workload: WorkloadSpec) -> None:
+def _check_results(results: ResultOptions, workload: WorkloadSpec, level: ServiceLevel) -> None:
     """Refuses, before the run, what cannot be found or written after it."""
-    others = {"--find-max-rate": results.find_max_rate, "--report": results.report, "--trace": results.trace}
+    others: dict[str, object] = {
+        "--find-max-rate": results.find_max_rate,
+        "--report": results.report,
+        "--trace": results.trace,
+        "--slo-ttft": level.slo_ttft,
+        "--slo-tbt": level.slo_tbt,
+    }
     for flag, value in others.items():
         if value and results.profile_improvement_rates:
             raise ValueError(f"{flag} is of a single run, and --profile-improvement-rates makes many: leave one out")
@@ -168,23 +231,30 @@ def _check_results(results: ResultOptions, workload: WorkloadSpec) -> None:
             reason = "Is a directory" if path.is_dir() else "Permission denied"
             raise ValueError(f"{flag} {str(path)!r} cannot be written: {reason}")
     if results.report is not None:
-        from longspan.sim.timeline import check_report  # noqa: PLC0415
+        from longspan.sim.report import check_report  # noqa: PLC0415
 
         check_report()
 
 
-def _settings(model: str, experiment: Experiment, given: Sequence[object]) -> dict[str, object]:
+def _settings(model: str, experiments: Sequence[Experiment], given: Sequence[object]) -> dict[str, object]:
     """Lists what the run was, for its page: what was found, then all options by their flags, but those not given."""
-    cluster, policy = experiment.cluster, [experiment.scheduling.policy]
-    policy += (f"{key}={value}" for key, value in experiment.scheduling.all_policy_options().items())
-    instances, blocks = str(cluster.num_instances), f"{cluster.num_blocks[0]:,}"
+    cluster = experiments[0].cluster
+    policies = [
+        " ".join([one.scheduling.policy, *(f"{k}={v}" for k, v in one.scheduling.all_policy_options().items())])
+        for one in experiments
+    ]
+    steps = [one.scheduling.max_num_batched_tokens for one in experiments]
+    if len(set(steps)) > 1:
+        policies = [f"{policy} (steps of {tokens:,})" for policy, tokens in zip(policies, steps, strict=True)]
+    instances = str(cluster.num_instances)
+    blocks = ", ".join(dict.fromkeys(f"{one.cluster.num_blocks[0]:,}" for one in experiments))
     if cluster.has_roles:
         prefill, decode = len(cluster.prefill), len(cluster.decode)
         instances = f"{prefill} prefill, {decode} decode, {cluster.backends} transfers at once to each"
         blocks += f", {cluster.num_blocks[-1]:,} to decode"
-    found = {"model": model, "cluster": experiment.description, "instances": instances, "KV blocks": blocks}
+    found = {"model": model, "cluster": experiments[0].description, "instances": instances, "KV blocks": blocks}
     named = [(name, option, getattr(one, name)) for one in given for name, (option, _) in options_of(type(one)).items()]
-    return {**found, "policy": " ".join(policy)} | {
+    return {**found, "policy": ", ".join(policies)} | {
         option.flag(name): _words(value)
         for name, option, value in named
         if name not in _IN_OTHER_WORDS and value not in (None, (), {})
@@ -201,16 +271,26 @@ def _words(value: object) -> object:
 
 
 def _write_pictures(
-    results: ResultOptions, result: Result, timeline: Timeline, settings: dict[str, object], cluster: Cluster
+    results: ResultOptions,
+    records: Sequence[Record],
+    numbers: Sequence[Numbers],
+    settings: dict[str, object],
+    cluster: ClusterSpec,
 ) -> None:
-    from longspan.sim.timeline import chrome_trace, html_report  # noqa: PLC0415
-
     if results.report is not None:
-        _write("--report", results.report, html_report(result, timeline, settings, cluster=cluster))
+        from longspan.sim.report import html_report  # noqa: PLC0415
+
+        attention = cluster.attention or "flash"
+        page = html_report(records, numbers, settings, hardware=cluster.hardware, attention=attention)
+        _write("--report", results.report, page)
     if results.trace is not None:
-        _write("--trace", results.trace, chrome_trace(result, timeline))
-        if not timeline.complete:
-            print(f"longspan: --trace holds the first {len(timeline.blocks):,} blocks only", file=sys.stderr)
+        from longspan.sim.timeline import chrome_trace  # noqa: PLC0415
+
+        _write("--trace", results.trace, chrome_trace(records))
+        for one in records:
+            if not one.timeline.complete:
+                num_blocks = len(one.timeline.blocks)
+                print(f"longspan: --trace holds the first {num_blocks:,} blocks only", file=sys.stderr)
 
 
 def _write(flag: str, path: Path, content: str) -> None:
@@ -220,12 +300,12 @@ def _write(flag: str, path: Path, content: str) -> None:
         raise ValueError(f"{flag} {str(path)!r} cannot be written: {error.strerror}") from None
 
 
-def _table(numbers: dict[str, float | int | None]) -> Table:
-    table = Table(show_header=False)
-    table.add_column(style="bold")
-    table.add_column(justify="right")
-    for name, value in numbers.items():
-        is_time = name.endswith("_s") and not name.endswith("_per_s")
-        shown = "" if value is None else seconds(value) if is_time else number(value)
-        table.add_row(name.removesuffix("_s") if is_time else name, shown)
+def _table(found: Mapping[str, Numbers]) -> Table:
+    """Lists the numbers of each policy in a column."""
+    table = Table("", *(found if len(found) > 1 else ("",)), show_header=len(found) > 1)
+    table.columns[0].style = "bold"
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name in dict.fromkeys(name for numbers in found.values() for name in numbers):
+        table.add_row(quantity(name, None)[0], *(quantity(name, numbers.get(name))[1] for numbers in found.values()))
     return table

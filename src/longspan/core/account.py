@@ -231,6 +231,10 @@ class BlockPool:
     def num_free(self) -> int:
         return len(self._blank) + len(self._cached)
 
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
     def references(self, block: int) -> int:
         return self._references[block]
 

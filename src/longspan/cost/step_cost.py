@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import ItemsView, Sequence
+from collections.abc import Collection, ItemsView, Iterable, Sequence
 from functools import lru_cache
 from itertools import compress
 from operator import add
@@ -18,7 +18,7 @@ from longspan.cost.architecture import Architecture, ModelShape
 from longspan.cost.catalog import Kernels
 from longspan.cost.channels import Channel, Share, Shares, shares_of
 from longspan.cost.flows import Flow, alone_s
-from longspan.cost.forward import Roofline, rooflines
+from longspan.cost.forward import Breakdown, Roofline, rooflines
 from longspan.cost.profile import Prefill, Profile, Times
 from longspan.cost.topology import Devices
 from longspan.errors import ParameterError
@@ -35,6 +35,13 @@ class StepCost(Protocol):
     def seconds(self, forward: Forward) -> dict[int, float]:
         """Times each of its `instances`, from the moment all of them have begun; what of its `rebalances` the layers
         do not hide is in it, its `streams` are not. Passing a token on takes no time.
+        """
+        ...
+
+    def exposed_s(self, forward: Forward) -> dict[int, float] | None:
+        """Says which part of `seconds` each instance, or the member that it waits for, waits for messages.
+
+        None when the cost does not tell them apart.
         """
         ...
 
@@ -114,6 +121,29 @@ class RooflineCost:
         if (decodes_alone := _decodes_alone(forward)) is not None:
             [instance] = forward.instances
             return {instance: self._alone_s(self._line(instance), *decodes_alone)}
+        times, channels = self._times(forward)
+        layers_s = {instance: one.total_s - one.head_s for instance, one in times.items()}
+        _wait_for_members(layers_s, channels)
+        if forward.rebalances:
+            _wait_for_balances(forward, layers_s, self)
+        return {instance: layers_s[instance] + one.head_s for instance, one in times.items()}
+
+    def exposed_s(self, forward: Forward) -> dict[int, float]:
+        times, channels = self._times(forward)
+        layers_s = {instance: one.total_s - one.head_s for instance, one in times.items()}
+        found = {instance: one.all_reduce_s + one.exchange_s for instance, one in times.items()}
+        for coupled in _coupled(channels):
+            slowest = max(coupled, key=layers_s.__getitem__)
+            found.update(dict.fromkeys(coupled, found[slowest]))
+        if forward.rebalances:
+            _wait_for_members(layers_s, channels)
+            before_s = dict(layers_s)
+            _wait_for_balances(forward, layers_s, self)
+            found = {instance: waits_s + layers_s[instance] - before_s[instance] for instance, waits_s in found.items()}
+        return found
+
+    def _times(self, forward: Forward) -> tuple[dict[int, Breakdown], list[Channel]]:
+        """Returns what each instance spends its time on by itself, and all that is attended to."""
         tokens = dict.fromkeys(forward.instances, 0)
         sampled: dict[int, int] = {}
         decodes: dict[tuple[tuple[int, ...], Exchange], _Decodes] = {}
@@ -137,12 +167,7 @@ class RooflineCost:
             channels.append(channel)
             for instance, queries in zip(channel.group, channel.shares.queries, strict=True):
                 tokens[instance] += queries
-        times = self._line(forward.parts[0].group[0]).times(channels, tokens, sampled)
-        layers_s = {instance: one.total_s - one.head_s for instance, one in times.items()}
-        _wait_for_members(layers_s, channels)
-        if forward.rebalances:
-            _wait_for_balances(forward, layers_s, self)
-        return {instance: layers_s[instance] + one.head_s for instance, one in times.items()}
+        return self._line(forward.parts[0].group[0]).times(channels, tokens, sampled), channels
 
 
 class _Decodes:
@@ -196,9 +221,14 @@ def _wait_for_members(layers_s: dict[int, float], channels: Sequence[Channel]) -
 
     Members of a chain keep their own, since the first may be ahead.
     """
-    groups = {channel.group for channel in channels if len(channel.group) > 1 and not channel.exchange.traits.skewed}
-    for coupled in groups if len(groups) == 1 else coupled_instances(groups):
+    for coupled in _coupled(channels):
         layers_s.update(dict.fromkeys(coupled, max([layers_s[instance] for instance in coupled])))
+
+
+def _coupled(channels: Sequence[Channel]) -> Iterable[Collection[int]]:
+    """Returns the instances that wait for each other, of each such set."""
+    groups = {channel.group for channel in channels if len(channel.group) > 1 and not channel.exchange.traits.skewed}
+    return groups if len(groups) == 1 else coupled_instances(groups)
 
 
 def _pairs(move: MoveKV) -> ItemsView[tuple[int, int], int]:
@@ -258,6 +288,9 @@ class FittedCost:
             Flow(*pair, number * self._block_bytes, latency_s, ((("out", pair[0]), byte_s), (("in", pair[1]), byte_s)))
             for pair, number in _pairs(move)
         )
+
+    def exposed_s(self, forward: Forward) -> None:
+        """Returns None: steps were measured as a whole."""
 
     def seconds(self, forward: Forward) -> dict[int, float]:
         starts, rest = dict.fromkeys(forward.instances, 0.0), dict.fromkeys(forward.instances, 0.0)

@@ -164,18 +164,18 @@ def make_policy(
                 f"option {next(iter(options))!r} is of prompts that instances share, but there is 1 instance: set "
                 "parallel to 2 or more, or policy to one that has this option"
             )
-    if name not in _REGISTRY:
-        raise ParameterError("policy", f"{name!r} is unknown: choose from {', '.join(policy_names())}", name)
-    spec = _spec(name)
+    spec = spec_of(name)
     if facts.has_roles and not spec.knows_roles:
-        able = " or ".join(other for other in _REGISTRY if _spec(other).knows_roles)
+        able = " or ".join(other for other in _REGISTRY if spec_of(other).knows_roles)
         problem = f"{name} prefills and decodes on the same instances, but they have roles here: choose {able}, or give"
         raise ParameterError("policy", f"{problem} parallel instead of prefill_parallel and decode_parallel", name)
     instances = tuple(sorted(facts.prefill(num_instances), key=facts.location))
     return spec.chosen(instances, parse_options(name, spec.options, options), facts)
 
 
-def _spec(name: str) -> PolicySpec[Any, Any]:
+def spec_of(name: str) -> PolicySpec[Any, Any]:
+    if name not in _REGISTRY:
+        raise ParameterError("policy", f"{name!r} is unknown: choose from {', '.join(policy_names())}", name)
     found = _REGISTRY[name]
     if isinstance(found, str):
         module, _, attribute = found.partition(":")

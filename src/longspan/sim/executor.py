@@ -40,6 +40,15 @@ class StepTiming:
     ends_s: Mapping[int, float]
 
 
+@dataclass(frozen=True, kw_only=True)
+class MoveTiming:
+    """A transfer as it ran: when it began, and when all of it was there."""
+
+    move: MoveKV
+    start_s: float
+    end_s: float
+
+
 class SimExecutor:
     """Runs steps on a virtual clock. Instances work one step at a time, in order of step numbers.
 
@@ -54,6 +63,7 @@ class SimExecutor:
         slow: by which factor an instance computes slowly, see `apply_slowdown`.
         ready_s: no step starts before.
         watch: is told of each step when its times are settled.
+        watch_moves: is told of each transfer when it has ended.
     """
 
     wakeup = None
@@ -67,9 +77,13 @@ class SimExecutor:
         slow: Mapping[int, float] | None = None,
         ready_s: float = 0.0,
         watch: Callable[[StepTiming], None] | None = None,
+        watch_moves: Callable[[MoveTiming], None] | None = None,
     ) -> None:
         self._clock, self._vocab_size, self._cost = clock, vocab_size, cost
         self._slow, self._ready_s, self._watch = slow or {}, ready_s, watch
+        self._watch_moves = watch_moves
+        self._moving: dict[int, tuple[MoveKV, float]] = {}
+        """By number, the transfers under way and when they began, if they are watched."""
         self._free_at = defaultdict[int, float](lambda: ready_s)
         self._links = Links()
         self._leaving: dict[int, tuple[int, float]] = {}
@@ -109,6 +123,9 @@ class SimExecutor:
         return done
 
     def _completion(self, number: int, parts: Sequence[Part]) -> Completion:
+        if self._watch_moves is not None and number in self._moving:
+            move, start_s = self._moving.pop(number)
+            self._watch_moves(MoveTiming(move=move, start_s=start_s, end_s=self._clock.now()))
         sampled = tuple([self._invent(part, part.sample) for part in parts if part.sample is not None])
         return Completion(number=number, sampled=sampled, bytes_sent={})
 
@@ -130,6 +147,8 @@ class SimExecutor:
     def _send(self, move: MoveKV, *, ready_s: float, least_s: float = 0.0) -> None:
         flows = self._cost.flows(move)
         self._leaving[move.number] = len(flows), 0.0
+        if self._watch_moves is not None:
+            self._moving[move.number] = move, ready_s
         for flow in flows:
             self._links.send(move.number, flow, ready_s=ready_s, least_s=least_s)
 

@@ -31,12 +31,15 @@ from longspan.policy import ChosenPolicy, make_policy
 from longspan.policy.choosing import Facts
 from longspan.policy.tetris.rates import RateTable
 from longspan.sim.run import Observers, Result, percentile, simulate
-from longspan.sim.spec import ClusterSpec, Faults
+from longspan.sim.spec import ClusterSpec, Faults, ServiceLevel
 from longspan.sim.timeline import Timeline
 from longspan.workload.arrivals import Workload
 
 MAX_TIMES_LIGHT = 25
 """A rate is too high when the 99th percentile of TTFT is this many times that of light load (Tetris §7.2)."""
+
+ATTAINMENT = 0.9
+"""A rate is too high when a smaller part of all requests keeps within a given service level (DistServe §6)."""
 
 IMPROVEMENT_RATES = tuple(round(0.05 * step, 2) for step in range(1, 16))
 """These are tried for each request rate: 0.05 to 0.75."""
@@ -103,25 +106,28 @@ class Experiment:
             scheduling = replace(scheduling, enable_prefix_caching=False)  # it would find nothing
         config = EngineConfig.of(scheduling, self.cluster, policy)
         with self.progress(title, len(workload.arrivals)) as finished:
-            watch = replace(timeline.watch if timeline else Observers(), finished=finished)
+            watch = replace(timeline.watching(self.cost) if timeline else Observers(), finished=finished)
             return simulate(workload.arrivals, config, policy, self.cost, faults=self.faults, watch=watch)
+
+    def at_light_load(self, workload: Workload) -> Result:
+        """Serves the requests such that none meets another."""
+        return self.run(workload.one_by_one(_FAR_APART_S), title="light load")
 
     def light_ttft_p99_s(self, workload: Workload) -> float | None:
         """Returns P99 of TTFT when no request meets another; None when none is served."""
-        return percentile(self.run(workload.one_by_one(_FAR_APART_S), title="light load").ttfts_s, 99)
+        return percentile(self.at_light_load(workload).ttfts_s, 99)
 
     def max_rate(
-        self, workload: Workload, light_s: float, *, start: float, precision: float = _PRECISION
+        self, workload: Workload, keeps_up: Callable[[Result], bool], *, start: float, precision: float = _PRECISION
     ) -> float | None:
-        """Finds, as `find_max_rate` does, the highest rate whose P99 of TTFT stays below `MAX_TIMES_LIGHT` times
-        `light_s`.
+        """Finds, as `find_max_rate` does, the highest rate at which the result keeps up, see `near_light_load` and
+        `within`.
         """
 
-        def keeps_up(rate: float) -> bool:
-            found = percentile(self.run(workload.at_rate(rate), title=f"rate {rate:.3g}").ttfts_s, 99)
-            return found is not None and found < MAX_TIMES_LIGHT * light_s
+        def tried(rate: float) -> bool:
+            return keeps_up(self.run(workload.at_rate(rate), title=f"rate {rate:.3g}"))
 
-        return find_max_rate(keeps_up, start=start, precision=precision)
+        return find_max_rate(tried, start=start, precision=precision)
 
     def improvement_rates(
         self, workload: Workload, highest: float
@@ -163,6 +169,21 @@ class Experiment:
         return float(np.mean(found))
 
 
+def near_light_load(light_s: float) -> Callable[[Result], bool]:
+    """Returns the test of a result whose P99 of TTFT stays below `MAX_TIMES_LIGHT` times that of light load."""
+
+    def test(result: Result) -> bool:
+        found = percentile(result.ttfts_s, 99)
+        return found is not None and found < MAX_TIMES_LIGHT * light_s
+
+    return test
+
+
+def within(level: ServiceLevel) -> Callable[[Result], bool]:
+    """Returns the test of a result with enough requests that keep within a service level, see `ATTAINMENT`."""
+    return lambda result: result.attainment(level) >= ATTAINMENT
+
+
 def find_max_rate(keeps_up: Callable[[float], bool], *, start: float, precision: float = _PRECISION) -> float | None:
     """Finds the highest rate, to a `precision` of 2 %, at which `keeps_up` holds, by doubling and halving `start`.
 
@@ -176,7 +197,7 @@ def find_max_rate(keeps_up: Callable[[float], bool], *, start: float, precision:
             break
         low /= 2
     else:
-        raise ValueError(f"not even {low:g} requests per second leave TTFT near that of light load")
+        raise ValueError(f"not even {low:g} requests per second are few enough")
     high = 2 * low
     while low >= start and keeps_up(high):
         low, high = high, 2 * high

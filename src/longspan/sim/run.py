@@ -19,8 +19,8 @@ from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
 from longspan.core.view import EnginePolicy
 from longspan.cost.step_cost import StepCost
-from longspan.sim.executor import SimExecutor, StepTiming, VirtualClock
-from longspan.sim.spec import Faults
+from longspan.sim.executor import MoveTiming, SimExecutor, StepTiming, VirtualClock
+from longspan.sim.spec import Faults, ServiceLevel
 from longspan.workload.arrivals import Arrival, TokenText
 
 _VOCAB_SIZE = 2**15
@@ -35,6 +35,7 @@ class Observers:
 
     Attributes:
         ran: of each step, when its times are settled.
+        moved: of each transfer, when it has ended.
         moment: of the engine, whenever it has planned and something has completed.
         admitted: of a request's id in the engine, and its index among the arrivals.
         lost: of the time, when a worker is.
@@ -42,6 +43,7 @@ class Observers:
     """
 
     ran: Callable[[StepTiming], None] | None = None
+    moved: Callable[[MoveTiming], None] | None = None
     moment: Callable[[float, Engine], None] | None = None
     admitted: Callable[[int, int], None] | None = None
     lost: Callable[[float], None] | None = None
@@ -53,7 +55,6 @@ class Served:
     """A request that was served, in seconds of the virtual clock; `index` counts arrivals.
 
     Attributes:
-        scheduled_s: when its first step was planned.
         ttft_s: from its arrival to its first token.
         tbt_s: between its tokens, `[num_output_tokens - 1]`.
         num_missing_tokens: of its answer, for which a request has no room; 0 for what was asked for.
@@ -61,7 +62,6 @@ class Served:
 
     index: int
     arrival_s: float
-    scheduled_s: float
     ttft_s: float
     tbt_s: array[float]
     finished_s: float
@@ -73,6 +73,11 @@ class Served:
     @property
     def e2e_s(self) -> float:
         return self.finished_s - self.arrival_s
+
+    @property
+    def mean_tbt_s(self) -> float:
+        """The mean time between its tokens, 0 for a single one; vLLM's TPOT."""
+        return sum(self.tbt_s) / len(self.tbt_s) if self.tbt_s else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,14 +118,27 @@ class Result:
         """The requests with a shorter answer than was asked for."""
         return tuple(one for one in self.served if one.num_missing_tokens)
 
-    def summary(self) -> dict[str, float | int | None]:
+    def num_good(self, level: ServiceLevel) -> int:
+        """Counts the requests that kept within a service level."""
+        return sum(level.met_by(ttft_s=one.ttft_s, mean_tbt_s=one.mean_tbt_s) for one in self.served)
+
+    def attainment(self, level: ServiceLevel) -> float:
+        """Returns the part of all requests, refused ones included, that kept within a service level."""
+        return self.num_good(level) / max(1, len(self.served) + len(self.refused))
+
+    def summary(self, level: ServiceLevel | None = None) -> dict[str, float | int | None]:
         """Returns the numbers that `longspan simulate --json` prints; a number is None where there is nothing to count.
 
         Throughput counts the tokens of prompts and answers. Utilisation is the part of the makespan in which an
-        instance had a step to run, over all instances.
+        instance had a step to run, over all instances. With a service level, goodput counts requests that kept within
+        it, per second of the makespan.
         """
         made_s, ttft, tbt = self.makespan_s, self.ttfts_s, self.tbts_s
-        return {
+        good: dict[str, float | int | None] = {}
+        if level is not None and level.is_given:
+            good["goodput_requests_per_s"] = self.num_good(level) / made_s if made_s else None
+            good["slo_attainment"] = self.attainment(level)
+        return good | {
             "ttft_p50_s": percentile(ttft, 50),
             "ttft_p99_s": percentile(ttft, 99),
             "tbt_p50_s": percentile(tbt, 50),
@@ -216,6 +234,7 @@ class _Simulation:
             slow=self._faults.slow,
             ready_s=ready_s,
             watch=self._watch.ran,
+            watch_moves=self._watch.moved,
         )
 
     def run(self) -> Result:
@@ -276,11 +295,10 @@ class _Simulation:
 
     def _finish(self, request: Request) -> None:
         index, metrics = self._indices.pop(request.id), request.metrics
-        assert metrics.ttft_s is not None and metrics.finished_s is not None and metrics.scheduled_s is not None
+        assert metrics.ttft_s is not None and metrics.finished_s is not None
         served = Served(
             index=index,
             arrival_s=metrics.arrival_s,
-            scheduled_s=metrics.scheduled_s,
             ttft_s=metrics.ttft_s,
             tbt_s=array("d", metrics.tbt_s),
             finished_s=metrics.finished_s,

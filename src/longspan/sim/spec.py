@@ -16,11 +16,27 @@ from longspan.core.cluster import Cluster, ParallelArgs, locations_of_ranks, par
 from longspan.core.options import Option, SchedulingArgs, at_least_one, key_values
 from longspan.errors import ParameterError
 
-SIMULATED_SCHEDULING = SchedulingArgs()
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedScheduling(SchedulingArgs):
+    """Scheduling options that may name several policies, see `longspan.simulation.each_policy`."""
+
+    policy: Annotated[
+        str,
+        Option(
+            "Who decides the steps. Several with commas between are compared; each gets those options that it has.",
+            group="Scheduling and memory",
+            read=str,
+        ),
+    ] = "auto"
+
+
+SIMULATED_SCHEDULING = ComparedScheduling()
 _GPUS_PER_HOST = 8
 _RESTART_S = 10.0
 _cluster = partial(Option, group="Cluster")
 _faults = partial(Option, group="What goes wrong")
+_level = partial(Option, group="Results", metavar="S")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,3 +215,33 @@ class Faults:
             if instance >= num_instances:
                 problem = f": instance {instance} is to be slow, but there are {num_instances}, counted from 0"
                 raise ParameterError("slow", problem, instance)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceLevel:
+    """The latencies that requests are to keep within, such that policies are compared by the same bounds.
+
+    Raises:
+        ParameterError: for a bound that is no time.
+    """
+
+    slo_ttft: Annotated[float | None, _level("Count the requests whose first token comes within so many seconds.")] = (
+        None
+    )
+    slo_tbt: Annotated[
+        float | None, _level("Count the requests with at most so many seconds between tokens, on average of each.")
+    ] = None
+
+    def __post_init__(self) -> None:
+        for name in ("slo_ttft", "slo_tbt"):
+            if (value := getattr(self, name)) is not None and not (value > 0 and math.isfinite(value)):
+                raise ParameterError(name, f"must be above 0 seconds, but {value} given", value)
+
+    @property
+    def is_given(self) -> bool:
+        return self.slo_ttft is not None or self.slo_tbt is not None
+
+    def met_by(self, *, ttft_s: float, mean_tbt_s: float) -> bool:
+        """Tells whether a request kept within all bounds that are given."""
+        bounds = ((ttft_s, self.slo_ttft), (mean_tbt_s, self.slo_tbt))
+        return all(bound is None or value <= bound for value, bound in bounds)

@@ -1,27 +1,20 @@
-"""A record of each instance's work, of the queue and of the KV pools: as a trace for Perfetto, and as an HTML page."""
+"""A record of what a simulation did, and where the time of each request went; as a trace for Perfetto, too."""
 
 from __future__ import annotations
 
-import html
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-from numpy.typing import NDArray
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from longspan.core.cluster import Cluster
 from longspan.core.engine import Engine
 from longspan.core.runs import num_tokens
 from longspan.core.steps import Part
-from longspan.errors import ParameterError
-from longspan.sim.executor import StepTiming
-from longspan.sim.run import Observers, Result
-
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
-
+from longspan.cost.step_cost import StepCost
+from longspan.sim.executor import MoveTiming, StepTiming
+from longspan.sim.run import Observers, Result, Served
 
 _MAX_BLOCKS, _MAX_MOMENTS = 500_000, 2000
 
@@ -45,42 +38,134 @@ class Block:
     exchange: str = ""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Transfer:
+    """KV blocks on their way to other instances; `index` is that of the request among the arrivals."""
+
+    index: int
+    start_s: float
+    end_s: float
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+    num_blocks: int
+
+
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The number of requests that waited, and the part of all KV blocks that was held."""
+    """The number of requests that waited, and by role the parts of all KV blocks that requests held, and that were free
+    with contents that may be found again.
+    """
 
     at_s: float
     num_waiting: int
-    kv_used: float
+    held: Mapping[str, float]
+    cached: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimeSplit:
+    """The seconds of a request, which add up to its time from arrival to the last token.
+
+    Attributes:
+        queue_s: before its first token, while no step of it runs.
+        compute_s: in steps with a part of its prompt, beside what follows; others' tokens in these steps included.
+        exposed_communication_s: of the slowest member of its group in these steps, for messages that nothing hides;
+            None when the cost does not tell, and compute has it, too.
+        transfer_s: from its first token until its KV is where it decodes.
+        decode_s: the rest.
+    """
+
+    queue_s: float
+    compute_s: float
+    exposed_communication_s: float | None
+    transfer_s: float
+    decode_s: float
+
+
+def roles_of(cluster: Cluster) -> dict[str, Sequence[int]]:
+    """Returns the instances that prefill and those that decode, or all as `all`."""
+    if not cluster.has_roles:
+        return {"all": cluster.instances}
+    return {"prefill": cluster.prefill, "decode": cluster.decode}
 
 
 class Timeline:
-    """Writes down what a simulation does, through `watch`.
+    """Writes down what a simulation does, by the callbacks of `watching`.
 
     Attributes:
         blocks: the first, in the order in which steps were planned.
-        complete: whether `blocks` are all.
+        transfers: the first, in the order in which they ended.
+        complete: whether `blocks` and `transfers` are all.
         moments: a bounded number, evenly spread over the whole time.
     """
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
+        self.transfers: list[Transfer] = []
         self.moments: list[Moment] = []
         self.complete = True
         self._every_s, self._next_s = 0.0, 0.0
         self._indices: dict[int, int] = {}
+        self._steps: defaultdict[int, list[tuple[float, float, float | None]]] = defaultdict(list)
+        """By request: begin, end and exposed seconds of each step until its first token."""
+        self._arrived_at: dict[int, list[tuple[float, float]]] = defaultdict(list)
+        """By request: begin and end of each transfer."""
+        self._sampled: set[int] = set()
 
-    @property
-    def watch(self) -> Observers:
-        """The callbacks to give to `simulate`."""
-        return Observers(ran=self._ran, moment=self._moment, admitted=self._indices.__setitem__, lost=self._lost)
+    def watching(self, cost: StepCost) -> Observers:
+        """Returns the callbacks to give to `simulate`; the cost tells what steps spend on messages."""
+        return Observers(
+            ran=lambda ran: self._ran(ran, cost),
+            moved=self._moved,
+            moment=self._moment,
+            admitted=self._indices.__setitem__,
+            lost=self._lost,
+        )
 
-    def _ran(self, ran: StepTiming) -> None:
+    def split(self, one: Served) -> TimeSplit:
+        """Says where the time of a request went."""
+        first_s = one.arrival_s + one.ttft_s
+        busy_s, exposed_s, covered_s, is_told = 0.0, 0.0, one.arrival_s, True
+        for start_s, end_s, messages_s in self._steps[one.index]:
+            own_s = min(end_s, first_s) - max(start_s, covered_s)
+            if own_s > 0:  # steps of a request may overlap where its group grows
+                busy_s, covered_s = busy_s + own_s, end_s
+                is_told = is_told and messages_s is not None
+                exposed_s += (messages_s or 0.0) * own_s / (end_s - start_s)
+        second_s = first_s + one.tbt_s[0] if one.tbt_s else first_s
+        ends_s = [end_s for start_s, end_s in self._arrived_at[one.index] if start_s < second_s]
+        transfer_s = max(0.0, min(second_s, max(ends_s, default=first_s)) - first_s)
+        return TimeSplit(
+            queue_s=max(0.0, one.ttft_s - busy_s),
+            compute_s=busy_s - exposed_s,
+            exposed_communication_s=exposed_s if is_told else None,
+            transfer_s=transfer_s,
+            decode_s=one.e2e_s - one.ttft_s - transfer_s,
+        )
+
+    def _ran(self, ran: StepTiming, cost: StepCost) -> None:
+        self._note_steps(ran, cost)
         if len(self.blocks) >= _MAX_BLOCKS:
             self.complete = False
             return
         for instance, end_s in ran.ends_s.items():
             self._add(instance, ran, end_s)
+
+    def _note_steps(self, ran: StepTiming, cost: StepCost) -> None:
+        """Notes the step for all requests in it that have no token yet."""
+        parts = [part for part in ran.forward.parts if part.request_id not in self._sampled]
+        if not parts:
+            return
+        ends_s, exposed_s, end_s = ran.ends_s, cost.exposed_s(ran.forward), max(ran.ends_s.values())
+        for part in parts:
+            last = max(part.group, key=ends_s.__getitem__)
+            messages_s = None if exposed_s is None else min(exposed_s[last], ends_s[last] - ran.start_s)
+            self._steps[self._index(part.request_id)].append((ran.start_s, end_s, messages_s))
+            if part.sample is not None:
+                self._sampled.add(part.request_id)
+
+    def _index(self, request_id: int) -> int:
+        return self._indices.get(request_id, request_id)
 
     def _add(self, instance: int, ran: StepTiming, end_s: float) -> None:
         """Shares the time of a step on one instance among its chunks and all its decodes, by their tokens."""
@@ -101,7 +186,7 @@ class Timeline:
                     instance=instance,
                     start_s=at_s,
                     end_s=at_s + own * per_token_s,
-                    index=self._indices.get(part.request_id, part.request_id),
+                    index=self._index(part.request_id),
                     start=part.start,
                     stop=part.stop,
                     group=part.group,
@@ -114,54 +199,113 @@ class Timeline:
                 Block(instance=instance, start_s=at_s, end_s=end_s, index=None, start=0, stop=num_decodes)
             )
 
+    def _moved(self, ran: MoveTiming) -> None:
+        index, move = self._index(ran.move.request_id), ran.move
+        self._arrived_at[index].append((ran.start_s, ran.end_s))
+        if len(self.transfers) >= _MAX_BLOCKS:
+            self.complete = False
+            return
+        self.transfers.append(
+            Transfer(
+                index=index,
+                start_s=ran.start_s,
+                end_s=ran.end_s,
+                sources=move.sources,
+                targets=move.targets,
+                num_blocks=len(move.copies),
+            )
+        )
+
     def _lost(self, at_s: float) -> None:
         """Cuts off all that had not ended at that time."""
         self.blocks = [replace(one, end_s=min(one.end_s, at_s)) for one in self.blocks if one.start_s < at_s]
+        for index, steps in self._steps.items():
+            self._steps[index] = [_until(at_s, *step) for step in steps if step[0] < at_s]
+        self._sampled.clear()  # who has a token may have a step more, which does not count
 
     def _moment(self, at_s: float, engine: Engine) -> None:
         if at_s < self._next_s:
             return
-        pools = [engine.account.pool(i) for i in engine.config.cluster.instances]
-        kv_used = 1 - sum(pool.num_free for pool in pools) / sum(pool.num_blocks for pool in pools)
-        self.moments.append(Moment(at_s, engine.num_waiting, kv_used))
+        held, cached = {}, {}
+        for role, instances in roles_of(engine.config.cluster).items():
+            pools = [engine.account.pool(i) for i in instances]
+            num_blocks = sum(pool.num_blocks for pool in pools)
+            held[role] = 1 - sum(pool.num_free for pool in pools) / num_blocks
+            cached[role] = sum(pool.num_cached for pool in pools) / num_blocks
+        self.moments.append(Moment(at_s, engine.num_waiting, held, cached))
         if len(self.moments) >= _MAX_MOMENTS:
             self.moments = self.moments[::2]
             self._every_s = at_s / len(self.moments)
         self._next_s = at_s + self._every_s
 
 
-_CLUSTER, _REQUESTS = 1, 2  # the two processes that viewers show
+def _until(at_s: float, start_s: float, end_s: float, exposed_s: float | None) -> tuple[float, float, float | None]:
+    """Cuts off a step."""
+    kept_s = min(end_s, at_s)
+    return start_s, kept_s, None if exposed_s is None else exposed_s * (kept_s - start_s) / (end_s - start_s)
 
 
-def chrome_trace(result: Result, timeline: Timeline) -> str:
-    """Writes a row per instance with what it did, a row per request from arrival to end, and counters, as JSON."""
-    return json.dumps({"displayTimeUnit": "ms", "traceEvents": list(_events(result, timeline))}) + "\n"
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """A policy's run of a workload, for pictures and traces."""
+
+    policy: str
+    cluster: Cluster
+    result: Result
+    timeline: Timeline
 
 
-def _events(result: Result, timeline: Timeline) -> Iterator[dict[str, Any]]:
-    instances = [("thread_name", _CLUSTER, i, f"instance {i}") for i in range(len(result.busy_s))]
-    processes = [("process_name", _CLUSTER, 0, "instances"), ("process_name", _REQUESTS, 0, "requests")]
-    for kind, process, thread, name in processes + instances:
+# ---------------------------------------------------------------- the trace
+
+
+_KINDS = ("instances", "requests", "transfers")
+"""The processes that viewers show, for each run."""
+
+
+def chrome_trace(records: Sequence[Record]) -> str:
+    """Writes a row per instance with what it did, a row per request from arrival to end, transfers, and counters.
+
+    Returns:
+        JSON for Perfetto, with processes of their own for each of several runs.
+    """
+    events = [event for place, one in enumerate(records) for event in _events(one, place, named=len(records) > 1)]
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}) + "\n"
+
+
+def _events(record: Record, place: int, *, named: bool) -> Iterator[dict[str, Any]]:
+    result, timeline = record.result, record.timeline
+    instances, requests, transfers = (len(_KINDS) * place + number for number in range(1, len(_KINDS) + 1))
+    names = [("process_name", instances + number, 0, kind) for number, kind in enumerate(_KINDS)]
+    if named:
+        names = [(what, process, thread, f"{record.policy}: {name}") for what, process, thread, name in names]
+    names += [("thread_name", instances, i, f"instance {i}") for i in range(len(result.busy_s))]
+    for kind, process, thread, name in names:
         yield {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
     for block in timeline.blocks:
-        yield _of_block(block)
+        yield _of_block(block) | {"pid": instances}
     for one in result.served:
-        times = {"queue_s": one.scheduled_s - one.arrival_s, "ttft_s": one.ttft_s, "e2e_s": one.e2e_s}
+        times = {"ttft_s": one.ttft_s, "e2e_s": one.e2e_s} | asdict(timeline.split(one))
         tokens = {"prompt_tokens": one.num_prompt_tokens, "output_tokens": one.num_output_tokens}
-        common = {"cat": "request", "id": one.index, "pid": _REQUESTS, "tid": 0, "name": f"request {one.index}"}
+        common = {"cat": "request", "id": one.index, "pid": requests, "tid": 0, "name": f"request {one.index}"}
         yield common | {"ph": "b", "ts": one.arrival_s * 1e6, "args": tokens | times}
         yield common | {"ph": "n", "ts": (one.arrival_s + one.ttft_s) * 1e6, "args": {"what": "first token"}}
         yield common | {"ph": "e", "ts": one.finished_s * 1e6}
+    for number, move in enumerate(timeline.transfers):
+        common = {"cat": "transfer", "id": number, "pid": transfers, "tid": 0, "name": f"request {move.index}"}
+        about = {"from": list(move.sources), "to": list(move.targets), "blocks": move.num_blocks}
+        yield common | {"ph": "b", "ts": move.start_s * 1e6, "args": about}
+        yield common | {"ph": "e", "ts": move.end_s * 1e6}
     for moment in timeline.moments:
-        common = {"ph": "C", "pid": _CLUSTER, "tid": 0, "ts": moment.at_s * 1e6}
+        common = {"ph": "C", "pid": instances, "tid": 0, "ts": moment.at_s * 1e6}
         yield common | {"name": "waiting", "args": {"requests": moment.num_waiting}}
-        yield common | {"name": "KV", "args": {"percent": 100 * moment.kv_used}}
+        for role in moment.held:
+            percents = {"held": 100 * moment.held[role], "cached": 100 * moment.cached[role]}
+            yield common | {"name": "KV" if role == "all" else f"KV {role}", "args": percents}
 
 
 def _of_block(block: Block) -> dict[str, Any]:
     event = {
         "ph": "X",
-        "pid": _CLUSTER,
         "tid": block.instance,
         "ts": block.start_s * 1e6,
         "dur": (block.end_s - block.start_s) * 1e6,
@@ -170,172 +314,3 @@ def _of_block(block: Block) -> dict[str, Any]:
         return event | {"name": f"{block.stop} decodes", "cat": "decode"}
     about = {"start": block.start, "stop": block.stop, "group": list(block.group), "exchange": block.exchange}
     return event | {"name": f"request {block.index}", "cat": "prefill", "args": about}
-
-
-# ---------------------------------------------------------------- the page
-
-_MAX_BARS = 20_000
-_SAME_TIME_S = 1e-9
-_LABELLED_PART = 0.005
-"""A part of the whole time: shorter blocks have no room for a number."""
-_NUMBERS = {"minsize": 8, "mode": "hide"}
-_LAYOUT: dict[str, Any] = {"margin": {"l": 70, "r": 20, "t": 20, "b": 50}, "template": "plotly_white"}
-_GOLDEN_ANGLE = 137.508
-_PERCENTS = np.concatenate([np.linspace(0, 99, 199), np.linspace(99.1, 100, 10)])
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 1200px; padding: 0 1em; color: #222; }
-h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin: 1.6em 0 0; } p { color: #555; margin: .3em 0; }
-table { border-collapse: collapse; display: inline-table; vertical-align: top; margin-right: 3em; }
-td { padding: .1em 1em .1em 0; } td + td { text-align: right; font-variant-numeric: tabular-nums; }
-"""
-
-
-def check_report() -> None:
-    """Raises ValueError when the drawing library is missing, with the remedy."""
-    try:
-        import plotly.graph_objects  # noqa: F401, PLC0415  # optional, and slow to import
-    except ImportError:
-        raise ParameterError("report", "needs plotly: pip install 'longspan[report]'") from None
-
-
-def html_report(result: Result, timeline: Timeline, settings: Mapping[str, object], cluster: Cluster) -> str:
-    """Writes the page: what was simulated, the numbers, distributions of times, queue and KV, and instances."""
-    from plotly.offline import get_plotlyjs  # noqa: PLC0415  # optional
-
-    title = "longspan simulate: " + ", ".join(str(settings[key]) for key in ("model", "policy") if key in settings)
-    parts = [
-        "<!DOCTYPE html>",
-        f'<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>',
-        f"<style>{_STYLE}</style><script>{get_plotlyjs()}</script></head><body>",
-        f"<h1>{html.escape(title)}</h1>",
-        _table(settings),
-        _table(result.summary()),
-    ]
-    for name, note, figure in _figures(result, timeline, cluster):
-        drawn = figure.to_html(full_html=False, include_plotlyjs=False, div_id=name.lower().replace(" ", "-"))
-        parts.append(f"<h2>{name}</h2><p>{html.escape(note)}</p>{drawn}")
-    return "\n".join([*parts, "</body></html>"]) + "\n"
-
-
-def _figures(result: Result, timeline: Timeline, cluster: Cluster) -> list[tuple[str, str, Figure]]:
-    waiting = [(one.at_s, one.num_waiting) for one in timeline.moments]
-    held = [(one.at_s, 100 * one.kv_used) for one in timeline.moments]
-    bars, note = _shown(timeline)
-    return [
-        ("Instances", note, _gantt(bars, _names(cluster))),
-        ("TTFT", "Part of all requests whose first token came within so many seconds.", _distribution(result.ttfts_s)),
-        ("TBT", "Part of all times between tokens that were at most so long.", _distribution(result.tbts_s)),
-        ("Queue", "Requests that waited.", _line(waiting, "requests", shape="hv")),
-        ("KV", "Blocks that requests held, of all instances.", _line(held, "% of blocks", shape="hv")),
-    ]
-
-
-def _shown(timeline: Timeline) -> tuple[Sequence[Block], str]:
-    """Returns the first blocks, as many as can be drawn, and a note about them."""
-    note = (
-        "Each request has a colour of its own, and its number where there is room; each block is what one step "
-        "computes of its prompt; grey are decodes."
-    )
-    blocks = _joined(sorted(timeline.blocks, key=lambda one: (one.start_s, one.instance)))
-    if timeline.complete and len(blocks) <= _MAX_BARS:
-        return blocks, note
-    blocks = blocks[:_MAX_BARS]
-    return blocks, f"{note} Shown are the first {blocks[-1].start_s:,.1f} seconds."
-
-
-def _joined(blocks: Sequence[Block]) -> list[Block]:
-    """Joins neighbouring decodes of an instance in which as many requests take part."""
-    found: list[Block] = []
-    last: dict[int, int] = {}
-    """The latest block of each instance, as its index."""
-    for one in blocks:
-        before = found[last[one.instance]] if one.instance in last else None
-        both_decode = before is not None and one.index is None is before.index and one.stop == before.stop
-        if before is not None and both_decode and one.start_s - before.end_s < _SAME_TIME_S:
-            found[last[one.instance]] = replace(before, end_s=one.end_s)
-        else:
-            last[one.instance] = len(found)
-            found.append(one)
-    return found
-
-
-def _names(cluster: Cluster) -> list[str]:
-    if not cluster.has_roles:
-        return [str(instance) for instance in cluster.instances]
-    return [*(f"prefill {one}" for one in cluster.prefill), *(f"decode {one}" for one in cluster.decode)]
-
-
-def _gantt(blocks: Sequence[Block], names: Sequence[str]) -> Figure:
-    from plotly.graph_objects import Bar, Figure  # noqa: PLC0415  # optional
-
-    wide_s = _LABELLED_PART * max((one.end_s for one in blocks), default=0.0)
-    figure = Figure(
-        Bar(
-            orientation="h",
-            y=[one.instance for one in blocks],
-            base=[one.start_s for one in blocks],
-            x=[one.end_s - one.start_s for one in blocks],
-            marker={
-                "color": [_colour(one) for one in blocks],
-                "line": {"width": [0.0 if one.index is None else 0.5 for one in blocks], "color": "white"},
-            },
-            text=["" if one.index is None or one.end_s - one.start_s <= wide_s else str(one.index) for one in blocks],
-            textposition="inside",
-            insidetextanchor="middle",
-            textangle=0,
-            hovertext=[_described(one) for one in blocks],
-            hoverinfo="text",
-        )
-    )
-    figure.update_layout(height=140 + 26 * len(names), bargap=0.12, uniformtext=_NUMBERS, **_LAYOUT)
-    figure.update_yaxes(title="instance", tickvals=list(range(len(names))), ticktext=names, autorange="reversed")
-    figure.update_xaxes(title="seconds")
-    return figure
-
-
-def _colour(block: Block) -> str:
-    """Gives neighbours in the order of arrival hues that are far apart; others differ at least in lightness."""
-    if block.index is None:
-        return "#ddd"
-    return f"hsl({block.index * _GOLDEN_ANGLE % 360:.0f}, 62%, {48 + 8 * (block.index % 3)}%)"
-
-
-def _described(block: Block) -> str:
-    when = f"{block.start_s:.3f} to {block.end_s:.3f} s"
-    if block.index is None:
-        return f"{block.stop} decodes<br>{when}"
-    tokens = f"tokens {block.start:,} to {block.stop:,}"
-    return f"request {block.index}<br>{tokens}<br>{len(block.group)} instances, {block.exchange}<br>{when}"
-
-
-def _distribution(times_s: NDArray[np.float64]) -> Figure:
-    points = np.percentile(times_s, _PERCENTS) if len(times_s) else np.empty(0)
-    figure = _line(list(zip(points.tolist(), _PERCENTS.tolist(), strict=False)), "%")
-    if len(points) and points[0] > 0:
-        figure.update_xaxes(type="log")
-    return figure
-
-
-def _line(points: Sequence[tuple[float, float]], unit: str, shape: str = "linear") -> Figure:
-    from plotly.graph_objects import Figure, Scatter  # noqa: PLC0415  # optional
-
-    figure = Figure(Scatter(x=[x for x, _ in points], y=[y for _, y in points], mode="lines", line={"shape": shape}))
-    figure.update_layout(height=320, **_LAYOUT)
-    figure.update_yaxes(title=unit, rangemode="tozero")
-    figure.update_xaxes(title="seconds")
-    return figure
-
-
-def _table(rows: Mapping[str, object]) -> str:
-    cells = (
-        f"<tr><td>{html.escape(name)}</td><td>{html.escape(_short(value))}</td></tr>" for name, value in rows.items()
-    )
-    return f"<table>{''.join(cells)}</table>"
-
-
-def _short(value: object) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
-    return f"{value:,}" if isinstance(value, int) else "" if value is None else str(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from longspan.cli.quantities import number, seconds
+from longspan.core.quantities import number, seconds
 
 
 @pytest.mark.parametrize(

@@ -15,3 +15,10 @@ def seconds(value: float) -> str:
 def number(value: float) -> str:
     """Writes a number without an exponent, if it is not tiny: `47,370`, `0.27`."""
     return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1000 else f"{value:.4g}"
+
+
+def quantity(name: str, value: float | None) -> tuple[str, str]:
+    """Writes a named value, whose name says its unit: `ttft_p50_s` is `ttft_p50`, in seconds; None is empty."""
+    is_time = name.endswith("_s") and not name.endswith("_per_s")
+    shown = "" if value is None else seconds(value) if is_time else number(value)
+    return name.removesuffix("_s") if is_time else name, shown
