@@ -11,11 +11,15 @@ import pytest
 from fake_llm import run
 
 from longspan import ClusterSpec, WorkloadSpec, simulate
+from longspan.core.engine import EngineConfig
 from longspan.core.exchange import RING_KV
 from longspan.core.options import SchedulingArgs
 from longspan.cost import catalog
 from longspan.cost.estimate import estimate_prefill
 from longspan.cost.step_cost import RooflineCost
+from longspan.sim import run as simulation
+from longspan.sim.executor import StepTiming
+from longspan.sim.run import Observers
 from longspan.sim.spec import ServiceLevel
 from longspan.sim.timeline import Timeline
 from longspan.simulation import each_policy, make_experiment
@@ -135,6 +139,25 @@ def test_exposed_communication_is_that_of_the_estimate() -> None:
     assert split.queue_s == split.transfer_s == 0
     assert split.exposed_communication_s == pytest.approx(expected["exposed_communication_s"], rel=0.05)
     assert split.compute_s == pytest.approx(expected["compute_s"], rel=0.05)
+
+
+@pytest.mark.parametrize("policy", ["tetris", "runahead", "context"])
+def test_exposed_communication_is_part_of_the_time_of_a_step(policy: str) -> None:
+    scheduling = SchedulingArgs(policy=policy, max_num_batched_tokens=8192)
+    experiment = make_experiment("llama-3-8b", SPEC, scheduling)
+    num_shared = 0
+
+    def check(ran: StepTiming) -> None:
+        nonlocal num_shared
+        exposed_s = experiment.cost.exposed_s(ran.forward)
+        assert exposed_s is not None and exposed_s.keys() == ran.ends_s.keys()
+        for instance, end_s in ran.ends_s.items():
+            assert 0 <= exposed_s[instance] <= end_s - ran.start_s
+            num_shared += exposed_s[instance] > 0
+
+    config = EngineConfig.of(scheduling, experiment.cluster, chosen := experiment.policy())
+    simulation.simulate(make_workload(ASKED).arrivals, config, chosen, experiment.cost, watch=Observers(ran=check))
+    assert num_shared > 10
 
 
 def test_transfers_are_told_and_part_of_the_time(tmp_path: Path) -> None:
