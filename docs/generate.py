@@ -1,4 +1,4 @@
-"""Writes those parts of the pages that the code knows: flags, limits, metrics, refused fields, and recorded errors.
+"""Writes those parts of the pages that the code knows: flags, limits, metrics, refused fields, recorded errors, claims.
 
 `python docs/generate.py` rewrites them, `--check` only says whether they are up to date.
 """
@@ -24,6 +24,8 @@ from longspan.serve.metrics import Metrics
 from longspan.serve.requests import UNSERVED
 
 PAGES = sorted(Path(__file__).parent.glob("*.md"))
+_CLAIMS = Path(__file__).parents[1] / "benchmarks" / "papers" / "claims.json"
+_VERDICTS = ("holds", "fails", "not modelled")
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end of what is generated -->)", re.DOTALL)
 _LIMITS = "Limits of what one request may ask for."
 Row = tuple[str, ...]
@@ -115,6 +117,33 @@ def _served_errors() -> str:
     return _table(("", "TTFT P50", "TTFT P90", "TBT P50", "TBT P90"), rows)
 
 
+def _claims() -> str:
+    found = json.loads(_CLAIMS.read_text(encoding="utf-8"))
+    papers = found["papers"].items()
+    numbers = [
+        (paper, *(str(sum(one["verdict"] == verdict for one in claims)) for verdict in _VERDICTS))
+        for paper, claims in papers
+    ]
+    parts = [_table(("paper", *_VERDICTS), numbers)]
+    parts.append(_table(("rule", "a claim holds when"), list(found["rules"].items())))
+    head = ("where", "claim", "the paper", "ours", "rule", "verdict")
+    parts += [f"## {paper}\n\n{_table(head, [_claim(one) for one in claims])}" for paper, claims in papers]
+    return "\n".join(parts)
+
+
+def _claim(one: dict[str, str]) -> Row:
+    says = f"{one['says']}<br>*{one['why']}*" if one["why"] else one["says"]
+    verdict = f"**{one['verdict']}**" if one["verdict"] == "fails" else one["verdict"]
+    return (
+        one["where"],
+        says,
+        one["paper"],
+        one["ours"],
+        one["rule"],
+        verdict + (", required" if one["required"] else ""),
+    )
+
+
 def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
@@ -131,6 +160,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "refused": _refused,
     "computed_errors": _computed_errors,
     "served_errors": _served_errors,
+    "claims": _claims,
 }
 
 if __name__ == "__main__":

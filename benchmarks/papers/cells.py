@@ -17,6 +17,7 @@ from longspan.cost.catalog import Efficiency, Kernels
 from longspan.cost.channels import ExchangeCost
 from longspan.cost.estimate import Estimate, Fractions, estimate_decode, estimate_prefill
 from longspan.cost.forward import Roofline, rooflines
+from longspan.cost.step_cost import RooflineCost
 from longspan.cost.topology import Devices
 
 
@@ -63,6 +64,7 @@ class Setting:
     link_gbytes_per_s: float | None = None
     constants: Efficiency | None = None
     costs: Mapping[str, ExchangeCost] = field(default_factory=dict)
+    block_size: int = 256
 
     def prefill(
         self, parallel: str, exchange: str, length: int, cached: int = 0, fractions: Fractions = None
@@ -83,6 +85,11 @@ class Setting:
             queries=tokens, pairs=pairs, keys=tokens, heads=layer.heads, kv_heads=layer.kv_heads
         )
         return 4 * pairs * layer.heads * head_dim / seconds
+
+    def steps(self, parallel: str) -> RooflineCost:
+        """Makes the cost of steps on these devices, as simulations have it."""
+        cluster = Cluster.of(parallel)
+        return RooflineCost(self._model, self._cluster, cluster, block_size=self.block_size, kernels=self.kernels)
 
     def _cost(self, cluster: Cluster) -> Roofline:
         line = rooflines(self._model, self._cluster, cluster, self.kernels, self.constants)[0]

@@ -1,6 +1,6 @@
 """Tetris: Table 1 and two cells of section 2.4 (prefill of Llama 3 8B), Fig. 2 (decoding), beside the cost model.
 
-    python benchmarks/papers/tetris.py
+    python benchmarks/papers/tetris.py              # and its claims
     python benchmarks/papers/tetris.py --serving    # Figures 8 to 13, see tetris_serving.py
 
 The paper's 4k is read as 4,000 tokens. It does not say at which lengths and batches Fig. 2's "up to" was measured. Here
@@ -15,9 +15,16 @@ import sys
 from dataclasses import replace
 
 import tetris_serving
+import tetris_serving_claims
 from cells import Cell, Setting, report
+from verdicts import Claim, bound, choice, in_range, numbers, order, report_claims, table
 
+from longspan.core.exchange import RING_KV
+from longspan.core.owners import BlockRef
+from longspan.core.runs import shard_span
+from longspan.core.steps import Forward, MoveKV, Part
 from longspan.cost.catalog import Efficiency
+from longspan.workload.arrivals import Arrival, Workload
 
 _LENGTHS = (4, 16, 64, 256)
 _TABLE_1 = {
@@ -88,15 +95,195 @@ def _print_batches() -> None:
         print(f"  {parallel:>6}  {ratios}")
 
 
+def claims() -> list[Claim]:
+    """Lists what the paper claims of prefill, of decoding, of moving KV, and, from stored runs, of serving."""
+    return [*_prefills(), *_decodes(), *_moves(), *tetris_serving_claims.claims(tetris_serving.stored())]
+
+
+def _s(size: int, thousands: int) -> float:
+    return HOSTS.prefill(str(size), "ring_kv", 1000 * thousands).seconds
+
+
+def _prefills() -> list[Claim]:
+    quickest = {n: min((size for size in _TABLE_1 if size > 1), key=lambda size: _s(size, n)) for n in _LENGTHS}
+    busy_s = 1.0
+    greedy = busy_s + _s(16, 32), busy_s + _s(16, 32) + _s(8, 16)
+    split = busy_s + _s(8, 32), busy_s + _s(8, 16)
+    hops = "32k on 16 instances takes 0.64 s here, not 0.53: a hop costs what Table 1 says, which is too much for that."
+    return [
+        Claim("Table 1", "Prefill seconds of Llama 3 8B on 1 to 16 instances.", table(table_1()), required=True),
+        Claim(
+            "Table 1",
+            "The quickest number of instances grows with the length (the bold cells).",
+            choice({f"{n}k": (best, quickest[n]) for n, best in zip(_LENGTHS, (4, 8, 16, 16), strict=True)}),
+            required=True,
+        ),
+        Claim(
+            "Table 1",
+            "One instance has no memory for 256k.",
+            choice({"fits": (False, HOSTS.prefill("1", "local", 256_000).memory.fits)}),
+            required=True,
+        ),
+        Claim(
+            "2.4",
+            "Too many instances take short prompts 1.2 to 3 times as long (4k on 8 and 16, over 4).",
+            in_range(1.2, 3.0, {f"SP {size}": _s(size, 4) / _s(4, 4) for size in (8, 16)}),
+        ),
+        Claim(
+            "2.4",
+            "Between 2 and 16 instances lie up to 43.05 s (256k).",
+            numbers({"seconds": (43.05, _s(2, 256) - _s(16, 256))}),
+        ),
+        Claim(
+            "2.4, first example",
+            "Behind 1 s, 32k on 16 and then 16k on 8 take 1.53 and 1.84 s; each on its own 8, 1.58 and 1.31 s.",
+            numbers(
+                {
+                    "32k, SP 16": (1.53, greedy[0]),
+                    "then 16k": (1.84, greedy[1]),
+                    "32k, SP 8": (1.58, split[0]),
+                    "16k beside": (1.31, split[1]),
+                }
+            ),
+            hops,
+        ),
+        Claim(
+            "2.4, first example",
+            "So the mean is 0.24 s lower, and the largest 0.26 s.",
+            numbers({"mean": (0.24, (sum(greedy) - sum(split)) / 2), "largest": (0.26, max(greedy) - max(split))}),
+            hops,
+        ),
+        Claim(
+            "2.4, first example",
+            "32k alone is quickest on 16 instances, so that a greedy scheduler takes all.",
+            order({"": {"SP 16": _s(16, 32), "SP 8": _s(8, 32)}}),
+            hops,
+        ),
+        Claim(
+            "2.4, second example",
+            "128k on 8 instead of 16 instances takes 1.34 s longer; waiting for 16k on 8 takes 0.31 s.",
+            numbers({"longer": (1.34, _s(8, 128) - _s(16, 128)), "waiting": (0.31, _s(8, 16))}),
+            "Not known: its times for 128k are held out.",
+        ),
+    ]
+
+
+def _decodes() -> list[Claim]:
+    found = {cell.name: cell for cell in fig_2()}
+    groups = {name.split(",")[0].split()[1]: (cell.paper, cell.ours) for name, cell in found.items()}
+    batches = "The figure does not say at which batches: the largest that fits is our reading."
+    return [
+        Claim(
+            "Fig. 2a",
+            "Decoding with TP 1, 2 and 4 is up to 5.73, 3.87 and 1.93 times slower than with TP 8.",
+            numbers({name: pair for name, pair in groups.items() if name.startswith("tp")}),
+            batches,
+        ),
+        Claim(
+            "Fig. 2b",
+            "On 8 GPUs SP 8, SP 4 x TP 2 and SP 2 x TP 4 are up to 1.83, 1.41 and 1.15 times slower than TP 8.",
+            numbers({name: pair for name, pair in groups.items() if not name.startswith("tp")}),
+            batches,
+        ),
+        Claim(
+            "Figs. 2a and 2b",
+            "For decoding larger TP is better, also with the same number of GPUs.",
+            order(
+                {
+                    figure: {name: groups[name][1] for name in names}
+                    for figure, names in (("(a)", ("tp4", "tp2", "tp1")), ("(b)", ("2xtp4", "4xtp2", "8")))
+                }
+            ),
+            required=True,
+        ),
+    ]
+
+
+def _moves() -> list[Claim]:
+    cases = (
+        ("8B", HOSTS, "8", 128_000),
+        ("8B, two hosts", HOSTS, "16", 128_000),
+        ("70B", replace(HOSTS, model="llama-3-70b"), "2xtp4", 64_000),
+        ("70B, two hosts", replace(HOSTS, model="llama-3-70b"), "4xtp4", 64_000),
+    )
+    balanced = {
+        f"{name}, {times:g}x": 100
+        * (_grown_s(on, after, tokens, times) / _grown_s(on, after, tokens, times, balanced=False) - 1)
+        for name, on, after, tokens in cases
+        for times in (0.25, 2.0)
+    }
+    sent = {
+        f"{'8B' if setup.model == 'llama-3-8b' else '70B'}, {n}k": 100 * _transfer(setup, 1000 * n)
+        for setup in tetris_serving.SETUPS
+        for n in (16, 64, 128)
+    }
+    return [
+        Claim(
+            "Figs. 14a to 14d",
+            "Balancing KV when a group doubles adds at most 1.8 %, inside a host and between two (128k of 8B, "
+            "64k of 70B, behind 0.25 and 2 times as much).",
+            bound(balanced, most=1.8, unit=" %"),
+        ),
+        Claim(
+            "Figs. 14e and 14f",
+            "Sending KV to a decode instance adds at most 11.8 % (one prompt on the largest group).",
+            bound(sent, most=11.8, unit=" %"),
+        ),
+        Claim(
+            "Figs. 14e and 14f",
+            "With half the backends, handshakes take another 1.5 to 5.4 %.",
+            "3.8 % on average",
+            "A handshake takes no time in the simulator.",
+        ),
+        Claim(
+            "Table 2",
+            "Scheduling a prompt takes at most 86.8 us, for up to 128 instances.",
+            "22.8 to 30.6 us on average",
+            "Wall time is not simulated; `benchmarks/decisions.py` measures ours, which is in Python and slower.",
+        ),
+    ]
+
+
+def _grown_s(on: Setting, parallel: str, new: int, history: float, *, balanced: bool = True) -> float:
+    """Predicts a chunk behind `history` times as many tokens, half of which go to the new half of its group."""
+    cost, cached = on.steps(parallel), round(history * new)
+    group = tuple(range(len(cost.lines[0].topology.hosts)))
+    half = len(group) // 2
+    blocks = range(cached // on.block_size // len(group))
+    copies = tuple((BlockRef(one, block), BlockRef(one + half, block)) for one in range(half) for block in blocks)
+    part = Part(
+        request_id=0,
+        start=cached,
+        stop=cached + new,
+        tokens=range(new),
+        group=group,
+        runs=shard_span("zigzag", cached, cached + new, len(group)),
+        exchange=RING_KV,
+        first_block=0,
+        blocks=(),
+        sample=None,
+    )
+    rebalances = (MoveKV(number=1, request_id=0, copies=copies),) if balanced else ()
+    return max(cost.seconds(Forward(number=2, parts=(part,), rebalances=rebalances)).values())
+
+
+def _transfer(setup: tetris_serving.Setup, tokens: int) -> float:
+    """Simulates one prompt: how much later than others its second token comes, as a part of its TTFT."""
+    experiment = tetris_serving.Systems(setup, "short", 1).experiments[f"fixed-sp {max(setup.fixed)}"]
+    arrivals = [Arrival(due_s=0.0, prompt=range(tokens), output_len=3)]
+    [served] = experiment.run(Workload(arrivals=arrivals, shares=False)).served
+    return (served.tbt_s[0] - served.tbt_s[1]) / served.ttft_s
+
+
 def main() -> bool:
     """Prints all; returns whether all is near enough."""
     passed = report("Tetris, Table 1", table_1(), mean_tolerance=0.10)
     passed = report("Tetris, section 2.4", section_2_4()) and passed
     alone = HOSTS.prefill("1", "local", 256_000).memory
     print(f"SP 1, 256k: out of memory in the paper; ours: {alone.arithmetic}\n")
-    passed = report("Tetris, Fig. 2", fig_2()) and passed and not alone.fits
+    passed = report("Tetris, Fig. 2", fig_2()) and passed
     _print_batches()
-    return passed
+    return report_claims("Tetris", claims()) and passed
 
 
 def _main() -> bool:
@@ -105,7 +292,9 @@ def _main() -> bool:
     tetris_serving.options(parser)
     given = parser.parse_args()
     if given.serving:
-        return tetris_serving.run(given)
+        studies = tetris_serving.run(given)
+        report_claims("Tetris, serving", tetris_serving_claims.claims(tetris_serving.figures(studies)))
+        return all(one.max_rates["tetris"] >= one.max_rates[one.best_baseline] for one in studies)
     return main()
 
 

@@ -1,0 +1,171 @@
+"""Tetris: its claims of clusters that serve (section 7), beside what `tetris_serving` found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from tetris_serving import FIXED_RATES, Figures
+from verdicts import Check, Claim, bound, choice, in_range, numbers, order
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Claimed:
+    """The paper's ranges for one model, least and most, its best baseline, and systems by load, worst first."""
+
+    name: str
+    load: tuple[float, float]
+    ttft_p50: tuple[float, float]
+    ttft_p99: tuple[float, float]
+    throughput: tuple[float, float]
+    single_p50: tuple[float, float]
+    single_p99: tuple[float, float]
+    best: str
+    order: tuple[tuple[str, ...], ...]
+
+
+_CLAIMED = {
+    "llama-3-8b": _Claimed(
+        name="8B",
+        load=(1.20, 1.45),
+        ttft_p50=(1.64, 2.78),
+        ttft_p99=(1.52, 3.13),
+        throughput=(1.24, 3.38),
+        single_p50=(2.33, 4.17),
+        single_p99=(2.64, 3.58),
+        best="fixed-sp 8",
+        order=(
+            ("fixed-sp 16", "loongserve-disagg", "fixed-sp 8", "tetris"),
+            ("fixed-sp 16", "loongserve", "fixed-sp 8", "tetris"),
+        ),
+    ),
+    "llama-3-70b": _Claimed(
+        name="70B",
+        load=(1.21, 1.43),
+        ttft_p50=(2.86, 4.17),
+        ttft_p99=(2.27, 4.35),
+        throughput=(1.15, 1.81),
+        single_p50=(2.71, 4.77),
+        single_p99=(2.43, 3.23),
+        best="loongserve",
+        order=(("fixed-sp 8", "loongserve-disagg", "tetris"), ("fixed-sp 8", "loongserve", "tetris")),
+    ),
+}
+_BUSY = "Near saturation prefill instances compute 80 to 95 % of the time even without chunks: little is left to fill."
+_READING = "The paper's traces and lengths of answers are not public; ours have its ranges and means of prompts."
+_NOT_KEPT = "The stored run did not keep these numbers; they need one of an hour or more."
+
+
+def claims(found: Mapping[str, Figures]) -> list[Claim]:
+    """Lists what the paper claims of clusters that serve."""
+    return [
+        claim
+        for model, one in found.items()
+        for claim in (*_against_baselines(_CLAIMED[model], one), *_ablations_of(_CLAIMED[model], one))
+    ]
+
+
+def _against_baselines(paper: _Claimed, found: Figures) -> list[Claim]:
+    of, rates = paper.name, found.max_rates
+    best = {name: max(set(one) - {"tetris"}, key=one.__getitem__) for name, one in rates.items()}
+    load = {name: one["tetris"] / one[best[name]] for name, one in rates.items()}
+    every = {system for systems in paper.order for system in systems}
+    claims = [
+        Claim(
+            "Fig. 8",
+            f"{of}: so many times the load of the best baseline is served ({found.num_requests:,} requests per case).",
+            in_range(*paper.load, load),
+            _READING,
+        ),
+        Claim(
+            "Fig. 8",
+            f"{of}: which baseline serves most.",
+            choice(
+                {name: (paper.best, one.removesuffix("-disagg") if of == "70B" else one) for name, one in best.items()}
+            ),
+            "Not known. Groups of 8 that never change are not always the best of ours.",
+        ),
+        _if_kept(
+            "Fig. 8",
+            f"{of}: the order of all systems by load.",
+            all(every <= set(one) for one in rates.values()),
+            lambda: order(
+                {
+                    f"{name}, {systems[1]}": {system: one[system] for system in systems}
+                    for name, one in rates.items()
+                    for systems in paper.order
+                }
+            ),
+        ),
+        Claim(
+            "Fig. 9",
+            f"{of}: P50 of TTFT is so many times lower than the best baseline's at its highest load.",
+            in_range(*paper.ttft_p50, found.ttft_p50),
+            _READING,
+        ),
+        Claim("Fig. 9", f"{of}: P99 of TTFT, the same.", in_range(*paper.ttft_p99, found.ttft_p99), _READING),
+        Claim(
+            "Fig. 10",
+            f"{of}: throughput over that of the baselines, at the best baseline's highest load.",
+            in_range(*paper.throughput, found.throughput),
+            "At the same load as many tokens come and go; how the paper's can differ by so much is not clear.",
+        ),
+    ]
+    if of == "70B":
+        return claims
+    return [
+        *claims,
+        Claim(
+            "Fig. 8",
+            "8B: P50 of LoongServe's TBT is 55 to 67 % longer than with decode instances of TP 8.",
+            in_range(1.55, 1.67, found.tbt_p50),
+            "It depends on the length of answers, which the paper does not give; ours was chosen with this in sight.",
+        ),
+        _if_kept(
+            "Fig. 8",
+            "8B: P99 of its TBT is about the same.",
+            bool(found.tbt_p99),
+            lambda: numbers({name: (1.0, ratio) for name, ratio in found.tbt_p99.items()}),
+        ),
+    ]
+
+
+def _ablations_of(paper: _Claimed, found: Figures) -> list[Claim]:
+    figure, of = ("Fig. 11" if paper.name == "8B" else "Fig. 12"), paper.name
+    small, large = str(FIXED_RATES[0]), str(FIXED_RATES[-1])
+    return [
+        Claim(
+            figure,
+            f"{of}: no fixed improvement rate gives lower TTFT than the profiled table.",
+            bound(found.fixed_rate, least=0.9),
+            "The table has the least mean TTFT of other requests: neither P50 nor P99 of these.",
+        ),
+        _if_kept(
+            figure,
+            f"{of}: at low load an improvement rate of {small} is better than {large} (P50).",
+            bool(found.low_load),
+            lambda: order({name: {small: one[small], large: one[large]} for name, one in found.low_load.items()}),
+        ),
+        _if_kept(
+            figure,
+            f"{of}: near saturation {large} is better than {small} (P50).",
+            bool(found.high_load),
+            lambda: order({name: {large: one[large], small: one[small]} for name, one in found.high_load.items()}),
+        ),
+        Claim(
+            "Fig. 13",
+            f"{of}: without chunks P50 of TTFT is up to so many times higher.",
+            in_range(*paper.single_p50, found.single_p50),
+            _BUSY,
+        ),
+        Claim(
+            "Fig. 13",
+            f"{of}: without chunks P99 of TTFT is up to so many times higher.",
+            in_range(*paper.single_p99, found.single_p99),
+            _BUSY,
+        ),
+    ]
+
+
+def _if_kept(where: str, says: str, kept: bool, check: Callable[[], Check]) -> Claim:
+    return Claim(where, says, check(), _READING) if kept else Claim(where, says, "no number", _NOT_KEPT)
