@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -60,14 +61,13 @@ def num_bytes(layer: Layer, channel: Channel) -> float:
 
 
 @pytest.fixture(name="added")
-def _added(monkeypatch: pytest.MonkeyPatch) -> Exchange:
-    monkeypatch.setattr(kinds, "_TRAITS", dict(kinds._TRAITS))
-    monkeypatch.setattr(tensors, "_REGISTERED", dict(tensors._REGISTERED))
-    monkeypatch.setattr(channels, "_COSTS", dict(channels._COSTS))
+def _added() -> Iterator[Exchange]:
     added = kinds.register_traits("broadcast", Traits(layouts=("zigzag", "striped")))
     tensors.register_attention(added, broadcast)
     channels.register_cost(added, ExchangeCost(num_bytes=num_bytes, time=seconds))
-    return added
+    yield added
+    for registry in (kinds._TRAITS, tensors._REGISTERED, channels._COSTS):
+        del registry[added.kind]  # and not what was imported meanwhile: other exchanges register once
 
 
 # ---------------------------------------------------------------- what it is then part of
