@@ -33,7 +33,11 @@ def seesaw() -> list[Claim]:
             "Prefill and decoding are each nearly as quick as with the best parallelism for them.",
             "no number",
         ),
-        ("6.4, Fig. 11", "It is quicker on A100s, too, by NVLink and by PCIe.", "held out; vLLM on PCIe 60 % of SXM"),
+        (
+            "6.4, Fig. 11",
+            "It is quicker on A100s, too, by NVLink and by PCIe.",
+            "kept for later; vLLM on PCIe 60 % of SXM",
+        ),
         ("6.5, Fig. 13", "It is the best at every ratio of lengths of output and input.", "no number"),
         ("6.5, Fig. 14", "It is the best for links of 0.1 to 50 times PCIe's speed.", "0.1 to 50"),
     )

@@ -163,7 +163,7 @@ def _prefills() -> list[Claim]:
             "2.4, second example",
             "128k on 8 instead of 16 instances takes 1.34 s longer; waiting for 16k on 8 takes 0.31 s.",
             numbers({"longer": (1.34, _s(8, 128) - _s(16, 128)), "waiting": (0.31, _s(8, 16))}),
-            "Not known: its times for 128k are held out.",
+            "Not known: its times for 128k are kept for a later comparison.",
         ),
     ]
 
