@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from wire_world import read, tokenizer, world
 
 from longspan.core.sampling import SamplingParams, StructuredOutputsParams
+from longspan.serve.chat_requests import ChatCompletionRequest, TokenizeRequest
 from longspan.serve.convert import (
     ServedModel,
     chat_request,
@@ -20,7 +21,7 @@ from longspan.serve.convert import (
     tokenized,
 )
 from longspan.serve.errors import WireError
-from longspan.serve.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from longspan.serve.requests import CompletionRequest, DetokenizeRequest
 from longspan.text.input_processor import InputProcessor
 
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from test_model_tokenizer import BYTE_FALLBACK, BYTE_LEVEL, VOCAB, spell
 
 from longspan.core.sampling import SamplingParams
-from longspan.serve.responses import echo_of, pieces_of, token_bytes
+from longspan.serve.responses import echo_of, pieces_of
 from longspan.text.input_processor import EngineRequest
-from longspan.text.tokenizer import token_text
+from longspan.text.tokenizer import token_bytes, token_text
 
 
 @given(st.lists(st.integers(0, VOCAB - 1), max_size=80))

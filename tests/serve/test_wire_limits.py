@@ -14,9 +14,10 @@ from pydantic_core import from_json
 from wire_world import read, world
 
 from longspan.errors import ParameterError
+from longspan.serve.chat_requests import ChatCompletionRequest
 from longspan.serve.convert import chat_request, completion_requests, num_elements, read_request
 from longspan.serve.errors import WireError
-from longspan.serve.requests import ChatCompletionRequest, CompletionRequest
+from longspan.serve.requests import CompletionRequest
 from longspan.serve.settings import RequestLimits
 
 

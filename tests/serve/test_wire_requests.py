@@ -13,15 +13,10 @@ from jsonschema import Draft202012Validator
 from pydantic import BaseModel
 from wire_world import read, world
 
+from longspan.serve.chat_requests import ChatCompletionRequest, TokenizeRequest
 from longspan.serve.convert import chat_request, completion_requests, read_request
 from longspan.serve.errors import WireError
-from longspan.serve.requests import (
-    UNSERVED,
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
+from longspan.serve.requests import UNSERVED, CompletionRequest, DetokenizeRequest
 from longspan.serve.settings import RequestLimits
 
 LIMITS = RequestLimits(max_n=5, max_prompts=3, max_stop_strings=2, max_stop_length=4, max_logit_bias=2, max_messages=4)
@@ -88,7 +83,20 @@ MESSAGE = st.fixed_dictionaries(
         ),
     },
 )
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+TOOLS = st.sampled_from(
+    [
+        *([], [TOOL], [{"type": "function", "function": {"name": "f", "strict": True}}], [TOOL, 1], [{"type": "web"}]),
+        *([{"type": "function", "function": {"name": name}}] for name in ("", "f" * 65, None)),
+        [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}],
+    ]
+)
 CHAT = {
+    "tools": TOOLS,
+    "tool_choice": st.sampled_from(
+        ["none", "auto", "required", "any", {"type": "function", "function": {"name": "f"}}]
+    ),
+    "parallel_tool_calls": st.booleans(),
     "max_tokens": st.integers(-1, 5),
     "max_completion_tokens": st.integers(-1, 5),
     "logprobs": st.booleans(),
@@ -102,6 +110,7 @@ TOKENIZE = {
     "prompt": st.text(max_size=3),
     "messages": st.lists(MESSAGE, max_size=2),
     "return_token_strs": st.booleans(),
+    "tools": TOOLS,
     "add_generation_prompt": st.booleans(),
     "continue_final_message": st.booleans(),
 }
@@ -110,6 +119,8 @@ TOKENIZE = {
 TOGETHER = (
     ("response_format", "structured_outputs"),
     ("logprobs", "top_logprobs"),
+    ("tools", "tool_choice"),
+    ("tools", "tool_choice", "structured_outputs"),
     ("add_generation_prompt", "continue_final_message"),
     ("prompt", "messages", "add_generation_prompt", "continue_final_message"),
 )

@@ -16,9 +16,10 @@ from openai.types.chat import ChatCompletionChunk as OpenAIChunk
 from wire_world import NAMES, deltas_of, read, scores, stream, tokenizer, whole, world
 
 from longspan.outputs import Logprob
+from longspan.serve.chat_requests import ChatCompletionRequest
 from longspan.serve.convert import chat_request, completion_requests
 from longspan.serve.messages import Delta
-from longspan.serve.requests import ChatCompletionRequest, CompletionRequest
+from longspan.serve.requests import CompletionRequest
 from longspan.serve.responses import Assembler, ChatAssembler, CompletionAssembler
 from longspan.serve.schemas import ChatCompletionResponse, CompletionResponse
 from longspan.text.input_processor import EngineRequest

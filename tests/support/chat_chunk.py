@@ -10,11 +10,28 @@ from longspan.core.request import FinishReason
 from longspan.serve.schemas import ChatLogprobs, PromptLogprobs, Usage
 
 
+class FunctionDelta(BaseModel):
+    """The next piece of a call's arguments; the first has the name."""
+
+    name: str | None = None
+    arguments: str
+
+
+class CallDelta(BaseModel):
+    """The next piece of a call; the first has the id."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
 class ChatDelta(BaseModel):
-    """New text of an answer, or its role."""
+    """New text of an answer, pieces of its calls, or its role."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    tool_calls: list[CallDelta] | None = None
 
 
 class ChatChunkChoice(BaseModel):
@@ -23,7 +40,7 @@ class ChatChunkChoice(BaseModel):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: FinishReason | Literal["tool_calls"] | None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from longspan.core.request import FinishReason
 from longspan.model.source import smollm2_folder
 from longspan.outputs import Logprob, LogprobsOfToken
 from longspan.serve.convert import ServedModel, read_request
@@ -50,11 +51,19 @@ def scores(token: int, num_top: int) -> LogprobsOfToken:
 
 
 def deltas_of(
-    engine_request: EngineRequest, outputs: Sequence[Sequence[int]], steps: Sequence[int] = (1,)
+    engine_request: EngineRequest,
+    outputs: Sequence[Sequence[int]],
+    steps: Sequence[int] = (1,),
+    *,
+    finish_reason: FinishReason = "length",
+    by: PreTrainedTokenizerBase | None = None,
 ) -> Iterator[Delta]:
     """Deltas of an engine request whose choices are these token ids; `steps` is how many tokens come at a time."""
-    params = engine_request.params
-    detokenizers = [Detokenizer(tokenizer(), engine_request.token_ids, params.stop_strings) for _ in outputs]
+    params, shown = engine_request.params, engine_request.shown_token_ids
+    detokenizers = [
+        Detokenizer(by or tokenizer(), engine_request.token_ids, params.stop_strings, shown_token_ids=shown)
+        for _ in outputs
+    ]
     scored = [None, *(scores(token, params.prompt_logprobs or 0) for token in engine_request.token_ids[1:])]
     prompt_logprobs = None if params.prompt_logprobs is None else scored
     done, step = [0] * len(outputs), 0
@@ -71,7 +80,7 @@ def deltas_of(
                 text=detokenizers[index].add(new, finished),
                 token_ids=new,
                 logprobs=None if params.logprobs is None else [scores(token, params.logprobs) for token in new],
-                finish_reason="length" if finished else None,
+                finish_reason=finish_reason if finished else None,
                 stop_reason=None,
                 num_cached_tokens=1,
                 prompt_logprobs=prompt_logprobs,

@@ -15,7 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse, Response
 
 import longspan
-from longspan.serve import requests, schemas
+from longspan.serve import chat_requests, requests, schemas
 from longspan.serve.convert import detokenized, tokenized
 from longspan.serve.errors import (
     ClientGoneError,
@@ -107,8 +107,8 @@ def body_schemas() -> dict[str, Any]:
     """Returns the schemas of all bodies, for the components of the OpenAPI document."""
     bodies = (
         requests.CompletionRequest,
-        requests.ChatCompletionRequest,
-        requests.TokenizeRequest,
+        chat_requests.ChatCompletionRequest,
+        chat_requests.TokenizeRequest,
         requests.DetokenizeRequest,
         requests.PolicyUpdate,
     )
@@ -241,16 +241,16 @@ def _add_text(app: FastAPI, server: Server) -> None:
 
     @app.post(
         "/v1/chat/completions",
-        **_described(requests.ChatCompletionRequest, schemas.ChatCompletionResponse, streams=True),
+        **_described(chat_requests.ChatCompletionRequest, schemas.ChatCompletionResponse, streams=True),
     )
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        return await server.answer(request, await server.parse(request, requests.ChatCompletionRequest))
+        return await server.answer(request, await server.parse(request, chat_requests.ChatCompletionRequest))
 
-    @app.post("/tokenize", **_described(requests.TokenizeRequest, schemas.TokenizeResponse))
+    @app.post("/tokenize", **_described(chat_requests.TokenizeRequest, schemas.TokenizeResponse))
     async def tokenize(request: Request) -> Response:
         """Return the token ids of a text or a conversation."""
-        body = await server.parse(request, requests.TokenizeRequest)
+        body = await server.parse(request, chat_requests.TokenizeRequest)
         server.served.check_name(body.model)
         return _json(await server.in_thread(request, tokenized, body, server.served))
 

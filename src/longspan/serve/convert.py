@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from inspect import signature
 from typing import Any, TypeVar
 
@@ -21,19 +21,24 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from longspan.core.request import check_room
 from longspan.core.sampling import SamplingParams, StructuredOutputsParams
-from longspan.serve.errors import WireError, as_wire_errors, shortened, wire_error
-from longspan.serve.requests import (
+from longspan.serve.chat_requests import (
     AssistantMessage,
     ChatCompletionRequest,
+    GivenMessage,
+    NamedTool,
+    TokenizeRequest,
+)
+from longspan.serve.errors import WireError, as_wire_errors, shortened, wire_error
+from longspan.serve.requests import (
     CompletionRequest,
     DetokenizeRequest,
     GenerationRequest,
-    GivenMessage,
     JsonObjectFormat,
-    TokenizeRequest,
+    JsonSchemaFormat,
 )
 from longspan.serve.settings import RequestLimits
-from longspan.text.input_processor import EngineRequest, InputProcessor
+from longspan.text.input_processor import TEMPLATE_ERRORS, EngineRequest, InputProcessor
+from longspan.text.tools import FORMATS, ToolFormat, calls_grammar, found_format
 
 RequestT = TypeVar("RequestT", bound=BaseModel)
 _log = logging.getLogger("longspan")
@@ -58,11 +63,21 @@ class ServedModel:
 
     Attributes:
         names: what requests may call the model; answers call it by the first.
+        tool_call_parser: the form of the model's calls, one of `FORMATS`, or auto to find it in the chat template.
+        enable_auto_tool_choice: whether the model may choose tools by itself.
     """
 
     input_processor: InputProcessor
     names: tuple[str, ...]
     limits: RequestLimits = field(default_factory=RequestLimits)
+    tool_call_parser: str = "auto"
+    enable_auto_tool_choice: bool = True
+
+    @cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """The form of the model's calls, if it is known."""
+        given = self.tool_call_parser
+        return found_format(self.input_processor) if given == "auto" else FORMATS[given]
 
     def check_name(self, name: str | None) -> None:
         """Raises a WireError 404 when a request names another model."""
@@ -185,6 +200,10 @@ def chat_request(request: ChatCompletionRequest, served: ServedModel, grammar: s
     text, ids = _rendered(request, served.input_processor, served.input_processor.check_chars)
     with as_wire_errors("messages"):
         engine_request = served.input_processor.checked(text, ids, params, grammar)
+    if (form := tool_format(request, served)) is not None:
+        special = served.input_processor.special_tokens
+        shown = tuple(special[marker] for marker in form.markers if marker in special)
+        engine_request = replace(engine_request, shown_token_ids=shown)
     if most is not None:
         with as_wire_errors(name):
             check_room(name, most, len(ids), served.input_processor.max_model_len)
@@ -226,6 +245,8 @@ def detokenized(request: DetokenizeRequest, served: ServedModel) -> dict[str, An
 
 def grammar_kind(request: GenerationRequest) -> str:
     """Returns the kind of structured output, `text` if it is free; to check one but `json_object` may take seconds."""
+    if isinstance(request, ChatCompletionRequest) and request.callable_functions:
+        return "tools"
     if request.structured_outputs is not None:
         return "json_object" if request.structured_outputs.json_object else "other"
     chosen = request.response_format
@@ -236,9 +257,45 @@ def grammar_kind(request: GenerationRequest) -> str:
 
 def grammar_of(request: GenerationRequest, served: ServedModel) -> str:
     """Returns the grammar that the request's outputs must follow; empty if they are free."""
+    if isinstance(request, ChatCompletionRequest) and (called := tool_format(request, served)) is not None:
+        return _tool_grammar(request, called, served.input_processor)
     with as_wire_errors(None, {} if request.structured_outputs else {"structured_outputs": "response_format"}):
         form = structured_outputs(request)
         return "" if form is None else served.input_processor.grammar(form)
+
+
+def tool_format(request: ChatCompletionRequest, served: ServedModel) -> ToolFormat | None:
+    """Returns the form of the calls that an answer may have; None if it may have none."""
+    if not request.callable_functions:
+        return None
+    with as_wire_errors("tools"):
+        served.input_processor.check_knows_tools()
+    remedy = "set tool_choice to required, or to a function"
+    if request.tool_choice in (None, "auto") and not served.enable_auto_tool_choice:
+        raise WireError(f"the model may not choose by itself here (--enable-auto-tool-choice): {remedy}", "tool_choice")
+    if request.tool_choice in (None, "auto") and served.tool_format is None:
+        parsers = ", ".join(FORMATS)
+        known = f"it is not known how this model writes calls (--tool-call-parser {parsers})"
+        raise WireError(f"{known}: {remedy}", "tool_choice")
+    return served.tool_format or FORMATS["llama3_json"]
+
+
+def _tool_grammar(request: ChatCompletionRequest, form: ToolFormat, input_processor: InputProcessor) -> str:
+    content = request.response_format
+    schema = None
+    if isinstance(content, JsonSchemaFormat):
+        schema = content.json_schema.schema_
+    elif isinstance(content, JsonObjectFormat):
+        schema = content.schema_ or {"type": "object"}
+    with as_wire_errors("tools"):
+        return calls_grammar(
+            form,
+            request.callable_functions,
+            input_processor,
+            required=request.tool_choice not in (None, "auto"),
+            parallel=request.parallel_tool_calls is not False and not isinstance(request.tool_choice, NamedTool),
+            content=schema,
+        )
 
 
 def structured_outputs(request: GenerationRequest) -> StructuredOutputsParams | None:
@@ -280,17 +337,19 @@ def _rendered(
     variables = request.chat_template_kwargs or {}
     if taken := sorted(_NOT_VARIABLES & variables.keys()):
         raise WireError(f"{shortened(taken[0])} is not a variable of templates: leave it out", "chat_template_kwargs")
+    is_told = not isinstance(request, ChatCompletionRequest) or request.tool_choice != "none"
+    tools = [tool.for_template() for tool in request.tools or () if is_told]
     with as_wire_errors("messages"):
         check_chars(sum(map(_num_chars, request.messages)))
         try:
             text = input_processor.render_chat(
-                [_for_template(message) for message in request.messages],
+                _for_template(request.messages),
+                tools=tools,
                 add_generation_prompt=not request.continue_final_message and request.add_generation_prompt is not False,
                 continue_final_message=bool(request.continue_final_message),
                 chat_template_kwargs=variables,
             )
-        except (TypeError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
-            # A template is a program, and it is the request that it did not expect.
+        except TEMPLATE_ERRORS as error:
             raise ValueError(f"the chat template cannot render these messages: {shortened(str(error), 100)}") from error
         check_chars(len(text))
         return text, input_processor.tokenize(text, add_special_tokens=bool(request.add_special_tokens))
@@ -301,13 +360,17 @@ def _num_chars(message: GivenMessage | AssistantMessage) -> int:
     return len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
 
 
-def _for_template(message: GivenMessage | AssistantMessage) -> dict[str, Any]:
-    """Returns a message as chat templates know it: without null, and with arguments of calls as objects."""
-    plain = message.model_dump(exclude_none=True)
-    if isinstance(message, AssistantMessage):
-        plain.setdefault("content", "")
-        for call in plain.get("tool_calls", ()):
-            call["function"]["arguments"] = _arguments(call["function"]["arguments"])
+def _for_template(messages: Sequence[GivenMessage | AssistantMessage]) -> list[dict[str, Any]]:
+    """Returns messages as chat templates know them: without null, with arguments as objects and functions by name."""
+    names, plain = dict[str | None, str](), [message.model_dump(exclude_none=True) for message in messages]
+    for message, shown in zip(messages, plain, strict=True):
+        if isinstance(message, AssistantMessage):
+            shown.setdefault("content", "")
+            for call in shown.get("tool_calls", ()):
+                names[call["id"]] = call["function"]["name"]
+                call["function"]["arguments"] = _arguments(call["function"]["arguments"])
+        elif message.role == "tool" and message.tool_call_id in names:  # Hermes' template needs it
+            shown.setdefault("name", names[message.tool_call_id])
     return plain
 
 

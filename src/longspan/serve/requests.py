@@ -58,7 +58,7 @@ LogitBias = Annotated[
 Schema = dict[str, Any]
 
 
-_NO_TOOLS = "put the description of tools into a message"
+_CHAT_TOOLS = "only conversations have tools: use /v1/chat/completions"
 _NO_GUIDED = "use structured_outputs or response_format"
 _TEXT_ONLY = "only text is served"
 UNSERVED: Mapping[str, tuple[Sequence[object], str]] = {
@@ -72,8 +72,8 @@ UNSERVED: Mapping[str, tuple[Sequence[object], str]] = {
     "custom_logit_processor": ((), "use logit_bias or structured_outputs"),
     "documents": (([],), "put documents into a message"),
     "echo": ((False,), "only /v1/completions repeats a prompt"),
-    "function_call": (("none", "auto"), _NO_TOOLS),
-    "functions": (([],), _NO_TOOLS),
+    "function_call": (("none", "auto"), "use tool_choice"),
+    "functions": (([],), "use tools"),
     "guided_choice": ((), _NO_GUIDED),
     "guided_grammar": ((), _NO_GUIDED),
     "guided_json": ((), _NO_GUIDED),
@@ -91,8 +91,8 @@ UNSERVED: Mapping[str, tuple[Sequence[object], str]] = {
     "stop_regex": ((), "use stop or structured_outputs"),
     "structural_tag": ((), "use grammar"),
     "suffix": (("",), "only continuations are served"),
-    "tool_choice": (("none", "auto"), _NO_TOOLS),
-    "tools": (([],), _NO_TOOLS),
+    "tool_choice": (("none", "auto"), _CHAT_TOOLS),
+    "tools": (([],), _CHAT_TOOLS),
     "top_logprobs": ((0,), "use logprobs, which is a number here"),
     "truncate_prompt_tokens": ((), "shorten the prompt"),
     "use_beam_search": ((False,), "use n and temperature"),
@@ -215,86 +215,15 @@ class StructuredOutputs(WireModel):
         return {name: self.json_ if name == "json" else getattr(self, name) for name in _CONSTRAINTS}
 
 
-class TextPart(WireModel):
-    """A part of a content. Parts that are not text are refused."""
-
-    type: Literal["text"]
-    text: str
-
-
-Parts = TypeAliasType("Parts", Annotated[list[TextPart], FailFast()])
-Content = str | Parts
-
-
-class FunctionCall(WireModel):
-    """A call that the assistant has made; `arguments` is JSON."""
-
-    name: str
-    arguments: str
-
-
-class ToolCall(WireModel):
-    """A call with the id that its answer, a message of the role `tool`, refers to."""
-
-    id: str
-    type: Literal["function"]
-    function: FunctionCall
-
-
-_ASSISTANT = "assistant"
-
-
-class _Message(WireModel):
-    """Fields that are not known go to the chat template, which may know them."""
-
-    model_config = ConfigDict(extra="allow")
-
-    name: str | None = None
-
-
-class GivenMessage(_Message):
-    """A message that the assistant reads, of any role that the chat template renders."""
-
-    role: Annotated[SomeText, Field(json_schema_extra={"not": {"const": _ASSISTANT}})]
-    content: Content
-    tool_call_id: str | None = None
-
-
-class AssistantMessage(_Message):
-    """A message of the assistant: a text, calls of tools, or both."""
-
-    role: Literal["assistant"]
-    content: Content | None = None
-    tool_calls: list[ToolCall] | None = None
-
-
-def _kind_of_message(value: object) -> str:
-    role = value.get("role") if isinstance(value, dict) else getattr(value, "role", None)
-    return "made" if role == _ASSISTANT else "given"
-
-
-Message = Annotated[
-    Annotated[GivenMessage, Tag("given")] | Annotated[AssistantMessage, Tag("made")], Discriminator(_kind_of_message)
-]
-Messages = TypeAliasType("Messages", Annotated[list[Message], Field(min_length=1), FailFast()])
-
-
-def _given(field: str, schema: Schema) -> Schema:
+def has_value(field: str, schema: Schema) -> Schema:
+    """Returns the JSON schema which says that a field is given, with a value that follows another one."""
     return {"required": [field], "properties": {field: schema}}
 
 
 _NOT_NULL: Schema = {"not": {"type": "null"}}
-_ONE_CONSTRAINT: Schema = {
-    "if": _given("structured_outputs", _NOT_NULL),
-    "then": {"properties": {"response_format": {"anyOf": [{"type": "null"}, _given("type", {"const": "text"})]}}},
-}
-_TOP_NEEDS_LOGPROBS: Schema = {
-    "if": _given("top_logprobs", {"type": "integer", "minimum": 1}),
-    "then": _given("logprobs", {"const": True}),
-}
-_OPEN_END: Schema = {
-    "if": _given("continue_final_message", {"const": True}),
-    "then": {"properties": {"add_generation_prompt": {"enum": [None, False]}}},
+ONE_CONSTRAINT: Schema = {
+    "if": has_value("structured_outputs", _NOT_NULL),
+    "then": {"properties": {"response_format": {"anyOf": [{"type": "null"}, has_value("type", {"const": "text"})]}}},
 }
 
 
@@ -356,7 +285,7 @@ class GenerationRequest(WireModel):
 class CompletionRequest(GenerationRequest):
     """`POST /v1/completions`."""
 
-    model_config = ConfigDict(json_schema_extra={"allOf": [_ONE_CONSTRAINT]})
+    model_config = ConfigDict(json_schema_extra={"allOf": [ONE_CONSTRAINT]})
 
     prompt: Prompts
     max_tokens: Whole | None = None
@@ -365,68 +294,6 @@ class CompletionRequest(GenerationRequest):
     """Begin the text, and the logprobs, with the prompt's."""
     logprobs: Whole | None = None
     """Report the log-probability of each token, and of so many of the most likely tokens."""
-
-
-class TemplateFields(WireModel):
-    """Fields that decide how a conversation becomes a prompt."""
-
-    add_generation_prompt: bool | None = None
-    """End the prompt with the beginning of an answer; by default, unless `continue_final_message`."""
-    continue_final_message: bool | None = None
-    """Leave the last message open and continue it."""
-    chat_template_kwargs: dict[str, Any] | None = None
-    """Further variables of the model's chat template."""
-
-    @model_validator(mode="after")
-    def _fit_ends(self) -> TemplateFields:
-        if self.add_generation_prompt and self.continue_final_message:
-            raise WireError(
-                "it cannot be combined with add_generation_prompt: keep one of them", "continue_final_message"
-            )
-        return self
-
-
-class ChatCompletionRequest(GenerationRequest, TemplateFields):
-    """`POST /v1/chat/completions`."""
-
-    model_config = ConfigDict(json_schema_extra={"allOf": [_ONE_CONSTRAINT, _TOP_NEEDS_LOGPROBS, _OPEN_END]})
-
-    messages: Messages
-    max_tokens: Annotated[int, Field(ge=1, le=MOST)] | None = None
-    """The name that `max_completion_tokens` had before."""
-    max_completion_tokens: Annotated[int, Field(ge=1, le=MOST)] | None = None
-    """The rest of the context by default."""
-    logprobs: bool | None = None
-    """Report the log-probability of each token."""
-    top_logprobs: Whole | None = None
-    """The number of most likely tokens to return besides the chosen one; needs `logprobs`."""
-
-    @model_validator(mode="after")
-    def _fit_chat(self) -> ChatCompletionRequest:
-        if self.top_logprobs and not self.logprobs:
-            raise WireError("it needs logprobs: set that to true", "top_logprobs")
-        return self
-
-
-TextRequest = CompletionRequest | ChatCompletionRequest
-
-
-class TokenizeRequest(TemplateFields):
-    """`POST /tokenize`: a prompt, or a conversation."""
-
-    model_config = ConfigDict(json_schema_extra={**exactly_one("prompt", "messages"), "allOf": [_OPEN_END]})
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: Messages | None = None
-    add_special_tokens: bool | None = None
-    """Defaults to true for a prompt, false for a conversation."""
-    return_token_strs: bool | None = None
-
-    @model_validator(mode="after")
-    def _fit(self) -> TokenizeRequest:
-        check_exactly_one({"prompt": self.prompt, "messages": self.messages})
-        return self
 
 
 class DetokenizeRequest(WireModel):

@@ -5,27 +5,26 @@ Logprobs are written as OpenAI's two interfaces and vLLM write them.
 
 from __future__ import annotations
 
-import re
 import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec.structs import replace
 from transformers import PreTrainedTokenizerBase
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from longspan.outputs import Logprob, LogprobsOfToken
-from longspan.serve.convert import ServedModel, chat_request, completion_requests, read_request
+from longspan.serve.chat_requests import ChatCompletionRequest, TextRequest
+from longspan.serve.convert import ServedModel, chat_request, completion_requests, read_request, tool_format
 from longspan.serve.errors import WireError, as_wire_errors, error_body
 from longspan.serve.messages import Delta, delta_of
-from longspan.serve.requests import ChatCompletionRequest, CompletionRequest, TextRequest
+from longspan.serve.requests import CompletionRequest
 from longspan.text.input_processor import EngineRequest
-from longspan.text.tokenizer import Detokenizer, token_text
+from longspan.text.tokenizer import Detokenizer, token_bytes, token_text
+from longspan.text.tools import CallDelta, CallReader, ToolFormat
 
 if TYPE_CHECKING:
     from longspan.llm import LLM
@@ -41,8 +40,6 @@ _NO_PROMPT_FIELDS: Body = {"prompt_logprobs": None, "prompt_token_ids": None}
 _LEAST = -9999.0
 """Stands for minus infinity, which JSON does not have."""
 _UNDECODED = "\N{REPLACEMENT CHARACTER}"
-_BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
-"""The form in which SentencePiece's vocabularies write bytes."""
 
 
 def prepared(
@@ -55,7 +52,8 @@ def prepared(
     head, tokenizer = {"created": int(time.time()), "model": model}, served.input_processor.tokenizer
     if isinstance(request, ChatCompletionRequest):
         engine_requests = [chat_request(request, served, grammar)]
-        return ChatAssembler(request, engine_requests, tokenizer, {"id": f"chatcmpl-{request_id}", **head})
+        form, head = tool_format(request, served), {"id": f"chatcmpl-{request_id}", **head}
+        return ChatAssembler(request, engine_requests, tokenizer, head, form)
     engine_requests = completion_requests(request, served, grammar)
     return CompletionAssembler(request, engine_requests, tokenizer, {"id": f"cmpl-{request_id}", **head})
 
@@ -109,6 +107,7 @@ class AnswerChoice:
         begun: whether a stream has sent anything of it.
         text_end: where the next token begins in its text, in characters, if offsets are asked for.
         detokenizer: finds that.
+        reader: finds calls in its text, if it may have some.
     """
 
     engine_request: EngineRequest
@@ -119,12 +118,14 @@ class AnswerChoice:
     begun: bool = False
     text_end: int = 0
     detokenizer: Detokenizer | None = None
+    reader: CallReader | None = None
 
 
 class Assembler(ABC):
     """Makes one answer: by `add` and `whole`, or, streaming, by `chunks` and `last_chunks`.
 
-    Choice j of engine request i is choice `i * n + j` of the answer. All bodies begin with what `head` says.
+    Choice j of engine request i is choice `i * n + j` of the answer. All bodies begin with what `head` says. Outputs
+    may have calls of the form `form`.
     """
 
     whole_object: str
@@ -137,11 +138,17 @@ class Assembler(ABC):
         engine_requests: Sequence[EngineRequest],
         tokenizer: PreTrainedTokenizerBase | None,
         head: Body,
+        form: ToolFormat | None = None,
     ) -> None:
         self.request, self.engine_requests, self.tokenizer = request, engine_requests, tokenizer
         self._n = engine_requests[0].params.n
         self.choices = [
-            AnswerChoice(engine_request=engine_request, prompt=prompt, index=prompt * self._n + index)
+            AnswerChoice(
+                engine_request=engine_request,
+                prompt=prompt,
+                index=prompt * self._n + index,
+                reader=None if form is None else CallReader(form),
+            )
             for prompt, engine_request in enumerate(engine_requests)
             for index in range(self._n)
         ]
@@ -265,8 +272,11 @@ class ChatAssembler(Assembler):
         return chunks
 
     def whole_choice(self, choice: AnswerChoice, delta: Delta) -> Body:
-        message = {"role": "assistant", "content": delta.text, "refusal": None}
-        return {"index": choice.index, "message": message, **self.output_fields(delta, self._logprobs(delta))}
+        text, calls, fields = self._read(choice, delta)
+        message: Body = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
+        if calls:
+            message["tool_calls"] = [_call(call) for call in calls]
+        return {"index": choice.index, "message": message, **fields}
 
     def opening_choices(self, choice: AnswerChoice) -> Sequence[Body]:
         """Returns the role without text."""
@@ -275,10 +285,22 @@ class ChatAssembler(Assembler):
 
     def chunk_choices(self, choice: AnswerChoice, delta: Delta) -> Iterator[Body]:
         """Yields nothing where nothing is new; the last chunk of a choice has the reason."""
-        logprobs = self._logprobs(delta)
-        if delta.text or delta.finish_reason or logprobs or self.request.return_token_ids:
-            content = {"content": delta.text} if delta.text else {}
-            yield {"index": choice.index, "delta": content, **self.output_fields(delta, logprobs)}
+        text, calls, fields = self._read(choice, delta)
+        if text or calls or delta.finish_reason or fields["logprobs"] or self.request.return_token_ids:
+            content: Body = {"content": text} if text else {}
+            if calls:
+                content["tool_calls"] = [{"index": call.index, **_call(call)} for call in calls]
+            yield {"index": choice.index, "delta": content, **fields}
+
+    def _read(self, choice: AnswerChoice, delta: Delta) -> tuple[str, list[CallDelta], Body]:
+        """Returns the text of a delta, what it brings of calls, and the fields beside these."""
+        fields = self.output_fields(delta, self._logprobs(delta))
+        if choice.reader is None:
+            return delta.text, [], fields
+        text, calls = choice.reader.add(delta.text, finished=delta.finish_reason is not None)
+        if delta.finish_reason == "stop" and choice.reader.has_called:
+            fields["finish_reason"] = "tool_calls"
+        return text, calls, fields
 
     def _logprobs(self, delta: Delta) -> Body | None:
         if not self.request.logprobs:
@@ -293,6 +315,13 @@ class ChatAssembler(Assembler):
     def _logprob(self, token: int, entry: Logprob) -> Body:
         text = _token_name(self.tokenizer, token, entry)
         return {"token": text, "logprob": _finite(entry), "bytes": token_bytes(self.tokenizer, token, text)}
+
+
+def _call(call: CallDelta) -> Body:
+    """Returns a call, or the next piece of one, which has neither an id nor a name."""
+    if call.id is None:
+        return {"function": {"arguments": call.arguments}}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 class CompletionAssembler(Assembler):
@@ -402,25 +431,6 @@ def _token_name(tokenizer: PreTrainedTokenizerBase | None, token: int, entry: Lo
     if entry is not None and entry.decoded_token is not None:
         return entry.decoded_token
     return f"token_id:{token}" if tokenizer is None else token_text(tokenizer, token)
-
-
-def token_bytes(tokenizer: PreTrainedTokenizerBase | None, token: int, text: str) -> list[int] | None:
-    """Returns the bytes of a token, even if it is only a part of a character; None if they are not known."""
-    if tokenizer is None:
-        return None
-    piece = str(tokenizer.convert_ids_to_tokens(token))
-    if text != piece and (byte := _BYTE_PIECE.fullmatch(piece)):
-        return [int(byte[1], 16)]
-    if _UNDECODED not in text:
-        return list(text.encode())
-    stand_ins = _stand_ins()
-    return [stand_ins[letter] for letter in piece] if stand_ins.keys() >= set(piece) else None
-
-
-@lru_cache(maxsize=1)
-def _stand_ins() -> dict[str, int]:
-    """Returns the letters that byte-level vocabularies write for bytes."""
-    return {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
 def echo_of(

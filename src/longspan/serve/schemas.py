@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 from longspan.core.request import FinishReason
+from longspan.serve.chat_requests import ToolCall
 
 
 class ErrorInfo(BaseModel):
@@ -147,8 +148,9 @@ class ChatMessage(BaseModel):
     """The message that answers a conversation."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None = Field(description="null where there are calls and no text")
     refusal: None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(BaseModel):
@@ -157,7 +159,7 @@ class ChatChoice(BaseModel):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: FinishReason | Literal["tool_calls"]
     stop_reason: int | str | None
     token_ids: list[int] | None = None
 

@@ -24,6 +24,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from longspan.policy import PolicySettings
+from longspan.serve.chat_requests import TextRequest
 from longspan.serve.client import EngineClient, Output, OutputQueue
 from longspan.serve.convert import ServedModel, grammar_kind, grammar_of, read_request
 from longspan.serve.errors import (
@@ -40,7 +41,7 @@ from longspan.serve.errors import (
 from longspan.serve.messages import StepOutputs
 from longspan.serve.metrics import Metrics
 from longspan.serve.middleware import LARGE_BODY_BYTES, Intake
-from longspan.serve.requests import CompletionRequest, PolicyUpdate, TextRequest
+from longspan.serve.requests import CompletionRequest, PolicyUpdate
 from longspan.serve.responses import Assembler, prepared
 from longspan.serve.schemas import ModelCard, ModelList
 from longspan.serve.settings import ServerSettings
@@ -65,7 +66,13 @@ class Server:
         assert engine.started is not None, "the engine was started"
         names, created, max_model_len = settings.model_names, int(time.time()), input_processor.max_model_len
         self.engine, self.settings = engine, settings
-        self.served = ServedModel(input_processor=input_processor, names=names, limits=settings.limits)
+        self.served = ServedModel(
+            input_processor=input_processor,
+            names=names,
+            limits=settings.limits,
+            tool_call_parser=settings.tool_call_parser,
+            enable_auto_tool_choice=settings.enable_auto_tool_choice,
+        )
         self.models = ModelList(
             data=[ModelCard(id=name, created=created, root=names[0], max_model_len=max_model_len) for name in names]
         )

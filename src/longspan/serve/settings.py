@@ -6,7 +6,7 @@ import copy
 import re
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from longspan.core.options import Option
 from longspan.errors import ParameterError
@@ -212,6 +212,13 @@ class ServerSettings:
         ),
     ] = 30.0
     metrics_prefix: Annotated[str, _server("Prefix of metric names; vllm: for dashboards made for vLLM.")] = "longspan:"
+    enable_auto_tool_choice: Annotated[
+        bool, _server("Let the model choose whether it calls tools, when a request does not say.")
+    ] = True
+    tool_call_parser: Annotated[
+        Literal["auto", "hermes", "llama3_json", "mistral"],
+        _server("How the model writes calls of tools; auto finds that in its chat template."),
+    ] = "auto"
     tracer: Tracer | None = None
     limits: RequestLimits = field(default_factory=RequestLimits)
 

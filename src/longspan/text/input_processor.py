@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -22,6 +23,8 @@ Prompt = str | Sequence[int]
 """A text, or its token ids."""
 Message = Mapping[str, object]
 """`role` and `content`, and whatever else the model's template knows."""
+TEMPLATE_ERRORS = (TypeError, ArithmeticError, LookupError, AttributeError, RecursionError)
+"""Errors of a template, which is a program, that did not expect a conversation."""
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -29,12 +32,14 @@ class TemplateOptions(TypedDict, total=False):
     """Options of rendering messages; names and defaults are vLLM's.
 
     Keys:
+        tools: functions that the template describes, each as OpenAI's API has it; their calls come as text.
         chat_template: a Jinja template instead of the model's own.
         add_generation_prompt: end with the beginning of an answer; by default True.
         continue_final_message: leave the last message open, so that it is continued; needs no generation prompt.
         chat_template_kwargs: further names that the template knows.
     """
 
+    tools: Sequence[Mapping[str, object]] | None
     chat_template: str | None
     add_generation_prompt: bool
     continue_final_message: bool
@@ -48,12 +53,14 @@ class EngineRequest:
     Attributes:
         text: None when token ids were given.
         grammar: what the output must follow, see `Sampling`.
+        shown_token_ids: special tokens that the text shows.
     """
 
     text: str | None
     token_ids: tuple[int, ...]
     params: SamplingParams
     grammar: str = ""
+    shown_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,17 +130,21 @@ class InputProcessor:
         """Returns the text that stands for a conversation; tokenize it without adding special tokens.
 
         Raises:
-            ValueError: when a message is not of a known form, or there is no template, or it refuses the messages.
+            ValueError: when a message is not of a known form, or there is no template, or it refuses the messages, or
+                knows no tools.
         """
         tokenizer = self._need_tokenizer()
         if template.get("chat_template") is None and not tokenizer.chat_template:
             raise ValueError("the model comes without a chat template: give one (chat_template), or use plain prompts")
+        if tools := list(template.get("tools") or ()):
+            self.check_knows_tools(template.get("chat_template"))
         plain = [_checked_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
         if not plain:
             raise ValueError("the conversation has no messages: at least 1 is needed")
         try:
             rendered = tokenizer.apply_chat_template(
                 plain,
+                tools=tools or None,
                 tokenize=False,
                 chat_template=template.get("chat_template"),
                 add_generation_prompt=template.get("add_generation_prompt", True),
@@ -147,6 +158,13 @@ class InputProcessor:
                 problem = f"messages[{index}] has the role {message['role']!r:.60}, which the chat template leaves out"
                 raise ValueError(f"{problem}: choose {', '.join(_ROLES[:-1])} or {_ROLES[-1]}")
         return cast("str", rendered)
+
+    def check_knows_tools(self, chat_template: str | None = None) -> None:
+        """Raises ParameterError when the template describes no tools."""
+        found = self._need_tokenizer().get_chat_template(chat_template, tools=[{}])
+        if not re.search(r"\btools\b", found):
+            problem = "cannot be used: the model's chat template knows no tools: describe them in a message"
+            raise ParameterError("tools", problem)
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Tokenizes a text, with the special tokens that the tokenizer adds at its ends."""
@@ -163,6 +181,13 @@ class InputProcessor:
         if self.tokenizer is None:
             raise ParameterError("structured_outputs", "need a tokenizer, but there is none (skip_tokenizer_init)")
         return compile_grammar(form, self._vocabulary)
+
+    @cached_property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Ids, by their text, of the tokens that have no bytes in a grammar, and so none in its texts."""
+        vocabulary, added = self._vocabulary, self._need_tokenizer().added_tokens_decoder
+        ends = vocabulary.eos_tokens
+        return {str(token): id_ for id_, token in added.items() if vocabulary.is_special_token(id_) and id_ not in ends}
 
     @cached_property
     def _vocabulary(self) -> LLTokenizer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -33,7 +33,8 @@ class RequestState:
             engine.add(ids, params, choice=index, leader=leader, grammar=self.engine_request.grammar)
             for index in range(1, params.n)
         ]
-        self.choices = tuple(Choice(request, self._tokenizer) for request in (leader, *others))
+        shown = self.engine_request.shown_token_ids
+        self.choices = tuple(Choice(request, self._tokenizer, shown) for request in (leader, *others))
 
     @property
     def finished(self) -> bool:
@@ -50,7 +51,7 @@ class RequestState:
         """Why an output cannot go on, if one cannot: no token fits what its grammar demands."""
         for choice in self.choices:
             if choice.request.finish_reason == "error":
-                form = "the form that structured_outputs or response_format asks for"
+                form = "the form that structured_outputs, response_format or tools ask for"
                 return f"an output could not be completed in {form}: {choice.request.stop_reason}"
         return None
 
@@ -81,14 +82,18 @@ class RequestState:
 class Choice:
     """One of a prompt's outputs: a request of the engine with its text."""
 
-    def __init__(self, request: Request, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    def __init__(
+        self, request: Request, tokenizer: PreTrainedTokenizerBase | None, shown_token_ids: Sequence[int] = ()
+    ) -> None:
         self.request = request
         self.num_taken = 0
         self._text_of = _texts_by(tokenizer)
         self._detokenizer = None
         if tokenizer is not None:
             stop, min_tokens = request.params.stop_strings, request.params.min_tokens
-            self._detokenizer = Detokenizer(tokenizer, request.prompt, stop, min_tokens=min_tokens)
+            self._detokenizer = Detokenizer(
+                tokenizer, request.prompt, stop, min_tokens=min_tokens, shown_token_ids=shown_token_ids
+            )
         self.logprobs: list[LogprobsOfToken] = []
         self._cumulative = 0.0
 

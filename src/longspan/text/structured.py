@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
@@ -38,6 +40,11 @@ def compile_grammar(params: StructuredOutputsParams, vocabulary: LLTokenizer) ->
     except ValueError as error:
         name = next(name for name in ("json", "regex", "choice", "grammar", "json_object") if getattr(params, name))
         raise ParameterError("structured_outputs", f": {name} cannot be used: {error}") from None
+
+
+def lark_json(schema: Mapping[str, Any]) -> str:
+    """Returns the rule in Lark of a JSON value that follows a schema."""
+    return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}}, ensure_ascii=False)
 
 
 def _serialised(params: StructuredOutputsParams) -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import product
 from pathlib import Path
 
 from llguidance import LLTokenizer
 from llguidance.hf import from_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from longspan.model.files import ModelError, ModelFiles, one_line
 
@@ -17,6 +20,8 @@ _WORD_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
 
 # How a decoder writes bytes that are no character (yet).
 _UNDECODED = "\N{REPLACEMENT CHARACTER}"
+_BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
+"""The form in which SentencePiece's vocabularies write bytes."""
 _MAX_UNFINISHED = 3  # bytes, so tokens, of an unfinished character
 
 # A window grows to the second length and is then cut to the first; it exceeds the third for lasting garbage only.
@@ -50,12 +55,32 @@ def token_text(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:
     return f" {text}" if begins_word and not text.startswith(" ") else text
 
 
+def token_bytes(tokenizer: PreTrainedTokenizerBase | None, token: int, text: str) -> list[int] | None:
+    """Returns the bytes of a token, even if it is only a part of a character; None if they are not known."""
+    if tokenizer is None:
+        return None
+    piece = str(tokenizer.convert_ids_to_tokens(token))
+    if text != piece and (byte := _BYTE_PIECE.fullmatch(piece)):
+        return [int(byte[1], 16)]
+    if _UNDECODED not in text:
+        return list(text.encode())
+    stand_ins = _stand_ins()
+    return [stand_ins[letter] for letter in piece] if stand_ins.keys() >= set(piece) else None
+
+
+@lru_cache(maxsize=1)
+def _stand_ins() -> dict[str, int]:
+    """Returns the letters that byte-level vocabularies write for bytes."""
+    return {letter: byte for byte, letter in bytes_to_unicode().items()}
+
+
 class Detokenizer:
     """The text of one sequence of output tokens, released in pieces that never change afterwards.
 
     The pieces together are `tokenizer.decode(ids, skip_special_tokens=True)`, as the continuation of the prompt's
-    text (a space between prompt and output is kept). Held back until more is known: an unfinished UTF-8 character,
-    and text that may be the beginning of a stop string. Text from the first stop string on is never released.
+    text (a space between prompt and output is kept), but special tokens of `shown_token_ids` are not skipped. Held
+    back until more is known: an unfinished UTF-8 character, and text that may be the beginning of a stop string. Text
+    from the first stop string on is never released.
     Stop strings that end within the first `min_tokens` tokens do not count.
 
     (A byte-fallback tokenizer that emits bytes which are no UTF-8 may differ by replacement characters there: one
@@ -69,12 +94,13 @@ class Detokenizer:
         stop: tuple[str, ...] = (),
         *,
         min_tokens: int = 0,
+        shown_token_ids: Sequence[int] = (),
     ) -> None:
         self.text = ""
         """All text released so far."""
         self.stopped_by: str | None = None
         """The stop string that ended the text, if one did."""
-        self._stream = _TextStream(tokenizer, prompt_token_ids)
+        self._stream = _TextStream(tokenizer, prompt_token_ids, shown_token_ids)
         self._stop = tuple(filter(None, stop))
         self._num_unchecked = min_tokens
         self._pending = ""  # decoded, not released
@@ -116,10 +142,13 @@ class _TextStream:
     byte-fallback decoder shows every byte of a run, also of finished characters, as undecoded while one of them is.)
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, prompt_token_ids: Sequence[int], shown_token_ids: Sequence[int]
+    ) -> None:
         self._tokenizer = tokenizer
         self._num_known = len(tokenizer)
-        self._special = {id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
+        special = {id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._special, self._shows_some = special.difference(shown_token_ids), bool(shown_token_ids)
         self._window, self._num_taken = self._begin(self._plain(prompt_token_ids[-2 * _FULL_WINDOW :])[-_FULL_WINDOW:])
 
     def add(self, token_ids: Sequence[int], finished: bool) -> str:
@@ -164,7 +193,7 @@ class _TextStream:
         return [id_ for id_ in token_ids if id_ < self._num_known and id_ not in self._special]
 
     def _decode(self, token_ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=not self._shows_some)
         return text
 
 

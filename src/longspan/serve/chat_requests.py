@@ -1,0 +1,270 @@
+"""Bodies of requests with conversations: their messages, their tools, and how they become prompts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Discriminator, FailFast, Field, Tag, model_validator
+from typing_extensions import TypeAliasType
+
+from longspan.serve.errors import WireError
+from longspan.serve.requests import (
+    MOST,
+    ONE_CONSTRAINT,
+    CompletionRequest,
+    GenerationRequest,
+    Schema,
+    SomeText,
+    Whole,
+    WireModel,
+    check_exactly_one,
+    exactly_one,
+    has_value,
+)
+from longspan.text.tools import NO_PARAMETERS, Function
+
+
+class TextPart(WireModel):
+    """A part of a content. Parts that are not text are refused."""
+
+    type: Literal["text"]
+    text: str
+
+
+Parts = TypeAliasType("Parts", Annotated[list[TextPart], FailFast()])
+Content = str | Parts
+
+
+class FunctionCall(WireModel):
+    """A call that the assistant has made; `arguments` is JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(WireModel):
+    """A call with the id that its answer, a message of the role `tool`, refers to."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+_ASSISTANT = "assistant"
+
+
+class _Message(WireModel):
+    """Fields that are not known go to the chat template, which may know them."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str | None = None
+
+
+class GivenMessage(_Message):
+    """A message that the assistant reads, of any role that the chat template renders."""
+
+    role: Annotated[SomeText, Field(json_schema_extra={"not": {"const": _ASSISTANT}})]
+    content: Content
+    tool_call_id: str | None = None
+
+
+class AssistantMessage(_Message):
+    """A message of the assistant: a text, calls of tools, or both."""
+
+    role: Literal["assistant"]
+    content: Content | None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+def _kind_of_message(value: object) -> str:
+    role = value.get("role") if isinstance(value, dict) else getattr(value, "role", None)
+    return "made" if role == _ASSISTANT else "given"
+
+
+Message = Annotated[
+    Annotated[GivenMessage, Tag("given")] | Annotated[AssistantMessage, Tag("made")], Discriminator(_kind_of_message)
+]
+Messages = TypeAliasType("Messages", Annotated[list[Message], Field(min_length=1), FailFast()])
+
+
+class FunctionDefinition(WireModel):
+    """A function that the model may call; its arguments always follow the schema, `strict` or not."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    description: str | None = None
+    parameters: Annotated[Schema | None, Field(json_schema_extra={"properties": {"type": {"const": "object"}}})] = None
+    """The JSON schema of the arguments, which are an object; without one, there are none."""
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _takes_an_object(self) -> FunctionDefinition:
+        if (kind := (self.parameters or {}).get("type", "object")) != "object":
+            raise WireError(f"arguments are an object, but the schema has the type {kind!r:.60}", "parameters")
+        return self
+
+
+class Tool(WireModel):
+    """A tool; all are functions."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+    def for_template(self) -> dict[str, Any]:
+        """Returns it as chat templates know it."""
+        function = self.function
+        described = {} if function.description is None else {"description": function.description}
+        parameters = function.parameters or {"type": "object", "properties": {}}
+        return {"type": "function", "function": {"name": function.name, **described, "parameters": parameters}}
+
+
+Tools = TypeAliasType("Tools", Annotated[list[Tool], FailFast()])
+
+
+class NamedFunction(WireModel):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(WireModel):
+    """The tool that is to be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("word")] | Annotated[NamedTool, Tag("named")],
+    Discriminator(lambda value: "named" if isinstance(value, dict | NamedTool) else "word"),
+]
+
+
+_TOP_NEEDS_LOGPROBS: Schema = {
+    "if": has_value("top_logprobs", {"type": "integer", "minimum": 1}),
+    "then": has_value("logprobs", {"const": True}),
+}
+_OPEN_END: Schema = {
+    "if": has_value("continue_final_message", {"const": True}),
+    "then": {"properties": {"add_generation_prompt": {"enum": [None, False]}}},
+}
+
+
+_SOME_TOOLS = has_value("tools", {"type": "array", "minItems": 1})
+_CHOICE_NEEDS_TOOLS: Schema = {
+    "if": has_value("tool_choice", {"not": {"enum": [None, "none", "auto"]}}),
+    "then": _SOME_TOOLS,
+}
+_TOOLS_ARE_A_CONSTRAINT: Schema = {
+    "if": {"allOf": [_SOME_TOOLS, {"not": has_value("tool_choice", {"const": "none"})}]},
+    "then": {"properties": {"structured_outputs": {"type": "null"}}},
+}
+
+
+class TemplateFields(WireModel):
+    """Fields that decide how a conversation becomes a prompt."""
+
+    add_generation_prompt: bool | None = None
+    """End the prompt with the beginning of an answer; by default, unless `continue_final_message`."""
+    continue_final_message: bool | None = None
+    """Leave the last message open and continue it."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables of the model's chat template."""
+
+    tools: Tools | None = None
+    """Functions that the model may call; needs a chat template that describes them."""
+
+    @model_validator(mode="after")
+    def _name_once(self) -> TemplateFields:
+        counts = Counter(tool.function.name for tool in self.tools or ())
+        for index, tool in enumerate(self.tools or ()):
+            if counts[tool.function.name] > 1:
+                raise WireError(
+                    f"there are {counts[tool.function.name]} tools named {tool.function.name!r}: keep one",
+                    f"tools[{index}].function.name",
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _fit_ends(self) -> TemplateFields:
+        if self.add_generation_prompt and self.continue_final_message:
+            raise WireError(
+                "it cannot be combined with add_generation_prompt: keep one of them", "continue_final_message"
+            )
+        return self
+
+
+class ChatCompletionRequest(GenerationRequest, TemplateFields):
+    """`POST /v1/chat/completions`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "allOf": [ONE_CONSTRAINT, _TOP_NEEDS_LOGPROBS, _OPEN_END, _CHOICE_NEEDS_TOOLS, _TOOLS_ARE_A_CONSTRAINT]
+        }
+    )
+
+    messages: Messages
+    max_tokens: Annotated[int, Field(ge=1, le=MOST)] | None = None
+    """The name that `max_completion_tokens` had before."""
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MOST)] | None = None
+    """The rest of the context by default."""
+    logprobs: bool | None = None
+    """Report the log-probability of each token."""
+    top_logprobs: Whole | None = None
+    """The number of most likely tokens to return besides the chosen one; needs `logprobs`."""
+
+    tool_choice: ToolChoice | None = None
+    """`auto` by default: the model answers or calls; `required`: it calls; or the function that it calls."""
+    parallel_tool_calls: bool | None = None
+    """False for at most one call."""
+
+    @property
+    def callable_functions(self) -> list[Function]:
+        """The functions that may be called."""
+        name = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        return [
+            Function(
+                tool.function.name, tool.function.parameters or NO_PARAMETERS, f"tools[{index}].function.parameters"
+            )
+            for index, tool in enumerate(self.tools or ())
+            if self.tool_choice != "none" and name in (None, tool.function.name)
+        ]
+
+    @model_validator(mode="after")
+    def _fit_tools(self) -> ChatCompletionRequest:
+        choice = self.tool_choice
+        if choice not in (None, "none", "auto") and not self.tools:
+            raise WireError("there are no tools to choose from: give some (tools)", "tool_choice")
+        if isinstance(choice, NamedTool) and not self.callable_functions:
+            raise WireError(f"there is no tool named {choice.function.name[:100]!r} among tools", "tool_choice")
+        if self.callable_functions and self.structured_outputs:
+            raise WireError("it cannot be combined with tools: keep one of them", "structured_outputs")
+        return self
+
+    @model_validator(mode="after")
+    def _fit_chat(self) -> ChatCompletionRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise WireError("it needs logprobs: set that to true", "top_logprobs")
+        return self
+
+
+TextRequest = CompletionRequest | ChatCompletionRequest
+
+
+class TokenizeRequest(TemplateFields):
+    """`POST /tokenize`: a prompt, or a conversation."""
+
+    model_config = ConfigDict(json_schema_extra={**exactly_one("prompt", "messages"), "allOf": [_OPEN_END]})
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    """Defaults to true for a prompt, false for a conversation."""
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _fit(self) -> TokenizeRequest:
+        check_exactly_one({"prompt": self.prompt, "messages": self.messages})
+        return self

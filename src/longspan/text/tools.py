@@ -1,0 +1,277 @@
+"""Tool calls: the forms in which families of models write them, the grammars of these, and readers of their text."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+from longspan.core.sampling import StructuredOutputsParams
+from longspan.errors import ParameterError
+from longspan.text.input_processor import TEMPLATE_ERRORS, InputProcessor
+from longspan.text.structured import lark_json
+
+Schema = Mapping[str, Any]
+_MORE_PROPERTIES = frozenset(("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"))
+"""Keywords by which a schema describes properties elsewhere."""
+NO_PARAMETERS: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+class Function(NamedTuple):
+    """A function that a model may call; `where` is the place of its parameters in the request, for errors."""
+
+    name: str
+    parameters: Schema
+    where: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolFormat:
+    """The form of an output with calls: a text, the first marker, `opening`, calls with `between` between, `closing`.
+
+    A call is `{"name": NAME, KEY: ARGUMENTS}`. The three parts around calls are written in Lark.
+
+    Attributes:
+        markers: what no text has in it; vocabularies may have them as tokens. Where there are none, an output that
+            begins with a brace is a call.
+        key: the name of the arguments.
+        between: empty where an output has one call at most.
+    """
+
+    markers: tuple[str, ...] = ()
+    opening: str = ""
+    key: str
+    between: str = ""
+    closing: str = ""
+
+    @property
+    def begin(self) -> str:
+        """The marker with which calls begin; empty without one."""
+        return self.markers[0] if self.markers else ""
+
+    @cached_property
+    def head(self) -> re.Pattern[str]:
+        """Matches what is between the end of a text, or of a call, and the next call's arguments."""
+        return re.compile(rf'[^{{]*\{{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"{self.key}"\s*:\s*(?=\{{)')
+
+
+FORMATS: Mapping[str, ToolFormat] = {
+    "hermes": ToolFormat(
+        markers=("<tool_call>", "</tool_call>"),
+        opening=r'"\n"',
+        key="arguments",
+        between=r'"\n" "</tool_call>" "\n" "<tool_call>" "\n"',
+        closing=r'"\n" "</tool_call>"',
+    ),
+    "llama3_json": ToolFormat(key="parameters"),
+    "mistral": ToolFormat(
+        markers=("[TOOL_CALLS]",), opening='" "? "["', key="arguments", between='", "', closing='"]"'
+    ),
+}
+"""The forms by the names of vLLM's parsers. Llama 3's templates take back one call per message, so there is but one."""
+
+
+def found_format(input_processor: InputProcessor) -> ToolFormat | None:
+    """Returns the form in which the model's chat template writes a call; None if that is none of `FORMATS`."""
+    name, arguments = "probe", {"where": "here"}
+    asked: Any = [{"role": "user", "content": "Go."}]
+    call = {"id": "a1b2c3d4e", "type": "function", "function": {"name": name, "arguments": arguments}}
+    described = {"name": name, "description": name, "parameters": NO_PARAMETERS}
+    tools = [{"type": "function", "function": described}]
+    try:
+        before = input_processor.render_chat(asked, tools=tools)
+        called = [*asked, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        text = input_processor.render_chat(called, tools=tools, add_generation_prompt=False)
+    except (ValueError, *TEMPLATE_ERRORS):
+        return None
+    for form in FORMATS.values():
+        start = re.escape(form.begin) if form.begin else re.escape(before)
+        for place in re.finditer(start + r"[\s\[]*(?=\{)", text):
+            written = _object_at(text, place.end())
+            if (written.get("name"), written.get(form.key)) == (name, arguments):
+                return form
+    return None
+
+
+def _object_at(text: str, start: int) -> dict[str, Any]:
+    """Returns the JSON object that begins there, an empty one if there is none."""
+    try:
+        return dict(json.JSONDecoder().raw_decode(text, start)[0])
+    except ValueError:
+        return {}
+
+
+def calls_grammar(
+    form: ToolFormat,
+    functions: Sequence[Function],
+    input_processor: InputProcessor,
+    *,
+    required: bool,
+    parallel: bool,
+    content: Schema | None = None,
+) -> str:
+    """Returns the grammar of outputs that may call these functions, in llguidance's serialised form.
+
+    Args:
+        required: there is at least one call, and no text before it.
+        parallel: there may be several calls, if the form can write them.
+        content: the schema of an output without calls; None for any text.
+
+    Raises:
+        ParameterError: for parameters whose schema cannot be followed, under their place in the request; for
+            `content` where it cannot be told from a call.
+    """
+    special = input_processor.special_tokens
+    parts = [f'"{form.begin}"', form.opening, form.between, form.closing]
+    for marker in special.keys() & set(form.markers):
+        parts = [part.replace(f'"{marker}"', f"<[{special[marker]}]>") for part in parts]
+    begin, opening, between, closing = parts
+    names = " | ".join(f"call_{number}" for number in range(len(functions)))
+    rules = [
+        "%llguidance {}",
+        f"calls: {opening} call {f'({between} call)*' if between and parallel else ''} {closing}",
+        f"call: {names}",
+    ]
+    first_line = len(rules) + 1
+    for number, function in enumerate(functions):
+        head = json.dumps(
+            f'{{"name": {json.dumps(function.name, ensure_ascii=False)}, "{form.key}": ', ensure_ascii=False
+        )
+        rules.append(f'call_{number}: {head} {lark_json(_closed(function.parameters))} "}}"')
+    called = f"{begin} calls" if form.begin else "calls"
+    if required:
+        rules.append(f"start: {called}")
+    elif content is not None and not form.begin:
+        problem = "cannot be combined with tools, since this model's calls begin as JSON does: set tool_choice"
+        raise ParameterError("response_format", problem)
+    elif content is not None:
+        rules += [f"start: {called} | content", f"content: {lark_json(content)}"]
+    else:
+        ids = (str(token) for text, token in special.items() if text != form.begin)
+        rules += _free_text(form, begin, ",".join(ids))
+    try:
+        return input_processor.grammar(StructuredOutputsParams(grammar="\n".join(rules)))
+    except ParameterError as error:
+        raise _at_function(error, functions, first_line) from None
+
+
+def _closed(parameters: Schema) -> Schema:
+    """Returns the schema of arguments, without those that no property describes unless it says more of them."""
+    is_plain = "properties" in parameters and not _MORE_PROPERTIES & parameters.keys()
+    return {"type": "object", **({"additionalProperties": False} if is_plain else {}), **parameters}
+
+
+def _free_text(form: ToolFormat, begin: str, others: str) -> list[str]:
+    """Returns rules of an output that is a text, a call, or a text and then calls; `others` are tokens without bytes.
+
+    These are allowed anywhere in a text: the beginning of a thought may be one.
+    """
+    if not form.begin:
+        text = r"TEXT: /([ \t\r\n]*[^{ \t\r\n](.|\n)*)?/"
+        return [f"start: {f'<[{others}]>*' if others else ''} (calls | TEXT)", text]
+    rules = [f"start: {'piece*' if others else ''} (trigger calls | TEXT)", r"TEXT: /(.|\n)*/"]
+    rules += [f"piece: TEXT <[{others}]>"] if others else []
+    is_token = begin.startswith("<[")
+    return [*rules, f"trigger: TEXT {begin}" if is_token else f"trigger[lazy]: TEXT {begin}"]
+
+
+def _at_function(error: ParameterError, functions: Sequence[Function], first_line: int) -> ParameterError:
+    """Returns the error of a grammar as one of the function in whose line it is."""
+    found = re.search(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?(.*?)(?: \d+ \||$)", error.problem)
+    index = int(found[1]) - first_line if found else -1
+    if found and 0 <= index < len(functions):
+        return ParameterError(functions[index].where, f": this schema cannot be used: {found[2]}")
+    return ParameterError("tools", error.problem.replace(": grammar", ": their grammar", 1))
+
+
+@dataclass(kw_only=True)
+class CallDelta:
+    """A piece of a call: what a piece of text has brought of it. The first one has an id and a name.
+
+    Attributes:
+        index: of the call in its answer.
+        arguments: the next piece of their JSON.
+    """
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+class CallReader:
+    """Reads one output of a form as it comes; what cannot be the beginning of a call is text.
+
+    Attributes:
+        num_calls: how many calls have begun.
+    """
+
+    def __init__(self, form: ToolFormat) -> None:
+        self.num_calls = 0
+        self._form = form
+        self._pending = ""
+        self._state: Literal["start", "text", "head", "arguments"] = "start"
+        self._depth = 0  # of the arguments
+        self._in_string = self._escaped = False
+
+    @property
+    def has_called(self) -> bool:
+        """Whether there are calls, and all of them are whole."""
+        return self.num_calls > 0 and self._state != "arguments"
+
+    def add(self, text: str, *, finished: bool = False) -> tuple[str, list[CallDelta]]:
+        """Takes the next piece of the output; returns the text in it, and what it brings of each call."""
+        self._pending += text
+        content, calls = "", dict[int, CallDelta]()
+        if self._state in ("start", "text"):
+            content = self._take_text(finished)
+        while self._pending:
+            if self._state == "head" and (head := self._form.head.match(self._pending)):
+                self._pending, self._state = self._pending[head.end() :], "arguments"
+                name = json.loads(head[1])
+                calls[self.num_calls] = CallDelta(index=self.num_calls, id=uuid.uuid4().hex[:9], name=name)
+                self.num_calls += 1
+            elif self._state == "arguments":
+                index = self.num_calls - 1
+                calls.setdefault(index, CallDelta(index=index)).arguments += self._take_arguments()
+            else:
+                break
+        if finished and not self.num_calls:  # it was cut off, or is no call
+            content += self._pending
+        return content, list(calls.values())
+
+    def _take_text(self, finished: bool) -> str:
+        """Takes what is text for sure; the rest may be the beginning of a call."""
+        begin, pending = self._form.begin, self._pending
+        end = len(pending)
+        if begin and begin in pending:
+            end, self._state = pending.index(begin), "head"
+        elif begin and not finished:
+            end -= next((n for n in range(len(begin) - 1, 0, -1) if pending.endswith(begin[:n])), 0)
+        elif not begin and self._state == "start" and (first := pending.lstrip()[:1]) in ("{", ""):
+            end, self._state = 0, "head" if first else "start"
+        else:
+            self._state = "text"
+        self._pending = pending[end:]
+        return pending[:end]
+
+    def _take_arguments(self) -> str:
+        """Takes what is pending of the arguments, up to their end."""
+        end = len(self._pending)
+        for at, letter in enumerate(self._pending):
+            if self._in_string:
+                self._in_string = self._escaped or letter != '"'
+                self._escaped = letter == "\\" and not self._escaped
+            elif letter == '"':
+                self._in_string = True
+            else:
+                self._depth += (letter in "{[") - (letter in "}]")
+                if not self._depth:
+                    end, self._state = at + 1, "head"
+                    break
+        piece, self._pending = self._pending[:end], self._pending[end:]
+        return piece

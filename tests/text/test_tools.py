@@ -1,0 +1,253 @@
+"""Calls of tools: their form is found in templates, grammars allow it and nothing near it, readers find them again."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from llguidance import LLMatcher
+from tool_models import TEMPLATES, tool, tool_tokenizer
+
+from longspan.errors import ParameterError
+from longspan.text import tools
+from longspan.text.grammar_check import LIMITS
+from longspan.text.input_processor import InputProcessor
+from longspan.text.tokenizer import Detokenizer
+from longspan.text.tools import FORMATS, CallReader, Function, calls_grammar, found_format
+
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+FUNCTIONS = (
+    Function("weather", WEATHER, "tools[0].function.parameters"),
+    Function('odd "name"\\\n', tools.NO_PARAMETERS, "tools[1].function.parameters"),
+)
+ROME = {"city": 'Rome "}]<{', "days": 3}
+ODD = FUNCTIONS[1].name
+FORMS = tuple(FORMATS)
+
+
+@cache
+def processor(template: str | None, *, with_markers: bool = False) -> InputProcessor:
+    tokenizer = tool_tokenizer(template, with_markers=with_markers)
+    return InputProcessor(tokenizer=tokenizer, vocab_size=len(tokenizer), max_model_len=4096)
+
+
+def written(form: str, *calls: tuple[str, dict[str, Any]]) -> str:
+    """These calls as a model of the family writes them."""
+    key = FORMATS[form].key
+    texts = [f'{{"name": {json.dumps(name)}, "{key}": {json.dumps(arguments)}}}' for name, arguments in calls]
+    if form == "hermes":
+        return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
+    return texts[0] if form == "llama3_json" else f"[TOOL_CALLS] [{', '.join(texts)}]"
+
+
+@cache
+def grammar(form: str, with_markers: bool, required: bool = False, parallel: bool = True, content: str = "") -> str:
+    return calls_grammar(
+        FORMATS[form],
+        FUNCTIONS,
+        processor(form, with_markers=with_markers),
+        required=required,
+        parallel=parallel,
+        content=json.loads(content) if content else None,
+    )
+
+
+def follows(text: str, form: str, with_markers: bool, **options: Any) -> bool:
+    """Whether the grammar lets a model write this text, token by token, and end there."""
+    used = processor(form, with_markers=with_markers)
+    matcher = LLMatcher(used._vocabulary, grammar(form, with_markers, **options), log_level=0, limits=LIMITS)
+    token_ids = used.tokenize(text, add_special_tokens=False)
+    return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
+
+
+def read(form: str, pieces: list[str]) -> tuple[str, list[tuple[str | None, str]], bool]:
+    """Text, names and arguments that come of these pieces, and whether there are whole calls only."""
+    reader = CallReader(FORMATS[form])
+    text, calls = "", list[list[Any]]()
+    for index, piece in enumerate(pieces):
+        new, deltas = reader.add(piece, finished=index == len(pieces) - 1)
+        text += new
+        for delta in deltas:
+            assert (delta.id is None) == (delta.index < len(calls)), "a call has its id when it begins, and only then"
+            if delta.id is not None:
+                assert len(delta.id) == 9 and delta.id.isalnum(), "Mistral's templates accept no others"
+                calls.append([delta.name, ""])
+            calls[delta.index][1] += delta.arguments
+    return text, [(name, arguments) for name, arguments in calls], reader.has_called
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("with_markers", [False, True])
+def test_the_form_of_calls_is_found_in_the_template(form: str, with_markers: bool) -> None:
+    assert found_format(processor(form, with_markers=with_markers)) is FORMATS[form]
+
+
+def test_a_template_may_write_the_arguments_first() -> None:
+    name = '"name": "{{ call.function.name }}"'
+    template = TEMPLATES["hermes"].replace(name + ", ", " ").replace("| tojson }}}", "| tojson }}, " + name + "}")
+    assert '{{ call.function.arguments | tojson }}, "name"' in template
+    assert found_format(processor(template)) is FORMATS["hermes"]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        None,  # it knows no tools
+        "{{ raise_exception('no') }}{{ tools }}",
+        TEMPLATES["hermes"].replace('"arguments"', '"args"'),
+        TEMPLATES["hermes"].replace('{"name": "{{ call.function.name }}", ', "<function={{ call.function.name }}> {"),
+        TEMPLATES["llama3_json"].replace('{"name"', '<|other|>{"name"'),
+        "{{ tools }}{% for message in messages %}{{ message.content + 1 }}{% endfor %}",
+    ],
+)
+def test_a_form_that_is_not_sure_is_none(template: str | None) -> None:
+    assert found_format(processor(template)) is None
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("with_markers", [False, True])
+@pytest.mark.parametrize("required", [False, True])
+def test_a_grammar_allows_calls_and_texts_where_they_may_be(form: str, with_markers: bool, required: bool) -> None:
+    one = written(form, ("weather", ROME))
+    assert follows(one, form, with_markers, required=required)
+    assert follows(written(form, (ODD, {})), form, with_markers, required=required)
+    assert not follows(one[:-1], form, with_markers, required=required), "it is not whole"
+    assert not follows(one + " and", form, with_markers, required=required)
+    for wrong in (("other", ROME), ("weather", {"city": 5}), ("weather", {}), (ODD, {"x": 1})):
+        assert not follows(written(form, wrong), form, with_markers, required=required)
+    for text in ("", "Hello!\n", "\n a {brace} ", "<repo_name> a token without text"):
+        assert follows(text, form, with_markers, required=required) == (not required)
+    assert follows("So:\n" + one, form, with_markers, required=required) == (not required)
+    if form != "llama3_json":
+        two = written(form, ("weather", ROME), (ODD, {}))
+        assert follows(two, form, with_markers, required=required)
+        assert not follows(two, form, with_markers, required=required, parallel=False)
+        assert follows(one, form, with_markers, required=required, parallel=False)
+        assert not follows(f"{FORMATS[form].begin} is a word", form, with_markers, required=required)
+
+
+@pytest.mark.parametrize("form", ["hermes", "mistral"])
+def test_an_output_without_calls_can_have_a_form_too(form: str) -> None:
+    content = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
+    assert follows('{"a": 1}', form, True, content=content)
+    assert follows(written(form, ("weather", ROME)), form, True, content=content)
+    assert not follows("Hello", form, True, content=content)
+    assert not follows('{"a": "b"}', form, True, content=content)
+    text = '{"a": {"name": [1]}}'
+    assert read(form, list(text)) == (text, [], False)
+
+
+def test_json_and_calls_that_cannot_be_told_apart_are_refused() -> None:
+    with pytest.raises(ParameterError, match=r"^response_format cannot be combined with tools"):
+        grammar("llama3_json", True, content="{}")
+    assert grammar("llama3_json", True, content="{}", required=True) == grammar("llama3_json", True, required=True)
+
+
+def test_blanks_in_arguments_are_bounded() -> None:
+    for num_blanks, fits in ((64, True), (65, False)):
+        text = written("hermes", ("weather", {"city": ""})).replace('": ""', '":' + " " * num_blanks + '""')
+        assert follows(text, "hermes", True) == fits
+
+
+@pytest.mark.parametrize(
+    ("parameters", "reason"),
+    [
+        ({"properties": {"a": {"type": "string", "format": "nonsense"}}}, "Unknown format: nonsense"),
+        ({"properties": {"a": {"$ref": "#/nowhere"}}}, "Pointer '/nowhere' does not exist"),
+        ({"not": {"required": ["a"]}}, 'Unimplemented keys: ["not"]'),
+    ],
+)
+def test_a_schema_that_cannot_be_followed_is_named(parameters: dict[str, Any], reason: str) -> None:
+    functions = (*FUNCTIONS, Function("bad", parameters, "tools[2].function.parameters"))
+    with pytest.raises(ParameterError) as caught:
+        calls_grammar(FORMATS["hermes"], functions, processor("hermes"), required=False, parallel=True)
+    assert caught.value.parameter == "tools[2].function.parameters"
+    assert caught.value.problem == f": this schema cannot be used: {reason}"
+
+
+def test_schemas_that_are_too_long_together_are_refused() -> None:
+    functions = [Function(f"f{n}", {"description": "x" * 9000}, f"tools[{n}].function.parameters") for n in range(8)]
+    with pytest.raises(ParameterError, match=r"^tools: their grammar cannot be used: it has 7\d+ characters") as caught:
+        calls_grammar(FORMATS["hermes"], functions, processor("hermes"), required=False, parallel=True)
+    assert caught.value.parameter == "tools"
+
+
+Q: dict[str, Any] = {"properties": {"q": {"type": "integer"}}, "required": ["q"]}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "fits_more"),
+    [
+        (Q, False),
+        ({"$ref": "#/$defs/X", "$defs": {"X": Q}}, True),
+        ({"additionalProperties": {"type": "integer"}, **Q}, True),
+        ({"anyOf": [Q, {"properties": {"r": {"type": "integer"}}, "required": ["r"]}]}, True),
+    ],
+)
+def test_arguments_are_an_object_and_none_are_made_up(parameters: dict[str, Any], fits_more: bool) -> None:
+    used = processor("hermes", with_markers=True)
+    functions = (Function("f", parameters, ""),)
+    made = calls_grammar(FORMATS["hermes"], functions, used, required=True, parallel=True)
+    cases: list[tuple[Any, bool]] = [({"q": 1}, True), ({"q": "a"}, False), ({}, False), ([1], False)]
+    for arguments, fits in (*cases, ({"q": 1, "r": 2}, fits_more)):
+        matcher = LLMatcher(used._vocabulary, made, log_level=0)
+        token_ids = used.tokenize(written("hermes", ("f", arguments)), add_special_tokens=False)
+        assert (matcher.try_consume_tokens(token_ids) == len(token_ids)) == fits, arguments
+
+
+ARGUMENTS = st.dictionaries(st.text(max_size=3), st.recursive(st.text('a"\\{[]}', max_size=5), st.lists, max_leaves=4))
+CALLS = st.lists(st.tuples(st.sampled_from([function.name for function in FUNCTIONS]), ARGUMENTS), max_size=3)
+
+
+@given(st.sampled_from(FORMS), CALLS, st.sampled_from(["", "Hi <tool", "Hi\n\n", "[TOOL {"]), st.randoms())
+def test_calls_are_read_whatever_the_pieces(form: str, calls: list[Any], text: str, random: Any) -> None:
+    if form == "llama3_json":
+        calls, text = calls[:1], "" if calls else text
+    output = text + (written(form, *calls) if calls else "")
+    cuts = sorted(random.choices(range(len(output) + 1), k=random.randrange(6)))
+    pieces = [output[start:end] for start, end in zip([0, *cuts], [*cuts, len(output)], strict=True)]
+    found, read_calls, has_called = read(form, pieces)
+    assert found == text
+    assert [(name, json.loads(arguments)) for name, arguments in read_calls] == calls
+    assert has_called == bool(calls)
+    assert read(form, list(output) or [""]) == (found, read_calls, has_called)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_of_a_call_that_is_cut_off_nothing_is_lost(form: str) -> None:
+    whole = written(form, ("weather", {"city": "Rome"}))
+    end = whole.index("Rome") + 2
+    text, [(name, arguments)], has_called = read(form, list(whole[:end]))
+    assert (text, name, arguments, has_called) == ("", "weather", '{"city": "Ro', False)
+    assert read(form, list(whole[: whole.index("weather")])) == (whole[: whole.index("weather")], [], False)
+
+
+def test_markers_that_are_special_tokens_are_shown_and_others_are_not() -> None:
+    used = processor("hermes", with_markers=True)
+    tokenizer: Any = used.tokenizer
+    text = "So <repo_name>: " + written("hermes", ("weather", ROME)) + "<|im_end|>"
+    token_ids = used.tokenize(text, add_special_tokens=False)
+    assert used.special_tokens["<tool_call>"] in token_ids
+    shown = [used.special_tokens[marker] for marker in FORMATS["hermes"].markers]
+    expected = text.replace("<repo_name>", "").removesuffix("<|im_end|>")
+    for step in (1, 7):
+        detokenizer = Detokenizer(tokenizer, used.tokenize("Go on."), shown_token_ids=shown)
+        pieces = [detokenizer.add(token_ids[at : at + step]) for at in range(0, len(token_ids), step)]
+        assert "".join(pieces) + detokenizer.add((), finished=True) == expected
+
+
+def test_a_template_that_knows_no_tools_says_so() -> None:
+    messages = [{"role": "user", "content": "Go."}]
+    with pytest.raises(ParameterError, match=r"^tools cannot be used: the model's chat template knows no tools"):
+        processor(None).render_chat(messages, tools=[tool("weather", WEATHER)])
+    assert "weather" in processor("hermes").render_chat(messages, tools=[tool("weather", WEATHER)])
+    assert processor("hermes").render_chat(messages) == processor("hermes").render_chat(messages, tools=[])
