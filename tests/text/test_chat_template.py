@@ -114,6 +114,35 @@ def test_a_role_is_any_that_the_template_renders(tokenizer: PreTrainedTokenizerB
     assert render(tokenizer, talk, {"chat_template": template.replace("tool", "critic")}) == "HelloToo short."
 
 
+def critic(content: str) -> dict[str, str]:
+    return {"role": "critic", "content": content}
+
+
+@pytest.mark.parametrize("content", ["", "Hello", "el"])
+def test_a_message_that_is_left_out_is_refused_whatever_its_content(
+    tokenizer: PreTrainedTokenizerBase, content: str
+) -> None:
+    template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    with pytest.raises(ValueError, match=r"messages\[1\] has the role 'critic', which the chat template leaves out"):
+        render(tokenizer, [HELLO, critic(content)], {"chat_template": template})
+    only_first = "{{ messages[0].content }}"
+    with pytest.raises(ValueError, match=r"messages\[2\] has the role 'critic'"):
+        render(tokenizer, [critic("a"), HELLO, critic(content)], {"chat_template": only_first})
+
+
+def test_a_template_may_write_a_content_in_another_way(tokenizer: PreTrainedTokenizerBase) -> None:
+    template = "{% for m in messages %}{{ m.content | upper | tojson }}{{ m.content | replace(' ', '') }}{% endfor %}"
+    assert render(tokenizer, [critic('say "é"')], {"chat_template": template}) == '"SAY \\"É\\""say"é"'
+
+
+def test_messages_of_any_role_are_rendered_no_more_than_twice(tokenizer: PreTrainedTokenizerBase) -> None:
+    """To look for each content in the whole text took seconds."""
+    talk = [{"role": f"critic {index}", "content": str(index) * 9} for index in range(300)]
+    with patch.object(tokenizer, "apply_chat_template", wraps=tokenizer.apply_chat_template) as applied:
+        assert render(tokenizer, talk, {}).count("<|im_start|>critic") == 300
+    assert applied.call_count <= 2
+
+
 @pytest.mark.parametrize("template", ["{{ raise_exception('users only') }}", "{{ users only }}"])
 def test_a_template_that_refuses_is_the_users_mistake(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
     with pytest.raises(ValueError, match=r"template refuses these messages: .*(users only|got 'only')"):

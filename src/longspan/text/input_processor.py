@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -136,15 +137,37 @@ class InputProcessor:
         tokenizer = self._need_tokenizer()
         if template.get("chat_template") is None and not tokenizer.chat_template:
             raise ValueError("the model comes without a chat template: give one (chat_template), or use plain prompts")
-        if tools := list(template.get("tools") or ()):
+        if template.get("tools"):
             self.check_knows_tools(template.get("chat_template"))
         plain = [_checked_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
         if not plain:
             raise ValueError("the conversation has no messages: at least 1 is needed")
+        self._check_roles(plain, template)
+        return self._rendered(plain, template)
+
+    def _check_roles(self, messages: Sequence[Message], template: TemplateOptions) -> None:
+        """Raises ValueError for a message of an uncommon role that the template leaves out.
+
+        These messages are rendered with random digits, which no template escapes, instead of their contents.
+        """
+        uncommon = [index for index, message in enumerate(messages) if message["role"] not in _ROLES]
+        if not uncommon:
+            return
+        mark, marked = f"{secrets.randbelow(10**16):016d}", list(messages)
+        for index in uncommon:
+            marked[index] = {**messages[index], "content": f"{mark}{index:09d}"}
+        found = set(map(int, re.findall(f"{mark}([0-9]{{9}})", self._rendered(marked, template))))
+        for index in uncommon:
+            if index not in found:
+                role = messages[index]["role"]
+                problem = f"messages[{index}] has the role {role!r:.60}, which the chat template leaves out"
+                raise ValueError(f"{problem}: choose {', '.join(_ROLES[:-1])} or {_ROLES[-1]}")
+
+    def _rendered(self, messages: Sequence[Message], template: TemplateOptions) -> str:
         try:
-            rendered = tokenizer.apply_chat_template(
-                plain,
-                tools=tools or None,
+            rendered = self._need_tokenizer().apply_chat_template(
+                [dict(message) for message in messages],
+                tools=list(template.get("tools") or ()) or None,
                 tokenize=False,
                 chat_template=template.get("chat_template"),
                 add_generation_prompt=template.get("add_generation_prompt", True),
@@ -153,10 +176,6 @@ class InputProcessor:
             )
         except TemplateError as error:
             raise ValueError(f"the chat template refuses these messages: {error}") from error
-        for index, message in enumerate(plain):
-            if message["role"] not in _ROLES and str(message["content"]).strip() not in rendered:
-                problem = f"messages[{index}] has the role {message['role']!r:.60}, which the chat template leaves out"
-                raise ValueError(f"{problem}: choose {', '.join(_ROLES[:-1])} or {_ROLES[-1]}")
         return cast("str", rendered)
 
     def check_knows_tools(self, chat_template: str | None = None) -> None:
