@@ -227,7 +227,9 @@ def test_a_variable_of_a_repeatable_flag_has_one_text_or_a_list(
 
 
 @pytest.mark.usefixtures("started")
-@pytest.mark.parametrize("text", ["[sk-secret", '[["sk-secret"]]'])
+@pytest.mark.parametrize(
+    "text", ["[sk-secret", '[["sk-secret"]]', '["sk-secret", null]', '["sk-secret", 1]', "[" * 100_000]
+)
 def test_a_variable_that_is_no_list_is_refused_but_not_repeated(
     text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -321,6 +323,10 @@ def test_mistakes_name_the_flag_and_the_value_wherever_they_come_from(
         ("a: [", "line 2"),
         ("api-key: secret\n  x: y: z", "line 2"),
         ("port: true", "True"),
+        ("api-key: [secret, null]", "api-key must be texts or numbers"),
+        ("o: {threshold: null}", "o must be texts or numbers"),
+        ("served-model-name: 2026-01-02", "served-model-name must be texts or numbers"),
+        ("port: " + "[" * 100_000, "cannot be read"),
     ],
 )
 @pytest.mark.usefixtures("started")

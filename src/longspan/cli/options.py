@@ -216,9 +216,12 @@ def _texts_in(variable: str, _: object, text: str, **__: object) -> list[str]:
     if not text.startswith("["):
         return _one_text(_, text)
     try:
-        return _texts(variable, json.loads(text), repeatable=True)
-    except json.JSONDecodeError:
-        raise ValueError(f"{variable} begins with [, but is not a JSON list of texts") from None
+        texts = json.loads(text)
+    except (ValueError, RecursionError):
+        texts = [None]
+    if not all(isinstance(one, str) for one in texts):
+        raise ValueError(f"{variable} begins with [, but is not a JSON list of texts")
+    return cast(list[str], texts)
 
 
 def _one_text(_: object, text: str, **__: object) -> list[str]:
@@ -260,7 +263,7 @@ def _mapping_in(path: str) -> dict[Any, object]:
 
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"--config: {path} cannot be read: {error}") from None
     except yaml.YAMLError as error:
         where = f", line {mark.line + 1}" if (mark := getattr(error, "problem_mark", None)) else ""
@@ -272,9 +275,10 @@ def _mapping_in(path: str) -> dict[Any, object]:
 
 def _texts(where: str, value: object, *, repeatable: bool) -> list[str]:
     """Writes a YAML value as the command line would; a mapping stands for texts of the form key=value."""
-    if repeatable and isinstance(value, dict):
-        value = [f"{key}={item}" for key, item in value.items()]
-    items = value if repeatable and isinstance(value, list) else [value]
-    if any(isinstance(item, list | dict) for item in items):
+    items = list(value.values()) if repeatable and isinstance(value, dict) else value
+    items = items if repeatable and isinstance(items, list) else [items]
+    if not all(isinstance(item, str | int | float) for item in items):
         raise ValueError(f"{where} must be {'texts or numbers' if repeatable else 'one text or number'}")
-    return [str(item) for item in items]
+    return (
+        [f"{key}={item}" for key, item in value.items()] if isinstance(value, dict) else [str(item) for item in items]
+    )
