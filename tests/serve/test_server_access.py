@@ -311,7 +311,11 @@ def test_the_bodies_of_open_requests_are_bounded_together() -> None:
     asyncio.run(check())
 
 
-def test_large_uploads_that_do_not_end_leave_room_for_small_bodies() -> None:
+@pytest.mark.parametrize("sent_bytes", [64 * 1024, 2**20])
+@pytest.mark.parametrize("headers", [[(b"content-length", b"1048576")], [(b"transfer-encoding", b"chunked")]])
+def test_large_uploads_that_do_not_end_leave_room_for_small_bodies(
+    headers: list[tuple[bytes, bytes]], sent_bytes: int
+) -> None:
     statuses: list[int] = []
 
     async def app(_: Scope, __: Receive, send: Send) -> None:
@@ -332,18 +336,53 @@ def test_large_uploads_that_do_not_end_leave_room_for_small_bodies() -> None:
         return receive
 
     async def check() -> None:
-        scope = {"type": "http", "headers": []}
+        small = {"type": "http", "headers": [(b"content-length", b"131072")]}
         limit = BodyLimit(app, max_bytes=2**20, max_total_bytes=16 * 2**20, timeout_s=60.0, intake=Intake())
-        uploads = [asyncio.create_task(limit(scope, body_of(2**20, ends=False), send)) for _ in range(16)]
+        number = 16 * 2**20 // sent_bytes
+        uploads = [
+            asyncio.create_task(limit({"type": "http", "headers": headers}, body_of(sent_bytes, ends=False), send))
+            for _ in range(number)
+        ]
         await asyncio.wait(uploads, timeout=0.1)
-        assert statuses == [503, 503], "of the uploads that found no room"
-        await limit(scope, body_of(128 * 1024, ends=True), send)
-        assert statuses[2:] == [200]
+        assert statuses == [503] * (number // 8), "of the uploads that found no room"
+        await limit(small, body_of(128 * 1024, ends=True), send)
+        assert statuses[number // 8 :] == [200]
         for upload in uploads:
             upload.cancel()
         await asyncio.wait(uploads)
 
     asyncio.run(check())
+
+
+@pytest.mark.parametrize(("num_bytes", "status"), [(2**20, 200), (2**20 + 1, 413)])
+def test_the_only_body_may_take_all_bytes_and_a_larger_one_never_fits(num_bytes: int, status: int) -> None:
+    server = make_server(max_total_body_bytes=2**20)
+    whole = json.dumps(BODY).encode().ljust(num_bytes)
+    start, body = ask(server, [piece(whole[: 2**19]), piece(whole[2**19 :], more=False)])[:2]
+    assert start["status"] == status
+    assert (b"(--max-total-body-bytes)" in body["body"]) == (status == 413)
+
+
+def test_a_server_may_begin_to_drain_while_a_body_times_out() -> None:
+    sent: list[Message] = []
+    intake = Intake()
+
+    async def app(_: Scope, __: Receive, ___: Send) -> None:
+        raise AssertionError
+
+    async def receive() -> Message:
+        try:
+            return await asyncio.Event().wait() and {}
+        except asyncio.CancelledError:  # the deadline is expiring
+            intake.drain()
+            raise
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    limit = BodyLimit(app, max_bytes=100, max_total_bytes=100, timeout_s=0.01, intake=intake)
+    asyncio.run(limit({"type": "http", "headers": []}, receive, send))
+    assert sent[0]["status"] == 503
 
 
 def test_a_slow_body_is_408_and_the_connection_ends() -> None:

@@ -65,7 +65,8 @@ class Intake:
         """Takes nothing new, not even the rest of a body: who sends it slowly need not be waited for."""
         self.draining = True
         for deadline in self.unread:
-            deadline.reschedule(0)
+            if not deadline.expired():
+                deadline.reschedule(0)
 
 
 class RequestContext:
@@ -150,22 +151,26 @@ class BodyLimit:
     have not come when the server drains are answered 503.
 
     The bodies of all open requests have `max_total_bytes` together; what would be more is answered 503. Those above
-    `LARGE_BODY_BYTES` leave an eighth of it to smaller ones: large uploads that do not end turn nobody else away.
+    `LARGE_BODY_BYTES`, or of unknown length, leave an eighth of it to smaller ones: large uploads that do not end turn
+    nobody else away. Only a body that comes when there is no other may take all, so that none is turned away for ever.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, max_total_bytes: int, timeout_s: float, intake: Intake) -> None:
-        self._app, self._max_bytes, self._max_total_bytes = app, max_bytes, max_total_bytes
+        self._app, self._max_total_bytes = app, max_total_bytes
+        self._max_bytes, self._flag = min((max_bytes, "--max-body-bytes"), (max_total_bytes, "--max-total-body-bytes"))
         self._timeout_s, self._intake = timeout_s, intake
         self._total_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        length = Headers(scope=scope).get("content-length", "0")
-        if length.isdecimal() and (len(length) > _MAX_DIGITS or int(length) > self._max_bytes):
+        length = Headers(scope=scope).get("content-length", "")
+        is_known = length.isdecimal()
+        if is_known and (len(length) > _MAX_DIGITS or int(length) > self._max_bytes):
             await self._too_large()(scope, receive, send)
             return
+        kept_free = 0 if is_known and int(length) <= LARGE_BODY_BYTES else self._max_total_bytes // 8
         chunks: list[bytes] = []
         try:
-            refusal = await self._read(receive, chunks)
+            refusal = await self._read(receive, chunks, kept_free)
             if refusal is None:
                 chunks[:] = [b"".join(chunks)]  # it is kept once
                 whole: list[Message] = [{"type": "http.request", "body": chunks[0], "more_body": False}]
@@ -181,8 +186,11 @@ class BodyLimit:
         finally:
             self._total_bytes -= sum(map(len, chunks))
 
-    async def _read(self, receive: Receive, chunks: list[bytes]) -> Response | None:
-        """Reads the whole body into `chunks`; returns why it cannot be served, if so."""
+    async def _read(self, receive: Receive, chunks: list[bytes], kept_free: int) -> Response | None:
+        """Reads the whole body into `chunks`; returns why it cannot be served, if so.
+
+        Beside other bodies it leaves `kept_free` bytes to them.
+        """
         size, more = 0, True
         deadline = asyncio.timeout(min(self._timeout_s, _DRAINING_S) if self._intake.draining else self._timeout_s)
         self._intake.unread.add(deadline)
@@ -193,11 +201,12 @@ class BodyLimit:
                     if message["type"] == "http.disconnect":
                         raise _GoneError
                     chunk, more = message.get("body", b""), message.get("more_body", False)
+                    is_alone = self._total_bytes == size
                     size += len(chunk)
                     if size > self._max_bytes:
                         return self._too_large()
-                    kept_free = self._max_total_bytes // 8 if size > LARGE_BODY_BYTES else 0
-                    if self._total_bytes + len(chunk) > self._max_total_bytes - kept_free:
+                    room = self._max_total_bytes - self._total_bytes - (0 if is_alone else kept_free)
+                    if chunk and len(chunk) > room:
                         words = f"open requests have bodies of {self._max_total_bytes} bytes together"
                         return error_response(503, f"{words} (--max-total-body-bytes)", retry_after_s=1)
                     chunks.append(chunk)
@@ -214,7 +223,7 @@ class BodyLimit:
         return None
 
     def _too_large(self) -> Response:
-        return error_response(413, f"the body has more than {self._max_bytes} bytes (--max-body-bytes)")
+        return error_response(413, f"the body has more than {self._max_bytes} bytes ({self._flag})")
 
 
 class _GoneError(Exception):
