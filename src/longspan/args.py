@@ -9,13 +9,12 @@ from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial, wraps
 from typing import Annotated, Concatenate, Literal, ParamSpec, TypeVar, get_args, get_origin
 
-from longspan.core.cluster import Cluster, Location, ParallelArgs, locations_of_ranks, parse_parallel
+from longspan.core.cluster import Cluster, Location, ParallelArgs, instance_option, locations_of_ranks, parse_parallel
 from longspan.core.options import Option, SchedulingArgs, at_least_one, options_of
 from longspan.errors import ParameterError
 
 _HOSTS = "LONGSPAN_HOSTS"
 _devices = partial(Option, group="Devices and weights", configures=True)
-_instances = partial(Option, group="Instances", configures=True)
 _memory = partial(Option, group="Scheduling and memory", configures=True)
 
 ParametersT = ParamSpec("ParametersT")
@@ -27,9 +26,9 @@ ValueT = TypeVar("ValueT")
 class DeviceArgs(ParallelArgs):
     """The devices that a model runs on, and its form there."""
 
-    instances: Annotated[int | None, _instances("Copies of the model; 1 if not given.")] = None
-    tp: Annotated[int | None, _instances("Tensor-parallel ranks per instance.")] = None
-    pp: Annotated[int | None, _instances("Pipeline stages per instance.")] = None
+    instances: Annotated[int | None, instance_option("Copies of the model; 1 if not given.")] = None
+    tp: Annotated[int | None, instance_option("Tensor-parallel ranks per instance.")] = None
+    pp: Annotated[int | None, instance_option("Pipeline stages per instance.")] = None
     threads_per_rank: Annotated[int | None, _devices("CPU threads of each rank; an equal share if not given.")] = None
     device: Annotated[Literal["cpu", "cuda"], _devices("Device that ranks compute on.")] = "cpu"
     dtype: Annotated[Literal["float32", "bfloat16"], _devices("Precision of weights and KV.")] = "float32"

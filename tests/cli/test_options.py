@@ -165,7 +165,21 @@ def test_verbs_that_schedule_have_the_same_options() -> None:
 def test_instances_are_written_alike_for_engines_and_simulations() -> None:
     engine, simulated = options_of(EngineArgs), options_of(ClusterSpec)
     assert engine.keys() & simulated.keys() == {*options_of(ParallelArgs), "dtype"}
-    assert {name: engine[name] for name in options_of(ParallelArgs)}.items() <= simulated.items()
+    own = {"parallel"}  # where no stages are possible, and the default is another one
+    assert {name: engine[name] for name in options_of(ParallelArgs) if name not in own}.items() <= simulated.items()
+
+
+@pytest.mark.parametrize(
+    ("verb", "words", "others"), [("serve", "one rank", "simulated"), ("simulate", "an instance per device", "[ppP]")]
+)
+def test_help_is_of_the_verb_alone(
+    verb: str, words: str, others: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    assert run(verb, "--help") == 0
+    shown = capsys.readouterr().out
+    assert f"[default: {words}]" in shown
+    assert others not in shown
 
 
 @pytest.mark.parametrize("verb", ["generate", "serve", "simulate", "estimate"])

@@ -225,7 +225,7 @@ class Cluster:
         return str(self.spec) if self.decode_spec is None else f"{self.spec} prefill + {self.decode_spec} decode"
 
 
-_instances = partial(Option, group="Instances", configures=True)
+instance_option = partial(Option, group="Instances", configures=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,21 +234,18 @@ class ParallelArgs:
 
     parallel: Annotated[
         str | None,
-        _instances(
-            "[N][xtpT][ppP]: N instances, each of T * P ranks.",
-            metavar="SPEC",
-            default="one, or one per simulated device",
-        ),
+        instance_option("[N][xtpT][ppP]: N instances, each of T * P ranks.", metavar="SPEC", default="one rank"),
     ] = None
     prefill_parallel: Annotated[
-        str | None, _instances("Instead: instances that only prefill, on the first devices.", metavar="SPEC")
+        str | None, instance_option("Instead: instances that only prefill, on the first devices.", metavar="SPEC")
     ] = None
     decode_parallel: Annotated[
-        str | None, _instances("With it: instances that only decode, with the KV that is sent to them.", metavar="SPEC")
+        str | None,
+        instance_option("With it: instances that only decode, with the KV that is sent to them.", metavar="SPEC"),
     ] = None
     transfer_backends: Annotated[
         int | None,
-        _instances(
+        instance_option(
             "Transfers of KV that each of these receives at once.", metavar="N", default="one per prefill instance"
         ),
     ] = None

@@ -132,7 +132,7 @@ class SchedulingArgs:
         int | None,
         _scheduling(
             "Most tokens of one step on one instance.",
-            default="2048, or 8192 simulated; what memory allows where chains have been searched",
+            default="2048; what memory allows where chains have been searched",
         ),
     ] = None
     max_num_seqs: Annotated[int, _scheduling("Most requests that run at once on one instance.")] = 128

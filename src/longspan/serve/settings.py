@@ -167,7 +167,10 @@ class ServerSettings:
     root_path: Annotated[str, _server("The prefix that a proxy in front takes off.")] = ""
     allowed_origins: Annotated[
         tuple[str, ...],
-        _names("Web pages from here may ask (CORS), such as https://example.org; repeatable, * for all.", default=""),
+        _names(
+            "Origins whose web pages may call the API (CORS), as https://example.org; repeatable, * for all.",
+            default="",
+        ),
     ] = ()
     max_num_queued_reqs: Annotated[
         int, _server("Requests that may wait for room; more are answered 503.", minimum=1)

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-from longspan.core.cluster import Cluster, ParallelArgs, locations_of_ranks, parse_parallel
+from longspan.core.cluster import Cluster, ParallelArgs, instance_option, locations_of_ranks, parse_parallel
 from longspan.core.options import Option, SchedulingArgs, at_least_one, key_values
 from longspan.errors import ParameterError
 
@@ -29,6 +29,14 @@ class ComparedScheduling(SchedulingArgs):
             read=str,
         ),
     ] = "auto"
+    max_num_batched_tokens: Annotated[
+        int | None,
+        Option(
+            "Most tokens of one step on one instance.",
+            group="Scheduling and memory",
+            default="8192; what memory allows where chains have been searched",
+        ),
+    ] = None
 
 
 SIMULATED_SCHEDULING = ComparedScheduling()
@@ -77,6 +85,14 @@ class HardwareSpec:
 class FleetSpec(ParallelArgs):
     """Counts the devices, and the instances on them."""
 
+    parallel: Annotated[
+        str | None,
+        instance_option(
+            "[N][xtpT]: N instances, each of T devices; together they take all devices.",
+            metavar="SPEC",
+            default="an instance per device",
+        ),
+    ] = None
     hardware: Annotated[
         str | None,
         _cluster("A device such as a100-sxm-80g; an unknown name lists all. Or give --profile.", metavar="NAME"),
