@@ -19,7 +19,6 @@ import longspan
 from longspan.core.cluster import Cluster
 from longspan.core.sampling import SamplingParams
 from longspan.cost.architecture import ModelShape
-from longspan.cost.partitions import Entry, PartitionTable
 from longspan.cost.profile import Profile, Transfer
 from longspan.model.files import ModelFiles
 from longspan.policy.choosing import Facts
@@ -30,7 +29,6 @@ from longspan.profiling.store import (
     load_profile,
     profile_file,
     profile_key_of,
-    save_partitions,
     save_profile,
 )
 
@@ -256,19 +254,6 @@ def test_pieces_that_are_larger_than_a_step_are_not_timed(monkeypatch: pytest.Mo
     assert run(*command) == 0
     table = load_partitions(SUBJECT, BLOCK_SIZE)
     assert {entry.length: entry.fractions for entry in table.partitions} == {96: (0.75, 0.25), 160: (0.6, 0.4)}
-
-
-def test_a_table_that_was_searched_for_steps_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
-    older = profile_file(SUBJECT).with_suffix(".partitions.json")
-    older.parent.mkdir(parents=True)
-    entry = Entry(model="m", members=2, length=96, fractions=(0.75, 0.25))
-    older.write_text(PartitionTable((entry,)).to_json())
-    assert load_partitions(SUBJECT, BLOCK_SIZE) == PartitionTable()
-    assert f"{older} is not used" in caplog.text and "search anew with longspan profile --partitions" in caplog.text
-    caplog.clear()
-    save_partitions(SUBJECT, BLOCK_SIZE, PartitionTable((entry,)))
-    assert load_partitions(SUBJECT, BLOCK_SIZE).partitions == (entry,)
-    assert not caplog.text, "there is another one"
 
 
 @pytest.mark.parametrize(

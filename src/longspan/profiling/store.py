@@ -5,7 +5,6 @@ for each size of blocks.
 from __future__ import annotations
 
 import hashlib
-import logging
 import platform
 import re
 from pathlib import Path
@@ -18,7 +17,6 @@ from longspan.cost.profile import Profile, ProfileKey, Stored
 from longspan.model.files import ModelError, ModelFiles, cache_root, write_file
 
 StoredT = TypeVar("StoredT", bound=Stored)
-_log = logging.getLogger("longspan")
 _REVISION = 2
 """Raised with every change by which instances take other times for the same work, or are measured otherwise."""
 
@@ -52,16 +50,8 @@ def load_profile(profile_key: ProfileKey) -> Profile | None:
 def load_partitions(profile_key: ProfileKey, block_size: int) -> PartitionTable:
     """Reads the partitions searched with this key and size of blocks, if any; raises ModelError for a file that is
     none.
-
-    Tables of versions that cut prompts into steps first are of other chains: they are left, with a warning.
     """
-    found = _load(PartitionTable, _partitions_file(profile_key, block_size))
-    if found is None and (older := profile_file(profile_key).with_suffix(".partitions.json")).exists():
-        words = (
-            "%s is not used: it was searched for steps, but a prompt is one chain now; remove it, and search anew with "
-        )
-        _log.warning(words + "longspan profile --partitions", older)
-    return found or PartitionTable()
+    return _load(PartitionTable, _partitions_file(profile_key, block_size)) or PartitionTable()
 
 
 def _load(kind: type[StoredT], path: Path) -> StoredT | None:
