@@ -192,7 +192,13 @@ def test_a_table_has_the_tokens_of_each_instance_if_they_differ(capsys: pytest.C
         ((*BASE, "--context", "1K", "--batch", "0"), "batch must be at least 1, but 0 given"),
         ((*BASE, "--context", "1K", "--parallel", "64"), "64 GPUs, but there are 1 hosts * 8 = 8"),
         ((*BASE, "--context", "1K", "--link", "wifi"), "unknown link 'wifi'"),
-        ((*BASE, "--context", "1K", "--link-gbytes-per-s", "0"), "--link-gbytes-per-s must be above 0, but 0 given"),
+        *(
+            (
+                (*BASE, "--context", "1K", "--link-gbytes-per-s", speed),
+                f"--link-gbytes-per-s must be above 0 and finite, but {speed} given",
+            )
+            for speed in ("0", "inf")
+        ),
         ((*BASE, "--context", "1K", "--link", "nvlink3", "--link-gbytes-per-s", "5"), "both give its speed"),
         ((*BASE, "--context", "1K", "--phase", "decode", "--cached", "5"), "leave them out with --phase decode"),
         ((*BASE, "--context", "1K", "--parallel", "2", "--fractions", "0.5"), "fractions must add up to 1"),

@@ -36,8 +36,8 @@ class Devices:
             if (value := getattr(self, name)) < 1:
                 raise ParameterError(name, f"must be at least 1, but {value} given", value)
         speed = self.link_gbytes_per_s
-        if speed is not None and not speed > 0:
-            raise ParameterError("link_gbytes_per_s", f"must be above 0, but {speed:g} given", speed)
+        if speed is not None and not 0 < speed < math.inf:
+            raise ParameterError("link_gbytes_per_s", f"must be above 0 and finite, but {speed:g} given", speed)
         if self.link is None:
             return
         if speed is not None:
@@ -108,7 +108,7 @@ class Topology:
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes per second from all ranks of an instance to another one, over the slower of the links in use."""
+        """Bytes per second from all ranks of an instance to another one, between hosts where there are several."""
         link = self.between if len(set(self.hosts)) > 1 else self.inside
         return self.tp * link.flow(self._flows)
 
