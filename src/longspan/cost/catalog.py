@@ -59,7 +59,8 @@ class Attention:
         merge_bytes: memory traffic per output element when a partial output is merged.
         hop_us: what a hop of a ring costs beside computing and sending: launches, and waiting for each other.
         layer_us: the host's time to start all operators of a layer.
-        launch_us: that for each operator more, of messages and repeated KV heads; with fused code `hop_us` has them.
+        launch_us: the host's time for each further operator: messages, and repeating KV heads. 0 with fused code,
+            where `hop_us` includes it.
         memory_passes: how often received keys and values are read and written once more.
         score_bytes: memory traffic per score element, without fusion.
         score_part: the part of the memory's speed that this traffic reaches.
