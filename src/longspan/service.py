@@ -15,7 +15,7 @@ from longspan.attn import native
 from longspan.core.cluster import Cluster
 from longspan.core.engine import Engine, EngineConfig
 from longspan.cost.architecture import ModelShape, from_config, typical_hardware
-from longspan.cost.estimate import activation_bytes
+from longspan.cost.estimate import activation_bytes, whole_prompt_tokens
 from longspan.cost.profile import ProfileKey
 from longspan.errors import ParameterError
 from longspan.model.files import ModelFiles, cache_root
@@ -176,10 +176,13 @@ def _with_step_tokens(
     except ValueError as error:
         _log.info("steps have %d tokens: %s", EngineConfig.max_num_batched_tokens, error)
         return given
-    token_bytes = sum(activation_bytes(sizes, 1, cluster.spec.tp))
-    fitting = int(default_step_bytes(cluster, given.device) // token_bytes)
-    longest = given.max_model_len or info.context_length
-    return replace(given, max_num_batched_tokens=max(EngineConfig.max_num_batched_tokens, min(fitting, longest)))
+    tokens = whole_prompt_tokens(
+        lambda tokens: sum(activation_bytes(sizes, tokens, cluster.spec.tp)),
+        default_step_bytes(cluster, given.device),
+        least=EngineConfig.max_num_batched_tokens,
+        longest=given.max_model_len or info.context_length,
+    )
+    return replace(given, max_num_batched_tokens=tokens)
 
 
 def _check_split(info: ModelInfo, files: ModelFiles, cluster: Cluster, policy: ChosenPolicy) -> None:

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from cluster import Cluster, Setup
 from engines import ThreadLLM
+from msgspec import structs
 from oracle import Oracle, assert_exact
+from test_profile import SUBJECT, prefill
 from tiny_models import make_tiny
 
 from longspan.core.exchange import CHAIN
@@ -19,12 +21,15 @@ from longspan.core.options import SchedulingArgs
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Forward
+from longspan.cost.architecture import Architecture, ModelShape
 from longspan.cost.partitions import Entry, PartitionTable
+from longspan.cost.profile import Decode, Profile, profiled_prompts
 from longspan.policy import make_policy
 from longspan.policy.choosing import Facts
 from longspan.profiling.store import save_partitions
 from longspan.sim.executor import SimExecutor
-from longspan.sim.spec import ClusterSpec
+from longspan.sim.experiment import measured_experiment
+from longspan.sim.spec import ClusterSpec, Faults
 from longspan.simulation import make_experiment
 from longspan.workload.arrivals import Arrival, Workload
 
@@ -195,6 +200,39 @@ def test_what_large_steps_need_is_not_given_to_kv() -> None:
     assert 0.74 * usual < blocks < 0.78 * usual, "a quarter of what weights leave is for activations"
     assert sizes("flash", max_model_len=20_000)[0] == pytest.approx(20_000, abs=256)
     assert sizes("eager")[0] == 8192
+
+
+def test_a_single_instance_keeps_small_steps() -> None:
+    """It has no chain, whose cut would be of whole prompts."""
+    for partition in ("auto", "even"):
+        scheduling = SchedulingArgs(policy="runahead", policy_options={"partition": partition})
+        found = make_experiment("llama-3-8b", replace(A100, gpus_per_host=1), scheduling)
+        assert found.scheduling.max_num_batched_tokens == 8192
+
+
+@pytest.mark.parametrize(("device", "most"), [("cpu", 2**29 // (4 * (6 * 96 + 4 * 128))), ("cuda", 2**20)])
+def test_steps_of_a_profile_are_as_large_as_an_engine_has_them(device: str, most: int) -> None:
+    """On CPU two ranks share a quarter of 4 GiB for a step; the memory of a measured GPU is not known."""
+    key = structs.replace(SUBJECT, device=device, tp=1)
+    shape = ModelShape(num_layers=2, hidden_size=96, num_heads=4, num_kv_heads=2, head_dim=24, bytes_per_element=4)
+    sizes = Architecture(name=key.model, attention=shape, intermediate_size=128, vocab_size=199, ffn_bytes=4)
+    profile = Profile(profile_key=key)
+    for new, cached in profiled_prompts([256, 1024, 4096], 8192):
+        profile = profile.with_measured(prefill(new, cached, 1e-4 * new, members=1, exchange="local"))
+    for batch in (1, 4):
+        for context in (1000, 8000):
+            decode = Decode(members=1, exchange="local", batch=batch, context_tokens=context, seconds=(0.01,))
+            profile = profile.with_measured(decode)
+
+    def tokens(**scheduling: Any) -> int | None:
+        options = {"partition": "even"}
+        args = SchedulingArgs(policy="runahead", policy_options=options, **scheduling)
+        found = measured_experiment(sizes, profile, ClusterSpec(profile="p.json", gpus_per_host=2), args, Faults())
+        return found.scheduling.max_num_batched_tokens
+
+    assert tokens() == most
+    assert tokens(max_model_len=20_000) == 20_000
+    assert tokens(max_num_batched_tokens=512) == 512
 
 
 def test_a_prompt_is_one_chain_by_default(

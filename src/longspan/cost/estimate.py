@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Literal
@@ -21,6 +22,10 @@ Phase = Literal["prefill", "decode"]
 Fractions = tuple[float, ...] | Literal["search"] | None
 _BLOCK = 128
 """Tokens of a block; pieces of a chain are whole blocks."""
+CPU_KV_BYTES = 4 * 2**30
+"""Memory that the ranks on a CPU share for KV when the user names none, if so much is available."""
+CPU_STEP_SHARE = 0.25
+"""The part of that which a rank's activations may take beside it, so that a prompt is one step."""
 _RESERVED_BYTES = 1.5 * 2**30
 """Memory of each device for the driver's context, libraries' workspaces and buffers of links."""
 _HIDDEN_COPIES = 6
@@ -341,3 +346,13 @@ def activation_bytes(model: Architecture, tokens: float, tp: int) -> tuple[float
     shape, matrices = model.attention, 4 if model.gated else 2
     hidden = _HIDDEN_COPIES * tokens * shape.hidden_size * shape.bytes_per_element
     return hidden, matrices * tokens * model.intermediate_size / tp * shape.bytes_per_element
+
+
+def whole_prompt_tokens(needed_bytes: Callable[[int], float], room_bytes: float, *, least: int, longest: int) -> int:
+    """Returns the tokens of a step that is to hold a whole prompt: as many as there is room for, and no more than the
+    longest prompt has, but at least `least`.
+
+    Args:
+        needed_bytes: memory of a rank for so many tokens; never less for more.
+    """
+    return least + max(0, bisect_right(range(least, longest + 1), room_bytes, key=needed_bytes) - 1)

@@ -122,8 +122,8 @@ class Partitions:
     nobody has looked for a table.
 
     Attributes:
-        whole: prompts are to be one chain each, which is how cuts are searched, and what KVR-E is. Not so when pieces
-            are even for want of a table: then several chains balance members better.
+        whole: prompts are to be one chain each, which is how cuts are searched, and what KVR-E is. Not so on a single
+            instance; nor when pieces are even for want of a table: then several chains balance members better.
 
     Args:
         members: of the longest chain.
@@ -142,7 +142,7 @@ class Partitions:
                 f"partition={kind} needs a table of partitions, but there is none for {members} instances with this "
                 f"model, precision and number of threads: {_REMEDY}"
             )
-        self.whole = kind == "even" or self._kind != "even"
+        self.whole = members > 1 and (kind == "even" or self._kind != "even")
 
     def check(self, length: int, members: int) -> None:
         """Raises ValueError when searched pieces are wanted for a prompt of this length, and there are none."""

@@ -13,11 +13,11 @@ from torch import Tensor
 from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
 from longspan.core.cluster import Cluster
+from longspan.cost.estimate import CPU_KV_BYTES, CPU_STEP_SHARE
 
 WINDOW_BYTES = 64 * 2**20
 """Messages that are under way from one rank to another at once, and so the memory for them at each end."""
 _CPU_SHARE = 0.3
-_CPU_DEFAULT_BYTES = 4 * 2**30
 _CUDA_SHARE = 0.85
 
 
@@ -75,7 +75,7 @@ def default_kv_bytes(cluster: Cluster, device: str, weight_bytes: int) -> int:
     part of 85 % of the free device memory, less the weights and the KV that is on its way to or from other instances.
     """
     if device == "cpu":
-        total = min(_CPU_DEFAULT_BYTES, int(psutil.virtual_memory().available * _CPU_SHARE))
+        total = min(CPU_KV_BYTES, int(psutil.virtual_memory().available * _CPU_SHARE))
         return total // cluster.num_ranks
     free, _ = torch.cuda.mem_get_info(0)
     per_device = -(-cluster.num_ranks // torch.cuda.device_count())
@@ -87,7 +87,7 @@ def default_step_bytes(cluster: Cluster, device: str) -> int:
     none, on CUDA half of what that leaves.
     """
     if device == "cpu":
-        return default_kv_bytes(cluster, device, 0) // 4
+        return int(default_kv_bytes(cluster, device, 0) * CPU_STEP_SHARE)
     free, _ = torch.cuda.mem_get_info(0)
     return int(free * (1 - _CUDA_SHARE) / 2) // -(-cluster.num_ranks // torch.cuda.device_count())
 

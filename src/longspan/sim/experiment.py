@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -20,7 +19,15 @@ from longspan.core.steps import Forward, Part
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture, Hardware
 from longspan.cost.channels import Channel, Shares, shares_of
-from longspan.cost.estimate import Memory, memory, searched_fractions
+from longspan.cost.estimate import (
+    CPU_KV_BYTES,
+    CPU_STEP_SHARE,
+    Memory,
+    activation_bytes,
+    memory,
+    searched_fractions,
+    whole_prompt_tokens,
+)
 from longspan.cost.forward import Roofline
 from longspan.cost.partitions import ModelledPartitions, PartitionTable, fractions_by, modelled_ttft
 from longspan.cost.profile import Prefill, Profile, ProfileKey, profiled_prompts
@@ -47,7 +54,7 @@ _PROFILED_TOKENS = 2**20
 """KV tokens of an instance whose memory is not known."""
 _STEP_TOKENS = 8192
 """Tokens that devices with data sheets take at once; CPUs, for which `EngineConfig` is set, take fewer."""
-_WHOLE_MEMORY = 0.25
+_ACTIVATION_SHARE = 0.25
 """The part of what weights leave that activations may take, so that a prompt is one step. The rest is for KV."""
 _USED_MEMORY = 0.9
 """The part of a device's memory that is used, as vLLM's gpu_memory_utilization."""
@@ -238,7 +245,7 @@ def computed_experiment(
     cost = RooflineCost(model, devices, cluster, block_size=scheduling.block_size, kernels=kernels)
     partitions = ModelledPartitions(partial(searched_fractions, cost.lines[0], align=scheduling.block_size))
     known = Facts(model=model.name, partitions=partitions, cluster=cluster)
-    scheduling = _with_step_tokens(scheduling, known, partial(_whole_tokens, cost.lines[0], scheduling))
+    scheduling = _with_step_tokens(scheduling, known, partial(_device_tokens, cost.lines[0], scheduling))
     blocks = [scheduling.num_gpu_blocks_override or _num_blocks(line, scheduling) for line in cost.lines]
     cluster = cluster.with_blocks([blocks[-1 if instance in cluster.decode else 0] for instance in cluster.instances])
     profile_key = ProfileKey(
@@ -261,12 +268,11 @@ def computed_experiment(
         sizes={int(size) for size in named if size.strip().isdecimal()},
     )
     flops_per_s = cluster.spec.tp * catalog.device(hardware).peak(model.attention.bytes_per_element)
-    facts = Facts(
+    facts = replace(
+        known,
         shape=model.attention,
         hardware=Hardware(flops_per_s=flops_per_s, bytes_per_s=cost.lines[0].topology.bytes_per_s),
         profile=profile,
-        model=model.name,
-        partitions=partitions,
         cluster=cluster,
     )
     speed = "" if devices.link_gbytes_per_s is None else f" at {devices.link_gbytes_per_s:g} GB/s"
@@ -290,12 +296,13 @@ def measured_experiment(
         found = partial(fractions_by, ttft_s, align=scheduling.block_size)
         partitions = ModelledPartitions(found)
     facts = Facts(profile=profile, model=key.model, partitions=partitions, cluster=cluster)
+    whole_tokens = partial(_measured_tokens, model, key, cluster.num_ranks, scheduling)
     return Experiment(
         cluster=cluster,
         cost=FittedCost(profile, model.attention, block_size=scheduling.block_size),
         facts=facts,
         description=f"{key.machine}, {key.dtype}, {key.threads} threads per rank",
-        scheduling=_with_step_tokens(scheduling, facts, lambda: _PROFILED_TOKENS),
+        scheduling=_with_step_tokens(scheduling, facts, whole_tokens),
         faults=faults,
     )
 
@@ -313,17 +320,27 @@ def _with_step_tokens(scheduling: SchedulingArgs, facts: Facts, whole_tokens: Ca
     return replace(scheduling, max_num_batched_tokens=max(_STEP_TOKENS, whole_tokens() if whole else 0))
 
 
-def _whole_tokens(line: Roofline, scheduling: SchedulingArgs) -> int:
-    """Counts the tokens of a step for which a device needs `_WHOLE_MEMORY` of what weights leave."""
+def _device_tokens(line: Roofline, scheduling: SchedulingArgs) -> int:
+    """Counts the tokens of a step for which a device needs `_ACTIVATION_SHARE` of what weights leave."""
 
-    def needed(tokens: int) -> float:
+    def needed_bytes(tokens: int) -> float:
         full = _full_step(line, tokens)
         return full.scores + full.activations
 
     idle = _full_step(line, 0)
-    room = _WHOLE_MEMORY * (_USED_MEMORY * idle.capacity - idle.used)
-    sizes = range(_STEP_TOKENS, scheduling.max_model_len or _PROFILED_TOKENS, scheduling.block_size)
-    return _STEP_TOKENS + scheduling.block_size * (bisect_right(sizes, room, key=needed) - 1)
+    room_bytes = _ACTIVATION_SHARE * (_USED_MEMORY * idle.capacity - idle.used)
+    longest = scheduling.max_model_len or _PROFILED_TOKENS
+    return whole_prompt_tokens(needed_bytes, room_bytes, least=_STEP_TOKENS, longest=longest)
+
+
+def _measured_tokens(model: Architecture, key: ProfileKey, num_ranks: int, scheduling: SchedulingArgs) -> int:
+    """Counts the tokens of a step as an engine on such a CPU does; the memory of a measured GPU is not known."""
+    return whole_prompt_tokens(
+        lambda tokens: sum(activation_bytes(model, tokens, key.tp)),
+        CPU_STEP_SHARE * (CPU_KV_BYTES // num_ranks) if key.device == "cpu" else math.inf,
+        least=_STEP_TOKENS,
+        longest=scheduling.max_model_len or _PROFILED_TOKENS,
+    )
 
 
 def _full_step(line: Roofline, tokens: int) -> Memory:
