@@ -9,10 +9,15 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from longspan.core.cluster import parse_parallel
 from longspan.core.exchange import RING_KV, RING_Q
 from longspan.cost.architecture import Hardware, ModelShape
+from longspan.cost.estimate import estimate_prefill
+from longspan.cost.forward import rooflines
 from longspan.cost.profile import LinkFit
+from longspan.cost.topology import Devices
 from longspan.policy.choosing import cheaper_weights, ring_kv_or_ring_q, unsharded_elements, unsharded_weights_pay
+from longspan.simulation import read_architecture
 
 LLAMA_405B = ModelShape(
     num_layers=126, hidden_size=16384, num_heads=128, num_kv_heads=8, head_dim=128, bytes_per_element=2
@@ -34,8 +39,8 @@ def pass_kv_bytes(shape: ModelShape, new: int, cached: int) -> float:
 
 
 def pass_q_bytes(shape: ModelShape, new: int) -> float:
-    """What N hops of `ring_q` carry for a layer, without partial outputs (Table 3, §3.4)."""
-    return new * shape.num_heads * shape.head_dim * shape.bytes_per_element
+    """What N hops of `ring_q` carry for a layer, queries and as many partial outputs (Table 3, §3.4)."""
+    return 2 * new * shape.num_heads * shape.head_dim * shape.bytes_per_element
 
 
 @st.composite
@@ -85,17 +90,31 @@ def test_on_a_link_that_hides_nothing_the_smaller_messages_win(
 
 
 @given(shapes(), HARDWARE, TOKENS, CACHED, MEMBERS)
-def test_algorithm_5_weighs_what_the_paper_weighs(
+def test_rings_are_weighed_by_what_attention_does_not_hide(
     shape: ModelShape, hardware: Hardware, new: int, cached: int, num_members: int
 ) -> None:
-    """Appendix C before it is rearranged: exposed pass-KV communication against the all-to-all, per hop."""
-    width = shape.num_heads * shape.head_dim
-    attention_s = 4 * new * width * (new + cached) / (num_members * hardware.flops_per_s)
-    exposed_s = pass_kv_bytes(shape, new, cached) / hardware.bytes_per_s - attention_s
-    alltoall_s = new * width * shape.bytes_per_element / hardware.bytes_per_s
-    assume(not math.isclose(exposed_s, alltoall_s, rel_tol=1e-6))
+    """Appendix C before it is rearranged, for N - 1 hops; of `ring_q` one share of attention hides the queries."""
+    width, hops = shape.num_heads * shape.head_dim, num_members - 1
+    share_s = 4 * new * width * (new + cached) / (num_members**2 * hardware.flops_per_s)
+    message_s = pass_kv_bytes(shape, new, cached) / num_members / hardware.bytes_per_s
+    queries_s = hops / num_members * pass_q_bytes(shape, new) / 2 / hardware.bytes_per_s
+    kv_s = hops * (message_s - share_s)
+    q_s = max(0.0, queries_s - share_s) + queries_s
+    assume(not math.isclose(kv_s, q_s, rel_tol=1e-6))
     choice = ring_kv_or_ring_q(shape, hardware, new, cached, num_members)
-    assert choice == (RING_Q if exposed_s > alltoall_s else RING_KV)
+    assert choice == (RING_Q if kv_s > q_s else RING_KV)
+
+
+@pytest.mark.parametrize("thousands", [2, 4, 8, 32])
+def test_a_whole_prompt_takes_the_ring_that_the_estimate_finds_quicker(thousands: int) -> None:
+    """As many KV heads as query heads, and a link that attention does not hide, whose messages are then alike."""
+    devices = Devices(hardware="a100-sxm-80g", gpus_per_host=1, hosts=2, link="tcp-100g")
+    [line] = rooflines(read_architecture("llama-7b"), devices, parse_parallel("2"))
+    speeds = Hardware(flops_per_s=312e12, bytes_per_s=line.topology.bytes_per_s)
+    length = thousands * 1024
+    seconds = {ring: estimate_prefill(line, 2, ring, length).seconds for ring in (RING_KV, RING_Q)}
+    found = ring_kv_or_ring_q(line.layer.model.attention, speeds, length, 0, 2)
+    assert found == min(seconds, key=seconds.__getitem__) == RING_KV
 
 
 @given(shapes(), HARDWARE, TOKENS, CACHED, MEMBERS, st.data())
@@ -116,7 +135,7 @@ def test_ring_kv_stays_chosen(
     assert choice(uncached=uncached) == RING_KV
     assert choice(faster=factor) == RING_KV
     assert choice(slower=factor) == RING_KV
-    assert choice(fewer=data.draw(st.integers(0, num_members - 2))) == RING_KV
+    assert choice(fewer=data.draw(st.integers(0, max(0, num_members - 3)))) == RING_KV
 
 
 @given(st.integers(1, 300_000), st.integers(2, 32), st.integers(2, 8))

@@ -144,19 +144,20 @@ def ring_kv_or_ring_q(
 ) -> Exchange:
     """Chooses the ring whose communication is expected to delay attention less (Algorithm 5, Appendix C).
 
-    It is `ring_kv` when the part of keys and values that attention does not hide is no larger than the partial outputs
-    of `ring_q`, which nothing hides; their log-sum-exps are neglected (Eq. 5). That follows where attention hides all
-    hops (Eq. 2), so it is not asked.
+    It is `ring_kv` when the part of keys and values that attention does not hide is no larger than what `ring_q`
+    exposes: partial outputs, and queries beyond what 1/N of all attention hides. Algorithm 5 has all queries hidden;
+    ours are sent to all at once, see `ring_q`. Log-sum-exps are neglected (Eq. 5). A whole prompt takes `ring_kv`.
 
     The choice is monotone: with more new tokens (for a fixed number of cached ones, or of all), more bandwidth, fewer
-    cached tokens, fewer members or slower devices, `ring_kv` stays chosen once it is. A tie is `ring_kv`'s.
+    cached tokens, fewer members (down to 3) or slower devices, `ring_kv` stays chosen once it is. It has ties, too.
     """
     assert new_tokens >= 1 and num_members >= 2, f"{new_tokens} new tokens of {num_members} members"
     miss_rate = new_tokens / (new_tokens + cached_tokens)
     equal_messages = 2 * shape.num_kv_heads / shape.num_heads
     # What the link carries while attention runs, in units of the bytes that all queries of all tokens would have.
     hidden = 4 * new_tokens * hardware.bytes_per_s / (num_members * hardware.flops_per_s * shape.bytes_per_element)
-    return RING_KV if miss_rate + hidden >= equal_messages else RING_Q
+    late = max(miss_rate + hidden, 2 * miss_rate + hidden * (num_members - 2) / (num_members - 1))
+    return RING_KV if late >= equal_messages else RING_Q
 
 
 def unsharded_weights_pay(shape: ModelShape, length: int, num_members: int, tp: int, weights: WeightSource) -> bool:
