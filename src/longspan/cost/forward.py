@@ -154,7 +154,7 @@ class Roofline:
     def _waiting_for_host(self, found: Mapping[int, Breakdown], channels: Sequence[Channel]) -> dict[int, Breakdown]:
         """Adds the time that instances wait for the host to start operators."""
         layer, messages = self.layer, Counter[int]()
-        for channel in channels if layer.attention.unfused else ():
+        for channel in channels:
             if (members := len(channel.group)) > 1:
                 # Unfused code gathers into a list of tensors and joins them, keys and values apart.
                 joined = cost_of(channel.exchange).joins_all

@@ -159,10 +159,10 @@ class Layer:
     def host_s(self, messages: int) -> float:
         """Returns how long the host takes to start the operators of the layer, and those of `messages` to others.
 
-        Without fusion, fewer KV heads than query heads are repeated, keys and values apart.
+        Fewer KV heads than query heads are repeated, keys and values apart; with fused code `launch_us` is 0.
         """
         shape = self.model.attention
-        repeats = 2 if self.attention.unfused and shape.num_kv_heads < shape.num_heads else 0
+        repeats = 2 if shape.num_kv_heads < shape.num_heads else 0
         return 1e-6 * (self.attention.layer_us + (repeats + messages) * self.attention.launch_us)
 
     def _norm_s(self, tokens: float) -> float:
