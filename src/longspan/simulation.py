@@ -24,12 +24,12 @@ from longspan.errors import ParameterError
 from longspan.policy import spec_of
 from longspan.sim.experiment import Experiment, computed_experiment, measured_experiment
 from longspan.sim.run import Result
-from longspan.sim.spec import SIMULATED_SCHEDULING, ClusterSpec, Faults
+from longspan.sim.spec import ClusterSpec, Faults
 from longspan.sim.timeline import Timeline
 from longspan.workload.requests import make_workload
 from longspan.workload.spec import WorkloadSpec
 
-_NO_FAULTS = Faults()
+_SCHEDULING, _NO_FAULTS = SchedulingArgs(), Faults()
 _BYTES = {"auto": 2.0, "bfloat16": 2.0, "float16": 2.0, "float32": 4.0, "fp8": 1.0}
 
 
@@ -38,7 +38,7 @@ def simulate(
     cluster: ClusterSpec,
     workload: WorkloadSpec,
     *,
-    scheduling: SchedulingArgs = SIMULATED_SCHEDULING,
+    scheduling: SchedulingArgs = _SCHEDULING,
     faults: Faults = _NO_FAULTS,
     timeline: Timeline | None = None,
 ) -> Result:
@@ -59,7 +59,7 @@ def simulate(
 
 
 def make_experiment(
-    model: str, cluster: ClusterSpec, scheduling: SchedulingArgs = SIMULATED_SCHEDULING, faults: Faults = _NO_FAULTS
+    model: str, cluster: ClusterSpec, scheduling: SchedulingArgs = _SCHEDULING, faults: Faults = _NO_FAULTS
 ) -> Experiment:
     """Makes an experiment, which can be run with several workloads and options of its policy.
 

@@ -21,7 +21,7 @@ from longspan.cli.options import NameArgument, verb
 from longspan.core.options import Option, options_of
 from longspan.core.quantities import quantity
 from longspan.errors import ParameterError
-from longspan.sim.spec import SIMULATED_SCHEDULING, ClusterSpec, ComparedScheduling, Faults, ServiceLevel
+from longspan.sim.spec import ClusterSpec, ComparedScheduling, Faults, ServiceLevel
 from longspan.workload.spec import WorkloadSpec
 
 if TYPE_CHECKING:
@@ -58,8 +58,9 @@ class ResultOptions:
 
 _IN_OTHER_WORDS = ("hardware", "transfer_backends", "policy", "policy_options", "exchange", "layout", "fractions")
 """Options that the page tells with what was found."""
-_CLUSTER, _WORKLOAD, _FAULTS, _LEVEL, _RESULTS = (
+_CLUSTER, _SCHEDULING, _WORKLOAD, _FAULTS, _LEVEL, _RESULTS = (
     ClusterSpec(),
+    ComparedScheduling(),
     WorkloadSpec(),
     Faults(),
     ServiceLevel(),
@@ -72,7 +73,7 @@ def simulate(
     model: NameArgument,
     *,
     cluster: ClusterSpec = _CLUSTER,
-    scheduling: ComparedScheduling = SIMULATED_SCHEDULING,
+    scheduling: ComparedScheduling = _SCHEDULING,
     workload: WorkloadSpec = _WORKLOAD,
     faults: Faults = _FAULTS,
     results: ResultOptions = _RESULTS,

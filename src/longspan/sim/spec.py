@@ -39,7 +39,6 @@ class ComparedScheduling(SchedulingArgs):
     ] = None
 
 
-SIMULATED_SCHEDULING = ComparedScheduling()
 _GPUS_PER_HOST = 8
 _RESTART_S = 10.0
 _cluster = partial(Option, group="Cluster")
