@@ -108,7 +108,7 @@ class Service:
         self.engine = Engine(policy=self._policy, executor=self.executor, clock=MonotonicClock(), config=config)
 
     def set_policy(self, policy: str, options: Mapping[str, str]) -> None:
-        """Changes the policy between requests; cached KV stays.
+        """Changes the policy between requests; cached KV and the size of steps stay.
 
         Raises:
             ValueError: for an unknown policy, or options that it cannot work with.

@@ -65,6 +65,7 @@ def profile(
     found = run.measure(start_some, spec.instances, wanted, repeats)
     found = run.measure_links(found, spec.instances)
     if partitions:
+        # Steps hold whole prompts from the start on: `set_policy`, by which pieces are tried, leaves their size.
         start_chains = partial(
             _start, model, replace(alike, policy="runahead", policy_options={"partition": "even"}), spec
         )
