@@ -123,7 +123,6 @@ def test_highest_rates_by_light_loads_of_their_own_are_not_to_be_compared(capsys
 
 def test_exposed_communication_is_that_of_the_estimate() -> None:
     """Of a prompt that one step of a group prefills alone."""
-    tokens = 16_000
     alone = WorkloadSpec(workload="short", num_requests=1, rate=1.0, output_len=2)
     scheduling = SchedulingArgs(
         policy="fixed-sp", exchange="ring_kv", policy_options={"sp": "8"}, max_num_batched_tokens=100_000
