@@ -43,7 +43,7 @@ from longspan.serve.client import OutputQueue
 from longspan.serve.errors import EngineLostError
 from longspan.serve.messages import EngineSetup
 from longspan.serve.middleware import HttpProtocol
-from longspan.serve.run import RareLines, listening_socket, max_connections, serve
+from longspan.serve.run import RareLines, listening_socket, max_connections, raise_file_limit, serve
 from longspan.serve.settings import ServerSettings
 
 
@@ -140,7 +140,7 @@ def test_open_files_are_asked_for_and_connections_leave_some(
     asked = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: asked.append(limits))
-    assert max_connections() == num
+    assert max_connections(raise_file_limit()) == num
     assert asked == ([] if raised is None else [raised])
 
 

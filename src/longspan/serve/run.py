@@ -146,7 +146,7 @@ async def _answering(
         ws="none",
         h11_max_incomplete_event_size=settings.max_header_bytes,
         lifespan="off",
-        limit_concurrency=max_connections() + 1,
+        limit_concurrency=max_connections(raise_file_limit()) + 1,
         backlog=_ACCEPTED_AT_ONCE,
         log_config=None,
         access_log=False,
@@ -196,12 +196,17 @@ async def _first_of(*waits: Awaitable[object]) -> object:
             task.cancel()
 
 
-def max_connections() -> int:
-    """Raises the process' soft limit of open files, and returns for how many connections there is room then."""
+def raise_file_limit() -> int:
+    """Raises the process' soft limit of open files as far as is of use and allowed, and returns it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_files = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < num_files:
         resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, hard))
+    return num_files
+
+
+def max_connections(num_files: int) -> int:
+    """Returns for how many connections there is room beside the other open files."""
     return num_files - min(_OTHER_FILES, num_files // 2)
 
 
