@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,7 @@ def test_exposed_communication_is_that_of_the_estimate() -> None:
 @pytest.mark.parametrize("policy", ["tetris", "runahead", "context"])
 def test_exposed_communication_is_part_of_the_time_of_a_step(policy: str) -> None:
     scheduling = SchedulingArgs(policy=policy, max_num_batched_tokens=8192)
-    experiment = make_experiment("llama-3-8b", SPEC, scheduling)
+    experiment = make_experiment("llama-3-8b", replace(SPEC, gpus_per_host=4), scheduling)
     num_shared = 0
 
     def check(ran: StepTiming) -> None:
