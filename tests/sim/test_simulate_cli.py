@@ -443,14 +443,16 @@ def test_requests_that_are_too_long_are_told(profile: Path, capsys: pytest.Captu
     assert f"{found['num_refused']} requests were refused" in shown.err
 
 
-def test_answers_that_are_cut_are_told(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--profile", str(profile), "--gpus-per-host", "1", "--workload", "short", "--rate", "1")
-    asked = ("--num-requests", "2", "--max-model-len", "90000", "--output-len", "100000")
+def test_answers_that_are_cut_are_told(profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = tmp_path / "lengths.json"
+    lengths.write_text('{"input_len": {"0": 8000, "1": 8000}, "output_len": {"0": 100000, "1": 100000}}')
+    options = ("--profile", str(profile), "--gpus-per-host", "1", "--workload", str(lengths), "--rate", "1")
+    asked = ("--num-requests", "2", "--max-model-len", "9000")
     assert run("simulate", "smollm2-135m", *options, *asked, "--json") == 0
     shown = capsys.readouterr()
     found = json.loads(shown.out)
     assert found["num_truncated"] == found["num_completed"] == 2
-    assert found["num_prompt_tokens"] + found["num_output_tokens"] == 2 * 90_000
+    assert found["num_prompt_tokens"] + found["num_output_tokens"] == 2 * 9_000
     assert "2 answers are shorter than asked for, the first, 0, by" in shown.err
 
 
