@@ -7,16 +7,26 @@ from pathlib import Path
 
 import pytest
 from server_process import KEY, MAX_MODEL_LEN, MODEL, OTHER_NAME, ServerProcess, running
+from tiny_models import make_speaking
+from tool_models import save_tokenizer
 
 
 @pytest.fixture(scope="session")
-def tetris_server(speaking_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def calling_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model that can be talked to, and whose template knows tools."""
+    folder = make_speaking(tmp_path_factory.mktemp("calling"))
+    save_tokenizer(folder, "hermes", with_markers=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tetris_server(calling_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server of a tiny model on two instances under policy `tetris`; it comes back when its processes are lost."""
     policy = ("--policy", "tetris", "-o", "improvement_rate=0.1", "--parallel", "2", "--block-size", "16")
     limits = ("--max-model-len", str(MAX_MODEL_LEN), "--max-body-bytes", "200000", "--threads-per-rank", "1")
     names = ("--served-model-name", MODEL, "--served-model-name", OTHER_NAME)
     log = tmp_path_factory.mktemp("tetris") / "log"
     with running(
-        str(speaking_model), *policy, *limits, *names, log=log, environment={"LONGSPAN_API_KEY": KEY}
+        str(calling_model), *policy, *limits, *names, log=log, environment={"LONGSPAN_API_KEY": KEY}
     ) as server:
         yield server

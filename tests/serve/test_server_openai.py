@@ -36,8 +36,8 @@ def client(server: ServerProcess) -> OpenAI:
 
 
 @pytest.fixture(scope="module")
-def reference(speaking_model: Path) -> Iterator[LLM]:
-    with ThreadLLM(str(speaking_model), max_model_len=MAX_MODEL_LEN, threads_per_rank=1) as llm:
+def reference(calling_model: Path) -> Iterator[LLM]:
+    with ThreadLLM(str(calling_model), max_model_len=MAX_MODEL_LEN, threads_per_rank=1) as llm:
         yield llm
 
 
@@ -214,10 +214,10 @@ def test_mistakes_are_bad_requests_that_name_the_field(
 
 
 def test_a_mistake_in_a_stream_is_a_bad_request_too(client: OpenAI) -> None:
-    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": {}}}] * 2
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(**GREEDY, messages=MESSAGES, tools=tools, stream=True)
-    assert caught.value.param == "tools"
+    assert caught.value.param == "tools[0].function.name"
     audio: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(**GREEDY, messages=audio)

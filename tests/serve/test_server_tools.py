@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import openai
@@ -11,9 +10,8 @@ import pytest
 from jsonschema import validate
 from openai import OpenAI
 from pydantic import BaseModel
-from server_process import MODEL, running
-from tiny_models import make_speaking
-from tool_models import save_tokenizer, tool, tool_tokenizer
+from server_process import MODEL, ServerProcess
+from tool_models import tool, tool_tokenizer
 
 CITIES = {
     "type": "object",
@@ -34,12 +32,8 @@ BEGIN, END = (str(_TOKENIZER.convert_tokens_to_ids(token)) for token in ("<tool_
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
-    folder = tmp_path_factory.mktemp("tools")
-    save_tokenizer(make_speaking(folder / "model"), "hermes", with_markers=True)
-    options = ("--served-model-name", MODEL, "--threads-per-rank", "1", "--max-model-len", "2048")
-    with running(str(folder / "model"), *options, log=folder / "log") as server:
-        yield server.client.openai("none")
+def client(tetris_server: ServerProcess) -> OpenAI:
+    return tetris_server.client.openai()
 
 
 def check_calls(calls: Any) -> list[str]:
