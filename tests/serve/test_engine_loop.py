@@ -22,8 +22,8 @@ from longspan.core.engine import Engine, EngineConfig
 from longspan.core.steps import Completion, Step
 from longspan.errors import WorkerLostError
 from longspan.policy import make_policy
-from longspan.serve import engine_core
-from longspan.serve.engine_core import EngineLoop
+from longspan.serve import engine_loop
+from longspan.serve.engine_loop import EngineLoop
 from longspan.serve.messages import (
     Accepted,
     Add,
@@ -327,7 +327,7 @@ def test_a_request_between_two_steps_can_fail_after_a_loss() -> None:
 def test_an_idle_engine_and_one_with_a_long_step_tell_that_they_live(monkeypatch: pytest.MonkeyPatch) -> None:
     server, heard_s = ApiServer(), list[float]()
     now = server.cluster.engine._clock.now
-    monkeypatch.setattr(engine_core, "time", SimpleNamespace(monotonic=now))
+    monkeypatch.setattr(engine_loop, "time", SimpleNamespace(monotonic=now))
     monkeypatch.setattr(server.loop, "_stats", lambda: heard_s.append(now()))
     server.turn()
     server.turn()
@@ -396,7 +396,7 @@ def test_who_is_told_to_quit_waits_for_nothing() -> None:
 def test_workers_that_do_not_start_are_tried_again_but_not_for_ever(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    monkeypatch.setattr(engine_core, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(engine_loop, "_PAUSE_S", 0.0)
     server = ApiServer()
     server.add(8)
     server.turn()
