@@ -1,13 +1,13 @@
 """The same requests on two real instances, and on simulated ones that cost what `longspan profile` measured.
 
-    python benchmarks/twin.py [--policies chunked context tetris] [--num-requests 60] [--load 0.9]
+    python benchmarks/twin.py [--policies chunked context tetris runahead] [--runs 2] [--num-requests 60] [--load 0.9]
 
 Percentiles of times, errors, and where each request was placed, side by side. Machines that others use, too, drift by
-tens of percent within minutes, so everything is profiled anew before and after each policy's requests, in place of the
-profile that is stored. Policies decide by the one before; simulated steps cost what that says; in a second column what
-both say together; in a third one that much slower (or quicker) that simulated instances are as long busy as real ones
-were. The latter two are no predictions, but leave drift out: what is wrong there is wrong for another reason. Below:
-single prompts, and the drift.
+tens of percent within minutes, so everything is profiled anew before and after each run of all policies, in place of
+the profile that is stored. Policies decide by the one before; simulated steps cost what that says; in a second column
+what both say together; in a third one that much slower (or quicker) that simulated instances are as long busy as real
+ones were. The latter two are no predictions, but leave drift out: what is wrong there is wrong for another reason.
+Below: single prompts, and the drift.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -39,7 +39,7 @@ from longspan.workload.requests import draw_lengths, quantiles
 INPUT_LEN = quantiles("input_len", {"0": 100, "1": 6000})
 OUTPUT_LEN = quantiles("output_len", {"0": 8, "1": 64})
 PERCENTS = (50, 90)
-POLICIES = ("chunked", "context", "tetris")
+POLICIES = ("chunked", "context", "tetris", "runahead")
 INSTANCES = 2
 FAR_APART_S = 1e6
 ALONE = (500, 1500, 4000)
@@ -82,6 +82,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--policies", nargs="+", default=POLICIES, choices=POLICIES)
+    parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--num-requests", type=int, default=60)
     parser.add_argument(
         "--load", type=float, default=0.9, help="part of the rate that keeps the simulated cluster busy"
@@ -103,25 +104,13 @@ def main() -> None:
         return measure_links(measure(start, INSTANCES, lengths, asked.repeats), INSTANCES)
 
     before = profiled()
-    for name in asked.policies:
-        with start(INSTANCES) as llm:
-            twin = Twin(name=name, facts=llm.facts, config=llm.engine.config, vocab_size=llm.info.vocab_size)
-            arrivals = twin.arrivals(asked.num_requests, asked.load, asked.seed, before)
-            real = _serve(llm, twin.policy(), arrivals)
-            alone = [_serve(llm, twin.policy(), [twin.arrival(0, length, 2)]) for length in ALONE]
+    for run in range(asked.runs):
+        served = [_Served.by(start, name, asked, before) for name in asked.policies]
         after = profiled()
-        both = _joined(before, after)
-        slower = twin.slower(arrivals, both, real.busy_s)
-        columns = {
-            "before": twin.simulate(arrivals, before),
-            "both": twin.simulate(arrivals, both),
-            f"both x{slower:.2f}": twin.simulate(arrivals, both, slower),
-        }
-        _print(name, real, columns)
-        said = [twin.simulate([twin.arrival(0, length, 2)], both) for length in ALONE]
-        ratios = (simulated.ttft_s[0] / served.ttft_s[0] for simulated, served in zip(said, alone, strict=True))
-        print(f"single prompts of {ALONE} tokens, simulated / real TTFT: {', '.join(f'{one:.2f}' for one in ratios)}")
-        print(f"profiled after / before, single instance: {_drift(before, after):.2f}", flush=True)
+        for one in served:
+            print(f"\nrun {run}, policy {one.twin.name}, {INSTANCES} x 1 thread")
+            one.report(before, after)
+        print(f"\nrun {run}, profiled after / before, single instance: {_drift(before, after):.2f}", flush=True)
         before = after
 
 
@@ -179,6 +168,39 @@ class Twin:
         return simulate(arrivals, self.config, policy, cost, faults=faults)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Served:
+    """Times of real instances under a policy: with all requests, and with each of `ALONE`."""
+
+    twin: Twin
+    arrivals: Sequence[Arrival]
+    real: Times
+    alone: Sequence[Times]
+
+    @classmethod
+    def by(cls, start: Callable[[int], LLM], name: str, asked: argparse.Namespace, profile: Profile) -> _Served:
+        with start(INSTANCES) as llm:
+            twin = Twin(name=name, facts=llm.facts, config=llm.engine.config, vocab_size=llm.info.vocab_size)
+            arrivals = twin.arrivals(asked.num_requests, asked.load, asked.seed, profile)
+            real = _serve(llm, twin.policy(), arrivals)
+            alone = [_serve(llm, twin.policy(), [twin.arrival(0, length, 2)]) for length in ALONE]
+        return cls(twin=twin, arrivals=arrivals, real=real, alone=alone)
+
+    def report(self, before: Profile, after: Profile) -> None:
+        """Prints it beside what is simulated by the profiles."""
+        twin, arrivals, both = self.twin, self.arrivals, _joined(before, after)
+        slower = twin.slower(arrivals, both, self.real.busy_s)
+        columns = {
+            "before": twin.simulate(arrivals, before),
+            "both": twin.simulate(arrivals, both),
+            f"both x{slower:.2f}": twin.simulate(arrivals, both, slower),
+        }
+        _print(self.real, columns)
+        said = [twin.simulate([twin.arrival(0, length, 2)], both) for length in ALONE]
+        ratios = (simulated.ttft_s[0] / one.ttft_s[0] for simulated, one in zip(said, self.alone, strict=True))
+        print(f"single prompts of {ALONE} tokens, simulated / real TTFT: {', '.join(f'{one:.2f}' for one in ratios)}")
+
+
 def _joined(before: Profile, after: Profile) -> Profile:
     """Adds the times of another profile, but takes that one's of links."""
     for measured in after.prefills + after.decodes:
@@ -227,8 +249,8 @@ def _params(num_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
 
 
-def _print(name: str, real: Times, simulated: Mapping[str, Times]) -> None:
-    print(f"\npolicy {name}, {INSTANCES} x 1 thread; simulated with the profile from before, with both, and as busy")
+def _print(real: Times, simulated: Mapping[str, Times]) -> None:
+    print("simulated with the profile from before, with both, and as busy")
     print(f"{'':10}{'real, s':>12}" + "".join(f"{column + ', s':>14}{'error':>9}" for column in simulated))
     errors: dict[str, list[float]] = {column: [] for column in simulated}
     for what, label in (("ttft_s", "TTFT"), ("tbt_s", "TBT")):
