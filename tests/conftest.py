@@ -167,11 +167,11 @@ def engines() -> Iterator[Engines]:
 
 
 @pytest.fixture(scope="session")
-def smollm2() -> Iterator[ThreadLLM]:
-    """An engine of the default model that tests share, on one thread; none may change its policy."""
+def speaking(speaking_model: Path) -> Iterator[ThreadLLM]:
+    """An engine of a model that can be talked to, which tests share; none may change its policy."""
     from engines import ThreadLLM
 
-    with ThreadLLM(threads_per_rank=1) as llm:
+    with ThreadLLM(str(speaking_model), threads_per_rank=1) as llm:
         yield llm
 
 

@@ -32,8 +32,8 @@ class Answer(NamedTuple):
 
 
 @pytest.fixture
-def llm(smollm2: LLM) -> LLM:
-    return smollm2
+def llm(speaking: LLM) -> LLM:
+    return speaking
 
 
 def answers(llm: LLM, *bodies: tuple[str, dict[str, Any]], most: int = 2) -> list[Answer]:

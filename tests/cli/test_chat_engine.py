@@ -17,8 +17,8 @@ QUESTIONS = ["Name three colours.", "Name three more.", "Which was the first?", 
 
 
 @pytest.fixture(scope="module")
-def llm(smollm2: LLM) -> LLM:
-    return smollm2
+def llm(speaking: LLM) -> LLM:
+    return speaking
 
 
 def test_a_turn_computes_only_what_is_new(llm: LLM) -> None:

@@ -63,26 +63,26 @@ FORMS: list[tuple[str, StructuredOutputsParams | None, Check]] = [
 JOBS = [(*one, temperature) for one in FORMS for temperature in (0.0, 1.0)]
 
 
-def params(structured: StructuredOutputsParams | None, temperature: float) -> SamplingParams:
+def params(structured: StructuredOutputsParams | None, temperature: float, max_tokens: int = 24) -> SamplingParams:
     return SamplingParams(
         structured_outputs=structured,
         temperature=temperature,
         n=2 if temperature else 1,
         seed=4,
-        max_tokens=60 if structured else 30,
+        max_tokens=max_tokens,
         repetition_penalty=1.0 if structured or not temperature else 1.2,
     )
 
 
 @pytest.fixture(scope="module")
-def llm(smollm2: LLM) -> LLM:
-    return smollm2
+def llm(speaking: LLM) -> LLM:
+    return speaking
 
 
-def outputs_of(llm: LLM) -> list[list[CompletionOutput]]:
+def outputs_of(llm: LLM, max_tokens: int = 24) -> list[list[CompletionOutput]]:
     """Of all jobs in one batch, guided and free."""
     prompts = [prompt for prompt, *_ in JOBS]
-    wishes = [params(structured, temperature) for _, structured, _, temperature in JOBS]
+    wishes = [params(structured, temperature, max_tokens) for _, structured, _, temperature in JOBS]
     outputs = llm.generate(prompts, wishes, use_tqdm=False)
     if llm.engine.config.cluster.num_blocks[0] < 100:
         assert sum(output.metrics.num_preemptions for output in outputs) > 0
@@ -91,8 +91,11 @@ def outputs_of(llm: LLM) -> list[list[CompletionOutput]]:
     return [output.outputs for output in outputs]
 
 
-def test_every_output_has_its_form(llm: LLM) -> None:
-    for (_, structured, check, temperature), outputs in zip(JOBS, outputs_of(llm), strict=True):
+def test_every_output_has_its_form() -> None:
+    """A model that makes sense brings each to its end."""
+    with ThreadLLM(threads_per_rank=1) as llm:
+        found = outputs_of(llm, max_tokens=60)
+    for (_, structured, check, temperature), outputs in zip(JOBS, found, strict=True):
         assert len(outputs) == (2 if temperature else 1)
         for output in outputs:
             if structured is not None:
@@ -102,15 +105,14 @@ def test_every_output_has_its_form(llm: LLM) -> None:
 
 OTHERS: dict[str, dict[str, Any]] = {
     "one step at a time": {"async_scheduling": False},
-    "preempted": {"block_size": 4, "num_gpu_blocks_override": 32, "max_model_len": 90},
+    "preempted": {"block_size": 4, "num_gpu_blocks_override": 16, "max_model_len": 60},
     "2 instances": {"instances": 2, "policy_options": {"threshold": "0"}, "block_size": 8},
 }
 
 
 @pytest.fixture(scope="module")
-def expected(speaking_model: Path) -> list[list[CompletionOutput]]:
-    with ThreadLLM(str(speaking_model), threads_per_rank=1) as llm:
-        return outputs_of(llm)
+def expected(llm: LLM) -> list[list[CompletionOutput]]:
+    return outputs_of(llm)
 
 
 @pytest.mark.parametrize("arguments", OTHERS.values(), ids=OTHERS.keys())
@@ -133,7 +135,7 @@ def test_the_form_counts_before_min_tokens(llm: LLM) -> None:
     short = only(llm, structured_outputs=form(choice=["red"]), min_tokens=9, max_tokens=20)
     assert (short.text, short.finish_reason) == ("red", "stop")
     long = only(llm, structured_outputs=form(regex="(red )+"), min_tokens=9, max_tokens=12)
-    assert re.fullmatch("(red )+", long.text) and len(long.token_ids) > 9
+    assert ("red " * 12).startswith(long.text) and len(long.token_ids) > 9
 
 
 def test_with_ignore_eos_ends_follow_the_end(llm: LLM) -> None:
