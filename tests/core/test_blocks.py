@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from itertools import takewhile
 
 import hypothesis.stateful as sf
 import pytest
@@ -55,12 +56,15 @@ class Accounting(sf.RuleBasedStateMachine):
         assert 0 <= hit.num_tokens < request.num_tokens
         assert len(hit.refs) == request.blocks_for(hit.num_tokens)
         assert {ref.instance for ref in hit.refs} <= set(group)
-        assert hit.adopts_last == bool(hit.num_tokens % SIZE)
+        assert (hit.adopts_last or hit.copies_last) == bool(hit.num_tokens % SIZE)
         if hit.adopts_last:
             assert self.pool_of(hit.refs[-1]).references(hit.refs[-1].block) == 0, "a block in use is never adopted"
         free = {i: self.account.pool(i).num_free for i in group}
         cost = self.account.hit_cost(hit, frozenset())
         self.account.take(request, hit)
+        for new, old in request.copying.items():
+            for offset in range(hit.num_tokens % SIZE):
+                self.slots[new, offset] = self.slots[old, offset]
         assert {i: free[i] - cost[i] for i in group} == {i: self.account.pool(i).num_free for i in group}
         request.group, request.num_computed = group, hit.num_tokens
         self.live.append(request)
@@ -70,6 +74,7 @@ class Accounting(sf.RuleBasedStateMachine):
     @sf.rule(data=st.data())
     def compute(self, data: st.DataObject) -> None:
         request = data.draw(st.sampled_from(self.live))
+        self.complete_copies(request)
         if request.num_computed == request.num_tokens:
             request.output.append(data.draw(st.integers(0, 1)))
         start = request.num_computed
@@ -96,6 +101,7 @@ class Accounting(sf.RuleBasedStateMachine):
     @sf.rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         request = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
+        self.complete_copies(request)
         free = Counter({i: self.account.pool(i).num_free for i in self.instances})
         gain = self.account.reclaimable(request)
         self.account.release(request)
@@ -104,7 +110,7 @@ class Accounting(sf.RuleBasedStateMachine):
 
     @sf.invariant()
     def blocks_in_are_blocks_out(self) -> None:
-        held = Counter(ref for request in self.live for ref in request.table)
+        held = Counter(ref for request in self.live for ref in (*request.table, *request.copying.values()))
         for instance in self.instances:
             pool = self.account.pool(instance)
             for block in range(self.num_blocks):
@@ -119,11 +125,15 @@ class Accounting(sf.RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for request in self.live:
+            self.complete_copies(request)
             self.account.release(request)
         for instance in self.instances:
             pool = self.account.pool(instance)
             assert pool.num_free == self.num_blocks
             assert sorted(pool.allocate(self.num_blocks)) == list(range(self.num_blocks))
+
+    def complete_copies(self, request: Request) -> None:
+        self.account.complete_copies(request, [(old, new) for new, old in request.copying.items()])
 
     def check_kv(self, request: Request) -> None:
         for position in range(request.num_computed):
@@ -231,32 +241,39 @@ def test_blocks_in_use_are_neither_adopted_nor_evicted() -> None:
     pool = new_pool(2)
     [block] = pool.allocate(1)
     pool.publish(block, Content(ROOT, (1, 2)))
-    assert pool.find_adoptable(ROOT, (1, 2, 3)) == (-1, 0)
+    assert not pool.is_adoptable(block, 2, num_lost=0)
     with pytest.raises(AssertionError, match="unreferenced"):
         pool.adopt(block)
     assert pool.allocate(1) != [block]
     with pytest.raises(AssertionError, match="beyond"):
         pool.allocate(1)
     pool.release(block)
-    assert pool.find_adoptable(ROOT, (1, 2, 3)) == (block, 2)
+    assert pool.is_adoptable(block, 2, num_lost=0) and pool.find_begun(ROOT, (1, 2, 3)) == (block, 2)
     pool.adopt(block)
     pool.release(block)
-    assert pool.find_adoptable(ROOT, (1, 2, 3)) == (-1, 0), "what was taken over is no longer known"
+    assert pool.find_begun(ROOT, (1, 2, 3)) == (-1, 0), "what was taken over is no longer known"
 
 
-def test_a_tail_is_adopted_only_when_it_gives_more_than_it_loses() -> None:
-    pool = BlockPool(num_blocks=4, block_size=8)
-    tails = [(1, 2, 3, 4, 5, 6), (1, 2, 9), (1, 7)]
-    blocks = pool.allocate(len(tails))
-    for block, tokens in zip(blocks, tails, strict=True):
+_TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)
+
+
+@given(st.lists(_TOKENS, max_size=12), st.sets(st.integers(0, 11)), _TOKENS | st.just(()))
+def test_what_begins_most_alike_is_found(
+    known: list[tuple[int, ...]], evicted: set[int], wanted: tuple[int, ...]
+) -> None:
+    pool = BlockPool(num_blocks=12, block_size=8)
+    for block, tokens in zip(pool.allocate(len(known)), known, strict=True):
         pool.publish(block, Content(ROOT, tokens))
+    for block in evicted.intersection(range(len(known))):
         pool.release(block)
-    assert pool.find_adoptable(ROOT, (1, 2, 3, 8)) == (blocks[0], 3)
-    assert pool.find_adoptable(ROOT, (1, 2, 8, 8)) == (blocks[1], 2)
-    assert pool.find_adoptable(ROOT, (1, 8)) == (blocks[2], 1)
-    assert pool.find_adoptable(ROOT, (8,)) == (-1, 0)
-    assert pool.find_adoptable(b"other", (1, 2, 3)) == (-1, 0)
-    assert pool.find_adoptable(ROOT, ()) == (-1, 0)
+        pool.adopt(block)
+    left = [tokens for block, tokens in enumerate(known) if block not in evicted]
+    pairs = [zip(tokens, wanted, strict=False) for tokens in left]
+    longest = max([len(list(takewhile(lambda pair: pair[0] == pair[1], both))) for both in pairs], default=0)
+    block, length = pool.find_begun(ROOT, wanted)
+    assert length == longest
+    assert not length or (block not in evicted and known[block][:length] == wanted[:length])
+    assert pool.find_begun(b"other", wanted) == (-1, 0)
 
 
 def turn(account: KvAccount, prompt: tuple[int, ...], num_output: int, group: tuple[int, ...] = (0,)) -> Request:
@@ -264,6 +281,7 @@ def turn(account: KvAccount, prompt: tuple[int, ...], num_output: int, group: tu
     request = new_request(prompt, size=account.block_size)
     hit = account.match(request, group)
     account.take(request, hit)
+    account.complete_copies(request, [(old, new) for new, old in request.copying.items()])
     request.metrics.num_cached_tokens = request.num_computed = hit.num_tokens
     for _ in range(num_output):
         missing = request.blocks_for(request.num_tokens) - len(request.table)
@@ -291,6 +309,36 @@ def test_a_stranger_that_begins_alike_does_not_take_a_conversation_away() -> Non
     turn(account, (1, *range(200, 240)), 4)
     again = turn(account, (*first.tokens(0, first.num_tokens), 5), 1)
     assert again.metrics.num_cached_tokens == first.num_tokens - 1
+
+
+@pytest.mark.parametrize("size", [4, 16, 256])
+def test_prompts_share_what_they_begin_with_whatever_its_length(size: int) -> None:
+    """A system prompt is no multiple of a block; each conversation keeps its own tail, also while another one runs."""
+    account, system = KvAccount([64], block_size=size), tuple(range(1, 151))
+    first = turn(account, (*system, *range(200, 230)), 5)
+    second = turn(account, (*system, *range(300, 340)), 5)
+    assert second.metrics.num_cached_tokens == len(system)
+    for one in (first, second):
+        again = turn(account, (*one.tokens(0, one.num_tokens), 9), 1)
+        assert again.metrics.num_cached_tokens == one.num_tokens - 1
+    running = new_request((*range(500, 640), 1), size=size)
+    account.extend(running, [0] * running.blocks_for(running.num_tokens))
+    running.num_computed = running.num_tokens
+    account.publish(running, 0)
+    assert turn(account, (*range(500, 640), 2), 1).metrics.num_cached_tokens == 140
+
+
+def test_nothing_is_copied_for_a_few_tokens_or_without_room() -> None:
+    """A request that would have to wait for the block that is copied could wait for ever."""
+    account = KvAccount([3], block_size=32)
+    turn(account, tuple(range(20)), 1)
+    assert account.match(new_request((0, 50), size=32), (0,)).num_tokens == 0
+    alike = account.match(new_request((*range(2), *range(50, 90)), size=32), (0,))
+    assert (alike.num_tokens, alike.copies_last) == (2, True)
+    without = account.match(new_request((*range(2), *range(50, 120)), size=32), (0,))
+    assert without.num_tokens == 0
+    adopted = account.match(new_request((*range(10), *range(50, 120)), size=32), (0,))
+    assert (adopted.num_tokens, adopted.adopts_last) == (10, True), "half of it is used, so it is taken over"
 
 
 def test_a_conversation_is_evicted_from_its_end() -> None:

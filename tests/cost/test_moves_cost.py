@@ -155,6 +155,11 @@ def test_a_balance_beside_long_layers_costs_its_first_layer() -> None:
     assert [balanced[i] - plain[i] for i in range(4)] == [pytest.approx(part_s)] * 4
 
 
+def test_a_copy_within_an_instance_costs_nothing() -> None:
+    found = cost()
+    assert found.seconds(_prefill((move((1, 1), blocks=1),))) == found.seconds(_prefill())
+
+
 def test_a_balance_beside_short_layers_shows() -> None:
     found = cost()
     moved = move((0, 2), blocks=2000)

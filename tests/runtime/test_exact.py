@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import Engines, Row, ThreadLLM, pairwise
+from engines import Engines, Row, ThreadLLM, num_free_blocks, pairwise
 from forced_plans import PLANS, Wandering, forced
 from oracle import Oracle, assert_exact
 from tiny_models import TINY
@@ -170,6 +170,37 @@ def test_policies(engines: Engines, tiny: Path, oracle: Oracle, policy: str) -> 
     turn = [*prompts[3], *outputs[3].outputs[0].token_ids, *prompts[2]]
     [output] = assert_all_exact(llm, oracle, [turn])
     assert output.metrics.num_cached_tokens > 0
+
+
+CHATS: dict[str, tuple[dict[str, Any], str, dict[str, str]]] = {
+    "one instance": ({}, "chunked", {}),
+    "tp 2": ({"instances": 1, "tp": 2}, "chunked", {}),
+    "ring_kv": ({"instances": 3}, "context", {"threshold": "20", "exchange": "ring_kv"}),
+    "chain": ({"instances": 2}, "context", {"threshold": "20", "exchange": "chain"}),
+    "alltoall": ({"instances": 2}, "context", {"threshold": "20", "exchange": "alltoall"}),
+    "gather_hidden": ({"instances": 2}, "context", {"threshold": "20", "exchange": "gather_hidden"}),
+    "by token": ({"instances": 2}, "context", {"threshold": "20", "rotate": "token"}),
+    "tetris": ({"instances": 4}, "tetris", {"min_chunk": "16", "improvement_rate": "0"}),
+    "roles": ({"prefill_parallel": "2", "decode_parallel": "tp2"}, "tetris", {"min_chunk": "16"}),
+}
+
+
+@pytest.mark.parametrize("block_size", [16, 256])
+@pytest.mark.parametrize("setup", CHATS)
+def test_chats_share_a_system_prompt(engines: Engines, tiny: Path, oracle: Oracle, setup: str, block_size: int) -> None:
+    """It is no multiple of a block. Two users, more at once, and then each goes on with a conversation of its own."""
+    arguments, policy, options = CHATS[setup]
+    llm = engines(tiny, **arguments, block_size=block_size)
+    llm.set_policy(policy, options)
+    system, *asked = prompts_of(150, 200, 25, 40, 20)
+    chats = [[*system, number, *own] for number, own in enumerate(asked, 3)]
+    outputs = [output for some in (chats[:1], chats[1:2], chats[2:]) for output in assert_all_exact(llm, oracle, some)]
+    assert outputs[1].metrics.num_cached_tokens == len(system)
+    turns = [[*chat, *output.outputs[0].token_ids, 9] for chat, output in zip(chats, outputs, strict=True)]
+    for turn in turns:
+        [output] = assert_all_exact(llm, oracle, [turn])
+        assert output.metrics.num_cached_tokens >= len(system)
+    assert all(free == llm.engine.account.num_blocks(i) for i, free in enumerate(num_free_blocks(llm)))
 
 
 def test_several_outputs_of_a_prompt_are_drawn_alike(engines: Engines, tiny: Path) -> None:

@@ -105,8 +105,9 @@ class CheckedExecutor:
                 self._end_move(self.moving.pop(completion.number))
                 continue
             forward = self.in_flight.pop(completion.number)
-            for source, _ in (pair for move in forward.rebalances for pair in move.copies):
-                self._owners[source].remove(-forward.number)
+            for source, target in (pair for move in forward.rebalances for pair in move.copies):
+                if source.instance != target.instance:
+                    self._owners[source].remove(-forward.number)
         return completions
 
     def _free(self, step: Free) -> None:
@@ -125,7 +126,10 @@ class CheckedExecutor:
         assert forward.parts
         assert len({part.request_id for part in forward.parts}) == len(forward.parts)
         for move in forward.rebalances:
-            self._balance(forward, move)
+            if move.sources == move.targets:
+                self._copy(forward, move)
+            else:
+                self._balance(forward, move)
         for part in forward.parts:
             self._begin(part)
         for part in forward.parts:
@@ -315,6 +319,17 @@ class CheckedExecutor:
             assert all(self.pool(ref.instance).references(ref.block) > 0 for ref in (source, target))
             assert not self._owners[target], "nobody else touches a target"
             self._slots[target] = held
+
+    def _copy(self, forward: Forward, move: MoveKV) -> None:
+        """The block that an admitted request begins in; others may write on behind what is copied of theirs."""
+        [part] = [part for part in forward.parts if part.request_id == move.request_id]
+        [(source, target)] = move.copies
+        assert part.first_block == 0 and part.blocks[part.start // self._setup.block_size] == target
+        assert part.start % self._setup.block_size, "a block of which all is used is shared"
+        assert source.instance == target.instance and source.instance in part.group
+        assert self._owners[target] <= {part.request_id} and target not in self._named
+        assert all(self.pool(ref.instance).references(ref.block) > 0 for ref in (source, target))
+        self._slots[target] = list(self._slots[source])
 
     def _balance(self, forward: Forward, move: MoveKV) -> None:
         """Full blocks go to other members, and the old ones stay until the step is done."""

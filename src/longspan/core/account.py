@@ -5,6 +5,7 @@ Blocks are reference-counted, kept after use for prefix reuse, and evicted least
 
 from __future__ import annotations
 
+from bisect import bisect, insort
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
@@ -18,6 +19,8 @@ from longspan.core.request import Request, chain_key
 from longspan.core.view import RequestView
 
 _NO_HIT = PrefixHit()
+_LEAST_COPIED = 1 / 16
+"""The part of a block from which on it is worth a copy."""
 
 
 class KvAccount:
@@ -50,8 +53,9 @@ class KvAccount:
     def match(self, request: RequestView, group: Sequence[int]) -> PrefixHit:
         """Finds the longest beginning of the request, one token short of it at most, whose KV lies on `group`.
 
-        Full blocks are shared. The tail after them is taken over when nobody uses it, so that a following turn of a
-        conversation recomputes no token of the turns before.
+        Full blocks are shared. Of the blocks that lie behind them, the one that begins most like the rest is used, too.
+        If all of it is, and nobody else uses it, it is taken over: a following turn of a conversation recomputes no
+        token of the turns before. Otherwise it is copied: prompts that begin alike share that whatever their length.
         """
         if not self.prefix_caching or request.scores_prompt:
             return _NO_HIT  # logprobs of a prompt need all of it computed
@@ -63,29 +67,45 @@ class KvAccount:
                 break
             refs.append(ref)
         start = len(refs) * self.block_size
-        rest = request.tokens(start, min(limit, start + self.block_size))
+        rest = tuple(request.tokens(start, min(limit, start + self.block_size)))
         parent = request.parent_key(len(refs))
-        tails = [(self._pools[instance].find_adoptable(parent, rest), instance) for instance in group]
-        (block, length), instance = max(tails, key=lambda tail: tail[0][1])
-        if not length:
+        begun = [(self._pools[instance].find_begun(parent, rest), instance) for instance in group]
+        (block, length), instance = max(begun, key=lambda one: one[0][1])
+        pool = self._pools[instance]
+        adopts = copies = False
+        if length:
+            adopts = pool.is_adoptable(block, length, num_lost=0)
+            has_room = pool.num_free > request.blocks_for(request.num_tokens)  # beside the block that is copied
+            copies = not adopts and has_room and length >= _LEAST_COPIED * self.block_size
+            adopts = adopts or (not copies and pool.is_adoptable(block, length, num_lost=length))
+        if not (adopts or copies):
             return PrefixHit(refs=tuple(refs), num_tokens=start)
-        return PrefixHit(refs=(*refs, BlockRef(instance, block)), num_tokens=start + length, adopts_last=True)
+        refs.append(BlockRef(instance, block))
+        return PrefixHit(refs=tuple(refs), num_tokens=start + length, adopts_last=adopts, copies_last=copies)
 
     def hit_cost(self, hit: PrefixHit, claimed: AbstractSet[BlockRef]) -> Counter[int]:
         cached = (r for r in hit.refs if self.pool(r.pool).references(r.block) == 0)
-        return Counter(r.pool for r in cached if r not in claimed)
+        cost = Counter(r.pool for r in cached if r not in claimed)
+        if hit.copies_last:
+            cost[hit.refs[-1].pool] += 1
+        return cost
 
     def reclaimable(self, request: RequestView) -> Counter[int]:
         return Counter(r.pool for r in request.table if self.pool(r.pool).references(r.block) == 1)
 
     def take(self, request: Request, hit: PrefixHit) -> None:
-        """Begins the request's table with the blocks of a hit, found since the last change of this account."""
+        """Begins the request's table with the blocks of a hit, found since the last change of this account.
+
+        A block to be copied is `copying` then: call `complete_copies` when it is copied.
+        """
         assert not request.table, "a hit begins a table"
-        for ref in hit.shared:
+        for ref in hit.refs[:-1] if hit.adopts_last else hit.refs:
             self.pool(ref.pool).share(ref.block)
         if hit.adopts_last:
             self.pool(hit.refs[-1].pool).adopt(hit.refs[-1].block)
         request.table.extend(hit.refs)
+        if hit.copies_last:
+            self.relocate(request, [(len(hit.refs) - 1, hit.refs[-1].instance)])
 
     def extend(self, request: Request, block_owners: Sequence[int]) -> None:
         """Appends a block on each instance of `block_owners` to the request's table."""
@@ -150,10 +170,16 @@ class KvAccount:
         self.publish(request, 0)
 
     def publish(self, request: Request, start: int) -> None:
-        """Offers the blocks that became full between `start` and the request's `num_computed` tokens."""
+        """Offers the blocks that became full between `start` and the request's `num_computed` tokens.
+
+        When the prompt ends between them its last block is offered, too: to be copied while the answer is written.
+        """
         if self.prefix_caching:
-            for index in range(start // self.block_size, _num_namable(request) // self.block_size):
+            num_full, tail = divmod(_num_namable(request), self.block_size)
+            for index in range(start // self.block_size, num_full):
                 self._publish(request, index)
+            if tail and start < request.num_prompt <= _num_namable(request):
+                self._publish(request, num_full)
 
     def release(self, request: Request) -> None:
         """Frees the request's blocks, last first; what they hold stays cached until they are needed."""
@@ -225,7 +251,8 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._content: dict[int, Content] = {}
         self._by_key: dict[bytes, int] = {}
-        self._tails: dict[bytes, set[int]] = {}
+        self._begun: dict[tuple[bytes, int], list[int]] = {}  # by parent and first token, in order of all their tokens
+        self._compared: dict[int, tuple[int, ...]] = {}  # tokens of those that were compared
 
     @property
     def num_free(self) -> int:
@@ -306,42 +333,65 @@ class BlockPool:
         """Offers a block's content for reuse; of two with the same content the first stays offered."""
         full = len(content.tokens) == self.block_size
         key = chain_key(content.parent, content.tokens) if full else None
-        if key is not None and key in self._by_key:
+        if key is not None and self._by_key.get(key) == block:
             return
         self._forget(block)
+        if key is not None and key in self._by_key:
+            return
         self._content[block] = content
         self.changes += 1
         if key is not None:
             self._by_key[key] = block
-        else:
-            self._tails.setdefault(content.parent, set()).add(block)
+        insort(self._begun.setdefault((content.parent, content.tokens[0]), []), block, key=self._tokens)
 
     def find(self, key: bytes) -> int | None:
         return self._by_key.get(key)
 
-    def find_adoptable(self, parent: bytes, tokens: Sequence[int]) -> tuple[int, int]:
-        """Finds the unreferenced tail after `parent` that shares the longest beginning with `tokens`, and that length.
+    def find_begun(self, parent: bytes, tokens: tuple[int, ...]) -> tuple[int, int]:
+        """Finds the block after `parent` that shares the longest beginning with `tokens`, and that length.
 
-        A tail is a block that is not full. One that would lose more tokens than it gives is left to its
-        conversation, since nearly all prompts begin alike. Returns (-1, 0) when there is none.
+        Returns (-1, 0) when none shares any.
         """
         best = (-1, 0)
-        for block in sorted(self._tails.get(parent, ())):
-            known = self._content[block].tokens
-            pairs = enumerate(zip(known, tokens, strict=False))
-            length = next((i for i, (one, other) in pairs if one != other), min(len(known), len(tokens)))
-            if self._references[block] == 0 and 2 * length >= len(known):
-                best = max(best, (block, length), key=lambda candidate: candidate[1])
+        if tokens and (blocks := self._begun.get((parent, tokens[0]))):
+            place = bisect(blocks, tokens, key=self._tokens)  # what begins most alike is next to it
+            for block in blocks[max(0, place - 1) : place + 1]:
+                if (length := _num_alike(self._tokens(block), tokens)) > best[1]:
+                    best = block, length
         return best
 
+    def is_adoptable(self, block: int, length: int, *, num_lost: int) -> bool:
+        """Tells whether a block can be written on behind `length` tokens: it is not full, nobody uses it, and at most
+        `num_lost` tokens are lost.
+        """
+        num_known = len(self._content[block].tokens)
+        return self._references[block] == 0 and num_known < self.block_size and num_known - length <= num_lost
+
+    def _tokens(self, block: int) -> tuple[int, ...]:
+        if block not in self._compared:
+            self._compared[block] = tuple(self._content[block].tokens)
+        return self._compared[block]
+
     def _forget(self, block: int) -> None:
+        self._compared.pop(block, None)
         content = self._content.pop(block, None)
         if content is None:
             return
         if len(content.tokens) == self.block_size:
             del self._by_key[chain_key(content.parent, content.tokens)]
-            return
-        siblings = self._tails[content.parent]
-        siblings.discard(block)
-        if not siblings:
-            del self._tails[content.parent]
+        begun = self._begun[content.parent, content.tokens[0]]
+        begun.remove(block)
+        if not begun:
+            del self._begun[content.parent, content.tokens[0]]
+
+
+def _num_alike(tokens: tuple[int, ...], others: tuple[int, ...]) -> int:
+    """Counts the tokens with which both begin, by halving."""
+    alike, most = 0, min(len(tokens), len(others))
+    while alike < most:
+        middle = (alike + most + 1) // 2
+        if tokens[alike:middle] == others[alike:middle]:
+            alike = middle
+        else:
+            most = middle - 1
+    return alike

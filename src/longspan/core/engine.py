@@ -318,14 +318,19 @@ class Engine:
 
     def _forward(self, batch: Sequence[ScheduledPart]) -> Forward:
         number = self._number()
-        rebalances = tuple([self._rebalance(scheduled) for scheduled in batch if scheduled.moves])
+        rebalances = tuple(
+            [self._rebalance(one) for one in batch if one.moves or (one.hit is not None and one.hit.copies_last)]
+        )
         parts = tuple([self._part(scheduled) for scheduled in batch])
         return Forward(number=number, parts=parts, rebalances=rebalances, streams=self._transfers.streams(parts))
 
     def _rebalance(self, scheduled: ScheduledPart) -> MoveKV:
         request = self._requests[scheduled.request.id]
         request.sent_blocks = request.sent_output = 0
-        copies = self.account.relocate(request, scheduled.moves)
+        if scheduled.hit is None:
+            copies = self.account.relocate(request, scheduled.moves)
+        else:
+            copies = tuple([(old, new) for new, old in request.copying.items()])  # begun when it was admitted
         return MoveKV(number=self._number(), request_id=request.id, copies=copies)
 
     def _plan(self) -> tuple[tuple[ScheduledPart, ...], ...]:

@@ -27,17 +27,19 @@ class PrefixHit:
     """KV found for the first `num_tokens` tokens of a request.
 
     Attributes:
-        refs: the blocks, in order; all are full but perhaps the last.
-        adopts_last: the last block is only used up to `num_tokens` and will be written on in, so it is taken over.
+        refs: the blocks, in order. Of the last perhaps only the tokens up to `num_tokens` are used.
+        adopts_last: so it is, and nobody else uses it: it is taken over to be written on in.
+        copies_last: so it is, and it is left to others: a copy of it is written on in.
     """
 
     refs: tuple[BlockRef, ...] = ()
     num_tokens: int = 0
     adopts_last: bool = False
+    copies_last: bool = False
 
     @property
     def shared(self) -> tuple[BlockRef, ...]:
-        return self.refs[:-1] if self.adopts_last else self.refs
+        return self.refs[:-1] if self.adopts_last or self.copies_last else self.refs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -169,7 +169,8 @@ class Forward:
 
     Attributes:
         rebalances: moves between members of a part, whose table names the targets already: a layer's KV is there before
-            its attention, and that of the next layer is under way meanwhile. Done when the Forward is.
+            its attention, and that of the next layer is under way meanwhile. Done when the Forward is. Or a copy of the
+            block that an admitted request begins in, on the same instance, made before anything is computed.
         streams: moves of blocks that this Forward completes, to instances outside: sources send a layer as soon as its
             KV is computed. The executor informs targets. Each has a `Completion` of its own, after the Forward's or
             before.

@@ -236,7 +236,7 @@ class Budget:
 
         Returns False, and gives nothing, when its first blocks, its tail or room for its prompt are not free.
         """
-        if self.adopted.intersection(hit.refs):
+        if self.adopted.intersection(hit.refs) or (hit.adopts_last and hit.refs[-1] in self.claimed):
             return False
         request, cost = part.request, self.view.kv.hit_cost(hit, self.claimed)
         missing = request.blocks_for(request.num_tokens) - len(hit.refs)

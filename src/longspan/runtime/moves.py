@@ -128,11 +128,19 @@ class BlockMessages:
         to: dict[int, list[int]] = {}
         of: dict[int, list[int]] = {}
         for source, target in move.copies:
+            if source.instance == target.instance:
+                continue  # see `copy_own`
             if source.instance == self._instance:
                 to.setdefault(target.instance, []).append(source.block)
             elif target.instance == self._instance:
                 of.setdefault(source.instance, []).append(target.block)
         return RankMove(move.number, to=self._tensors(to), of=self._tensors(of))
+
+    def copy_own(self, move: MoveKV) -> None:
+        """Copies the blocks of a move that stay on this rank's instance, in every layer."""
+        for source, target in move.copies:
+            if source.instance == target.instance == self._instance:
+                self._pool.copy_block(source.block, target.block)
 
     def leaving(self, move: RankMove, layer: int) -> Iterator[BlockSlice]:
         """Yields what this rank sends of a layer, at most one slice per peer."""
@@ -455,7 +463,9 @@ class StepMoves:
         sent: Counter[tuple[str, Link]],
     ) -> None:
         self._messages, self._transport, self._moves, self._sent = messages, rebalances, moves, sent
-        self._rebalances = [messages.of_rank(move) for move in forward.rebalances]
+        for move in forward.rebalances:
+            messages.copy_own(move)
+        self._rebalances = [messages.of_rank(move) for move in forward.rebalances if move.sources != move.targets]
         self._streams = [messages.of_rank(move) for move in forward.streams]
         self._num_complete = self._num_streamed = 0
         self._coming: list[tuple[Pending, list[tuple[BlockSlice, Message]]]] = []

@@ -48,6 +48,11 @@ class KvPool:
         for own, copy in zip(self._heads(layer, heads), (k, v), strict=True):
             own.index_copy_(0, blocks, copy)
 
+    def copy_block(self, source: int, target: int) -> None:
+        for layer in self._layers:
+            for own in (layer.keys, layer.values):
+                own[target] = own[source]
+
     def layer(self, layer: int) -> PagedKv:
         return self._layers[layer]
 
