@@ -52,14 +52,23 @@ def test_transfers_of_every_kind_are_timed(
         assert len(set(by_size.values())) == 1 and min(by_size.values()) >= 5
 
 
-def test_ranks_run_no_code_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def hostile_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current folder; whoever imports anything from it ends and says nothing."""
     for name in ("random", "resource", "selectors", "msgspec", "threading"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit(1)")
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("hostile_folder")
+def test_ranks_run_no_code_of_the_current_folder() -> None:
     assert time_links(1, "cpu")
 
 
+@pytest.mark.usefixtures("hostile_folder")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what fails is the search for a device")
 def test_a_rank_that_fails_says_why() -> None:
+    """Its own error, so it has run no code of the current folder before."""
     with pytest.raises(WorkerLostError, match=r"rank 0 was lost: \w*Error: "):
         time_links(1, "cuda")
