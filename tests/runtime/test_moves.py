@@ -57,16 +57,21 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(3, 199, length).tolist()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "alone"])
 @pytest.mark.parametrize(
-    ("model", "prefill", "decode"),
+    ("model", "prefill", "decode", "streamed"),
     [
-        ("9 on 3", "1", "tp2"),
-        ("9 on 3", "tp2", "1"),
-        ("9 on 3", "3", "tp2"),
-        ("9 on 3", "2xtp2", "tp3"),
-        ("8 on 2", "1", "tp4"),
-        ("8 on 2", "tp4", "tp3"),
+        ("9 on 3", "1", "tp2", False),
+        ("9 on 3", "tp2", "1", True),
+        ("9 on 3", "3", "tp2", True),
+        ("9 on 3", "2xtp2", "tp3", False),
+        ("9 on 3", "2xtp2", "tp3", True),
+        ("8 on 2", "1", "tp4", True),
+        ("8 on 2", "tp4", "tp3", False),
+        pytest.param("9 on 3", "1", "tp2", True, marks=pytest.mark.full),
+        pytest.param("9 on 3", "tp2", "1", False, marks=pytest.mark.full),
+        pytest.param("9 on 3", "3", "tp2", False, marks=pytest.mark.full),
+        pytest.param("8 on 2", "1", "tp4", False, marks=pytest.mark.full),
+        pytest.param("8 on 2", "tp4", "tp3", True, marks=pytest.mark.full),
     ],
 )
 def test_from_prefill_to_decode(
@@ -170,7 +175,7 @@ def test_smollm2() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="nobody counts the peak anew")
-@pytest.mark.parametrize("decode", ["1", "tp2"])
+@pytest.mark.parametrize("decode", [pytest.param("1", marks=pytest.mark.full), "tp2"])
 def test_memory_for_what_is_under_way_is_bounded(folders: dict[str, Path], decode: str) -> None:
     """Of 400 MiB in a single move little is in messages at a time, also while the target is stopped."""
     num_blocks, slack = 400 * MIB // BLOCK_BYTES, 48 * MIB
