@@ -177,8 +177,9 @@ def accepts(model: type[BaseModel], body: dict[str, Any]) -> bool:
         ),
     ],
 )
+@pytest.mark.parametrize("num_examples", [100, pytest.param(400, marks=pytest.mark.full)])
 def test_the_schema_tells_exactly_what_is_accepted(
-    model: type[BaseModel], strategy: st.SearchStrategy[dict[str, Any]]
+    model: type[BaseModel], strategy: st.SearchStrategy[dict[str, Any]], num_examples: int
 ) -> None:
     schema = LIMITS.narrowed(model.model_json_schema())
     Draft202012Validator.check_schema(schema)
@@ -186,7 +187,11 @@ def test_the_schema_tells_exactly_what_is_accepted(
 
     outcomes = set()
 
-    @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+    @settings(
+        max_examples=num_examples,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
     @given(strategy)
     def law(body: dict[str, Any]) -> None:
         accepted = accepts(model, body)
