@@ -59,10 +59,10 @@ def _wait_until_gone(pids: tuple[int, ...], before: set[str]) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_kill_in_mid_prefill_names_the_rank(rank: int) -> None:
     before = _names()
-    llm = LLM(instances=2)
+    llm = LLM(instances=2, skip_tokenizer_init=True)
     pids = llm.service.executor.pids
     killed = []
 
@@ -173,7 +173,7 @@ def test_a_worker_that_raises_is_named_with_its_reason(tiny: Path, monkeypatch: 
 def test_a_loss_is_reported_while_another_request_waits_for_its_turn() -> None:
     """A request may hold KV without being in flight; ending it must not hide what happened."""
     prompts = [list(range(10, 2900)), [5, 6, 7, 8], list(range(10, 3500))]
-    llm = LLM(instances=2, policy_options={"threshold": "3000"}, max_num_seqs=1)
+    llm = LLM(instances=2, skip_tokenizer_init=True, policy_options={"threshold": "3000"}, max_num_seqs=1)
     timer = threading.Timer(1.0, os.kill, (llm.service.executor.pids[0], signal.SIGKILL))
     timer.start()
     with pytest.raises(WorkerLostError, match=r"rank 0 .*SIGKILL"):
