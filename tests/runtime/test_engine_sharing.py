@@ -120,7 +120,7 @@ def spreads_of_2000_tokens(cluster: Cluster, request: Request) -> list[int]:
     return spreads
 
 
-@pytest.mark.parametrize("num_instances", [2, 3, 4])
+@pytest.mark.parametrize("num_instances", [2, pytest.param(3, marks=pytest.mark.full), 4])
 def test_the_home_of_a_long_decode_rotates(num_instances: int) -> None:
     cluster = Cluster(Setup(num_instances=num_instances, options={"threshold": "50"}))
     request = cluster.add(range(100), max_tokens=2001)
@@ -132,8 +132,20 @@ def test_the_home_of_a_long_decode_rotates(num_instances: int) -> None:
     cluster.run()
 
 
-@pytest.mark.parametrize("num_instances", [2, 3, 4])
-@pytest.mark.parametrize("sharing", [{}, {"exchange": "chain", "home": "computed"}], ids=["auto", "chain"])
+CHAINED = {"exchange": "chain", "home": "computed"}
+
+
+@pytest.mark.parametrize(
+    ("num_instances", "sharing"),
+    [
+        (2, {}),
+        (3, CHAINED),
+        (4, {}),
+        pytest.param(2, CHAINED, marks=pytest.mark.full),
+        pytest.param(3, {}, marks=pytest.mark.full),
+        pytest.param(4, CHAINED, marks=pytest.mark.full),
+    ],
+)
 def test_a_decode_that_rotates_by_token_is_even_to_the_token(num_instances: int, sharing: dict[str, str]) -> None:
     options = {"threshold": "50", "rotate": "token", **sharing}
     cluster = Cluster(Setup(num_instances=num_instances, options=options))

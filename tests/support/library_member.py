@@ -39,7 +39,7 @@ def main(store: str, num_ranks: int, rank: int) -> None:
 
 
 def take_turns(groups: list[attn.Members]) -> None:
-    for number in range(4):
+    for number in range(2):
         for group in groups:
             for name, exchange in EXCHANGES.items():
                 spec, batch = case(random.Random(number), group.size, name)
