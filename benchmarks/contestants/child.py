@@ -39,8 +39,8 @@ class Child:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         self._unread = b""
         command = [str(entry.python), "-m", f"contestants.{entry.module}"]
-        paths = [str(BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = os.environ | entry.environment | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
+        environment = os.environ | entry.environment | {"HF_HUB_OFFLINE": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join([str(BENCHMARKS), *filter(None, [environment.get("PYTHONPATH")])])
         try:
             self._process = subprocess.Popen(
                 command,

@@ -75,6 +75,31 @@ def start_worker(tmp_path: Path) -> StartWorker:
     return StartWorker(config, 0, str(tmp_path), tmp_path / "log")
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"OMP_WAIT_POLICY": "passive"}),
+        ({"OMP_WAIT_POLICY": "active"}, {"OMP_WAIT_POLICY": "active"}),
+        ({"GOMP_SPINCOUNT": "1000"}, {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}),  # which goes before
+    ],
+    ids=["by itself", "policy", "spins"],
+)
+def test_threads_of_workers_sleep_while_they_wait_unless_the_user_has_said(
+    given: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch, silent: Silent
+) -> None:
+    environments: list[dict[str, str]] = []
+    monkeypatch.setattr(forkserver, "start_child", lambda *_, env, **__: environments.append(env) or silent)
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    _ForkServer()
+    [environment] = environments
+    assert {
+        name: environment[name] for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT") if name in environment
+    } == expected
+
+
 def test_a_server_that_forks_nothing_in_time_is_ended_and_named(silent: Silent, tmp_path: Path) -> None:
     server = _ForkServer()
     with pytest.raises(OSError, match=r"the process that forks workers does nothing for 0\.05 s"):

@@ -103,6 +103,9 @@ class _ForkServer:
             "longspan.runtime.executor.forkserver_main",
             stdout=subprocess.PIPE,
             env={
+                # Threads that spin while they wait take the core of the one they wait for when another process is
+                # busy. A user's GOMP_SPINCOUNT goes before this.
+                "OMP_WAIT_POLICY": "passive",
                 **os.environ,
                 "OMP_NUM_THREADS": "1",  # workers set their own number; threads would not survive a fork
                 "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # looking for devices must not initialise CUDA before the fork
