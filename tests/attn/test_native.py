@@ -198,7 +198,7 @@ def test_what_is_missing_is_named(tiny: Path, tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_compiler_with_options_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They come first; this one only says what it was given. The fixture `kernel` has a real one compile."""
+    """They come first. This one only says what it was given."""
     compiler = tmp_path / "compiler"
     compiler.write_text('#!/bin/sh\necho "error: $# words: $@" >&2\nexit 1\n')
     compiler.chmod(0o755)

@@ -1,4 +1,4 @@
-"""`longspan batch` on a real SmolLM2: answers are what OpenAI's types say and what `generate` says."""
+"""`longspan batch` on a real engine: answers are what OpenAI's types say and what `generate` says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chats, several outputs and logprobs on a real SmolLM2. Needs an engine that knows `n`, logprobs and stop tokens."""
+"""Chats, several outputs and logprobs on a real engine. Needs an engine that knows `n`, logprobs and stop tokens."""
 
 from __future__ import annotations
 
