@@ -314,7 +314,7 @@ def test_a_stranger_that_begins_alike_does_not_take_a_conversation_away() -> Non
 @pytest.mark.parametrize("size", [4, 16, 256])
 def test_prompts_share_what_they_begin_with_whatever_its_length(size: int) -> None:
     """A system prompt is no multiple of a block; each conversation keeps its own tail, also while another one runs."""
-    account, system = KvAccount([64], block_size=size), tuple(range(1, 151))
+    account, system = KvAccount([64], block_size=size), tuple(range(1, 159))
     first = turn(account, (*system, *range(200, 230)), 5)
     second = turn(account, (*system, *range(300, 340)), 5)
     assert second.metrics.num_cached_tokens == len(system)
@@ -330,15 +330,15 @@ def test_prompts_share_what_they_begin_with_whatever_its_length(size: int) -> No
 
 def test_nothing_is_copied_for_a_few_tokens_or_without_room() -> None:
     """A request that would have to wait for the block that is copied could wait for ever."""
-    account = KvAccount([3], block_size=32)
-    turn(account, tuple(range(20)), 1)
-    assert account.match(new_request((0, 50), size=32), (0,)).num_tokens == 0
-    alike = account.match(new_request((*range(2), *range(50, 90)), size=32), (0,))
-    assert (alike.num_tokens, alike.copies_last) == (2, True)
-    without = account.match(new_request((*range(2), *range(50, 120)), size=32), (0,))
+    account = KvAccount([3], block_size=64)
+    turn(account, tuple(range(40)), 1)
+    assert account.match(new_request((*range(15), *range(50, 90)), size=64), (0,)).num_tokens == 0
+    alike = account.match(new_request((*range(16), *range(50, 90)), size=64), (0,))
+    assert (alike.num_tokens, alike.copies_last) == (16, True)
+    without = account.match(new_request((*range(16), *range(50, 190)), size=64), (0,))
     assert without.num_tokens == 0
-    adopted = account.match(new_request((*range(10), *range(50, 120)), size=32), (0,))
-    assert (adopted.num_tokens, adopted.adopts_last) == (10, True), "half of it is used, so it is taken over"
+    adopted = account.match(new_request((*range(20), *range(50, 190)), size=64), (0,))
+    assert (adopted.num_tokens, adopted.adopts_last) == (20, True), "half of it is used, so it is taken over"
 
 
 def test_a_conversation_is_evicted_from_its_end() -> None:

@@ -187,12 +187,12 @@ def test_choices_share_the_prompt(num_instances: int) -> None:
     """The others wait until the first has computed the prompt, and recompute its last token only."""
     cluster = Cluster(Setup(num_instances=num_instances, max_num_batched_tokens=50, options={}))
     params = SamplingParams(n=3, temperature=1.0, max_tokens=5)
-    first = cluster.add(range(210), params)
+    first = cluster.add(range(220), params)
     others = [cluster.follow(first, choice) for choice in (1, 2)]
     cluster.run()
     assert [r.choice for r in (first, *others)] == [0, 1, 2]
     assert {r.seed for r in others} == {first.seed}
-    assert all(r.metrics.num_cached_tokens == 210 - 1 for r in others)
+    assert all(r.metrics.num_cached_tokens == 220 - 1 for r in others)
     records = [part.sampling.choice for r in (first, *others) for part in cluster.parts_of(r)[:1] if part.sampling]
     assert records == [0, 1, 2]
 

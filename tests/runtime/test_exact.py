@@ -192,7 +192,7 @@ def test_chats_share_a_system_prompt(engines: Engines, tiny: Path, oracle: Oracl
     arguments, policy, options = CHATS[setup]
     llm = engines(tiny, **arguments, block_size=block_size)
     llm.set_policy(policy, options)
-    system, *asked = prompts_of(150, 200, 25, 40, 20)
+    system, *asked = prompts_of(156, 200, 25, 40, 20)
     chats = [[*system, number, *own] for number, own in enumerate(asked, 3)]
     outputs = [output for some in (chats[:1], chats[1:2], chats[2:]) for output in assert_all_exact(llm, oracle, some)]
     assert outputs[1].metrics.num_cached_tokens == len(system)

@@ -186,13 +186,16 @@ def test_usage_tells_what_was_cached(client: OpenAI) -> None:
 
 def test_chats_of_two_users_share_the_system_prompt(client: OpenAI, reference: LLM) -> None:
     """To the token: it is no multiple of a block."""
-    system = {"role": "system", "content": "You answer in one short sentence, politely, and never name colours. " * 9}
+    system = {
+        "role": "system",
+        "content": "You answer in one short sentence, politely, and never name colours or days. " * 9,
+    }
     asked = "Tell me what a fjord is. " * 30, "How old is the Moon?"
     chats: Any = [[system, {"role": "user", "content": ask}] for ask in asked]
     expected = reference.chat(chats, SamplingParams(temperature=0, max_tokens=8))
     both = zip(*(output.prompt_token_ids for output in expected), strict=False)
     shared = len(list(takewhile(lambda pair: pair[0] == pair[1], both)))
-    assert shared > 100 and shared % 16
+    assert shared > 100 and shared % 16 >= 8
     answers = [client.chat.completions.create(**GREEDY, messages=chat, max_tokens=8) for chat in chats]
     assert [one.choices[0].message.content for one in answers] == [one.outputs[0].text for one in expected]
     usage = answers[1].usage

@@ -19,8 +19,8 @@ from longspan.core.request import Request, chain_key
 from longspan.core.view import RequestView
 
 _NO_HIT = PrefixHit()
-_LEAST_COPIED = 1 / 16
-"""The part of a block from which on it is worth a copy."""
+_LEAST_COPIED = 16
+"""Tokens from which on a copy is worth it, or half a block where that is fewer: some are alike by chance."""
 
 
 class KvAccount:
@@ -76,7 +76,7 @@ class KvAccount:
         if length:
             adopts = pool.is_adoptable(block, length, num_lost=0)
             has_room = pool.num_free > request.blocks_for(request.num_tokens)  # beside the block that is copied
-            copies = not adopts and has_room and length >= _LEAST_COPIED * self.block_size
+            copies = not adopts and has_room and length >= min(_LEAST_COPIED, self.block_size // 2)
             adopts = adopts or (not copies and pool.is_adoptable(block, length, num_lost=length))
         if not (adopts or copies):
             return PrefixHit(refs=tuple(refs), num_tokens=start)
