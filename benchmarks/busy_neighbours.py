@@ -4,8 +4,8 @@
 
 One instance on all cores answers alone, beside one such process and beside two: seconds to the first token of a long
 prompt, and time per token of a short one. Two settings take turns, while the other is stopped: threads that wait as
-OpenMP has it by itself, which spins for milliseconds, and as longspan has it for its workers. With `--before` the first
-is an earlier version of longspan, whose `src` that is. Medians of the rounds; random prompts.
+OpenMP has it by itself, which spin for milliseconds, and as longspan has it for its workers, which sleep sooner. With
+`--before` the first is an earlier version of longspan, whose `src` that is. Medians of the rounds; random prompts.
 
 Exits with 1 if an answer's tokens take more than twice the time beside one process, or alone more than 1.05 times as
 long as in the first setting.

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from longspan.attn.backends import AttentionBackend, backend_of
 from longspan.attn.comm import CommError, Transport
-from longspan.attn.spec import AttnSpec
 from longspan.core.cluster import Cluster
-from longspan.core.steps import Forward, Part, Sampled, Scored, TokenLogprobs
+from longspan.core.steps import Forward, Sampled, Scored, TokenLogprobs
 from longspan.model.adapter import Model
 from longspan.model.store import DTYPES
 from longspan.runtime import messages
@@ -34,15 +33,6 @@ from longspan.runtime.timing import Stopwatch, TimedTransport
 
 _LOGITS_TILE = 256
 """Prompt tokens whose logits are made at a time: the logits of 8K tokens would take more memory than most models."""
-
-_SMALL_STEP = 2**23
-"""Numbers that a layer reads in a step below which one thread computes it.
-
-A thread that sleeps takes some 0.1 ms to begin, and a layer begins it about ten times. So a second thread pays once a
-layer takes one thread 2 ms, in which a core reads some 2^23 weights of 16 bits.
-"""
-_TOKENS_PER_READ = 32
-"""Tokens for which a core computes with a weight in the time that it takes to read it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,15 +63,12 @@ class Worker:
         *,
         backend: AttentionBackend,
         vocabulary: Vocabulary,
-        num_threads: int,
         record_times: bool,
     ) -> None:
         self._rank, self._cluster, self._model, self._pool = rank, cluster, model, pool
         self._instance, _, self._shard = cluster.at(rank)
         self._device, self._dtype = model.module.device, model.module.dtype
         self._backend, self._layerwise = backend, Layerwise(model)
-        self._layer_weights = sum(weight.numel() for weight in model.module.parameters()) // model.info.num_layers
-        self._num_threads = num_threads
         self._requests = RankRequests(vocabulary, self._device)
         self._watch = Stopwatch(enabled=record_times, device=self._device)
         self._watch.watch_linear(model.module)
@@ -123,9 +110,6 @@ class Worker:
 
     def _run(self, forward: Forward) -> messages.Done:
         """Computes this rank's share of a step and samples."""
-        own = [part for part in forward.parts if self._instance in part.group]
-        is_small = is_small_step(own, self._layer_weights, self._model.specs[0])
-        torch.set_num_threads(1 if is_small else self._num_threads)
         packed = pack(
             forward,
             self._requests,
@@ -231,21 +215,8 @@ def load_worker(config: messages.WorkerConfig, rank: int, device: torch.device, 
         transports,
         backend=backend_of(device, compiled=config.attention_kernel is not None),
         vocabulary=vocabulary,
-        num_threads=config.num_threads,
         record_times=config.record_times,
     )
-
-
-def is_small_step(parts: Sequence[Part], layer_weights: int, spec: AttnSpec) -> bool:
-    """Tells whether one thread computes a rank's `parts` of a step as quickly as several.
-
-    Args:
-        layer_weights: how many numbers the weights of one layer are; the model's other weights in equal shares.
-    """
-    new_tokens = sum(part.stop - part.start for part in parts)
-    kept_tokens = sum(part.stop // len(part.group) for part in parts)
-    numbers = layer_weights + kept_tokens * 2 * spec.num_kv_heads * spec.head_dim
-    return numbers * (1 + new_tokens / _TOKENS_PER_READ) < _SMALL_STEP
 
 
 def _logprobs(logits: Tensor, tokens: Sequence[int], requests: Sequence[RankRequest]) -> dict[int, TokenLogprobs]:

@@ -29,6 +29,12 @@ _START_TIMEOUT_S = 300.0
 """The server has imported everything and forked."""
 _END_TIMEOUT_S = 5.0
 """The server has done what ends a worker, or itself."""
+_SPIN_COUNT = "2000"
+"""The number of times that a thread of GNU's OpenMP asks whether it can go on before it sleeps.
+
+They take some 0.1 ms; the default takes a hundred times as long. A layer has ten such waits, and the thread that is
+waited for may have lost its core to another process.
+"""
 
 
 class StartWorker(msgspec.Struct, frozen=True, tag="start"):
@@ -103,9 +109,7 @@ class _ForkServer:
             "longspan.runtime.executor.forkserver_main",
             stdout=subprocess.PIPE,
             env={
-                # Threads that spin while they wait take the core of the one they wait for when another process is
-                # busy. A user's GOMP_SPINCOUNT goes before this.
-                "OMP_WAIT_POLICY": "passive",
+                **({} if "OMP_WAIT_POLICY" in os.environ else {"GOMP_SPINCOUNT": _SPIN_COUNT}),
                 **os.environ,
                 "OMP_NUM_THREADS": "1",  # workers set their own number; threads would not survive a fork
                 "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # looking for devices must not initialise CUDA before the fork
