@@ -21,7 +21,7 @@ PIP_M := -m pip -qq --disable-pip-version-check --no-input
 PIP   := $(BIN)/python $(PIP_M)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-all lint format docs claims picture site site-tools bench peers evals clients fuzz attack clean
+.PHONY: help demo serve test test-all tests lint format docs claims picture site site-tools bench peers evals clients fuzz attack clean
 
 help:
 	@sed -n '/^#/!q;s/^# //p' Makefile
@@ -50,11 +50,15 @@ lint: $(STAMP)
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python tools/docstrings.py
 
-test: lint
-	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
+# Beside each other: tests wait now and then, and mypy takes half a minute of one core.
+test: $(STAMP)
+	@$(MAKE) --no-print-directory -j2 lint tests
 
-test-all: lint
-	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal -m 'not attack' --hypothesis-profile=large
+test-all: $(STAMP)
+	@$(MAKE) --no-print-directory -j2 lint tests ALL="-m 'not attack' --hypothesis-profile=large"
+
+tests: $(STAMP)
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal $(ALL)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

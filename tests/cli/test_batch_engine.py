@@ -16,8 +16,9 @@ from forked import Forked
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
+import longspan
 from longspan import LLM, SamplingParams
-from longspan.cli import app
+from longspan.cli import app, options
 from longspan.serve.convert import ServedModel
 from longspan.serve.responses import answer_each
 
@@ -140,9 +141,15 @@ def test_a_prompt_that_the_policy_refuses_stops_nobody(tiny: Path) -> None:
     assert refused.body["error"]["param"] == "prompt"
 
 
+def main_on_threads(command: list[str]) -> None:
+    """The command line with engines whose workers are threads."""
+    vars(longspan)["LLM"], vars(options)["start_server"] = ThreadLLM, lambda: None
+    app.main(command)
+
+
 @pytest.mark.usefixtures("thread_llm")
 def test_killed_and_run_again_a_batch_is_whole(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """First in a process with a worker, then in this one."""
+    """First in another process, then in this one."""
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     body = {"max_tokens": 100, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
     lines = [
@@ -152,7 +159,7 @@ def test_killed_and_run_again_a_batch_is_whole(tiny: Path, tmp_path: Path, capsy
     source.write_text("\n".join(map(json.dumps, lines)))
     command = ["batch", str(tiny), "-i", str(source), "-o", str(target)]
     command += ["--skip-tokenizer-init", "--max-num-seqs", "1", "--threads-per-rank", "1"]
-    killed = Forked(app.main, command)
+    killed = Forked(main_on_threads, command)
     deadline = time.monotonic() + 120
     while (not target.exists() or target.read_bytes().count(b"\n") < 2) and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -94,7 +94,7 @@ def outputs_of(llm: LLM, max_tokens: int = 24) -> list[list[CompletionOutput]]:
 def test_every_output_has_its_form() -> None:
     """A model that makes sense brings each to its end."""
     with ThreadLLM(threads_per_rank=1) as llm:
-        found = outputs_of(llm, max_tokens=60)
+        found = outputs_of(llm, max_tokens=40)
     for (_, structured, check, temperature), outputs in zip(JOBS, found, strict=True):
         assert len(outputs) == (2 if temperature else 1)
         for output in outputs:
