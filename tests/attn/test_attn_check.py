@@ -40,7 +40,7 @@ def told(result: subprocess.CompletedProcess[str]) -> str:
     return re.sub(r"^(?!\S*/longspan/)\S+:\d+: \w*Warning: .*\n(  .*\n)?", "", result.stderr, flags=re.MULTILINE)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_every_exchange_has_a_line(ranks: int) -> None:
     result = check("--ranks", str(ranks), "--cases", "6", "--seed", "4")
     assert (result.returncode, told(result)) == (0, "")

@@ -93,7 +93,7 @@ def control(model: str) -> None:
     ("end", "hangs"),
     [
         (signal.SIGKILL, True),
-        (signal.SIGTERM, False),
+        pytest.param(signal.SIGTERM, False, marks=pytest.mark.full),
         pytest.param(signal.SIGKILL, False, marks=pytest.mark.full),
         pytest.param(signal.SIGINT, False, marks=pytest.mark.full),
     ],

@@ -169,7 +169,7 @@ def check_grammar(_: Path) -> None:
     grammar_check.check('{"grammars": [{"lark_grammar": "start: /anywhere/"}]}')  # nobody has tried it before
 
 
-@pytest.mark.parametrize("start", [start_engine, start_forkserver, check_grammar])
+@pytest.mark.parametrize("start", [start_engine, pytest.param(start_forkserver, marks=pytest.mark.full), check_grammar])
 def test_a_module_in_the_current_folder_is_not_imported(
     start: Callable[[Path], None], events: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
