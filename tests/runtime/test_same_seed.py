@@ -58,9 +58,13 @@ COMPANY: dict[str, dict[str, Any]] = {
     "2 instances, preempted": {"instances": 2, "policy_options": {"threshold": "200"}, "num_gpu_blocks_override": 30},
     "3 instances": {"instances": 3, "policy_options": {"threshold": "200"}},
 }
+ALIKE = ("1 instance", "3 instances")
+"""Others of `COMPANY` show what these show."""
 
 
-@pytest.mark.parametrize("company", COMPANY)
+@pytest.mark.parametrize(
+    "company", [pytest.param(name, marks=[pytest.mark.full] if name in ALIKE else []) for name in COMPANY]
+)
 def test_the_same_tokens(tiny: Path, prompts: list[list[int]], alone: list[RequestOutput], company: str) -> None:
     common = {"skip_tokenizer_init": True, "block_size": 16, "max_num_batched_tokens": 512}
     with ThreadLLM(str(tiny), **common, **COMPANY[company]) as llm:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -62,11 +63,19 @@ def save_tokenizer(folder: Path, template: str | None, *, with_markers: bool) ->
 
 
 @cache
+def _tokenizer(with_markers: bool) -> PreTrainedTokenizerBase:
+    with TemporaryDirectory() as folder:
+        save_tokenizer(Path(folder), None, with_markers=with_markers)
+        return AutoTokenizer.from_pretrained(folder)
+
+
+@cache
 def tool_tokenizer(template: str | None, *, with_markers: bool = False) -> PreTrainedTokenizerBase:
     """Returns such a tokenizer."""
-    with TemporaryDirectory() as folder:
-        save_tokenizer(Path(folder), template, with_markers=with_markers)
-        return AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = deepcopy(_tokenizer(with_markers))
+    if template is not None:
+        tokenizer.chat_template = TEMPLATES.get(template, template)
+    return tokenizer
 
 
 def tool(name: str, parameters: dict[str, Any] | None = None) -> dict[str, Any]:
