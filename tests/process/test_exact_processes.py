@@ -1,4 +1,4 @@
-"""SmolLM2 on worker processes says what Hugging Face says."""
+"""Models on worker processes say what Hugging Face says."""
 
 from __future__ import annotations
 
@@ -32,14 +32,17 @@ def test_any_number_of_instances(smollm2_oracle: Oracle, instances: int, block_s
         assert not any(moved.values())
 
 
-def test_a_prompt_that_grows_and_is_decoded_elsewhere(smollm2_oracle: Oracle) -> None:
-    """Nine query heads and three KV heads; the prompt grows from one instance to two, and another of tp 2 decodes."""
-    prompt = list(topic_tokens()[:300])
-    with LLM(prefill_parallel="2", decode_parallel="tp2", block_size=16, skip_tokenizer_init=True) as llm:
+@pytest.mark.parametrize("model", ["tiny", pytest.param("smollm2", marks=pytest.mark.full)])
+def test_a_prompt_that_grows_and_is_decoded_elsewhere(model: str, request: pytest.FixtureRequest) -> None:
+    """Three KV heads; the prompt grows from one instance to two, and another of tp 2 decodes."""
+    folder = str(request.getfixturevalue("tiny")) if model == "tiny" else "smollm2-135m"
+    oracle: Oracle = request.getfixturevalue("oracle" if model == "tiny" else "smollm2_oracle")
+    prompt = [5 + token % 190 for token in topic_tokens()[:300]]
+    with LLM(folder, prefill_parallel="2", decode_parallel="tp2", block_size=16, skip_tokenizer_init=True) as llm:
         llm.engine.set_policy(forced({300: [(100, (1,)), (200, (0, 1))]}, 2, decode=(2,), balance=True))
         [output] = llm.generate([prompt], GREEDY)
         assert llm.bytes_exchanged["kv_transfer"] > 0 and llm.bytes_exchanged["kv_balance"] > 0
-    assert_exact(output, smollm2_oracle.complete(prompt, 8))
+    assert_exact(output, oracle.complete(prompt, 8))
 
 
 @pytest.mark.full
