@@ -1,5 +1,5 @@
 # make demo   one long prompt over two instances        make lint    ruff, mypy --strict, import contracts, docstrings
-# make test   lint, then tests: all pairs of options    make test-all all combinations and many more random examples
+# make test   lint and tests: all pairs of options      make test-all all combinations and many more random examples
 # make format let ruff fix and format the code
 # make bench  longspan beside transformers and vLLM     make peers   the environment of the latter, for make bench
 # make evals  lm-eval against a server of ours          make clients the environment of the former, for make evals
@@ -55,10 +55,10 @@ test: $(STAMP)
 	@$(MAKE) --no-print-directory -j2 lint tests
 
 test-all: $(STAMP)
-	@$(MAKE) --no-print-directory -j2 lint tests ALL="-m 'not attack' --hypothesis-profile=large"
+	@$(MAKE) --no-print-directory -j2 lint tests TEST_OPTIONS="-m 'not attack' --hypothesis-profile=large"
 
 tests: $(STAMP)
-	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal $(ALL)
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal $(TEST_OPTIONS)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -62,7 +62,7 @@ class Machine(FakeLLM):
         cluster = Cluster.of(self.arguments["parallel"], num_blocks=[self.num_blocks] * self.num_instances)
         step = self.chain_step if self.arguments["policy"] == "runahead" else STEP
         config = SimpleNamespace(block_size=BLOCK_SIZE, cluster=cluster, max_num_batched_tokens=step)
-        self.engine = SimpleNamespace(config=config)
+        self.engine = SimpleNamespace(config=config, set_policy=lambda _: self.set_policy("chunked", {}))
         self.num_sharing = 1
         self.policy: dict[str, str] = {}
         self.prompts: list[list[int]] = []

@@ -160,6 +160,14 @@ def test_a_copy_within_an_instance_costs_nothing() -> None:
     assert found.seconds(_prefill((move((1, 1), blocks=1),))) == found.seconds(_prefill())
 
 
+def test_members_that_swap_blocks_move_them() -> None:
+    """Sources and targets are the same instances then, as in a copy."""
+    found = cost()
+    swapped, copied = move((0, 2), (2, 0)), move((0, 0), (2, 2))
+    assert copied.is_local and not swapped.is_local
+    assert found.seconds(_prefill((swapped,)))[0] > found.seconds(_prefill((copied,)))[0]
+
+
 def test_a_balance_beside_short_layers_shows() -> None:
     found = cost()
     moved = move((0, 2), blocks=2000)

@@ -126,7 +126,7 @@ class CheckedExecutor:
         assert forward.parts
         assert len({part.request_id for part in forward.parts}) == len(forward.parts)
         for move in forward.rebalances:
-            if move.sources == move.targets:
+            if move.is_local:
                 self._copy(forward, move)
             else:
                 self._balance(forward, move)

@@ -330,6 +330,7 @@ class Engine:
         if scheduled.hit is None:
             copies = self.account.relocate(request, scheduled.moves)
         else:
+            assert not scheduled.moves, "what is admitted goes where its hit lies"
             copies = tuple([(old, new) for new, old in request.copying.items()])  # begun when it was admitted
         return MoveKV(number=self._number(), request_id=request.id, copies=copies)
 

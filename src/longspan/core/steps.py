@@ -150,6 +150,7 @@ class MoveKV:
         copies: pairs of source and target. Meanwhile nobody writes its sources, and nobody else touches its targets.
             Ranks need to know nothing of the request: its first part may come later, and it may be freed before.
         sources, targets: the instances that send, and those that receive, ascending.
+        is_local: whether no block goes to another instance.
     """
 
     number: int
@@ -161,6 +162,10 @@ class MoveKV:
     def __post_init__(self) -> None:
         self.sources = tuple(sorted({source.instance for source, _ in self.copies}))
         self.targets = tuple(sorted({target.instance for _, target in self.copies}))
+
+    @property
+    def is_local(self) -> bool:
+        return all(source.instance == target.instance for source, target in self.copies)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -57,7 +57,7 @@ def _wait_for_balances(forward: Forward, layers_s: dict[int, float], cost: StepC
     """
     hiding_s = dict(layers_s)
     for move in forward.rebalances:
-        if move.sources == move.targets:
+        if move.is_local:
             continue  # the copy of one block within a pool takes next to nothing
         group = next(part.group for part in forward.parts if part.request_id == move.request_id)
         layer_s = min(hiding_s[instance] for instance in group) / cost.num_layers

@@ -20,6 +20,7 @@ from longspan.cost.profile import Decode, Prefill, Profile, ProfileKey, profiled
 from longspan.errors import ParameterError
 from longspan.model.info import ModelInfo
 from longspan.outputs import RequestOutput
+from longspan.policy import make_policy
 from longspan.policy.choosing import Facts
 from longspan.profiling import links
 from longspan.profiling.plan import (
@@ -161,13 +162,15 @@ def _timed_decode(llm: Instances, task: Decode, time: int) -> float:
         threshold = str(len(singles[0]) if singles else 0)
         llm.set_policy("context", {"exchange": RING_KV.kind, "decode": task.exchange, "threshold": threshold})
     else:
-        llm.set_policy("chunked", {})
         room = config.cluster.num_blocks[0] * config.block_size
         full = min(config.max_num_batched_tokens, llm.max_model_len - 1, room - 1)
         draw = random.Random(f"beside {len(prompts)} behind {task.context_tokens} tokens, time {time}")
         beside = [draw.choices(vocabulary, k=full) for _ in range(_beside(llm, task))]
-    for prompt in prompts:  # one by one, so that all are on one instance
+        llm.engine.set_policy(make_policy("chunked", num_instances=1, options={}, facts=Facts()))
+    for prompt in prompts:  # one by one: sharded ones evenly, others all on the first instance
         llm.generate([prompt], _ONE_TOKEN, use_tqdm=False)
+    if task.members == 1:
+        llm.set_policy("chunked", {})
     decoding = [*prompts, *singles]
     steps = SamplingParams(temperature=0.0, max_tokens=len(decoding) + DECODE_STEPS, ignore_eos=True)
     params = [steps] * len(decoding) + [_ONE_TOKEN] * len(beside)

@@ -465,7 +465,7 @@ class StepMoves:
         self._messages, self._transport, self._moves, self._sent = messages, rebalances, moves, sent
         for move in forward.rebalances:
             messages.copy_own(move)
-        self._rebalances = [messages.of_rank(move) for move in forward.rebalances if move.sources != move.targets]
+        self._rebalances = [messages.of_rank(move) for move in forward.rebalances if not move.is_local]
         self._streams = [messages.of_rank(move) for move in forward.streams]
         self._num_complete = self._num_streamed = 0
         self._coming: list[tuple[Pending, list[tuple[BlockSlice, Message]]]] = []

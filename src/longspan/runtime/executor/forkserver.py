@@ -32,7 +32,7 @@ _END_TIMEOUT_S = 5.0
 _SPIN_COUNT = "2000"
 """The number of times that a thread of GNU's OpenMP asks whether it can go on before it sleeps.
 
-They take some 0.1 ms; the default takes a hundred times as long. A layer has ten such waits, and the thread that is
+They take some 0.1 ms; the default takes 150 times as long. A layer has ten such waits, and the thread that is
 waited for may have lost its core to another process.
 """
 
