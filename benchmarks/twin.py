@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from longspan import LLM
-from longspan.core.engine import EngineConfig
+from longspan.core.config import EngineConfig
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
 from longspan.core.view import ClusterView, EnginePolicy, Plan

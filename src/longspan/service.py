@@ -13,7 +13,8 @@ import torch
 from longspan.args import EngineArgs
 from longspan.attn import native
 from longspan.core.cluster import Cluster
-from longspan.core.engine import Engine, EngineConfig
+from longspan.core.config import EngineConfig
+from longspan.core.engine import Engine
 from longspan.cost.architecture import ModelShape, from_config, typical_hardware
 from longspan.cost.estimate import activation_bytes, whole_prompt_tokens
 from longspan.cost.profile import ProfileKey
@@ -66,6 +67,7 @@ class Service:
         )
         tokenizer = None if given.skip_tokenizer_init else load_tokenizer(files)
         self.info = read_info(files.weights)
+        cluster = cluster.with_layers(self.info.num_layers, self.info.head_layers)
         _check_split(self.info, files, cluster, wanted)
         self.profile_key = profile_key_of(
             files, given.device, tp=cluster.spec.tp, threads=resolved.threads, native=kernel is not None
@@ -216,17 +218,20 @@ def _blocks_per_instance(info: ModelInfo, files: ModelFiles, given: EngineArgs, 
     kv_bytes = given.kv_cache_memory_bytes
     if given.num_gpu_blocks_override is not None:
         return (given.num_gpu_blocks_override,) * cluster.num_instances
-    found = {}
-    for tp in {cluster.tp(instance) for instance in cluster.instances}:
-        weight_bytes = files.weights.stat().st_size // tp
+    found = []
+    for instance in cluster.instances:
+        weight_bytes = files.weights.stat().st_size // (cluster.tp(instance) * cluster.pp(instance))
         default = default_kv_bytes(cluster, given.device, weight_bytes)
-        found[tp] = _num_blocks(info, files, tp, given.block_size, default if kv_bytes is None else kv_bytes)
-    return tuple(found[cluster.tp(instance)] for instance in cluster.instances)
+        per_block = _bytes_per_block(info, files, cluster, instance, given.block_size)
+        of_rank = default if kv_bytes is None else kv_bytes
+        if of_rank < per_block:
+            raise ValueError(f"{of_rank} bytes of KV memory per rank hold no block of {per_block} bytes: allow more")
+        found.append(of_rank // per_block)
+    return tuple(found)
 
 
-def _num_blocks(info: ModelInfo, files: ModelFiles, tp: int, block_size: int, kv_bytes: int) -> int:
-    largest = Shard(index=0, size=tp, specs=info.specs).local_specs
-    per_block = bytes_per_block(largest, block_size, DTYPES[files.dtype])
-    if kv_bytes < per_block:
-        raise ValueError(f"{kv_bytes} bytes of KV memory per rank hold no block of {per_block} bytes: allow more")
-    return kv_bytes // per_block
+def _bytes_per_block(info: ModelInfo, files: ModelFiles, cluster: Cluster, instance: int, block_size: int) -> int:
+    """Counts what the fullest rank has of a block."""
+    specs = Shard(index=0, size=cluster.tp(instance), specs=info.specs).local_specs
+    stages = (cluster.layers(instance, stage) for stage in range(cluster.pp(instance)))
+    return max(bytes_per_block([specs[i] for i in layers], block_size, DTYPES[files.dtype]) for layers in stages)

@@ -15,7 +15,8 @@ from transports import MemoryTransport, Wires, run_members
 
 from longspan import attn
 from longspan.attn.comm import Transport
-from longspan.core.runs import SpanShards, shard_span
+from longspan.core.layouts import shard_span
+from longspan.core.runs import SpanShards
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

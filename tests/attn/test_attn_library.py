@@ -19,7 +19,8 @@ from longspan.attn import check
 from longspan.attn.check import Request, random_batch, random_spec
 from longspan.attn.comm import Transport
 from longspan.attn.spec import AttnSpec
-from longspan.core.runs import Run, coalesce, positions, shard_span
+from longspan.core.layouts import shard_span
+from longspan.core.runs import Run, coalesce, positions
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

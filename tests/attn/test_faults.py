@@ -18,7 +18,7 @@ from transports import DiedError, FaultyTransport, MemoryTransport, Wires, run_m
 
 from longspan.attn.check import EXCHANGES, Request, attend, member_call, random_qkv
 from longspan.attn.comm import CommError, Group, Message, Transport
-from longspan.core.runs import shard_span
+from longspan.core.layouts import shard_span
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

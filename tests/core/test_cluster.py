@@ -1,7 +1,8 @@
-"""The cluster as a value: the grid of ranks, with pipeline stages too, though nothing computes them yet."""
+"""The cluster as a value: the grid of ranks, and the layers of pipeline stages."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from itertools import chain, pairwise
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longspan.core.cluster import Cluster, Location, ParallelSpec
+from longspan.core.cluster import Cluster, Location, ParallelSpec, split_layers
 
 SPECS = st.builds(ParallelSpec, instances=st.integers(1, 4), tp=st.integers(1, 4), pp=st.integers(1, 4))
 CLUSTERS = st.builds(Cluster, spec=SPECS, decode_spec=st.none() | SPECS)
@@ -73,7 +74,30 @@ def test_what_does_not_fit_is_refused() -> None:
         Cluster(spec=spec, transfer_backends=2)
 
 
-@pytest.mark.parametrize("text", ["pp2", "2xtp2pp3"])
-def test_stages_are_refused_where_users_ask_for_them(text: str) -> None:
-    with pytest.raises(ValueError, match="pipeline stages per instance, but only 1 works so far"):
-        Cluster.of(text)
+@given(st.integers(1, 12), st.integers(0, 30), st.floats(0, 20))
+def test_layers_are_split_so_that_the_slowest_stage_is_quickest(pp: int, more: int, head: float) -> None:
+    """Every other split is tried."""
+    number = pp + min(more, 12 - pp if pp > 4 else more)
+    stages = split_layers(number, pp, head)
+    assert [layer for stage in stages for layer in stage] == list(range(number))
+    assert len(stages) == pp and all(stages)
+
+    def slowest(counts: tuple[int, ...]) -> float:
+        return max(*counts, counts[-1] + head / 4)
+
+    found = slowest(tuple(map(len, stages)))
+    cuts = itertools.islice(itertools.combinations(range(1, number), pp - 1), 5000)
+    others = (tuple(b - a for a, b in itertools.pairwise((0, *cut, number))) for cut in cuts)
+    assert all(found <= slowest(other) + 1e-9 for other in others)
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"pp\(4\) stages cannot share 3 layers: use a smaller pp"):
+        Cluster.of("2xpp4").with_layers(3, 1.0)
+
+
+def test_the_stage_of_a_layer_has_it() -> None:
+    cluster = Cluster.of("pp3", "2xpp2").with_layers(10, 4.0)
+    for instance, layer in itertools.product(cluster.instances, range(10)):
+        assert layer in cluster.layers(instance, cluster.stage_of(instance, layer))
+    assert cluster.row_names[2:] == ["0, stage 2", *(f"{i}, stage {j}" for i in (1, 2) for j in (0, 1))]

@@ -9,7 +9,7 @@ from cluster import VOCAB, Cluster, Setup
 from workloads import in_flight
 
 from longspan.core.cluster import Cluster as Instances
-from longspan.core.engine import EngineConfig
+from longspan.core.config import EngineConfig
 from longspan.core.options import SchedulingArgs
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Forward, Free

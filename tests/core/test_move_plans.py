@@ -12,9 +12,9 @@ from one_part import forward
 from longspan.core.cluster import Cluster, split_heads
 from longspan.core.owners import BlockRef
 from longspan.core.steps import MoveKV
+from longspan.runtime.block_messages import head_routes
 from longspan.runtime.executor.control_plane import InFlight
 from longspan.runtime.messages import Done, Moved
-from longspan.runtime.moves import head_routes
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 12), st.integers(1, 12))

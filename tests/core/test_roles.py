@@ -16,7 +16,7 @@ from workloads import assert_lawful, finishes_lawfully, repeats, setups_of
 
 from longspan.core.cluster import Cluster as Instances
 from longspan.core.cluster import Location
-from longspan.core.engine import EngineConfig
+from longspan.core.config import EngineConfig
 from longspan.core.options import SchedulingArgs
 from longspan.core.request import Request
 from longspan.core.steps import MoveKV

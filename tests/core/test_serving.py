@@ -17,7 +17,8 @@ from texts import topic_tokens
 
 from longspan import LLM, SamplingParams
 from longspan.args import EngineArgs
-from longspan.core.engine import Engine, EngineConfig
+from longspan.core.config import EngineConfig
+from longspan.core.engine import Engine
 from longspan.core.steps import Completion, Executor, Forward, Step
 from longspan.policy import make_policy
 from longspan.sim.executor import SimExecutor, VirtualClock
@@ -121,7 +122,8 @@ class _Recorder:
         return self._inner.poll(timeout_s)
 
 
-def test_real_and_simulated_execution_take_the_same_steps(tiny: Path) -> None:
+@pytest.mark.parametrize("pp", [1, 2])
+def test_real_and_simulated_execution_take_the_same_steps(tiny: Path, pp: int) -> None:
     rng = random.Random(3)
     jobs = [
         (
@@ -138,13 +140,14 @@ def test_real_and_simulated_execution_take_the_same_steps(tiny: Path) -> None:
         num_gpu_blocks_override=120,
         max_num_batched_tokens=256,
         max_num_seqs=12,
+        pp=pp,
     ) as llm:
         config = llm.engine.config
         real = _Recorder(llm.engine._executor)
         llm.engine._executor = real
         outputs = llm.generate([prompt for prompt, _ in jobs], [params for _, params in jobs])
     clock = VirtualClock()
-    simulated = _Recorder(SimExecutor(clock=clock, vocab_size=199, cost=LinearCost()))
+    simulated = _Recorder(SimExecutor(clock=clock, vocab_size=199, cost=LinearCost(num_stages=pp)))
     policy = make_policy("chunked", num_instances=1, options={})
     engine = Engine(policy=policy, executor=simulated, clock=clock, config=config)
     for prompt, params in jobs:
@@ -152,7 +155,7 @@ def test_real_and_simulated_execution_take_the_same_steps(tiny: Path) -> None:
     while engine.has_unfinished:
         engine.step()
     assert config == EngineConfig(
-        cluster=EngineArgs().resolve().cluster.with_blocks([120]),
+        cluster=EngineArgs(pp=pp).resolve().cluster.with_blocks([120]).with_layers(3, llm.info.head_layers),
         block_size=16,
         max_model_len=1920,
         eos_token_ids=(2,),

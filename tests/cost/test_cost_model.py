@@ -13,7 +13,8 @@ from one_part import part_of
 
 from longspan.core.cluster import Cluster, ParallelSpec
 from longspan.core.exchange import ALLTOALL, CHAIN, GATHER_HIDDEN, GATHER_KV, LOCAL, RING_KV, RING_Q, Exchange
-from longspan.core.runs import Run, shard_span
+from longspan.core.layouts import shard_span
+from longspan.core.runs import Run
 from longspan.core.steps import Forward, Part, Sample
 from longspan.cost import catalog
 from longspan.cost.architecture import from_config
@@ -32,10 +33,15 @@ A100S = Devices(hardware="a100-sxm-80g", gpus_per_host=8, hosts=2)
 
 
 def model_on(
-    cluster: Devices = A100S, instances: int = 1, tp: int = 1, kernels: Kernels = "flash", name: str = "llama-3-8b"
+    cluster: Devices = A100S,
+    instances: int = 1,
+    tp: int = 1,
+    kernels: Kernels = "flash",
+    name: str = "llama-3-8b",
+    pp: int = 1,
 ) -> Roofline:
     model = from_config(catalog.model_config(name), name=name)
-    return rooflines(model, cluster, Cluster(spec=ParallelSpec(instances=instances, tp=tp)), kernels)[0]
+    return rooflines(model, cluster, Cluster(spec=ParallelSpec(instances=instances, tp=tp, pp=pp)), kernels)[0]
 
 
 def prefill(instances: int, exchange: Exchange, length: int, cached: int = 0, **options: object) -> Estimate:
@@ -51,12 +57,13 @@ class Drawn:
     kernels: Kernels
     instances: int
     tp: int
+    pp: int
     exchange: Exchange
     length: int
 
     def model(self, link_gbytes_per_s: float | None = None) -> Roofline:
-        cluster = Devices(hardware=self.hardware, gpus_per_host=4, hosts=4, link_gbytes_per_s=link_gbytes_per_s)
-        return model_on(cluster, self.instances, self.tp, self.kernels, self.name)
+        cluster = Devices(hardware=self.hardware, gpus_per_host=4, hosts=12, link_gbytes_per_s=link_gbytes_per_s)
+        return model_on(cluster, self.instances, self.tp, self.kernels, self.name, self.pp)
 
 
 DRAWN = st.builds(
@@ -66,6 +73,7 @@ DRAWN = st.builds(
     kernels=st.sampled_from(KERNELS),
     instances=st.integers(1, 8),
     tp=st.sampled_from((1, 2)),
+    pp=st.sampled_from((1, 1, 2, 3)),
     exchange=st.sampled_from(EXCHANGES),
     length=st.integers(1, 10**6),
 )
@@ -110,6 +118,24 @@ def test_decoding_reads_all_weights_but_the_embedding() -> None:
     assert found == pytest.approx(read / model.layer.device.bytes_per_s)
     with pytest.raises(ValueError, match="gather_hidden is of prompts"):
         estimate_decode(model_on(instances=2), 2, GATHER_HIDDEN, 1000)
+
+
+def test_stages_share_a_prompt_and_pass_it_on() -> None:
+    """Chunks fill four stages, but for what the first and the last wait; all four have the hidden states to send."""
+    alone, staged = (estimate_prefill(model_on(pp=pp), 1, LOCAL, 65_536) for pp in (1, 4))
+    assert alone.seconds / 4 < staged.seconds < alone.seconds / 4 * 1.4
+    assert staged.breakdown.pipeline_s > 0 == alone.breakdown.pipeline_s
+    assert staged.bytes_exchanged == 3 * 65_536 * 4096 * 2
+    assert staged.memory.weights < 0.4 * alone.memory.weights
+    assert staged.memory.kv == alone.memory.kv / 4
+
+
+def test_a_token_passes_through_all_stages_and_a_batch_keeps_them_busy() -> None:
+    """Alone it is no quicker; eight take turns, and each turn reads the weights again."""
+    one, of_one = (estimate_decode(model_on(pp=pp), 1, LOCAL, 4096).seconds for pp in (1, 2))
+    assert one < of_one < 1.1 * one
+    eight, of_eight = (estimate_decode(model_on(pp=pp), 1, LOCAL, 4096, 8).seconds for pp in (1, 2))
+    assert 0.8 * eight < of_eight < 1.2 * eight
 
 
 def test_heads_are_not_cut() -> None:

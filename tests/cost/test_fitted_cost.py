@@ -13,8 +13,9 @@ from one_part import part_of
 from test_profile import SUBJECT, in_profile
 
 from longspan.core.exchange import CHAIN, LOCAL, RING_KV, RING_Q, Exchange
+from longspan.core.layouts import shard_span
 from longspan.core.owners import BlockRef
-from longspan.core.runs import Layout, shard_span
+from longspan.core.runs import Layout
 from longspan.core.steps import Forward, MoveKV, Part
 from longspan.cost.architecture import ModelShape
 from longspan.cost.flows import alone_s

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from longspan.core.cluster import Cluster, ParallelSpec
 from longspan.core.exchange import LOCAL, RING_KV
+from longspan.core.layouts import shard_span
 from longspan.core.owners import BlockRef
-from longspan.core.runs import Run, shard_span
+from longspan.core.runs import Run
 from longspan.core.steps import Forward, MoveKV, Part
 from longspan.cost import catalog
 from longspan.cost.architecture import from_config

@@ -13,7 +13,7 @@ from chains import LayerCost, chain
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longspan.core.runs import shard_span
+from longspan.core.layouts import shard_span
 from longspan.cost.partitions import Entry, Partition, PartitionTable, cut, even, parse_fractions, search
 
 LENGTHS, ALIGNS = st.integers(1, 3000), st.sampled_from([1, 16, 128])

@@ -30,8 +30,9 @@ from longspan.attn.comm import NOBODY, Group, Transport
 from longspan.attn.spec import AttnSpec
 from longspan.core.cluster import Cluster, Location, cut_evenly, split_heads
 from longspan.core.exchange import ALLTOALL, CHAIN, GATHER_HIDDEN, LOCAL, RING_KV, RING_Q, Exchange
+from longspan.core.layouts import shard_span
 from longspan.core.owners import BlockRef, Owners
-from longspan.core.runs import positions, shard_span
+from longspan.core.runs import positions
 from longspan.core.steps import Forward, Part, Sample, Sampling
 from longspan.model.adapter import Model
 from longspan.model.sharding import Shard, attention_modules
@@ -99,7 +100,7 @@ def test_heads_of_slices_become_slices_of_heads_and_back(
 def test_shares_joined_are_the_whole(folders: dict[str, Path], name: str) -> None:
     """With as many ranks as KV heads, with fewer, and with more, who have copies of them: nothing is sent twice."""
     model = Model(prepare(str(folders[name]), dtype="float32"), CPU)
-    for attention, tp in itertools.product(attention_modules(model.module), (2, 3, 5)):
+    for attention, tp in itertools.product(attention_modules(model.module).values(), (2, 3, 5)):
         whole, layer = dict(attention.named_parameters()), attention.layer_idx
         shards = [Shard(index=rank, size=tp, specs=model.info.specs) for rank in range(tp)]
         path = f"layers.{layer}.self_attn."
@@ -249,7 +250,7 @@ def expected_bytes(forwards: Sequence[Forward], number: int, model: Model, tp: i
     fetching = {
         instance for (exchange, _, instance), number in tokens.items() if number and exchange.weights == "peers"
     }
-    whole = sum(weight_bytes(dict(layer.named_parameters())) for layer in attention_modules(model.module))
+    whole = sum(weight_bytes(dict(layer.named_parameters())) for layer in attention_modules(model.module).values())
     found["weights"] = len(fetching) * (tp - 1) * whole
     found["all_reduce"] = 2 * (tp - 1) * summed * width * 4 * num_layers
     return found
@@ -287,7 +288,7 @@ def test_more_ranks_than_kv_heads(folders: dict[str, Path], oracles: dict[str, O
 def test_layers_are_taken_over_from_their_first_layerwise_part_until_the_end(folders: dict[str, Path]) -> None:
     """And only unsharded weights are looked for in the host's memory."""
     model = Model(prepare(str(folders["llama"]), dtype="float32"), CPU)
-    layerwise, modules = Layerwise(model), attention_modules(model.module)
+    layerwise, modules = Layerwise(model), attention_modules(model.module).values()
     own = [module.forward for module in modules]
     pool = KvPool(model.specs, num_blocks=64, block_size=BLOCK, dtype=torch.float32, device=CPU)
     requests, watch, cluster = rank_requests(), Stopwatch(enabled=False, device=CPU), Cluster.of("1")

@@ -16,7 +16,8 @@ from workloads import assert_lawful, finishes_lawfully, repeats, setups_of
 
 from longspan.core.cluster import Cluster as Instances
 from longspan.core.cluster import Location
-from longspan.core.engine import Engine, EngineConfig
+from longspan.core.config import EngineConfig
+from longspan.core.engine import Engine
 from longspan.core.exchange import RING_KV, RING_Q
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams

@@ -13,7 +13,7 @@ from tiny_models import make_tiny
 
 from longspan import LLM, SamplingParams
 from longspan.core.cluster import split_heads, spread_heads
-from longspan.core.runs import shard_span
+from longspan.core.layouts import shard_span
 
 HOSTS, MEMBERS, TOKENS, BLOCK = 2, 4, 200, 16
 

@@ -46,6 +46,7 @@ def assert_all_exact(llm: ThreadLLM, oracle: Oracle, prompts: list[list[int]], p
 SHARING = {
     "instances": (2, 3, 4),
     "tp": (1, 2),
+    "pp": (1, 2),
     "exchange": ("auto", "ring_kv", "ring_q", "alltoall", "gather_kv", "gather_hidden", "chain"),
     "variant": ("", "dense", "weights=host", "weights=peers", "home=computed"),
     "layout": ("zigzag", "striped", "contiguous", "uneven"),
@@ -81,7 +82,7 @@ def options_of(row: Row) -> dict[str, str]:
 @pytest.mark.parametrize("row", pairwise(SHARING, is_legal))
 def test_prompts_and_turns(engines: Engines, tiny: Path, oracle: Oracle, row: Row) -> None:
     """Prompts of mixed lengths at once, the longest in several chunks, then two more turns of one conversation."""
-    llm = engines(tiny, instances=row["instances"], tp=row["tp"])
+    llm = engines(tiny, instances=row["instances"], tp=row["tp"], pp=row["pp"])
     options = options_of(row)
     if row["exchange"] == "gather_hidden" and row["tp"] == 2 and row["instances"] > 2:
         with pytest.raises(ValueError, match=r"gather_hidden splits 2 query heads and 1 KV heads between"):
@@ -175,6 +176,7 @@ def test_policies(engines: Engines, tiny: Path, oracle: Oracle, policy: str) -> 
 CHATS: dict[str, tuple[dict[str, Any], str, dict[str, str]]] = {
     "one instance": ({}, "chunked", {}),
     "tp 2": ({"instances": 1, "tp": 2}, "chunked", {}),
+    "pp 2": ({"instances": 1, "pp": 2}, "chunked", {}),
     "ring_kv": ({"instances": 3}, "context", {"threshold": "20", "exchange": "ring_kv"}),
     "chain": ({"instances": 2}, "context", {"threshold": "20", "exchange": "chain"}),
     "alltoall": ({"instances": 2}, "context", {"threshold": "20", "exchange": "alltoall"}),
@@ -182,6 +184,7 @@ CHATS: dict[str, tuple[dict[str, Any], str, dict[str, str]]] = {
     "by token": ({"instances": 2}, "context", {"threshold": "20", "rotate": "token"}),
     "tetris": ({"instances": 4}, "tetris", {"min_chunk": "16", "improvement_rate": "0"}),
     "roles": ({"prefill_parallel": "2", "decode_parallel": "tp2"}, "tetris", {"min_chunk": "16"}),
+    "roles with stages": ({"prefill_parallel": "2xpp2", "decode_parallel": "tp2pp3"}, "tetris", {"min_chunk": "16"}),
 }
 
 
@@ -215,7 +218,7 @@ def test_several_outputs_of_a_prompt_are_drawn_alike(engines: Engines, tiny: Pat
 # ---------------------------------------------------------------- every architecture
 
 
-ARCHITECTURES = {"name": tuple(TINY), "parallel": ("3", "2xtp2"), "rotate": ("block", "token")}
+ARCHITECTURES = {"name": tuple(TINY), "parallel": ("3", "2xtp2", "pp3", "2xtp2pp2"), "rotate": ("block", "token")}
 
 
 @pytest.mark.parametrize("row", pairwise(ARCHITECTURES))

@@ -16,8 +16,9 @@ from longspan.attn.spec import AttnSpec
 from longspan.core.cluster import Cluster
 from longspan.core.owners import BlockRef
 from longspan.core.steps import MoveKV
+from longspan.runtime.block_messages import BlockMessages
 from longspan.runtime.messages import Sent
-from longspan.runtime.moves import BlockMessages, Moves
+from longspan.runtime.moves import Moves
 from longspan.runtime.pool import KvPool
 
 MOVE = MoveKV(number=1, request_id=1, copies=((BlockRef(0, 3), BlockRef(1, 2)),))
@@ -50,7 +51,7 @@ def moves_of(rank: int, transport: Failing) -> Moves:
     """Of one of two instances."""
     specs = [AttnSpec(num_heads=2, num_kv_heads=2, head_dim=8, scale=1.0, window=None, softcap=None)] * 2
     pool = KvPool(specs, num_blocks=4, block_size=4, dtype=torch.float32, device=torch.device("cpu"))
-    messages = BlockMessages(pool, specs, Cluster.of("2"), rank)
+    messages = BlockMessages(pool, specs, Cluster.of("2").with_layers(len(specs), 0.0), rank)
     return Moves(messages, transport)
 
 

@@ -67,6 +67,10 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
         ("9 on 3", "2xtp2", "tp3", True),
         ("8 on 2", "1", "tp4", True),
         ("8 on 2", "tp4", "tp3", False),
+        ("9 on 3", "pp2", "tp2", False),
+        ("9 on 3", "tp2", "pp3", True),
+        ("9 on 3", "2xpp2", "tp2pp3", True),
+        ("8 on 2", "pp3", "tp4pp2", False),
         pytest.param("9 on 3", "1", "tp2", True, marks=pytest.mark.full),
         pytest.param("9 on 3", "tp2", "1", False, marks=pytest.mark.full),
         pytest.param("9 on 3", "3", "tp2", False, marks=pytest.mark.full),
@@ -112,8 +116,8 @@ def done_with(cluster: Cluster, moves: Sequence[MoveKV]) -> list[Completion]:
 @pytest.mark.parametrize("exchange", [RING_KV, RING_Q, ALLTOALL, CHAIN, GATHER_HIDDEN])
 @pytest.mark.parametrize(
     ("parallel", "groups"),
-    [("4", [(0, 1), (0, 1, 2, 3)]), ("3", [(2,), (2, 0, 1)]), ("2xtp2", [(1,), (0, 1)])],
-    ids=["2 then 4", "1 then 3", "1 then 2 of tp 2"],
+    [("4", [(0, 1), (0, 1, 2, 3)]), ("3", [(2,), (2, 0, 1)]), ("2xtp2", [(1,), (0, 1)]), ("2xtp2pp3", [(1,), (0, 1)])],
+    ids=["2 then 4", "1 then 3", "1 then 2 of tp 2", "1 then 2 of tp 2, pp 3"],
 )
 def test_balancing(
     folders: dict[str, Path],

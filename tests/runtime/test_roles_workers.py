@@ -47,7 +47,16 @@ def run_all(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "backends"), [("1", "tp2", 1), ("tp2", "1", 2), ("3", "tp2", 1), ("2xtp2", "2", None)]
+    ("prefill", "decode", "backends"),
+    [
+        ("1", "tp2", 1),
+        ("tp2", "1", 2),
+        ("3", "tp2", 1),
+        ("2xtp2", "2", None),
+        ("pp2", "tp2", 1),
+        ("tp2", "pp2", 2),
+        ("2xpp2", "2xtp2pp3", None),
+    ],
 )
 def test_many_prompts_and_another_turn(
     tiny: Path, oracle: Oracle, prefill: str, decode: str, backends: int | None

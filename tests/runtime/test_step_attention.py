@@ -22,8 +22,9 @@ from longspan.attn.check import random_qkv, reference
 from longspan.attn.comm import Transport
 from longspan.core.cluster import Cluster
 from longspan.core.exchange import LOCAL, RING_KV, RING_Q
+from longspan.core.layouts import shard_span
 from longspan.core.owners import BlockRef
-from longspan.core.runs import positions, shard_span
+from longspan.core.runs import positions
 from longspan.core.steps import Forward, Free, Part, Sampling
 from longspan.runtime import timing
 from longspan.runtime.attention import StepAttention

@@ -18,7 +18,8 @@ from linear_cost import LinearCost
 from longspan import SamplingParams
 from longspan.args import EngineArgs
 from longspan.core.cluster import Cluster as Instances
-from longspan.core.engine import Engine, EngineConfig
+from longspan.core.config import EngineConfig
+from longspan.core.engine import Engine
 from longspan.core.steps import Completion, Step
 from longspan.errors import WorkerLostError
 from longspan.policy import make_policy

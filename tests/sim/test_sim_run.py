@@ -16,9 +16,11 @@ from one_part import part_of
 
 import longspan.sim.run as sim_run
 from longspan.core.cluster import Cluster
-from longspan.core.engine import Engine, EngineConfig
+from longspan.core.config import EngineConfig
+from longspan.core.engine import Engine
 from longspan.core.exchange import CHAIN, RING_KV, Exchange
-from longspan.core.runs import Run, SpanShards, shard_span
+from longspan.core.layouts import shard_span
+from longspan.core.runs import Run, SpanShards
 from longspan.core.steps import Forward, Part
 from longspan.policy import make_policy
 from longspan.sim import timeline
@@ -161,8 +163,8 @@ def test_more_instances_end_no_later_with_equal_work(lengths: list[int], num_ins
 class OwnTimes:
     """Instance i takes i + 1 seconds."""
 
-    def seconds(self, forward: Forward) -> dict[int, float]:
-        return {instance: instance + 1.0 for instance in forward.instances}
+    def stage_seconds(self, forward: Forward) -> dict[int, tuple[float]]:
+        return {instance: (instance + 1.0,) for instance in forward.instances}
 
 
 def test_instances_start_together_and_end_by_their_own_times() -> None:
@@ -230,7 +232,8 @@ def test_the_time_of_an_instance_is_shared_among_what_it_computes() -> None:
         chunk(1, (0, 1), ((), (Run(0, 6),))),
         chunk(2, (0,), ((Run(0, 2),),)),
     )
-    watch.ran(StepTiming(forward=Forward(number=1, parts=parts), start_s=1.0, ends_s={0: 9.0, 1: 5.0}))
+    stages = {(0, 0): (1.0, 9.0), (1, 0): (1.0, 5.0)}
+    watch.ran(StepTiming(forward=Forward(number=1, parts=parts), stages=stages))
     assert [(one.instance, one.index, one.start_s, one.end_s) for one in seen.blocks] == [
         (0, 0, 1.0, 7.0),
         (0, 2, 7.0, 9.0),

@@ -12,7 +12,7 @@ import pytest
 from fake_llm import run
 
 from longspan import ClusterSpec, WorkloadSpec, simulate
-from longspan.core.engine import EngineConfig
+from longspan.core.config import EngineConfig
 from longspan.core.exchange import RING_KV
 from longspan.core.options import SchedulingArgs
 from longspan.cost import catalog

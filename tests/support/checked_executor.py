@@ -121,8 +121,11 @@ class CheckedExecutor:
 
     def _forward(self, forward: Forward) -> None:
         busy = Counter(instance for other in self.in_flight.values() for instance in other.instances)
-        most = self._setup.max_steps_in_flight - 1
-        assert all(busy[i] <= most for i in forward.instances), "few steps are in flight on an instance"
+        ahead, pp = self._setup.max_steps_in_flight - 1, self._setup.cluster.pp
+        assert all(busy[i] < ahead + pp(i) for i in forward.instances), "few steps are in flight on an instance"
+        decoding = {part.request_id for part in forward.parts if part.unknown_on is not None}
+        in_flight = Counter(part.request_id for other in self.in_flight.values() for part in other.parts)
+        assert all(in_flight[request_id] <= ahead for request_id in decoding), "and fewer sample what is unknown"
         assert forward.parts
         assert len({part.request_id for part in forward.parts}) == len(forward.parts)
         for move in forward.rebalances:

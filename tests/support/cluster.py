@@ -9,7 +9,8 @@ from checked_executor import CheckedExecutor, Slots
 from cluster_setup import VOCAB, Setup, UnevenCost, invented_token, rank_requests
 
 from longspan.core.account import BlockPool
-from longspan.core.engine import Engine, EngineConfig, capacity_tokens
+from longspan.core.config import EngineConfig, capacity_tokens
+from longspan.core.engine import Engine
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Forward, MoveKV, Part

@@ -57,16 +57,19 @@ class Setup:
     uneven: int = 0
     facts: Facts = field(default_factory=Facts)
     tp: int = 1
+    pp: int = 1
     roles: Roles | None = None
     decode_blocks: int | None = None
     locations: tuple[Location, ...] = ()
 
     @property
     def cluster(self) -> Cluster:
-        bare = Cluster(spec=ParallelSpec(instances=self.num_instances, tp=self.tp))
+        bare = Cluster(spec=ParallelSpec(instances=self.num_instances, tp=self.tp, pp=self.pp))
         cluster = bare if self.roles is None else self.roles.cluster
+        cluster = cluster.with_layers(12, 0.0)
         assert cluster.num_instances == self.num_instances, "roles are given to all instances"
-        cluster = replace(cluster, locations=self.locations)
+        locations = [one for i, one in enumerate(self.locations) for _ in cluster.ranks(i)]
+        cluster = replace(cluster, locations=tuple(locations))
         return cluster.with_blocks([self.blocks_of(instance) for instance in cluster.instances])
 
     def blocks_of(self, instance: int) -> int:
@@ -98,6 +101,11 @@ class UnevenCost:
         """See `StepCost`."""
         even = LinearCost().seconds(forward)
         return {instance: time + self.setup.lag_s(instance, forward.number) for instance, time in even.items()}
+
+    def stage_seconds(self, forward: Forward) -> dict[int, tuple[float, ...]]:
+        """See `StepCost`."""
+        pp, seconds = self.setup.cluster.pp, self.seconds(forward)
+        return {instance: (own / pp(instance),) * pp(instance) for instance, own in seconds.items()}
 
 
 def rank_requests() -> RankRequests:

@@ -18,7 +18,7 @@ from transports import FaultyTransport
 
 from longspan.attn.check import Request
 from longspan.attn.comm import CommError, Group, Message, TorchTransport
-from longspan.core.runs import shard_span
+from longspan.core.layouts import shard_span
 
 SPEC = spec_of(window=70)
 

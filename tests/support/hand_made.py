@@ -15,10 +15,12 @@ from oracle import Expected, assert_exact
 from longspan.core.cluster import Cluster as Instances
 from longspan.core.cluster import Location
 from longspan.core.exchange import CHAIN, LOCAL, RING_KV, RING_Q, Exchange
+from longspan.core.layouts import shard_span
 from longspan.core.owners import BlockRef
-from longspan.core.runs import Layout, positions, shard_span
+from longspan.core.runs import Layout, positions
 from longspan.core.steps import Completion, Forward, MoveKV, Part, Sample, Sampling
 from longspan.model.source import prepare
+from longspan.model.store import read_info
 from longspan.runtime.executor.control_plane import Launcher, WorkerExecutor
 from longspan.runtime.executor.threads import ThreadLauncher
 from longspan.runtime.messages import WorkerConfig
@@ -38,6 +40,7 @@ def workers(
     locations = tuple(Location(host=rank, device=rank) for rank in range(instances.num_ranks))
     instances = replace(instances, locations=locations).with_blocks([num_blocks] * instances.num_instances)
     files = prepare(str(folder), dtype="float32")
+    instances = instances.with_layers(read_info(files.weights).num_layers, 0.0)
     config = WorkerConfig(files=files, cluster=instances, device="cpu", num_threads=1, block_size=BLOCK)
     with WorkerExecutor(launch(config), step_timeout_s=step_timeout_s) as executor:
         yield Cluster(executor, instances)

@@ -11,7 +11,7 @@ from longspan.cost.flows import Flow
 
 @dataclass(frozen=True, kw_only=True)
 class LinearCost:
-    """`base_s` plus `per_token_s` for every token of the busiest instance; all take that long.
+    """`base_s` plus `per_token_s` for every token of the busiest instance; all take that long, and stages equal parts.
 
     A transfer takes `per_block_s` for every block.
     """
@@ -20,6 +20,7 @@ class LinearCost:
     per_token_s: float = 0.0005
     num_layers: int = 1
     per_block_s: float = 0.001
+    num_stages: int = 1
 
     def seconds(self, forward: Forward) -> dict[int, float]:
         """Prices it as `StepCost` says."""
@@ -28,6 +29,11 @@ class LinearCost:
             for instance, runs in zip(part.group, part.runs, strict=True):
                 tokens[instance] += sum(len(run) for run in runs)
         return dict.fromkeys(forward.instances, self.base_s + self.per_token_s * max(tokens.values()))
+
+    def stage_seconds(self, forward: Forward) -> dict[int, tuple[float, ...]]:
+        """Splits it as `StepCost` says."""
+        parts = self.num_stages
+        return {instance: (seconds / parts,) * parts for instance, seconds in self.seconds(forward).items()}
 
     def exposed_s(self, forward: Forward) -> None:
         """Returns None: it has no messages."""

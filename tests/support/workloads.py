@@ -90,6 +90,7 @@ def setups_of(draw: st.DrawFn, policy: str, num_instances: int, options: dict[st
         prefix_caching=draw(st.booleans()),
         max_steps_in_flight=draw(st.sampled_from([1, 2, 2])),
         uneven=draw(st.integers(0, 3)),
+        pp=draw(st.sampled_from([1, 1, 1, 2, 3])),
         facts=Facts(profile=draw(st.sampled_from([None, MACHINES[num_instances]])), partitions=TABLE, model="m"),
     )
 

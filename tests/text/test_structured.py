@@ -23,7 +23,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from longspan.cli.generate import FormOptions
 from longspan.core.cluster import Cluster
-from longspan.core.engine import Engine, EngineConfig
+from longspan.core.config import EngineConfig
+from longspan.core.engine import Engine
 from longspan.core.sampling import SamplingParams, StructuredOutputsParams
 from longspan.core.steps import Completion, Sampled, Sampling
 from longspan.model.files import ModelError, ModelFiles

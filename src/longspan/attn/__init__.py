@@ -23,7 +23,8 @@ names load on first use; `import longspan.attn` needs no torch.
 from typing import TYPE_CHECKING
 
 from longspan.core.exports import lazy_exports
-from longspan.core.runs import Run, SpanShards, positions, shard_span
+from longspan.core.layouts import shard_span
+from longspan.core.runs import Run, SpanShards, positions
 
 if TYPE_CHECKING:
     from longspan.attn.comm import CommError

@@ -35,7 +35,8 @@ from longspan.attn.paged import PagedKv
 from longspan.attn.spec import AttnSpec
 from longspan.core.cluster import hosts_of, locations_of_ranks
 from longspan.core.exchange import GATHER_HIDDEN, GATHER_KV, RING_KV, RING_Q, Exchange, exchanges
-from longspan.core.runs import Run, SpanShards, coalesce, positions, shard_span
+from longspan.core.layouts import shard_span
+from longspan.core.runs import Run, SpanShards, coalesce, positions
 from longspan.core.steps import Link
 
 _MAX_ERROR = 1e-5

@@ -98,7 +98,7 @@ class MemoryTransport:
     def start(self, sends: Calls, receives: Calls, tag: int) -> Pending:
         sent = [self._wires.post(self._rank, peer, tag, buffer) for peer, buffer in sends]
         if not self._waits_for_sends:
-            self._outbox += [one for one in sent if not one.is_taken]
+            self._outbox = [one for one in (*self._outbox, *sent) if not one.is_taken]
             sent = []
         return _Taking(self._wires, self._rank, receives, tag, sent)
 

@@ -53,7 +53,8 @@ def profile(
 
     _check(engine)
     resolved = engine.resolve()
-    spec = resolved.cluster.spec
+    given = resolved.cluster.spec
+    spec = replace(given, instances=given.instances * given.pp, pp=1)  # which compute at once, as stages do
     if partitions and spec.instances == 1:
         raise ValueError("--partitions are of prompts over several instances, but there is 1: give --parallel")
     if partitions and engine.max_num_batched_tokens is not None:

@@ -14,6 +14,10 @@ from longspan.core.options import Option, at_least_one
 from longspan.errors import ParameterError
 
 _MAX_RANKS = 2**12
+_HEAD_SHARE = 0.25
+"""The part of all work that is of tokens which need the output head, too. A prompt has one of them, and is longer than
+its output; but tokens of outputs cost several times as much as its own, since weights are read for few of them.
+"""
 _SPEC = re.compile(r"(?:(?P<n>\d+)(?:x(?=[tp]))?)?(?:tp(?P<tp>\d+))?(?:pp(?P<pp>\d+))?")
 
 
@@ -38,23 +42,13 @@ class ParallelSpec:
         """Reads `[N][xtpT][ppP]`: `4`, `tp2pp2`, `2xtp2`.
 
         Raises:
-            ValueError: when `spec` is not of that form, or has pipeline stages.
+            ValueError: when `spec` is not of that form.
         """
         match = _SPEC.fullmatch(spec.strip())
         if match is None or not spec.strip():
             raise ValueError(f"parallel spec {spec!r} is not of the form [N][xtpT][ppP], such as 4, tp2pp2 or 2xtp2")
         degrees = {name: int(match[name] or 1) for name in ("n", "tp", "pp")}
-        return cls(instances=degrees["n"], tp=degrees["tp"], pp=degrees["pp"]).without_stages()
-
-    def without_stages(self) -> ParallelSpec:
-        """Returns the spec itself; raises ParameterError for pipeline stages, which nothing computes yet."""
-        if self.pp > 1:
-            problem = (
-                f"({self.pp}) pipeline stages per instance, but only 1 works so far: use tp to split the weights, or "
-                f"parallel {self.num_ranks} to spread prompts over that many instances"
-            )
-            raise ParameterError("pp", problem, self.pp)
-        return self
+        return cls(instances=degrees["n"], tp=degrees["tp"], pp=degrees["pp"])
 
     @property
     def num_ranks(self) -> int:
@@ -100,6 +94,8 @@ class Cluster:
             there; None for as many as there are prefill instances.
         locations: one per rank; empty when all ranks share a host.
         num_blocks: the KV blocks of each instance's pool, whose id is the instance. Empty until they are known.
+        num_layers: of the model; 0 until it is known.
+        head_layers: how many times the weights of a layer the model's output head has.
     """
 
     spec: ParallelSpec
@@ -107,6 +103,8 @@ class Cluster:
     transfer_backends: int | None = None
     locations: tuple[Location, ...] = ()
     num_blocks: tuple[int, ...] = ()
+    num_layers: int = 0
+    head_layers: float = 0.0
 
     def __post_init__(self) -> None:
         if self.transfer_backends is not None:
@@ -145,6 +143,14 @@ class Cluster:
     def with_blocks(self, num_blocks: Sequence[int]) -> Cluster:
         return replace(self, num_blocks=tuple(num_blocks))
 
+    def with_layers(self, num_layers: int, head_layers: float) -> Cluster:
+        """Returns the cluster with a model; raises ParameterError for more stages than it has layers."""
+        most = max(map(self.pp, self.instances))
+        if most > num_layers:
+            problem = f"({most}) stages cannot share {num_layers} layers: use a smaller pp"
+            raise ParameterError("pp", problem, most)
+        return replace(self, num_layers=num_layers, head_layers=head_layers)
+
     # ------------------------------------------------------------ instances and their roles
 
     @property
@@ -158,6 +164,11 @@ class Cluster:
     @property
     def has_roles(self) -> bool:
         return self.decode_spec is not None
+
+    @cached_property
+    def has_stages(self) -> bool:
+        """Whether any instance has more than one pipeline stage."""
+        return any(spec.pp > 1 for spec in self._specs)
 
     @property
     def prefill(self) -> range:
@@ -203,6 +214,34 @@ class Cluster:
         """Numbers the ranks that share the weights of one stage, in order of their shards."""
         first = self._first_ranks[instance] + stage * self.tp(instance)
         return range(first, first + self.tp(instance))
+
+    @cached_property
+    def rows(self) -> dict[tuple[int, int], int]:
+        """Numbers the pipeline stages of all instances: a row each in pictures of what they do."""
+        pairs = ((instance, stage) for instance in self.instances for stage in range(self.pp(instance)))
+        return {pair: number for number, pair in enumerate(pairs)}
+
+    @property
+    def row_names(self) -> list[str]:
+        """Names these rows after instance and, where there are several, stage."""
+        return [f"{i}, stage {stage}" if self.pp(i) > 1 else str(i) for i, stage in self.rows]
+
+    def layers(self, instance: int, stage: int) -> range:
+        """Returns the layers that a stage computes, and has the KV of."""
+        return self._layers[self.pp(instance)][stage]
+
+    def stage_of(self, instance: int, layer: int) -> int:
+        return bisect_right(self._layers[self.pp(instance)], layer, key=lambda layers: layers.start) - 1
+
+    @cached_property
+    def _layers(self) -> dict[int, tuple[range, ...]]:
+        assert self.num_layers, f"the layers of {self} are not known yet"
+        return {spec.pp: split_layers(self.num_layers, spec.pp, self.head_layers) for spec in self._specs}
+
+    def are_alike(self, instance: int, other: int) -> bool:
+        """Tells whether two instances are split alike, so that ranks of the same stage and shard have the same."""
+        mine, theirs = self._specs[instance], self._specs[other]
+        return (mine.tp, mine.pp) == (theirs.tp, theirs.pp)
 
     def rank(self, instance: int, stage: int = 0, shard: int = 0) -> int:
         return self.stage_ranks(instance, stage)[shard]
@@ -286,7 +325,7 @@ def parse_parallel(
     if (text := prefill_parallel if parallel is None else parallel) is not None:
         return Cluster.of(text, decode_parallel, transfer_backends=transfer_backends)
     alike = ParallelSpec(**{name: degree for name, degree in degrees.items() if degree is not None})
-    return Cluster(spec=alike.without_stages(), transfer_backends=transfer_backends)
+    return Cluster(spec=alike, transfer_backends=transfer_backends)
 
 
 _RACK_AND_HOST = re.compile(r"([0-9]+)-([0-9]+)")
@@ -375,6 +414,23 @@ def _readers(num_heads: int, num_kv_heads: int, num_members: int) -> int:
             f"{num_heads} query heads on {num_kv_heads} KV heads cannot be split over {num_members} members"
         )
     return num_heads // num_kv_heads
+
+
+def split_layers(num_layers: int, num_stages: int, head_layers: float) -> tuple[range, ...]:
+    """Splits layers over pipeline stages, so that the slowest is as quick as can be; each has one at least.
+
+    The last computes the output head, too, which has as many weights as `head_layers` layers; an embedding costs next
+    to nothing. Of equals the split with the most layers in the last stage is chosen.
+    """
+    if num_stages == 1:
+        return (range(num_layers),)
+
+    def slowest(last: int) -> float:
+        return max(-(-(num_layers - last) // (num_stages - 1)), last + _HEAD_SHARE * head_layers)
+
+    last = min(range(num_layers - num_stages + 1, 0, -1), key=slowest)
+    cuts = [*cut_evenly(num_layers - last, num_stages - 1), (num_layers - last, num_layers)]
+    return tuple(range(first, stop) for first, stop in cuts)
 
 
 def cut_evenly(total: int, num_pieces: int) -> list[tuple[int, int]]:

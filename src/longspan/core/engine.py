@@ -10,99 +10,20 @@ from itertools import count, product
 from typing import Protocol, get_args
 
 from longspan.core.account import KvAccount
-from longspan.core.cluster import Cluster
+from longspan.core.config import EngineConfig, capacity_tokens
 from longspan.core.exchange import shown_names
-from longspan.core.options import SchedulingArgs
 from longspan.core.queues import Occupancy, Running, StepOrder, Waiting
 from longspan.core.request import FinishReason, Request, RequestMetrics, check_length
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Completion, Executor, Forward, Free, Link, MoveKV, Part, Sampled
 from longspan.core.transfers import Transfers
 from longspan.core.view import ClusterView, EnginePolicy, ScheduledPart
-from longspan.errors import ParameterError
 
 
 class Clock(Protocol):
     """Time in seconds from any origin, which never goes back."""
 
     def now(self) -> float: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """Configures the engine for a model and a cluster.
-
-    Attributes:
-        cluster: with the sizes of its pools.
-        max_model_len: the longest request, prompt and output together, in tokens.
-        rope_switch_length: requests longer than this use other rotary factors; None for most models.
-        max_num_batched_tokens: tokens that one instance computes in one step, at most.
-        max_num_seqs: requests that one instance takes part in at once, at most.
-        max_steps_in_flight: the most incomplete steps that a request may be in. With 2, instances never wait for the
-            controller: the next step is there before the present one ends.
-    """
-
-    cluster: Cluster
-    block_size: int
-    max_model_len: int
-    eos_token_ids: tuple[int, ...] = ()
-    rope_switch_length: int | None = None
-    max_num_batched_tokens: int = 2048
-    max_num_seqs: int = 128
-    prefix_caching: bool = True
-    max_steps_in_flight: int = 2
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        assert self.cluster.num_blocks, f"the KV pools of {self.cluster} have no sizes"
-        # With 3, a token could be needed (by penalties, as a prefix key) that two steps ago was not known yet.
-        assert self.max_steps_in_flight in (1, 2)
-
-    @classmethod
-    def of(
-        cls,
-        scheduling: SchedulingArgs,
-        cluster: Cluster,
-        policy: EnginePolicy,
-        *,
-        context_length: int | None = None,
-        eos_token_ids: tuple[int, ...] = (),
-        rope_switch_length: int | None = None,
-        seed: int = 0,
-    ) -> EngineConfig:
-        """Returns what the options mean with this policy, for a model with the other facts; without, for any model."""
-        capacity, wanted = capacity_tokens(policy, cluster, scheduling.block_size), scheduling.max_model_len
-        if wanted is not None and context_length is not None and wanted > context_length:
-            problem = f"{wanted} exceeds the model's context of {context_length} tokens"
-            raise ParameterError("max_model_len", problem, wanted)
-        if wanted is not None and wanted > capacity:
-            problem = f"{wanted} does not fit: the KV pools hold {capacity} tokens; allow more memory"
-            raise ParameterError("max_model_len", problem, wanted)
-        return cls(
-            cluster=cluster,
-            block_size=scheduling.block_size,
-            max_model_len=wanted or min(capacity, context_length or capacity),
-            eos_token_ids=eos_token_ids,
-            rope_switch_length=rope_switch_length,
-            max_num_batched_tokens=scheduling.max_num_batched_tokens or cls.max_num_batched_tokens,
-            max_num_seqs=scheduling.max_num_seqs,
-            prefix_caching=scheduling.enable_prefix_caching,
-            max_steps_in_flight=2 if scheduling.async_scheduling else 1,
-            seed=seed,
-        )
-
-    def rope_length(self, num_tokens: int) -> int:
-        """Returns the length that such a request's rotary embeddings are pinned to; 0 for most models."""
-        switch = self.rope_switch_length
-        if switch is None:
-            return 0
-        return switch + 1 if num_tokens > switch else switch
-
-
-def capacity_tokens(policy: EnginePolicy, cluster: Cluster, block_size: int) -> int:
-    """Returns the length of the longest request that is sure to fit when it is alone."""
-    capacity = policy.capacity_tokens(num_blocks=cluster.num_blocks[0], block_size=block_size)
-    return min([capacity, *(cluster.num_blocks[instance] * block_size for instance in cluster.decode)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,8 +61,8 @@ class Engine:
         self.num_preemptions = self.num_prefix_queries = self.num_prefix_hits = 0
         self._requests: dict[int, Request] = {}
         self._waiting, self._steps = Waiting(), StepOrder()
-        most_per_stage = config.max_steps_in_flight  # as many as a request may be in
-        self._occupancy = Occupancy([most_per_stage * config.cluster.pp(i) for i in config.cluster.instances])
+        most = config.max_steps_in_flight - 1
+        self._occupancy = Occupancy([most + config.cluster.pp(i) for i in config.cluster.instances])
         self._request_ids, self._admissions = count(), count(1)
         self._seeds = random.Random(config.seed)
         self.set_policy(policy)
@@ -382,6 +303,7 @@ class Engine:
             now_s=self._clock.now(),
             promised=self._transfers.promised,
             arrivals=self._waiting.changes,
+            max_steps_in_flight=self.config.max_steps_in_flight,
         )
 
     def _admit(self, scheduled: ScheduledPart) -> None:
@@ -433,7 +355,7 @@ class Engine:
         for part in forward.parts:
             request = self._requests[part.request_id]
             request.num_steps += change
-            assert request.num_steps <= self.config.max_steps_in_flight, "a step more than a request may be in"
+            request.last_step = max(request.last_step, forward.number)
         self._running.changed(forward.instances, [part.request_id for part in forward.parts])
 
     def _take(self, done: Completion) -> None:

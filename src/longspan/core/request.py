@@ -63,7 +63,7 @@ class Request:
             prompt, whose KV they share.
         keeps_history: whether ranks must know its output tokens, for penalties or a grammar.
         num_promised: tokens there will be when all steps in flight are done; they can be scheduled already.
-        num_steps: how many steps in flight name it.
+        num_steps, last_step: how many steps in flight name it, and the number of the last that did.
         group: empty while it waits. It can shrink, and grow while no `rotation` counts on it: then all members are sent
             everything again.
         copying: blocks of its table that steps in flight fill, and the blocks that they copy.
@@ -93,6 +93,7 @@ class Request:
     num_scheduled: int = 0
     num_promised: int = 0
     num_steps: int = 0
+    last_step: int = -1
     admission: int = 0
     group: tuple[int, ...] = ()
     table: list[BlockRef] = field(default_factory=list)

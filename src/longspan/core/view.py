@@ -34,6 +34,8 @@ class RequestView(Protocol):
         was_admitted: it has held KV before, though it may have lost that since.
         admission: counts admissions; the last admitted gives way first.
         in_flight: an emitted step names it, so that it cannot be preempted.
+        num_steps: how many of them do.
+        last_step: the number of the last step that named it; -1 before the first.
         group: the instances that hold its KV, in ring order; empty while it waits.
         rotation: the rule that gives single tokens to members; None while members own whole blocks.
         kv_owner: the member that keeps all that is computed from now on; None when all members do.
@@ -65,6 +67,10 @@ class RequestView(Protocol):
     def admission(self) -> int: ...
     @property
     def in_flight(self) -> bool: ...
+    @property
+    def num_steps(self) -> int: ...
+    @property
+    def last_step(self) -> int: ...
     @property
     def block_size(self) -> int: ...
     @property
@@ -166,6 +172,8 @@ class ClusterView:
 
     Attributes:
         max_num_batched_tokens, max_num_seqs: the bounds of a step on one instance.
+        max_steps_in_flight: the steps that may be in flight when a request is given one whose token one of them
+            samples, that one included. While its tokens are known it may be in as many as its instances can be given.
         waiting: requests that hold no KV, first come first.
         busy: instances that have a step in flight.
         full: instances that can be given no further step now.
@@ -185,6 +193,7 @@ class ClusterView:
     now_s: float
     promised: Mapping[int, int] = field(default_factory=dict)
     arrivals: int = 0
+    max_steps_in_flight: int = 2
 
     def changes(self, instances: Sequence[int]) -> int:
         """Returns a number that grows with all that matters to these instances while `kv` is the same: who waits; who

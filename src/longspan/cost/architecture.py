@@ -123,12 +123,22 @@ class Architecture:
         return layers + self.head_weights * (1 if self.tied else 2)
 
     @property
+    def head_layers(self) -> float:
+        """The weights of the output head, in layers."""
+        return self.head_weights / (self.attention.attention_weights + self.ffn_weights)
+
+    @property
     def weight_bytes(self) -> float:
         """Bytes of all matrices in their precisions."""
+        return self.stage_bytes(range(self.attention.num_layers))
+
+    def stage_bytes(self, layers: range) -> float:
+        """Counts the same for some layers; the first come with the embedding, the last with the output head."""
         shape = self.attention
         layer = shape.attention_weights * shape.bytes_per_element + self.ffn_weights * self.ffn_bytes
-        ends = self.head_weights * (1 if self.tied else 2) * shape.bytes_per_element
-        return shape.num_layers * layer + ends
+        ends = [layers.start == 0, layers.stop == shape.num_layers]
+        num_ends = 1 if self.tied and all(ends) else sum(ends)
+        return len(layers) * layer + num_ends * self.head_weights * shape.bytes_per_element
 
 
 def from_config(

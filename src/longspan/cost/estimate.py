@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
+from longspan.core.cluster import cut_evenly
 from longspan.core.exchange import CHAIN, LOCAL, Exchange, decoding
-from longspan.core.runs import Run, shard_span
+from longspan.core.layouts import shard_span
+from longspan.core.runs import Run, chunk_tokens
 from longspan.cost.architecture import Architecture
 from longspan.cost.channels import Channel, Share, Shares, attention_s, cost_of, exchanged_bytes, shares_of
-from longspan.cost.forward import Breakdown, Roofline
+from longspan.cost.forward import Breakdown, Roofline, pipelined_s
 from longspan.cost.partitions import MAX_SEARCHED, cut, even, search, searched_block
-from longspan.cost.roofline import Layer
 from longspan.errors import ParameterError
 
 Phase = Literal["prefill", "decode"]
@@ -168,9 +169,11 @@ def estimate_prefill(
         exchange=exchange, group=tuple(range(instances)), new=length - cached, cached=cached, batch=batch
     )
     channel = prompt.channel(_partition(model, prompt, fractions))
-    found = _times(model, channel, batch)
-    slowest = max(found.values(), key=lambda breakdown: breakdown.total_s)
-    last = found[channel.group[-1]] if exchange.traits.skewed else slowest
+    at_once = channel
+    if model.hops:
+        last, at_once = _pipelined(model, prompt, fractions)
+    else:
+        last = _last(_times(model, channel, batch), exchange)
     alone = replace(prompt, exchange=LOCAL, group=(0,)).channel(None)
     alone_s = _times(model, alone, batch)[0].total_s
     shape = model.layer.model.attention
@@ -184,9 +187,32 @@ def estimate_prefill(
         channel,
         phase="prefill",
         breakdown=last,
-        lower_bound_s=alone_s / 2 * (1 / instances + 1 / instances**2),
+        lower_bound_s=alone_s / len(model.stages) / 2 * (1 / instances + 1 / instances**2),
         flops=flops,
+        at_once=at_once,
     )
+
+
+def _last(found: dict[int, Breakdown], exchange: Exchange) -> Breakdown:
+    """Picks the member that ends last."""
+    return found[max(found)] if exchange.traits.skewed else max(found.values(), key=lambda one: one.total_s)
+
+
+def _pipelined(model: Roofline, prompt: PromptShape, fractions: Fractions) -> tuple[Breakdown, Channel]:
+    """Returns what the last stage does while a prompt passes through all of them in chunks, and the last of these."""
+    number = -(-prompt.new // chunk_tokens(prompt.new, len(model.stages)))
+    cuts = cut_evenly(prompt.new, number)
+    chunks = [replace(prompt, new=stop - start, cached=prompt.cached + start) for start, stop in cuts]
+    channels = [chunk.channel(_partition(model, chunk, fractions)) for chunk in chunks]
+    total, by_stage = Breakdown(), []
+    for channel in channels:
+        last = _last(_times(model, channel, prompt.batch), prompt.exchange)
+        if channel is not channels[-1]:
+            last = replace(last, head_s=0.0)
+        total += last
+        by_stage.append(model.by_stage(last.total_s - last.head_s, last.head_s, max(channel.shares.queries)))
+    part = len(model.stages[-1]) / model.layer.model.attention.num_layers
+    return total.of_stage(part, pipelined_s(by_stage)), channels[-1]
 
 
 def estimate_decode(model: Roofline, instances: int, exchange: Exchange, length: int, batch: int = 1) -> Estimate:
@@ -205,13 +231,23 @@ def estimate_decode(model: Roofline, instances: int, exchange: Exchange, length:
         able = ", ".join(one.kind for one in decoding())
         raise ValueError(f"exchange {exchange.kind} is of prompts: decode by one of {able}")
     channel = decode_channel(LOCAL if instances == 1 else exchange, tuple(range(instances)), length, batch)
-    breakdown = max(_times(model, channel).values(), key=lambda one: one.total_s)
+    breakdown, turns = _last(_times(model, channel), LOCAL), min(batch, len(model.stages))
+    if model.hops:  # requests take turns, so that every stage has some
+        turn = decode_channel(channel.exchange, channel.group, length, -(-batch // turns))
+        breakdown = _last(_times(model, turn), LOCAL)
+        tokens = max(turn.shares.queries)
+        stages_s = model.by_stage(breakdown.total_s - breakdown.head_s, breakdown.head_s, tokens)
+        part = len(model.stages[-1]) / model.layer.model.attention.num_layers
+        breakdown = breakdown.of_stage(part, max(sum(stages_s), turns * max(stages_s)))
     layer, shape = model.layer, model.layer.model.attention
     embedding = 0.0 if layer.model.tied else layer.model.head_weights * shape.bytes_per_element
-    read = (layer.model.weight_bytes - embedding) * instances + batch * length * shape.kv_bytes * shape.num_layers
+    keys_bytes = batch * length * shape.kv_bytes * shape.num_layers
+    read = (layer.model.weight_bytes - embedding) * instances + keys_bytes / turns
     flops = batch * (2 * layer.model.num_parameters + 4 * length * shape.num_heads * shape.head_dim * shape.num_layers)
     bound_s = read / (instances * layer.tp * layer.device.bytes_per_s)
-    return _estimate(model, channel, phase="decode", breakdown=breakdown, lower_bound_s=bound_s, flops=flops)
+    return _estimate(
+        model, channel, phase="decode", breakdown=breakdown, lower_bound_s=bound_s, flops=flops, at_once=channel
+    )
 
 
 def decode_channel(exchange: Exchange, group: tuple[int, ...], length: int, batch: int) -> Channel:
@@ -297,42 +333,52 @@ def _times(model: Roofline, channel: Channel, batch: int = 1) -> dict[int, Break
 
 
 def _estimate(
-    model: Roofline, channel: Channel, *, phase: Phase, breakdown: Breakdown, lower_bound_s: float, flops: float
+    model: Roofline,
+    channel: Channel,
+    *,
+    phase: Phase,
+    breakdown: Breakdown,
+    lower_bound_s: float,
+    flops: float,
+    at_once: Channel,
 ) -> Estimate:
+    """Adds bytes, memory and rates to seconds; `at_once` is what one step computes of the channel."""
     layer, shape = model.layer, model.layer.model.attention
     queries = channel.shares.queries
     sums = 1 if layer.model.parallel else 2
+    passed = len(model.hops) * layer.tp * sum(queries) * shape.hidden_size * layer.bytes_per_element
     reduced = sums * 2 * (layer.tp - 1) * sum(queries) * shape.hidden_size * layer.bytes_per_element
     seconds = breakdown.total_s
-    rate = flops / seconds / (len(queries) * layer.tp)
+    rate = flops / seconds / (len(queries) * layer.tp * len(model.stages))
     return Estimate(
         phase=phase,
         seconds=seconds,
         lower_bound_s=lower_bound_s,
         breakdown=breakdown,
-        bytes_exchanged=shape.num_layers * (exchanged_bytes(layer, channel) + reduced),
-        memory=memory(layer, channel, max(queries)),
+        bytes_exchanged=shape.num_layers * (exchanged_bytes(layer, channel) + reduced) + passed,
+        memory=memory(model, at_once, max(at_once.shares.queries)),
         flops_per_gpu_s=rate,
         mfu=rate / layer.device.peak(2),
         partition=tuple(queries),
     )
 
 
-def memory(layer: Layer, channel: Channel, tokens: float) -> Memory:
+def memory(line: Roofline, channel: Channel, tokens: float) -> Memory:
     """Counts the memory of the fullest rank, when its group has computed a channel's queries and holds all its keys.
 
     Args:
         tokens: that the busiest instance computes at once.
     """
-    shape, attention = layer.model.attention, layer.attention
+    layer, most_layers = line.layer, max(map(len, line.stages))
+    attention = layer.attention
     held, copies = max(channel.shares.held), 1.0
     if attention.unfused and len(channel.group) > 1 and cost_of(channel.exchange).copies_kv:
         held, copies = max(held, channel.keys), attention.kv_copies
     scores = max(channel.shares.scores) * layer.heads * attention.score_buffer_bytes
     hidden, wide = activation_bytes(layer.model, tokens, layer.tp)
     return Memory(
-        weights=layer.model.weight_bytes / layer.tp,
-        kv=copies * held * layer.kv_bytes * shape.num_layers,
+        weights=max(layer.model.stage_bytes(layers) for layers in line.stages) / layer.tp,
+        kv=copies * held * layer.kv_bytes * most_layers,
         scores=scores,
         activations=hidden + max(0.0, wide - scores),
         capacity=layer.device.memory_bytes,

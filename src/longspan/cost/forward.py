@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import chain, pairwise, repeat
 
 from longspan.core.cluster import Cluster
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture
-from longspan.cost.catalog import Efficiency, Kernels
+from longspan.cost.catalog import Efficiency, Kernels, Link
 from longspan.cost.channels import (
     Channel,
     ExchangeCost,
@@ -37,6 +38,7 @@ class Breakdown:
         exchange_s: messages between instances that nothing hides, and waiting for them.
         launch_s: what the host needs beyond all of that to start all operators.
         head_s: the output head.
+        pipeline_s: while the last pipeline stage waits for those before it, or others for their turn.
     """
 
     linear_s: float = 0.0
@@ -47,11 +49,12 @@ class Breakdown:
     exchange_s: float = 0.0
     launch_s: float = 0.0
     head_s: float = 0.0
+    pipeline_s: float = 0.0
     total_s: float = field(init=False)
 
     def __post_init__(self) -> None:
         device_s = self.linear_s + self.elementwise_s + self.attention_s + self.overhead_s
-        self.total_s = device_s + self.all_reduce_s + self.exchange_s + self.launch_s + self.head_s
+        self.total_s = device_s + self.all_reduce_s + self.exchange_s + self.launch_s + self.head_s + self.pipeline_s
 
     def __add__(self, other: Breakdown) -> Breakdown:
         return Breakdown(
@@ -63,7 +66,13 @@ class Breakdown:
             exchange_s=self.exchange_s + other.exchange_s,
             launch_s=self.launch_s + other.launch_s,
             head_s=self.head_s + other.head_s,
+            pipeline_s=self.pipeline_s + other.pipeline_s,
         )
+
+    def of_stage(self, part: float, seconds: float) -> Breakdown:
+        """Returns what the last stage, with a part of all layers, spends in so many seconds in which it does this."""
+        own = {name: part * spent_s for name, spent_s in self.as_dict().items()} | {"head_s": self.head_s}
+        return Breakdown(**(own | {"pipeline_s": max(0.0, seconds - sum(own.values()))}))
 
     def as_dict(self) -> dict[str, float]:
         """Returns seconds by name, without the total."""
@@ -92,11 +101,15 @@ class Roofline:
     """Predicts forward passes of a model on a cluster.
 
     Attributes:
+        stages: the layers of each pipeline stage of an instance.
+        hops: from each of them to the next, the slowest link that hidden states take.
         costs: of kinds of exchange, in place of the registered ones, for what other systems do by the same name.
     """
 
     layer: Layer
     topology: Topology
+    stages: Sequence[range]
+    hops: Sequence[Link]
     costs: Mapping[str, ExchangeCost] = field(default_factory=dict)
     _known: dict[tuple[float, float], Breakdown] = field(default_factory=dict, repr=False)
 
@@ -125,6 +138,17 @@ class Roofline:
         if self.layer.attention.unfused or not all(channel.decode for channel in channels):
             _add(found, self._waiting_for_host(found, channels))
         return found
+
+    def by_stage(self, layers_s: float, head_s: float, tokens: float) -> tuple[float, ...]:
+        """Shares the seconds of all layers among the stages; each but the first waits for hidden states of `tokens`."""
+        num_bytes = tokens * self.layer.model.attention.hidden_size * self.layer.bytes_per_element
+        hops_s = (link.send_s(num_bytes, self.layer.tp) if tokens else 0.0 for link in self.hops)
+        heads_s = chain(repeat(0.0, len(self.hops)), (head_s,))
+        num_layers = self.layer.model.attention.num_layers
+        return tuple(
+            hop_s + layers_s * len(layers) / num_layers + head_s
+            for layers, hop_s, head_s in zip(self.stages, chain((0.0,), hops_s), heads_s, strict=True)
+        )
 
     def _exchanged(self, channel: Channel) -> Breakdown:
         num_layers, cost = self.layer.model.attention.num_layers, self.costs.get(channel.exchange.kind)
@@ -199,6 +223,16 @@ class Roofline:
             found[instance] += Breakdown(exchange_s=max(0.0, end_s - own_s))
 
 
+def pipelined_s(steps: Iterable[Sequence[float]]) -> float:
+    """Returns when the last of some steps leaves the last stage, from the seconds of each per pipeline stage."""
+    ends_s: list[float] = []
+    for stages_s in steps:
+        ends_s, before_s = ends_s or [0.0] * len(stages_s), 0.0
+        for stage, own_s in enumerate(stages_s):
+            before_s = ends_s[stage] = max(before_s, ends_s[stage]) + own_s
+    return ends_s[-1]
+
+
 def rooflines(
     model: Architecture,
     devices: Devices,
@@ -216,7 +250,7 @@ def rooflines(
     """
     specs = [cluster.spec] if cluster.decode_spec is None else [cluster.spec, cluster.decode_spec]
     if cluster.num_ranks > devices.num_gpus:
-        ranks = " + ".join(f"{spec.instances} * {spec.tp}" for spec in specs)
+        ranks = " + ".join(f"{spec.instances} * {spec.num_ranks // spec.instances}" for spec in specs)
         raise ValueError(
             f"{cluster} needs {ranks} = {cluster.num_ranks} GPUs, but there are {devices.hosts} hosts * "
             f"{devices.gpus_per_host} = {devices.num_gpus}: use more hosts or fewer ranks"
@@ -230,10 +264,14 @@ def rooflines(
     inside, between = devices.links()
     device, attention = catalog.device(devices.hardware), constants.attention[kernels]
     per_host, located = devices.gpus_per_host, cluster if cluster.locations else cluster.on_hosts(devices.gpus_per_host)
+    located = located.with_layers(model.attention.num_layers, model.head_layers)
     hosts = [located.hosts[located.rank(instance)] for instance in located.instances]
     found = []
-    for spec in specs:
+    for spec, role in zip(specs, (located.prefill, located.decode), strict=False):
         topology = Topology(tp=spec.tp, gpus_per_host=per_host, inside=inside, between=between, hosts=hosts)
         layer = Layer(model=model, device=device, efficiency=constants, attention=attention, tp=spec.tp)
-        found.append(Roofline(layer=layer, topology=topology))
+        stages = [located.layers(role[0], stage) for stage in range(spec.pp)]
+        ranks_hosts = [[located.hosts[located.rank(i, stage)] for i in role] for stage in range(spec.pp)]
+        hops = [inside if here == there else between for here, there in pairwise(ranks_hosts)]
+        found.append(Roofline(layer=layer, topology=topology, stages=stages, hops=hops))
     return tuple(found)

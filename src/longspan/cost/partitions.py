@@ -19,7 +19,7 @@ from typing import ClassVar
 import msgspec
 
 from longspan.core.exchange import LOCAL
-from longspan.core.runs import shard_span
+from longspan.core.layouts import shard_span
 from longspan.cost.architecture import ModelShape
 from longspan.cost.profile import Count, LinkFit, PrefillTime, Profile, Stored
 from longspan.errors import ParameterError

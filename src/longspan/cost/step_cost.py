@@ -11,15 +11,16 @@ from typing import Protocol
 
 from longspan.core.cluster import Cluster
 from longspan.core.exchange import LOCAL, RING_Q, Exchange
+from longspan.core.layouts import shard_span
 from longspan.core.owners import coupled_instances
-from longspan.core.runs import SpanShards, shard_span
+from longspan.core.runs import SpanShards
 from longspan.core.steps import Forward, MoveKV, Part
 from longspan.cost.architecture import Architecture, ModelShape
 from longspan.cost.catalog import Kernels
 from longspan.cost.channels import Channel, Share, Shares, shares_of
 from longspan.cost.flows import Flow, alone_s
 from longspan.cost.forward import Breakdown, Roofline, rooflines
-from longspan.cost.profile import Prefill, Profile, Times
+from longspan.cost.profile import LinkFit, Prefill, Profile, Times
 from longspan.cost.topology import Devices
 from longspan.errors import ParameterError
 
@@ -36,6 +37,10 @@ class StepCost(Protocol):
         """Times each of its `instances`, from the moment all of them have begun; what of its `rebalances` the layers
         do not hide is in it, its `streams` are not. Passing a token on takes no time.
         """
+        ...
+
+    def stage_seconds(self, forward: Forward) -> dict[int, tuple[float, ...]]:
+        """Says the same of each pipeline stage of its `instances`, one after the other: they add up to `seconds`."""
         ...
 
     def exposed_s(self, forward: Forward) -> dict[int, float] | None:
@@ -120,15 +125,32 @@ class RooflineCost:
         return self.lines[-1 if instance >= self._num_prefill else 0]
 
     def seconds(self, forward: Forward) -> dict[int, float]:
+        if self._line(forward.instances[0]).hops:
+            return {instance: sum(stages) for instance, stages in self.stage_seconds(forward).items()}
         if (decodes_alone := _decodes_alone(forward)) is not None:
             [instance] = forward.instances
             return {instance: self._alone_s(self._line(instance), *decodes_alone)}
+        layers_s, heads_s = self._layers_and_heads_s(forward)
+        return {instance: layers_s[instance] + head_s for instance, head_s in heads_s.items()}
+
+    def stage_seconds(self, forward: Forward) -> dict[int, tuple[float, ...]]:
+        if not self._line(forward.instances[0]).hops:
+            return {instance: (seconds,) for instance, seconds in self.seconds(forward).items()}
+        layers_s, heads_s = self._layers_and_heads_s(forward)
+        tokens = _tokens(forward)
+        return {
+            instance: self._line(instance).by_stage(layers_s[instance], head_s, tokens[instance])
+            for instance, head_s in heads_s.items()
+        }
+
+    def _layers_and_heads_s(self, forward: Forward) -> tuple[dict[int, float], dict[int, float]]:
+        """Returns the time of all layers of each instance, and that of its output head."""
         times, channels = self._times(forward)
         layers_s = {instance: one.total_s - one.head_s for instance, one in times.items()}
         _wait_for_members(layers_s, channels)
         if forward.rebalances:
             _wait_for_balances(forward, layers_s, self)
-        return {instance: layers_s[instance] + one.head_s for instance, one in times.items()}
+        return layers_s, {instance: one.head_s for instance, one in times.items()}
 
     def exposed_s(self, forward: Forward) -> dict[int, float]:
         times, channels = self._times(forward)
@@ -170,6 +192,15 @@ class RooflineCost:
             for instance, queries in zip(channel.group, channel.shares.queries, strict=True):
                 tokens[instance] += queries
         return self._line(forward.parts[0].group[0]).times(channels, tokens, sampled), channels
+
+
+def _tokens(forward: Forward) -> Counter[int]:
+    """Counts the tokens that each instance computes."""
+    found = Counter[int]()
+    for part in forward.parts:
+        for instance, runs in zip(part.group, part.runs, strict=True):
+            found[instance] += sum(map(len, runs))
+    return found
 
 
 class _Decodes:
@@ -258,16 +289,22 @@ class FittedCost:
     prefill, a decode costs a token of it and its own context. Members of a group end together. KV moves as quickly as
     two ranks sent to each other.
 
+    Pipeline stages share what was measured of an instance without stages, beside as many busy others as there are
+    stages: by their layers, and the output head by its weights.
+
     Args:
         shape: of the model that was measured.
         block_size: tokens of a KV block, which transfers consist of.
+        cluster: the instances, when they have stages.
 
     Raises:
         ValueError: for a profile that lacks one instance alone, with the remedy.
     """
 
-    def __init__(self, profile: Profile, shape: ModelShape, *, block_size: int) -> None:
+    def __init__(self, profile: Profile, shape: ModelShape, *, block_size: int, cluster: Cluster | None = None) -> None:
         self._link, self._tp = profile.link("point_to_point", 2), profile.profile_key.tp
+        self._cluster = cluster if cluster is not None and cluster.has_stages else None
+        self._hidden_bytes = shape.hidden_size * shape.bytes_per_element
         self.num_layers, self._block_bytes = shape.num_layers, block_size * shape.kv_bytes * shape.num_layers
         self._block_size = block_size
         self._times = profile.times(self._measured_as)
@@ -282,19 +319,47 @@ class FittedCost:
             raise ParameterError("profile", problem)
 
     def flows(self, move: MoveKV) -> tuple[Flow, ...]:
-        if self._link is None:
-            problem = "lacks times of messages between two ranks, which KV moves by: measure 2 instances or more"
-            raise ParameterError("profile", problem)
-        latency_s, byte_s = self._link.start_s, 1 / (self._link.bytes_per_s * self._tp)
+        link = self._known_link()
+        latency_s, byte_s = link.start_s, 1 / (link.bytes_per_s * self._tp)
         return tuple(
             Flow(*pair, number * self._block_bytes, latency_s, ((("out", pair[0]), byte_s), (("in", pair[1]), byte_s)))
             for pair, number in _pairs(move)
         )
 
+    def _known_link(self) -> LinkFit:
+        if self._link is None:
+            problem = (
+                "lacks times of messages between two ranks, which KV and hidden states move by: measure 2 instances or "
+                "more"
+            )
+            raise ParameterError("profile", problem)
+        return self._link
+
     def exposed_s(self, forward: Forward) -> None:
         """Returns None: steps were measured as a whole."""
 
     def seconds(self, forward: Forward) -> dict[int, float]:
+        if self._cluster is None:
+            return self._unsplit_s(forward)
+        return {instance: sum(stages) for instance, stages in self.stage_seconds(forward).items()}
+
+    def stage_seconds(self, forward: Forward) -> dict[int, tuple[float, ...]]:
+        found, cluster = self._unsplit_s(forward), self._cluster
+        if cluster is None:
+            return {instance: (seconds,) for instance, seconds in found.items()}
+        tokens, sampled = _tokens(forward), Counter(one.sample.instance for one in forward.parts if one.sample)
+        by_stage = {}
+        for instance, seconds in found.items():
+            weight = sampled[instance] * cluster.head_layers  # of the head, where a layer has that of its tokens
+            head_s = seconds * weight / (tokens[instance] * cluster.num_layers + weight) if weight else 0.0
+            layer_s, stages = (seconds - head_s) / cluster.num_layers, range(cluster.pp(instance))
+            hop_s = self._known_link().seconds(tokens[instance] * self._hidden_bytes) if tokens[instance] else 0.0
+            times = [len(cluster.layers(instance, stage)) * layer_s + (hop_s if stage else 0.0) for stage in stages]
+            by_stage[instance] = (*times[:-1], times[-1] + head_s)
+        return by_stage
+
+    def _unsplit_s(self, forward: Forward) -> dict[int, float]:
+        """Returns what instances without stages take."""
         starts, rest = dict.fromkeys(forward.instances, 0.0), dict.fromkeys(forward.instances, 0.0)
         prefilling: set[int] = set()
         for part in forward.parts:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from longspan.attn.spec import as_output
 from longspan.model.files import ModelFiles
 from longspan.model.info import build_skeleton, load_config
 from longspan.model.sharding import Shard, attention_modules, sum_partial_results
+from longspan.model.stages import Stage
 from longspan.model.store import DTYPES, map_tensors, read_info
 
 _SERVE = "longspan"
@@ -30,16 +32,21 @@ Reduce = Callable[[Tensor], Tensor]
 
 
 class Model:
-    """One rank's view of a model, or one of `tp` shares of it. On CPU its parameters are views of the mapped weights.
+    """One rank's view of a model: all of it, or some `layers`, or one of `tp` shares of these.
+
+    On CPU its parameters are views of the mapped weights.
 
     Attributes:
         info: of the whole model.
-        specs: what each layer's attention computes here.
+        specs: what the attention of each layer, of any stage, computes on a rank with this share.
         shard: which share this is.
-        stored_attention: the unsharded parameters of each attention module in the weight file; empty for a whole model.
+        stage: which layers these are; None for all.
+        stored_attention: by layer, the unsharded parameters of its attention in the weight file; empty for a whole one.
     """
 
-    def __init__(self, files: ModelFiles, device: torch.device, *, tp_index: int = 0, tp: int = 1) -> None:
+    def __init__(
+        self, files: ModelFiles, device: torch.device, *, tp_index: int = 0, tp: int = 1, layers: range | None = None
+    ) -> None:
         config = load_config(files.config_dir, files.trust_remote_code)
         self.module = build_skeleton(
             config, files.trust_remote_code, dtype=DTYPES[files.dtype], attn_implementation=_SERVE
@@ -47,36 +54,53 @@ class Model:
         self.info = read_info(files.weights)
         self.shard = Shard(index=tp_index, size=tp, specs=self.info.specs)
         self.specs = self.shard.local_specs
+        is_whole = layers is None or len(layers) == self.info.num_layers
+        self.stage = None if layers is None or is_whole else Stage(self.module, self.info, layers)
         stored = map_tensors(files.weights)
         _fill(self.module, stored, device, self.shard)
         switch_length = self.info.rope_switch_length
         self._longrope = None if switch_length is None else _pin_longrope(self.module, switch_length)
         self._reduce: Reduce | None = None
-        self.stored_attention: list[dict[str, Tensor]] = []
+        self.stored_attention: dict[int, dict[str, Tensor]] = {}
         if tp > 1:
             sum_partial_results(self.module, self.shard, self._sum)
             paths = {module: path for path, module in self.module.named_modules()}
-            self.stored_attention = [
-                {name: stored[f"{paths[attention]}.{name}"] for name, _ in attention.named_parameters()}
-                for attention in attention_modules(self.module)
-            ]
+            self.stored_attention = {
+                layer: {name: stored[f"{paths[attention]}.{name}"] for name, _ in attention.named_parameters()}
+                for layer, attention in attention_modules(self.module).items()
+            }
         self._inputs: tuple[Tensor, Tensor]
         self._output: object
         getattr(self.module, self.module.base_model_prefix).register_forward_hook(self._keep_output)
 
     @torch.no_grad()
-    def forward(self, tokens: Tensor, positions: Tensor, keep: Tensor, attend: Attend, rope_lengths: Tensor) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        keep: Tensor,
+        attend: Attend,
+        rope_lengths: Tensor,
+        hidden: Tensor | None = None,
+    ) -> Tensor:
         """Runs one packed row of tokens and returns float32 logits `[n, vocab]` of the tokens indexed by `keep` `[n]`.
 
         `tokens` and `positions` `[tokens]` (int64) may belong to several requests; `attend` keeps them apart. It
         is called once per layer, in order, with q, k, v after RoPE; these may be strided views and are its to keep.
         `rope_lengths` `[tokens]` is each token's request length for RoPE, read iff `info.rope_switch_length` is set.
         With n = 0 no logits are computed. At least one token is needed.
+
+        A stage behind the first is given the `hidden` states `[1, tokens, hidden]` that the one before returned in
+        place of logits.
         """
         assert tokens.shape == positions.shape and tokens.numel() > 0, (tokens.shape, positions.shape)
         if self._longrope is not None:
             self._longrope.pin(rope_lengths)
         self._inputs = tokens, positions
+        if self.stage is not None:
+            if not self.stage.is_last:
+                return self.stage.before_head(hidden, **self._arguments(attend))
+            self.stage.begin(hidden)
         return self._call(keep, attend)
 
     @torch.no_grad()
@@ -122,12 +146,13 @@ class Model:
         self._output = output
 
     def _call(self, keep: Tensor, attend: Attend | None) -> Tensor:
-        tokens, positions = self._inputs
-        output = self.module(
-            input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=keep, attend=attend
-        )
+        output = self.module(logits_to_keep=keep, **self._arguments(attend))
         logits: Tensor = output.logits[0]
         return logits.float()
+
+    def _arguments(self, attend: Attend | None) -> dict[str, Any]:
+        tokens, positions = self._inputs
+        return {"input_ids": tokens[None], "position_ids": positions[None], "use_cache": False, "attend": attend}
 
 
 class _Replay(nn.Module):

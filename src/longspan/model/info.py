@@ -117,18 +117,26 @@ class ModelInfo:
     """The facts that are stored with a model's weights.
 
     `context_length` is in tokens (prompt and output together); `specs` has one entry per layer; `hidden_size` is the
-    width of what passes from layer to layer.
+    width of what passes from layer to layer, and `layer_weights` how many elements a layer has, on average.
     `rope_switch_length` is set for longrope models: a request whose length (tokens) is above it uses the long
     factors, for all of its tokens.
+    `layers_return_tuples` says that hidden states are the first of what each layer returns.
     """
 
     num_layers: int
     vocab_size: int
     hidden_size: int
+    layer_weights: float
     context_length: int
     eos_token_ids: tuple[int, ...]
     specs: tuple[AttnSpec, ...]
     rope_switch_length: int | None
+    layers_return_tuples: bool
+
+    @property
+    def head_layers(self) -> float:
+        """The weights of the output head, in layers."""
+        return self.vocab_size * self.hidden_size / self.layer_weights
 
     def shape(self, bytes_per_element: int) -> ModelShape:
         """Returns its sizes, of the first layer if they differ."""
@@ -158,31 +166,56 @@ def gather_info(model: PreTrainedModel, config_dir: Path) -> ModelInfo:
             length, or sliding windows other than those observed.
     """
     config = model.config
-    specs = _probe_specs(model)
+    specs, returns_tuples = _probe_layers(model)
     _check_windows(config, specs)
     return ModelInfo(
         num_layers=config.num_hidden_layers,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
+        layer_weights=sum(weight.numel() for weight in decoder_layers(model).parameters()) / config.num_hidden_layers,
         context_length=_context_length(config),
         eos_token_ids=_eos_token_ids(config, config_dir),
         specs=specs,
         rope_switch_length=_rope_switch_length(config),
+        layers_return_tuples=returns_tuples,
     )
 
 
-def _probe_specs(model: PreTrainedModel) -> tuple[AttnSpec, ...]:
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """Finds the list of a model's layers, each of which has an attention with its number.
+
+    Raises:
+        ModelError: when there is no such list.
+    """
+    number: int = model.config.num_hidden_layers
+    for found in model.modules():
+        if isinstance(found, nn.ModuleList) and len(found) == number and all(map(_has_number, found, range(number))):
+            return found
+    raise ModelError(f"{type(model).__name__} does not keep its layers in a list; this architecture is not supported")
+
+
+def _has_number(layer: nn.Module, number: int) -> bool:
+    return any(getattr(module, "layer_idx", None) == number for module in layer.modules())
+
+
+def _probe_layers(model: PreTrainedModel) -> tuple[tuple[AttnSpec, ...], bool]:
+    """Returns the attention of every layer, and whether layers return tuples."""
     pair = torch.tensor([[0, 1]], device=model.device)
     specs: dict[int, AttnSpec] = {}
+    kinds: dict[nn.Module, type] = {}
+    firsts = [module[0] for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    hooks = [one.register_forward_hook(lambda *called: kinds.update({called[0]: type(called[-1])})) for one in firsts]
     with torch.no_grad():
         model(input_ids=pair, position_ids=pair, use_cache=False, specs=specs)
+    for hook in hooks:
+        hook.remove()
     num_layers: int = model.config.num_hidden_layers
     if sorted(specs) != list(range(num_layers)):
         raise ModelError(
             f"{type(model).__name__}: {len(specs)} of its {num_layers} layers use transformers' attention interface; "
             "longspan needs all of them to"
         )
-    return tuple(specs[layer] for layer in range(num_layers))
+    return tuple(specs[layer] for layer in range(num_layers)), kinds[decoder_layers(model)[0]] is tuple
 
 
 def _probe(

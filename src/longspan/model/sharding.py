@@ -130,13 +130,14 @@ def sum_partial_results(module: PreTrainedModel, shard: Shard, reduce: Callable[
     for name, layer in module.named_modules():
         if _LAYER.search(name) and _SUMMED.search(name):
             layer.register_forward_hook(lambda _module, _inputs, output: reduce(output))
-    for attention in attention_modules(module):
-        _tell_head_counts(attention, shard.local_specs[attention.layer_idx])
+    for layer, attention in attention_modules(module).items():
+        _tell_head_counts(attention, shard.local_specs[layer])
 
 
-def attention_modules(module: PreTrainedModel) -> list[Any]:
+def attention_modules(module: PreTrainedModel) -> dict[int, Any]:
+    """Returns the attention of each layer that the model has."""
     found: list[Any] = [layer for layer in module.modules() if hasattr(layer, "o_proj") and hasattr(layer, "layer_idx")]
-    return sorted(found, key=lambda attention: attention.layer_idx)
+    return {attention.layer_idx: attention for attention in found}
 
 
 @contextmanager

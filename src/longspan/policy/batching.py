@@ -14,7 +14,7 @@ Sarathi-Serve do, but for several instances at once).
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import compress
@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from longspan.core.exchange import LOCAL
 from longspan.core.owners import BlockRef, PrefixHit, coupled_instances
-from longspan.core.runs import Run
+from longspan.core.runs import Run, chunk_tokens
 from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
 
 
@@ -77,7 +77,39 @@ class Batch:
         runnable = [r for r in self._view.running.within(self.instances) if r.num_scheduled < r.num_tokens]
         if len(runnable) > 1:
             runnable.sort(key=lambda r: r.admission)
-        self._later = deque(runnable)
+        self._later, self._next_turn = deque(runnable), list[RequestView]()
+        if self._view.cluster.has_stages:
+            self._take_turns()
+
+    def _take_turns(self) -> None:
+        """Leaves decodes of instances with several stages to later steps, so that every stage has some to compute.
+
+        A step gets 1/pp of each group's, and none that the latest pp - 1 steps sample for: it would wait for the last
+        stage. Unless there is nothing else: then a step that waits is ready a moment earlier.
+        """
+        decoding, steps = Counter[tuple[int, ...]](), defaultdict[tuple[int, ...], set[int]](set)
+        for request in self._view.running.within(self.instances):
+            decoding[request.group] += request.num_scheduled >= request.num_prompt
+            if request.num_steps:
+                steps[request.group].add(request.last_step)
+        num_stages = {group: self._view.cluster.pp(group[0]) for group in decoding}
+        latest = {group: sorted(steps[group])[1 - pp :] if pp > 1 else [] for group, pp in num_stages.items()}
+        left = {group: -(-number // num_stages[group]) for group, number in decoding.items()}
+        now = [r for r in self._later if r.num_scheduled < r.num_prompt]
+        idle = decoding.keys() - {r.group for r in now} if not self._view.waiting else set()
+        for request in sorted(self._later, key=lambda r: (r.last_step, r.admission)):
+            group = request.group
+            if request.num_scheduled < request.num_prompt:
+                continue
+            is_known = request.num_scheduled < request.num_known or request.num_steps < self._view.max_steps_in_flight
+            if is_known and left[group] and (group in idle or request.last_step not in latest[group]):
+                left[group] -= 1
+                if request.last_step not in latest[group]:
+                    idle.discard(group)
+                now.append(request)
+            else:
+                self._next_turn.append(request)
+        self._later = deque(sorted(now, key=lambda r: r.admission))
 
     def running(self) -> Iterator[RequestView]:
         """Yields requests that hold KV and have something to compute, first admitted first.
@@ -119,8 +151,8 @@ class Batch:
         short = {i for i, number in part.new_blocks.items() if self.budget.blocks[i] < number}
         if any(kv.num_leaving(instance) for instance in short):
             return  # blocks are free as soon as KV on its way has left
-        holding = (r for r in reversed(self._later) if any(ref.instance in short for ref in r.table))
-        victim = next(holding, request)
+        later = (r for r in (*self._later, *self._next_turn) if any(ref.instance in short for ref in r.table))
+        victim = max((request, *later), key=lambda r: r.admission)
         if victim is request and _can_wait(part, self._view):
             return
         if victim.in_flight:
@@ -130,7 +162,7 @@ class Batch:
         for instance, number in kv.reclaimable(victim).items():
             self.budget.blocks[instance] += number
         if victim is not request:
-            self._later.remove(victim)
+            (self._next_turn if victim in self._next_turn else self._later).remove(victim)
             self._later.appendleft(request)
 
 
@@ -195,6 +227,8 @@ class Budget:
         self.claimed: set[BlockRef] = set()
         self.adopted: set[BlockRef] = set()
         self.tokens = dict.fromkeys(instances, view.max_num_batched_tokens)
+        if view.cluster.has_stages:
+            self.tokens = {instance: _step_tokens(view, instance) for instance in instances}
         self.blocks = PerInstance(view.kv.num_free)
 
     @cached_property
@@ -256,6 +290,19 @@ class Budget:
         if hit.adopts_last:
             self.adopted.add(hit.refs[-1])
         return True
+
+
+def _step_tokens(view: ClusterView, instance: int) -> int:
+    """Bounds the tokens of a step: on an instance of several stages so that what is due makes some steps for each."""
+    most, pp = view.max_num_batched_tokens, view.cluster.pp(instance)
+    if pp == 1:
+        return most
+    due = view.running.due_tokens[instance]
+    for request in view.waiting:
+        if chunk_tokens(due, pp) >= most:
+            break
+        due += request.num_tokens
+    return min(most, chunk_tokens(due, pp))
 
 
 def single_part(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from longspan.core.exchange import RING_Q, of_any_layout
-from longspan.core.runs import shard_span
+from longspan.core.layouts import shard_span
 from longspan.core.view import ClusterView, Plan, RequestView, ScheduledPart
 from longspan.errors import ParameterError
 from longspan.policy import PolicySpec

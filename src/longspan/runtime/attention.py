@@ -45,7 +45,7 @@ class StepAttention:
             assert layerwise is not None, "layerwise exchanges need a model"
             self._layerwise = layerwise.step(whole_layers, comm, pool=pool, watch=watch)
         self._started: dict[int, object] = {}
-        self._start(0)
+        self._start(pool.layers.start)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Returns the attention of this rank's packed tokens, or of the first `num_alone` of them."""
@@ -83,14 +83,14 @@ class StepAttention:
 
     def without_tokens(self, dtype: torch.dtype, device: torch.device) -> None:
         """Takes part in every layer's exchanges when this rank has no token; the model itself cannot run on none."""
-        for layer in range(len(self._specs)):
+        for layer in self._pool.layers:
             self._attend_nothing(layer, dtype, device)
             if self._layerwise is not None:
                 self._layerwise.without_tokens(layer, dtype, device)
 
     def finish(self) -> None:
         """Sends what is left to send after the last layer."""
-        self._stream(len(self._specs) - 1)
+        self._stream(self._pool.layers[-1])
 
     def _attend_nothing(self, layer: int, dtype: torch.dtype, device: torch.device) -> None:
         spec = self._specs[layer]
@@ -100,7 +100,7 @@ class StepAttention:
 
     def _start(self, layer: int) -> None:
         """Starts what channels can send and receive of a layer before anything of it is computed."""
-        if layer == len(self._specs):
+        if layer not in self._pool.layers:
             return
         for channel, exchange in self._channels:
             if exchange.start is not None:

@@ -297,10 +297,10 @@ class RankRequest:
 
 
 class RankRequests:
-    """The requests of one rank by id."""
+    """The requests of one rank by id. Only ranks that sample count tokens for penalties and grammars."""
 
-    def __init__(self, vocabulary: Vocabulary, device: torch.device) -> None:
-        self._vocabulary, self._device = vocabulary, device
+    def __init__(self, vocabulary: Vocabulary, device: torch.device, *, samples: bool = True) -> None:
+        self._vocabulary, self._device, self._samples = vocabulary, device, samples
         self._requests: dict[int, RankRequest] = {}
 
     def __getitem__(self, request_id: int) -> RankRequest:
@@ -309,14 +309,21 @@ class RankRequests:
     def apply(self, part: Part) -> RankRequest:
         sampling, vocabulary = part.sampling, self._vocabulary
         if sampling is not None and part.request_id not in self._requests:
+            penalised, constrained = (self._samples and one for one in (sampling.penalised, sampling.constrained))
             self._requests[part.request_id] = RankRequest(
                 sampling=sampling,
-                history=TokenCounts(vocabulary.size, sampling.prompt, self._device) if sampling.penalised else None,
-                matcher=GrammarMatcher(sampling.grammar, vocabulary) if sampling.constrained else None,
+                history=TokenCounts(vocabulary.size, sampling.prompt, self._device) if penalised else None,
+                matcher=GrammarMatcher(sampling.grammar, vocabulary) if constrained else None,
             )
         request = self._requests[part.request_id]
         request.apply(part)
         return request
+
+    def learn(self, request_ids: Sequence[int], tokens: Sequence[int]) -> None:
+        """Takes in what another rank has sampled, of those that are not forgotten yet."""
+        for request_id, token in zip(request_ids, tokens, strict=True):
+            if request_id in self._requests:
+                self._requests[request_id].last_token = token
 
     def forget(self, request_ids: Iterable[int]) -> None:
         """Drops requests; ignores those of other ranks."""

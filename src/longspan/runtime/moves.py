@@ -2,203 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import os
 import queue
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from longspan.attn.comm import Group, Message, Pending, Transport
-from longspan.attn.spec import AttnSpec
-from longspan.core.cluster import Cluster, split_heads
 from longspan.core.steps import Forward, Link, MoveKV
+from longspan.runtime.block_messages import BlockMessages, BlockSlice, RankMove
 from longspan.runtime.messages import Moved, Sent
-from longspan.runtime.pool import WINDOW_BYTES, KvPool
+from longspan.runtime.pool import WINDOW_BYTES
 
-FIRST_TAG = 2**31 - 2**27
-"""Messages of moves have the tags from here to 2**31; those of exchanges have the others."""
-_NUM_TAGS = 2**27
-_CHUNKS = 64
-"""Messages of a layer of a move, from one rank to another, that have tags of their own; fewer are under way."""
-_CHUNK_BYTES = 8 * 2**20
-"""The largest message, unless a single block is larger."""
 _CLOSE_TIMEOUT_S = 2.0
-
-
-# ---------------------------------------------------------------- which blocks go where
-
-
-class Route(NamedTuple):
-    """Heads that one shard of the source sends to one of the target.
-
-    Attributes:
-        given, taken: the same heads, as the source and as the target counts its own.
-    """
-
-    source: int
-    target: int
-    given: range
-    taken: range
-
-
-@lru_cache
-def head_routes(num_heads: int, num_kv_heads: int, source_tp: int, target_tp: int) -> tuple[Route, ...]:
-    """Lists the routes of a layer. A target gets each head once; sources with the same head share its targets
-    evenly.
-    """
-    has = [share.kv_heads for share in split_heads(num_heads, num_kv_heads, source_tp)]
-    needs = [share.kv_heads for share in split_heads(num_heads, num_kv_heads, target_tp)]
-    sent: dict[tuple[int, int], list[int]] = {}
-    for head in range(num_kv_heads):
-        givers = [shard for shard, heads in enumerate(has) if head in heads]
-        takers = [shard for shard, heads in enumerate(needs) if head in heads]
-        for index, taker in enumerate(takers):
-            sent.setdefault((givers[index * len(givers) // len(takers)], taker), []).append(head)
-    return tuple(
-        Route(source=source, target=target, given=_within(has[source], heads), taken=_within(needs[target], heads))
-        for (source, target), heads in sent.items()
-    )
-
-
-def _within(share: range, heads: list[int]) -> range:
-    assert heads == list(range(heads[0], heads[-1] + 1)), "a rank has neighbouring heads, or a single one"
-    return range(heads[0] - share.start, heads[-1] + 1 - share.start)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockSlice:
-    """One message: some heads of some blocks of a layer, which go to the rank `peer` or come from there.
-
-    Attributes:
-        number: of the move.
-        blocks, heads: `[blocks]` int64 and the heads in this rank's own pool, where they are from or go to.
-        block_bytes: of each block, keys and values.
-        chunk: the index of the message among those between these ranks in this layer.
-        is_last: whether it is the last of them.
-        ready: on a CUDA device, when the pool has the blocks.
-    """
-
-    number: int
-    peer: int
-    layer: int
-    blocks: Tensor
-    heads: range
-    block_bytes: int
-    chunk: int = 0
-    is_last: bool = True
-    ready: torch.cuda.Event | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        return len(self.blocks) * self.block_bytes
-
-    def cut(self, ready: torch.cuda.Event | None = None) -> Iterator[BlockSlice]:
-        """Cuts it in order into messages that are not too large."""
-        chunks = self.blocks.split(max(1, _CHUNK_BYTES // self.block_bytes))
-        for chunk, blocks in enumerate(chunks):
-            yield replace(self, blocks=blocks, chunk=chunk, is_last=chunk + 1 == len(chunks), ready=ready)
-
-
-class RankMove(NamedTuple):
-    """A MoveKV on one rank: by the instance at the other end, which of its own blocks go `to` it, or are `of` it."""
-
-    number: int
-    to: Mapping[int, Tensor]
-    of: Mapping[int, Tensor]
-
-
-class BlockMessages:
-    """Makes the messages of one rank. `specs` are those of the whole model."""
-
-    def __init__(self, pool: KvPool, specs: Sequence[AttnSpec], cluster: Cluster, rank: int) -> None:
-        self._pool, self._specs, self._cluster, self.rank = pool, specs, cluster, rank
-        self._instance, _, self._shard = cluster.at(rank)
-        self.num_layers, self.device = len(specs), pool.layer(0).keys.device
-
-    def of_rank(self, move: MoveKV) -> RankMove:
-        """Picks the blocks of a move that this rank sends or receives."""
-        to: dict[int, list[int]] = {}
-        of: dict[int, list[int]] = {}
-        for source, target in move.copies:
-            if source.instance == target.instance:
-                continue  # see `copy_own`
-            if source.instance == self._instance:
-                to.setdefault(target.instance, []).append(source.block)
-            elif target.instance == self._instance:
-                of.setdefault(source.instance, []).append(target.block)
-        return RankMove(move.number, to=self._tensors(to), of=self._tensors(of))
-
-    def copy_own(self, move: MoveKV) -> None:
-        """Copies the blocks of a move that stay on this rank's instance, in every layer."""
-        for source, target in move.copies:
-            if source.instance == target.instance == self._instance:
-                self._pool.copy_block(source.block, target.block)
-
-    def leaving(self, move: RankMove, layer: int) -> Iterator[BlockSlice]:
-        """Yields what this rank sends of a layer, at most one slice per peer."""
-        for target, blocks in move.to.items():
-            for route in self._routes(layer, self._instance, target):
-                if route.source == self._shard:
-                    peer = self._cluster.rank(target, shard=route.target)
-                    yield self._slice(move, layer, peer, blocks, route.given)
-
-    def coming(self, move: RankMove, layer: int) -> Iterator[BlockSlice]:
-        """Yields what this rank receives of a layer, at most one slice per peer."""
-        for source, blocks in move.of.items():
-            for route in self._routes(layer, source, self._instance):
-                if route.target == self._shard:
-                    peer = self._cluster.rank(source, shard=route.source)
-                    yield self._slice(move, layer, peer, blocks, route.taken)
-
-    def filled(self, leaving: BlockSlice) -> Message:
-        made = self.room(leaving)
-        self._pool.read_blocks(leaving.layer, leaving.blocks, leaving.heads, *made.tensors)
-        return made
-
-    def room(self, blocks: BlockSlice) -> Message:
-        """Allocates a message for keys and values `[blocks, heads, block_size, head_dim]`."""
-        keys = self._pool.layer(blocks.layer).keys
-        shape = (len(blocks.blocks), len(blocks.heads), *keys.shape[2:])
-        return Message([(shape, keys.dtype)] * 2, keys.device)
-
-    def store(self, blocks: BlockSlice, arrived: Message) -> None:
-        if arrived.buffer.is_cuda:
-            arrived.buffer.record_stream(torch.cuda.current_stream())
-        self._pool.write_blocks(blocks.layer, blocks.blocks, blocks.heads, *arrived.tensors)
-
-    def group(
-        self, transport: Transport, name: str, number: int, layer: int, chunk: int, sent: Counter[tuple[str, Link]]
-    ) -> Group:
-        """Connects all ranks for one message of a layer of a move, whose only hop is 0. Counts as `name` in `sent`."""
-        per_move = self.num_layers * _CHUNKS
-        within = layer * _CHUNKS + chunk % _CHUNKS
-        tag = FIRST_TAG + number % (_NUM_TAGS // per_move) * per_move + within
-        hosts = self._cluster.hosts
-        return Group(
-            transport, range(len(hosts)), self.rank, hosts=hosts, name=name, tags=range(tag, tag + 1), sent=sent
-        )
-
-    def _tensors(self, blocks: Mapping[int, Sequence[int]]) -> dict[int, Tensor]:
-        return {inst: torch.tensor(own, dtype=torch.int64, device=self.device) for inst, own in blocks.items()}
-
-    def _routes(self, layer: int, source: int, target: int) -> tuple[Route, ...]:
-        spec, tp = self._specs[layer], self._cluster.tp
-        return head_routes(spec.num_heads, spec.num_kv_heads, tp(source), tp(target))
-
-    def _slice(self, move: RankMove, layer: int, peer: int, blocks: Tensor, heads: range) -> BlockSlice:
-        keys = self._pool.layer(layer).keys
-        block_bytes = 2 * len(heads) * math.prod(keys.shape[2:]) * keys.itemsize
-        return BlockSlice(
-            number=move.number, peer=peer, layer=layer, blocks=blocks, heads=heads, block_bytes=block_bytes
-        )
 
 
 # ---------------------------------------------------------------- moves that no Forward waits for
@@ -326,7 +145,7 @@ class Moves:
             lambda: MoveChannel(device, self._begin_receive, self._came, fail)
         )
         self._missing: Counter[int] = Counter()  # layers of moves to this rank, a rank of their source each
-        self._leaving: Counter[int] = Counter()  # messages of the last layer of moves from this rank, a peer each
+        self._leaving: Counter[int] = Counter()  # the final messages of moves from this rank, a peer each
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self.wakeup, self._wake = os.pipe()
         for end in (self.wakeup, self._wake):
@@ -350,7 +169,7 @@ class Moves:
     def expect(self, moves: Sequence[MoveKV]) -> None:
         """Receives moves to this rank, layer by layer, in the order in which they are sent."""
         taken = [self._messages.of_rank(move) for move in moves]
-        for layer in range(self._messages.num_layers):
+        for layer in self._messages.layers:
             for move in taken:
                 for blocks in self._messages.coming(move, layer):
                     self._missing[move.number] += 1
@@ -361,7 +180,7 @@ class Moves:
         """Sends what this rank has of moves, and reports each that it has something of."""
         parts = [self._messages.of_rank(move) for move in moves]
         sent = {move.number: Counter[tuple[str, Link]]() for move in moves}
-        for layer in range(self._messages.num_layers):
+        for layer in self._messages.layers:
             for part in parts:
                 self.send_layer(part, layer, sent[part.number])
         for part in parts:
@@ -370,14 +189,15 @@ class Moves:
 
     def send_layer(self, move: RankMove, layer: int, sent: Counter[tuple[str, Link]]) -> None:
         """Sends what this rank has of one layer, and counts it in `sent`. Nobody writes it before it has come."""
-        is_last = layer + 1 == self._messages.num_layers
+        layers = self._messages.layers
+        if layer == layers.start and move.to:
+            self._leaving[move.number] += 1  # until all of its messages are counted
         for blocks in self._messages.leaving(move, layer):
-            self._leaving[move.number] += is_last
+            self._leaving[move.number] += blocks.is_final
             sent["kv_transfer", self._group(blocks).link(blocks.peer)] += blocks.num_bytes
             for chunk in blocks.cut(_mark(self._messages.device)):
                 self._sending[chunk.peer].put(chunk)
-        if is_last and move.to:  # of which this rank may have nothing to send
-            self._leaving[move.number] += 1
+        if layer == layers[-1] and move.to:
             self._notify(move.number)
 
     def take_arrived(self) -> list[Moved | Sent]:
@@ -424,7 +244,7 @@ class Moves:
 
     def _left(self, blocks: BlockSlice, _: Message) -> None:
         self._sending[blocks.peer].free(blocks)
-        if blocks.is_last and blocks.layer + 1 == self._messages.num_layers:
+        if blocks.is_last and blocks.is_final:
             self._notify(blocks.number)
 
     def _notify(self, event: _Event) -> None:
@@ -467,9 +287,9 @@ class StepMoves:
             messages.copy_own(move)
         self._rebalances = [messages.of_rank(move) for move in forward.rebalances if not move.is_local]
         self._streams = [messages.of_rank(move) for move in forward.streams]
-        self._num_complete = self._num_streamed = 0
+        self._num_complete = self._num_streamed = messages.layers.start
         self._coming: list[tuple[Pending, list[tuple[BlockSlice, Message]]]] = []
-        self._start(0)
+        self._start(messages.layers.start)
 
     def complete(self, layer: int) -> None:
         """Waits until a layer's rebalanced KV is in the pool, and then starts that of the next layer."""
@@ -490,7 +310,7 @@ class StepMoves:
 
     def _start(self, layer: int) -> None:
         self._coming = []
-        for move in self._rebalances if layer < self._messages.num_layers else ():
+        for move in self._rebalances if layer in self._messages.layers else ():
             group = self._messages.group(self._transport, "kv_balance", move.number, layer, 0, self._sent)
             sends = {blocks.peer: self._messages.filled(blocks) for blocks in self._messages.leaving(move, layer)}
             rooms = [(blocks, self._messages.room(blocks)) for blocks in self._messages.coming(move, layer)]

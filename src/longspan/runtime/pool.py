@@ -22,16 +22,29 @@ _CUDA_SHARE = 0.85
 
 
 class KvPool:
-    """Keys and values of `num_blocks` blocks in every layer."""
+    """Keys and values of `num_blocks` blocks in some layers.
+
+    Args:
+        specs: of all layers of the model.
+        layers: those of this rank; None for all.
+    """
 
     def __init__(
-        self, specs: Sequence[AttnSpec], *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        specs: Sequence[AttnSpec],
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        layers: range | None = None,
     ) -> None:
         self.block_size = block_size
-        shapes = [(num_blocks, spec.num_kv_heads, block_size, spec.head_dim) for spec in specs]
-        self._layers = [
-            PagedKv(keys=_zeros(shape, dtype, device), values=_zeros(shape, dtype, device)) for shape in shapes
-        ]
+        self.layers = range(len(specs)) if layers is None else layers
+        self._layers = {}
+        for layer in self.layers:
+            shape = (num_blocks, specs[layer].num_kv_heads, block_size, specs[layer].head_dim)
+            self._layers[layer] = PagedKv(keys=_zeros(shape, dtype, device), values=_zeros(shape, dtype, device))
 
     def write(self, layer: int, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
         """Stores `k, v [kv_heads, tokens, head_dim]`: token t goes to slot `offsets[t]` of block `blocks[t]`."""
@@ -49,7 +62,7 @@ class KvPool:
             own.index_copy_(0, blocks, copy)
 
     def copy_block(self, source: int, target: int) -> None:
-        for layer in self._layers:
+        for layer in self._layers.values():
             for own in (layer.keys, layer.values):
                 own[target] = own[source]
 
@@ -100,5 +113,5 @@ def default_step_bytes(cluster: Cluster, device: str) -> int:
 def _move_bytes(cluster: Cluster) -> int:
     if cluster.decode_spec is None:
         return 0
-    sources = min(cluster.backends, cluster.spec.instances) * cluster.spec.tp
+    sources = min(cluster.backends, cluster.spec.instances) * cluster.spec.tp * cluster.spec.pp
     return max(sources, cluster.decode_spec.num_ranks) * WINDOW_BYTES

@@ -13,7 +13,7 @@ from longspan.attn.gather_hidden import hidden_hops
 from longspan.core.cluster import Cluster
 from longspan.core.steps import Link
 from longspan.runtime.batch import Channel
-from longspan.runtime.moves import FIRST_TAG as FIRST_MOVE_TAG
+from longspan.runtime.block_messages import FIRST_TAG as FIRST_MOVE_TAG
 
 _CHANNELS = 1024
 """Channels of one Forward, over all ranks, that get tags of their own."""
@@ -32,8 +32,9 @@ class StepComm:
     def __init__(self, transport: Transport, number: int, *, cluster: Cluster, rank: int, num_layers: int) -> None:
         self.sent: Counter[tuple[str, Link]] = Counter()
         self._transport, self._cluster = transport, cluster
-        self._instance, _, self._shard = cluster.at(rank)
+        self._instance, self._stage, self._shard = cluster.at(rank)
         self._num_layers, self._hops = num_layers, hidden_hops(cluster.num_ranks)
+        self._num_stages = cluster.pp(self._instance)
         self._num_inside = 0
         per_step = 2 * (num_layers + 1) * _CHANNELS * self._hops  # inside instances a layer has more than channels
         self._first_tag = number % (FIRST_MOVE_TAG // per_step) * per_step
@@ -41,34 +42,41 @@ class StepComm:
     def channel(self, layer: int, channel: Channel) -> Group:
         if len(channel.members) == 1:
             return ALONE
-        assert all(self._is_alike(instance) for instance in channel.members), "instances that exchange are split alike"
-        ranks = [self._cluster.rank(instance, shard=self._shard) for instance in channel.members]
+        assert all(map(self._is_alike, channel.members)), "instances that exchange are split alike"
+        ranks = [self._cluster.rank(instance, self._stage, self._shard) for instance in channel.members]
         return self._group(ranks, channel.rank, channel.exchange.shown, self._tag(layer, channel.number))
 
     def everyone(self) -> Group:
         """Connects all instances, for what travels before the first layer between those that are split alike."""
         ranks = [
-            self._cluster.rank(instance, shard=self._shard) if self._is_alike(instance) else -1
+            self._cluster.rank(instance, self._stage, self._shard) if self._is_alike(instance) else -1
             for instance in self._cluster.instances
         ]
         return self._group(ranks, self._instance, "tokens", self._tag(self._num_layers, 0))
 
     def inside(self, name: str) -> Group:
-        """Connects the ranks of this instance, which ask for it in the same order; no channel is between them."""
+        """Connects the ranks of this stage, which ask for it in the same order; no channel is between them."""
         tag = self._first_tag + self._num_inside * self._hops
         self._num_inside += 1
-        return self._group(self._cluster.ranks(self._instance), self._shard, name, tag)
+        return self._group(self._cluster.stage_ranks(self._instance, self._stage), self._shard, name, tag)
+
+    def stages(self, transport: Transport, name: str) -> Group:
+        """Connects the ranks of this shard in all stages, in order; nothing else is between them."""
+        ranks = [self._cluster.rank(self._instance, stage, self._shard) for stage in range(self._num_stages)]
+        return self._group(ranks, self._stage, name, self._tag(self._num_layers, 0), transport)
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         return all_reduce(self.inside("all_reduce"), partial)
 
     def _is_alike(self, instance: int) -> bool:
-        return self._cluster.tp(instance) == self._cluster.tp(self._instance)
+        return self._cluster.are_alike(instance, self._instance)
 
-    def _group(self, ranks: Sequence[int], index: int, name: str, first_tag: int) -> Group:
+    def _group(
+        self, ranks: Sequence[int], index: int, name: str, first_tag: int, transport: Transport | None = None
+    ) -> Group:
         hosts = [self._cluster.hosts[rank] for rank in ranks]
         tags = range(first_tag, first_tag + self._hops)
-        return Group(self._transport, ranks, index, hosts=hosts, name=name, tags=tags, sent=self.sent)
+        return Group(transport or self._transport, ranks, index, hosts=hosts, name=name, tags=tags, sent=self.sent)
 
     def _tag(self, layer: int, channel: int) -> int:
         assert channel < _CHANNELS, "a step has few kinds of groups and exchanges"

@@ -16,7 +16,7 @@ import zmq
 from torch import Tensor
 
 from longspan.attn.backends import AttentionBackend, backend_of
-from longspan.attn.comm import CommError, Transport
+from longspan.attn.comm import CommError, Message, Pending, Transport
 from longspan.core.cluster import Cluster
 from longspan.core.steps import Forward, Sampled, Scored, TokenLogprobs
 from longspan.model.adapter import Model
@@ -24,13 +24,15 @@ from longspan.model.store import DTYPES
 from longspan.runtime import messages
 from longspan.runtime.attention import StepAttention
 from longspan.runtime.batch import Packed, PromptRows, RankRequest, RankRequests, pack, resolve
+from longspan.runtime.block_messages import BlockMessages
 from longspan.runtime.layerwise import Layerwise
-from longspan.runtime.moves import BlockMessages, Moves, StepMoves
+from longspan.runtime.moves import Moves, StepMoves
 from longspan.runtime.pool import KvPool
 from longspan.runtime.sampling import Vocabulary, sample, token_logprobs
 from longspan.runtime.step_comm import StepComm
 from longspan.runtime.timing import Stopwatch, TimedTransport
 
+_HIDDEN_HOP, _SAMPLES_HOP = 0, 1
 _LOGITS_TILE = 256
 """Prompt tokens whose logits are made at a time: the logits of 8K tokens would take more memory than most models."""
 
@@ -40,14 +42,18 @@ class Transports:
     """A rank's links to the others, one per kind of work, so that none waits for another kind.
 
     Attributes:
-        exchange: for the exchanges of a Forward and the ranks of an instance; peers receive in the same step.
+        exchange: for the exchanges of a Forward and the ranks of a stage; peers receive in the same step.
         rebalances: for KV that a Forward moves between its members; peers receive in the same step.
         moves: for KV that moves between ranks in different steps; what it starts waits for its sends, too.
+        hidden: for hidden states, which a pipeline stage sends to the next; nobody waits until they have left.
+        samples: for tokens, which the last stage sends to the first as soon as it has sampled them.
     """
 
     exchange: Transport
     rebalances: Transport
     moves: Transport
+    hidden: Transport
+    samples: Transport
 
 
 class Worker:
@@ -66,14 +72,20 @@ class Worker:
         record_times: bool,
     ) -> None:
         self._rank, self._cluster, self._model, self._pool = rank, cluster, model, pool
-        self._instance, _, self._shard = cluster.at(rank)
+        self._instance, self._stage, self._shard = cluster.at(rank)
+        num_stages = cluster.pp(self._instance)
+        self._is_last, self._most_steps = self._stage + 1 == num_stages, num_stages + 1
         self._device, self._dtype = model.module.device, model.module.dtype
         self._backend, self._layerwise = backend, Layerwise(model)
-        self._requests = RankRequests(vocabulary, self._device)
+        self._requests = RankRequests(vocabulary, self._device, samples=self._is_last)
+        self._leaving = deque[Pending]()  # what was sent to other stages, oldest first
+        self._unread = deque[tuple[tuple[int, ...], Message, Pending]]()  # samples of the last stage, oldest first
         self._watch = Stopwatch(enabled=record_times, device=self._device)
         self._watch.watch_linear(model.module)
         self._exchange = TimedTransport(transports.exchange, self._watch)
         self._rebalances = TimedTransport(transports.rebalances, self._watch)
+        self._hidden = TimedTransport(transports.hidden, self._watch)
+        self._samples = TimedTransport(transports.samples, self._watch)
         self._messages = BlockMessages(pool, model.info.specs, cluster, rank)
         self._moves = Moves(self._messages, transports.moves)
 
@@ -98,6 +110,7 @@ class Worker:
                 case messages.RunFree(step):
                     self._requests.forget(step.request_ids)
                 case messages.Stop():
+                    self._read_samples(len(self._unread))
                     return self._moves.is_idle
 
     def close(self) -> None:
@@ -126,7 +139,11 @@ class Worker:
             num_layers=self._model.info.num_layers,
         )
         moves = StepMoves(forward, self._messages, rebalances=self._rebalances, moves=self._moves, sent=comm.sent)
-        resolve(packed, self._requests, comm.everyone())
+        if self._stage == 0 or self._is_last:  # which embed tokens, or count them
+            passed_on = {one.request_id for one in packed.unknown if one.source == self._instance}
+            holding = [n for n, (ids, *_) in enumerate(self._unread, 1) if not passed_on.isdisjoint(ids)]
+            self._read_samples(max(holding, default=0))
+            resolve(packed, self._requests, comm.everyone())
         attention = StepAttention(
             packed,
             comm,
@@ -141,11 +158,16 @@ class Worker:
         with self._model.summed_by(comm.all_reduce):
             if len(packed.tokens):
                 row = packed.tokens, packed.positions, packed.keep
-                logits = self._model.forward(*row, attention, packed.rope_lengths)
-                tokens = self._sample(packed, logits)
-                if self._shard == 0:  # every rank of an instance knows its tokens; one reports them
-                    sampled = tuple(self._sampled(packed, logits, tokens))
-                    scored = tuple(self._score(prompt) for prompt in packed.prompts)
+                output = self._model.forward(*row, attention, packed.rope_lengths, self._receive_hidden(packed, comm))
+                if not self._is_last:
+                    self._send_hidden(output, comm)
+                    self._expect_samples(packed, comm)
+                else:
+                    tokens = self._sample(packed, output)
+                    self._send_samples(tokens, comm)
+                    if self._shard == 0:  # every rank of a last stage knows its tokens; one reports them
+                        sampled = tuple(self._sampled(packed, output, tokens))
+                        scored = tuple(self._score(prompt) for prompt in packed.prompts)
             else:
                 attention.without_tokens(self._dtype, self._device)
         attention.finish()
@@ -159,6 +181,48 @@ class Worker:
             bytes_sent=dict(comm.sent),
             times=self._watch.seconds(),
         )
+
+    def _receive_hidden(self, packed: Packed, comm: StepComm) -> Tensor | None:
+        """Waits for the hidden states of this rank's tokens from the stage before; there is none before the first."""
+        if self._stage == 0:
+            return None
+        shape = (1, len(packed.tokens), self._model.info.hidden_size)
+        message = Message([(shape, self._dtype)], self._device)
+        group = comm.stages(self._hidden, "hidden_states")
+        group.start(sends={}, receives={self._stage - 1: message}, hop=_HIDDEN_HOP).wait()
+        return message.tensors[0]
+
+    def _send_hidden(self, hidden: Tensor, comm: StepComm) -> None:
+        group = comm.stages(self._hidden, "hidden_states")
+        self._let_go(group.start(sends={self._stage + 1: Message.of([hidden])}, receives={}, hop=_HIDDEN_HOP))
+
+    def _send_samples(self, tokens: Sequence[int], comm: StepComm) -> None:
+        if tokens and self._stage:
+            message = Message.of([torch.tensor(tokens, device=self._device)])
+            group = comm.stages(self._samples, "tokens")
+            self._let_go(group.start(sends={0: message}, receives={}, hop=_SAMPLES_HOP))
+
+    def _let_go(self, sent: Pending) -> None:
+        """Keeps what was sent until it has left: no more steps than these are in flight."""
+        self._leaving.append(sent)
+        if len(self._leaving) > self._most_steps:
+            self._leaving.popleft().wait()
+
+    def _expect_samples(self, packed: Packed, comm: StepComm) -> None:
+        """Begins to receive what the last stage will sample, which a later step of the first one may compute."""
+        if self._stage == 0 and packed.request_ids:
+            message = Message([((len(packed.request_ids),), torch.int64)], self._device)
+            group = comm.stages(self._samples, "tokens")
+            pending = group.start(sends={}, receives={group.size - 1: message}, hop=_SAMPLES_HOP)
+            self._unread.append((packed.request_ids, message, pending))
+            self._read_samples(len(self._unread) - self._most_steps)
+
+    def _read_samples(self, number: int) -> None:
+        """Waits for the samples of some steps, the oldest, and remembers them."""
+        for _ in range(number):
+            request_ids, message, pending = self._unread.popleft()
+            pending.wait()
+            self._requests.learn(request_ids, message.tensors[0].tolist())
 
     def _sample(self, packed: Packed, logits: Tensor) -> list[int]:
         """Samples one token per row of `logits [n, vocab]`."""
@@ -197,14 +261,16 @@ class Worker:
 
 def load_worker(config: messages.WorkerConfig, rank: int, device: torch.device, transports: Transports) -> Worker:
     files, cluster = config.files, config.cluster
-    instance, _, shard = cluster.at(rank)
-    model = Model(files, device, tp_index=shard, tp=cluster.tp(instance))
+    instance, stage, shard = cluster.at(rank)
+    layers = cluster.layers(instance, stage)
+    model = Model(files, device, tp_index=shard, tp=cluster.tp(instance), layers=layers)
     pool = KvPool(
         model.specs,
         num_blocks=cluster.num_blocks[instance],
         block_size=config.block_size,
         dtype=DTYPES[files.dtype],
         device=device,
+        layers=layers,
     )
     vocabulary = Vocabulary(files, size=model.info.vocab_size, eos_token_ids=model.info.eos_token_ids)
     return Worker(

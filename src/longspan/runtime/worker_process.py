@@ -66,13 +66,15 @@ def _load(config: WorkerConfig, rank: int, run_dir: str) -> Worker:
 def _transports(config: WorkerConfig, rank: int, store: str, device: torch.device) -> Transports:
     """Opens one process group for all of gloo's messages, told apart by tags; NCCL gets one per kind of work."""
     if config.cluster.num_ranks == 1:
-        return Transports(exchange=NOBODY, rebalances=NOBODY, moves=NOBODY)
+        return Transports(exchange=NOBODY, rebalances=NOBODY, moves=NOBODY, hidden=NOBODY, samples=NOBODY)
     exchange = connect(config.device, store, rank, config.cluster.num_ranks)
-    rebalances, moves = (None if exchange.tagged else open_lane(device) for _ in range(2))
+    rebalances, moves, hidden, samples = (None if exchange.tagged else open_lane(device) for _ in range(4))
     return Transports(
         exchange=exchange,
         rebalances=TorchTransport(rebalances, staged=exchange.staged),
         moves=TorchTransport(moves, staged=exchange.staged, waits_for_sends=True),
+        hidden=TorchTransport(hidden, staged=exchange.staged),
+        samples=TorchTransport(samples, staged=exchange.staged),
     )
 
 

@@ -8,6 +8,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from longspan.core.owners import coupled_instances
 from longspan.core.steps import Completion, Forward, MoveKV, Part, Sample, Sampled, Step
@@ -33,11 +34,27 @@ class VirtualClock:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTiming:
-    """A step as it ran, or will: when all its instances were free, and when each of them is done with it."""
+    """A step as it ran, or will.
+
+    Attributes:
+        stages: begin and end of each pipeline stage of each instance.
+        start_s: when all instances were free.
+        ends_s: when each is done with it.
+    """
 
     forward: Forward
-    start_s: float
-    ends_s: Mapping[int, float]
+    stages: Mapping[tuple[int, int], tuple[float, float]]
+
+    @property
+    def start_s(self) -> float:
+        return min(begin for begin, _ in self.stages.values())
+
+    @cached_property
+    def ends_s(self) -> dict[int, float]:
+        ends: dict[int, float] = {}
+        for (instance, _), (_, end) in self.stages.items():
+            ends[instance] = max(end, ends.get(instance, 0.0))
+        return ends
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +67,11 @@ class MoveTiming:
 
 
 class SimExecutor:
-    """Runs steps on a virtual clock. Instances work one step at a time, in order of step numbers.
+    """Runs steps on a virtual clock. Each stage of an instance works one step at a time, in order of step numbers.
 
-    All instances of a step start together, once the last is free, and each ends by its own time. The step is complete
-    when the last has ended; of steps that end at the same moment the one with the lower number completes first.
+    A stage of all instances of a step starts at once: when the last has ended the stage before, and is free. Each ends
+    by its own time. The step is complete when the last has ended; of steps that end at the same moment the one with the
+    lower number completes first. A token that is not known yet is there once the step that samples it has ended.
 
     KV moves beside that, from each instance to each other in the order of the steps, as in `Links`. A `MoveKV` begins
     once its source has done the Forwards before it. One that a Forward streams begins with that, and ends one layer's
@@ -84,7 +102,9 @@ class SimExecutor:
         self._watch_moves = watch_moves
         self._moving: dict[int, tuple[MoveKV, float]] = {}
         """By number, the transfers under way and when they began, if they are watched."""
-        self._free_at = defaultdict[int, float](lambda: ready_s)
+        self._free_at = defaultdict[tuple[int, int], float](lambda: ready_s)
+        self._sampled_at: dict[int, float] = {}
+        """By request, when its latest token is there: of instances with stages, whose first does not wait for that."""
         self._links = Links()
         self._leaving: dict[int, tuple[int, float]] = {}
         """By the number of a move, how many of its flows have not left, and when the latest of the others is there."""
@@ -99,10 +119,12 @@ class SimExecutor:
                     self._banned[part.request_id] = part.sampling.banned
             self._run(step)
         elif isinstance(step, MoveKV):
-            self._send(step, ready_s=max(self._clock.now(), *(self._free_at[source] for source in step.sources)))
+            ends_s = [end_s for (instance, _), end_s in self._free_at.items() if instance in step.sources]
+            self._send(step, ready_s=max([self._clock.now(), self._ready_s, *ends_s]))
         else:
             for request_id in step.request_ids:
                 self._banned.pop(request_id, None)
+                self._sampled_at.pop(request_id, None)
 
     def close(self) -> None: ...
 
@@ -130,19 +152,36 @@ class SimExecutor:
         return Completion(number=number, sampled=sampled, bytes_sent={})
 
     def _run(self, forward: Forward) -> None:
-        start = max(self._clock.now(), *map(self._free_at.__getitem__, forward.instances))
-        taken_s = self._cost.seconds(forward)
-        if self._slow:
-            taken_s = apply_slowdown(forward, taken_s, self._slow)
-        ends = {instance: start + seconds for instance, seconds in taken_s.items()}
+        timing = StepTiming(forward=forward, stages=self._run_stages(forward))
+        start, ends = timing.start_s, timing.ends_s
         assert len(ends) == len(forward.instances), "each instance that takes part has its time"
-        self._free_at.update(ends)
         heapq.heappush(self._due, (max(ends.values()), forward.number, forward))
         for move in forward.streams:
             layer_s = alone_s(self._cost.flows(move)) / self._cost.num_layers
             self._send(move, ready_s=start, least_s=max(ends[source] for source in move.sources) + layer_s)
         if self._watch is not None:
-            self._watch(StepTiming(forward=forward, start_s=start, ends_s=ends))
+            self._watch(timing)
+
+    def _run_stages(self, forward: Forward) -> dict[tuple[int, int], tuple[float, float]]:
+        """Returns begin and end of each stage of each instance."""
+        taken_s, free_at, start = self._cost.stage_seconds(forward), self._free_at, self._clock.now()
+        num_stages = max(map(len, taken_s.values()))
+        if num_stages > 1:
+            unknown = [part.request_id for part in forward.parts if part.unknown_on is not None]
+            start = max([start, *(self._sampled_at.get(request_id, 0.0) for request_id in unknown)])
+        found: dict[tuple[int, int], tuple[float, float]] = {}
+        for stage in range(num_stages):
+            own_s = {instance: stages[stage] for instance, stages in taken_s.items() if stage < len(stages)}
+            if self._slow:
+                own_s = apply_slowdown(forward, own_s, self._slow)
+            start = max([start, *(free_at[instance, stage] for instance in own_s)])
+            for instance, seconds in own_s.items():
+                free_at[instance, stage] = end = start + seconds
+                found[instance, stage] = start, end
+            start = max(end for (_, one), (_, end) in found.items() if one == stage)
+        if num_stages > 1:
+            self._sampled_at.update({part.request_id: start for part in forward.parts if part.sample is not None})
+        return found
 
     def _send(self, move: MoveKV, *, ready_s: float, least_s: float = 0.0) -> None:
         flows = self._cost.flows(move)

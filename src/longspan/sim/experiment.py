@@ -10,11 +10,12 @@ from functools import partial
 
 import numpy as np
 
-from longspan.core.cluster import Cluster
-from longspan.core.engine import EngineConfig
+from longspan.core.cluster import Cluster, cut_evenly
+from longspan.core.config import EngineConfig
 from longspan.core.exchange import CHAIN, LOCAL, Exchange, of_any_layout
+from longspan.core.layouts import shard_span
 from longspan.core.options import SchedulingArgs
-from longspan.core.runs import Run, shard_span
+from longspan.core.runs import Run, chunk_tokens
 from longspan.core.steps import Forward, Part
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture, Hardware
@@ -28,7 +29,7 @@ from longspan.cost.estimate import (
     searched_fractions,
     whole_prompt_tokens,
 )
-from longspan.cost.forward import Roofline
+from longspan.cost.forward import Roofline, pipelined_s
 from longspan.cost.partitions import ModelledPartitions, PartitionTable, fractions_by, modelled_ttft
 from longspan.cost.profile import Prefill, Profile, ProfileKey, profiled_prompts
 from longspan.cost.step_cost import FittedCost, RooflineCost, StepCost
@@ -233,7 +234,8 @@ def computed_experiment(
     """Makes an experiment on a cluster that costs what data sheets say."""
     if spec.hardware is None:
         raise ParameterError("hardware", "must be a name that longspan estimate knows, if no profile is given")
-    cluster, hardware = spec.cluster, spec.hardware
+    cluster = spec.cluster.with_layers(model.attention.num_layers, model.head_layers)
+    hardware = spec.hardware
     devices = Devices(
         hardware=hardware,
         gpus_per_host=spec.devices_per_host,
@@ -286,7 +288,7 @@ def measured_experiment(
     model: Architecture, profile: Profile, spec: ClusterSpec, scheduling: SchedulingArgs, faults: Faults
 ) -> Experiment:
     """Makes an experiment on a cluster of instances that cost what was measured of one."""
-    cluster, key = spec.cluster, profile.profile_key
+    cluster, key = spec.cluster.with_layers(model.attention.num_layers, model.head_layers), profile.profile_key
     if {cluster.tp(instance) for instance in cluster.instances} != {key.tp}:
         raise ParameterError("profile", f"is of instances with tp {key.tp}, but {cluster} given", spec.profile)
     num_blocks = scheduling.num_gpu_blocks_override or math.ceil(_PROFILED_TOKENS / scheduling.block_size)
@@ -299,7 +301,7 @@ def measured_experiment(
     whole_tokens = partial(_measured_tokens, model, key, cluster.num_ranks, scheduling)
     return Experiment(
         cluster=cluster,
-        cost=FittedCost(profile, model.attention, block_size=scheduling.block_size),
+        cost=FittedCost(profile, model.attention, block_size=scheduling.block_size, cluster=cluster),
         facts=facts,
         description=f"{key.machine}, {key.dtype}, {key.threads} threads per rank",
         scheduling=_with_step_tokens(scheduling, facts, whole_tokens),
@@ -345,7 +347,7 @@ def _measured_tokens(model: Architecture, key: ProfileKey, num_ranks: int, sched
 
 def _full_step(line: Roofline, tokens: int) -> Memory:
     shares = Shares.of(shares_of(LOCAL, ((Run(0, tokens),),), 0, tokens))
-    return memory(line.layer, Channel(exchange=LOCAL, group=(0,), shares=shares, keys=tokens, decode=False), tokens)
+    return memory(line, Channel(exchange=LOCAL, group=(0,), shares=shares, keys=tokens, decode=False), tokens)
 
 
 def _num_blocks(line: Roofline, scheduling: SchedulingArgs) -> int:
@@ -353,7 +355,7 @@ def _num_blocks(line: Roofline, scheduling: SchedulingArgs) -> int:
     tokens, layer = scheduling.max_num_batched_tokens, line.layer
     assert tokens is not None, "the size of steps was found before"
     full = _full_step(line, tokens)
-    block = scheduling.block_size * layer.kv_bytes * layer.model.attention.num_layers
+    block = scheduling.block_size * layer.kv_bytes * max(map(len, line.stages))
     found = int((_USED_MEMORY * full.capacity - full.used + full.kv) // block)
     if found < 1:
         raise ValueError(
@@ -374,7 +376,8 @@ def predicted_profile(
 ) -> Profile:
     """Predicts the profile of a machine that is only known by its cost, so that policies choose as on a real one.
 
-    Prefills of (new, cached) tokens are one step each, on one instance and on groups of 2, 4, 8 and so on to all.
+    Prefills of (new, cached) tokens are one step each, or some that fill its stages, on one instance and on groups of
+    2, 4, 8 and so on to all.
 
     Args:
         sizes: of further groups; those larger than the cluster are left out.
@@ -387,13 +390,26 @@ def predicted_profile(
             exchange=str(exchange),
             new_tokens=new,
             cached_tokens=cached,
-            seconds=(max(cost.seconds(_prefill(members, exchange, new, cached)).values()),),
+            seconds=(_prefill_s(cost, members, exchange, new, cached),),
         )
         for members in sorted(wanted | {num_instances})
         for exchange in (exchanges if members > 1 else (LOCAL,))
         for new, cached in prompts
     ]
     return Profile(profile_key=profile_key, prefills=tuple(prefills))
+
+
+def _prefill_s(cost: StepCost, members: int, exchange: Exchange, new: int, cached: int) -> float:
+    whole = cost.stage_seconds(_prefill(members, exchange, new, cached))
+    num_stages = max(map(len, whole.values()))
+    if num_stages == 1:
+        return max(stages[0] for stages in whole.values())
+    number = -(-new // chunk_tokens(new, num_stages))
+    chunks = [
+        cost.stage_seconds(_prefill(members, exchange, stop - start, cached + start)).values()
+        for start, stop in cut_evenly(new, number)
+    ]
+    return pipelined_s([max(chunk, key=sum) for chunk in chunks])
 
 
 def _prefill(members: int, exchange: Exchange, new: int, cached: int) -> Forward:

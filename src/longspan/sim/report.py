@@ -227,8 +227,8 @@ def _over_time(records: Sequence[Record]) -> tuple[str, Figure]:
     )
     for row, (record, shown) in enumerate(zip(records, names, strict=True), start=1):
         bars, note = _shown(record.timeline, _MAX_BARS // len(records))
-        figure.add_trace(_gantt(bars), row, 1)
-        figure.add_trace(_moved(record.timeline.transfers[:_MAX_BARS]), row, 1)
+        figure.add_trace(_gantt(bars, record.cluster), row, 1)
+        figure.add_trace(_moved(record.timeline.transfers[:_MAX_BARS], record.cluster), row, 1)
         axis = {"tickvals": list(range(len(shown))), "ticktext": shown, "autorange": "reversed"}
         figure.update_yaxes(title="instance", **axis, row=row, col=1)
     for colour, record in zip(_COLOURS * len(records), records, strict=False):
@@ -370,7 +370,7 @@ def _shown(timeline: Timeline, most: int) -> tuple[Sequence[Block], str]:
         "Each request has a colour of its own, and its number where there is room; each block is what one step "
         "computes of its prompt; grey are decodes; thin bars are its KV on its way to that instance."
     )
-    blocks = _joined(sorted(timeline.blocks, key=lambda one: (one.start_s, one.instance)))
+    blocks = _joined(sorted(timeline.blocks, key=lambda one: (one.start_s, one.instance, one.stage)))
     if timeline.complete and len(blocks) <= most:
         return blocks, note
     blocks = blocks[:most]
@@ -380,32 +380,34 @@ def _shown(timeline: Timeline, most: int) -> tuple[Sequence[Block], str]:
 def _joined(blocks: Sequence[Block]) -> list[Block]:
     """Joins neighbouring decodes of an instance in which as many requests take part."""
     found: list[Block] = []
-    last: dict[int, int] = {}
-    """The latest block of each instance, as its index."""
+    last: dict[tuple[int, int], int] = {}
+    """The latest block of each stage of an instance, as its index."""
     for one in blocks:
-        before = found[last[one.instance]] if one.instance in last else None
+        row = one.instance, one.stage
+        before = found[last[row]] if row in last else None
         both_decode = before is not None and one.index is None is before.index and one.stop == before.stop
         if before is not None and both_decode and one.start_s - before.end_s < _SAME_TIME_S:
-            found[last[one.instance]] = replace(before, end_s=one.end_s)
+            found[last[row]] = replace(before, end_s=one.end_s)
         else:
-            last[one.instance] = len(found)
+            last[row] = len(found)
             found.append(one)
     return found
 
 
 def _names(cluster: Cluster) -> list[str]:
     if not cluster.has_roles:
-        return [str(instance) for instance in cluster.instances]
-    return [*(f"prefill {one}" for one in cluster.prefill), *(f"decode {one}" for one in cluster.decode)]
+        return cluster.row_names
+    roles = ["prefill" if instance in cluster.prefill else "decode" for instance, _ in cluster.rows]
+    return [f"{role} {name}" for role, name in zip(roles, cluster.row_names, strict=True)]
 
 
-def _gantt(blocks: Sequence[Block]) -> Bar:
+def _gantt(blocks: Sequence[Block], cluster: Cluster) -> Bar:
     from plotly.graph_objects import Bar  # noqa: PLC0415  # optional
 
     wide_s = _LABELLED_PART * max((one.end_s for one in blocks), default=0.0)
     return Bar(
         orientation="h",
-        y=[one.instance for one in blocks],
+        y=[cluster.rows[one.instance, one.stage] for one in blocks],
         base=[one.start_s for one in blocks],
         x=[one.end_s - one.start_s for one in blocks],
         marker={
@@ -422,14 +424,14 @@ def _gantt(blocks: Sequence[Block]) -> Bar:
     )
 
 
-def _moved(transfers: Sequence[Transfer]) -> Bar:
+def _moved(transfers: Sequence[Transfer], cluster: Cluster) -> Bar:
     """Draws transfers as thin bars at the lower edge of the instances that receive them."""
     from plotly.graph_objects import Bar  # noqa: PLC0415  # optional
 
     bars = [(target, one) for one in transfers for target in one.targets]
     return Bar(
         orientation="h",
-        y=[target for target, _ in bars],
+        y=[cluster.rows[target, 0] for target, _ in bars],
         base=[one.start_s for _, one in bars],
         x=[one.end_s - one.start_s for _, one in bars],
         width=0.2,

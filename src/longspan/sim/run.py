@@ -14,7 +14,8 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from longspan.core.engine import Engine, EngineConfig
+from longspan.core.config import EngineConfig
+from longspan.core.engine import Engine
 from longspan.core.request import Request
 from longspan.core.sampling import SamplingParams
 from longspan.core.view import EnginePolicy

@@ -11,7 +11,7 @@ from typing import Any
 from longspan.core.cluster import Cluster
 from longspan.core.engine import Engine
 from longspan.core.runs import num_tokens
-from longspan.core.steps import Part
+from longspan.core.steps import Forward, Part
 from longspan.cost.step_cost import StepCost
 from longspan.sim.executor import MoveTiming, StepTiming
 from longspan.sim.run import Observers, Result, Served
@@ -21,7 +21,7 @@ _MAX_BLOCKS, _MAX_MOMENTS = 500_000, 2000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """The work of an instance for some time: a chunk of one request's prompt, or the decodes of a step.
+    """The work of a stage of an instance for some time: a chunk of one request's prompt, or the decodes of a step.
 
     Attributes:
         index: of the request among the arrivals; None for decodes.
@@ -29,6 +29,7 @@ class Block:
     """
 
     instance: int
+    stage: int
     start_s: float
     end_s: float
     index: int | None
@@ -148,8 +149,8 @@ class Timeline:
         if len(self.blocks) >= _MAX_BLOCKS:
             self.complete = False
             return
-        for instance, end_s in ran.ends_s.items():
-            self._add(instance, ran, end_s)
+        for (instance, stage), (start_s, end_s) in ran.stages.items():
+            self._add(instance, stage, ran.forward, start_s, end_s)
 
     def _note_steps(self, ran: StepTiming, cost: StepCost) -> None:
         """Notes the step for all requests in it that have no token yet."""
@@ -167,11 +168,11 @@ class Timeline:
     def _index(self, request_id: int) -> int:
         return self._indices.get(request_id, request_id)
 
-    def _add(self, instance: int, ran: StepTiming, end_s: float) -> None:
-        """Shares the time of a step on one instance among its chunks and all its decodes, by their tokens."""
+    def _add(self, instance: int, stage: int, forward: Forward, start_s: float, end_s: float) -> None:
+        """Shares the time of a step on one stage among its chunks and all its decodes, by their tokens."""
         chunks: list[tuple[Part, int]] = []
         num_decodes = 0
-        for part in ran.forward.parts:
+        for part in forward.parts:
             if instance not in part.group:
                 continue
             if part.stop - part.start == 1:
@@ -179,11 +180,12 @@ class Timeline:
             elif own := num_tokens(part.runs[part.group.index(instance)]):
                 chunks.append((part, own))
         total = num_decodes + sum(own for _, own in chunks)
-        at_s, per_token_s = ran.start_s, (end_s - ran.start_s) / max(1, total)
+        at_s, per_token_s = start_s, (end_s - start_s) / max(1, total)
         for part, own in chunks:
             self.blocks.append(
                 Block(
                     instance=instance,
+                    stage=stage,
                     start_s=at_s,
                     end_s=at_s + own * per_token_s,
                     index=self._index(part.request_id),
@@ -196,7 +198,15 @@ class Timeline:
             at_s += own * per_token_s
         if num_decodes:
             self.blocks.append(
-                Block(instance=instance, start_s=at_s, end_s=end_s, index=None, start=0, stop=num_decodes)
+                Block(
+                    instance=instance,
+                    stage=stage,
+                    start_s=at_s,
+                    end_s=end_s,
+                    index=None,
+                    start=0,
+                    stop=num_decodes,
+                )
             )
 
     def _moved(self, ran: MoveTiming) -> None:
@@ -263,7 +273,7 @@ _KINDS = ("instances", "requests", "transfers")
 
 
 def chrome_trace(records: Sequence[Record]) -> str:
-    """Writes a row per instance with what it did, a row per request from arrival to end, transfers, and counters.
+    """Writes a row per stage of an instance with what it did, one per request from arrival to end, transfers, counters.
 
     Returns:
         JSON for Perfetto, with processes of their own for each of several runs.
@@ -278,11 +288,12 @@ def _events(record: Record, place: int, *, named: bool) -> Iterator[dict[str, An
     names = [("process_name", instances + number, 0, kind) for number, kind in enumerate(_KINDS)]
     if named:
         names = [(what, process, thread, f"{record.policy}: {name}") for what, process, thread, name in names]
-    names += [("thread_name", instances, i, f"instance {i}") for i in range(len(result.busy_s))]
+    rows = record.cluster.rows
+    names += [("thread_name", instances, row, f"instance {name}") for row, name in enumerate(record.cluster.row_names)]
     for kind, process, thread, name in names:
         yield {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
     for block in timeline.blocks:
-        yield _of_block(block) | {"pid": instances}
+        yield _of_block(block) | {"pid": instances, "tid": rows[block.instance, block.stage]}
     for one in result.served:
         times = {"ttft_s": one.ttft_s, "e2e_s": one.e2e_s} | asdict(timeline.split(one))
         tokens = {"prompt_tokens": one.num_prompt_tokens, "output_tokens": one.num_output_tokens}
@@ -306,7 +317,6 @@ def _events(record: Record, place: int, *, named: bool) -> Iterator[dict[str, An
 def _of_block(block: Block) -> dict[str, Any]:
     event = {
         "ph": "X",
-        "tid": block.instance,
         "ts": block.start_s * 1e6,
         "dur": (block.end_s - block.start_s) * 1e6,
     }

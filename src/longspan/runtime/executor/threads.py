@@ -34,7 +34,7 @@ class ThreadLauncher:
     def __init__(self, config: WorkerConfig) -> None:
         if config.device != "cpu":
             raise ValueError(f"workers that are threads compute on cpu, not on {config.device}")
-        self.cluster, self.config, self.wires = config.cluster, config, (Wires(), Wires(), Wires())
+        self.cluster, self.config, self.wires = config.cluster, config, (Wires(), Wires(), Wires(), Wires())
         self.context, self.endpoint = zmq.Context(), f"inproc://longspan-{next(_numbers)}"
         self._threads_before = torch.get_num_threads()
         torch.set_num_threads(config.num_threads)
@@ -84,11 +84,13 @@ class WorkerThread:
 
     def _run(self) -> None:
         worker = None
-        exchange, rebalances, moves = self._wires
+        exchange, rebalances, moves, stages = self._wires
         transports = Transports(
             exchange=MemoryTransport(exchange, self._rank),
             rebalances=MemoryTransport(rebalances, self._rank),
             moves=MemoryTransport(moves, self._rank, waits_for_sends=True),
+            hidden=MemoryTransport(stages, self._rank),
+            samples=MemoryTransport(stages, self._rank),
         )
         try:
             with _loading:

@@ -48,8 +48,9 @@ class Layerwise:
         self._model = model
 
     @cached_property
-    def _layers(self) -> list[HookedAttention]:
-        return [HookedAttention(module, self._model.specs) for module in attention_modules(self._model.module)]
+    def _layers(self) -> dict[int, HookedAttention]:
+        modules = attention_modules(self._model.module)
+        return {layer: HookedAttention(module, self._model.specs) for layer, module in modules.items()}
 
     @cached_property
     def _host_weights(self) -> HostWeights:
@@ -69,7 +70,7 @@ class Layerwise:
 
     def close(self) -> None:
         """Gives the model its own calls back."""
-        for layer in self.__dict__.pop("_layers", ()):  # only if a step has taken them over
+        for layer in self.__dict__.pop("_layers", {}).values():  # only if a step has taken them over
             layer.close()
 
 

@@ -91,7 +91,7 @@ class StepContext:
     """The rank's side of one step, which layerwise exchanges use. `host_weights` are made when they are asked for."""
 
     model: Model
-    layers: list[HookedAttention]
+    layers: Mapping[int, HookedAttention]
     host_weights: Callable[[], UnshardedWeights]
     comm: StepComm
     pool: KvPool

@@ -8,7 +8,7 @@ the host's copy, or from the rank's peers, a layer ahead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -38,7 +38,7 @@ class UnshardedLayers:
         used = dict.fromkeys(c.exchange.weights for c in channels if c.num_tokens)
         self._sources = {source: self._fetch(source) for source in used}
         self._weights: dict[WeightSource | None, Weights] = {}
-        self._start(0)
+        self._start(context.pool.layers.start)
 
     def begin(self, layer: int) -> None:
         """Waits for the weights of a layer, and starts to fetch those of the next."""
@@ -86,11 +86,12 @@ class UnshardedLayers:
         context = self._context
         if source == "host":
             return context.host_weights()
-        shares = [dict(module.named_parameters()) for module in attention_modules(context.model.module)]
+        modules = attention_modules(context.model.module)
+        shares = {layer: dict(module.named_parameters()) for layer, module in modules.items()}
         return PeerWeights(shares, context.model.shard, partial(context.comm.inside, "weights"))
 
     def _start(self, layer: int) -> None:
-        if layer < self._context.model.info.num_layers:
+        if layer in self._context.pool.layers:
             for source in self._sources.values():
                 source.start(layer)
 
@@ -164,8 +165,8 @@ class HostWeights:
     in the memory of its host. Even and odd layers have a buffer each on the device.
     """
 
-    def __init__(self, layers: Sequence[Weights], device: torch.device) -> None:
-        self._layers, self._device = list(layers), device
+    def __init__(self, layers: Mapping[int, Weights], device: torch.device) -> None:
+        self._layers, self._device = dict(layers), device
         self._stream = None if device.type == "cpu" else torch.cuda.Stream(device)
         self._rooms: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
 
@@ -196,7 +197,7 @@ class PeerWeights:
     All ranks of the instance start and take the same layers in the same order.
     """
 
-    def __init__(self, shares: Sequence[Weights], shard: Shard, connect: Callable[[], Group]) -> None:
+    def __init__(self, shares: Mapping[int, Weights], shard: Shard, connect: Callable[[], Group]) -> None:
         self._shares, self._shard, self._connect = shares, shard, connect
         self._pending: dict[int, tuple[Gathering, list[Message]]] = {}
 

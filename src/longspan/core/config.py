@@ -1,0 +1,88 @@
+"""The configuration of an engine for a model and a cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from longspan.core.cluster import Cluster
+from longspan.core.options import SchedulingArgs
+from longspan.core.view import EnginePolicy
+from longspan.errors import ParameterError
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Configures the engine for a model and a cluster.
+
+    Attributes:
+        cluster: with the sizes of its pools.
+        max_model_len: the longest request, prompt and output together, in tokens.
+        rope_switch_length: requests longer than this use other rotary factors; None for most models.
+        max_num_batched_tokens: tokens that one instance computes in one step, at most.
+        max_num_seqs: requests that one instance takes part in at once, at most.
+        max_steps_in_flight: the most incomplete steps that a request may be in while it decodes, and that each instance
+            has, but for those that keep its further stages busy. With 2, instances never wait for the controller: the
+            next step is there before the present one ends.
+    """
+
+    cluster: Cluster
+    block_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...] = ()
+    rope_switch_length: int | None = None
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 128
+    prefix_caching: bool = True
+    max_steps_in_flight: int = 2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.cluster.num_blocks, f"the KV pools of {self.cluster} have no sizes"
+        # With 3, a token could be needed (by penalties, as a prefix key) that two steps ago was not known yet.
+        assert self.max_steps_in_flight in (1, 2)
+
+    @classmethod
+    def of(
+        cls,
+        scheduling: SchedulingArgs,
+        cluster: Cluster,
+        policy: EnginePolicy,
+        *,
+        context_length: int | None = None,
+        eos_token_ids: tuple[int, ...] = (),
+        rope_switch_length: int | None = None,
+        seed: int = 0,
+    ) -> EngineConfig:
+        """Returns what the options mean with this policy, for a model with the other facts; without, for any model."""
+        capacity, wanted = capacity_tokens(policy, cluster, scheduling.block_size), scheduling.max_model_len
+        if wanted is not None and context_length is not None and wanted > context_length:
+            problem = f"{wanted} exceeds the model's context of {context_length} tokens"
+            raise ParameterError("max_model_len", problem, wanted)
+        if wanted is not None and wanted > capacity:
+            problem = f"{wanted} does not fit: the KV pools hold {capacity} tokens; allow more memory"
+            raise ParameterError("max_model_len", problem, wanted)
+        return cls(
+            cluster=cluster,
+            block_size=scheduling.block_size,
+            max_model_len=wanted or min(capacity, context_length or capacity),
+            eos_token_ids=eos_token_ids,
+            rope_switch_length=rope_switch_length,
+            max_num_batched_tokens=scheduling.max_num_batched_tokens or cls.max_num_batched_tokens,
+            max_num_seqs=scheduling.max_num_seqs,
+            prefix_caching=scheduling.enable_prefix_caching,
+            max_steps_in_flight=2 if scheduling.async_scheduling else 1,
+            seed=seed,
+        )
+
+    def rope_length(self, num_tokens: int) -> int:
+        """Returns the length that such a request's rotary embeddings are pinned to; 0 for most models."""
+        switch = self.rope_switch_length
+        if switch is None:
+            return 0
+        return switch + 1 if num_tokens > switch else switch
+
+
+def capacity_tokens(policy: EnginePolicy, cluster: Cluster, block_size: int) -> int:
+    """Returns the length of the longest request that is sure to fit when it is alone."""
+    capacity = policy.capacity_tokens(num_blocks=cluster.num_blocks[0], block_size=block_size)
+    return min([capacity, *(cluster.num_blocks[instance] * block_size for instance in cluster.decode)])

@@ -1,0 +1,150 @@
+"""Pipeline stages compute what one rank does, on ranks that are threads, and fill up with steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import Engines, num_free_blocks
+from oracle import Oracle, assert_exact
+from test_exact import GREEDY, assert_all_exact, prompts_of
+from tiny_models import BASE, write_checkpoint
+from transformers import LlamaConfig
+
+from longspan import SamplingParams
+from longspan.core.sampling import StructuredOutputsParams
+from longspan.core.steps import Completion, Forward, Step
+
+SPECS = ("pp2", "pp3", "pp5", "tp2pp2", "2xpp2", "3xtp2")
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose heads and layers divide by nothing."""
+    sizes = BASE | {"num_hidden_layers": 5, "num_attention_heads": 5, "num_key_value_heads": 1, "hidden_size": 80}
+    return write_checkpoint(LlamaConfig(**sizes), tmp_path_factory.mktemp("odd"))
+
+
+@pytest.fixture(scope="module")
+def odd_oracle(odd: Path) -> Oracle:
+    return Oracle(odd)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_an_odd_model(engines: Engines, odd: Path, odd_oracle: Oracle, spec: str) -> None:
+    """Prompts of several chunks beside short ones, and then another turn."""
+    llm = engines(odd, parallel=spec)
+    prompts = prompts_of(1, 17, 40, 300, 90, 200, 33)
+    outputs = assert_all_exact(llm, odd_oracle, prompts)
+    turn = [*prompts[3], *outputs[3].outputs[0].token_ids, *prompts[2]]
+    [output] = assert_all_exact(llm, odd_oracle, [turn])
+    assert output.metrics.num_cached_tokens >= 300
+    assert all(free == llm.engine.account.num_blocks(i) for i, free in enumerate(num_free_blocks(llm)))
+
+
+WANTED: dict[str, dict[str, Any]] = {
+    "penalties": {"temperature": 0, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
+    "several outputs": {"temperature": 1.0, "n": 2, "seed": 5},
+    "logprobs": {"temperature": 0, "logprobs": 3, "prompt_logprobs": 2},
+    "penalties and draws": {"temperature": 0.8, "presence_penalty": 0.7, "seed": 1, "min_tokens": 5},
+}
+
+
+@pytest.mark.parametrize("spec", SPECS[:-1])
+@pytest.mark.parametrize("wanted", WANTED)
+def test_outputs_are_those_of_one_rank(engines: Engines, odd: Path, wanted: str, spec: str) -> None:
+    params = SamplingParams(**{"max_tokens": 20, "ignore_eos": True, **WANTED[wanted]})
+    found = []
+    for parallel in ("1", spec):
+        outputs = engines(odd, parallel=parallel).generate(prompts_of(150, 3, 60, 20), params, use_tqdm=False)
+        found.append([([one.token_ids for one in output.outputs], _rounded(output)) for output in outputs])
+    assert found[0] == found[1]
+
+
+def _rounded(output: Any) -> object:
+    return [
+        None if at is None else {token: round(one.logprob, 2) for token, one in at.items()}
+        for at in output.prompt_logprobs or ()
+    ]
+
+
+@pytest.mark.parametrize("spec", ["pp2", "tp2pp3"])
+def test_json_by_a_schema(engines: Engines, speaking_model: Path, spec: str) -> None:
+    """The last stage alone follows the grammar."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    params = SamplingParams(
+        temperature=0, max_tokens=40, structured_outputs=StructuredOutputsParams(json=schema), ignore_eos=False
+    )
+    texts = []
+    for parallel in ("1", spec):
+        llm = engines(speaking_model, parallel=parallel, skip_tokenizer_init=False)
+        outputs = llm.generate([[5, 6, 7], [8] * 40], params, use_tqdm=False)
+        texts.append([output.outputs[0].text for output in outputs])
+    assert texts[0] == texts[1]
+    assert all(text.startswith("{") for text in texts[0])
+
+
+@pytest.mark.parametrize("exchange", ["ring_kv", "ring_q", "chain", "alltoall", "gather_hidden"])
+def test_two_instances_share_a_long_prompt(engines: Engines, odd: Path, odd_oracle: Oracle, exchange: str) -> None:
+    llm = engines(odd, parallel="2xpp2")
+    llm.set_policy("context", {"exchange": exchange, "threshold": "20"})
+    outputs = assert_all_exact(llm, odd_oracle, prompts_of(300, 5, 120))
+    assert outputs[0].metrics.exchanges["prefill"].keys() == {exchange}
+
+
+def test_bytes_between_stages(engines: Engines, odd: Path) -> None:
+    """The hidden states of every token once, and the tokens that were sampled."""
+    llm = engines(odd, parallel="pp3")
+    before = llm.bytes_exchanged
+    llm.generate(prompts_of(100), SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+    sent = {name: llm.bytes_exchanged[name] - before.get(name, 0) for name in ("hidden_states", "tokens")}
+    assert sent["hidden_states"] == 2 * 103 * 80 * 4
+    assert 3 * 8 <= sent["tokens"] <= 4 * 8
+
+
+def test_stages_are_kept_busy(engines: Engines, odd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decodes take turns, and prompts are cut; each request is in two steps of decodes at most."""
+    llm = engines(odd, parallel="pp3")
+    executor = llm.engine._executor
+    flying: dict[int, Forward] = {}
+    most, sizes = [0], []
+
+    def submit(step: Step) -> None:
+        if isinstance(step, Forward):
+            flying[step.number] = step
+            most.append(len(flying))
+            decodes = [part.request_id for part in step.parts if part.stop - part.start == 1]
+            sizes.append(len(decodes))
+            for request in decodes:
+                assert sum(request in {part.request_id for part in one.parts} for one in flying.values()) <= 2
+        real_submit(step)
+
+    def poll(timeout_s: float | None) -> list[Completion]:
+        done = real_poll(timeout_s)
+        for one in done:
+            flying.pop(one.number, None)
+        return done
+
+    real_submit, real_poll = executor.submit, executor.poll
+    monkeypatch.setattr(executor, "submit", submit)
+    monkeypatch.setattr(executor, "poll", poll)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    llm.generate([[3 + number] * 5 for number in range(9)], params, use_tqdm=False)
+    assert max(most) == 4, "one for each stage, and one ahead"
+    assert sizes.count(3) > len(sizes) / 2, "nine requests take turns on three stages"
+
+
+def test_more_stages_than_layers_are_refused(engines: Engines, odd: Path) -> None:
+    with pytest.raises(ValueError, match=r"pp\(6\) stages cannot share 5 layers: use a smaller pp"):
+        engines(odd, parallel="pp6")
+
+
+def test_what_a_lone_prompt_says(engines: Engines, odd: Path, odd_oracle: Oracle) -> None:
+    """Steps are cut to a prompt that is alone, so that all stages compute at once."""
+    llm = engines(odd, parallel="pp2", max_num_batched_tokens=2048)
+    [prompt] = prompts_of(2000)
+    [output] = llm.generate([prompt], GREEDY, use_tqdm=False)
+    assert_exact(output, odd_oracle.complete(prompt, 6))
+    steps = output.metrics.exchanges
+    assert steps["prefill"]["local"] + steps["partial_prefill"]["local"] == 8
