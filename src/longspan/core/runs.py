@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Layout = Literal["zigzag", "striped", "contiguous", "single"]
-"""How `core.layouts` shards a span."""
+"""One way to shard a span over a group, see `core.layouts`."""
 RelationKind = Literal["skip", "full", "diagonal", "band"]
 
 
