@@ -83,7 +83,7 @@ def test_layers_are_split_so_that_the_slowest_stage_is_quickest(pp: int, more: i
     assert len(stages) == pp and all(stages)
 
     def slowest(counts: tuple[int, ...]) -> float:
-        return max(*counts, counts[-1] + head / 4)
+        return max(*counts, counts[-1] + head / 16)
 
     found = slowest(tuple(map(len, stages)))
     cuts = itertools.islice(itertools.combinations(range(1, number), pp - 1), 5000)

@@ -14,10 +14,8 @@ from longspan.core.options import Option, at_least_one
 from longspan.errors import ParameterError
 
 _MAX_RANKS = 2**12
-_HEAD_SHARE = 0.25
-"""The part of all work that is of tokens which need the output head, too. A prompt has one of them, and is longer than
-its output; but tokens of outputs cost several times as much as its own, since weights are read for few of them.
-"""
+_HEAD_SHARE = 1 / 16
+"""The part of all work that is of tokens which need the output head, too: those of outputs, and one of each prompt."""
 _SPEC = re.compile(r"(?:(?P<n>\d+)(?:x(?=[tp]))?)?(?:tp(?P<tp>\d+))?(?:pp(?P<pp>\d+))?")
 
 

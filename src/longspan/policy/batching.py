@@ -293,8 +293,11 @@ class Budget:
 
 
 def _step_tokens(view: ClusterView, instance: int) -> int:
-    """Bounds the tokens of a step: on an instance of several stages so that what is due makes some steps for each."""
-    most, pp = view.max_num_batched_tokens, view.cluster.pp(instance)
+    """Bounds the tokens of a step: on an instance of several stages so that what is due makes some steps for each, and
+    all that are in flight have about as many as a single one otherwise.
+    """
+    pp = view.cluster.pp(instance)
+    most = -(-view.max_num_batched_tokens // pp)
     if pp == 1:
         return most
     due = view.running.due_tokens[instance]
