@@ -207,7 +207,7 @@ def test_a_trace_of_several_policies_has_their_processes_apart(tmp_path: Path) -
         ("h100-sxm-80g", ("--policy", "tetris"), ("None of them was measured with what tetris does", "TP64 / CP8")),
         ("a40", (), ("No paper&#x27;s times were compared for a40 with flash attention", "Tetris, Table 1")),
         ("h100-sxm-80g", (), ("attention, against what papers measured.</p>", "TP64 / CP8", ">context<")),  # auto
-        ("a100-sxm-80g", ("--policy", "runahead"), ("Those of runahead have not been compared", ">chunked<")),
+        ("a100-sxm-80g", ("--policy", "loongserve"), ("Those of loongserve have not been compared", ">chunked<")),
     ],
 )
 def test_the_page_says_how_far_it_is_from_reality(
