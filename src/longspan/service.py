@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil
 import torch
 
 from longspan.args import EngineArgs
@@ -15,6 +16,7 @@ from longspan.attn import native
 from longspan.core.cluster import Cluster
 from longspan.core.config import EngineConfig
 from longspan.core.engine import Engine
+from longspan.core.exchange import LOCAL
 from longspan.cost.architecture import ModelShape, from_config, typical_hardware
 from longspan.cost.estimate import activation_bytes, whole_prompt_tokens
 from longspan.cost.profile import ProfileKey
@@ -29,6 +31,7 @@ from longspan.policy.choosing import Facts
 from longspan.profiling.store import load_partitions, load_profile, profile_key_of
 from longspan.runtime.executor.control_plane import Launcher, MonotonicClock, WorkerExecutor
 from longspan.runtime.executor.processes import ProcessLauncher
+from longspan.runtime.host_pool import HostMemory
 from longspan.runtime.messages import WorkerConfig
 from longspan.runtime.pool import bytes_per_block, default_kv_bytes, default_step_bytes
 from longspan.text.input_processor import InputProcessor
@@ -77,6 +80,9 @@ class Service:
         self._policy = make_policy(given.policy, num_instances=cluster.num_instances, options=options, facts=self.facts)
         if self._policy.hint is not None:
             _log.info(self._policy.hint)
+        block_bytes = bytes_per_block(self.info.specs, given.block_size, DTYPES[given.dtype])
+        _check_hosts(given.host_kv_gib, cluster)
+        cluster = cluster.with_host_memory(given.host_kv_gib, block_bytes)
         self._cluster = cluster.with_blocks(_blocks_per_instance(self.info, files, given, cluster))
         config = EngineConfig.of(
             _with_step_tokens(given, files, self.info, self._cluster, self._policy),
@@ -86,6 +92,7 @@ class Service:
             eos_token_ids=self.info.eos_token_ids,
             rope_switch_length=self.info.rope_switch_length,
             seed=given.seed,
+            swap=swap_times(self.facts, self.info, block_bytes, cluster) if cluster.host_blocks else None,
         )
         self.max_model_len = config.max_model_len
         if given.max_model_len is None and self.max_model_len < self.info.context_length:
@@ -94,6 +101,7 @@ class Service:
         self.input_processor = InputProcessor(
             tokenizer=tokenizer, vocab_size=self.info.vocab_size, max_model_len=self.max_model_len
         )
+        self._host_memory = [HostMemory(num_blocks * block_bytes) for num_blocks in cluster.host_blocks]
         worker_config = WorkerConfig(
             files=files,
             cluster=self._cluster,
@@ -102,6 +110,7 @@ class Service:
             block_size=given.block_size,
             attention_kernel=kernel,
             record_times=given.record_times,
+            host_memory=tuple(memory.path for memory in self._host_memory),
         )
         self._start_workers: Callable[[], WorkerExecutor] = lambda: WorkerExecutor(
             launcher(worker_config), step_timeout_s=given.step_timeout_s
@@ -146,8 +155,10 @@ class Service:
         self.engine.restart(self.executor)
 
     def close(self) -> None:
-        """Stops the workers; can be called again."""
+        """Stops the workers and releases the memory of hosts; can be called again."""
         self.executor.close()
+        for memory in self._host_memory:
+            memory.close()
 
 
 def _facts(profile_key: ProfileKey, shape: ModelShape, cluster: Cluster, block_size: int) -> Facts:
@@ -162,6 +173,36 @@ def _facts(profile_key: ProfileKey, shape: ModelShape, cluster: Cluster, block_s
         partitions=load_partitions(profile_key, block_size),
         cluster=cluster,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwapTimes:
+    """Prices a block's copy in from the host, and computing `(new, cached)` tokens on an instance instead."""
+
+    block_s: float
+    prefill_s: Callable[[int, int], float]
+
+    def recompute_s(self, new_tokens: int, cached_tokens: int) -> float:
+        return self.prefill_s(new_tokens, cached_tokens)
+
+
+def swap_times(facts: Facts, info: ModelInfo, block_bytes: int, cluster: Cluster) -> SwapTimes:
+    """Takes times measured on this machine, or makes them of speeds; each rank copies keys and values of each layer."""
+    profile, spec, num_copies = facts.profile, cluster.spec, 2 * info.num_layers
+    link = None if profile is None else profile.link("host_copy", 1)
+    times = None if profile is None else profile.times().get((1, LOCAL))
+    if link is not None and times is not None:
+        copy_s = link.seconds(block_bytes / (num_copies * spec.tp))
+        return SwapTimes(block_s=num_copies / spec.pp * copy_s, prefill_s=times.seconds)
+    assert facts.hardware is not None and facts.shape is not None, "a service knows its model and has typical speeds"
+    speeds, shape = facts.hardware, facts.shape
+    token_flops = 2 * (info.num_layers * info.layer_weights + info.vocab_size * info.hidden_size)
+    pair_flops = 4 * shape.num_heads * shape.head_dim * shape.num_layers
+
+    def prefill_s(new: int, cached: int) -> float:
+        return new * (token_flops + pair_flops * (cached + new / 2)) / speeds.flops_per_s
+
+    return SwapTimes(block_s=block_bytes / speeds.bytes_per_s, prefill_s=prefill_s)
 
 
 def _with_step_tokens(
@@ -228,6 +269,18 @@ def _blocks_per_instance(info: ModelInfo, files: ModelFiles, given: EngineArgs, 
             raise ValueError(f"{of_rank} bytes of KV memory per rank hold no block of {per_block} bytes: allow more")
         found.append(of_rank // per_block)
     return tuple(found)
+
+
+def _check_hosts(gib: float, cluster: Cluster) -> None:
+    """Raises ParameterError when hosts cannot have pools of so much memory."""
+    for instance in cluster.instances if gib else ():
+        if len({cluster.hosts[rank] for rank in cluster.ranks(instance)}) > 1:
+            problem = f"is for instances on one host each, but instance {instance} has ranks on several: leave it out"
+            raise ParameterError("host_kv_gib", problem, gib)
+    needed, available = gib * (max(cluster.hosts) + 1), psutil.virtual_memory().available / 2**30
+    if needed > available:
+        problem = f"({gib:g}) needs {needed:.1f} GiB, but {available:.1f} are available: allow less"
+        raise ParameterError("host_kv_gib", problem, gib)
 
 
 def _bytes_per_block(info: ModelInfo, files: ModelFiles, cluster: Cluster, instance: int, block_size: int) -> int:

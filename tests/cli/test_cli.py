@@ -87,6 +87,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "max_num_seqs": 128,
         "kv_cache_memory_bytes": None,
         "num_gpu_blocks_override": None,
+        "host_kv_gib": 0.0,
         "enable_prefix_caching": True,
         "async_scheduling": True,
         "step_timeout_s": 300.0,
@@ -105,7 +106,7 @@ def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
         "--load-format dummy --policy context -o threshold=100 -o other=a=b "
         "--exchange chain --layout contiguous --fractions 0.6,0.4 --max-model-len 4096 --block-size 512 "
         "--max-num-batched-tokens 1024 --max-num-seqs 4 --kv-cache-memory-bytes 1000000 --num-gpu-blocks-override 7 "
-        "--no-enable-prefix-caching --no-async-scheduling --step-timeout 33.5"
+        "--host-kv-gib 1.5 --no-enable-prefix-caching --no-async-scheduling --step-timeout 33.5"
     )
     assert run(*line.split(), "--prompt-file", str(prompt_file)) == 0
     llm = FakeLLM.last
@@ -158,6 +159,7 @@ def test_every_option_reaches_the_engine(tmp_path: Path) -> None:
         "max_num_seqs": 4,
         "kv_cache_memory_bytes": 1000000,
         "num_gpu_blocks_override": 7,
+        "host_kv_gib": 1.5,
         "enable_prefix_caching": False,
         "async_scheduling": False,
         "step_timeout_s": 33.5,

@@ -54,6 +54,7 @@ VALUES: dict[str, str | list[str]] = {
     "instances": "3",
     "tp": "2",
     "pp": "1",
+    "host_kv_gib": "1.5",
     "threads_per_rank": "3",
     "device": "cuda",
     "dtype": "bfloat16",

@@ -11,7 +11,7 @@ from one_part import forward
 
 from longspan.core.cluster import Cluster, split_heads
 from longspan.core.owners import BlockRef
-from longspan.core.steps import MoveKV
+from longspan.core.steps import MoveKV, MoveWay
 from longspan.runtime.block_messages import head_routes
 from longspan.runtime.executor.control_plane import InFlight
 from longspan.runtime.messages import Done, Moved
@@ -75,6 +75,20 @@ def test_a_move_by_itself() -> None:
     completion = steps.take(moved(2, 1), 14.0)
     assert completion is not None and completion.number == 1
     assert completion.bytes_sent == {("kv_transfer", "same_host"): 11}
+    assert steps.first_due_s() is None
+
+
+@pytest.mark.parametrize("way", ["out", "in"])
+def test_a_move_to_or_from_a_host(way: MoveWay) -> None:
+    """All ranks of the instance work at once."""
+    steps = InFlight(CLUSTER)
+    ends = (BlockRef(2, 0), BlockRef(CLUSTER.host_pool(2), 0))
+    steps.begin(MoveKV(number=1, request_id=0, copies=(ends if way == "out" else ends[::-1],), way=way), 10.0)
+    assert steps.stalled(10.0) == [2, 3]
+    assert steps.take(moved(3, 1, 5), 11.0) is None
+    assert steps.stalled(99.0) == [2]
+    completion = steps.take(moved(2, 1, 6), 12.0)
+    assert completion is not None and completion.bytes_sent == {("kv_transfer", "same_host"): 11}
     assert steps.first_due_s() is None
 
 

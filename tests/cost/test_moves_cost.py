@@ -15,7 +15,7 @@ from longspan.core.exchange import LOCAL, RING_KV
 from longspan.core.layouts import shard_span
 from longspan.core.owners import BlockRef
 from longspan.core.runs import Run
-from longspan.core.steps import Forward, MoveKV, Part
+from longspan.core.steps import Forward, MoveKV, MoveWay, Part
 from longspan.cost import catalog
 from longspan.cost.architecture import from_config
 from longspan.cost.flows import Flow, alone_s, shared_rates
@@ -63,6 +63,18 @@ def test_moves_of_one_source_each_go_beside_each_other() -> None:
             done += len(executor.poll(None))
         ends.append(clock.now())
     assert ends[1] == pytest.approx(ends[0], rel=1e-3)
+
+
+@pytest.mark.parametrize("way", ["out", "in"])
+def test_all_ranks_of_an_instance_copy_to_and_from_its_host_at_once(way: MoveWay) -> None:
+    """Beside what comes the other way, and to other instances."""
+    found, bus = cost(), catalog.link(catalog.device(HOSTS.hardware).bus)
+    pairs = [(BlockRef(16, block), BlockRef(20, block)) for block in range(100)]
+    copies = tuple(pairs if way == "out" else [pair[::-1] for pair in pairs])
+    flows = found.flows(MoveKV(number=1, request_id=0, copies=copies, way=way))
+    assert alone_s(flows) == pytest.approx(bus.latency_s + 100 * BLOCK * TOKEN_BYTES / 8 / bus.bytes_per_s)
+    other = found.flows(move((0, 16)))
+    assert alone_s([*flows, *other]) == max(alone_s(flows), alone_s(other))
 
 
 def test_sixteen_sources_are_too_many_for_eight_receivers() -> None:

@@ -15,6 +15,7 @@ GAUGES = {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc",
 COUNTERS = {
     *("prompt_tokens", "generation_tokens", "request_success", "num_preemptions", "prefix_cache_queries"),
     *("prefix_cache_hits", "instance_busy_seconds", "exchanged_bytes", "worker_restarts", "engine_restarts"),
+    "external_prefix_cache_hits",
 }
 HISTOGRAMS = {
     *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),

@@ -49,6 +49,17 @@ def test_policies_that_are_compared_do_as_they_do_alone(capsys: pytest.CaptureFi
     assert len({one["ttft_p50_s"] for one in found.values()}) == 3
 
 
+def test_a_host_spares_further_turns_their_prefill() -> None:
+    """Of conversations that devices cannot keep; and without any room there is nothing to find."""
+    cluster = ClusterSpec(hardware="a100-sxm-80g", gpus_per_host=1)
+    turns = WorkloadSpec(workload="short", num_requests=12, rate=1.0, output_len=8, turns=3)
+    found = [
+        simulate("llama-3-8b", cluster, turns, scheduling=SchedulingArgs(num_gpu_blocks_override=400, host_kv_gib=gib))
+        for gib in (0.0, 64.0)
+    ]
+    assert found[1].summary()["num_cached_tokens"] > found[0].summary()["num_cached_tokens"]  # type: ignore[operator]
+
+
 def test_compared_policies_have_a_column_each(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("simulate", *HOST, *REQUESTS, "--policy", "chunked, context") == 0
     lines = re.findall(r"^[│┃](.*)[│┃]$", capsys.readouterr().out, re.MULTILINE)

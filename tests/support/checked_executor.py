@@ -89,6 +89,8 @@ class CheckedExecutor:
         self._take_over()
         if isinstance(step, Free):
             self._free(step)
+        elif isinstance(step, MoveKV) and step.way != "across":
+            self._swap(step)
         elif isinstance(step, MoveKV):
             self._meet(self.requests[step.request_id])
             self._check_computed(step)
@@ -257,6 +259,33 @@ class CheckedExecutor:
 
     # ---------------------------------------------------------------- moves
 
+    def keep_hosts(self, before: CheckedExecutor) -> None:
+        """Takes over what hosts hold when other workers did the steps before."""
+        tier = self._setup.cluster.tier
+        self._slots.update({ref: held for ref, held in before._slots.items() if tier(ref.pool) == "host"})
+
+    def _swap(self, move: MoveKV) -> None:
+        """Between an instance and its host: sources hold something, and nobody writes them or touches the targets."""
+        cluster, written = self._setup.cluster, self._written()
+        assert move.copies and len(set(move.copies)) == len(move.copies)
+        for source, target in move.copies:
+            here, there = (source, target) if move.way == "out" else (target, source)
+            assert cluster.tier(here.pool) == "device" and there.pool == cluster.host_pool(here.pool)
+            assert self._slots[source][0] and source not in written, "what is copied was computed"
+            assert not self._owners[target] and target not in self._named, "nobody else touches a target"
+            assert all(self.pool(ref.pool).references(ref.block) > 0 for ref in (source, target))
+        held = [list(self._slots[source]) for source, _ in move.copies]
+        live = self.live.get(move.request_id) or _Live(group=(), next_start=0, slots=Slots(size=1))
+        self.moving[move.number] = Moving(move=move, held=held, live=live)
+
+    def _written(self) -> set[BlockRef]:
+        """The blocks that steps in flight write."""
+        written = {target for f in self.in_flight.values() for m in f.rebalances for _, target in m.copies}
+        for part in (part for forward in self.in_flight.values() for part in forward.parts):
+            slots = self.live[part.request_id].slots.of
+            written.update(ref for ref, _ in slots[part.start : part.stop])
+        return written
+
     @property
     def _named(self) -> set[BlockRef]:
         """The blocks of all moves in flight."""
@@ -319,7 +348,7 @@ class CheckedExecutor:
     def _end_move(self, moving: Moving) -> None:
         for (source, target), held in zip(moving.move.copies, moving.held, strict=True):
             assert self._slots[source] == held, "nobody writes what moves"
-            assert all(self.pool(ref.instance).references(ref.block) > 0 for ref in (source, target))
+            assert all(self.pool(ref.pool).references(ref.block) > 0 for ref in (source, target))
             assert not self._owners[target], "nobody else touches a target"
             self._slots[target] = held
 

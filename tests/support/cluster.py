@@ -45,6 +45,7 @@ class Cluster:
                 max_num_seqs=setup.max_num_seqs,
                 prefix_caching=setup.prefix_caching,
                 max_steps_in_flight=setup.max_steps_in_flight,
+                swap=setup.swap,
             ),
         )
         self.executor.pool, self.executor.reservation = self._pool, self.transfer_of
@@ -64,6 +65,7 @@ class Cluster:
         self.executor.requests, self.executor.pool = before.requests, self._pool
         self.executor.reservation = self.transfer_of
         self.executor.steps = list(before.steps)
+        self.executor.keep_hosts(before)
         self.engine.restart(self.executor)
 
     @property
@@ -75,8 +77,13 @@ class Cluster:
     def moves(self) -> list[MoveKV]:
         """Emitted so far, from prefill to decode instances, in order."""
         streams = [move for forward in self.forwards for move in forward.streams]
-        alone = [step for step in self.executor.steps if isinstance(step, MoveKV)]
+        alone = [step for step in self.executor.steps if isinstance(step, MoveKV) and step.way == "across"]
         return sorted([*streams, *alone], key=lambda move: move.number)
+
+    @property
+    def swaps(self) -> list[MoveKV]:
+        """Emitted so far, between instances and hosts, in order."""
+        return [step for step in self.executor.steps if isinstance(step, MoveKV) and step.way != "across"]
 
     @property
     def requests(self) -> list[Request]:
@@ -118,9 +125,9 @@ class Cluster:
         assert not self.executor.in_flight
         assert not self.executor.live
         assert not self.executor.moving
-        for instance in range(self.setup.num_instances):
-            pool = self.engine.account.pool(instance)
-            assert pool.num_free == pool.num_blocks == self.setup.blocks_of(instance)
+        for number, num_blocks in enumerate(self.setup.cluster.num_blocks + self.setup.cluster.host_blocks):
+            pool = self.engine.account.pool(number)
+            assert pool.num_free == pool.num_blocks == num_blocks
             assert not any(pool.references(block) for block in range(pool.num_blocks))
 
     def expected_output(self, request: Request) -> list[int]:

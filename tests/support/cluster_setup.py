@@ -13,6 +13,7 @@ from linear_cost import LinearCost
 from longspan.core.cluster import Cluster, Location, ParallelSpec
 from longspan.core.request import Request
 from longspan.core.steps import Forward, MoveKV
+from longspan.core.tiers import SwapCost
 from longspan.cost.flows import Flow
 from longspan.policy.choosing import Facts
 from longspan.runtime.batch import RankRequests
@@ -61,6 +62,8 @@ class Setup:
     roles: Roles | None = None
     decode_blocks: int | None = None
     locations: tuple[Location, ...] = ()
+    host_blocks: tuple[int, ...] = ()
+    swap: SwapCost | None = None
 
     @property
     def cluster(self) -> Cluster:
@@ -69,7 +72,7 @@ class Setup:
         cluster = cluster.with_layers(12, 0.0)
         assert cluster.num_instances == self.num_instances, "roles are given to all instances"
         locations = [one for i, one in enumerate(self.locations) for _ in cluster.ranks(i)]
-        cluster = replace(cluster, locations=tuple(locations))
+        cluster = replace(cluster, locations=tuple(locations), host_blocks=self.host_blocks)
         return cluster.with_blocks([self.blocks_of(instance) for instance in cluster.instances])
 
     def blocks_of(self, instance: int) -> int:
@@ -94,7 +97,8 @@ class UnevenCost:
 
     def flows(self, move: MoveKV) -> tuple[Flow, ...]:
         """See `StepCost`."""
-        more = 10 * self.setup.lag_s(move.targets[0], move.number) / LinearCost.per_block_s
+        lag_s = self.setup.lag_s((move.targets or move.sources)[0], move.number)
+        more = 10 * lag_s / LinearCost.per_block_s
         return tuple(flow._replace(num_bytes=flow.num_bytes + more) for flow in LinearCost().flows(move))
 
     def seconds(self, forward: Forward) -> dict[int, float]:

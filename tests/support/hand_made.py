@@ -18,14 +18,15 @@ from longspan.core.exchange import CHAIN, LOCAL, RING_KV, RING_Q, Exchange
 from longspan.core.layouts import shard_span
 from longspan.core.owners import BlockRef
 from longspan.core.runs import Layout, positions
-from longspan.core.steps import Completion, Forward, MoveKV, Part, Sample, Sampling
+from longspan.core.steps import Completion, Forward, MoveKV, MoveWay, Part, Sample, Sampling
 from longspan.model.source import prepare
 from longspan.model.store import read_info
 from longspan.runtime.executor.control_plane import Launcher, WorkerExecutor
 from longspan.runtime.executor.threads import ThreadLauncher
+from longspan.runtime.host_pool import HostMemory
 from longspan.runtime.messages import WorkerConfig
 
-BLOCK = 16
+BLOCK, NUM_HOST_BLOCKS = 16, 40
 
 
 @contextmanager
@@ -36,12 +37,25 @@ def workers(
     num_blocks: int = 40,
     step_timeout_s: float = 60.0,
     launch: Callable[[WorkerConfig], Launcher] = ThreadLauncher,
+    host_memory: HostMemory | None = None,
 ) -> Iterator[Cluster]:
-    locations = tuple(Location(host=rank, device=rank) for rank in range(instances.num_ranks))
-    instances = replace(instances, locations=locations).with_blocks([num_blocks] * instances.num_instances)
+    """Starts workers, each on a host of its own, or with `host_memory` for 40 blocks all on one host."""
+    if host_memory is None:
+        locations = tuple(Location(host=rank, device=rank) for rank in range(instances.num_ranks))
+        instances = replace(instances, locations=locations)
+    else:
+        instances = replace(instances, host_blocks=(NUM_HOST_BLOCKS,))
     files = prepare(str(folder), dtype="float32")
     instances = instances.with_layers(read_info(files.weights).num_layers, 0.0)
-    config = WorkerConfig(files=files, cluster=instances, device="cpu", num_threads=1, block_size=BLOCK)
+    instances = instances.with_blocks([num_blocks] * instances.num_instances)
+    config = WorkerConfig(
+        files=files,
+        cluster=instances,
+        device="cpu",
+        num_threads=1,
+        block_size=BLOCK,
+        host_memory=() if host_memory is None else (host_memory.path,),
+    )
     with WorkerExecutor(launch(config), step_timeout_s=step_timeout_s) as executor:
         yield Cluster(executor, instances)
 
@@ -51,7 +65,7 @@ class Cluster:
 
     def __init__(self, executor: WorkerExecutor, instances: Instances) -> None:
         self.executor, self.instances = executor, instances
-        self.free = [list(range(num_blocks)) for num_blocks in instances.num_blocks]
+        self.free = [list(range(num_blocks)) for num_blocks in (*instances.num_blocks, *instances.host_blocks)]
         self.completions: dict[int, Completion] = {}
         self._number = self._request = 0
 
@@ -63,12 +77,12 @@ class Cluster:
         self._request += 1
         return self._request
 
-    def block(self, instance: int) -> BlockRef:
-        return BlockRef(instance, self.free[instance].pop())
+    def block(self, pool: int) -> BlockRef:
+        return BlockRef(pool, self.free[pool].pop())
 
     def release(self, refs: Sequence[BlockRef]) -> None:
         for ref in refs:
-            self.free[ref.instance].append(ref.block)
+            self.free[ref.pool].append(ref.block)
 
     def wait(self, *numbers: int, timeout_s: float = 60.0) -> list[Completion]:
         """The completions of some steps; others that come meanwhile are kept."""
@@ -155,8 +169,16 @@ class Driven:
                 self.table[index] = copies[-1][1]
         return self._move(copies), [old for old, _ in copies]
 
-    def _move(self, copies: Sequence[tuple[BlockRef, BlockRef]]) -> MoveKV:
-        return MoveKV(number=self.cluster.number(), request_id=self.id, copies=tuple(copies))
+    def swap(self, way: MoveWay, pool: int) -> MoveKV:
+        """Begins to copy all blocks to a pool, out to the host's or in to that of an instance; frees the old ones."""
+        old, self.table = self.table, [self.cluster.block(pool) for _ in self.table]
+        self.cluster.release(old)
+        move = self._move(list(zip(old, self.table, strict=True)), way)
+        self.cluster.executor.submit(move)
+        return move
+
+    def _move(self, copies: Sequence[tuple[BlockRef, BlockRef]], way: MoveWay = "across") -> MoveKV:
+        return MoveKV(number=self.cluster.number(), request_id=self.id, copies=tuple(copies), way=way)
 
     def take(self, forward: Forward) -> Completion:
         """Waits for one, and takes its token in."""

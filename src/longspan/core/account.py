@@ -24,15 +24,26 @@ _LEAST_COPIED = 16
 
 
 class KvAccount:
-    """Owns every block of the cluster. Policies see the `KvView` of it, the engine changes it."""
+    """Owns every block of the cluster. Policies see the `KvView` of it, the engine changes it.
+
+    Args:
+        num_blocks: of the pool of each instance, and then of each host.
+    """
 
     def __init__(self, num_blocks: Sequence[int], *, block_size: int, prefix_caching: bool = True) -> None:
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self._pools = [BlockPool(num_blocks=number, block_size=block_size) for number in num_blocks]
 
-    def pool(self, instance: int) -> BlockPool:
-        return self._pools[instance]
+    def keep_hosts(self, before: KvAccount, num_instances: int) -> None:
+        """Goes on with the pools on hosts of an account before this one, and with their contents."""
+        self._pools[num_instances:] = before.host_pools(num_instances)
+
+    def pool(self, number: int) -> BlockPool:
+        return self._pools[number]
+
+    def host_pools(self, num_instances: int) -> Sequence[BlockPool]:
+        return self._pools[num_instances:]
 
     def num_blocks(self, instance: int) -> int:
         return self._pools[instance].num_blocks
@@ -62,15 +73,13 @@ class KvAccount:
         limit = request.num_tokens - 1
         refs: list[BlockRef] = []
         while (len(refs) + 1) * self.block_size <= limit:
-            ref = self._find(request.parent_key(len(refs) + 1), group)
+            ref = self.find(request.parent_key(len(refs) + 1), group)
             if ref is None:
                 break
             refs.append(ref)
         start = len(refs) * self.block_size
         rest = tuple(request.tokens(start, min(limit, start + self.block_size)))
-        parent = request.parent_key(len(refs))
-        begun = [(self._pools[instance].find_begun(parent, rest), instance) for instance in group]
-        (block, length), instance = max(begun, key=lambda one: one[0][1])
+        (instance, block), length = self.find_begun(request.parent_key(len(refs)), rest, group)
         pool = self._pools[instance]
         adopts = copies = False
         if length:
@@ -82,6 +91,30 @@ class KvAccount:
             return PrefixHit(refs=tuple(refs), num_tokens=start)
         refs.append(BlockRef(instance, block))
         return PrefixHit(refs=tuple(refs), num_tokens=start + length, adopts_last=adopts, copies_last=copies)
+
+    def find(self, key: bytes, pools: Iterable[int]) -> BlockRef | None:
+        """Finds a full block by its name, in the first of some pools that has it."""
+        for pool in pools:
+            block = self._pools[pool].find(key)
+            if block is not None:
+                return BlockRef(pool, block)
+        return None
+
+    def find_begun(self, parent: bytes, tokens: tuple[int, ...], pools: Iterable[int]) -> tuple[BlockRef, int]:
+        """Finds the block after `parent` that shares the longest beginning with `tokens`, and that length.
+
+        Of equals it is in the first of these pools. The length is 0 when none shares any.
+        """
+        begun = [(self._pools[pool].find_begun(parent, tokens), pool) for pool in pools]
+        (block, length), pool = max(begun, key=lambda one: one[0][1])
+        return BlockRef(pool, block), length
+
+    def contents(self, request: Request) -> Iterator[tuple[BlockRef, Content]]:
+        """Yields the blocks of a request that others can be offered, and what they hold."""
+        num_tokens, size = _num_namable(request), self.block_size
+        for index, start in enumerate(range(0, num_tokens, size)):
+            tokens = request.tokens(start, min(num_tokens, start + size))
+            yield request.table[index], Content(request.parent_key(index), tokens)
 
     def hit_cost(self, hit: PrefixHit, claimed: AbstractSet[BlockRef]) -> Counter[int]:
         cached = (r for r in hit.refs if self.pool(r.pool).references(r.block) == 0)
@@ -199,13 +232,6 @@ class KvAccount:
             ref = request.copying[ref]
         self.pool(ref.pool).publish(ref.block, Content(request.parent_key(index), tokens))
 
-    def _find(self, key: bytes, group: Sequence[int]) -> BlockRef | None:
-        for instance in group:
-            block = self.pool(instance).find(key)
-            if block is not None:
-                return BlockRef(instance, block)
-        return None
-
 
 def _by_pool(refs: Iterable[BlockRef]) -> Iterator[tuple[int, list[int]]]:
     for pool, same in groupby(refs, attrgetter("pool")):
@@ -228,6 +254,10 @@ class Content:
     parent: bytes
     tokens: Sequence[int]
 
+    @property
+    def key(self) -> bytes:
+        return chain_key(self.parent, self.tokens)
+
 
 class BlockPool:
     """Accounts for `num_blocks` blocks of `block_size` tokens.
@@ -247,6 +277,7 @@ class BlockPool:
         self.changes = self.num_allocated = 0
         self._references = [0] * num_blocks
         self._held: dict[int, int] = {}
+        self._pins: dict[int, int] = {}
         self._blank = list(range(num_blocks))  # a heap
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._content: dict[int, Content] = {}
@@ -261,6 +292,10 @@ class BlockPool:
     @property
     def num_cached(self) -> int:
         return len(self._cached)
+
+    @property
+    def num_blank(self) -> int:
+        return len(self._blank)
 
     def references(self, block: int) -> int:
         return self._references[block]
@@ -308,12 +343,29 @@ class BlockPool:
         """Blocks that only copies under way hold; they are free when these are done."""
         return sum(self._references[block] == number for block, number in self._held.items())
 
+    def pin(self, block: int) -> None:
+        """Makes a reference of a block one that does not use it: a request that will is yet to be admitted."""
+        assert self._references[block] > 0, "a pin is a reference"
+        self._pins[block] = self._pins.get(block, 0) + 1
+
+    def unpin(self, block: int) -> None:
+        """Drops a pin, and the reference that it is."""
+        num_pins = self._pins.pop(block) - 1
+        if num_pins:
+            self._pins[block] = num_pins
+        self.release(block)
+
+    def _is_unused(self, block: int) -> bool:
+        """Tells whether nobody uses a block, though one request may be about to."""
+        references = self._references[block]
+        return references == 0 or references == self._pins.get(block) == 1
+
     def adopt(self, block: int) -> None:
         """Takes over a cached block to write on in it; its content is no longer offered to others."""
-        assert self._references[block] == 0 and block in self._cached, "only unreferenced cached blocks are adopted"
-        del self._cached[block]
+        assert self._is_unused(block) and block in self._content, "only unreferenced cached blocks are adopted"
+        self._cached.pop(block, None)
         self._forget(block)
-        self._references[block] = 1
+        self._references[block] += 1
         self.changes += 1
 
     def release(self, *blocks: int) -> None:
@@ -347,6 +399,16 @@ class BlockPool:
     def find(self, key: bytes) -> int | None:
         return self._by_key.get(key)
 
+    def content(self, block: int) -> Content:
+        return self._content[block]
+
+    def holder(self, content: Content) -> int | None:
+        """Finds a block that holds all of this content, and perhaps more."""
+        if len(content.tokens) == self.block_size:
+            return self.find(content.key)
+        block, length = self.find_begun(content.parent, tuple(content.tokens))
+        return block if length == len(content.tokens) else None
+
     def find_begun(self, parent: bytes, tokens: tuple[int, ...]) -> tuple[int, int]:
         """Finds the block after `parent` that shares the longest beginning with `tokens`, and that length.
 
@@ -365,7 +427,7 @@ class BlockPool:
         `num_lost` tokens are lost.
         """
         num_known = len(self._content[block].tokens)
-        return self._references[block] == 0 and num_known < self.block_size and num_known - length <= num_lost
+        return self._is_unused(block) and num_known < self.block_size and num_known - length <= num_lost
 
     def _tokens(self, block: int) -> tuple[int, ...]:
         if block not in self._compared:

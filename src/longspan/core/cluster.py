@@ -8,12 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from longspan.core.options import Option, at_least_one
 from longspan.errors import ParameterError
 
 _MAX_RANKS = 2**12
+Tier = Literal["device", "host"]
+"""The memory that the blocks of a pool lie in."""
+
 _HEAD_SHARE = 1 / 16
 """The part of all work that is of tokens which need the output head, too: those of outputs, and one of each prompt."""
 _SPEC = re.compile(r"(?:(?P<n>\d+)(?:x(?=[tp]))?)?(?:tp(?P<tp>\d+))?(?:pp(?P<pp>\d+))?")
@@ -92,6 +95,7 @@ class Cluster:
             there; None for as many as there are prefill instances.
         locations: one per rank; empty when all ranks share a host.
         num_blocks: the KV blocks of each instance's pool, whose id is the instance. Empty until they are known.
+        host_blocks: the KV blocks of the pool in the memory of each host; empty without such pools.
         num_layers: of the model; 0 until it is known.
         head_layers: how many times the weights of a layer the model's output head has.
     """
@@ -101,6 +105,7 @@ class Cluster:
     transfer_backends: int | None = None
     locations: tuple[Location, ...] = ()
     num_blocks: tuple[int, ...] = ()
+    host_blocks: tuple[int, ...] = ()
     num_layers: int = 0
     head_layers: float = 0.0
 
@@ -140,6 +145,14 @@ class Cluster:
 
     def with_blocks(self, num_blocks: Sequence[int]) -> Cluster:
         return replace(self, num_blocks=tuple(num_blocks))
+
+    def with_host_memory(self, gib: float, block_bytes: float) -> Cluster:
+        """Returns the cluster with a pool in so much memory of each host; raises ParameterError when no block fits."""
+        if not gib:
+            return self
+        if not gib * 2**30 >= block_bytes:
+            raise ParameterError("host_kv_gib", f"({gib:g}) holds no block of {block_bytes:g} bytes: allow more", gib)
+        return replace(self, host_blocks=(int(gib * 2**30 // block_bytes),) * (max(self.hosts) + 1))
 
     def with_layers(self, num_layers: int, head_layers: float) -> Cluster:
         """Returns the cluster with a model; raises ParameterError for more stages than it has layers."""
@@ -182,6 +195,16 @@ class Cluster:
         if self.decode_spec is None:
             return 0
         return self.spec.instances if self.transfer_backends is None else self.transfer_backends
+
+    # ------------------------------------------------------------ pools
+
+    def tier(self, pool: int) -> Tier:
+        """Tells where a pool lies. Those of instances come first, then those of hosts."""
+        return "device" if pool < self.num_instances else "host"
+
+    def host_pool(self, instance: int) -> int:
+        """Returns the pool in the memory of an instance's host, which all instances of that host share."""
+        return self.num_instances + self.hosts[self.rank(instance)]
 
     # ------------------------------------------------------------ ranks
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from longspan.core.cluster import Cluster
 from longspan.core.options import SchedulingArgs
+from longspan.core.tiers import SwapCost
 from longspan.core.view import EnginePolicy
 from longspan.errors import ParameterError
 
@@ -23,6 +24,7 @@ class EngineConfig:
         max_steps_in_flight: the most incomplete steps that a request may be in while it decodes, and that each instance
             has, but for those that keep its further stages busy. With 2, instances never wait for the controller: the
             next step is there before the present one ends.
+        swap: says whether KV on hosts is worth a copy; None when it always is.
     """
 
     cluster: Cluster
@@ -35,6 +37,7 @@ class EngineConfig:
     prefix_caching: bool = True
     max_steps_in_flight: int = 2
     seed: int = 0
+    swap: SwapCost | None = None
 
     def __post_init__(self) -> None:
         assert self.cluster.num_blocks, f"the KV pools of {self.cluster} have no sizes"
@@ -52,8 +55,12 @@ class EngineConfig:
         eos_token_ids: tuple[int, ...] = (),
         rope_switch_length: int | None = None,
         seed: int = 0,
+        swap: SwapCost | None = None,
     ) -> EngineConfig:
         """Returns what the options mean with this policy, for a model with the other facts; without, for any model."""
+        if scheduling.host_kv_gib and not scheduling.enable_prefix_caching:
+            problem = f"{scheduling.host_kv_gib:g} keeps KV for prefix caching, which is off: leave one of them out"
+            raise ParameterError("host_kv_gib", problem, scheduling.host_kv_gib)
         capacity, wanted = capacity_tokens(policy, cluster, scheduling.block_size), scheduling.max_model_len
         if wanted is not None and context_length is not None and wanted > context_length:
             problem = f"{wanted} exceeds the model's context of {context_length} tokens"
@@ -72,6 +79,7 @@ class EngineConfig:
             prefix_caching=scheduling.enable_prefix_caching,
             max_steps_in_flight=2 if scheduling.async_scheduling else 1,
             seed=seed,
+            swap=swap,
         )
 
     def rope_length(self, num_tokens: int) -> int:

@@ -16,6 +16,7 @@ from longspan.core.queues import Occupancy, Running, StepOrder, Waiting
 from longspan.core.request import FinishReason, Request, RequestMetrics, check_length
 from longspan.core.sampling import SamplingParams
 from longspan.core.steps import Completion, Executor, Forward, Free, Link, MoveKV, Part, Sampled
+from longspan.core.tiers import Tiers
 from longspan.core.transfers import Transfers
 from longspan.core.view import ClusterView, EnginePolicy, ScheduledPart
 
@@ -33,6 +34,7 @@ class Load:
     Attributes:
         num_waiting: requests that could run if there were room.
         used_blocks: KV blocks that requests hold, per instance.
+        host_blocks: KV blocks that have contents, or are about to, in the pool of each host.
         busy_s: seconds since the engine was made in which each instance had a step to run.
     """
 
@@ -40,6 +42,7 @@ class Load:
     num_waiting: int
     num_waiting_tokens: int
     used_blocks: list[int]
+    host_blocks: list[int]
     busy_s: list[float]
 
 
@@ -57,6 +60,7 @@ class Engine:
         self._running = Running(config.cluster.num_instances)
         self._number = count(1).__next__  # numbers steps and moves
         self.account, self._transfers = self._empty()
+        self._tiers = Tiers(self.account, config.cluster, self._running, self._number, swap=config.swap)
         self.bytes_sent: Counter[tuple[str, Link]] = Counter(dict.fromkeys(product(shown_names(), get_args(Link)), 0))
         self.num_preemptions = self.num_prefix_queries = self.num_prefix_hits = 0
         self._requests: dict[int, Request] = {}
@@ -111,14 +115,24 @@ class Engine:
 
     def _empty(self) -> tuple[KvAccount, Transfers]:
         config, cluster = self.config, self.config.cluster
-        account = KvAccount(cluster.num_blocks, block_size=config.block_size, prefix_caching=config.prefix_caching)
+        num_blocks = cluster.num_blocks + cluster.host_blocks
+        account = KvAccount(num_blocks, block_size=config.block_size, prefix_caching=config.prefix_caching)
         backends, max_num_seqs = cluster.backends, config.max_num_seqs
         return account, Transfers(account, self._running, self._number, backends=backends, max_num_seqs=max_num_seqs)
 
     @property
     def has_unfinished(self) -> bool:
         """Whether a request runs or waits, or KV is still on its way."""
-        return bool(self._requests) or self._transfers.in_flight
+        return bool(self._requests) or self._is_moving
+
+    @property
+    def _is_moving(self) -> bool:
+        return self._transfers.in_flight or self._tiers.in_flight
+
+    @property
+    def num_host_hits(self) -> int:
+        """Counts the tokens whose KV was found on hosts, and copied to devices."""
+        return self._tiers.num_hits
 
     def load(self) -> Load:
         waiting, instances = self._waiting.able(), self.config.cluster.instances
@@ -127,6 +141,7 @@ class Engine:
             num_waiting=len(waiting),
             num_waiting_tokens=sum(request.num_known for request in waiting),
             used_blocks=[pool.num_blocks - pool.num_free for pool in map(self.account.pool, instances)],
+            host_blocks=[pool.num_blocks - pool.num_blank for pool in self.account.host_pools(instances.stop)],
             busy_s=self._occupancy.busy_s(self._clock.now()),
         )
 
@@ -139,6 +154,7 @@ class Engine:
             request.metrics.finished_s = self._clock.now()
             self._leave(request)
             self._transfers.give_up(request)
+            self._tiers.release(request)
         if request.finish_reason is None or (request.finish_reason, reason) == ("length", "stop"):
             request.finish_reason = reason
         if not request.in_flight and request.id in self._requests:
@@ -155,17 +171,23 @@ class Engine:
         """Forgets the KV of finished requests; raises RuntimeError when some are unfinished."""
         self._check_idle("KV cannot be forgotten")
         self.account, self._transfers = self._empty()
+        self._tiers.restart(self.account)
 
     def _check_idle(self, what: str) -> None:
         if self._requests:
             raise RuntimeError(f"{what} while {len(self._requests)} requests are unfinished")
-        if self._transfers.in_flight:
+        if self._is_moving:
             raise RuntimeError(f"{what} while KV is on its way: call step until has_unfinished is false")
 
     def restart(self, executor: Executor) -> None:
-        """Goes on with new workers, which remember nothing: every request waits again and computes anew what it had."""
-        self._executor = executor
+        """Goes on with new workers, which remember nothing: every request waits again and computes anew what it had.
+
+        What hosts have is kept.
+        """
+        self._executor, before = executor, self.account
         self.account, self._transfers = self._empty()
+        self._tiers.restart(self.account)
+        self.account.keep_hosts(before, self.config.cluster.num_instances)
         for forward in self._steps.clear():
             self._end(forward)
         for request in list(self._requests.values()):
@@ -182,7 +204,7 @@ class Engine:
         Waits for it at most `timeout_s`; None waits as long as it takes.
         """
         self.emit()
-        if not (self._steps or self._transfers.in_flight):
+        if not (self._steps or self._is_moving):
             assert not self._requests, "the policy leaves requests waiting on an idle cluster"
             return []
         if not self._steps.has_ready:
@@ -200,8 +222,12 @@ class Engine:
                 continue
             # A plan that only preempted may have freed backends, or room for KV that waits.
             has_preempted = self.num_preemptions > num_preemptions
-            if not (has_preempted and self._hand_over()):
+            if not ((has_preempted and self._hand_over()) or self._relents()):
                 return
+
+    def _relents(self) -> bool:
+        """Lets requests that wait for KV on hosts go on without it, if nothing else could happen."""
+        return bool(self._waiting) and not (self._steps or self._is_moving) and self._tiers.relent()
 
     def _hand_over(self) -> bool:
         """Sends pending KV, and hands over requests whose KV has arrived; returns whether there were any."""
@@ -218,7 +244,10 @@ class Engine:
         return True
 
     def _send_waiting(self) -> None:
-        for move in self._transfers.by_themselves():
+        self._submit(self._transfers.by_themselves())
+
+    def _submit(self, moves: Sequence[MoveKV]) -> None:
+        for move in moves:
             self._executor.submit(move)
 
     def _emit_batches(self, batches: Sequence[Sequence[ScheduledPart]]) -> None:
@@ -256,16 +285,25 @@ class Engine:
         return MoveKV(number=self._number(), request_id=request.id, copies=copies)
 
     def _plan(self) -> tuple[tuple[ScheduledPart, ...], ...]:
-        """Returns the policy's batches, after its preemptions; after a plan that only preempts, asks for another."""
+        """Returns the policy's batches, after its preemptions; after a plan that only preempts, asks for another.
+
+        So it does when nobody has to be preempted, since KV that waits can make room; and when the blocks of those who
+        were are free only after a copy.
+        """
+        may_fetch = True
         while True:
             self._transfers.make_room(self._occupancy.full)
+            self._submit(self._tiers.arrange(self._waiting.able(), may_fetch=may_fetch))
             plan = self._policy.plan(self._view())
+            if plan.preempted and self._tiers.make_room():
+                may_fetch = False
+                continue
             for preempted in plan.preempted:
                 request = self._requests[preempted.id]
                 request.metrics.num_preemptions += 1
                 self.num_preemptions += 1
                 self._retract(request)
-            if plan.batches or not plan.preempted:
+            if not plan.preempted or (plan.batches and not self._tiers.in_flight):
                 return plan.batches
 
     @property
@@ -295,14 +333,14 @@ class Engine:
             cluster=self.config.cluster,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_num_seqs=self.config.max_num_seqs,
-            waiting=self._waiting.able(),
+            waiting=self._tiers.ready(self._waiting.able()),
             running=self._running,
             kv=self.account,
             busy=frozenset(self._occupancy.busy),
             full=frozenset(self._occupancy.full),
             now_s=self._clock.now(),
             promised=self._transfers.promised,
-            arrivals=self._waiting.changes,
+            arrivals=self._waiting.changes + self._tiers.changes,
             max_steps_in_flight=self.config.max_steps_in_flight,
         )
 
@@ -311,6 +349,7 @@ class Engine:
         assert hit is not None and hit.num_tokens == scheduled.start, "an admitted request starts behind its prefix"
         self._leave(request)
         self.account.take(request, hit)
+        self._tiers.release(request)
         request.group = scheduled.group
         request.admission = next(self._admissions)
         self._running.join(request)
@@ -361,7 +400,7 @@ class Engine:
     def _take(self, done: Completion) -> None:
         """Takes a completion: of a move at once, of a Forward in the order of steps."""
         self.bytes_sent.update(done.bytes_sent)
-        if not self._transfers.moved(done.number):
+        if not (self._transfers.moved(done.number) or self._tiers.moved(done.number)):
             self._steps.complete(done)
 
     def _complete(self, forward: Forward, done: Completion) -> list[Request]:
@@ -413,6 +452,7 @@ class Engine:
         """Makes the request give up its KV and wait again; what it computed is found again by its prefix keys."""
         assert not request.in_flight, "a step in flight names the request"
         self._transfers.give_up(request)
+        self._submit(self._tiers.leave(request))
         self.account.release(request)
         self._executor.submit(Free(number=self._number(), request_ids=(request.id,)))
         goes_on = request.finish_reason is None

@@ -139,6 +139,7 @@ class SchedulingArgs:
     num_gpu_blocks_override: Annotated[
         int | None, _scheduling("KV blocks of each instance, whatever memory there is.", default="what memory holds")
     ] = None
+    host_kv_gib: Annotated[float, _scheduling("GiB of memory on each host for KV that devices have no room for.")] = 0.0
     enable_prefix_caching: Annotated[bool, _scheduling("Reuse the KV of prompts that begin alike.")] = True
     async_scheduling: Annotated[bool, _scheduling("Plan and send a step while the last one runs.")] = True
 

@@ -18,7 +18,7 @@ class BlockRef(NamedTuple):
 
     @property
     def instance(self) -> int:
-        """The instance that owns the block; pool ids are instance numbers so far."""
+        """The instance that owns the block: its number is that of its pool. Of blocks on a host there is none."""
         return self.pool
 
 

@@ -138,6 +138,9 @@ class Part:
     rotation: Rotation | None = None
 
 
+MoveWay = Literal["across", "out", "in"]
+
+
 @dataclass(kw_only=True, slots=True)
 class MoveKV:
     """Copies whole KV blocks of one request to other instances, every layer of them.
@@ -149,19 +152,22 @@ class MoveKV:
     Attributes:
         copies: pairs of source and target. Meanwhile nobody writes its sources, and nobody else touches its targets.
             Ranks need to know nothing of the request: its first part may come later, and it may be freed before.
-        sources, targets: the instances that send, and those that receive, ascending.
+        way: from instances to instances, or by itself: `out` of an instance to the pool of its host, or from there
+            `in`. Each rank of that instance copies its own layers and heads while it computes; no message is sent.
+        sources, targets: the instances that send, and those that receive, ascending. A host is none.
         is_local: whether no block goes to another instance.
     """
 
     number: int
     request_id: int
     copies: tuple[tuple[BlockRef, BlockRef], ...]
+    way: MoveWay = "across"
     sources: tuple[int, ...] = field(init=False)
     targets: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.sources = tuple(sorted({source.instance for source, _ in self.copies}))
-        self.targets = tuple(sorted({target.instance for _, target in self.copies}))
+        self.sources = () if self.way == "in" else tuple(sorted({source.instance for source, _ in self.copies}))
+        self.targets = () if self.way == "out" else tuple(sorted({target.instance for _, target in self.copies}))
 
     @property
     def is_local(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, ItemsView, Iterable, Sequence
+from collections.abc import Callable, Collection, ItemsView, Iterable, Sequence
 from functools import lru_cache
 from itertools import compress
 from operator import add
@@ -15,6 +15,7 @@ from longspan.core.layouts import shard_span
 from longspan.core.owners import coupled_instances
 from longspan.core.runs import SpanShards
 from longspan.core.steps import Forward, MoveKV, Part
+from longspan.cost import catalog
 from longspan.cost.architecture import Architecture, ModelShape
 from longspan.cost.catalog import Kernels
 from longspan.cost.channels import Channel, Share, Shares, shares_of
@@ -51,7 +52,9 @@ class StepCost(Protocol):
         ...
 
     def flows(self, move: MoveKV) -> Sequence[Flow]:
-        """Says what a transfer sends over which links, from each of its sources to each of its targets."""
+        """Says what a transfer sends over which links, from each of its sources to each of its targets, or what goes
+        between them and the pools of their hosts.
+        """
         ...
 
 
@@ -93,6 +96,7 @@ class RooflineCost:
         self.lines = rooflines(model, devices, cluster, kernels)
         self.num_layers = model.attention.num_layers
         self._block_size, self._num_prefill = block_size, cluster.spec.instances
+        self._cluster, self._bus = cluster, catalog.link(catalog.device(devices.hardware).bus)
         self._path = lru_cache(maxsize=2**16)(self._find_path)
         self._alone_s = lru_cache(maxsize=2**17)(_find_alone_s)
 
@@ -100,7 +104,10 @@ class RooflineCost:
         """Returns flows of which each rank of a target gets its own heads, and the ranks of a source send equal parts.
 
         They pass devices, or hosts where the devices of one share a link; both directions of a link at the same time.
+        Out to a host and in again, each rank copies its own heads and layers over its own bus.
         """
+        if move.way != "across":
+            return host_flows(move, self._cluster, self._block_bytes, self._bus.latency_s, self._bus.bytes_per_s)
         return tuple(
             self._path(*pair)._replace(num_bytes=number * self._block_bytes(pair[1])) for pair, number in _pairs(move)
         )
@@ -269,6 +276,18 @@ def _pairs(move: MoveKV) -> ItemsView[tuple[int, int], int]:
     return Counter([(source.instance, target.instance) for source, target in move.copies]).items()
 
 
+def host_flows(
+    move: MoveKV, cluster: Cluster, block_bytes: Callable[[int], float], latency_s: float, bytes_per_s: float
+) -> tuple[Flow, ...]:
+    """Returns flows between instances and pools of hosts, each over the links of all ranks of the instance."""
+    found = []
+    for pair, number in _pairs(move):
+        instance = pair[move.way == "in"]
+        byte_s = 1 / (bytes_per_s * len(cluster.ranks(instance)))
+        found.append(Flow(*pair, number * block_bytes(instance), latency_s, (((move.way, instance), byte_s),)))
+    return tuple(found)
+
+
 def _channel(parts: Sequence[Part]) -> Channel:
     first, keys = parts[0], sum(part.stop for part in parts)
     shares = shares_of(first.exchange, first.runs, first.start, first.stop)
@@ -304,6 +323,7 @@ class FittedCost:
     def __init__(self, profile: Profile, shape: ModelShape, *, block_size: int, cluster: Cluster | None = None) -> None:
         self._link, self._tp = profile.link("point_to_point", 2), profile.profile_key.tp
         self._cluster = cluster if cluster is not None and cluster.has_stages else None
+        self._host_link, self._instances = profile.link("host_copy", 1) or self._link, cluster
         self._hidden_bytes = shape.hidden_size * shape.bytes_per_element
         self.num_layers, self._block_bytes = shape.num_layers, block_size * shape.kv_bytes * shape.num_layers
         self._block_size = block_size
@@ -319,6 +339,10 @@ class FittedCost:
             raise ParameterError("profile", problem)
 
     def flows(self, move: MoveKV) -> tuple[Flow, ...]:
+        if move.way != "across":
+            assert self._instances is not None, "pools of hosts belong to a cluster"
+            link = self._host_link or self._known_link()
+            return host_flows(move, self._instances, lambda _: self._block_bytes, link.start_s, link.bytes_per_s)
         link = self._known_link()
         latency_s, byte_s = link.start_s, 1 / (link.bytes_per_s * self._tp)
         return tuple(

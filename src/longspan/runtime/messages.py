@@ -17,6 +17,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         attention_kernel: the compiled `attn.native`; None to compute with PyTorch's kernels.
         record_times: measure where the time goes, see `runtime.timing`.
+        host_memory: of the pool of each host, see `HostPool`; empty without such pools.
     """
 
     files: ModelFiles
@@ -26,6 +27,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     attention_kernel: Path | None = None
     record_times: bool = False
+    host_memory: tuple[Path, ...] = ()
 
 
 class RunForward(msgspec.Struct, frozen=True, tag="forward"):
@@ -73,7 +75,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 
 class Moved(msgspec.Struct, frozen=True, tag="moved"):
-    """A rank has started to send its share of a MoveKV, or has all that it gets of it in its pool."""
+    """A rank has started to send its share of a MoveKV, has all that it gets of it in its pool, or has swapped it."""
 
     rank: int
     number: int

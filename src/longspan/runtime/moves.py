@@ -1,4 +1,6 @@
-"""KV blocks that move between ranks: inside a Forward layer by layer (`StepMoves`), or beside it (`Moves`)."""
+"""KV blocks that move: between ranks inside a Forward layer by layer (`StepMoves`), or beside it (`Moves`); between a
+rank and its host (`SwapLane`).
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
+from torch import Tensor
 
 from longspan.attn.comm import Group, Message, Pending, Transport
-from longspan.core.steps import Forward, Link, MoveKV
+from longspan.core.steps import BytesSent, Forward, Link, MoveKV
 from longspan.runtime.block_messages import BlockMessages, BlockSlice, RankMove
+from longspan.runtime.host_pool import HostPool
 from longspan.runtime.messages import Moved, Sent
 from longspan.runtime.pool import WINDOW_BYTES
 
 _CLOSE_TIMEOUT_S = 2.0
+_STAGED_BYTES = 32 * 2**20
+"""Pinned memory through which blocks go between a CUDA device and its host."""
 
 
 # ---------------------------------------------------------------- moves that no Forward waits for
@@ -123,21 +129,81 @@ class MoveChannel:
             del blocks, message, pending, under_way  # what waits for the next one must not keep its memory
 
 
-_Event = tuple[BlockSlice, Message] | int | Exception
-"""The threads of the channels report what has come, a move of which a last message has left, or an error."""
+class SwapLane:
+    """Copies blocks between a rank's pool and that of its host, first in, first out, on a thread of its own.
+
+    Args:
+        done: is given the report of each move, or the error that ends the lane.
+    """
+
+    def __init__(self, host: HostPool, messages: BlockMessages, done: Callable[[Moved | Exception], None]) -> None:
+        self._host, self._layers, self._rank, self._done = host, messages.layers, messages.rank, done
+        self._device = messages.device
+        self._given: queue.SimpleQueue[tuple[MoveKV, torch.cuda.Event | None] | None] = queue.SimpleQueue()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def put(self, move: MoveKV) -> None:
+        """Begins a move after those before it; what the device has been given up to now comes first, too."""
+        self._given.put((move, _mark(self._device)))
+
+    def close(self) -> None:
+        """Ends its thread, behind the layer that it is in."""
+        self._closing = True
+        self._given.put(None)
+        self._thread.join(_CLOSE_TIMEOUT_S)
+
+    def _run(self) -> None:
+        try:
+            while (given := self._given.get()) is not None:
+                move, ready = given
+                num_bytes = 0
+                for layer in self._layers:
+                    if self._closing:
+                        return
+                    copies = list(self._host.copies(move, layer))
+                    num_bytes += sum(target.nbytes for target, _ in copies)
+                    self._copy(copies, ready)
+                sent: BytesSent = {("host_copy", "same_host"): num_bytes}
+                self._done(Moved(rank=self._rank, number=move.number, bytes_sent=sent))
+        except Exception as error:  # noqa: BLE001 - whatever it is, who computes must hear of it
+            self._done(error)
+
+    def _copy(self, copies: Sequence[tuple[Tensor, Tensor]], ready: torch.cuda.Event | None) -> None:
+        """Copies from the second to the first of each pair; to or from a CUDA device through pinned memory."""
+        if self._device.type == "cpu":
+            for target, source in copies:
+                target.copy_(source)
+            return
+        most = max(1, _STAGED_BYTES // copies[0][0].nbytes) if copies else 1
+        for first in range(0, len(copies), most):
+            now = copies[first : first + most]
+            staged = torch.empty(len(now), *now[0][0].shape, dtype=now[0][0].dtype, pin_memory=True)
+            with _beside(self._device, after=ready):
+                for room, (_, source) in zip(staged, now, strict=True):
+                    room.copy_(source, non_blocking=True)
+            with _beside(self._device, after=ready):
+                for room, (target, _) in zip(staged, now, strict=True):
+                    target.copy_(room, non_blocking=True)
+
+
+_Event = tuple[BlockSlice, Message] | int | Moved | Exception
+"""The threads report what has come, a move of which a last message has left, one that a lane has made, or an error."""
 
 
 class Moves:
     """One rank's end of the MoveKVs that are steps of their own, and of those that stream out of a Forward.
 
     A channel per other rank and direction reads the pool, sends and receives, with a bounded number of bytes under way.
-    The pool is written by `take_arrived` only, that is by the thread that computes, between its steps.
+    What has come is written to the pool by `take_arrived` only, that is by the thread that computes, between its steps.
+    Moves to and from the pool of the `host` go by a `SwapLane`.
 
     Attributes:
         wakeup: a file descriptor that can be read when there may be something to take.
     """
 
-    def __init__(self, messages: BlockMessages, transport: Transport) -> None:
+    def __init__(self, messages: BlockMessages, transport: Transport, host: HostPool | None = None) -> None:
         self._messages, self._transport = messages, transport
         device, fail = messages.device, self._notify
         self._sending = defaultdict[int, MoveChannel](lambda: MoveChannel(device, self._begin_send, self._left, fail))
@@ -145,12 +211,13 @@ class Moves:
             lambda: MoveChannel(device, self._begin_receive, self._came, fail)
         )
         self._missing: Counter[int] = Counter()  # layers of moves to this rank, a rank of their source each
-        self._leaving: Counter[int] = Counter()  # the final messages of moves from this rank, a peer each
+        self._leaving: Counter[int] = Counter()  # the final messages of moves from this rank, a peer each; a swap
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self.wakeup, self._wake = os.pipe()
         for end in (self.wakeup, self._wake):
             os.set_blocking(end, False)
         self._waking = threading.Lock()  # nobody writes to a descriptor that is closed, and may be another's by now
+        self._swaps = None if host is None else SwapLane(host, messages, self._notify)
 
     @property
     def is_idle(self) -> bool:
@@ -159,7 +226,8 @@ class Moves:
 
     def close(self) -> None:
         """Ends all threads; the transport is closed already, so that they wait for no peer."""
-        for channel in (*self._sending.values(), *self._receiving.values()):
+        lanes = () if self._swaps is None else (self._swaps,)
+        for channel in (*self._sending.values(), *self._receiving.values(), *lanes):
             channel.close()
         with self._waking:
             for end in (self.wakeup, self._wake):
@@ -167,8 +235,13 @@ class Moves:
             self._wake = -1
 
     def expect(self, moves: Sequence[MoveKV]) -> None:
-        """Receives moves to this rank, layer by layer, in the order in which they are sent."""
-        taken = [self._messages.of_rank(move) for move in moves]
+        """Receives moves to this rank, layer by layer, in the order in which they are sent; begins to swap."""
+        for swap in moves:
+            if swap.way != "across":
+                assert self._swaps is not None, "moves to and from a host need its pool"
+                self._leaving[swap.number] += 1
+                self._swaps.put(swap)
+        taken = [self._messages.of_rank(move) for move in moves if move.way == "across"]
         for layer in self._messages.layers:
             for move in taken:
                 for blocks in self._messages.coming(move, layer):
@@ -178,7 +251,7 @@ class Moves:
 
     def send(self, moves: Sequence[MoveKV]) -> Iterator[Moved]:
         """Sends what this rank has of moves, and reports each that it has something of."""
-        parts = [self._messages.of_rank(move) for move in moves]
+        parts = [self._messages.of_rank(move) for move in moves if move.way == "across"]
         sent = {move.number: Counter[tuple[str, Link]]() for move in moves}
         for layer in self._messages.layers:
             for part in parts:
@@ -215,6 +288,9 @@ class Moves:
             match self._events.get():
                 case Exception() as error:
                     raise error
+                case Moved() as swapped:
+                    _is_last(self._leaving, swapped.number)
+                    done.append(swapped)
                 case int(number):
                     if _is_last(self._leaving, number):
                         done.append(Sent(rank=rank, number=number))

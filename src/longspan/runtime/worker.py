@@ -25,6 +25,7 @@ from longspan.runtime import messages
 from longspan.runtime.attention import StepAttention
 from longspan.runtime.batch import Packed, PromptRows, RankRequest, RankRequests, pack, resolve
 from longspan.runtime.block_messages import BlockMessages
+from longspan.runtime.host_pool import HostPool
 from longspan.runtime.layerwise import Layerwise
 from longspan.runtime.moves import Moves, StepMoves
 from longspan.runtime.pool import KvPool
@@ -70,6 +71,7 @@ class Worker:
         backend: AttentionBackend,
         vocabulary: Vocabulary,
         record_times: bool,
+        host: HostPool | None = None,
     ) -> None:
         self._rank, self._cluster, self._model, self._pool = rank, cluster, model, pool
         self._instance, self._stage, self._shard = cluster.at(rank)
@@ -87,7 +89,7 @@ class Worker:
         self._hidden = TimedTransport(transports.hidden, self._watch)
         self._samples = TimedTransport(transports.samples, self._watch)
         self._messages = BlockMessages(pool, model.info.specs, cluster, rank)
-        self._moves = Moves(self._messages, transports.moves)
+        self._moves = Moves(self._messages, transports.moves, host)
 
     def serve(self, commands: zmq.Socket[bytes], reports: zmq.Socket[bytes]) -> bool:
         """Works until it is told to stop; returns whether no KV was on its way then."""
@@ -97,7 +99,7 @@ class Worker:
             with self._watch.during("controller"):
                 new = inbox.receive()
             for command in new:
-                if isinstance(command, messages.RunMoves):  # what will come is received whatever is computed meanwhile
+                if isinstance(command, messages.RunMoves):  # what comes or is swapped does so whatever is computed
                     self._moves.expect(command.moves)
             for report in self._moves.take_arrived():
                 send_report(reports, report)
@@ -272,6 +274,9 @@ def load_worker(config: messages.WorkerConfig, rank: int, device: torch.device, 
         device=device,
         layers=layers,
     )
+    host = None
+    if config.host_memory:
+        host = HostPool(config.host_memory[cluster.hosts[rank]], pool, model.info.specs, cluster, rank)
     vocabulary = Vocabulary(files, size=model.info.vocab_size, eos_token_ids=model.info.eos_token_ids)
     return Worker(
         rank,
@@ -282,6 +287,7 @@ def load_worker(config: messages.WorkerConfig, rank: int, device: torch.device, 
         backend=backend_of(device, compiled=config.attention_kernel is not None),
         vocabulary=vocabulary,
         record_times=config.record_times,
+        host=host,
     )
 
 

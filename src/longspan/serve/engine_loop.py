@@ -295,6 +295,7 @@ class EngineLoop:
             num_preemptions=self._engine.num_preemptions,
             num_prefix_queries=self._engine.num_prefix_queries,
             num_prefix_hits=self._engine.num_prefix_hits,
+            num_host_hits=self._engine.num_host_hits,
             used_blocks=load.used_blocks,
             busy_s=load.busy_s,
             bytes_sent=dict(self._engine.bytes_sent),

@@ -176,7 +176,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
         used_blocks: KV blocks per instance that requests hold.
         busy_s: seconds per instance in which it had a step to run, since the start.
         num_prefix_queries, num_prefix_hits: tokens of prompts looked up, and found, in the prefix cache.
-        bytes_sent: between ranks, since the start.
+        num_host_hits: tokens whose KV was found in the memory of hosts.
+        bytes_sent: between ranks, or copied to and from hosts, since the start.
     """
 
     used_blocks: list[int]
@@ -187,6 +188,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     num_preemptions: int = 0
     num_prefix_queries: int = 0
     num_prefix_hits: int = 0
+    num_host_hits: int = 0
     bytes_sent: BytesSent = {}
 
 

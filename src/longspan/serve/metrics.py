@@ -37,6 +37,7 @@ _COUNTERS = (
     ("num_preemptions", "num_preemptions", "How often a request gave up its KV to others."),
     ("num_prefix_queries", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     ("num_prefix_hits", "prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    ("num_host_hits", "external_prefix_cache_hits", "Tokens whose KV was copied back from the memory of hosts."),
     ("num_restarts", "worker_restarts", "How often lost workers were replaced."),
 )
 """Counters of an engine core: the field of `Stats`, the metric, its help."""
@@ -144,7 +145,7 @@ class Metrics(Collector):
         busy_s = {(str(instance),): value for instance, value in enumerate(stats.busy_s)}
         words = "Seconds in which an instance had a step to run; its rate is the busy share."
         yield self._counter("instance_busy_seconds", words, busy_s, "instance")
-        words = "Bytes sent between ranks, on the same host or from one host to another."
+        words = "Bytes sent between ranks, on the same host or from one host to another, or copied to and from it."
         yield self._counter("exchanged_bytes", words, stats.bytes_sent, "exchange", "link")
 
     def _gauge(self, name: str, words: str, values: _Values, *labels: str) -> Metric:

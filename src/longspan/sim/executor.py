@@ -74,8 +74,8 @@ class SimExecutor:
     lower number completes first. A token that is not known yet is there once the step that samples it has ended.
 
     KV moves beside that, from each instance to each other in the order of the steps, as in `Links`. A `MoveKV` begins
-    once its source has done the Forwards before it. One that a Forward streams begins with that, and ends one layer's
-    time after it at the soonest.
+    once its source has done the Forwards before it; out to a host, and in from there, at once. One that a Forward
+    streams begins with that, and ends one layer's time after it at the soonest.
 
     Args:
         slow: by which factor an instance computes slowly, see `apply_slowdown`.
@@ -119,7 +119,8 @@ class SimExecutor:
                     self._banned[part.request_id] = part.sampling.banned
             self._run(step)
         elif isinstance(step, MoveKV):
-            ends_s = [end_s for (instance, _), end_s in self._free_at.items() if instance in step.sources]
+            sources = step.sources if step.way == "across" else ()
+            ends_s = [end_s for (instance, _), end_s in self._free_at.items() if instance in sources]
             self._send(step, ready_s=max([self._clock.now(), self._ready_s, *ends_s]))
         else:
             for request_id in step.request_ids:

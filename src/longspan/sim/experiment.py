@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -15,8 +15,9 @@ from longspan.core.config import EngineConfig
 from longspan.core.exchange import CHAIN, LOCAL, Exchange, of_any_layout
 from longspan.core.layouts import shard_span
 from longspan.core.options import SchedulingArgs
+from longspan.core.owners import BlockRef
 from longspan.core.runs import Run, chunk_tokens
-from longspan.core.steps import Forward, Part
+from longspan.core.steps import Forward, MoveKV, Part
 from longspan.cost import catalog
 from longspan.cost.architecture import Architecture, Hardware
 from longspan.cost.channels import Channel, Shares, shares_of
@@ -29,6 +30,7 @@ from longspan.cost.estimate import (
     searched_fractions,
     whole_prompt_tokens,
 )
+from longspan.cost.flows import alone_s
 from longspan.cost.forward import Roofline, pipelined_s
 from longspan.cost.partitions import ModelledPartitions, PartitionTable, fractions_by, modelled_ttft
 from longspan.cost.profile import Prefill, Profile, ProfileKey, profiled_prompts
@@ -110,9 +112,10 @@ class Experiment:
             ValueError: for a policy or options that cannot be.
         """
         policy, scheduling = self.policy(), self.scheduling
-        if not workload.shares:
+        if not (workload.shares or self.cluster.host_blocks):
             scheduling = replace(scheduling, enable_prefix_caching=False)  # it would find nothing
-        config = EngineConfig.of(scheduling, self.cluster, policy)
+        swap = PricedSwap(self.cost, self.cluster) if self.cluster.host_blocks else None
+        config = EngineConfig.of(scheduling, self.cluster, policy, swap=swap)
         with self.progress(title, len(workload.arrivals)) as finished:
             watch = replace(timeline.watching(self.cost) if timeline else Observers(), finished=finished)
             return simulate(workload.arrivals, config, policy, self.cost, faults=self.faults, watch=watch)
@@ -250,6 +253,7 @@ def computed_experiment(
     scheduling = _with_step_tokens(scheduling, known, partial(_device_tokens, cost.lines[0], scheduling))
     blocks = [scheduling.num_gpu_blocks_override or _num_blocks(line, scheduling) for line in cost.lines]
     cluster = cluster.with_blocks([blocks[-1 if instance in cluster.decode else 0] for instance in cluster.instances])
+    cluster = cluster.with_host_memory(scheduling.host_kv_gib, _block_bytes(model, scheduling))
     profile_key = ProfileKey(
         model=model.name,
         dtype=spec.dtype,
@@ -293,6 +297,7 @@ def measured_experiment(
         raise ParameterError("profile", f"is of instances with tp {key.tp}, but {cluster} given", spec.profile)
     num_blocks = scheduling.num_gpu_blocks_override or math.ceil(_PROFILED_TOKENS / scheduling.block_size)
     cluster = cluster.with_blocks([num_blocks] * cluster.num_instances)
+    cluster = cluster.with_host_memory(scheduling.host_kv_gib, _block_bytes(model, scheduling))
     partitions: PartitionTable | ModelledPartitions = PartitionTable()
     if (ttft_s := modelled_ttft(profile, model.attention)) is not None:
         found = partial(fractions_by, ttft_s, align=scheduling.block_size)
@@ -363,6 +368,24 @@ def _num_blocks(line: Roofline, scheduling: SchedulingArgs) -> int:
             f"{full.arithmetic}: use a larger tp, or fewer max_num_batched_tokens"
         )
     return found
+
+
+def _block_bytes(model: Architecture, scheduling: SchedulingArgs) -> float:
+    """Counts the bytes of a block with all layers and heads."""
+    return scheduling.block_size * model.attention.kv_bytes * model.attention.num_layers
+
+
+class PricedSwap:
+    """Prices what is copied from a host to an instance, and what is computed there instead, by the cost of steps."""
+
+    def __init__(self, cost: StepCost, cluster: Cluster) -> None:
+        block, there = BlockRef(cluster.host_pool(0), 0), BlockRef(0, 0)
+        one_s, two_s = (
+            alone_s(cost.flows(MoveKV(number=1, request_id=0, copies=((block, there),) * number, way="in")))
+            for number in (1, 2)
+        )
+        self.block_s = two_s - one_s
+        self.recompute_s = lru_cache(maxsize=4096)(partial(_prefill_s, cost, 1, LOCAL))
 
 
 def predicted_profile(

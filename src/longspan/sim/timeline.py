@@ -211,6 +211,8 @@ class Timeline:
 
     def _moved(self, ran: MoveTiming) -> None:
         index, move = self._index(ran.move.request_id), ran.move
+        if move.way != "across":
+            return  # only instances are shown
         self._arrived_at[index].append((ran.start_s, ran.end_s))
         if len(self.transfers) >= _MAX_BLOCKS:
             self.complete = False

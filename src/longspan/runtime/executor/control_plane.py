@@ -268,7 +268,7 @@ class InFlight:
     """Tracks the steps in flight and makes completions of reports. Times are seconds of any clock.
 
     A rank works as long as a step wants something of it that does not wait for another step: who receives a MoveKV
-    works on it from when all have started to send it.
+    works on it from when all have started to send it, or at once when it comes from the host.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -281,11 +281,11 @@ class InFlight:
         return [rank for instance in instances for rank in self._cluster.ranks(instance)]
 
     def begin(self, step: Forward | MoveKV, now_s: float) -> None:
-        instances = step.sources if isinstance(step, MoveKV) else step.instances
+        instances = (step.sources or step.targets) if isinstance(step, MoveKV) else step.instances
         carried = (step,) if isinstance(step, MoveKV) else step.streams
         workers = self.ranks(instances)
         for move in carried:
-            assert not {*move.targets} & {*instances}, "KV moves to other instances than those that send it"
+            assert move.way == "in" or not {*move.targets} & {*instances}, "KV moves to others than those who send it"
             sources = self.ranks(move.sources)
             self._steps[move.number] = _StepInFlight(
                 awaited={*self.ranks(move.targets)}, unsent={*sources}, leaving={*sources}

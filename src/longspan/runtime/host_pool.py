@@ -1,0 +1,78 @@
+"""The KV pool of a host: blocks of all layers and heads, in memory that all processes of the host share.
+
+They do not depend on how instances are split: a rank reads and writes the layers and heads that it has.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+import torch
+from torch import Tensor
+
+from longspan.attn.paged import PagedKv
+from longspan.attn.spec import AttnSpec
+from longspan.core.cluster import Cluster, split_heads
+from longspan.core.steps import MoveKV
+from longspan.runtime.pool import KvPool
+
+
+class HostMemory:
+    """Memory that other processes open by `path`. It ends when it is closed or its process ends, however that ends.
+
+    Its pages are zero, and take no memory until they are written.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._file: IO[bytes]
+        if hasattr(os, "memfd_create"):
+            self._file = os.fdopen(os.memfd_create("longspan-kv"), "r+b")
+            self.path = Path(f"/proc/{os.getpid()}/fd/{self._file.fileno()}")
+        else:
+            self._file = tempfile.NamedTemporaryFile(prefix="longspan-kv-")  # noqa: SIM115 - as long as this lives
+            self.path = Path(self._file.name)
+        self._file.truncate(num_bytes)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class HostPool:
+    """The pool of its host as one rank sees it, whose own pool is `pool`; `specs` are those of the whole model.
+
+    Blocks are `[block, kv_head, token, head_dim]` per layer, keys before values, of all layers and heads.
+    """
+
+    def __init__(self, memory: Path, pool: KvPool, specs: Sequence[AttnSpec], cluster: Cluster, rank: int) -> None:
+        self._own, self._specs = pool, specs
+        self._instance, _, self._shard = cluster.at(rank)
+        self._tp, num_blocks = cluster.tp(self._instance), cluster.host_blocks[cluster.hosts[rank]]
+        with memory.open("r+b") as file:
+            mapped = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=pool.layer(pool.layers.start).keys.dtype)
+        shapes = [(num_blocks, spec.num_kv_heads, pool.block_size, spec.head_dim) for spec in specs for _ in range(2)]
+        parts = mapped.split([torch.Size(shape).numel() for shape in shapes])
+        both = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        self._layers = [PagedKv(keys=k, values=v) for k, v in zip(both[::2], both[1::2], strict=True)]
+
+    def copies(self, move: MoveKV, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields what this rank copies of a layer, each `[kv_heads, token, head_dim]`: to where, and from where.
+
+        Of ranks with the same heads only the first writes them out.
+        """
+        spec, is_out = self._specs[layer], move.way == "out"
+        shares = [share.kv_heads for share in split_heads(spec.num_heads, spec.num_kv_heads, self._tp)]
+        heads = shares[self._shard]
+        if is_out and heads in shares[: self._shard]:
+            return
+        own, shared = self._own.layer(layer), self._layers[layer].heads(heads)
+        for source, target in move.copies:
+            here, there = (source, target) if is_out else (target, source)
+            if here.instance == self._instance:
+                for mine, ours in ((own.keys, shared.keys), (own.values, shared.values)):
+                    ends = mine[here.block], ours[there.block]
+                    yield ends[::-1] if is_out else ends

@@ -1,0 +1,179 @@
+"""KV on hosts: preemption by swap, and a second level of the prefix cache."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+from cluster import Cluster, Setup
+from cluster_setup import Roles
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from workloads import RANDOM_RUNS, Job, assert_lawful, jobs, play, setups_of
+
+from longspan.core.cluster import Location
+from longspan.core.request import Request
+
+POLICIES: list[tuple[str, int, dict[str, str]]] = [
+    ("chunked", 1, {}),
+    ("chunked", 3, {}),
+    ("context", 3, {"threshold": "20"}),
+    ("context", 2, {"threshold": "20", "rotate": "token"}),
+    ("runahead", 2, {}),
+    ("tetris", 4, {"improvement_rate": "0.1"}),
+    ("loongserve", 4, {}),
+]
+
+
+def swapping(num_instances: int = 1, host_blocks: int = 1000, **changes: object) -> Cluster:
+    """Device KV for 4 of the requests of `crowd` on each instance, and room on the host for all."""
+    setup = Setup(
+        num_instances=num_instances,
+        num_blocks=48,
+        block_size=4,
+        policy="chunked",
+        max_model_len=90,
+        max_num_batched_tokens=64,
+        host_blocks=(host_blocks,),
+    )
+    return Cluster(replace(setup, **changes))  # type: ignore[arg-type]
+
+
+def crowd(cluster: Cluster, number: int = 16) -> list[Request]:
+    """Requests with nothing in common, which outgrow the devices while they decode."""
+    return [cluster.add([index] * (5 + 3 * index % 11), max_tokens=35 + index % 4) for index in range(number)]
+
+
+def assert_nothing_computed_twice(requests: Sequence[Request]) -> None:
+    """All tokens but the last, once each."""
+    for request in requests:
+        metrics = request.metrics
+        assert metrics.num_cached_tokens + metrics.num_computed_tokens == request.num_tokens - 1
+
+
+@pytest.mark.parametrize(
+    ("policy", "num_instances"), [("chunked", 1), ("chunked", 2), ("context", 1), ("context", 2), ("tetris", 1)]
+)
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("uneven", [0, 3])
+def test_no_token_is_computed_twice(policy: str, num_instances: int, pp: int, uneven: int) -> None:
+    options = {"improvement_rate": "0.1"} if policy == "tetris" else {}
+    cluster = swapping(num_instances, policy=policy, options=options, pp=pp, uneven=uneven)
+    requests = crowd(cluster, 64)
+    cluster.run()
+    assert_lawful(cluster)
+    assert sum(request.metrics.num_preemptions for request in requests) > 10
+    assert_nothing_computed_twice(requests)
+    assert cluster.engine.num_host_hits > 0
+
+
+def test_without_a_host_they_are() -> None:
+    """Else the test above would say nothing."""
+    cluster = swapping(host_blocks=0)
+    assert not cluster.setup.cluster.host_blocks[0]
+    requests = crowd(cluster, 64)
+    cluster.run()
+    with pytest.raises(AssertionError):
+        assert_nothing_computed_twice(requests)
+
+
+@pytest.mark.parametrize(("policy", "num_instances", "options"), POLICIES, ids=str)
+@settings(RANDOM_RUNS, max_examples=60)
+@given(st.data())
+def test_hosts_change_no_output(policy: str, num_instances: int, options: dict[str, str], data: st.DataObject) -> None:
+    """Of any workload, though there may be too few blocks for all, or ranks on several hosts."""
+    setup = data.draw(setups_of(policy, num_instances, options))
+    two = data.draw(st.booleans()) and setup.pp == 1
+    locations = tuple(Location(host=rank % 2, device=rank) for rank in range(num_instances)) if two else ()
+    num_hosts = 2 if two and num_instances > 1 else 1
+    host_blocks = tuple(data.draw(st.integers(1, 60)) for _ in range(num_hosts))
+    work: list[Job] = data.draw(st.lists(jobs(), min_size=1, max_size=10))
+    timeouts = random.Random(data.draw(st.integers(0, 99)))
+    cluster = play(replace(setup, host_blocks=host_blocks, locations=locations), work, timeouts)
+    assert_lawful(cluster)
+
+
+def test_roles() -> None:
+    """Who gives way where it decodes is fetched to where it prefills."""
+    cluster = swapping(
+        3, policy="tetris", options={"improvement_rate": "0.1"}, roles=Roles(num_prefill=2, num_decode=1, backends=2)
+    )
+    requests = crowd(cluster, 24)
+    cluster.run()
+    assert_lawful(cluster)
+    assert sum(request.metrics.num_preemptions for request in requests) > 2
+
+
+def test_what_has_left_devices_is_found_on_the_host() -> None:
+    cluster = swapping()
+    first = cluster.add([1] * 30, max_tokens=4)
+    cluster.run()
+    others = crowd(cluster)
+    cluster.run()
+    again = cluster.add([*first.prompt, *first.output, 5, 6, 7], max_tokens=2)
+    cluster.run()
+    assert_lawful(cluster)
+    assert again.metrics.num_cached_tokens == 33
+    assert_nothing_computed_twice([first, *others])
+
+
+@pytest.mark.parametrize("way", ["out", "in"])
+def test_workers_lost_in_mid_copy(way: str) -> None:
+    """What had been copied before is there; all go on."""
+    cluster = swapping()
+    requests = crowd(cluster)
+    while not any(moving.move.way == way for moving in cluster.executor.moving.values()):
+        cluster.step()
+    moving = cluster.executor.moving
+    is_there = any(move.way == "out" and move.number not in moving for move in cluster.swaps)
+    cluster.restart()
+    cluster.run()
+    assert all(request.output == cluster.expected_output(request) for request in requests)
+    assert cluster.engine.num_host_hits or not is_there
+
+
+def test_the_same_steps_are_taken_again() -> None:
+    def steps() -> list[object]:
+        cluster = swapping(2, uneven=2)
+        crowd(cluster)
+        cluster.run()
+        return list(cluster.executor.steps)
+
+    assert steps() == steps()
+
+
+@dataclass(frozen=True)
+class Price:
+    """A copy of a block takes so long, and a token a second."""
+
+    block_s: float
+
+    def recompute_s(self, new_tokens: int, cached_tokens: int) -> float:
+        """See `SwapCost`."""
+        del cached_tokens
+        return float(new_tokens)
+
+
+@pytest.mark.parametrize(("block_s", "comes"), [(3.9, True), (4.1, False)])
+def test_what_does_not_pay_is_computed_anew(block_s: float, comes: bool) -> None:
+    """Blocks are of four tokens."""
+    cluster = swapping(swap=Price(block_s))
+    requests = crowd(cluster)
+    cluster.run()
+    assert_lawful(cluster)
+    assert (cluster.engine.num_host_hits > 0) == comes
+    assert sum(request.metrics.num_preemptions for request in requests) > 2
+
+
+def test_hosts_are_forgotten_with_the_prefix_cache() -> None:
+    cluster = swapping()
+    first = cluster.add([1] * 30, max_tokens=4)
+    cluster.run()
+    assert cluster.engine.load().host_blocks == [9]
+    cluster.engine.reset_prefix_cache()
+    assert cluster.engine.load().host_blocks == [0]
+    again = cluster.add(first.prompt, max_tokens=4)
+    cluster.run()
+    assert again.metrics.num_cached_tokens == 0

@@ -1,0 +1,104 @@
+"""Requests that give up their KV find it again in the memory of their host: whole engines, on threads and processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from engines import Engines, ThreadLLM, num_free_blocks
+from oracle import Oracle
+from test_exact import assert_all_exact, prompts_of
+
+from longspan import SamplingParams
+from longspan.args import EngineArgs
+from longspan.core.steps import MoveKV, Step
+from longspan.errors import ParameterError, WorkerLostError
+from longspan.runtime.executor.control_plane import WorkerExecutor
+from longspan.service import Service
+
+LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, output_logits=True)
+LENGTHS = tuple(5 + 7 * number % 20 for number in range(64))
+"""With 40 tokens of output each takes up to four blocks, and has room for one on the devices."""
+BLOCKS_OF_16 = 16 * 4
+HOST = {"host_kv_gib": 0.02, "max_num_seqs": 64}
+
+
+@pytest.mark.parametrize("spec", ["1", "2", "pp2", "tp2", "2xpp2"])
+def test_next_to_no_token_is_computed_twice(engines: Engines, tiny: Path, oracle: Oracle, spec: str) -> None:
+    """64 requests on devices with room for 16. Now and then the last tokens of one, which fill no block, are."""
+    num_instances = int(spec[0]) if spec[0].isdigit() else 1
+    llm = engines(tiny, parallel=spec, num_gpu_blocks_override=BLOCKS_OF_16 // num_instances, **HOST)
+    outputs = assert_all_exact(llm, oracle, prompts_of(*LENGTHS), LONG)
+    assert sum(output.metrics.num_preemptions for output in outputs) > 0
+    num_computed = sum(output.metrics.num_computed_tokens for output in outputs)
+    needed = sum(length + 40 - 1 for length in LENGTHS)
+    assert needed <= num_computed <= 1.02 * needed
+    assert all(free == llm.engine.account.num_blocks(i) for i, free in enumerate(num_free_blocks(llm)))
+    host = llm.engine.account.pool(llm.engine.config.cluster.host_pool(0))
+    assert host.num_free == host.num_blocks
+
+
+@pytest.mark.parametrize("way", ["out", "in"])
+def test_a_worker_is_killed_in_mid_swap(tiny: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    given = EngineArgs(
+        str(tiny), tp=2, skip_tokenizer_init=True, block_size=16, num_gpu_blocks_override=BLOCKS_OF_16 // 4, **HOST
+    )
+    service, submit, swaps = Service(given), WorkerExecutor.submit, []
+
+    def killing(executor: WorkerExecutor, step: Step) -> None:
+        submit(executor, step)
+        if isinstance(step, MoveKV) and step.way == way:
+            swaps.append(step)
+            if len(swaps) == 3:
+                os.kill(executor.pids[1], signal.SIGKILL)
+
+    monkeypatch.setattr(WorkerExecutor, "submit", killing)
+    try:
+        requests = [service.engine.add(prompt, LONG) for prompt in prompts_of(*LENGTHS[:16])]
+        num_losses = 0
+        while service.engine.has_unfinished:
+            try:
+                service.engine.step()
+            except WorkerLostError:
+                num_losses += 1
+                service.restart()
+        assert num_losses == 1
+    finally:
+        service.close()
+    for request in requests:
+        assert request.output == oracle.complete(request.prompt, 40).token_ids
+
+
+def test_another_turn_finds_what_the_devices_have_forgotten(engines: Engines, tiny: Path, oracle: Oracle) -> None:
+    llm = engines(tiny, parallel="1", num_gpu_blocks_override=12, **HOST)
+    first, over, more = prompts_of(120, 150, 20)
+    [output] = assert_all_exact(llm, oracle, [first])
+    assert_all_exact(llm, oracle, [over])
+    turn = [*first, *output.outputs[0].token_ids, *more]
+    [output] = assert_all_exact(llm, oracle, [turn])
+    assert output.metrics.num_cached_tokens >= 120
+
+
+@pytest.mark.parametrize(
+    ("gib", "problem"), [(1e-9, "holds no block of .* bytes: allow more"), (1e6, "needs .* GiB, but .*: allow less")]
+)
+def test_what_does_not_fit_is_refused(tiny: Path, gib: float, problem: str) -> None:
+    with pytest.raises(ParameterError, match=problem):
+        ThreadLLM(str(tiny), skip_tokenizer_init=True, host_kv_gib=gib)
+
+
+def test_instances_lie_on_one_host_each(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LONGSPAN_HOSTS", "2")
+    with pytest.raises(ParameterError, match="instance 0 has ranks on several"):
+        ThreadLLM(str(tiny), skip_tokenizer_init=True, tp=2, host_kv_gib=0.02)
+    with ThreadLLM(str(tiny), skip_tokenizer_init=True, instances=2, host_kv_gib=0.02) as llm:
+        assert len(llm.engine.config.cluster.host_blocks) == 2
+        [output] = llm.generate([[3, 4, 5]], LONG)
+    assert len(output.outputs[0].token_ids) == 40
+
+
+def test_without_prefix_caching_a_host_has_nothing_to_keep(tiny: Path) -> None:
+    with pytest.raises(ParameterError, match=r"host_kv_gib 0\.02 keeps KV for prefix caching, which is off"):
+        ThreadLLM(str(tiny), skip_tokenizer_init=True, host_kv_gib=0.02, enable_prefix_caching=False)
