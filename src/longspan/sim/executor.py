@@ -153,19 +153,22 @@ class SimExecutor:
         return Completion(number=number, sampled=sampled, bytes_sent={})
 
     def _run(self, forward: Forward) -> None:
-        timing = StepTiming(forward=forward, stages=self._run_stages(forward))
+        stages, done_s = self._run_stages(forward)
+        heapq.heappush(self._due, (done_s, forward.number, forward))
+        if not forward.streams and self._watch is None:
+            return
+        timing = StepTiming(forward=forward, stages=stages)
         start, ends = timing.start_s, timing.ends_s
-        assert len(ends) == len(forward.instances), "each instance that takes part has its time"
-        heapq.heappush(self._due, (max(ends.values()), forward.number, forward))
         for move in forward.streams:
             layer_s = alone_s(self._cost.flows(move)) / self._cost.num_layers
             self._send(move, ready_s=start, least_s=max(ends[source] for source in move.sources) + layer_s)
         if self._watch is not None:
             self._watch(timing)
 
-    def _run_stages(self, forward: Forward) -> dict[tuple[int, int], tuple[float, float]]:
-        """Returns begin and end of each stage of each instance."""
+    def _run_stages(self, forward: Forward) -> tuple[dict[tuple[int, int], tuple[float, float]], float]:
+        """Returns begin and end of each stage of each instance, and when all have ended."""
         taken_s, free_at, start = self._cost.stage_seconds(forward), self._free_at, self._clock.now()
+        assert len(taken_s) == len(forward.instances), "each instance that takes part has its times"
         num_stages = max(map(len, taken_s.values()))
         if num_stages > 1:
             unknown = [part.request_id for part in forward.parts if part.unknown_on is not None]
@@ -175,14 +178,14 @@ class SimExecutor:
             own_s = {instance: stages[stage] for instance, stages in taken_s.items() if stage < len(stages)}
             if self._slow:
                 own_s = apply_slowdown(forward, own_s, self._slow)
-            start = max([start, *(free_at[instance, stage] for instance in own_s)])
+            start = max([start, *[free_at[instance, stage] for instance in own_s]])
             for instance, seconds in own_s.items():
                 free_at[instance, stage] = end = start + seconds
                 found[instance, stage] = start, end
-            start = max(end for (_, one), (_, end) in found.items() if one == stage)
+            start += max(own_s.values())
         if num_stages > 1:
             self._sampled_at.update({part.request_id: start for part in forward.parts if part.sample is not None})
-        return found
+        return found, start
 
     def _send(self, move: MoveKV, *, ready_s: float, least_s: float = 0.0) -> None:
         flows = self._cost.flows(move)
