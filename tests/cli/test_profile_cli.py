@@ -19,11 +19,12 @@ import longspan
 from longspan.core.cluster import Cluster
 from longspan.core.sampling import SamplingParams
 from longspan.cost.architecture import ModelShape
-from longspan.cost.profile import Profile, Transfer
+from longspan.cost.profile import Decode, Profile, Transfer
 from longspan.model.files import ModelFiles
 from longspan.policy.choosing import Facts
 from longspan.profiling import links, store
 from longspan.profiling.plan import SHARED, kinds_of_links
+from longspan.profiling.run import _timed_decode
 from longspan.profiling.store import (
     load_partitions,
     load_profile,
@@ -375,3 +376,11 @@ def test_a_real_engine_is_measured(
     with ThreadLLM(str(folder), instances=2, skip_tokenizer_init=True, block_size=16) as llm:
         assert llm.facts.profile is not None
         assert num_prompts(llm.facts.profile) >= len(shown["prefills"]) + NUM_PROMPTS, "the quickest ones twice"
+
+
+def test_a_batch_is_seeded_on_one_instance(tmp_path: Path) -> None:
+    """A policy that shares the prompts out would leave the batch to decode on both."""
+    folder = make_tiny("llama", tmp_path)
+    with ThreadLLM(str(folder), instances=2, skip_tokenizer_init=True, block_size=16) as llm:
+        task = Decode(members=1, exchange="local", batch=4, context_tokens=20, seconds=())
+        assert _timed_decode(llm, task, 0) > 0

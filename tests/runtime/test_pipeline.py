@@ -9,12 +9,14 @@ import pytest
 from engines import Engines, num_free_blocks
 from oracle import Oracle, assert_exact
 from test_exact import GREEDY, assert_all_exact, prompts_of
+from texts import topic_tokens
 from tiny_models import BASE, write_checkpoint
 from transformers import LlamaConfig
 
 from longspan import SamplingParams
 from longspan.core.sampling import StructuredOutputsParams
 from longspan.core.steps import Completion, Forward, Step
+from longspan.model.source import smollm2_folder
 
 SPECS = ("pp2", "pp3", "pp5", "tp2pp2", "2xpp2", "3xtp2")
 
@@ -31,6 +33,11 @@ def odd_oracle(odd: Path) -> Oracle:
     return Oracle(odd)
 
 
+@pytest.fixture(scope="module")
+def smollm2_oracle() -> Oracle:
+    return Oracle(smollm2_folder())
+
+
 @pytest.mark.parametrize("spec", SPECS)
 def test_an_odd_model(engines: Engines, odd: Path, odd_oracle: Oracle, spec: str) -> None:
     """Prompts of several chunks beside short ones, and then another turn."""
@@ -41,6 +48,14 @@ def test_an_odd_model(engines: Engines, odd: Path, odd_oracle: Oracle, spec: str
     [output] = assert_all_exact(llm, odd_oracle, [turn])
     assert output.metrics.num_cached_tokens >= 300
     assert all(free == llm.engine.account.num_blocks(i) for i, free in enumerate(num_free_blocks(llm)))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("spec", ["pp2", "pp3", "tp2pp2", "2xpp2", "3xtp2"])
+def test_smollm2(engines: Engines, smollm2_oracle: Oracle, spec: str) -> None:
+    tokens = list(topic_tokens())
+    llm = engines(smollm2_folder(), parallel=spec, num_gpu_blocks_override=100)
+    assert_all_exact(llm, smollm2_oracle, [tokens[:300], tokens[50:60], tokens[100:220], tokens[40:41]])
 
 
 WANTED: dict[str, dict[str, Any]] = {
@@ -140,7 +155,7 @@ def test_more_stages_than_layers_are_refused(engines: Engines, odd: Path) -> Non
         engines(odd, parallel="pp6")
 
 
-def test_what_a_lone_prompt_says(engines: Engines, odd: Path, odd_oracle: Oracle) -> None:
+def test_steps_of_a_lone_prompt(engines: Engines, odd: Path, odd_oracle: Oracle) -> None:
     """Steps are cut to a prompt that is alone, so that all stages compute at once."""
     llm = engines(odd, parallel="pp2", max_num_batched_tokens=2048)
     [prompt] = prompts_of(2000)

@@ -149,7 +149,7 @@ class Tiers:
         """Makes moves of what a request is about to give up and its hosts do not have, as far as they have room."""
         if not self._is_active:
             return []
-        if len(request.group) > 1:
+        if len(request.group) > 1 and request.finish_reason is None:
             self._groups[request.id] = request.group
         copies: defaultdict[int, list[tuple[BlockRef, BlockRef, Content]]] = defaultdict(list)
         kept: defaultdict[int, list[BlockRef]] = defaultdict(list)
@@ -302,7 +302,8 @@ class Tiers:
         return [(instance,) for instance in everyone]
 
     def _find(self, request: Request, group: tuple[int, ...]) -> _Found:
-        account, size, limit = self._account, request.block_size, request.num_tokens - 1
+        account, size = self._account, request.block_size
+        limit = 0 if request.scores_prompt else request.num_tokens - 1  # logprobs of a prompt need all of it computed
         hosts = sorted({self._cluster.host_pool(instance) for instance in group})
         found = _Found(group=group, num_blocks=request.blocks_for(request.num_tokens))
         index = 0

@@ -314,7 +314,7 @@ class FittedCost:
     Args:
         shape: of the model that was measured.
         block_size: tokens of a KV block, which transfers consist of.
-        cluster: the instances, when they have stages.
+        cluster: the instances, when they have stages or pools on hosts.
 
     Raises:
         ValueError: for a profile that lacks one instance alone, with the remedy.
@@ -322,8 +322,7 @@ class FittedCost:
 
     def __init__(self, profile: Profile, shape: ModelShape, *, block_size: int, cluster: Cluster | None = None) -> None:
         self._link, self._tp = profile.link("point_to_point", 2), profile.profile_key.tp
-        self._cluster = cluster if cluster is not None and cluster.has_stages else None
-        self._host_link, self._instances = profile.link("host_copy", 1) or self._link, cluster
+        self._cluster, self._host_link = cluster, profile.link("host_copy", 1) or self._link
         self._hidden_bytes = shape.hidden_size * shape.bytes_per_element
         self.num_layers, self._block_bytes = shape.num_layers, block_size * shape.kv_bytes * shape.num_layers
         self._block_size = block_size
@@ -340,9 +339,9 @@ class FittedCost:
 
     def flows(self, move: MoveKV) -> tuple[Flow, ...]:
         if move.way != "across":
-            assert self._instances is not None, "pools of hosts belong to a cluster"
+            assert self._cluster is not None, "pools of hosts belong to a cluster"
             link = self._host_link or self._known_link()
-            return host_flows(move, self._instances, lambda _: self._block_bytes, link.start_s, link.bytes_per_s)
+            return host_flows(move, self._cluster, lambda _: self._block_bytes, link.start_s, link.bytes_per_s)
         link = self._known_link()
         latency_s, byte_s = link.start_s, 1 / (link.bytes_per_s * self._tp)
         return tuple(
@@ -363,13 +362,13 @@ class FittedCost:
         """Returns None: steps were measured as a whole."""
 
     def seconds(self, forward: Forward) -> dict[int, float]:
-        if self._cluster is None:
+        if self._cluster is None or not self._cluster.has_stages:
             return self._unsplit_s(forward)
         return {instance: sum(stages) for instance, stages in self.stage_seconds(forward).items()}
 
     def stage_seconds(self, forward: Forward) -> dict[int, tuple[float, ...]]:
         found, cluster = self._unsplit_s(forward), self._cluster
-        if cluster is None:
+        if cluster is None or not cluster.has_stages:
             return {instance: (seconds,) for instance, seconds in found.items()}
         tokens, sampled = _tokens(forward), Counter(one.sample.instance for one in forward.parts if one.sample)
         by_stage = {}

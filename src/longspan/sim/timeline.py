@@ -6,6 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from longspan.core.cluster import Cluster
@@ -181,11 +182,10 @@ class Timeline:
                 chunks.append((part, own))
         total = num_decodes + sum(own for _, own in chunks)
         at_s, per_token_s = start_s, (end_s - start_s) / max(1, total)
+        block = partial(Block, instance=instance, stage=stage)
         for part, own in chunks:
             self.blocks.append(
-                Block(
-                    instance=instance,
-                    stage=stage,
+                block(
                     start_s=at_s,
                     end_s=at_s + own * per_token_s,
                     index=self._index(part.request_id),
@@ -197,17 +197,7 @@ class Timeline:
             )
             at_s += own * per_token_s
         if num_decodes:
-            self.blocks.append(
-                Block(
-                    instance=instance,
-                    stage=stage,
-                    start_s=at_s,
-                    end_s=end_s,
-                    index=None,
-                    start=0,
-                    stop=num_decodes,
-                )
-            )
+            self.blocks.append(block(start_s=at_s, end_s=end_s, index=None, start=0, stop=num_decodes))
 
     def _moved(self, ran: MoveTiming) -> None:
         index, move = self._index(ran.move.request_id), ran.move
